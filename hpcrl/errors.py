@@ -1,0 +1,60 @@
+"""Every error that hpcrl raises on purpose.
+
+    HpcrlError            what went wrong, the value seen, the cure
+    ├── ConfigError       a recipe or site file (or a -s setting) that cannot be used
+    ├── PlanError         recipe and site do not fit each other
+    ├── CampaignError     a campaign that is missing, exists already, or is in the wrong state
+    ├── SlurmError        Slurm refused, is missing, or did not answer
+    ├── LabError          the lab (a Slurm of our own on one machine) could not do what was asked
+    ├── SpoolError        trajectories could not be written or read
+    ├── WeightsError      a version of the weights could not be published or loaded
+    ├── EngineError       an engine could not serve a request
+    ├── EnvFault          the environment's infrastructure failed: retried, never scored
+    └── TrainError        training cannot go on
+
+The command line prints the message alone and exits with 2; anything else is a bug and keeps its traceback.
+"""
+
+
+class HpcrlError(Exception):
+    """What went wrong, the value seen, and the cure, in the user's own words."""
+
+
+class ConfigError(HpcrlError):
+    """A recipe or site file (or a -s setting) cannot be used."""
+
+
+class PlanError(HpcrlError):
+    """Recipe and site do not fit each other."""
+
+
+class CampaignError(HpcrlError):
+    """A campaign is missing, exists already, or is in the wrong state."""
+
+
+class SlurmError(HpcrlError):
+    """Slurm refused, is missing, or did not answer."""
+
+
+class LabError(HpcrlError):
+    """The lab could not do what was asked."""
+
+
+class SpoolError(HpcrlError):
+    """Trajectories could not be written or read."""
+
+
+class WeightsError(HpcrlError):
+    """A version of the weights could not be published or loaded."""
+
+
+class EngineError(HpcrlError):
+    """An engine could not serve a request."""
+
+
+class EnvFault(HpcrlError):
+    """The environment's infrastructure failed; the episode is retried and never scored."""
+
+
+class TrainError(HpcrlError):
+    """Training cannot go on."""

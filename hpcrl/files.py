@@ -1,0 +1,91 @@
+"""Files that are complete or absent: atomic publication, private directories, tolerant JSON lines."""
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def publish(path: Path, data: bytes | str, *, mode: int = 0o600) -> None:
+    """Make `path` appear with `data`, complete and durable, or not at all."""
+    raw = data.encode() if isinstance(data, str) else data
+    with staged(path) as temporary:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(fd, "wb") as out:
+            out.write(raw)
+            out.flush()
+            os.fsync(out.fileno())
+
+
+class staged:  # noqa: N801 - reads as a statement: `with staged(path) as temporary:`
+    """A temporary name beside `path` that becomes `path` when the block ends well.
+
+    The block writes and fsyncs the temporary file (or fills a temporary directory); on the way out it is
+    renamed and the directory is fsynced. After an exception nothing is left.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+
+    def __enter__(self) -> Path:
+        return self.temporary
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            discard(self.temporary)
+            return
+        try:
+            os.rename(self.temporary, self.path)  # noqa: PTH104 - must fail on a non-empty directory
+        except OSError:
+            discard(self.temporary)
+            raise
+        sync_directory(self.path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames and new names in `directory` durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def discard(path: Path) -> None:
+    """Remove a file or a directory tree of ours, present or not."""
+    if path.is_dir() and not path.is_symlink():
+        for child in path.iterdir():
+            discard(child)
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
+
+
+def private_dir(path: Path) -> Path:
+    """Make `path` (and its parents) readable by its owner alone."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def publish_json(path: Path, value: Any, *, mode: int = 0o600) -> None:
+    """Publish `value` as readable JSON."""
+    publish(path, json.dumps(value, indent=2, sort_keys=True) + "\n", mode=mode)
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in `path`; the caller knows its shape."""
+    return json.loads(path.read_bytes())
+
+
+def json_lines(data: bytes) -> Iterator[dict[str, Any]]:
+    """The complete JSON objects in `data`, one a line; a torn or foreign line is passed over."""
+    for line in data.split(b"\n"):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value

@@ -1,0 +1,128 @@
+"""Every path of a campaign. No other module joins path names.
+
+CAMPAIGN/
+  campaign.json            name, site, created: written once, last; a directory without it is no campaign
+  recipe.json site.json    what was asked, resolved
+  plan.json
+  stop                     present: somebody asked the campaign to stop
+  jobs/000/                one Slurm job (or local run): script, id, driver state, logs
+  events/                  JSON lines, one file a process
+  endpoints/               one file an engine worker, 0600 (holds its token)
+  model/                   architecture and tokenizer, as transformers reads them
+  spools/rollouts|scored/  trajectories
+  weights/                 versions of the weights
+  checkpoints/             trainer state and what it consumed
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+SPOOLS = ("rollouts", "scored")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The directory of one campaign."""
+
+    root: Path
+
+    @property
+    def name(self) -> str:
+        return self.root.name
+
+    @property
+    def campaign(self) -> Path:
+        return self.root / "campaign.json"
+
+    @property
+    def recipe(self) -> Path:
+        return self.root / "recipe.json"
+
+    @property
+    def site(self) -> Path:
+        return self.root / "site.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def stop(self) -> Path:
+        return self.root / "stop"
+
+    @property
+    def jobs(self) -> Path:
+        return self.root / "jobs"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events"
+
+    @property
+    def endpoints(self) -> Path:
+        return self.root / "endpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def spool(self, name: str) -> Path:
+        return self.root / "spools" / name
+
+    def job(self, number: int) -> "JobDir":
+        return JobDir(self.jobs / f"{number:03d}")
+
+    def job_numbers(self) -> list[int]:
+        """Numbers of the jobs that exist, oldest first."""
+        if not self.jobs.is_dir():
+            return []
+        return sorted(int(path.name) for path in self.jobs.iterdir() if path.name.isdigit())
+
+
+@dataclass(frozen=True)
+class JobDir:
+    """The directory of one job of a campaign."""
+
+    root: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.root.name)
+
+    @property
+    def script(self) -> Path:
+        return self.root / "job.sh"
+
+    @property
+    def submitted(self) -> Path:
+        """The recorded id: what may be cancelled, and nothing else."""
+        return self.root / "submitted.json"
+
+    @property
+    def outcome(self) -> Path:
+        """How the driver ended; absent while it runs or when it was killed."""
+        return self.root / "outcome.json"
+
+    @property
+    def drain(self) -> Path:
+        """Present: finish what is begun, checkpoint, end."""
+        return self.root / "drain"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def parsl(self) -> Path:
+        return self.root / "parsl"
+
+    def log(self, worker: str) -> Path:
+        return self.logs / f"{worker}.log"
