@@ -88,10 +88,8 @@ def _extended(kind: Kind, path: Path, *, seen: tuple[Path, ...]) -> Table:
     if not isinstance(base, str):
         raise ConfigError(f"{path}: extends: expected a name or a path, got {base!r}")
     beside = path.parent if base.endswith(".toml") or "/" in base else None
-    if beside is None and path.stem == base:  # a user's own `lab.toml` that extends the shipped `lab`
-        parent = shipped(kind) / f"{base}.toml"
-    else:
-        parent = find(kind, base, beside=beside)
+    own_name = beside is None and path.stem == base  # a user's own `lab.toml` that extends the shipped `lab`
+    parent = shipped(kind) / f"{base}.toml" if own_name else find(kind, base, beside=beside)
     return _merged(_extended(kind, parent, seen=(*seen, resolved)), table)
 
 

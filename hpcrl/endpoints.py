@@ -1,11 +1,17 @@
 """Where the engine workers of a campaign listen: one 0600 file each, published when it is ready to serve."""
 
+import fcntl
 import secrets
+import socket
+import struct
 from pathlib import Path
 
 import msgspec
 
+from hpcrl.errors import ConfigError
 from hpcrl.files import publish
+
+SIOCGIFADDR = 0x8915
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,3 +53,20 @@ def listed(directory: Path) -> list[Endpoint]:
         except FileNotFoundError:  # withdrawn between listing and reading
             continue
     return found
+
+
+def address_of(interface: str | None) -> str:
+    """The IPv4 address to bind to: of the site's interface, else the one this host's name stands for."""
+    if interface is None:
+        return socket.gethostbyname(socket.gethostname())
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+        except OSError as error:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigError(
+                f"network.interface = {interface!r} has no address on {socket.gethostname()} "
+                f"({error.strerror}); it has {names}: mend it in the site file"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])

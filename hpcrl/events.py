@@ -6,6 +6,7 @@ Every line has `time` (seconds since the epoch), `event`, and who wrote it: `job
 
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,22 +42,36 @@ class EventReader:
     """Reads what is new in a directory of event files, each call from where the last one ended."""
 
     directory: Path
+    touched: dict[str, float] = field(default_factory=dict)
+    """When each file (by its name without .jsonl) was last written or touched, as of the last call."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Why a file could not be read at the last call."""
     _offsets: dict[str, int] = field(default_factory=dict)
 
     def poll(self) -> Iterator[dict[str, Any]]:
         """New events, file by file; a line still being written waits for the next call."""
-        if not self.directory.is_dir():
-            return
+        self.unreadable.clear()
         for path in sorted(self.directory.glob("*.jsonl")):
-            offset = self._offsets.get(path.name, 0)
-            if path.stat().st_size <= offset:
+            try:
+                data = self._new_data(path)
+            except OSError as error:  # another process's file: what can be read of the others still counts
+                self.unreadable[path.name] = error.strerror or str(error)
                 continue
-            with path.open("rb") as file:
-                file.seek(offset)
-                data = file.read()
-            end = data.rfind(b"\n") + 1
-            self._offsets[path.name] = offset + end
-            yield from json_lines(data[:end])
+            yield from json_lines(data)
+
+    def _new_data(self, path: Path) -> bytes:
+        """The complete lines that were added to one file."""
+        facts = path.stat()
+        self.touched[path.stem] = facts.st_mtime
+        offset = self._offsets.get(path.name, 0)
+        if facts.st_size <= offset or not stat.S_ISREG(facts.st_mode):
+            return b""
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._offsets[path.name] = offset + end
+        return data[:end]
 
 
 def read_events(directory: Path) -> list[dict[str, Any]]:

@@ -23,11 +23,11 @@ Affinity = Literal["compute", "bandwidth", "cpu"]
 ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "reward", "train")
 
 
-class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What all tables share: frozen, by keyword, nothing unknown."""
 
 
-class TinyModel(_Table, frozen=True, kw_only=True):
+class TinyModel(Table, frozen=True, kw_only=True):
     """A seeded Qwen2 made on the spot with a character tokenizer, for demos and tests."""
 
     hidden_size: Count = 64
@@ -37,7 +37,7 @@ class TinyModel(_Table, frozen=True, kw_only=True):
     context_length: Count = 512
 
 
-class Model(_Table, frozen=True, kw_only=True):
+class Model(Table, frozen=True, kw_only=True):
     """What is trained: a directory that transformers can load, or a tiny model made on the spot."""
 
     path: str | None = None
@@ -46,7 +46,7 @@ class Model(_Table, frozen=True, kw_only=True):
     """Number of weights, for the plan's memory check where `path` is not readable from here."""
 
 
-class Domain(_Table, frozen=True, kw_only=True):
+class Domain(Table, frozen=True, kw_only=True):
     """A kind of task: its environment, its reward, its limits."""
 
     env: UserCode
@@ -63,7 +63,7 @@ class Domain(_Table, frozen=True, kw_only=True):
     """How often an episode is begun anew after an infrastructure fault."""
 
 
-class Rollout(_Table, frozen=True, kw_only=True):
+class Rollout(Table, frozen=True, kw_only=True):
     """How episodes are sampled."""
 
     group_size: Annotated[int, Meta(ge=2)]
@@ -77,9 +77,11 @@ class Rollout(_Table, frozen=True, kw_only=True):
     max_new_tokens: Count = 256
     """Tokens the model may generate in one turn."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
+    seal_after_s: Seconds = 2.0
+    """Trajectories become durable at least this often; longer makes fewer and larger files."""
 
 
-class Engine(_Table, frozen=True, kw_only=True):
+class Engine(Table, frozen=True, kw_only=True):
     """Which inference engine serves prefill and decode."""
 
     backend: Literal["embedded"] = "embedded"
@@ -87,7 +89,7 @@ class Engine(_Table, frozen=True, kw_only=True):
     """Sequences decoded together by one decode worker."""
 
 
-class Train(_Table, frozen=True, kw_only=True):
+class Train(Table, frozen=True, kw_only=True):
     """How the model learns."""
 
     num_steps: Count
@@ -104,12 +106,14 @@ class Train(_Table, frozen=True, kw_only=True):
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     tokens_per_micro_batch: Count = 16384
     """Padded tokens in one forward pass; gradients accumulate over as many as a step needs."""
+    num_minibatches: Count = 1
+    """Optimizer steps per training step, each on a part of its trajectories; above 1 the policy moves in between."""
     checkpoint_every_steps: Count = 10
     keep_checkpoints: Count = 2
     keep_versions: Count = 4
 
 
-class Resources(_Table, frozen=True, kw_only=True):
+class Resources(Table, frozen=True, kw_only=True):
     """What one role asks for; the site and the planner decide where that is."""
 
     num_workers: Count = 1
@@ -120,7 +124,7 @@ class Resources(_Table, frozen=True, kw_only=True):
     """compute: FLOP/s first (prefill, training) - bandwidth: memory bandwidth first (decode) - cpu: no GPU."""
 
 
-class RoleResources(_Table, frozen=True, kw_only=True):
+class RoleResources(Table, frozen=True, kw_only=True):
     """Resources of the five roles."""
 
     env: Resources = Resources()
@@ -130,7 +134,7 @@ class RoleResources(_Table, frozen=True, kw_only=True):
     train: Resources = Resources(gpus_per_worker=1, affinity="compute")
 
 
-class Job(_Table, frozen=True, kw_only=True):
+class Job(Table, frozen=True, kw_only=True):
     """Limits of one job of the campaign."""
 
     walltime_min: Count = 60
@@ -142,7 +146,7 @@ class Job(_Table, frozen=True, kw_only=True):
     """A job in which nothing has moved for so long is ended, so that nodes are never held idle."""
 
 
-class Recipe(_Table, frozen=True, kw_only=True):
+class Recipe(Table, frozen=True, kw_only=True):
     """A whole recipe."""
 
     name: Name

@@ -74,6 +74,14 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
+    @property
+    def settled(self) -> Path:
+        return self.root / "settled.json"
+
+    @property
+    def task_blocks(self) -> Path:
+        return self.root / "task-blocks"
+
     def spool(self, name: str) -> Path:
         return self.root / "spools" / name
 
@@ -115,6 +123,11 @@ class JobDir:
     def drain(self) -> Path:
         """Present: finish what is begun, checkpoint, end."""
         return self.root / "drain"
+
+    @property
+    def dump_stacks(self) -> Path:
+        """Present: every worker writes what it is doing to its log."""
+        return self.root / "dump-stacks"
 
     @property
     def logs(self) -> Path:

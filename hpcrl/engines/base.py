@@ -6,6 +6,7 @@ Two small protocols, so that a caller depends on what it uses:
     Updatable   pause, load_version, resume                used by the worker that watches the weights
 """
 
+from collections.abc import Awaitable, Callable
 from typing import Literal, Protocol
 
 import msgspec
@@ -22,6 +23,12 @@ class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """Version of the weights that computed it; KV of another version is never used."""
     num_tokens: int
+
+
+LOCAL = "local:"
+"""A handle whose URL begins so points into the engine that made it; a server puts its own address there."""
+FetchKv = Callable[[KvHandle], Awaitable[bytes]]
+"""Gets handed-over KV from where its handle points; EngineError if it cannot."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

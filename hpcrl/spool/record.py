@@ -1,14 +1,28 @@
 """The record of one episode: a trajectory, exact to the token.
 
+    Facts         what is known of the episode besides its tokens; stored as JSON
+    Trajectory    the facts and the per-token columns
+    pack          checks a trajectory and brings it into the form that is stored
+    parse_facts, with_columns    the way back
+
 Shape: `token_ids` is everything the model saw and said, in order; the other per-token columns have the same
 length. `loss_mask` is True where the model said it; `logprobs` and `versions` are 0 elsewhere.
+
+Schema: a newer minor version may add facts (of the episode or of a turn); a reader that does not know them keeps
+them in `extra` and writes them back. A new column or a new status is a new major version.
 """
 
-from typing import Annotated, Any, Literal
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from hpcrl.errors import SpoolError
 
 SCHEMA_MAJOR = 1
 SCHEMA_MINOR = 0
@@ -17,7 +31,7 @@ Status = Literal["done", "truncated", "aborted-stale", "aborted-redundant", "env
 TRAINABLE: frozenset[Status] = frozenset({"done", "truncated"})
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
+class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One generate/step pair."""
 
     start: int
@@ -28,10 +42,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     generate_s: float = 0.0
     step_s: float = 0.0
     remote_prefill: bool = False
+    extra: dict[str, Any] = {}
+    """Facts of a newer minor schema version, kept as they came."""
 
 
-class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What one episode left behind."""
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of an episode besides its tokens."""
 
     id: str
     """Unique in the campaign and the same when the episode is retried: `group/index`."""
@@ -47,16 +63,141 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     start_version: int
     """Version of the weights when it began; staleness counts from here."""
     end_version: int
-    token_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
     turns: list[Turn]
     reset_s: float = 0.0
     reward: float | None = None
     """None until scored."""
     reward_parts: dict[str, float] = {}
-    extra: Annotated[dict[str, Any], "fields of a newer minor schema version, kept as they came"] = {}
+    extra: dict[str, Any] = {}
+    """Facts of a newer minor schema version, kept as they came."""
+
+
+class Trajectory(Facts, frozen=True, kw_only=True, eq=False):
+    """What one episode left behind."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+COLUMNS: dict[str, np.dtype[Any]] = {
+    "token_ids": np.dtype(np.int32),
+    "logprobs": np.dtype(np.float32),
+    "versions": np.dtype(np.int32),
+    "loss_mask": np.dtype(np.bool_),
+}
+_FACTS = tuple(name for name in Facts.__struct_fields__ if name != "extra")
+_TURN_FACTS = frozenset(Turn.__struct_fields__) - {"extra"}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A trajectory as it is stored: known to be readable again."""
+
+    id: str
+    facts: bytes
+    """One JSON object."""
+    columns: dict[str, NDArray[Any]]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.facts) + sum(column.nbytes for column in self.columns.values())
+
+
+def pack(trajectory: Trajectory) -> Packed:
+    """Bring a trajectory into the form that is stored, or refuse what could not be read back.
+
+    The columns are not copied: they must not change afterwards.
+    """
+    columns = {name: _column(trajectory, name) for name in COLUMNS}
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise SpoolError(f"trajectory {trajectory.id!r} has columns of unequal length {lengths}: one entry per token")
+    return Packed(id=trajectory.id, facts=_encode_facts(trajectory), columns=columns)
+
+
+def parse_facts(row: Mapping[str, Any]) -> Facts:
+    """Facts from a JSON object; what this version does not know goes to `extra`."""
+    known = {name: row[name] for name in _FACTS if name in row}
+    known["turns"] = [_split_turn(turn) for turn in row["turns"]]
+    extra = {name: value for name, value in row.items() if name not in known}
+    return msgspec.convert({**known, "extra": extra}, Facts, strict=False)
+
+
+def with_columns(facts: Facts, columns: Mapping[str, NDArray[Any]]) -> Trajectory:
+    """The trajectory that these facts and columns are."""
+    fields: dict[str, Any] = {**msgspec.structs.asdict(facts), **columns}
+    return Trajectory(**fields)
+
+
+def _column(trajectory: Trajectory, name: str) -> NDArray[Any]:
+    column = getattr(trajectory, name)
+    wanted = COLUMNS[name]
+    if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype != wanted:
+        seen = f"{column.dtype} {column.shape}" if isinstance(column, np.ndarray) else type(column).__name__
+        raise SpoolError(
+            f"trajectory {trajectory.id!r}: {name} is {seen}, not a {wanted} array of one dimension: "
+            f"make it with np.asarray(..., np.{wanted})"
+        )
+    return np.ascontiguousarray(column)
+
+
+def _encode_facts(trajectory: Trajectory) -> bytes:
+    row: Any = {**trajectory.extra, **{name: getattr(trajectory, name) for name in _FACTS}}
+    try:
+        if _needs_care(trajectory):
+            row = _careful(row)
+        data = msgspec.json.encode(row, enc_hook=_plain_number)
+        msgspec.json.decode(data, type=Facts, strict=False)  # a reader must never be the first to find out
+    except (msgspec.MsgspecError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise SpoolError(
+            f"trajectory {trajectory.id!r} cannot be stored ({error}): "
+            "facts must have the types of hpcrl.spool.record.Facts, `extra` finite JSON values"
+        ) from error
+    return data
+
+
+def _needs_care(trajectory: Trajectory) -> bool:
+    """Whether a plain JSON encoder would lose something: numbers that are not finite, facts of newer turns."""
+    total = trajectory.created + trajectory.reset_s + (trajectory.reward or 0.0) + sum(trajectory.reward_parts.values())
+    total += sum(turn.reward + turn.generate_s + turn.step_s for turn in trajectory.turns)
+    return not math.isfinite(total) or bool(trajectory.extra) or any(turn.extra for turn in trajectory.turns)
+
+
+def _careful(row: dict[str, Any]) -> dict[str, Any]:
+    json.dumps([row[name] for name in row.keys() - set(_FACTS)], allow_nan=False)
+    json.dumps([turn.extra for turn in row["turns"]], allow_nan=False)
+    plain = msgspec.to_builtins(row, enc_hook=_plain_number)
+    plain["turns"] = [{**turn.pop("extra", {}), **turn} for turn in plain["turns"]]
+    return {name: _spelled(value) for name, value in plain.items()}
+
+
+def _spelled(value: Any) -> Any:
+    """JSON has no NaN and no infinity: write them as text, which reads back as a number where one is due."""
+    match value:
+        case float() if not math.isfinite(value):
+            return str(value)
+        case dict():
+            return {name: _spelled(item) for name, item in value.items()}
+        case list():
+            return [_spelled(item) for item in value]
+        case _:
+            return value
+
+
+def _plain_number(value: Any) -> Any:
+    """Reward functions return NumPy numbers: the same value as Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} {value!r} is no JSON value")
+
+
+def _split_turn(row: dict[str, Any]) -> dict[str, Any]:
+    if row.keys() <= _TURN_FACTS:
+        return row
+    known = {name: row[name] for name in _TURN_FACTS if name in row}
+    return {**known, "extra": {name: value for name, value in row.items() if name not in known}}

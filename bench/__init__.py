@@ -1,0 +1,1 @@
+"""Every performance claim as a command: `python -m bench.NAME` prints a table, `--json` one object."""

@@ -1,0 +1,55 @@
+"""What all benches share: a figure with its bar, the table, the JSON, the exit code."""
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One measured value; figures with a bar are ratios of two things measured in the same run."""
+
+    name: str
+    value: float
+    unit: str = "x"
+    bar: float | None = None
+    better: Literal["lower", "higher"] = "higher"
+
+    @property
+    def ok(self) -> bool:
+        if self.bar is None:
+            return True
+        return self.value <= self.bar if self.better == "lower" else self.value >= self.bar
+
+
+def machine() -> str:
+    """Enough to know where a figure comes from, and nothing private."""
+    return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+
+
+def main(name: str, measure: Callable[[bool], list[Figure]]) -> int:
+    """Run a bench from the command line; 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{name}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--full", action="store_true", help="the long run")
+    arguments = parser.parse_args()
+    figures = measure(arguments.full)
+    if arguments.json:
+        listed = [asdict(figure) | {"ok": figure.ok} for figure in figures]
+        print(json.dumps({"name": name, "machine": machine(), "figures": listed}))
+    else:
+        print(f"{name} ({machine()})")
+        for figure in figures:
+            print(f"  {figure.name:<52} {figure.value:>10.3g} {figure.unit:<8} {_verdict(figure)}")
+    return 0 if all(figure.ok for figure in figures) else 1
+
+
+def _verdict(figure: Figure) -> str:
+    if figure.bar is None:
+        return ""
+    sign = "<=" if figure.better == "lower" else ">="
+    return f"bar {sign} {figure.bar:g}: {'ok' if figure.ok else 'MISSED'}"

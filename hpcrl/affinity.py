@@ -1,0 +1,122 @@
+"""Which partition fits a role: by affinity, with the fallback said aloud."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from hpcrl.errors import PlanError
+from hpcrl.hardware import GPUS
+from hpcrl.recipe import Affinity, Resources, RoleName
+from hpcrl.site import Partition, Site
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What one component must give to each of its nodes' workers and to the node itself."""
+
+    role: RoleName
+    resources: Resources
+    reserved_cpus: int
+    """Cores taken on every node for what runs beside the workers."""
+    reserved_mem_gib: float
+    min_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The partition of a role, and how its workers lie on the nodes."""
+
+    partition: str
+    nodes: int
+    workers_per_node: int
+    gpus_per_worker: int
+    """0 where the role has to do without GPUs."""
+    fallback: str | None
+
+
+def choose(demand: Demand, site: Site, *, taken: dict[str, int]) -> Choice:
+    """The best partition that can hold `demand`; `taken` counts nodes given to other roles."""
+    wanted, gpus, shortfall = _what_the_site_has(demand, site)
+    refusals: list[str] = []
+    for rank, label in enumerate(_ranked(site, wanted, taken=taken)):
+        partition = site.partitions[label]
+        per_node = _workers_per_node(demand, partition, gpus=gpus)
+        nodes = max(ceil(demand.resources.num_workers / per_node), demand.min_nodes) if per_node else 0
+        refusal = _refusal(demand, label, partition, gpus=gpus, nodes=nodes, taken=taken.get(label, 0))
+        if refusal is None:
+            fallback = shortfall or (_only_second_best(demand, label, refusals) if rank else None)
+            return Choice(
+                partition=label,
+                nodes=nodes,
+                workers_per_node=ceil(demand.resources.num_workers / nodes),
+                gpus_per_worker=gpus,
+                fallback=fallback,
+            )
+        refusals.append(refusal)
+    raise PlanError(
+        f"site {site.name!r} cannot hold resources.{demand.role}: {'; '.join(refusals)}. "
+        f"Lower resources.{demand.role} or choose another site"
+    )
+
+
+def _what_the_site_has(demand: Demand, site: Site) -> tuple[Affinity, int, str | None]:
+    """The affinity to rank by, the GPUs a worker gets, and what is said if that is not what was wanted."""
+    role, wanted, gpus = demand.role, demand.resources.affinity, demand.resources.gpus_per_worker
+    kinds = {p.gpu for p in site.partitions.values() if p.gpu and not p.preemptible}
+    if wanted == "cpu" or gpus == 0:
+        if all(p.gpu for p in site.partitions.values()):
+            return "cpu", 0, f"{role} wanted CPU nodes, got cores of GPU nodes: site {site.name} has no CPU nodes"
+        return "cpu", 0, None
+    if not kinds:
+        return "cpu", 0, f"{role} wanted {gpus} GPU a worker ({wanted}), got CPU cores: site {site.name} has no GPUs"
+    if wanted == "bandwidth" and len(kinds) == 1:
+        return wanted, gpus, f"{role} wanted {wanted}, got {kinds.pop()}: site {site.name} has no other GPU type"
+    return wanted, gpus, None
+
+
+def _ranked(site: Site, wanted: Affinity, *, taken: dict[str, int]) -> list[str]:
+    """Partitions from best to worst; among equals the least used, then the site's own order."""
+
+    def merit(label: str) -> tuple[float, int]:
+        partition = site.partitions[label]
+        gpu = GPUS[partition.gpu] if partition.gpu else None
+        match wanted:
+            case "compute":
+                score = gpu.bf16_tflops if gpu else 0.0
+            case "bandwidth":
+                score = gpu.memory_tb_per_s if gpu else 0.0
+            case "cpu":
+                score = 0.0 if gpu else 1.0
+        return (-score, taken.get(label, 0))
+
+    return sorted((label for label, p in site.partitions.items() if not p.preemptible), key=merit)
+
+
+def _workers_per_node(demand: Demand, partition: Partition, *, gpus: int) -> int:
+    """How many workers one node can hold."""
+    resources = demand.resources
+    limits = [
+        (partition.cores_per_node - demand.reserved_cpus) // resources.cpus_per_worker,
+        int((partition.mem_gib_per_node - demand.reserved_mem_gib) // resources.mem_gib_per_worker),
+    ]
+    if gpus:
+        limits.append(partition.gpus_per_node // gpus)
+    return max(min(limits), 0)
+
+
+def _refusal(demand: Demand, label: str, partition: Partition, *, gpus: int, nodes: int, taken: int) -> str | None:
+    resources = demand.resources
+    if nodes == 0:
+        return (
+            f"{label} has nodes of {partition.cores_per_node} cores, {partition.mem_gib_per_node:g} GiB and "
+            f"{partition.gpus_per_node} GPUs, and one worker wants {resources.cpus_per_worker} cores, "
+            f"{resources.mem_gib_per_worker:g} GiB and {gpus} GPUs"
+            + (f" beside {demand.reserved_cpus} reserved cores" if demand.reserved_cpus else "")
+        )
+    if taken + nodes > partition.max_nodes:
+        others = f" beside {taken} for other roles" if taken else ""
+        return f"{label} allows {partition.max_nodes} nodes, and {resources.num_workers} workers want {nodes}{others}"
+    return None
+
+
+def _only_second_best(demand: Demand, label: str, refusals: list[str]) -> str:
+    return f"{demand.role} wanted {demand.resources.affinity}, got {label}: {refusals[0]}"

@@ -1,0 +1,294 @@
+"""Campaigns, seen from the login node: create, submit, list, stop, resume. Light: no torch, parsl, h5py, mpi4py.
+
+Campaigns are found by name under ~/.hpcrl/campaigns ($HPCRL_HOME moves it). Where a site keeps them on another file
+system, that name is a symbolic link; making the directory or the link is what reserves the name.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from hpcrl.errors import CampaignError, ConfigError, HpcrlError
+from hpcrl.files import discard, private_dir, publish, publish_json, read_json
+from hpcrl.plan import Plan, make_plan
+from hpcrl.processes import is_alive
+from hpcrl.recipe import Recipe, load_recipe
+from hpcrl.rundir import SPOOLS, JobDir, RunDir
+from hpcrl.site import Site, load_site
+from hpcrl.slurm import submit as slurm
+from hpcrl.slurm.script import batch_script
+
+T = TypeVar("T")
+CHECK_TIMEOUT_S = 120
+FORBIDDEN_IN_PATHS = "\n\r"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a user asks for, checked: recipe and site, and the plan that maps one to the other."""
+
+    recipe: Recipe
+    site: Site
+    plan: Plan
+
+
+def request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> Request:
+    """Load and plan. Settings are `key=value` of the recipe, or `site.key=value` of the site."""
+    of_site = tuple(s.removeprefix("site.") for s in settings if s.startswith("site."))
+    of_recipe = tuple(s for s in settings if not s.startswith("site."))
+    loaded = load_recipe(recipe, settings=of_recipe)
+    where = load_site(site, settings=of_site)
+    return Request(recipe=loaded, site=where, plan=make_plan(loaded, where))
+
+
+def script_of(asked: Request, *, name: str) -> str:
+    """The batch script as `hpcrl plan` shows it; submitting only fills in the campaign's own path."""
+    run = RunDir(_root_of(asked.site) / name)
+    return batch_script(asked.plan, run=run, job=0, python=_python(asked.site), exports=_exports())
+
+
+def submit(asked: Request, *, name: str | None = None) -> RunDir:
+    """Check the user's code, make the campaign's directory, submit its first job; on failure leave nothing."""
+    check_user_code(asked)
+    if asked.site.scheduler == "slurm":
+        slurm.require_slurm(asked.site)
+        slurm.site_environment(asked.site)
+    run = _reserve(asked, name)
+    try:
+        _describe(run, asked)
+        _start_job(run, asked, number=0)
+    except BaseException:
+        _release(run)
+        raise
+    return run
+
+
+def dry_run(asked: Request) -> str:
+    """Everything that submitting checks, and Slurm's own opinion where there is one; nothing is left behind."""
+    check_user_code(asked)
+    if asked.site.scheduler == "local":
+        return "nothing to ask: the site has no scheduler"
+    slurm.require_slurm(asked.site)
+    run = _reserve(asked, None)
+    try:
+        _describe(run, asked)
+        job = _job_dir(run, 0)
+        publish(job.script, script_of(asked, name=run.name), mode=0o700)
+        return slurm.test_only(job.script, site=asked.site)
+    finally:
+        _release(run)
+
+
+def check_user_code(asked: Request) -> None:
+    """Import environments and rewards with the interpreter of the jobs, before anything is queued."""
+    command = [_python(asked.site), "-m", "hpcrl.envs.check"]
+    try:
+        done = subprocess.run(
+            command,
+            input=msgspec.json.encode(asked.recipe.domains),
+            capture_output=True,
+            check=False,
+            timeout=CHECK_TIMEOUT_S,
+        )
+    except OSError as error:
+        raise ConfigError(f"the site's python {command[0]!r} cannot be run here: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"importing the environments of recipe {asked.recipe.name!r} took over {CHECK_TIMEOUT_S} s: "
+            "importing must be quick; open files and start servers in reset()"
+        ) from error
+    if done.returncode:
+        reason = done.stderr.decode(errors="replace").strip().splitlines()
+        raise ConfigError(f"recipe {asked.recipe.name!r}: {reason[-1] if reason else 'its code cannot be checked'}")
+
+
+def resume(name: str) -> RunDir:
+    """Go on from the last checkpoint in a new job."""
+    run = find(name)
+    numbers = run.job_numbers()
+    last = run.job(numbers[-1])
+    if _is_running(run, last):
+        raise CampaignError(
+            f"campaign {run.name!r} has job {submitted(last).id} already: see `hpcrl monitor {run.name}`"
+        )
+    if last.outcome.exists() and read_json(last.outcome)["outcome"] == "done":
+        raise CampaignError(f"campaign {run.name!r} is done: there is nothing to resume")
+    asked = Request(recipe=_read(run.recipe, Recipe), site=_read(run.site, Site), plan=_read(run.plan, Plan))
+    discard(run.stop)
+    _start_job(run, asked, number=numbers[-1] + 1)
+    return run
+
+
+def stop(name: str, *, how: Callable[[RunDir, JobDir, Site], str]) -> str:
+    """Ask a campaign to end in one of two ways (`gently`, `at_once`); says what was done."""
+    run = find(name)
+    last = run.job(run.job_numbers()[-1])
+    if last.outcome.exists():
+        outcome = read_json(last.outcome)
+        return f"campaign {run.name} has ended already ({outcome['outcome']}: {outcome['reason']})"
+    publish(run.stop, "")
+    return how(run, last, _read(run.site, Site))
+
+
+def gently(run: RunDir, job: JobDir, site: Site) -> str:
+    """A running job checkpoints and ends; one that only waits in the queue is taken out of it."""
+    if site.scheduler == "slurm" and _state(job, site) == "queued":
+        return at_once(run, job, site)
+    return f"campaign {run.name} is asked to stop: it makes a checkpoint and ends (`hpcrl monitor {run.name}` shows it)"
+
+
+def at_once(run: RunDir, job: JobDir, site: Site) -> str:
+    """Cancel the job by its recorded id."""
+    slurm.cancel(submitted(job), site=site)
+    return f"campaign {run.name}: job {submitted(job).id} is cancelled; `hpcrl resume {run.name}` goes on later"
+
+
+def find(name: str) -> RunDir:
+    """The campaign of a name or of a path."""
+    candidates = [_home() / name, Path(name)] if "/" not in name else [Path(name)]
+    for path in candidates:
+        if (path / "campaign.json").is_file():
+            return RunDir(path.resolve())
+    known = ", ".join(run.name for run in everyone()[:8])
+    raise CampaignError(f"no campaign {name!r}: {'there are ' + known if known else 'there is none yet'} (`hpcrl ls`)")
+
+
+def everyone() -> list[RunDir]:
+    """All campaigns of this user, newest first."""
+    home = _home()
+    if not home.is_dir():
+        return []
+    found = [RunDir(path.resolve()) for path in home.iterdir() if (path / "campaign.json").is_file()]
+    return sorted(found, key=lambda run: -float(read_json(run.campaign)["created"]))
+
+
+def submitted(job: JobDir) -> slurm.Submitted:
+    """What is recorded of a job."""
+    return _read(job.submitted, slurm.Submitted)
+
+
+def site_of(run: RunDir) -> Site:
+    """The site that a campaign runs on, as it was resolved at its submission."""
+    return _read(run.site, Site)
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CampaignError(
+            f"{path} cannot be read ({error}): the campaign is damaged or of another version"
+        ) from error
+
+
+def _is_running(run: RunDir, job: JobDir) -> bool:
+    return not job.outcome.exists() and job.submitted.exists() and _state(job, site_of(run)) != "gone"
+
+
+def _state(job: JobDir, site: Site) -> str:
+    """queued, running, gone or unknown: what the scheduler says of a job without an outcome."""
+    record = submitted(job)
+    if record.scheduler == "local":
+        return "running" if is_alive(record.pid, record.start_ticks) else "gone"
+    from hpcrl.slurm.status import job_states
+
+    return job_states([record.id], env={**os.environ, **slurm.site_environment(site)})[record.id].state
+
+
+def _start_job(run: RunDir, asked: Request, *, number: int) -> None:
+    job = _job_dir(run, number)
+    try:
+        script = batch_script(asked.plan, run=run, job=number, python=_python(asked.site), exports=_exports())
+        slurm.submit(script, job=job, site=asked.site)
+    except BaseException:
+        discard(job.root)
+        raise
+
+
+def _job_dir(run: RunDir, number: int) -> JobDir:
+    job = run.job(number)
+    private_dir(run.jobs)
+    try:
+        job.root.mkdir(mode=0o700)
+    except FileExistsError:
+        raise CampaignError(f"campaign {run.name!r}: job {number} is being submitted by somebody else") from None
+    private_dir(job.logs)
+    return job
+
+
+def _describe(run: RunDir, asked: Request) -> None:
+    """What was asked, as it was resolved; campaign.json comes last and makes it a campaign."""
+    for folder in _folders(run):
+        private_dir(folder)
+    for path, value in ((run.recipe, asked.recipe), (run.site, asked.site)):
+        publish(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    publish(run.plan, asked.plan.to_json())
+    publish_json(
+        run.campaign,
+        {"name": run.name, "recipe": asked.recipe.name, "site": asked.site.name, "created": time.time()},
+    )
+
+
+def _folders(run: RunDir) -> list[Path]:
+    spools = [run.spool(name) for name in SPOOLS]
+    return [run.events, run.endpoints, run.weights, run.checkpoints, run.task_blocks, *spools]
+
+
+def _reserve(asked: Request, name: str | None) -> RunDir:
+    """A fresh directory for the campaign; without a name, the recipe's with the next free number."""
+    home = private_dir(_home())
+    for candidate in [name] if name else _numbered(asked.recipe.name, home):
+        path = _root_of(asked.site) / candidate
+        with contextlib.suppress(FileExistsError):
+            if path.parent != home:
+                (home / candidate).symlink_to(path)
+                private_dir(path.parent)
+            path.mkdir(mode=0o700)
+            return RunDir(path)
+    raise CampaignError(f"there is a campaign {name!r} already: choose another --name, or `hpcrl resume {name}`")
+
+
+def _numbered(stem: str, home: Path) -> Iterator[str]:
+    taken = {path.name for path in home.iterdir()}
+    number = 1
+    while True:
+        if f"{stem}-{number}" not in taken:
+            yield f"{stem}-{number}"
+        number += 1
+
+
+def _release(run: RunDir) -> None:
+    discard(run.root)
+    link = _home() / run.name
+    if link.is_symlink():
+        link.unlink()
+
+
+def _home() -> Path:
+    return Path(os.environ.get("HPCRL_HOME") or Path.home() / ".hpcrl") / "campaigns"
+
+
+def _root_of(site: Site) -> Path:
+    root = Path(slurm.expand(site.campaigns_dir)) if site.campaigns_dir else _home()
+    absolute = root.absolute()
+    if any(character in str(absolute) for character in FORBIDDEN_IN_PATHS):
+        raise HpcrlError(f"campaigns cannot lie in {str(absolute)!r}: a batch script cannot name it; set $HPCRL_HOME")
+    return absolute
+
+
+def _python(site: Site) -> str:
+    return site.python or sys.executable
+
+
+def _exports() -> tuple[tuple[str, str], ...]:
+    """What jobs need from the submitting shell to find the user's own code."""
+    path = os.environ.get("PYTHONPATH")
+    return (("PYTHONPATH", os.pathsep.join(str(Path(p).absolute()) for p in path.split(os.pathsep))),) if path else ()

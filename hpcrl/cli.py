@@ -1,0 +1,241 @@
+"""The command line. Every command imports what it needs when it runs, so that `hpcrl --help` starts at once."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcrl import __version__
+from hpcrl.errors import HpcrlError
+
+if TYPE_CHECKING:
+    from hpcrl.plan import Plan
+
+EXIT_USAGE = 2
+EXIT_CAMPAIGN_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; what a user can mend is one message and exit code 2, never a traceback."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except HpcrlError as error:
+        print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201
+        return EXIT_USAGE
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hpcrl", description="Agentic-RL campaigns as one heterogeneous Slurm job: plan, submit, train, survive."
+    )
+    parser.add_argument("--version", action="version", version=f"hpcrl {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_asking(commands)
+    _add_campaign(commands)
+    _add_lab(commands)
+    return parser
+
+
+def _add_asking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    plan = commands.add_parser("plan", help="show what would be asked of a site, and what it costs")
+    _add_request(plan)
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.set_defaults(run=_plan)
+    submit = commands.add_parser("submit", help="start a campaign")
+    _add_request(submit)
+    submit.add_argument("--name", help="the campaign's name (default: the recipe's, numbered)")
+    submit.add_argument("--dry-run", action="store_true", help="check everything, ask Slurm, submit nothing")
+    submit.add_argument("--watch", action="store_true", help="follow the campaign until it ends")
+    submit.set_defaults(run=_submit)
+
+
+def _add_request(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, or the name of a shipped one")
+    parser.add_argument("--site", required=True, help="a site's name or file, such as local or lab")
+    parser.add_argument(
+        "-s",
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of the recipe (rollout.group_size=16) or of the site (site.account=m1234)",
+    )
+
+
+def _add_campaign(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    ls = commands.add_parser("ls", help="list campaigns, newest first")
+    ls.add_argument("--json", action="store_true")
+    ls.set_defaults(run=_ls)
+    monitor = commands.add_parser("monitor", help="watch a campaign")
+    monitor.add_argument("campaign", metavar="CAMPAIGN")
+    monitor.add_argument("--once", action="store_true", help="print one frame")
+    monitor.add_argument("--json", action="store_true", help="print one snapshot as JSON")
+    monitor.set_defaults(run=_monitor)
+    logs = commands.add_parser("logs", help="show the logs of the last job")
+    logs.add_argument("campaign", metavar="CAMPAIGN")
+    logs.add_argument("role", metavar="ROLE", nargs="?", help="env, prefill, decode, reward, train, driver")
+    logs.add_argument("-n", "--lines", type=int, default=40, help="lines of each log (default 40)")
+    logs.set_defaults(run=_logs)
+    stop = commands.add_parser("stop", help="checkpoint and end a campaign")
+    stop.add_argument("campaign", metavar="CAMPAIGN")
+    stop.add_argument("--now", action="store_true", help="cancel its job at once")
+    stop.set_defaults(run=_stop)
+    resume = commands.add_parser("resume", help="go on from the last checkpoint in a new job")
+    resume.add_argument("campaign", metavar="CAMPAIGN")
+    resume.add_argument("--watch", action="store_true", help="follow the campaign until it ends")
+    resume.set_defaults(run=_resume)
+
+
+def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    lab = commands.add_parser("lab", help="a real Slurm on this machine, to try things out")
+    lab.add_argument("action", choices=["up", "down", "status", "env"])
+    lab.add_argument("--dir", type=Path, help="state directory (default: $HPCRL_LAB, else one of this user's)")
+    lab.set_defaults(run=_lab)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from hpcrl import campaign
+
+    asked = campaign.request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+    if arguments.json:
+        sys.stdout.write(asked.plan.to_json().decode())
+    else:
+        _show_plan(asked.plan, campaign.script_of(asked, name=f"{asked.recipe.name}-1"))
+    return 0
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    from hpcrl import campaign
+
+    asked = campaign.request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+    if arguments.dry_run:
+        opinion = campaign.dry_run(asked)
+        _show_plan(asked.plan, campaign.script_of(asked, name=arguments.name or f"{asked.recipe.name}-1"))
+        _say(f"dry run: nothing was submitted. {asked.site.name}: {opinion}")
+        return 0
+    run = campaign.submit(asked, name=arguments.name)
+    job = campaign.submitted(run.job(0))
+    _say(f"campaign {run.name}: {asked.recipe.name} on {asked.site.name}, job {job.id}, in {run.root}")
+    if arguments.watch:
+        return _watch(run.name)
+    _say(f"watch it with `hpcrl monitor {run.name}`")
+    return 0
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    from hpcrl.monitor.view import list_campaigns
+
+    from hpcrl import campaign
+
+    return list_campaigns(campaign.everyone(), as_json=arguments.json)
+
+
+def _monitor(arguments: argparse.Namespace) -> int:
+    from hpcrl import campaign
+
+    raise NotImplementedError(campaign.find(arguments.campaign))
+
+
+def _watch(name: str) -> int:
+    raise NotImplementedError(name)
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    from hpcrl import campaign
+
+    run = campaign.find(arguments.campaign)
+    job = run.job(run.job_numbers()[-1])
+    role = {"driver": "batch"}.get(arguments.role, arguments.role)
+    logs = sorted(job.logs.glob(f"{role}*.log" if role else "*.log"))
+    if not logs:
+        present = ", ".join(sorted({path.stem.split("-")[0] for path in job.logs.glob("*.log")})) or "none yet"
+        raise HpcrlError(f"job {job.number} of {run.name} has no log of {arguments.role!r}: it has {present}")
+    for path in logs:
+        lines = path.read_text(errors="replace").splitlines()[-arguments.lines :]
+        _say(f"== {path}" + ("" if lines else " (empty)"))
+        for line in lines:
+            _say(line)
+    return 0
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    from hpcrl import campaign
+
+    _say(campaign.stop(arguments.campaign, how=campaign.at_once if arguments.now else campaign.gently))
+    return 0
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    from hpcrl import campaign
+
+    run = campaign.resume(arguments.campaign)
+    job = run.job(run.job_numbers()[-1])
+    _say(f"campaign {run.name}: job {campaign.submitted(job).id} goes on from the last checkpoint")
+    return _watch(run.name) if arguments.watch else 0
+
+
+def _lab(arguments: argparse.Namespace) -> int:
+    from hpcrl.slurm import lab
+
+    state_dir = arguments.dir or lab.default_state_dir()
+    match arguments.action:
+        case "up":
+            _say(str(lab.up(state_dir)))
+        case "down":
+            lab.down(state_dir)
+        case "status":
+            _say(str(lab.status(state_dir)))
+        case "env":
+            for name, value in lab.environment(state_dir).items():
+                _say(f"export {name}={value}")
+    return 0
+
+
+def _show_plan(plan: "Plan", script: str) -> None:
+    """A plan for people: where every role goes, what was compromised, what it costs, the script."""
+    from rich.console import Console
+    from rich.syntax import Syntax
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{plan.recipe}[/] on [bold]{plan.site}[/]: layout {plan.layout} ({plan.layout_reason})")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading, align in (("role", "left"), ("component", "right"), ("partition", "left"), ("nodes", "right")):
+        table.add_column(heading, justify=align)  # type: ignore[arg-type]
+    for heading in ("workers", "GPUs each", "cores each", "GiB each"):
+        table.add_column(heading, justify="right")
+    for role in plan.roles:
+        component = plan.components[role.component]
+        gpus = f"{role.gpus_per_worker} {component.gpu}" if role.gpus_per_worker else "-"
+        where = (str(component.index), component.partition, str(component.nodes))
+        each = (str(role.num_workers), gpus, str(role.cpus_per_worker), f"{role.mem_gib_per_worker:g}")
+        table.add_row(role.role, *where, *each)
+    console.print(table)
+    for fallback in plan.fallbacks:
+        console.print(f"[yellow]fallback[/]  {fallback}")
+    for warning in plan.warnings:
+        console.print(f"[yellow]warning[/]   {warning}")
+    cost = plan.cost
+    console.print(
+        f"cost      at most {cost.node_hours:g} node-hours and {cost.gpu_hours:g} GPU-hours a job "
+        f"(walltime {cost.walltime_min} min)"
+    )
+    console.print(Syntax(script, "bash", background_color="default", word_wrap=True))
+
+
+def _say(text: str) -> None:
+    print(text)  # noqa: T201 - the command's answer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

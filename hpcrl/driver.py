@@ -1,0 +1,327 @@
+"""Inside the job: `python -m hpcrl.driver CAMPAIGN JOB` starts the workers, watches them, ends them; touches no data.
+
+guardian   the batch script's own process; adopts every orphan and ends it, whatever becomes of the driver
+driver     its child: allocation -> runtime -> supervise until the trainer is done -> outcome
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from hpcrl.endpoints import address_of
+from hpcrl.errors import HpcrlError
+from hpcrl.events import EventLog
+from hpcrl.files import discard, private_dir, publish, publish_json
+from hpcrl.plan import Plan
+from hpcrl.processes import EXIT_DONE, EXIT_DRAINED, adopt_orphans, die_with_parent, end_descendants
+from hpcrl.recipe import Recipe, RoleName
+from hpcrl.rundir import JobDir, RunDir
+from hpcrl.site import Site
+from hpcrl.slurm.allocation import read_allocation, scrub, this_node
+from hpcrl.spool import names
+
+if TYPE_CHECKING:
+    from hpcrl.runtime import Runtime
+
+Outcome = Literal["done", "failed", "stopped", "drained"]
+LONG_LIVED: tuple[RoleName, ...] = ("prefill", "decode", "env")
+RESTARTS = 3
+"""How often one worker (or the trainer, or the scoring of one segment) is begun anew in a job."""
+TICK_S = 0.1
+TERM_GRACE_S = 20.0
+"""What is left after SIGTERM: Slurm kills 30 s later."""
+CLOSE_GRACE_S = 10.0
+
+
+def main() -> int:
+    """The batch script's process: fork the driver, then guard it."""
+    run, number = RunDir(Path(sys.argv[1])), int(sys.argv[2])
+    job = run.job(number)
+    adopt_orphans()
+    driver = os.fork()
+    if driver == 0:
+        die_with_parent()
+        os._exit(_drive_and_record(run, job))
+    return _guard(driver, job)
+
+
+def _guard(driver: int, job: JobDir) -> int:
+    """Pass signals on, wait for the driver, then leave nothing behind."""
+
+    def forward(number: int, _: FrameType | None) -> None:
+        os.kill(driver, number)
+
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(sig, forward)
+    _, status = os.waitpid(driver, 0)
+    code = os.waitstatus_to_exitcode(status)
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(sig, signal.SIG_IGN)  # from here on the end is on its way
+    end_descendants(grace_s=CLOSE_GRACE_S)
+    if not job.outcome.exists():
+        reason = f"the driver was killed by signal {-code}" if code < 0 else f"the driver ended with code {code}"
+        _record(job, "failed", reason)
+    return code if code >= 0 else 128 - code
+
+
+def _drive_and_record(run: RunDir, job: JobDir) -> int:
+    """The driver's whole life; every way out leaves an outcome."""
+    sys.stdout.flush()
+    try:
+        outcome, reason = Driver.load(run, job).drive()
+    except HpcrlError as error:
+        outcome, reason = "failed", str(error)
+        print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201 - the batch log is where people look
+    except BaseException as error:  # noqa: BLE001 - the outcome must be written whatever broke
+        _record(job, "failed", f"the driver broke: {type(error).__name__}: {error}")
+        sys.excepthook(*sys.exc_info())  # os._exit follows: nobody else would print it
+        return 1
+    _record(job, outcome, reason)
+    return 0 if outcome in ("done", "stopped", "drained") else 1
+
+
+def _record(job: JobDir, outcome: Outcome, reason: str) -> None:
+    publish_json(job.outcome, {"outcome": outcome, "reason": reason, "time": time.time()})
+
+
+@dataclass
+class Worker:
+    """A long-lived worker and how often it was begun."""
+
+    role: RoleName
+    index: int
+    future: "Future[None]"
+    starts: int = 1
+
+
+@dataclass
+class Driver:
+    """Supervision of one job."""
+
+    run: RunDir
+    job: JobDir
+    plan: Plan
+    recipe: Recipe
+    site: Site
+    events: EventLog
+    workers: list[Worker] = field(default_factory=list)
+    scoring: "dict[str, Future[None]]" = field(default_factory=dict)
+    failed_scorings: dict[str, int] = field(default_factory=dict)
+    trainer_starts: int = 1
+    drain_reason: str | None = None
+    drain_deadline: float = float("inf")
+    terminated: bool = False
+    near_end: bool = False
+
+    @classmethod
+    def load(cls, run: RunDir, job: JobDir) -> "Driver":
+        """Read what was submitted; forget what an earlier, requeued run of this job left to obey."""
+        for path in (
+            job.logs,
+            job.parsl,
+            run.events,
+            run.endpoints,
+            *(run.spool(name) for name in ("rollouts", "scored")),
+        ):
+            private_dir(path)
+        for path in (job.drain, job.outcome, job.dump_stacks):
+            discard(path)
+        name = f"{job.number:03d}-driver"
+        events = EventLog(run.events / f"{name}.jsonl", job=job.number, role="driver", worker=name, node=this_node())
+        return cls(
+            run=run,
+            job=job,
+            plan=msgspec.json.decode(run.plan.read_bytes(), type=Plan),
+            recipe=msgspec.json.decode(run.recipe.read_bytes(), type=Recipe),
+            site=msgspec.json.decode(run.site.read_bytes(), type=Site),
+            events=events,
+        )
+
+    def drive(self) -> tuple[Outcome, str]:
+        """Bring everything up, supervise, take everything down."""
+        from hpcrl.runtime import Runtime  # imports parsl: only here, and late
+
+        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGINT, self._on_term)
+        signal.signal(signal.SIGUSR2, self._on_near_end)
+        allocation = read_allocation(self.plan)
+        self.events.emit("job-started", slurm_id=allocation.job_id, end_time=allocation.end_time)
+        self.events.emit("layout", layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes)
+        scrub(os.environ)
+        runtime = Runtime(
+            self.plan,
+            run=self.run,
+            job=self.job,
+            allocation=allocation,
+            address=address_of(self.site.network.interface),
+        )
+        trainer = runtime.start_trainer()  # first: it makes the weights that all others wait for
+        try:
+            runtime.start()
+            self._start_workers(runtime)
+            outcome, reason = self._supervise(runtime, trainer, end_time=allocation.end_time)
+        finally:
+            _end_group(trainer)
+            runtime.close(grace_s=CLOSE_GRACE_S)
+        self.events.emit("job-ended", outcome=outcome, reason=reason)
+        return outcome, reason
+
+    def _start_workers(self, runtime: "Runtime") -> None:
+        for role in LONG_LIVED:
+            for index in range(self.plan.role(role).num_workers):
+                self.workers.append(Worker(role=role, index=index, future=runtime.start_worker(role, index)))
+
+    def _supervise(
+        self, runtime: "Runtime", trainer: "subprocess.Popen[bytes]", *, end_time: float
+    ) -> tuple[Outcome, str]:
+        progress = Progress(timeout_s=self.recipe.job.stall_timeout_min * 60)
+        while True:
+            self._heed_requests(end_time=end_time)
+            code = trainer.poll()
+            if code == EXIT_DONE:
+                return self._finish("done", "every training step was made")
+            if code == EXIT_DRAINED or (code is not None and self.drain_reason):
+                return self._drained()
+            if code is not None:
+                trainer = self._restart_trainer(runtime, code)
+            if time.monotonic() > self.drain_deadline:
+                return self._drained()
+            if not self.drain_reason:
+                runtime.replace_lost_blocks()
+                self._restart_workers(runtime)
+                self._score_new_segments(runtime)
+                self._check_progress(progress)
+            time.sleep(TICK_S)
+
+    def _heed_requests(self, *, end_time: float) -> None:
+        """Whoever wants the job to end: a person, Slurm, or the clock."""
+        if self.drain_reason:
+            return
+        if self.run.stop.exists():
+            self._drain("somebody asked for it (hpcrl stop)", grace_s=self.recipe.job.drain_s)
+        elif self.terminated:
+            self._drain("it was told to terminate", grace_s=TERM_GRACE_S)
+        elif self.near_end or time.time() > end_time - self.recipe.job.drain_s:
+            self._drain("its walltime is nearly over", grace_s=max(end_time - time.time() - CLOSE_GRACE_S, 1.0))
+
+    def _drain(self, reason: str, *, grace_s: float) -> None:
+        self.drain_reason = reason
+        self.drain_deadline = time.monotonic() + grace_s
+        publish(self.job.drain, reason)
+        self.events.emit("draining", reason=reason, grace_s=grace_s)
+
+    def _drained(self) -> tuple[Outcome, str]:
+        stopped = self.run.stop.exists()
+        return self._finish("stopped" if stopped else "drained", self.drain_reason or "the trainer was drained")
+
+    def _finish(self, outcome: Outcome, reason: str) -> tuple[Outcome, str]:
+        """Let the workers seal what they hold before they are ended."""
+        if not self.job.drain.exists():
+            publish(self.job.drain, reason)
+        deadline = time.monotonic() + CLOSE_GRACE_S
+        while any(not worker.future.done() for worker in self.workers) and time.monotonic() < deadline:
+            time.sleep(TICK_S)
+        return outcome, reason
+
+    def _restart_trainer(self, runtime: "Runtime", code: int) -> "subprocess.Popen[bytes]":
+        log = self.job.log("train-0")
+        self.events.emit("worker-failed", of="train-0", reason=f"exit code {code}; see {log}")
+        if self.trainer_starts > RESTARTS:
+            raise HpcrlError(f"the trainer failed {self.trainer_starts} times (exit code {code}): read {log}")
+        self.trainer_starts += 1
+        self.events.emit("worker-restarted", of="train-0")
+        return runtime.start_trainer()
+
+    def _restart_workers(self, runtime: "Runtime") -> None:
+        """A long-lived worker that has ended is begun anew, within its budget."""
+        for worker in self.workers:
+            if not worker.future.done():
+                continue
+            name = f"{worker.role}-{worker.index}"
+            error = worker.future.exception()
+            reason = f"{type(error).__name__}: {error}" if error else "it ended by itself"
+            self.events.emit("worker-failed", of=name, reason=reason)
+            if worker.starts > RESTARTS:
+                raise HpcrlError(
+                    f"{name} failed {worker.starts} times, the last time by {reason}: read {self.job.log(name)}"
+                )
+            worker.starts += 1
+            worker.future = runtime.start_worker(worker.role, worker.index)
+            self.events.emit("worker-restarted", of=name)
+
+    def _score_new_segments(self, runtime: "Runtime") -> None:
+        """One reward task per sealed segment of rollouts that has no scored twin yet."""
+        for segment in [name for name, future in self.scoring.items() if future.done()]:
+            error = self.scoring.pop(segment).exception()
+            if error is not None:
+                count = self.failed_scorings[segment] = self.failed_scorings.get(segment, 0) + 1
+                self.events.emit("fault", what="reward", detail=f"{segment}: {error}", attempt=count)
+        pending = set(names.listed(self.run.spool("rollouts"))) - set(names.listed(self.run.spool("scored")))
+        for segment in sorted(pending - self.scoring.keys()):
+            if self.failed_scorings.get(segment, 0) <= RESTARTS:
+                self.scoring[segment] = runtime.score(segment)
+
+    def _check_progress(self, progress: "Progress") -> None:
+        """Nodes are never held idle: with nothing moving, leave the stacks in the logs and end."""
+        seen = (
+            *(frozenset(names.listed(self.run.spool(s))) for s in ("rollouts", "scored")),
+            _files(self.run.weights),
+        )
+        if not progress.stalled(seen):
+            return
+        publish(self.job.dump_stacks, "")
+        time.sleep(CLOSE_GRACE_S)
+        raise HpcrlError(
+            f"nothing moved for {progress.timeout_s / 60:g} min (job.stall_timeout_min): "
+            f"what every worker was doing is at the end of its log in {self.job.logs}"
+        )
+
+    def _on_term(self, *_: object) -> None:
+        self.terminated = True
+
+    def _on_near_end(self, *_: object) -> None:
+        self.near_end = True
+
+
+@dataclass
+class Progress:
+    """When did what is seen last change?"""
+
+    timeout_s: float
+    last: object = None
+    since: float = field(default_factory=time.monotonic)
+
+    def stalled(self, seen: object) -> bool:
+        """True once `seen` has stayed the same for too long."""
+        if seen != self.last:
+            self.last, self.since = seen, time.monotonic()
+        return time.monotonic() - self.since > self.timeout_s
+
+
+def _files(directory: Path) -> frozenset[str]:
+    return frozenset(os.listdir(directory)) if directory.is_dir() else frozenset()  # noqa: PTH208 - names only
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    """End a step that is still there, with all its processes."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(5.0)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""The embedded engine: a transformers causal LM in this process, on CPU or one GPU, with continuous batching.
+
+    load_model        the model of a directory, ready to generate
+    EmbeddedEngine    requests come and go as asyncio calls; one thread of its own does the torch work, a step at a
+                      time, and everything that changes the batch happens between two steps
+
+The batch itself is hpcrl.engines.batch.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hpcrl.engines.base import LOCAL, Completion, FetchKv, GenerateRequest, KvHandle, LoadFigures
+from hpcrl.engines.batch import Batch, Row
+from hpcrl.engines.kv import KvShelf, RowKv, pack, unpack
+from hpcrl.errors import EngineError, WeightsError
+from hpcrl.weights.store import WeightStore
+
+T = TypeVar("T")
+
+
+def load_model(directory: Path, *, device: str | None = None) -> Any:
+    """The causal LM in `directory`: float32 on CPU, where lower precision gains nothing, else as it was saved."""
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32 if place == "cpu" else "auto",
+            attn_implementation="sdpa",
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:
+        raise EngineError(f"no causal LM can be loaded from {directory}: {error}") from error
+    return model.to(place).eval().requires_grad_(False)
+
+
+class EmbeddedEngine:
+    """Use it as `async with EmbeddedEngine(...) as engine`; it is a Generator and an Updatable."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        store: WeightStore,
+        max_batch: int = 64,
+        version: int = 0,
+        fetch_kv: FetchKv | None = None,
+        prefix_bytes: int = 256 << 20,
+        shelf_bytes: int = 1 << 30,
+        shelf_ttl_s: float = 60.0,
+    ) -> None:
+        self._batch = Batch(model, version=version, prefix_bytes=prefix_bytes)
+        self._store = store
+        self._max_batch = max_batch
+        self._fetch_kv = fetch_kv
+        self._shelf = KvShelf(ttl_s=shelf_ttl_s, max_bytes=shelf_bytes)
+        self._rows: dict[str, Row] = {}
+        self._answers: dict[Row, asyncio.Future[None]] = {}
+        self._waiting: deque[Row] = deque()
+        self._unwanted: set[Row] = set()
+        self._paused = False
+        self._wake = asyncio.Event()
+        self._between_steps = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._loop_task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._loop_task = asyncio.create_task(self._run(), name="engine steps")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._loop_task is not None
+        self._loop_task.cancel()
+        await asyncio.gather(self._loop_task, return_exceptions=True)
+        self._fail_all("the engine was stopped")
+        self._thread.shutdown()
+
+    @property
+    def version(self) -> int:
+        return self._batch.version
+
+    async def failed(self) -> None:
+        """Wait until the engine cannot go on, and raise why; a worker ends with it, to be started anew."""
+        assert self._loop_task is not None
+        await asyncio.shield(self._loop_task)
+
+    # ---- Generator
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if request.max_new_tokens < 1:
+            raise EngineError(f"max_new_tokens is {request.max_new_tokens}: ask for at least 1")
+        row = await self._finished(request, max_new_tokens=request.max_new_tokens)
+        return Completion(
+            token_ids=row.token_ids[row.num_prompt :],
+            logprobs=row.logprobs,
+            versions=row.versions,
+            finish_reason=row.finish_reason or "aborted",
+            remote_prefill=row.remote_prefill,
+        )
+
+    async def prefill(self, request: GenerateRequest) -> KvHandle:
+        """Compute the KV of all tokens but the last, and hold it until it is fetched or has become old."""
+        row = await self._finished(request, max_new_tokens=0)
+        if row.kv is None:
+            raise EngineError(f"prefill of request {request.request_id!r} was aborted")
+        name = self._shelf.put(row.kv)
+        return KvHandle(url=LOCAL + name, token="", version=row.kv.version, num_tokens=len(row.kv.token_ids))
+
+    async def take_kv(self, name: str) -> bytes | None:
+        """The KV behind a handle of this engine, once."""
+        kv = self._shelf.take(name)
+        return None if kv is None else await asyncio.to_thread(pack, kv)
+
+    async def abort(self, request_id: str) -> None:
+        row = self._rows.get(request_id)
+        if row is not None:
+            self._drop_soon(row)
+            await asyncio.wait([self._answers[row]])
+
+    async def load_figures(self) -> LoadFigures:
+        return LoadFigures(
+            version=self._batch.version,
+            num_running=len(self._batch.rows),
+            num_waiting=len(self._waiting),
+            num_generated_tokens=self._batch.num_generated,
+        )
+
+    # ---- Updatable
+
+    async def pause(self) -> None:
+        self._paused = True
+        async with self._between_steps:
+            pass
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._wake.set()
+
+    async def load_version(self, version: int) -> None:
+        tensors = await asyncio.to_thread(self._store.load, version)
+        async with self._between_steps:
+            if version < self.version:
+                raise WeightsError(f"version {version} is older than {self.version}, which is loaded: never go back")
+            await self._in_thread(lambda: self._batch.load(tensors, version=version))
+
+    # ---- the life of a request
+
+    async def _finished(self, request: GenerateRequest, *, max_new_tokens: int) -> Row:
+        """Put a request through the batch; a caller that goes away takes it out."""
+        row = self._admissible(request, max_new_tokens=max_new_tokens)
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._rows[request.request_id], self._answers[row] = row, answer
+        try:
+            if request.kv is not None:
+                row.kv = await self._handed_over(request.kv)
+            if not row.is_done:
+                self._waiting.append(row)
+                self._wake.set()
+            await answer
+        finally:
+            del self._rows[request.request_id], self._answers[row]
+            if not row.is_done:
+                self._drop_soon(row)
+        if row.failure:
+            raise EngineError(f"request {request.request_id!r}: {row.failure}")
+        return row
+
+    def _admissible(self, request: GenerateRequest, *, max_new_tokens: int) -> Row:
+        """The row of a request that can be served; EngineError says what is wrong with any other."""
+        if self._loop_task is None or self._loop_task.done():
+            raise EngineError("the engine is not running: its worker has to be started anew")
+        if request.request_id in self._rows:
+            raise EngineError(f"request_id {request.request_id!r} is being served already: give each turn its own")
+        if (wrong := _what_is_wrong(request, max_new_tokens=max_new_tokens, batch=self._batch)) is not None:
+            raise EngineError(f"request {request.request_id!r}: {wrong}")
+        return Row(
+            token_ids=list(request.token_ids),
+            num_prompt=len(request.token_ids),
+            max_new_tokens=max_new_tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            stop_token_ids=frozenset(request.stop_token_ids),
+        )
+
+    async def _handed_over(self, handle: KvHandle) -> RowKv | None:
+        """The KV behind a handle, or None: whatever goes wrong with it, the prompt is computed here instead."""
+        if handle.version != self.version:
+            return None
+        if handle.url.startswith(LOCAL):
+            return self._shelf.take(handle.url.removeprefix(LOCAL))
+        if self._fetch_kv is None:
+            return None
+        try:
+            return await asyncio.to_thread(unpack, await self._fetch_kv(handle))
+        except EngineError:
+            return None
+
+    def _drop_soon(self, row: Row) -> None:
+        self._unwanted.add(row)
+        self._wake.set()
+
+    # ---- steps
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._has_work():
+                    async with self._between_steps:
+                        await self._turn()
+        except Exception as error:
+            self._fail_all(f"the engine failed with {type(error).__name__}: {error}")
+            raise
+
+    def _has_work(self) -> bool:
+        return bool(self._unwanted) or (not self._paused and bool(self._waiting or self._batch.rows))
+
+    async def _turn(self) -> None:
+        """Drop what nobody wants any more, then, unless paused, one step of the batch."""
+        if self._unwanted:
+            dropped, self._unwanted = self._unwanted, set()
+            self._waiting = deque(row for row in self._waiting if row not in dropped)
+            await self._in_thread(lambda: self._batch.drop(dropped))
+            self._answer(dropped)
+        if not self._paused:
+            room = self._max_batch - len(self._batch.rows)
+            joining = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+            self._answer(await self._in_thread(lambda: self._batch.advance(joining)))
+
+    def _answer(self, rows: "list[Row] | set[Row]") -> None:
+        for row in rows:
+            answer = self._answers.get(row)
+            if answer is not None and not answer.done():
+                answer.set_result(None)
+
+    def _fail_all(self, why: str) -> None:
+        for row in self._answers:
+            row.failure = row.failure or why
+        self._answer(list(self._answers))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _what_is_wrong(request: GenerateRequest, *, max_new_tokens: int, batch: Batch) -> str | None:
+    num_prompt, vocabulary = len(request.token_ids), batch.num_tokens_known
+    if not request.token_ids:
+        return "the prompt is empty: send at least one token"
+    if num_prompt + max_new_tokens > batch.context_length:
+        return (
+            f"{num_prompt} prompt tokens and {max_new_tokens} new ones are {num_prompt + max_new_tokens}, "
+            f"the model's context is {batch.context_length}: shorten the prompt or lower max_new_tokens"
+        )
+    if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocabulary:
+        return f"token ids must lie in 0..{vocabulary - 1}: was the prompt made with another tokenizer?"
+    if not 0 <= request.temperature < float("inf"):
+        return f"temperature is {request.temperature}: it must be 0 (greedy) or a positive number"
+    return None

@@ -1,0 +1,224 @@
+"""An engine behind an HTTP door, and the other end of it.
+
+    serve          POST /generate /prefill /abort, GET /load /kv/NAME; every request carries the bearer token
+    RemoteEngine   a Generator that talks to such a door
+    kv_fetcher     gets handed-over KV for an engine that decodes
+
+Bodies are JSON of the structs in hpcrl.engines.base; KV travels as safetensors. A request that cannot be read is
+answered 400 and one that the engine refuses 422, each with {"error": "one line"}. A client that hangs up takes its
+request with it.
+"""
+
+import hmac
+import ipaddress
+from typing import Protocol, TypeVar
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from hpcrl.endpoints import Endpoint
+from hpcrl.engines.base import LOCAL, Completion, FetchKv, GenerateRequest, Generator, KvHandle, LoadFigures
+from hpcrl.errors import EngineError
+
+T = TypeVar("T")
+MAX_BODY_BYTES = 64 << 20
+"""A prompt of a million tokens is under 10 MB of JSON."""
+SHORT_S = 30.0
+"""How long anything but a generation may take to answer."""
+KV_FETCH_S = 20.0
+"""After this the prompt is computed where it is decoded."""
+
+
+class ServedEngine(Generator, Protocol):
+    """What stands behind the door: a Generator that also gives out the KV it holds."""
+
+    async def take_kv(self, name: str) -> bytes | None: ...
+
+
+class _Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    request_id: str
+
+
+class _Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    error: str
+
+
+# ---- the door
+
+
+async def serve(engine: ServedEngine, *, host: str, token: str, port: int = 0) -> tuple[str, web.AppRunner]:
+    """Answer on `host` (port 0: any free one) until the runner's cleanup(); returns the URL that others use."""
+    app = web.Application(middlewares=[_bearer(token), _refusals], client_max_size=MAX_BODY_BYTES)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    door = _Door(engine, token=token)
+    app.router.add_post("/generate", door.generate)
+    app.router.add_post("/prefill", door.prefill)
+    app.router.add_post("/abort", door.abort)
+    app.router.add_get("/load", door.load)
+    app.router.add_get("/kv/{name}", door.kv)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise EngineError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    door.url = f"http://{_bracketed(host)}:{runner.addresses[0][1]}"
+    return door.url, runner
+
+
+class _Door:
+    """The routes of one engine."""
+
+    def __init__(self, engine: ServedEngine, *, token: str) -> None:
+        self.url = ""
+        self._engine, self._token = engine, token
+
+    async def generate(self, http: web.Request) -> web.Response:
+        return _answer(await self._engine.generate(await _body(http, GenerateRequest)))
+
+    async def prefill(self, http: web.Request) -> web.Response:
+        handle = await self._engine.prefill(await _body(http, GenerateRequest))
+        if handle.url.startswith(LOCAL):
+            url = f"{self.url}/kv/{handle.url.removeprefix(LOCAL)}"
+            handle = msgspec.structs.replace(handle, url=url, token=self._token)
+        return _answer(handle)
+
+    async def abort(self, http: web.Request) -> web.Response:
+        await self._engine.abort((await _body(http, _Abort)).request_id)
+        return web.Response(status=204)
+
+    async def load(self, _: web.Request) -> web.Response:
+        return _answer(await self._engine.load_figures())
+
+    async def kv(self, http: web.Request) -> web.Response:
+        data = await self._engine.take_kv(http.match_info["name"])
+        if data is None:
+            raise web.HTTPNotFound(text="this KV was fetched before, or has become too old")
+        return web.Response(body=data, content_type="application/octet-stream")
+
+
+async def _body(http: web.Request, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(await http.read(), type=kind)
+    except msgspec.DecodeError as error:
+        raise web.HTTPBadRequest(text=f"the body is no {kind.__name__.strip('_')}: {error}") from None
+
+
+def _answer(value: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _bearer(token: str) -> Middleware:
+    """Nobody gets past without the token; comparing takes the same time however much of it is right."""
+    wanted = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        seen = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(seen, wanted):
+            return _refused(401, "this needs `Authorization: Bearer` with the endpoint's token")
+        return await handler(request)
+
+    return check
+
+
+@web.middleware
+async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except EngineError as error:
+        return _refused(422, str(error))
+    except web.HTTPClientError as error:
+        return _refused(error.status, error.text or error.reason)
+
+
+def _refused(status: int, why: str) -> web.Response:
+    body = msgspec.json.encode(_Refusal(error=" ".join(why.split())))
+    return web.Response(status=status, body=body, content_type="application/json")
+
+
+def _bracketed(host: str) -> str:
+    try:
+        return f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
+    except ValueError:
+        return host
+
+
+# ---- the other end
+
+
+def client_session() -> aiohttp.ClientSession:
+    """A session with as many kept-alive connections as there are requests in flight."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+
+class RemoteEngine:
+    """The engine behind an endpoint; whatever goes wrong on the way is an EngineError that names the worker."""
+
+    def __init__(self, endpoint: Endpoint, session: aiohttp.ClientSession) -> None:
+        self.endpoint = endpoint
+        self._session = session
+        self._headers = {"Authorization": f"Bearer {endpoint.token}"}
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        # How long a turn may take is the caller's business: cancelling it hangs up, which aborts it over there.
+        return msgspec.json.decode(await self._ask("POST", "/generate", request, limit_s=None), type=Completion)
+
+    async def prefill(self, request: GenerateRequest) -> KvHandle:
+        return msgspec.json.decode(await self._ask("POST", "/prefill", request, limit_s=None), type=KvHandle)
+
+    async def abort(self, request_id: str) -> None:
+        await self._ask("POST", "/abort", _Abort(request_id=request_id), limit_s=SHORT_S)
+
+    async def load_figures(self) -> LoadFigures:
+        return msgspec.json.decode(await self._ask("GET", "/load", None, limit_s=SHORT_S), type=LoadFigures)
+
+    async def _ask(self, method: str, path: str, body: msgspec.Struct | None, *, limit_s: float | None) -> bytes:
+        data = None if body is None else msgspec.json.encode(body)
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=SHORT_S)
+        url = self.endpoint.url + path
+        try:
+            async with self._session.request(method, url, data=data, headers=self._headers, timeout=timeout) as http:
+                answer = await http.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineError(f"worker {self.endpoint.worker} at {url} did not answer: {error!r}") from error
+        if http.status >= 400:
+            raise EngineError(f"worker {self.endpoint.worker} at {url} answered {http.status}: {_reason(answer)}")
+        return answer
+
+
+def _reason(answer: bytes) -> str:
+    try:
+        return msgspec.json.decode(answer, type=_Refusal).error
+    except msgspec.DecodeError:
+        return answer[:200].decode(errors="replace")
+
+
+def kv_fetcher(session: aiohttp.ClientSession, *, max_bytes: int = 1 << 30) -> FetchKv:
+    """Fetches the KV that handles point to, over HTTP and nothing else, and not more than `max_bytes` of it."""
+
+    async def fetch(handle: KvHandle) -> bytes:
+        if not handle.url.startswith(("http://", "https://")):
+            raise EngineError(f"handed-over KV has the URL {handle.url!r}: only http and https are fetched")
+        headers = {"Authorization": f"Bearer {handle.token}"}
+        timeout = aiohttp.ClientTimeout(total=KV_FETCH_S)
+        try:
+            async with session.get(handle.url, headers=headers, timeout=timeout, allow_redirects=False) as http:
+                if http.status != 200:
+                    raise EngineError(f"handed-over KV at {handle.url}: answered {http.status}")
+                return await _read_at_most(http.content, max_bytes)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise EngineError(f"handed-over KV at {handle.url} did not come: {error!r}") from error
+
+    return fetch
+
+
+async def _read_at_most(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
+    data = bytearray()
+    async for chunk in content.iter_any():
+        data += chunk
+        if len(data) > max_bytes:
+            raise EngineError(f"handed-over KV is larger than {max_bytes} bytes")
+    return bytes(data)

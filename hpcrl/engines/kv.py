@@ -1,0 +1,139 @@
+"""KV outside the running batch: one row's, packed for another engine, held until fetched, or kept for the next turn.
+
+    RowKv         the KV of one token sequence; pack() and unpack() are its form on the wire
+    KvShelf       finished prefills that wait for their decode engine: each answers once, then is forgotten
+    PrefixCache   KV of finished turns, found again by the tokens that the next turn begins with
+
+Shape letters: K keys and values of all layers (2 * layers), H KV heads, T tokens, D head size.
+"""
+
+import secrets
+import time
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from hpcrl.errors import EngineError
+
+
+@dataclass(frozen=True, eq=False)
+class RowKv:
+    """The KV of one token sequence."""
+
+    token_ids: list[int]
+    kv_KHTD: torch.Tensor
+    version: int
+    """Version of the weights that computed it."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kv_KHTD.nbytes
+
+
+def pack(kv: RowKv) -> bytes:
+    """KV as a safetensors file; with its tokens, so that the receiver can tell whose it is."""
+    tensors = {
+        "kv": kv.kv_KHTD.cpu().contiguous(),
+        "token_ids": torch.tensor(kv.token_ids, dtype=torch.int32),
+        "version": torch.tensor(kv.version),
+    }
+    return bytes(save(tensors))
+
+
+def unpack(data: bytes) -> RowKv:
+    """The KV in `data`, which another process sent: EngineError if it is torn, foreign, or not finite."""
+    try:
+        tensors = load(data)
+        kv_KHTD, token_ids, version = tensors["kv"], tensors["token_ids"].tolist(), int(tensors["version"])
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise EngineError(
+            f"handed-over KV of {len(data)} bytes cannot be read: {type(error).__name__}: {error}"
+        ) from None
+    if kv_KHTD.dim() != 4 or kv_KHTD.shape[2] != len(token_ids):
+        raise EngineError(f"handed-over KV has shape {tuple(kv_KHTD.shape)} for {len(token_ids)} tokens")
+    if not kv_KHTD.isfinite().all():
+        raise EngineError("handed-over KV holds NaN or infinity")
+    return RowKv(token_ids=token_ids, kv_KHTD=kv_KHTD, version=version)
+
+
+class KvShelf:
+    """Finished prefills, each kept until it is taken once, `ttl_s` have passed, or newer ones need the room."""
+
+    def __init__(self, *, ttl_s: float, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ttl_s, self._max_bytes, self._clock = ttl_s, max_bytes, clock
+        self._held: OrderedDict[str, tuple[float, RowKv]] = OrderedDict()
+        self._num_bytes = 0
+
+    def put(self, kv: RowKv) -> str:
+        """Keep `kv`; returns the name it is fetched by, which cannot be guessed."""
+        name = secrets.token_urlsafe(16)
+        self._held[name] = (self._clock() + self._ttl_s, kv)
+        self._num_bytes += kv.num_bytes
+        self._drop_old()
+        return name
+
+    def take(self, name: str) -> RowKv | None:
+        """The KV of that name, once."""
+        self._drop_old()
+        return self._remove(name) if name in self._held else None
+
+    def _drop_old(self) -> None:
+        while self._held:
+            name, (expires, _) = next(iter(self._held.items()))
+            if expires > self._clock() and self._num_bytes <= self._max_bytes:
+                return
+            self._remove(name)
+
+    def _remove(self, name: str) -> RowKv:
+        _, kv = self._held.pop(name)
+        self._num_bytes -= kv.num_bytes
+        return kv
+
+
+class PrefixCache:
+    """The KV of finished turns, least recently used out first; a trajectory's next turn begins with one of them."""
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[bytes, RowKv] = OrderedDict()
+        self._lengths: Counter[int] = Counter()
+        self._num_bytes = 0
+
+    def put(self, kv: RowKv) -> None:
+        key = _key(kv.token_ids)
+        if key in self._kept:
+            self._remove(key)
+        self._kept[key] = kv
+        self._lengths[len(key)] += 1
+        self._num_bytes += kv.num_bytes
+        while self._num_bytes > self._max_bytes:
+            self._remove(next(iter(self._kept)))
+
+    def longest(self, token_ids: list[int]) -> RowKv | None:
+        """The KV of the longest kept sequence that `token_ids` begins with."""
+        whole = _key(token_ids)
+        for length in sorted((n for n in self._lengths if n <= len(whole)), reverse=True):
+            if (kv := self._kept.get(whole[:length])) is not None:
+                self._kept.move_to_end(whole[:length])
+                return kv
+        return None
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._lengths.clear()
+        self._num_bytes = 0
+
+    def _remove(self, key: bytes) -> None:
+        self._num_bytes -= self._kept.pop(key).num_bytes
+        self._lengths[len(key)] -= 1
+        if not self._lengths[len(key)]:
+            del self._lengths[len(key)]
+
+
+def _key(token_ids: list[int]) -> bytes:
+    return array("i", token_ids).tobytes()

@@ -1,0 +1,48 @@
+"""One uniform number per (seed, position), and a token drawn with it: the same whatever else is in the batch.
+
+Shape letters: B rows, V vocabulary.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MASK = (1 << 64) - 1
+
+
+def uniforms(seeds: list[int], positions: list[int]) -> NDArray[np.float64]:
+    """Numbers in [0, 1 - 2**-52], each a hash of its seed and the token's position."""
+    counters_B = np.array([seed & _MASK for seed in seeds], np.uint64)
+    hashed_B = _splitmix64(_splitmix64(counters_B) ^ np.array(positions, np.uint64))
+    # 52 bits, not 53: u * total then rounds to less than total, so a search for it cannot run off the end.
+    return (hashed_B >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = x + _GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample(
+    logits_BV: torch.Tensor, *, temperatures: list[float], seeds: list[int], positions: list[int]
+) -> tuple[list[int], list[float]]:
+    """A token for every row and its log-probability; temperature 0 takes the likeliest, scored at temperature 1."""
+    scale_B1 = torch.tensor([[t or 1.0] for t in temperatures], device=logits_BV.device)
+    logprobs_BV = torch.log_softmax(logits_BV.float() / scale_B1, dim=-1)
+    ids_B = logprobs_BV.argmax(dim=-1)
+    if any(temperatures):
+        u_B = torch.from_numpy(uniforms(seeds, positions)).to(logits_BV.device)
+        greedy_B = torch.tensor([t == 0 for t in temperatures], device=logits_BV.device)
+        ids_B = torch.where(greedy_B, ids_B, _inverse_cdf(logprobs_BV, u_B))
+    chosen_B = logprobs_BV.gather(1, ids_B[:, None])[:, 0]
+    return ids_B.tolist(), chosen_B.tolist()
+
+
+def _inverse_cdf(logprobs_BV: torch.Tensor, u_B: torch.Tensor) -> torch.Tensor:
+    """The first token whose cumulated probability exceeds u; never one of probability 0."""
+    cdf_BV = logprobs_BV.double().exp_().cumsum(dim=-1)
+    drawn_B1 = torch.searchsorted(cdf_BV, (u_B * cdf_BV[:, -1])[:, None], right=True)
+    return drawn_B1[:, 0].clamp_(max=cdf_BV.shape[1] - 1)  # beyond the end only if the logits are NaN

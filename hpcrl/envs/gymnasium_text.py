@@ -1,0 +1,222 @@
+"""Gymnasium's FrozenLake and Taxi as text: one letter is one action, a few characters are what is seen.
+
+    FrozenLake     walk over the ice to the goal: L D R U
+    Taxi           fetch a passenger and set them down where they want to go: L D R U, P picks up, X sets down
+    goal_and_way   a reward function: what the environment gave, as two parts
+    success        a reward function: 1 if the task was solved, else 0
+
+The first valid letter of the model's text is the action (either case); without one the turn is lost.
+A solved episode earns 1: half for the way made good, half for arriving; every turn without an action costs
+INVALID_COST. The way is counted in actions by breadth-first search over Gymnasium's own transition table, and
+each turn is given the change it made, so that a tiny model learns from the first step on.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from string import ascii_lowercase
+from typing import Any, Literal
+
+from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_random_map
+from gymnasium.envs.toy_text.taxi import TaxiEnv
+
+from hpcrl.envs.base import Step
+from hpcrl.errors import ConfigError
+from hpcrl.spool.record import Trajectory
+
+GOAL_SHARE = 0.5
+INVALID_COST = 0.05
+LARGEST_LAKE = 20
+
+Transitions = Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bool]]]]
+"""Gymnasium's `P`: state -> action -> [(probability, next state, reward, whether the episode ends there)]."""
+
+
+def success(trajectory: Trajectory) -> float:
+    """1 if the task was solved, else 0: only the turn that arrives earns more than GOAL_SHARE."""
+    return float(any(turn.reward > GOAL_SHARE for turn in trajectory.turns))
+
+
+def goal_and_way(trajectory: Trajectory) -> dict[str, float]:
+    """What the environment gave, as the part for arriving and the part for the way (less invalid turns)."""
+    goal = GOAL_SHARE * success(trajectory)
+    return {"goal": goal, "way": float(sum(turn.reward for turn in trajectory.turns)) - goal}
+
+
+def actions_to_goal(table: Transitions) -> dict[int, int]:
+    """The fewest actions from each state to success; a state that cannot reach it is absent."""
+    before: dict[int, set[int]] = {}
+    winning = set()
+    for state, actions in table.items():
+        for outcomes in actions.values():
+            for _, after, reward, ends in outcomes:
+                if not ends:
+                    before.setdefault(after, set()).add(state)
+                elif reward > 0:
+                    winning.add(state)
+    fewest = dict.fromkeys(winning, 1)
+    queue = deque(winning)
+    while queue:
+        state = queue.popleft()
+        for earlier in before.get(state, ()):
+            if earlier not in fewest:
+                fewest[earlier] = fewest[state] + 1
+                queue.append(earlier)
+    return fewest
+
+
+class _Walk:
+    """One episode through a transition table, rewarded by the share of the way to the goal made good so far."""
+
+    def __init__(self, env: Any, *, letters: str, fewest: Mapping[int, int], seed: int) -> None:
+        self._env = env
+        self._letters = letters
+        self._fewest = fewest
+        self.state, _ = env.reset(seed=seed)
+        self._at_start = fewest[self.state]
+        self._made_good = 0.0
+
+    def action(self, text: str) -> int | None:
+        """The action that the first valid letter of `text` names."""
+        return next((self._letters.index(letter) for letter in text.upper() if letter in self._letters), None)
+
+    def act(self, action: int) -> tuple[float, bool]:
+        """Do it; returns the reward and whether the episode has ended."""
+        self.state, reward, ended, _, _ = self._env.step(action)
+        solved = ended and reward > 0
+        way = 1.0 if solved else self._way()
+        change, self._made_good = way - self._made_good, way
+        return (1 - GOAL_SHARE) * change + GOAL_SHARE * solved, ended
+
+    def _way(self) -> float:
+        """0 at the start and behind it, and where the goal cannot be reached any more; 1 at the goal."""
+        if self.state not in self._fewest:
+            return 0.0
+        return max(0.0, 1 - self._fewest[self.state] / self._at_start)
+
+
+class FrozenLake:
+    """Reach the goal G over the ice F without falling into a hole H.
+
+    map       "4x4", "8x8", rows such as ["SFF", "FHF", "FFG"], or "random": a new lake of `size` x `size` by seed
+    start     "fixed": at S; "random": by seed on any ice from which the goal can be reached
+    slippery  the ice may carry one to either side instead
+    show      "position": what is seen is where one stands (b1: column b, row 1); "lake": the first observation
+              also shows the lake, which a random one needs
+    """
+
+    letters = "LDRU"
+
+    def __init__(
+        self,
+        *,
+        map: str | Sequence[str] = "4x4",
+        size: int = 4,
+        start: Literal["fixed", "random"] = "fixed",
+        slippery: bool = False,
+        show: Literal["lake", "position"] = "lake",
+    ) -> None:
+        if start not in ("fixed", "random"):
+            raise ConfigError(f"FrozenLake: start = {start!r}: it is 'fixed' or 'random'")
+        if show not in ("lake", "position"):
+            raise ConfigError(f"FrozenLake: show = {show!r}: it is 'lake' or 'position'")
+        if not 2 <= size <= LARGEST_LAKE:
+            raise ConfigError(f"FrozenLake: size = {size}: a random lake is 2 to {LARGEST_LAKE} cells wide")
+        self._rows = None if map == "random" else _checked_rows(map)
+        self._size = size
+        self._start = start
+        self._slippery = slippery
+        self._show = show
+
+    async def reset(self, seed: int) -> str:
+        self._lake = self._rows or tuple(generate_random_map(size=self._size, seed=seed))
+        fewest = _lake_ways(self._lake)
+        rows = _all_starts(self._lake, fewest) if self._start == "random" else list(self._lake)
+        env = FrozenLakeEnv(desc=rows, is_slippery=self._slippery)
+        self._walk = _Walk(env, letters=self.letters, fewest=fewest, seed=seed)
+        seen = "/".join(self._lake).replace("S", "F") + " " if self._show == "lake" else ""
+        return seen + self._place()
+
+    async def step(self, action: str) -> Step:
+        chosen = self._walk.action(action)
+        if chosen is None:
+            return Step(observation=f"?{self._place()}", reward=-INVALID_COST)
+        reward, ended = self._walk.act(chosen)
+        return Step(observation=self._place(), reward=reward, done=ended)
+
+    async def close(self) -> None:
+        """Nothing to end: all state lies in this object."""
+
+    def _place(self) -> str:
+        row, column = divmod(self._walk.state, len(self._lake[0]))
+        return f"{ascii_lowercase[column]}{row + 1}"
+
+
+def _checked_rows(lake: str | Sequence[str]) -> tuple[str, ...]:
+    """The rows of a lake that has one width, a start, and a goal that can be reached from it."""
+    if isinstance(lake, str) and lake not in MAPS:
+        names = ", ".join(sorted(MAPS))
+        raise ConfigError(f"FrozenLake: map = {lake!r}: it is one of {names}, random, or a list of rows")
+    rows = tuple(MAPS[lake] if isinstance(lake, str) else lake)
+    cells = "".join(rows)
+    if len({len(row) for row in rows}) != 1 or len(rows) > LARGEST_LAKE or not 1 <= len(rows[0]) <= LARGEST_LAKE:
+        raise ConfigError(f"FrozenLake: map = {rows!r}: rows of one length are needed, at most {LARGEST_LAKE} each way")
+    if set(cells) - set("SFHG") or cells.count("S") != 1:
+        raise ConfigError(f"FrozenLake: map = {rows!r}: it takes the letters F H G, and S (the start) exactly once")
+    if cells.index("S") not in _lake_ways(rows):
+        raise ConfigError(f"FrozenLake: map = {rows!r}: no way leads from S to a G: open one")
+    return rows
+
+
+@lru_cache(maxsize=256)
+def _lake_ways(rows: tuple[str, ...]) -> dict[int, int]:
+    """The fewest actions to the goal where the ice does not slip; the episodes of a group share their lake."""
+    return actions_to_goal(FrozenLakeEnv(desc=list(rows), is_slippery=False).P)
+
+
+def _all_starts(rows: Sequence[str], fewest: Mapping[int, int]) -> list[str]:
+    """The lake with a start on all ice from which the goal can be reached; Gymnasium draws one of them by seed."""
+    width = len(rows[0])
+    cells = enumerate("".join(rows).replace("S", "F"))
+    marked = "".join("S" if at in fewest else cell for at, cell in cells)
+    return [marked[at : at + width] for at in range(0, len(marked), width)]
+
+
+class Taxi:
+    """Drive in Gymnasium's 5 x 5 city, pick the passenger up, set them down at their destination.
+
+    An observation such as `c2 R>B LRU` says: the taxi is at column c, row 2; the passenger waits at R and wants to
+    go to B; the ways left, right and up are open. `*>B` means that the passenger is in the taxi.
+    """
+
+    letters = "DURLPX"
+    """In Gymnasium's order of actions."""
+    landmarks = "RGYB*"
+
+    async def reset(self, seed: int) -> str:
+        self._env = TaxiEnv()
+        self._walk = _Walk(self._env, letters=self.letters, fewest=_taxi_ways(), seed=seed)
+        return self._view()
+
+    async def step(self, action: str) -> Step:
+        chosen = self._walk.action(action)
+        if chosen is None:
+            return Step(observation=f"?{self._view()}", reward=-INVALID_COST)
+        reward, ended = self._walk.act(chosen)
+        return Step(observation=self._view(), reward=reward, done=ended)
+
+    async def close(self) -> None:
+        """Nothing to end: all state lies in this object."""
+
+    def _view(self) -> str:
+        state = self._walk.state
+        row, column, passenger, destination = self._env.decode(state)
+        moves = self._env.P[state]
+        open_ways = "".join(letter for letter in "LDRU" if moves[self.letters.index(letter)][0][1] != state)
+        place = f"{'abcde'[column]}{row + 1}"
+        return f"{place} {self.landmarks[passenger]}>{self.landmarks[destination]} {open_ways}"
+
+
+@cache
+def _taxi_ways() -> dict[int, int]:
+    return actions_to_goal(TaxiEnv().P)

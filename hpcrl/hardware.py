@@ -1,0 +1,29 @@
+"""The GPU catalogue: what the planner needs to know of a GPU type."""
+
+import msgspec
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """Peak figures of one device, from its vendor's data sheet."""
+
+    bf16_tflops: float
+    """Dense, without sparsity."""
+    memory_tb_per_s: float
+    memory_gib: float
+
+    @property
+    def flop_per_byte(self) -> float:
+        """The ridge of the roofline: work below it is bound by memory bandwidth."""
+        return self.bf16_tflops / self.memory_tb_per_s
+
+
+GPUS: dict[str, Gpu] = {
+    "a100-40": Gpu(bf16_tflops=312, memory_tb_per_s=1.56, memory_gib=40),
+    "a100-64": Gpu(bf16_tflops=312, memory_tb_per_s=1.64, memory_gib=64),
+    "a100-80": Gpu(bf16_tflops=312, memory_tb_per_s=2.0, memory_gib=80),
+    "gh200": Gpu(bf16_tflops=989, memory_tb_per_s=4.0, memory_gib=96),
+    "h100": Gpu(bf16_tflops=989, memory_tb_per_s=3.35, memory_gib=80),
+    "h20": Gpu(bf16_tflops=148, memory_tb_per_s=4.0, memory_gib=96),
+    "h200": Gpu(bf16_tflops=989, memory_tb_per_s=4.8, memory_gib=141),
+    "mi250x-gcd": Gpu(bf16_tflops=192, memory_tb_per_s=1.6, memory_gib=64),
+}

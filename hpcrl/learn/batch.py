@@ -1,0 +1,185 @@
+"""What a training step trains on: which groups, and how their tokens lie in padded micro-batches.
+
+    choose_groups    the trajectories of the next step, those that can never be used, and the rest
+    make_rows        trajectories -> shifted rows, cut after the last model token
+    micro_batches    rows -> padded micro-batches of similar length
+
+Legend  B rows of a micro-batch - T positions, padded on the right - N model tokens of a micro-batch
+Dtypes  token ids int64 - log-probs and advantages float32 - masks bool
+
+Position t of a row predicts token t + 1. The shift is made here, in `make_rows`, and nowhere else.
+"""
+
+import math
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpcrl.spool.record import TRAINABLE, Trajectory
+
+
+class Choice(NamedTuple):
+    """Every available trajectory is in one of the three lists, unless it is consumed or a duplicate."""
+
+    chosen: list[Trajectory]
+    """Exactly `groups_per_step` whole groups, one after the other, or nothing."""
+    stale: list[Trajectory]
+    """Never to be trained on: too far behind, not trainable, or more than its chosen group needed."""
+    rest: list[Trajectory]
+    """To be offered again."""
+
+
+def choose_groups(
+    available: Iterable[Trajectory],
+    *,
+    groups_per_step: int,
+    group_size: int,
+    version: int,
+    max_lag: int,
+    consumed: Container[str],
+) -> Choice:
+    """The oldest complete groups, once there are enough of them; the order of `available` does not matter."""
+    groups: dict[str, list[Trajectory]] = {}
+    stale, rest = [], []
+    for trajectory in _distinct(available, consumed=consumed):
+        if not _usable(trajectory) or version - trajectory.start_version > max_lag:
+            stale.append(trajectory)
+        elif trajectory.reward is None:
+            rest.append(trajectory)
+        else:
+            groups.setdefault(trajectory.group, []).append(trajectory)
+    complete = [name for name, members in groups.items() if len(members) >= group_size][:groups_per_step]
+    chosen = []
+    if len(complete) == groups_per_step:
+        for name in complete:
+            members = groups.pop(name)
+            chosen += members[:group_size]
+            stale += members[group_size:]
+    rest += [trajectory for members in groups.values() for trajectory in members]
+    return Choice(chosen, stale, rest)
+
+
+def _distinct(available: Iterable[Trajectory], *, consumed: Container[str]) -> list[Trajectory]:
+    """The first of each id that is not consumed, oldest first."""
+    oldest_first = sorted(
+        available, key=lambda trajectory: (trajectory.start_version, trajectory.created, trajectory.id)
+    )
+    by_id: dict[str, Trajectory] = {}
+    for trajectory in oldest_first:
+        if trajectory.id not in consumed:
+            by_id.setdefault(trajectory.id, trajectory)
+    return list(by_id.values())
+
+
+def _usable(trajectory: Trajectory) -> bool:
+    """An episode with an ordinary end; a reward that is no number would spoil its whole group."""
+    return trajectory.status in TRAINABLE and (trajectory.reward is None or math.isfinite(trajectory.reward))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trajectory, shifted: position t predicts token t + 1. The last position predicts a model token."""
+
+    inputs: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    """True where the predicted token was said by the model; the other columns hold these positions only."""
+    targets: NDArray[np.int32]
+    behaviour: NDArray[np.float32]
+    advantage: float
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+def make_rows(
+    trajectories: Sequence[Trajectory], *, advantages: Sequence[float], max_length: int
+) -> tuple[list[Row], int]:
+    """Rows of the trajectories that fit into the context of `max_length`, and how many do not.
+
+    What follows the last model token is cut; a trajectory in which the model said nothing has no row.
+    """
+    rows = [_row(trajectory, float(value)) for trajectory, value in zip(trajectories, advantages, strict=True)]
+    fitting = [row for row in rows if len(row) <= max_length]
+    return [row for row in fitting if len(row)], len(rows) - len(fitting)
+
+
+def _row(trajectory: Trajectory, advantage: float) -> Row:
+    said = np.flatnonzero(trajectory.loss_mask[1:])
+    end = int(said[-1]) + 1 if len(said) else 0
+    return Row(
+        inputs=trajectory.token_ids[:end],
+        mask=trajectory.loss_mask[1 : end + 1],
+        targets=trajectory.token_ids[1:][said],
+        behaviour=trajectory.logprobs[1:][said],
+        advantage=advantage,
+    )
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What goes through the model in one pass. Columns over N follow `mask_BT` row by row."""
+
+    inputs_BT: Tensor
+    mask_BT: Tensor
+    targets_N: Tensor
+    behaviour_N: Tensor
+    advantages_N: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Model tokens, the ones that train."""
+        return len(self.targets_N)
+
+    @property
+    def num_padded_tokens(self) -> int:
+        return self.inputs_BT.numel()
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        return MicroBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+
+WORTH_A_PASS = 1 / 8
+"""Share of the bound that a micro-batch fills before it turns away a row that it would have to pad much."""
+MUCH_PADDING = 1 / 5
+"""Share of a row."""
+
+
+def micro_batches(rows: Sequence[Row], *, tokens_per_micro_batch: int) -> list[MicroBatch]:
+    """Rows of similar length together, the longest first; one row longer than the bound goes alone."""
+    batches: list[list[Row]] = []
+    for row in sorted(rows, key=len, reverse=True):  # stable, so equal input gives equal batches
+        if batches and _belongs(row, batches[-1], bound=tokens_per_micro_batch):
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return [_padded(batch) for batch in batches]
+
+
+def _belongs(row: Row, batch: Sequence[Row], *, bound: int) -> bool:
+    longest = len(batch[0])
+    fits = longest * (len(batch) + 1) <= bound
+    wasteful = len(row) < (1 - MUCH_PADDING) * longest
+    return fits and not (wasteful and longest * len(batch) >= WORTH_A_PASS * bound)
+
+
+def _padded(rows: Sequence[Row]) -> MicroBatch:
+    """One micro-batch. Padding is any valid token: on the right of a causal model it changes nothing before it."""
+    shape = (len(rows), max(map(len, rows)))
+    inputs_BT = np.zeros(shape, dtype=np.int64)
+    mask_BT = np.zeros(shape, dtype=np.bool_)
+    for index, row in enumerate(rows):
+        inputs_BT[index, : len(row)] = row.inputs
+        mask_BT[index, : len(row)] = row.mask
+    advantages = np.array([row.advantage for row in rows], dtype=np.float32)
+    return MicroBatch(
+        inputs_BT=torch.from_numpy(inputs_BT),
+        mask_BT=torch.from_numpy(mask_BT),
+        targets_N=torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64)),
+        behaviour_N=torch.from_numpy(np.concatenate([row.behaviour for row in rows]).astype(np.float32)),
+        advantages_N=torch.from_numpy(advantages.repeat([len(row.targets) for row in rows])),
+    )

@@ -1,0 +1,219 @@
+"""Events folded into what a campaign has done: no I/O, and each event costs the same however long the history."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from hpcrl.monitor.vocabulary import (
+    Draining,
+    Episodes,
+    Event,
+    Fault,
+    JobEnded,
+    JobStarted,
+    Loaded,
+    Published,
+    Resumed,
+    Stale,
+    Step,
+    WorkerEnded,
+    WorkerFailed,
+    WorkerRestarted,
+    WorkerStarted,
+    plain,
+)
+
+RATE_WINDOW_S = 60.0
+KEPT_NOTES = 50
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """One line for a person."""
+
+    time: float
+    text: str
+    bad: bool = False
+
+
+class Totals(msgspec.Struct, kw_only=True):
+    """Episode counts of all env workers of all jobs."""
+
+    done: int = 0
+    truncated: int = 0
+    aborted_stale: int = 0
+    aborted_redundant: int = 0
+    env_fault: int = 0
+    policy_fault: int = 0
+    num_tokens: int = 0
+    remote_prefills: int = 0
+    turns: int = 0
+
+
+COUNTERS = Totals.__struct_fields__
+
+
+@dataclass
+class Worker:
+    """One worker, as its events tell."""
+
+    name: str
+    role: str
+    node: str = ""
+    partition: str = ""
+    up: bool = False
+    """It has said something and nobody has said that it ended."""
+    version: int | None = None
+    """Version of the weights that it serves."""
+    episodes: Episodes | None = None
+    """The newest counts of an env worker."""
+
+
+@dataclass
+class Job:
+    """One job, as its events tell."""
+
+    started: float | None = None
+    node: str = ""
+    """Where its driver runs."""
+    end_time: float | None = None
+    draining: str | None = None
+    ended: JobEnded | None = None
+    first: float = 0.0
+    last: float = 0.0
+    workers: dict[str, Worker] = field(default_factory=dict)
+
+
+@dataclass
+class TokenRate:
+    """Generated tokens by second, over the window only."""
+
+    by_second: dict[int, int] = field(default_factory=dict)
+
+    def add(self, time: float, num_tokens: int) -> None:
+        second = int(time)
+        self.by_second[second] = self.by_second.get(second, 0) + num_tokens
+
+    def keep(self, *, since: float, until: float) -> None:
+        self.by_second = {second: num for second, num in self.by_second.items() if since < second <= until}
+
+    def per_second(self, now: float) -> float:
+        """Over the window, or over what has passed since its first token if that is shorter."""
+        self.keep(since=now - RATE_WINDOW_S, until=now + RATE_WINDOW_S)  # clocks differ a little
+        if not self.by_second:
+            return 0.0
+        covered = min(max(now - min(self.by_second), 1.0), RATE_WINDOW_S)
+        return sum(self.by_second.values()) / covered
+
+
+@dataclass
+class Progress:
+    """What a campaign has done so far."""
+
+    version: int = 0
+    steps: dict[int, Step] = field(default_factory=dict)
+    """One per step, in order of steps; those that a resume went back behind are gone."""
+    totals: Totals = field(default_factory=Totals)
+    rate: TokenRate = field(default_factory=TokenRate)
+    jobs: dict[int, Job] = field(default_factory=dict)
+    num_stale: int = 0
+    """Dropped by the trainer that runs now; one that resumes drops them once more."""
+    notes: deque[Note] = field(default_factory=lambda: deque(maxlen=KEPT_NOTES))
+    num_notes: int = 0
+
+    def add(self, event: Event) -> None:
+        """Take in one event."""
+        job = self._job(event)
+        match event:
+            case JobStarted():
+                job.started, job.end_time, job.node = event.time, event.end_time, event.node or ""
+                job.ended = job.draining = None  # a requeued job starts again under its old number
+            case JobEnded():
+                job.ended = event
+            case Draining():
+                job.draining = event.reason
+            case Published():
+                self.version = max(self.version, event.version)
+            case Step():
+                self._go_back_before(event.step)
+                self.steps[event.step] = event
+                self.version = max(self.version, event.version)
+            case Resumed():
+                self._go_back_before(event.step + 1)
+            case Stale():
+                self.num_stale += event.num
+            case WorkerStarted() | WorkerRestarted() | WorkerEnded() | WorkerFailed() | Loaded() | Episodes():
+                self._about_worker(event)
+        self._note(event)
+
+    def add_all(self, events: Iterable[Event]) -> None:
+        """Take in what several files hold, in order of jobs and time."""
+        for event in sorted(events, key=lambda event: (event.job, event.time)):
+            self.add(event)
+
+    def consumed(self) -> int:
+        """Trajectories that were trained on in steps which still count, or dropped."""
+        return sum(step.num_trajectories for step in self.steps.values()) + self.num_stale
+
+    def mean_tokens_per_s(self) -> float:
+        """Over all the time that jobs have run."""
+        return self.totals.num_tokens / max(sum(job.last - job.first for job in self.jobs.values()), 1.0)
+
+    def _job(self, event: Event) -> Job:
+        job = self.jobs.setdefault(event.job, Job(first=event.time, last=event.time))
+        job.first, job.last = min(job.first, event.time), max(job.last, event.time)
+        return job
+
+    def _worker(self, event: Event) -> Worker:
+        of = getattr(event, "of", None)
+        if of:
+            about = of.removeprefix(f"{event.job:03d}-")
+            name, role = f"{event.job:03d}-{about}", about.rpartition("-")[0]
+        else:
+            name, role = event.worker, event.role
+        workers = self.jobs[event.job].workers
+        if name not in workers:
+            workers[name] = Worker(name=name, role=role, up=True)
+        worker = workers[name]
+        if not of:  # the driver's own node says nothing about the worker's
+            worker.node, worker.partition = event.node or worker.node, event.partition or worker.partition
+        return worker
+
+    def _about_worker(
+        self, event: WorkerStarted | WorkerRestarted | WorkerEnded | WorkerFailed | Loaded | Episodes
+    ) -> None:
+        worker = self._worker(event)
+        match event:
+            case WorkerStarted() | WorkerRestarted():
+                worker.up = True
+                if worker.role == "train":
+                    self.num_stale = 0
+            case WorkerEnded() | WorkerFailed():
+                worker.up = False
+            case Loaded():
+                worker.version = event.version
+            case Episodes():
+                self._count(worker, event)
+
+    def _note(self, event: Event) -> None:
+        text = plain(event)
+        if text:
+            bad = isinstance(event, WorkerFailed | Fault) or (isinstance(event, JobEnded) and event.outcome == "failed")
+            self.num_notes += 1
+            self.notes.append(Note(time=event.time, text=" ".join(text.split()), bad=bad))
+
+    def _count(self, worker: Worker, now: Episodes) -> None:
+        before = worker.episodes
+        if before is None or any(getattr(now, name) < getattr(before, name) for name in COUNTERS):
+            before = Episodes(time=now.time)  # a new process of this worker counts from zero
+        for name in COUNTERS:
+            added = getattr(now, name) - getattr(before, name)
+            setattr(self.totals, name, getattr(self.totals, name) + added)
+        self.rate.add(now.time, now.num_tokens - before.num_tokens)
+        worker.episodes = now
+
+    def _go_back_before(self, step: int) -> None:
+        """What was learned from `step` on is lost and done again; nothing to do in the usual run of steps."""
+        if step <= next(reversed(self.steps), -1):
+            self.steps = {number: old for number, old in self.steps.items() if number < step}

@@ -1,0 +1,248 @@
+"""One screen of a campaign, from 80x24 up: `render(snapshot)`."""
+
+import datetime
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from hpcrl.monitor.snapshot import Snapshot
+
+HEIGHT = 24
+STYLES = {
+    "planned": "dim",
+    "queued": "yellow",
+    "running": "green",
+    "draining": "yellow",
+    "done": "bold green",
+    "failed": "bold red",
+    "stopped": "bold yellow",
+    "unknown": "magenta",
+}
+_BLOCKS = "".join(map(chr, range(0x2581, 0x2589)))
+_ASCII_BLOCKS = "_.-=+*#@"
+
+
+def render(snapshot: Snapshot, *, height: int = HEIGHT) -> RenderableType:
+    """One screen; what happened of late fills the lines that are left."""
+    parts = [_header(snapshot), _curves(snapshot), _roles(snapshot), _figures(snapshot)]
+    trouble = [
+        Text(problem, style="magenta", overflow="ellipsis", no_wrap=True) for problem in snapshot.detail.problems
+    ]
+    used = 3 + _num_header_lines(snapshot) + 2 + 1 + len(snapshot.roles) + _num_figures(snapshot)
+    room = max(height - used - min(len(trouble), 2) - 1, 2)
+    return Group(*_spaced([*parts, _notes(snapshot, room=room)]), *trouble[:2])
+
+
+class Sparkline:
+    """A series as a row of bars, as wide as there is room."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self.values = values
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        blocks = _ASCII_BLOCKS if options.ascii_only else _BLOCKS
+        yield Segment(sparks(self.values, width=options.max_width, blocks=blocks), console.get_style("cyan"))
+
+
+def sparks(values: Sequence[float], *, width: int, blocks: str = _BLOCKS) -> str:
+    """One character a value, or a mean of neighbours where there are more values than `width`."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [index * len(values) // count for index in range(count + 1)]
+    means = [sum(values[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    if not span:
+        return blocks[0] * count
+    return "".join(blocks[min(int((mean - low) / span * len(blocks)), len(blocks) - 1)] for mean in means)
+
+
+def known(series: Sequence[float | None]) -> list[float]:
+    return [value for value in series if value is not None and abs(value) < float("inf")]
+
+
+def steps(snapshot: Snapshot) -> str:
+    return f"{snapshot.step:,}/{snapshot.num_steps:,}" if snapshot.num_steps is not None else f"{snapshot.step:,}"
+
+
+def clock(time: float) -> str:
+    return datetime.datetime.fromtimestamp(time).strftime("%H:%M:%S")
+
+
+def date(time: float) -> str:
+    return datetime.datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M")
+
+
+def _header(snapshot: Snapshot) -> RenderableType:
+    detail = snapshot.detail
+    top = Table.grid(expand=True)
+    top.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    top.add_column(justify="right", no_wrap=True)
+    where = f"  [dim]{escape(snapshot.recipe or '?')} on {escape(snapshot.site or '?')}[/]"
+    state = Text(snapshot.state, style=STYLES[snapshot.state])
+    top.add_row(Text.from_markup(f"[bold]{escape(snapshot.name)}[/]{where}"), state)
+    facts = [f"job {detail.job_id}" if detail.job_id else "no job yet"]
+    if len(snapshot.jobs) > 1:
+        facts[0] += f" (number {len(snapshot.jobs)})"
+    if detail.elapsed_s is not None:
+        facts.append(f"{_span(detail.elapsed_s)} elapsed")
+    if detail.left_s is not None:
+        facts.append(f"{_span(detail.left_s)} left")
+    if detail.start_estimate is not None:
+        facts.append(f"starts about {date(detail.start_estimate)} (Slurm's estimate)")
+    lines: list[RenderableType] = [top, Text("   ".join(facts), style="dim", no_wrap=True, overflow="ellipsis")]
+    if detail.reason:
+        lines.append(Text(detail.reason, style=STYLES[snapshot.state]))
+    return Group(*lines)
+
+
+def _num_header_lines(snapshot: Snapshot) -> int:
+    return 2 + (1 + len(snapshot.detail.reason) // 80 if snapshot.detail.reason else 0)
+
+
+def _curves(snapshot: Snapshot) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    grid.add_column(style="dim", width=8)
+    grid.add_column(ratio=1, no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_row("steps", ProgressBar(total=snapshot.num_steps or 1, completed=snapshot.step), steps(snapshot))
+    rewards = known(snapshot.reward_mean)
+    ends = f"{rewards[0]:.3f} -> {rewards[-1]:.3f}" if rewards else "no step yet"
+    grid.add_row("reward", Sparkline(rewards), ends)
+    return grid
+
+
+def _roles(snapshot: Snapshot) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True, header_style="dim")
+    table.add_column("role", width=8)
+    table.add_column("alive", justify="right", no_wrap=True)
+    table.add_column("partition", no_wrap=True, overflow="ellipsis")
+    table.add_column("nodes", ratio=1, no_wrap=True, overflow="ellipsis")
+    for role, view in snapshot.roles.items():
+        partitions, nodes = _place(snapshot, role)
+        alive = Text(f"{view.alive}/{view.workers}", style=_alive_style(snapshot, view.alive, view.workers))
+        table.add_row(role, alive, Text(", ".join(partitions) or "-"), Text(_few(nodes)))
+    return table
+
+
+def _alive_style(snapshot: Snapshot, alive: int, workers: int) -> str:
+    if snapshot.state not in {"running", "draining"}:
+        return "dim"
+    if alive >= workers:
+        return "green"
+    return "yellow" if alive else "red"
+
+
+def _place(snapshot: Snapshot, role: str) -> tuple[list[str], list[str]]:
+    """Where a role's workers are, by their own word; before they speak, where its component is."""
+    parts = [part for part in snapshot.jobs[-1].components if role in part.roles] if snapshot.jobs else []
+    told = snapshot.detail.roles.get(role)
+    partitions = told.partitions if told else []
+    nodes = told.nodes if told else []
+    return (
+        partitions or sorted({part.partition for part in parts}),
+        nodes or sorted({node for part in parts for node in part.nodes}),
+    )
+
+
+def _figures(snapshot: Snapshot) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    grid.add_column(style="dim", width=8)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for label, text in _figure_rows(snapshot):
+        grid.add_row(label, Text(text))
+    return grid
+
+
+def _num_figures(snapshot: Snapshot) -> int:
+    return len(list(_figure_rows(snapshot)))
+
+
+def _figure_rows(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
+    detail, episodes = snapshot.detail, snapshot.episodes
+    ended = f"{episodes.done:,} done   {episodes.aborted:,} aborted   {episodes.faulted:,} faulted"
+    yield "episodes", f"{episodes.running:,} running   {ended}"
+    yield "tokens", "   ".join(_tokens(snapshot))
+    yield "waiting", "   ".join(f"{spool.depth:,} in {spool.name}" for spool in snapshot.spools)
+    yield "weights", "   ".join(_weights(snapshot))
+    if detail.last_step is not None:
+        yield "learning", "   ".join(_learning(snapshot))
+
+
+def _tokens(snapshot: Snapshot) -> Iterator[str]:
+    detail = snapshot.detail
+    if not detail.num_tokens:
+        yield "none yet"
+        return
+    now = "" if snapshot.state in {"running", "draining"} else " on average"
+    yield f"{snapshot.tokens_per_s:,.0f}/s{now}"
+    yield f"{_big(detail.num_tokens)} generated"
+    if detail.remote_prefill_share is not None:
+        yield f"{detail.remote_prefill_share:.0%} of turns prefilled remotely"
+
+
+def _weights(snapshot: Snapshot) -> Iterator[str]:
+    yield f"version {snapshot.version}"
+    if snapshot.detail.engine_versions:
+        oldest, newest = snapshot.detail.engine_versions
+        yield f"engines serve {oldest}" if oldest == newest else f"engines serve {oldest} to {newest}"
+    step = snapshot.detail.last_step
+    if step is not None and step.lag_mean is not None:
+        yield f"lag {step.lag_mean:.2f}"
+
+
+def _learning(snapshot: Snapshot) -> Iterator[str]:
+    step = snapshot.detail.last_step
+    assert step is not None
+    for name in ("loss", "kl", "entropy"):
+        value = getattr(step, name)
+        if value is not None:
+            yield f"{name} {value:.3g}"
+    if step.step_s is not None:
+        yield f"{step.step_s:.1f} s a step" + (f", {step.wait_s:.1f} s waiting" if step.wait_s is not None else "")
+
+
+def _notes(snapshot: Snapshot, *, room: int) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    grid.add_column(style="dim", width=8)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for note in snapshot.detail.notes[-room:]:
+        grid.add_row(clock(note.time), Text(note.text, style="red" if note.bad else ""))
+    return grid
+
+
+def _spaced(parts: Iterable[RenderableType]) -> Iterator[RenderableType]:
+    for index, part in enumerate(parts):
+        if index:
+            yield ""
+        yield part
+
+
+def _few(names: Sequence[str]) -> str:
+    if len(names) <= 4:
+        return " ".join(names) or "-"
+    return f"{names[0]} {names[1]} .. {names[-1]} ({len(names):,})"
+
+
+def _big(number: int) -> str:
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**4)):
+        if number >= size:
+            return f"{number / (1000 if unit == 'k' else size):.1f} {unit}"
+    return f"{number:,}"
+
+
+def _span(seconds: float) -> str:
+    minutes, whole = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return (f"{days} d " if days else "") + f"{hours:02d}:{minutes:02d}:{whole:02d}"

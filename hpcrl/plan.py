@@ -1,0 +1,323 @@
+"""`make_plan(recipe, site) -> Plan`: pure, same input, same bytes; every cross-check of the two lives here."""
+
+from typing import Literal
+
+import msgspec
+
+from hpcrl import cost
+from hpcrl.affinity import Choice, Demand, choose
+from hpcrl.errors import PlanError
+from hpcrl.hardware import GPUS
+from hpcrl.recipe import Recipe, Resources, RoleName
+from hpcrl.site import Partition, Site
+
+Layout = Literal["hetjob", "local"]
+
+DRIVER_CPUS = 1
+DRIVER_MEM_GIB = 2.0
+PLACED: tuple[RoleName, ...] = ("env", "prefill", "decode", "train")
+"""Roles with a component of their own, in the order of the components; rewards use spare cores of env's."""
+
+
+class Component(msgspec.Struct, frozen=True, kw_only=True):
+    """One het group of the job, as Slurm is asked for it."""
+
+    index: int
+    partition: str
+    """The site's name for it."""
+    roles: list[RoleName]
+    nodes: int
+    cpus_per_node: int
+    mem_gib_per_node: int
+    gpus_per_node: int = 0
+    gpu: str | None = None
+    slurm_flags: list[str] = []
+    """Everything that sbatch is told about this component."""
+
+
+class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and how the workers of one role run."""
+
+    role: RoleName
+    component: int
+    num_workers: int
+    workers_per_node: int
+    gpus_per_worker: int
+    cpus_per_worker: int
+    mem_gib_per_worker: float
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """What one job may use at most: its whole walltime."""
+
+    walltime_min: int
+    node_hours: float
+    gpu_hours: float
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What will be asked of the site for a recipe."""
+
+    recipe: str
+    site: str
+    layout: Layout
+    layout_reason: str
+    components: list[Component]
+    roles: list[RolePlan]
+    fallbacks: list[str]
+    warnings: list[str]
+    cost: Cost
+    drain_s: float
+    survive_node_loss: bool
+    prologue: str | None = None
+
+    def role(self, name: RoleName) -> RolePlan:
+        """The plan of one role."""
+        return next(role for role in self.roles if role.role == name)
+
+    def to_json(self) -> bytes:
+        """The contract: sorted keys, two spaces, one final newline."""
+        return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=2) + b"\n"
+
+
+def make_plan(recipe: Recipe, site: Site) -> Plan:
+    """Map roles to partitions and check all that can be checked before queueing."""
+    _check_train(recipe)
+    layout, reason, doubt = _layout(site)
+    choices = _place(recipe, site)
+    account = _accounts(site, choices)
+    if layout == "local":
+        components = [_local_component(recipe, site, choices)]
+        where: dict[RoleName, int] = dict.fromkeys(PLACED, 0)
+    else:
+        components = [
+            _component(index, role, choices[role], recipe, site, account=account[role])
+            for index, role in enumerate(PLACED)
+        ]
+        where = {role: index for index, role in enumerate(PLACED)}
+    _check_walltime(recipe, site, components)
+    _check_memory(recipe, choices, site)
+    return Plan(
+        recipe=recipe.name,
+        site=site.name,
+        layout=layout,
+        layout_reason=reason,
+        components=components,
+        roles=[_role_plan(role, recipe, choices, where) for role in (*PLACED, "reward")],
+        fallbacks=[choice.fallback for choice in choices.values() if choice.fallback],
+        warnings=[*doubt, *_warnings(site, components)],
+        cost=_cost(recipe, site, components),
+        drain_s=recipe.job.drain_s,
+        survive_node_loss=recipe.job.survive_node_loss,
+        prologue=site.prologue,
+    )
+
+
+def _layout(site: Site) -> tuple[Layout, str, list[str]]:
+    if site.scheduler == "local":
+        return "local", f"site {site.name} has no scheduler: every role is a process of this machine", []
+    match site.het_jobs:
+        case "yes":
+            return "hetjob", f"site {site.name} runs heterogeneous jobs: one component per kind of node", []
+        case "unknown":
+            doubt = f"nobody has confirmed that {site.name} runs heterogeneous jobs: try `hpcrl submit --dry-run` first"
+            return "hetjob", "the first choice wherever it is not known to be refused", [doubt]
+        case "no":
+            raise PlanError(
+                f'site {site.name!r} does not run heterogeneous jobs (het_jobs = "no"), and prefill, decode, train '
+                "and env each need a component: choose a site whose Slurm runs them"
+            )
+
+
+def _place(recipe: Recipe, site: Site) -> dict[RoleName, Choice]:
+    """A partition for every placed role; the order of PLACED decides who chooses first."""
+    choices: dict[RoleName, Choice] = {}
+    taken: dict[str, int] = {}
+    on_one_machine = site.scheduler == "local"
+    for role in PLACED:
+        demand = _demand(role, recipe, one_machine=on_one_machine)
+        choice = choices[role] = choose(demand, site, taken=taken)
+        if not on_one_machine:
+            taken[choice.partition] = taken.get(choice.partition, 0) + choice.nodes
+    return choices
+
+
+def _demand(role: RoleName, recipe: Recipe, *, one_machine: bool) -> Demand:
+    reward = recipe.resources.reward
+    beside = role == "env"  # the driver and the rewards run on env's nodes
+    return Demand(
+        role=role,
+        resources=getattr(recipe.resources, role),
+        reserved_cpus=DRIVER_CPUS + reward.num_workers * reward.cpus_per_worker if beside else 0,
+        reserved_mem_gib=DRIVER_MEM_GIB + reward.num_workers * reward.mem_gib_per_worker if beside else 0.0,
+        min_nodes=2 if recipe.job.survive_node_loss and not one_machine else 1,
+    )
+
+
+def _accounts(site: Site, choices: dict[RoleName, Choice]) -> dict[RoleName, str | None]:
+    accounts = {role: _account(site, site.partitions[choice.partition]) for role, choice in choices.items()}
+    missing = sorted({choices[role].partition for role, account in accounts.items() if account is None})
+    if site.account_required and missing:
+        raise PlanError(
+            f"site {site.name!r} charges an account, and none is known for its partitions {', '.join(missing)}: "
+            f'write ~/.config/hpcrl/sites/{site.name}.toml with extends = "{site.name}" and account = "...", '
+            "or give -s site.account=..."
+        )
+    return accounts
+
+
+def _account(site: Site, partition: Partition) -> str | None:
+    if partition.account is not None:
+        return partition.account
+    return site.account + partition.account_suffix if site.account is not None else None
+
+
+def _component(
+    index: int, role: RoleName, choice: Choice, recipe: Recipe, site: Site, *, account: str | None
+) -> Component:
+    partition = site.partitions[choice.partition]
+    cpus, mem_gib = _node_needs(role, choice, recipe)
+    gpus = choice.gpus_per_worker * choice.workers_per_node
+    if partition.exclusive:
+        cpus, mem_gib, gpus = partition.cores_per_node, int(partition.mem_gib_per_node), partition.gpus_per_node
+    return Component(
+        index=index,
+        partition=choice.partition,
+        roles=["env", "reward"] if role == "env" else [role],
+        nodes=choice.nodes,
+        cpus_per_node=cpus,
+        mem_gib_per_node=mem_gib,
+        gpus_per_node=gpus,
+        gpu=partition.gpu if gpus else None,
+        slurm_flags=_slurm_flags(choice.nodes, cpus, mem_gib, gpus, partition, account=account, site=site),
+    )
+
+
+def _node_needs(role: RoleName, choice: Choice, recipe: Recipe) -> tuple[int, int]:
+    """Cores and GiB that one node of a role's component must give."""
+    demand = _demand(role, recipe, one_machine=False)
+    cpus = demand.reserved_cpus + choice.workers_per_node * demand.resources.cpus_per_worker
+    mem_gib = demand.reserved_mem_gib + choice.workers_per_node * demand.resources.mem_gib_per_worker
+    return cpus, int(-(-mem_gib // 1))
+
+
+def _slurm_flags(
+    nodes: int, cpus: int, mem_gib: int, gpus: int, partition: Partition, *, account: str | None, site: Site
+) -> list[str]:
+    """Nothing of these propagates between components, so each says all of it."""
+    flags = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
+    if partition.slurm_partition:
+        flags.append(f"--partition={partition.slurm_partition}")
+    if partition.constraint:
+        flags.append(f"--constraint={partition.constraint}")
+    if partition.qos:
+        flags.append(f"--qos={partition.qos}")
+    if account:
+        flags.append(f"--account={account}")
+    if partition.mem_flag and not partition.exclusive:
+        flags.append(f"--mem={mem_gib}G")
+    if partition.exclusive:
+        flags.append("--exclusive")
+    if gpus:
+        kind = f"{partition.gres_type}:" if partition.gres_type else ""
+        flags.append(f"--gres=gpu:{kind}{gpus}" if partition.gpu_request == "gres" else f"--gpus-per-node={kind}{gpus}")
+    if site.network.srun_network:
+        flags.append(f"--network={site.network.srun_network}")
+    return [*flags, *partition.extra_flags]
+
+
+def _local_component(recipe: Recipe, site: Site, choices: dict[RoleName, Choice]) -> Component:
+    """One machine holds all roles; its partition bounds each of them, not their sum (roles idle in turns)."""
+    needs = [_node_needs(role, choices[role], recipe) for role in PLACED]
+    return Component(
+        index=0,
+        partition=choices["env"].partition,
+        roles=[*PLACED, "reward"],
+        nodes=1,
+        cpus_per_node=sum(cpus for cpus, _ in needs),
+        mem_gib_per_node=sum(mem for _, mem in needs),
+    )
+
+
+def _role_plan(role: RoleName, recipe: Recipe, choices: dict[RoleName, Choice], where: dict[RoleName, int]) -> RolePlan:
+    resources: Resources = getattr(recipe.resources, role)
+    choice = choices.get(role)
+    return RolePlan(
+        role=role,
+        component=where.get(role, where["env"]),
+        num_workers=resources.num_workers,
+        workers_per_node=choice.workers_per_node if choice else resources.num_workers,
+        gpus_per_worker=choice.gpus_per_worker if choice else 0,
+        cpus_per_worker=resources.cpus_per_worker,
+        mem_gib_per_worker=resources.mem_gib_per_worker,
+    )
+
+
+def _check_train(recipe: Recipe) -> None:
+    if recipe.resources.train.num_workers != 1:
+        raise PlanError(
+            f"resources.train.num_workers = {recipe.resources.train.num_workers}: trainer "
+            f"{recipe.train.trainer!r} is one process so far: set it to 1"
+        )
+
+
+def _check_walltime(recipe: Recipe, site: Site, components: list[Component]) -> None:
+    walltime = recipe.job.walltime_min
+    for component in components:
+        limit = site.partitions[component.partition].max_walltime_min
+        if walltime > limit:
+            raise PlanError(
+                f"job.walltime_min = {walltime}, and partition {component.partition!r} of site {site.name!r} allows "
+                f"{limit}: lower it (the campaign goes on with `hpcrl resume`)"
+            )
+    if recipe.job.drain_s >= walltime * 60:
+        raise PlanError(
+            f"job.drain_s = {recipe.job.drain_s:g} leaves nothing of job.walltime_min = {walltime}: "
+            "lower the first or raise the second"
+        )
+
+
+def _check_memory(recipe: Recipe, choices: dict[RoleName, Choice], site: Site) -> None:
+    """Model and KV must fit into what a worker has, where the recipe says how large the model is."""
+    num_params = recipe.model.num_params
+    if num_params is None:
+        return
+    needs = {
+        "prefill": cost.engine_memory_gib(num_params),
+        "decode": cost.engine_memory_gib(num_params),
+        "train": cost.train_memory_gib(num_params, num_workers=recipe.resources.train.num_workers),
+    }
+    for role in ("prefill", "decode", "train"):
+        choice, resources = choices[role], getattr(recipe.resources, role)
+        gpu = site.partitions[choice.partition].gpu
+        has = GPUS[gpu].memory_gib * choice.gpus_per_worker if gpu and choice.gpus_per_worker else None
+        limit = has if has is not None else resources.mem_gib_per_worker
+        if needs[role] > limit:
+            cure = "gpus_per_worker" if has is not None else "mem_gib_per_worker"
+            raise PlanError(
+                f"a {role} worker needs {needs[role]:.0f} GiB for {num_params / 1e9:.1f} billion weights and has "
+                f"{limit:.0f} GiB ({choice.partition}): raise resources.{role}.{cure}"
+            )
+
+
+def _warnings(site: Site, components: list[Component]) -> list[str]:
+    """What holds, but a reader should know before spending node-hours."""
+    found = []
+    if not site.verified:
+        found.append(f"the facts about {site.name} were collected from documents and not checked on the machine")
+    for component in components:
+        partition = site.partitions[component.partition]
+        if partition.unverified:
+            found.append(f"not confirmed for {component.partition}: {', '.join(partition.unverified)}")
+    return list(dict.fromkeys(found))
+
+
+def _cost(recipe: Recipe, site: Site, components: list[Component]) -> Cost:
+    walltime = recipe.job.walltime_min
+    nodes = sum(component.nodes for component in components)
+    gpus = sum(component.nodes * component.gpus_per_node for component in components)
+    return Cost(
+        walltime_min=walltime,
+        node_hours=cost.hours(nodes, walltime_min=walltime),
+        gpu_hours=cost.hours(gpus, walltime_min=walltime),
+    )

@@ -1,0 +1,44 @@
+"""The door of every worker: `work(...)` as a Parsl task, `python -m hpcrl.roles ROLE CAMPAIGN JOB INDEX` as a step."""
+
+import importlib
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.plan import Plan
+from hpcrl.recipe import ROLES, RoleName
+from hpcrl.roles.context import log_to, open_context, pin
+from hpcrl.rundir import RunDir
+
+
+def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
+    """Live as one worker until the job ends; heavy packages are imported only after devices are pinned."""
+    run = RunDir(Path(campaign))
+    log_to(run.job(job_number), role, index)
+    plan = msgspec.json.decode(run.plan.read_bytes(), type=Plan)
+    devices = pin(plan.role(role))
+    context = open_context(run, job_number, role, index)
+    context.events.emit("worker-started", pid=os.getpid(), gpus=devices)
+    try:
+        code: int = importlib.import_module(f"hpcrl.roles.{role}").run(context) or 0
+    except Exception as error:
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {error}"
+        context.events.emit("worker-failed", of=context.name, reason=reason)
+        raise RuntimeError(reason) from None  # a plain exception reaches the driver whatever packages it has
+    context.events.emit("worker-ended", reason="the job is ending")
+    return code
+
+
+def main() -> int:
+    role, campaign, job_number, index = sys.argv[1:5]
+    if role not in ROLES:
+        raise SystemExit(f"unknown role {role!r}: expected one of {', '.join(ROLES)}")
+    return work(campaign, int(job_number), role, int(index))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Role reward: short tasks, one per sealed segment of "rollouts"; each writes the scored twin of its segment.
+
+A task may run twice (a lost worker, a preempted node): the twin has one name, and the first complete one stays.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.envs.base import Reward, load_code
+from hpcrl.errors import HpcrlError
+from hpcrl.roles.context import Context, log_to, open_context
+from hpcrl.rundir import RunDir
+from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.spool import derive
+
+
+def score(campaign: str, job_number: int, segment: str) -> None:
+    """Score every trajectory of one segment."""
+    context = _context(campaign, job_number)
+    run = context.run
+    rewards: list[float] = []
+    try:
+        derive(run.spool("rollouts") / segment, run.spool("scored"), _scorer(context, seen=rewards))
+    except HpcrlError as error:
+        raise RuntimeError(str(error)) from None  # a plain exception reaches the driver whatever packages it has
+    mean = sum(rewards) / len(rewards) if rewards else None
+    context.events.emit("scored", segment=segment, num=len(rewards), reward_mean=mean)
+
+
+@functools.cache
+def _context(campaign: str, job_number: int) -> Context:
+    """This worker's own; rewards share a pool, so the index is Parsl's."""
+    run = RunDir(Path(campaign))
+    block, rank = os.environ.get("PARSL_WORKER_BLOCK_ID", "0"), os.environ.get("PARSL_WORKER_RANK", "0")
+    index = int(block) * 1000 + int(rank)
+    log_to(run.job(job_number), "reward", index)
+    context = open_context(run, job_number, "reward", index)
+    context.events.emit("worker-started", pid=os.getpid(), gpus=[])
+    return context
+
+
+def _scorer(context: Context, *, seen: list[float]) -> Callable[[Trajectory], Trajectory]:
+    """The transformation of one trajectory; what cannot be trained on is passed through unscored."""
+    rewards = {name: _load(name, domain.reward) for name, domain in context.recipe.domains.items()}
+
+    def scored(trajectory: Trajectory) -> Trajectory:
+        if trajectory.status not in TRAINABLE:
+            return trajectory
+        try:
+            parts = _parts(rewards[trajectory.domain](trajectory))
+        except Exception as error:  # noqa: BLE001 - a user's reward may raise anything; one episode must not end a run
+            return _faulted(trajectory, f"{type(error).__name__}: {error}", context)
+        total = math.fsum(parts.values())
+        if not math.isfinite(total):
+            return _faulted(trajectory, f"it gave {parts!r}, and a reward must be a finite number", context)
+        seen.append(total)
+        return msgspec.structs.replace(trajectory, reward=total, reward_parts=parts)
+
+    return scored
+
+
+def _faulted(trajectory: Trajectory, why: str, context: Context) -> Trajectory:
+    """Never scored as zero: a reward that failed says nothing about the agent."""
+    name = context.recipe.domains[trajectory.domain].reward
+    context.events.emit("fault", what="reward", detail=f"{name} on {trajectory.id}: {why}", id=trajectory.id)
+    return msgspec.structs.replace(trajectory, status="env-fault")
+
+
+def _load(domain: str, name: str) -> Reward:
+    reward: Reward = load_code(name, what=f"domains.{domain}.reward")
+    return reward
+
+
+def _parts(value: float | dict[str, float]) -> dict[str, float]:
+    return {key: float(part) for key, part in value.items()} if isinstance(value, dict) else {"reward": float(value)}

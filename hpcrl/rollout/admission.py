@@ -1,0 +1,49 @@
+"""How many new episodes may begin: bounded by what can run at once and by how stale their data may become. Pure.
+
+capacity         RollArt's and AReaL's formula, in whatever unit the caller counts (episodes or groups)
+admitted_groups  the same in whole groups, for one of several env hosts
+share            one host's part of a whole; the parts sum to the whole
+"""
+
+
+def capacity(*, max_running: int, running: int, max_lag: int, version: int, batch: int, accepted: int) -> int:
+    """How many more may begin: min(max_running - running, (max_lag + version + 1) * batch - (accepted + running)).
+
+    `version` is the number of training steps done, `batch` what one step consumes, and `accepted` all that was
+    handed to training since the campaign began. What training threw away must not stay in `accepted`: the trainer
+    would wait for ever for what nobody may produce. After a recovery it is `version * batch` plus what waits in
+    the spools.
+    """
+    fresh = (max_lag + version + 1) * batch - (accepted + running)
+    return max(0, min(max_running - running, fresh))
+
+
+def admitted_groups(
+    *,
+    host: int,
+    num_hosts: int,
+    max_running: int,
+    episodes_per_group: int,
+    running_episodes: int,
+    running_groups: int,
+    max_lag: int,
+    version: int,
+    groups_per_step: int,
+    accepted_groups: int,
+) -> int:
+    """How many whole groups env host `host` may begin now, so that no group ever waits half begun.
+
+    Only `running_episodes` and `running_groups` are the host's own; `accepted_groups` is the campaign's, so that what
+    a slow or dead host does not produce falls to the others. `episodes_per_group` is group size and redundancy;
+    a `max_running` below it admits nothing, on any host.
+    """
+    most = share(max_running // episodes_per_group, host=host, num_hosts=num_hosts) * episodes_per_group
+    fresh = (max_lag + version + 1) * groups_per_step - accepted_groups
+    mine = share(max(0, fresh), host=host, num_hosts=num_hosts)
+    return max(0, min((most - running_episodes) // episodes_per_group, mine - running_groups))
+
+
+def share(whole: int, *, host: int, num_hosts: int) -> int:
+    """Host `host`'s part of `whole`; the parts differ by one at most and sum to it exactly."""
+    assert 0 <= host < num_hosts, f"host {host} of {num_hosts}"
+    return whole // num_hosts + (host < whole % num_hosts)

@@ -1,0 +1,327 @@
+"""One episode on its own timeline: reset, then generate and step, turn by turn, to a trajectory exact to the token.
+
+    Layout, Policy   what an episode needs of the chat layout and of whatever generates (a router, an engine)
+    Limits           how long, how far and how stale an episode may be
+    run_episode      runs it; what goes wrong in its environment or its engines is a status, not an exception
+
+Ids are appended as they came and never made from text again. An infrastructure fault begins the episode anew, after
+a pause; if none of the attempts gets through, its status is `env-fault`. An action that the environment does not
+like is an ordinary step. Only cancelling ends an episode without a trajectory: the caller knows why.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+
+from hpcrl.engines.base import Completion, GenerateRequest
+from hpcrl.envs.base import Env, Step
+from hpcrl.errors import EngineError, EnvFault
+from hpcrl.rollout.tasks import Task, stable_hash
+from hpcrl.spool.record import Status, Trajectory, Turn
+
+T = TypeVar("T")
+CLOSE_TIMEOUT_S = 5.0
+"""How long an environment may take to close, and an engine to abort, before it is left alone."""
+LONGEST_PAUSE_S = 60.0
+MAX_INTERRUPTIONS = 8
+"""How often one turn is continued after an engine gave it up half said."""
+
+
+class Layout(Protocol):
+    """How a conversation is laid out in tokens; `hpcrl.engines.chat.Chat` is one."""
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]: ...
+
+    def first_turn(self, observation: str) -> list[int]: ...
+
+    def next_turn(self, observation: str, *, said: Sequence[int]) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class Policy(Protocol):
+    """Whatever generates: a Router, or an engine in the same process."""
+
+    async def generate(self, request: GenerateRequest) -> Completion: ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """How long, how far and how stale an episode may be; the fields are those of the recipe."""
+
+    max_turns: int
+    max_new_tokens: int
+    context_length: int
+    """Tokens that the model can see; an episode that would need more is truncated."""
+    max_lag: int
+    temperature: float = 1.0
+    reset_timeout_s: float = 60.0
+    step_timeout_s: float = 60.0
+    env_retries: int = 2
+    first_pause_s: float = 0.5
+    """Before the first new attempt after a fault; it doubles each time."""
+
+
+async def run_episode(
+    task: Task,
+    *,
+    index: int,
+    make_env: Callable[[], Env],
+    layout: Layout,
+    policy: Policy,
+    limits: Limits,
+    newest_version: Callable[[], int],
+    producer: str,
+) -> Trajectory:
+    """Run the group's episode `index` to its end."""
+    fault = ""
+    for attempt in range(limits.env_retries + 1):
+        if attempt:
+            await asyncio.sleep(pause_s(limits.first_pause_s, attempt=attempt, episode=task.episode(index)))
+        draft = _Draft(task, index=index, producer=producer, start_version=newest_version())
+        try:
+            run = _Attempt(draft, number=attempt, layout=layout, policy=policy, limits=limits, newest=newest_version)
+            status = await _with_env(make_env, run.to_the_end)
+        except EnvFault as error:
+            fault = str(error)
+        except EngineError as error:
+            return draft.finished("policy-fault", fault=str(error), attempts=attempt + 1)
+        else:
+            return draft.finished(status, fault=fault, attempts=attempt + 1)
+    return draft.finished("env-fault", fault=fault, attempts=attempt + 1)
+
+
+def pause_s(first_s: float, *, attempt: int, episode: str) -> float:
+    """How long to wait before new attempt `attempt` (1, 2, ...): doubling, and spread so that not all come at once."""
+    spread = stable_hash(episode, attempt, bits=16) / (1 << 16)
+    return float(min(first_s * 2 ** min(attempt - 1, 16), LONGEST_PAUSE_S) * (0.5 + spread))
+
+
+class _Draft:
+    """A trajectory in the making."""
+
+    def __init__(self, task: Task, *, index: int, producer: str, start_version: int) -> None:
+        self.task = task
+        self.id = task.episode(index)
+        self.token_ids: list[int] = []
+        self.start_version = start_version
+        self.reset_s = 0.0
+        self._producer = producer
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._mask: list[bool] = []
+        self._turns: list[Turn] = []
+
+    def saw(self, token_ids: Sequence[int]) -> None:
+        """Add what the model was shown."""
+        self._add(token_ids, logprobs=[0.0] * len(token_ids), versions=[0] * len(token_ids), said=False)
+
+    def said(self, completion: Completion) -> None:
+        """Add what the model said."""
+        # An engine may still be a version behind when the episode begins: staleness counts from what really acted.
+        self.start_version = min([self.start_version, *completion.versions])
+        self._add(completion.token_ids, logprobs=completion.logprobs, versions=completion.versions, said=True)
+
+    def turn(self, turn: Turn) -> None:
+        self._turns.append(turn)
+
+    def _add(self, token_ids: Sequence[int], *, logprobs: Sequence[float], versions: Sequence[int], said: bool) -> None:
+        if not len(token_ids) == len(logprobs) == len(versions):
+            raise EngineError(
+                f"episode {self.id}: the engine gave {len(token_ids)} tokens, {len(logprobs)} log-probabilities "
+                f"and {len(versions)} versions: one of each per token is needed"
+            )
+        self.token_ids += token_ids
+        self._logprobs += logprobs
+        self._versions += versions
+        self._mask += [said] * len(token_ids)
+
+    def finished(self, status: Status, *, fault: str, attempts: int) -> Trajectory:
+        said = [version for version, mine in zip(self._versions, self._mask, strict=True) if mine]
+        return Trajectory(
+            id=self.id,
+            group=self.task.group,
+            domain=self.task.domain,
+            seed=self.task.seed,
+            status=status,
+            producer=self._producer,
+            created=time.time(),
+            start_version=self.start_version,
+            end_version=said[-1] if said else self.start_version,
+            token_ids=np.array(self.token_ids, dtype=np.int32),
+            logprobs=np.array(self._logprobs, dtype=np.float32),
+            versions=np.array(self._versions, dtype=np.int32),
+            loss_mask=np.array(self._mask, dtype=np.bool_),
+            turns=self._turns,
+            reset_s=self.reset_s,
+            extra={"fault": fault, "attempts": attempts} if fault else {},
+        )
+
+
+class _Attempt:
+    """One attempt at an episode, from reset to its end."""
+
+    def __init__(
+        self,
+        draft: _Draft,
+        *,
+        number: int,
+        layout: Layout,
+        policy: Policy,
+        limits: Limits,
+        newest: Callable[[], int],
+    ) -> None:
+        self._draft = draft
+        self._number = number
+        self._layout = layout
+        self._policy = policy
+        self._limits = limits
+        self._newest = newest
+
+    async def to_the_end(self, env: Env) -> Status:
+        draft, limits = self._draft, self._limits
+        began = time.monotonic()
+        observation = await _within(env.reset(draft.task.seed), limits.reset_timeout_s, f"{draft.id}: reset")
+        draft.reset_s = time.monotonic() - began
+        shown = self._layout.first_turn(_checked_text(observation, draft.id))
+        if len(shown) >= limits.context_length:
+            raise EnvFault(f"{draft.id}: the first observation has {len(shown)} tokens, the model sees {self._room}")
+        for turn in range(limits.max_turns):
+            if len(draft.token_ids) + len(shown) >= limits.context_length:
+                return "truncated"
+            draft.saw(shown)
+            step, said = await self._turn(env, turn)
+            if self._newest() - draft.start_version > limits.max_lag:
+                return "aborted-stale"
+            if step.done:
+                return "done"
+            shown = self._layout.next_turn(step.observation, said=said)
+        return "truncated"
+
+    @property
+    def _room(self) -> int:
+        return self._limits.context_length - len(self._draft.token_ids)
+
+    async def _turn(self, env: Env, turn: int) -> tuple[Step, list[int]]:
+        """Let the model speak and the environment answer; returns the answer and the ids that were said."""
+        draft = self._draft
+        start = len(draft.token_ids)
+        began = time.monotonic()
+        remote_prefill = await self._speak(turn)
+        spoken = time.monotonic()
+        said = draft.token_ids[start:]
+        stops = self._layout.stop_token_ids
+        action = self._layout.decode(said[:-1] if said and said[-1] in stops else said)
+        step = await _within(env.step(action), self._limits.step_timeout_s, f"{draft.id}: step {turn}")
+        step = _checked_step(step, draft.id)
+        draft.turn(
+            Turn(
+                start=start,
+                end=len(draft.token_ids),
+                reward=step.reward,
+                generate_s=spoken - began,
+                step_s=time.monotonic() - spoken,
+                remote_prefill=remote_prefill,
+            )
+        )
+        return step, said
+
+    async def _speak(self, turn: int) -> bool:
+        """Append what the model says in this turn; what an engine gave up half said goes on, perhaps elsewhere."""
+        draft, limits = self._draft, self._limits
+        to_say = min(limits.max_new_tokens, self._room)
+        remote_prefill = False
+        for part in range(MAX_INTERRUPTIONS + 1):
+            request = GenerateRequest(
+                request_id=f"{draft.id}/{self._number}/{turn}/{part}",
+                token_ids=list(draft.token_ids),
+                max_new_tokens=to_say,
+                temperature=limits.temperature,
+                seed=stable_hash(draft.task.seed, draft.id, self._number, turn, part, bits=63),
+                stop_token_ids=list(self._layout.stop_token_ids),
+            )
+            completion = await self._generate(request)
+            draft.said(completion)
+            remote_prefill |= completion.remote_prefill
+            to_say -= len(completion.token_ids)
+            if completion.finish_reason != "aborted" or to_say <= 0:
+                return remote_prefill
+        raise EngineError(f"{draft.id}: engines gave up turn {turn} {MAX_INTERRUPTIONS + 1} times: see their events")
+
+    async def _generate(self, request: GenerateRequest) -> Completion:
+        try:
+            return await self._policy.generate(request)
+        except asyncio.CancelledError:
+            await _quietly(self._policy.abort(request.request_id))
+            raise
+
+
+async def _with_env(make_env: Callable[[], Env], run: Callable[[Env], Awaitable[Status]]) -> Status:
+    """Make an environment, run an attempt in it, and close it, whatever happens."""
+    try:
+        env = make_env()
+    except Exception as error:
+        raise EnvFault(f"making the environment: {type(error).__name__}: {error}") from error
+    try:
+        return await run(env)
+    finally:
+        await _quietly(env.close())
+
+
+async def _within(call: Awaitable[T], seconds: float, what: str) -> T:
+    """The environment's answer; one that is late or raises is a fault.
+
+    A call that is late is left behind and not waited for: code that hangs may also ignore being cancelled.
+    """
+    task: asyncio.Future[T] = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(_forget)
+    if not task.done():
+        raise EnvFault(f"{what}: no answer in {seconds:g} s")
+    try:
+        return task.result()
+    except (Exception, asyncio.CancelledError) as error:
+        raise EnvFault(f"{what}: {type(error).__name__}: {error}") from error
+
+
+async def _quietly(call: Coroutine[Any, Any, None] | Awaitable[None]) -> None:
+    """Tidy up, not for long; what fails here has no say in how the episode ended."""
+    with contextlib.suppress(EnvFault):
+        await _within(call, CLOSE_TIMEOUT_S, "closing")
+
+
+def _forget(task: "asyncio.Future[Any]") -> None:
+    """Look at the outcome of a call that nobody waits for, so that asyncio does not complain of it."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _checked_text(observation: object, episode: str) -> str:
+    if not isinstance(observation, str):
+        raise EnvFault(f"{episode}: the observation is {type(observation).__name__}: an environment gives text")
+    return observation
+
+
+def _checked_step(step: object, episode: str) -> Step:
+    """The step, if it is one: a NaN or a text in place of the reward would reach the trainer."""
+    if not isinstance(step, Step):
+        raise EnvFault(f"{episode}: step returned {type(step).__name__}: it returns hpcrl.envs.base.Step")
+    _checked_text(step.observation, episode)
+    try:
+        reward = float(step.reward)
+    except (TypeError, ValueError):
+        reward = float("nan")
+    if not np.isfinite(reward):
+        raise EnvFault(f"{episode}: step gave the reward {step.reward!r}: a finite number is needed")
+    return Step(observation=step.observation, reward=reward, done=bool(step.done))

@@ -1,0 +1,69 @@
+"""Which task comes next: domains by weight, numbers that no two env hosts share, seeds that say what the task is. Pure.
+
+Task          what the agent is asked
+TaskStream    the tasks of one env host, without end
+next_domain   the domain furthest behind its weight
+stable_hash   the same number in every process and on every machine
+"""
+
+import hashlib
+from collections.abc import Mapping
+
+import msgspec
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent is asked; all episodes of a group have the same."""
+
+    domain: str
+    number: int
+    """Unique in the campaign, over all domains and jobs."""
+    seed: int
+    """Given to the environment's `reset`."""
+
+    @property
+    def group(self) -> str:
+        return f"{self.domain}/{self.number}"
+
+    def episode(self, index: int) -> str:
+        """The id of the group's episode `index`."""
+        return f"{self.group}/{index}"
+
+
+class TaskStream:
+    """The tasks of env host `host`: numbers `start` and above that are `host` modulo `num_hosts`.
+
+    After a resume `start` must be above every number used before; a number used twice would be the same task again.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, float], *, recipe_seed: int, host: int, num_hosts: int, start: int = 0
+    ) -> None:
+        assert 0 <= host < num_hosts, f"host {host} of {num_hosts}"
+        self._weights = dict(weights)
+        self._recipe_seed = recipe_seed
+        self._num_hosts = num_hosts
+        self._next = start + (host - start) % num_hosts
+        self._begun = dict.fromkeys(weights, 0)
+
+    def __iter__(self) -> "TaskStream":
+        return self
+
+    def __next__(self) -> Task:
+        domain = next_domain(self._weights, self._begun)
+        self._begun[domain] += 1
+        number, self._next = self._next, self._next + self._num_hosts
+        return Task(domain=domain, number=number, seed=stable_hash(self._recipe_seed, domain, number, bits=31))
+
+
+def next_domain(weights: Mapping[str, float], begun: Mapping[str, int]) -> str:
+    """The domain whose share of the tasks begun is furthest below its weight's; the first by name among equals."""
+    whole = sum(weights.values())
+    num_begun = sum(begun[domain] for domain in weights) + 1
+    return max(sorted(weights), key=lambda domain: weights[domain] / whole * num_begun - begun[domain])
+
+
+def stable_hash(*parts: object, bits: int) -> int:
+    """A number below 2 ** bits (at most 63, for int64 columns) made of the parts' text."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - bits)

@@ -1,0 +1,248 @@
+"""The workers of one job, through Parsl: one executor per role over its component. Nothing else imports parsl.
+
+Every node of a role's component is one Parsl block, started as a Slurm step of its own (so that a lost node takes
+one step with it), or as a process group on a machine without a scheduler. Task arguments are names, never data.
+"""
+
+import importlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import parsl
+from parsl.config import Config
+from parsl.executors import HighThroughputExecutor
+from parsl.jobs.error_handlers import noop_error_handler
+from parsl.jobs.states import JobState, JobStatus
+from parsl.providers.base import ExecutionProvider
+
+from hpcrl.plan import Component, Plan, RolePlan
+from hpcrl.recipe import RoleName
+from hpcrl.rundir import JobDir, RunDir
+from hpcrl.slurm.allocation import Allocation
+
+PARSL_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env", "reward")
+HEARTBEAT_S = 5
+LOST_AFTER_S = 20
+WORKER = "hpcrl.roles.__main__:work"
+SCORE = "hpcrl.roles.reward:score"
+
+POOL = ("-m", "parsl.executors.high_throughput.process_worker_pool")
+POOL_OPTIONS = (
+    "{max_workers_per_node}",
+    "--addresses={addresses}",
+    "--prefetch={prefetch_capacity}",
+    "--cores_per_worker={cores_per_worker}",
+    "--mem_per_worker={mem_per_worker}",
+    "--poll={poll_period}",
+    "--port={worker_port}",
+    "--cert_dir={cert_dir}",
+    "--logdir={logdir}",
+    "--logconf={logconf}",
+    "--block_id={{block_id}}",
+    "--hb_period={heartbeat_period}",
+    "--hb_threshold={heartbeat_threshold}",
+    "--drain_period={drain_period}",
+    "--cpu-affinity={cpu_affinity}",
+    "--mpi-launcher={mpi_launcher}",
+)
+"""Parsl's own command in lines instead of words, so that a path may hold spaces; `Steps` splits it again."""
+
+
+def call(function: str, *args: Any) -> Any:
+    """Run `package.module:name` in a worker; tasks travel as names, so the driver imports no role."""
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)(*args)
+
+
+class Steps(ExecutionProvider):
+    """Parsl blocks as steps of a job that runs already: one node of the component each."""
+
+    def __init__(self, *, prefixes: Sequence[Sequence[str]], log_dir: Path) -> None:
+        self.init_blocks = self.max_blocks = len(prefixes)
+        self.min_blocks = 0
+        self.nodes_per_block = 1
+        self.parallelism = 1.0
+        self.cores_per_node = self.mem_per_node = None
+        self.script_dir = str(log_dir)
+        self.resources: dict[object, Any] = {}
+        self._prefixes = [list(prefix) for prefix in prefixes]
+        self._running: list[subprocess.Popen[bytes] | None] = [None] * len(prefixes)
+        self._log_dir = log_dir
+        self._all: dict[str, subprocess.Popen[bytes]] = {}
+
+    def submit(self, command: str, tasks_per_node: int, job_name: str = "block") -> str | None:
+        """Start the worker pool on the first node that has none."""
+        del tasks_per_node
+        slot = next(
+            (i for i, process in enumerate(self._running) if process is None or process.poll() is not None), None
+        )
+        if slot is None:
+            return None
+        with (self._log_dir / f"{job_name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [*self._prefixes[slot], *command.split("\n")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._running[slot] = process
+        self._all[str(process.pid)] = process
+        return str(process.pid)
+
+    def status(self, job_ids: Sequence[object]) -> list[JobStatus]:
+        return [self._status(self._all[str(job_id)]) for job_id in job_ids]
+
+    def cancel(self, job_ids: Sequence[object]) -> list[bool]:
+        """End the process groups of these blocks; srun passes the signal on to its step."""
+        for job_id in job_ids:
+            process = self._all[str(job_id)]
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+        return [True for _ in job_ids]
+
+    def cancel_all(self) -> None:
+        """End every block."""
+        self.cancel(list(self._all))
+
+    def wait(self, *, deadline: float) -> None:
+        """Give ended blocks until `deadline` (monotonic), then kill what is left of them."""
+        for process in self._all.values():
+            try:
+                process.wait(max(deadline - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def num_lost(self) -> int:
+        """Blocks that have ended."""
+        return sum(process is not None and process.poll() is not None for process in self._running)
+
+    @property
+    def label(self) -> str:
+        return "steps"
+
+    @property
+    def status_polling_interval(self) -> int:
+        return 5
+
+    @staticmethod
+    def _status(process: subprocess.Popen[bytes]) -> JobStatus:
+        match process.poll():
+            case None:
+                return JobStatus(JobState.RUNNING)
+            case 0:
+                return JobStatus(JobState.COMPLETED)
+            case code:
+                return JobStatus(JobState.FAILED, exit_code=code)
+
+
+class Runtime:
+    """Starts and ends the workers of a job; holds no data of theirs."""
+
+    def __init__(self, plan: Plan, *, run: RunDir, job: JobDir, allocation: Allocation, address: str) -> None:
+        self._plan = plan
+        self._run = run
+        self._job = job
+        self._allocation = allocation
+        self._address = address
+        self._steps: dict[RoleName, Steps] = {}
+        self._executors: dict[RoleName, HighThroughputExecutor] = {}
+        self._kernel: parsl.DataFlowKernel | None = None
+
+    def start(self) -> None:
+        """Bring up the executors; workers connect while the caller goes on."""
+        logging.getLogger("parsl").setLevel(logging.WARNING)
+        for role in PARSL_ROLES:
+            self._executors[role] = self._executor(self._plan.role(role))
+        self._kernel = parsl.DataFlowKernel(
+            Config(
+                executors=list(self._executors.values()),
+                exit_mode="skip",
+                initialize_logging=False,
+                run_dir=str(self._job.parsl),
+                strategy="none",
+                usage_tracking=0,
+            )
+        )
+
+    def start_worker(self, role: RoleName, index: int) -> "Future[None]":
+        """Begin a long-lived worker; the future ends when it does."""
+        return self._submit(role, WORKER, str(self._run.root), self._job.number, role, index)
+
+    def score(self, segment: str) -> "Future[None]":
+        """Begin a reward task for one segment of the spool "rollouts"."""
+        return self._submit("reward", SCORE, str(self._run.root), self._job.number, segment)
+
+    def start_trainer(self) -> subprocess.Popen[bytes]:
+        """The trainer is a step of its own on its component."""
+        role = self._plan.role("train")
+        prefix = self._prefixes(role)[0]
+        command = [sys.executable, "-m", "hpcrl.roles", "train", str(self._run.root), str(self._job.number), "0"]
+        with self._job.log("train-step").open("ab") as log:
+            return subprocess.Popen(
+                [*prefix, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def replace_lost_blocks(self) -> list[RoleName]:
+        """Start a new worker pool for every one that has ended; says for which roles."""
+        replaced: list[RoleName] = []
+        for role, steps in self._steps.items():
+            for _ in range(steps.num_lost()):
+                self._executors[role].scale_out_facade(1)
+                replaced.append(role)
+        return replaced
+
+    def close(self, *, grace_s: float) -> None:
+        """End every worker pool and executor."""
+        deadline = time.monotonic() + grace_s
+        for steps in self._steps.values():
+            steps.cancel_all()
+        if self._kernel is not None:
+            self._kernel.cleanup()
+        for steps in self._steps.values():
+            steps.wait(deadline=deadline)
+
+    def _submit(self, role: RoleName, function: str, *args: Any) -> "Future[None]":
+        assert self._kernel is not None
+        future: Future[None] = self._kernel.submit(
+            call, app_args=(function, *args), executors=[role], cache=False, ignore_for_cache=[], app_kwargs={}
+        )
+        return future
+
+    def _executor(self, role: RolePlan) -> HighThroughputExecutor:
+        steps = self._steps[role.role] = Steps(prefixes=self._prefixes(role), log_dir=self._job.logs)
+        return HighThroughputExecutor(
+            label=role.role,
+            provider=steps,
+            address=self._address,
+            launch_cmd="\n".join([sys.executable, *POOL, *POOL_OPTIONS]),
+            interchange_launch_cmd=[sys.executable, "-m", "parsl.executors.high_throughput.interchange"],
+            max_workers_per_node=role.workers_per_node,
+            cores_per_worker=1e-6,  # workers are counted by the plan, not by what the node seems to have
+            heartbeat_period=HEARTBEAT_S,
+            heartbeat_threshold=LOST_AFTER_S,
+            block_error_handler=noop_error_handler,
+            encrypted=True,
+        )
+
+    def _prefixes(self, role: RolePlan) -> list[list[str]]:
+        component: Component = self._plan.components[role.component]
+        return [
+            self._allocation.step(
+                component,
+                node,
+                cpus=role.cpus_per_worker * role.workers_per_node,
+                mem_gib=role.mem_gib_per_worker * role.workers_per_node,
+                gpus=role.gpus_per_worker * role.workers_per_node,
+            )
+            for node in self._allocation.nodes[role.component]
+        ]

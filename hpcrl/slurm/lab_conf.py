@@ -1,0 +1,221 @@
+"""The lab's shape and its files: what poses as a cluster, where its state lies, what its daemons read.
+
+NodeGroup, Cluster, DEFAULT   nodes and partitions
+LabDir                        every path in a state directory
+reserved_ports                free ports that no other lab takes meanwhile
+write_conf                    the templates of jobs/lab, filled in
+"""
+
+import contextlib
+import errno
+import itertools
+import os
+import random
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from hpcrl import files
+from hpcrl.config import shipped
+from hpcrl.errors import LabError
+
+SOCKET_PATH_MAX = 107
+PORTS = range(20_000, 32_000)
+"""Below Linux's ephemeral ports (32768 and up), so that no outgoing connection sits on one of ours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeGroup:
+    """Nodes name1..nameN, and the partition `name` over them."""
+
+    name: str
+    num_nodes: int
+    gpu: str = ""
+    num_gpus: int = 0
+    preemptible: str = ""
+    """Name of a second partition over the same nodes, whose jobs are requeued when the first one needs the place."""
+
+    def node_names(self) -> list[str]:
+        return [f"{self.name}{number}" for number in range(1, self.num_nodes + 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What the lab poses as."""
+
+    groups: tuple[NodeGroup, ...]
+    default: str
+    """The group whose partition takes jobs that name none."""
+    name: str = "lab"
+    num_cpus: int = 16
+    mem_mib: int = 16_384
+    walltime_min: int = 1_440
+
+    def node_names(self) -> list[str]:
+        return [name for group in self.groups for name in group.node_names()]
+
+
+DEFAULT = Cluster(
+    groups=(
+        NodeGroup(name="prefill", num_nodes=2, gpu="h100", num_gpus=4),
+        NodeGroup(name="decode", num_nodes=2, gpu="h20", num_gpus=4),
+        NodeGroup(name="train", num_nodes=2, gpu="h100", num_gpus=4),
+        NodeGroup(name="env", num_nodes=3, preemptible="preempt"),
+    ),
+    default="env",
+)
+
+
+@dataclass(frozen=True)
+class LabDir:
+    """Every path of one lab; all of them below `root`, which is private to its owner."""
+
+    root: Path
+
+    @property
+    def record(self) -> Path:
+        return self.root / "lab.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "lock"
+
+    @property
+    def conf(self) -> Path:
+        return self.root / "slurm.conf"
+
+    @property
+    def munge_key(self) -> Path:
+        return self.root / "munge" / "key"
+
+    @property
+    def munge_socket(self) -> Path:
+        return self.root / "munge" / "socket"
+
+    @property
+    def db_socket(self) -> Path:
+        return self.root / "run" / "db.sock"
+
+    def log(self, daemon: str) -> Path:
+        """What a daemon prints (its own log file repeats it with times)."""
+        return self.root / "log" / f"{daemon}.out"
+
+
+def check_path(root: Path, *, cluster: Cluster) -> None:
+    """Refuse a state directory that Slurm or its unix sockets could not use."""
+    if not re.fullmatch(r"[A-Za-z0-9/._+-]+", str(root)):
+        raise LabError(f"state directory {str(root)!r}: slurm.conf takes letters, digits and /._+- only: set HPCRL_LAB")
+    node = max(cluster.node_names(), key=len)
+    step_socket = root / "spool" / node / f"{node}_67108863.4294967290"
+    spare = SOCKET_PATH_MAX - len(str(step_socket))
+    if spare < 0:
+        raise LabError(
+            f"state directory {root} is {len(str(root))} characters long, at most {len(str(root)) + spare} leave "
+            "room for the names of unix sockets: set HPCRL_LAB to a shorter path"
+        )
+
+
+@contextlib.contextmanager
+def reserved_ports(count: int) -> Iterator[list[int]]:
+    """`count` free ports in a row, kept from other labs until the block ends (by then our daemons listen).
+
+    The reservation is an abstract unix socket: seen by every user of the machine, gone with its process, and no file.
+    """
+    size = 1 << (count - 1).bit_length()
+    starts = list(range(PORTS.start, PORTS.stop - size, size))
+    random.shuffle(starts)
+    for start in starts:
+        ports = list(range(start, start + count))
+        with socket.socket(socket.AF_UNIX) as claim:
+            if _claimed(claim, start) and all(_is_free(port) for port in ports):
+                yield ports
+                return
+    raise LabError(f"no {count} free ports in a row between {PORTS.start} and {PORTS.stop}: stop other labs")
+
+
+def _claimed(claim: socket.socket, start: int) -> bool:
+    try:
+        claim.bind(f"\0hpcrl-lab-port-{start}")
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return False
+        raise
+    return True
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError:
+            return False
+    return True
+
+
+def write_conf(lab: LabDir, *, cluster: Cluster, ports: list[int], user: str) -> None:
+    """Make the folders, the munge key, the GPUs' device files and the filled-in templates."""
+    for folder in ("munge", "db", "ctld", "run", "log", "dev"):
+        files.private_dir(lab.root / folder)
+    for kind, node in itertools.product(("spool", "tmp"), cluster.node_names()):
+        files.private_dir(lab.root / kind / node)
+    for number in range(max(group.num_gpus for group in cluster.groups)):
+        (lab.root / "dev" / f"gpu{number}").symlink_to("/dev/null")
+    _write(lab.munge_key, os.urandom(128), mode=0o600)
+    values = _values(lab, cluster=cluster, ports=ports, user=user)
+    for template in sorted((shipped("jobs") / "lab").iterdir()):
+        text = template.read_text(encoding="utf-8")
+        if template.suffix in (".conf", ".cnf"):
+            text = Template(text).substitute(values)
+        _write(lab.root / template.name, text.encode(), mode=0o700 if template.suffix == ".sh" else 0o600)
+
+
+def _write(path: Path, data: bytes, *, mode: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(fd, "wb") as out:
+        out.write(data)
+
+
+def _values(lab: LabDir, *, cluster: Cluster, ports: list[int], user: str) -> dict[str, object]:
+    host = socket.gethostname().partition(".")[0]
+    node_ports = dict(zip(cluster.node_names(), ports[2:], strict=True))
+    return {
+        "root": lab.root,
+        "cluster": cluster.name,
+        "host": host,
+        "user": user,
+        "ctld_port": ports[0],
+        "dbd_port": ports[1],
+        "num_cpus": cluster.num_cpus,
+        "mem_mib": cluster.mem_mib,
+        "walltime_min": cluster.walltime_min,
+        "nodes": "\n".join(_node_lines(cluster, host=host, node_ports=node_ports)),
+        "partitions": "\n".join(_partition_lines(cluster)),
+        "gres": "\n".join(_gres_lines(lab, cluster)),
+    }
+
+
+def _node_lines(cluster: Cluster, *, host: str, node_ports: dict[str, int]) -> Iterator[str]:
+    for group in cluster.groups:
+        what = f"Gres=gpu:{group.gpu}:{group.num_gpus} Feature={group.gpu}" if group.num_gpus else "Feature=cpu"
+        for name in group.node_names():
+            yield f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports[name]} {what}"
+
+
+def _partition_lines(cluster: Cluster) -> Iterator[str]:
+    for group in cluster.groups:
+        nodes = ",".join(group.node_names())
+        yield f"PartitionName={group.name} Nodes={nodes} Default={'YES' if group.name == cluster.default else 'NO'}"
+        if group.preemptible:
+            yield f"PartitionName={group.preemptible} Nodes={nodes} PriorityTier=1 PreemptMode=REQUEUE"
+
+
+def _gres_lines(lab: LabDir, cluster: Cluster) -> Iterator[str]:
+    for group in cluster.groups:
+        if group.num_gpus:
+            devices = lab.root / "dev" / f"gpu[0-{group.num_gpus - 1}]"
+            yield f"NodeName={','.join(group.node_names())} Name=gpu Type={group.gpu} File={devices}"

@@ -1,0 +1,57 @@
+"""Plan -> batch script. The only place that makes batch text; the text holds no role logic."""
+
+import shlex
+from collections.abc import Sequence
+
+from hpcrl.config import shipped
+from hpcrl.errors import PlanError
+from hpcrl.plan import Plan
+from hpcrl.rundir import RunDir
+
+
+def batch_script(plan: Plan, *, run: RunDir, job: int, python: str, exports: Sequence[tuple[str, str]] = ()) -> str:
+    """The whole script of one job; on a site without a scheduler the same text runs as it is."""
+    lines = ["#!/bin/bash"]
+    if plan.layout == "hetjob":
+        lines += _directives(plan, run=run, job=job)
+    lines += ["", "set -eu", "umask 077"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in exports]
+    if plan.prologue:
+        lines += ["", _prologue(plan.prologue).rstrip()]
+    driver = [python, "-m", "hpcrl.driver", str(run.root), str(job)]
+    return "\n".join([*lines, "", f"exec {shlex.join(driver)}", ""])
+
+
+def _directives(plan: Plan, *, run: RunDir, job: int) -> list[str]:
+    """The #SBATCH lines of all components; output is asked for once, on the first."""
+    log = str(run.job(job).log("batch")).replace("%", "%%")
+    shared = [f"--job-name=hpcrl-{run.name}", f"--time={_clock(plan.cost.walltime_min)}", "--export=ALL"]
+    shared.append(f"--signal=B:USR2@{int(plan.drain_s)}")
+    if plan.survive_node_loss:
+        shared.append("--no-kill")
+    lines: list[str] = []
+    for component in plan.components:
+        if component.index:
+            lines.append("#SBATCH hetjob")
+        own = [f"--output={_quoted(log)}", "--open-mode=append"] if component.index == 0 else []
+        lines += [f"#SBATCH {flag}" for flag in (*shared, *own, *component.slurm_flags)]
+    return lines
+
+
+def _clock(minutes: int) -> str:
+    return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
+
+
+def _quoted(text: str) -> str:
+    """As sbatch reads a directive: plain where it can be, in double quotes where it must."""
+    if shlex.quote(text) == text:
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _prologue(name: str) -> str:
+    path = shipped("jobs") / name
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise PlanError(f"the site's prologue {name!r} cannot be read from {path}: {error.strerror}") from error

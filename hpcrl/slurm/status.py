@@ -1,0 +1,331 @@
+"""What Slurm says about jobs: one squeue for all of them, one sacct for those that squeue no longer lists.
+
+job_states(ids, env=...)   asks; whoever gets no answer is "unknown", which is not "failed"
+parse_queue, parse_ended   the two text formats (JSON drifts between Slurm versions)
+overall(states)            the state of a heterogeneous job from those of its components
+plain_reason(reason)       why a job waits, in words
+expand_nodes(nodelist)     `cpu[1-3]` as a list
+
+States are Slurm's own words in lower case. squeue is the authority on jobs that live; sacct runs behind it and may
+be disabled, so it is believed only about jobs that have ended.
+"""
+
+import datetime
+import itertools
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from hpcrl.errors import SlurmError
+
+UNKNOWN = "unknown"
+WAITING = frozenset({"pending", "requeued", "requeue_fed", "requeue_hold", "special_exit", "reconfig_fail"})
+ACTIVE = frozenset(
+    {"running", "completing", "configuring", "suspended", "stopped", "signaling", "stage_out", "resizing"}
+)
+ENDED = (
+    # Worst first: when one component dies, Slurm cancels the others, and the cause is what counts.
+    "out_of_memory", "node_fail", "boot_fail", "launch_failed", "preempted", "timeout", "deadline", "failed", "revoked",
+    "cancelled", "completed",
+)  # fmt: skip
+
+MAX_NODES = 100_000
+"""No machine has more in one range: a longer one is garbage."""
+
+_QUEUE_FORMAT = "%i|%A|%T|%P|%S|%e|%N|%r"
+_ENDED_FORMAT = "JobIDRaw,JobID,State,ExitCode,Partition,NodeList,Reason"
+_COMPONENT_ID = re.compile(r"(?P<leader>\d+)(?:\+(?P<index>\d+))?")
+
+_REASONS = {
+    "Priority": "jobs of higher priority are ahead of it",
+    "Resources": "it is next and waits for nodes to become free",
+    "Dependency": "it waits for another job to end",
+    "DependencyNeverSatisfied": "the job it waits for can never satisfy it: cancel it",
+    "BeginTime": "its earliest start time has not come (a requeued job waits about two minutes)",
+    "JobHeldUser": "it is held: `scontrol release` lets it go",
+    "JobHeldAdmin": "an administrator holds it",
+    "PartitionDown": "its partition is down",
+    "PartitionInactive": "its partition is inactive",
+    "PartitionNodeLimit": "it asks for more nodes than its partition allows",
+    "PartitionTimeLimit": "it asks for more time than its partition allows",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved (often: for maintenance)",
+    "Reservation": "it waits for its reservation to begin",
+    "Licenses": "it waits for a licence",
+    "InvalidAccount": "its account is not valid here",
+    "InvalidQOS": "its QOS is not valid here",
+    "QOSNotAllowed": "its QOS is not allowed for this account or partition",
+    "JobArrayTaskLimit": "too many tasks of its array are running",
+    "BadConstraints": "no node satisfies its constraints",
+    "Cleaning": "its earlier run is being cleaned up",
+    "Prolog": "the nodes are being prepared",
+    "NonZeroExitCode": "it ended with a non-zero exit code",
+}
+_LIMITS = (
+    # Slurm composes these names (QOSMaxJobsPerUserLimit, AssocGrpGRESMinutes, ...), so they go by their beginning.
+    ("QOSMax", "you are at a limit of its QOS"),
+    ("QOSGrp", "all users of its QOS together are at a limit"),
+    ("QOSMin", "it asks for less than its QOS wants"),
+    ("QOS", "a limit of its QOS"),
+    ("AssocGrp", "its account is at a limit"),
+    ("AssocMax", "you are at a limit of its account"),
+    ("Assoc", "a limit of its account"),
+    ("MaxMemPerLimit", "it asks for more memory per node or core than is allowed"),
+)
+
+
+class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One component of a job; a plain job has one, with index 0."""
+
+    id: str
+    """Its own id, without `+`: component 1 of job 123 may be 124."""
+    index: int
+    state: str
+    partition: str
+    nodes: str = ""
+    """As Slurm writes them: `gpu[01-02]`; empty before the job starts."""
+    reason: str = ""
+    """Slurm's word for why it waits or ended; empty if there is nothing to say."""
+    start: float | None = None
+    """When it started; while it waits, Slurm's estimate, if it has one."""
+    end: float | None = None
+    """When it ended or will be ended by its time limit."""
+    exit_code: int | None = None
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One job, all components."""
+
+    id: str
+    state: str
+    """As `overall` derives it; "unknown" when Slurm gave no answer."""
+    components: list[ComponentStatus] = []
+    reason: str = ""
+    """Why it waits, ended or is unknown, in plain words."""
+    start: float | None = None
+    end: float | None = None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What one Slurm command said."""
+
+    text: str
+    problem: str = ""
+    """Why there is no answer; empty if there is one."""
+
+
+def job_states(ids: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 10.0) -> dict[str, JobStatus]:
+    """The state of every job in `ids`, by at most two commands of at most `timeout_s` seconds each."""
+    numbers = [job for job in dict.fromkeys(ids) if job.isascii() and job.isdigit()]
+    states = {job: JobStatus(id=job, state=UNKNOWN, reason=f"{job!r} is no Slurm job id") for job in ids}
+    if not numbers:
+        return states
+    environment = _plain_environment(env)
+    queue = _ask(_queue_command(numbers), environment, timeout_s=timeout_s)
+    found = parse_queue(queue.text)
+    missing = [job for job in numbers if job not in found]
+    if missing:
+        ended = _ask(_ended_command(missing), environment, timeout_s=timeout_s, optional=True)
+        found |= parse_ended(ended.text)
+        why = queue.problem or ended.problem or "neither squeue nor sacct knows it"
+        found |= {job: JobStatus(id=job, state=UNKNOWN, reason=why) for job in missing if job not in found}
+    return states | {job: found[job] for job in numbers}
+
+
+def parse_queue(text: str) -> dict[str, JobStatus]:
+    """Jobs by id of the leader, from squeue's lines."""
+    components: dict[str, list[ComponentStatus]] = {}
+    for line in text.splitlines():
+        fields = line.strip().split("|", 7)
+        found = _COMPONENT_ID.fullmatch(fields[0])
+        if found is None or len(fields) < 8:
+            continue
+        _, own_id, state, partition, start, end, nodes, reason = fields
+        component = ComponentStatus(
+            id=own_id,
+            index=int(found["index"] or 0),
+            state=state.lower(),
+            partition=partition,
+            nodes=_none_is_empty(nodes),
+            reason=_none_is_empty(reason),
+            start=_seconds(start),
+            end=_seconds(end),
+        )
+        components.setdefault(found["leader"], []).append(component)
+    return {job: _job(job, parts) for job, parts in components.items()}
+
+
+def parse_ended(text: str) -> dict[str, JobStatus]:
+    """Jobs that have ended, by id of the leader, from sacct's lines; what it says of others may be out of date."""
+    components: dict[str, list[ComponentStatus]] = {}
+    for line in text.splitlines():
+        fields = line.strip().split("|")
+        found = _COMPONENT_ID.fullmatch(fields[1]) if len(fields) >= 7 else None
+        if found is None:
+            continue
+        own_id, _, state, exit_code, partition, nodes, reason = fields[:7]
+        component = ComponentStatus(
+            id=own_id,
+            index=int(found["index"] or 0),
+            state=_first_word(state),  # CANCELLED by 1000
+            partition=partition,
+            nodes=_none_is_empty(nodes),
+            reason=_none_is_empty(reason),
+            exit_code=_exit_code(exit_code),
+        )
+        components.setdefault(found["leader"], []).append(component)
+    jobs = {job: _job(job, parts) for job, parts in components.items()}
+    return {job: status for job, status in jobs.items() if status.state in ENDED}
+
+
+def overall(states: Iterable[str]) -> str:
+    """The state of a job from those of its components, component 0 first.
+
+    The batch script runs on component 0, so when that has completed the job has, whatever was lost on the way.
+    """
+    listed = list(states)
+    if any(state in ACTIVE for state in listed):
+        return "completing" if "completing" in listed and "running" not in listed else "running"
+    if any(state in WAITING for state in listed):
+        return "pending"
+    if listed and listed[0] == "completed":
+        return "completed"
+    if not listed or any(state not in ENDED for state in listed):
+        return UNKNOWN
+    return min(listed, key=ENDED.index)
+
+
+def plain_reason(reason: str) -> str:
+    """Slurm's reason in plain words; one that is not known here is passed on."""
+    word = re.split(r"[,:(\s]", reason.strip("() "), maxsplit=1)[0]
+    if word in _REASONS:
+        return _REASONS[word]
+    for beginning, words in _LIMITS:
+        if word.startswith(beginning):
+            return f"{words} ({word})"
+    return reason
+
+
+def expand_nodes(nodelist: str) -> list[str]:
+    """`gpu[01-03,7],login` as a list of names."""
+    return list(itertools.chain.from_iterable(_expand(part) for part in re.split(r",(?![^\[]*\])", nodelist) if part))
+
+
+def _expand(name: str) -> list[str]:
+    found = re.fullmatch(r"(?P<before>[^\[]*)\[(?P<ranges>\d+(-\d+)?(,\d+(-\d+)?)*)\](?P<after>.*)", name)
+    if found is None:
+        return [name]
+    numbers: list[str] = []
+    for part in found["ranges"].split(","):
+        low, _, high = part.partition("-")
+        if high and int(high) - int(low) > MAX_NODES:
+            return [name]
+        numbers += [str(n).zfill(len(low)) for n in range(int(low), int(high or low) + 1)]
+    return [f"{found['before']}{n}{after}" for n in numbers for after in _expand(found["after"])]
+
+
+def _job(job: str, components: list[ComponentStatus]) -> JobStatus:
+    ordered = sorted(components, key=lambda component: component.index)
+    state = overall(component.state for component in ordered)
+    starts = [component.start for component in ordered if component.start is not None]
+    ends = [component.end for component in ordered if component.end is not None]
+    return JobStatus(
+        id=job,
+        state=state,
+        components=ordered,
+        reason=_job_reason(state, ordered),
+        start=max(starts, default=None),  # it starts when its last component can
+        end=min(ends, default=None),
+    )
+
+
+def _job_reason(state: str, components: list[ComponentStatus]) -> str:
+    """The reasons that differ, each once, with its component if there are several."""
+    if state in ACTIVE or state == "completed":
+        return ""
+    reasons: dict[str, list[str]] = {}
+    for component in components:
+        if component.state == state or component.state in WAITING:
+            words = plain_reason(component.reason)
+            reasons.setdefault(words, []).append(component.partition)
+    reasons.pop("", None)
+    if len(reasons) <= 1:
+        return next(iter(reasons), "")
+    return "; ".join(f"{'+'.join(partitions)}: {words}" for words, partitions in reasons.items())
+
+
+def _queue_command(ids: Sequence[str]) -> list[str]:
+    return ["squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", f"--format={_QUEUE_FORMAT}"]
+
+
+def _ended_command(ids: Sequence[str]) -> list[str]:
+    arguments = ["--allocations", "--parsable2", "--noheader", f"--jobs={','.join(ids)}"]
+    return ["sacct", *arguments, f"--format={_ENDED_FORMAT}"]
+
+
+def _ask(command: list[str], env: Mapping[str, str], *, timeout_s: float, optional: bool = False) -> _Answer:
+    """Run one command; only a missing one is an error, as no patience helps with that."""
+    try:
+        return _run(command, env, timeout_s=timeout_s)
+    except OSError as error:
+        if optional:
+            return _Answer("", f"{command[0]} cannot be run here ({error.strerror})")
+        raise SlurmError(
+            f"{command[0]} cannot be run ({error.strerror}; PATH={env.get('PATH', '')}): run this on a login node of "
+            "the site, load its Slurm module, or for the lab bring it up with `hpcrl lab up`"
+        ) from error
+
+
+def _run(command: list[str], env: Mapping[str, str], *, timeout_s: float) -> _Answer:
+    # A session of its own: sites wrap these commands, and all of a wrapper must end when the time is up.
+    with subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as child:
+        try:
+            out, err = child.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return _Answer("", f"{command[0]} did not answer within {timeout_s:g} s")
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+    complaint = err.decode(errors="replace").strip()
+    if child.returncode != 0 and "Invalid job id" not in complaint:  # squeue's way to say that none is listed
+        last = complaint.splitlines()[-1] if complaint else f"exit code {child.returncode}"
+        return _Answer("", f"{command[0]}: {last}")
+    return _Answer(out.decode(errors="replace"))
+
+
+def _plain_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Without the variables that change what squeue and sacct print or select."""
+    kept = {key: value for key, value in env.items() if not key.startswith(("SQUEUE_", "SACCT_"))}
+    return kept | {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except ValueError:  # N/A, Unknown, NONE
+        return None
+
+
+def _exit_code(text: str) -> int | None:
+    code = text.partition(":")[0]
+    return int(code) if code.isdigit() else None
+
+
+def _first_word(text: str) -> str:
+    return text.split(maxsplit=1)[0].lower() if text.strip() else UNKNOWN
+
+
+def _none_is_empty(text: str) -> str:
+    return "" if text in {"None", "(null)", "None assigned", "N/A"} else text

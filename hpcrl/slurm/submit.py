@@ -1,0 +1,153 @@
+"""Handing a batch script to Slurm (through submitit) or to this machine, and taking a job back by its recorded id."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from hpcrl.errors import SlurmError
+from hpcrl.files import publish
+from hpcrl.processes import is_alive, start_ticks
+from hpcrl.rundir import JobDir
+from hpcrl.site import Site
+
+SBATCH_TIMEOUT_S = 40
+NEEDED = ("sbatch", "srun", "squeue", "scancel", "scontrol")
+
+
+class Submitted(msgspec.Struct, frozen=True, kw_only=True):
+    """What was started: the only thing that may be cancelled."""
+
+    id: str
+    """Slurm's id of the job (of its leader), or `local-<pid>`."""
+    scheduler: Literal["slurm", "local"]
+    time: float
+    pid: int | None = None
+    start_ticks: int | None = None
+    """With the pid this names one process for ever, also after the pid is used again."""
+
+
+def site_environment(site: Site) -> dict[str, str]:
+    """What Slurm's commands need in their environment to reach this site."""
+    if site.slurm_conf is None:
+        return {}
+    path = Path(expand(site.slurm_conf))
+    if not path.is_file():
+        cure = "`hpcrl lab up` makes one" if site.name == "lab" else f"mend slurm_conf in the site {site.name!r}"
+        raise SlurmError(f"no Slurm at {path}: {cure}")
+    return {"SLURM_CONF": str(path)}
+
+
+def expand(text: str) -> str:
+    """`~` and $NAME in a path of a site file; $HPCRL_LAB has a default."""
+    if "$HPCRL_LAB" in text:
+        from hpcrl.slurm.lab import default_state_dir
+
+        text = text.replace("$HPCRL_LAB", str(default_state_dir()))
+    expanded = os.path.expandvars(Path(text).expanduser())
+    if "$" in expanded:
+        raise SlurmError(f"{text!r} names a variable that is not set here: export it, or write the path out")
+    return expanded
+
+
+def require_slurm(site: Site) -> None:
+    """Say what is missing before anything is begun."""
+    missing = [command for command in NEEDED if shutil.which(command) is None]
+    if missing:
+        raise SlurmError(
+            f"site {site.name!r} is run by Slurm, and {', '.join(missing)} is not on PATH here: "
+            "log in to a node that has Slurm's commands, or use --site local"
+        )
+
+
+def submit(script: str, *, job: JobDir, site: Site) -> Submitted:
+    """Start a job of a campaign and record its id at once."""
+    submitted = _submit_local(script, job=job) if site.scheduler == "local" else _submit_slurm(script, job, site)
+    publish(job.submitted, msgspec.json.format(msgspec.json.encode(submitted), indent=2) + b"\n")
+    return submitted
+
+
+def test_only(script: Path, *, site: Site) -> str:
+    """What Slurm says of the script without queueing it."""
+    return _slurm(["sbatch", "--test-only", str(script)], site=site)
+
+
+def cancel(submitted: Submitted, *, site: Site) -> None:
+    """End a job at once. A job that is gone already is no error."""
+    if submitted.scheduler == "slurm":
+        _slurm(["scancel", submitted.id], site=site)
+    elif is_alive(submitted.pid, submitted.start_ticks):
+        assert submitted.pid is not None
+        os.kill(submitted.pid, signal.SIGTERM)
+
+
+def _submit_local(script: str, *, job: JobDir) -> Submitted:
+    """The same script, run by bash in a session of its own; `exec` makes its pid the driver's."""
+    publish(job.script, script, mode=0o700)
+    with job.log("batch").open("ab") as log:
+        process = subprocess.Popen(
+            ["bash", str(job.script)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    pid = process.pid
+    ticks = start_ticks(pid)
+    process.returncode = 0  # it outlives this command on purpose: keep Popen's destructor quiet
+    return Submitted(id=f"local-{pid}", scheduler="local", time=time.time(), pid=pid, start_ticks=ticks)
+
+
+def _submit_slurm(script: str, job: JobDir, site: Site) -> Submitted:
+    import submitit
+
+    class HetExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
+        """submitit's submission and job folder, with a script of several components and no pickled function."""
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            del uid
+            return command
+
+        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+            return _command(["sbatch", str(submission_file_path)], site=site)
+
+    executor = HetExecutor(folder=job.root)
+    try:
+        submitted = executor._submit_command(script)
+    except submitit.core.utils.FailedJobError as error:
+        raise SlurmError(_refusal(str(error))) from error
+    except submitit.core.utils.FailedSubmissionError as error:
+        raise SlurmError(f"sbatch answered something unexpected: {error}") from error
+    return Submitted(id=submitted.job_id, scheduler="slurm", time=time.time())
+
+
+def _command(command: list[str], *, site: Site) -> list[str]:
+    """A Slurm command with the site's environment, none of SBATCH_*, and a time limit."""
+    stray = [name for name in os.environ if name.startswith(("SBATCH_", "SRUN_", "SALLOC_"))]
+    unset = [word for name in stray for word in ("-u", name)]
+    exports = [f"{name}={value}" for name, value in site_environment(site).items()]
+    return ["env", *unset, *exports, "timeout", str(SBATCH_TIMEOUT_S), *command]
+
+
+def _slurm(command: list[str], *, site: Site) -> str:
+    done = subprocess.run(_command(command, site=site), capture_output=True, text=True, check=False)
+    if done.returncode == 124:
+        raise SlurmError(f"{command[0]} did not answer within {SBATCH_TIMEOUT_S} s: is slurmctld up? Try again later")
+    if done.returncode:
+        raise SlurmError(_refusal(done.stderr or done.stdout))
+    return (done.stdout + done.stderr).strip()
+
+
+def _refusal(text: str) -> str:
+    """Slurm's own reason, and what to do about the usual ones."""
+    lines = [line for line in text.splitlines() if "sbatch: error" in line or "scancel: error" in line]
+    reason = "; ".join(line.partition("error: ")[2] for line in lines) or text.strip() or "no answer"
+    cures = {
+        "Unable to contact slurm controller": "the controller is down or slurm_conf points elsewhere: try again later",
+        "nvalid account": "give the account that this partition charges: -s site.account=...",
+        "nvalid partition": "mend slurm_partition in the site file (sinfo lists the partitions)",
+        "configuration is not available": "no node can give that: `hpcrl plan` shows what is asked",
+    }
+    cure = next((cure for words, cure in cures.items() if words in reason), "nothing was queued")
+    return f"Slurm refused: {reason} ({cure})"

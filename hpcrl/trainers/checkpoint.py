@@ -1,0 +1,206 @@
+"""Checkpoints: the trainer's state and the trajectories it consumed, in one commit.
+
+    CHECKPOINTS/000007-step-000070/    the seventh that was saved, after step 70
+        checkpoint.json                step, version, extra; size and checksum of every other file
+        consumed.json                  what was trained on (see learn/consumed.py)
+        ...                            the trainer's own files
+
+A checkpoint is filled under a temporary name, made durable, and renamed: it is there complete or not at all. The
+number in front counts commits, because steps go back after a resume and the newest commit is the one to go on from.
+No pickle: safetensors and JSON.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from hpcrl.errors import TrainError
+from hpcrl.files import discard, private_dir, publish, staged, sync_directory
+from hpcrl.learn.consumed import Consumed
+from hpcrl.trainers.base import Trainer
+
+FORMAT = 1
+MANIFEST = "checkpoint.json"
+CONSUMED = "consumed.json"
+
+_NAME = re.compile(r"(\d{6,})-step-\d+")
+_CHUNK = 1 << 22
+
+
+class Content(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of a checkpoint."""
+
+    num_bytes: int
+    xxh3: str
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The manifest of a checkpoint."""
+
+    format: int = FORMAT
+    step: int
+    """Training steps done."""
+    version: int
+    """The version of the weights that these are."""
+    created: float
+    files: dict[str, Content]
+    extra: dict[str, Any]
+    """Whatever else the role must know to go on; plain JSON."""
+    xxh3: str = ""
+    """Of this manifest with this field empty."""
+
+
+def save(
+    directory: Path,
+    *,
+    step: int,
+    version: int,
+    trainer: Trainer,
+    consumed: Consumed,
+    extra: dict[str, Any] | None = None,
+) -> Path:
+    """Commit a checkpoint; when this returns it is durable, and when it raises the older ones are untouched."""
+    path = directory / f"{_next_number(directory):06d}-step-{step:06d}"
+    try:
+        private_dir(directory)
+        with staged(path) as temporary:
+            temporary.mkdir(mode=0o700)
+            trainer.save(temporary)
+            (temporary / CONSUMED).write_bytes(consumed.encode())
+            files = {name: _sealed(temporary / name) for name in _names(temporary)}
+            manifest = Checkpoint(step=step, version=version, created=time.time(), files=files, extra=extra or {})
+            publish(temporary / MANIFEST, _encode(manifest))
+    except OSError as error:
+        raise TrainError(
+            f"checkpoint {path} could not be saved ({error}); older checkpoints are untouched: "
+            "free space or mend the directory, then resume"
+        ) from error
+    return path
+
+
+def newest(directory: Path, *, report: Callable[[Path, str], None]) -> Path | None:
+    """The last commit that is whole, or None before the first; `report` hears of each damaged one passed over.
+
+    If all are damaged it raises: to begin anew would train a second time on what they had consumed.
+    """
+    committed = _committed(directory)
+    for path in reversed(committed):
+        reason = damage(path)
+        if reason is None:
+            return path
+        report(path, reason)
+    if committed:
+        raise TrainError(
+            f"every checkpoint in {directory} is damaged (the newest: {damage(committed[-1])}): "
+            "put one back from a copy, or move them away to train from the beginning"
+        )
+    return None
+
+
+def load(path: Path, *, trainer: Trainer) -> tuple[Checkpoint, Consumed]:
+    """Bring `trainer` to where the checkpoint was made; `newest` has checked the files."""
+    manifest = _decode((path / MANIFEST).read_bytes())
+    trainer.load(path)
+    return manifest, Consumed.decode((path / CONSUMED).read_bytes())
+
+
+def prune(directory: Path, *, keep: int) -> list[Path]:
+    """Remove all but the `keep` newest checkpoints whose files are all there, and what killed savers left behind.
+
+    For the one process that saves here: a temporary name belongs to nobody else.
+    """
+    committed = _committed(directory)
+    whole = [index for index, path in enumerate(committed) if _missing(path) is None]
+    removed = committed[: whole[-keep]] if len(whole) >= keep else []
+    for path in removed:
+        path.rename(path.with_name(f".{path.name}.pruned.tmp"))  # half removed must not look like a checkpoint
+    for leftover in directory.glob(".*.tmp"):
+        discard(leftover)
+    return removed
+
+
+def damage(path: Path) -> str | None:
+    """Why a checkpoint cannot be used; None if every byte is as it was saved."""
+    reason = _missing(path)
+    if reason is not None:
+        return reason
+    for name, content in _decode((path / MANIFEST).read_bytes()).files.items():
+        try:
+            seen = _xxh3(path / name)
+        except OSError as error:
+            return f"{name}: {error}"
+        if seen != content.xxh3:
+            return f"{name}: checksum is {seen}, was {content.xxh3} when saved"
+    return None
+
+
+def _missing(path: Path) -> str | None:
+    """The quick half of `damage`: manifest and sizes."""
+    try:
+        manifest = _decode((path / MANIFEST).read_bytes())
+        sizes = {name: (path / name).stat().st_size for name in manifest.files}
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST}: {error}" if isinstance(error, ValueError) else str(error)
+    for name, content in manifest.files.items():
+        if sizes[name] != content.num_bytes:
+            return f"{name}: has {sizes[name]} bytes, had {content.num_bytes} when saved"
+    return None
+
+
+def _encode(manifest: Checkpoint) -> bytes:
+    blank = msgspec.structs.replace(manifest, xxh3="")
+    checksum = xxhash.xxh3_128_hexdigest(msgspec.json.encode(blank))
+    sealed = msgspec.structs.replace(manifest, xxh3=checksum)
+    return msgspec.json.format(msgspec.json.encode(sealed), indent=2) + b"\n"
+
+
+def _decode(data: bytes) -> Checkpoint:
+    """The manifest, or ValueError (of which msgspec's errors are a kind)."""
+    manifest = msgspec.json.decode(data, type=Checkpoint)
+    if manifest.format > FORMAT:
+        raise ValueError(f"format {manifest.format} is newer than this hpcrl reads ({FORMAT}): update hpcrl")
+    if data != _encode(manifest):
+        raise ValueError("its bytes are not as they were saved")
+    return manifest
+
+
+def _sealed(path: Path) -> Content:
+    """Make a file of a checkpoint durable and note what it holds."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    sync_directory(path.parent)
+    return Content(num_bytes=path.stat().st_size, xxh3=_xxh3(path))
+
+
+def _xxh3(path: Path) -> str:
+    state = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            state.update(chunk)
+    return str(state.hexdigest())
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+
+
+def _committed(directory: Path) -> list[Path]:
+    """Checkpoints in the order of their commits."""
+    if not directory.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def _next_number(directory: Path) -> int:
+    committed = _committed(directory)
+    return int(committed[-1].name.partition("-")[0]) + 1 if committed else 1

@@ -1,0 +1,72 @@
+"""Which versions of the weights a directory holds: names and manifests only, nothing heavy is imported.
+
+DIRECTORY/v00000007/    a version; it gets its name last, so one that has it is complete
+  model.safetensors
+  manifest.json
+"""
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.errors import WeightsError
+
+_NAME = re.compile(r"v(\d{8,})")
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a version is; published last, so a version without it does not exist."""
+
+    version: int
+    step: int
+    """The training step that made it; after a crash and a resume, versions go on while steps go back."""
+    checksums: dict[str, str]
+    """xxh3_128 of every tensor's bytes."""
+    created: float
+    """Seconds since the epoch."""
+
+
+def version_dir(directory: Path, version: int) -> Path:
+    """Where a version lies."""
+    return directory / f"v{version:08d}"
+
+
+def tensors_file(directory: Path, version: int) -> Path:
+    return version_dir(directory, version) / "model.safetensors"
+
+
+def manifest_file(directory: Path, version: int) -> Path:
+    return version_dir(directory, version) / "manifest.json"
+
+
+def listed(directory: Path) -> list[int]:
+    """The versions that are there, oldest first; one listing of a small directory."""
+    try:
+        names = [path.name for path in directory.iterdir()]
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+
+def read_manifest(directory: Path, version: int) -> Manifest:
+    """The manifest of a version; WeightsError if the version is absent or its manifest is damaged."""
+    path = manifest_file(directory, version)
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        there = ", ".join(map(str, listed(directory))) or "none"
+        raise WeightsError(f"version {version} is not in {directory} (there: {there}): take the newest") from None
+    except msgspec.DecodeError as error:
+        raise WeightsError(f"{path} is damaged ({error}): remove {path.parent}") from None
+    if manifest.version != version:
+        raise WeightsError(f"{path} says version {manifest.version}: remove {path.parent}")
+    return manifest
+
+
+def newest_manifest(directory: Path) -> Manifest | None:
+    """The newest version in a directory that may be changing: one pruned between listing and reading is passed over."""
+    for version in reversed(listed(directory)):
+        if manifest_file(directory, version).exists():
+            return read_manifest(directory, version)
+    return None

@@ -1,0 +1,40 @@
+"""What all suites share: a private home, and the rule that CI may not skip what it must run."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MUST_RUN_IN_CI = ("slurm",)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home of its own for campaigns and for the user's sites and recipes."""
+    monkeypatch.setenv("HPCRL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "home"
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that all suites share; read only."""
+    from hpcrl.engines.tiny import make_tiny_model
+    from hpcrl.recipe import TinyModel
+
+    directory = tmp_path_factory.mktemp("tiny") / "model"
+    make_tiny_model(directory, TinyModel(), seed=0)
+    return directory
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI a suite that was skipped as a whole did not pass."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not os.environ.get("CI") or reporter is None:
+        return
+    skipped = [r for r in reporter.stats.get("skipped", []) if any(mark in r.keywords for mark in MUST_RUN_IN_CI)]
+    if skipped:
+        reporter.write_line(f"{len(skipped)} tests were skipped that CI must run: {skipped[0].nodeid}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

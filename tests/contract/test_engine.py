@@ -1,0 +1,206 @@
+"""What every Generator promises, on the embedded engine in this process and behind its HTTP door."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from hpcrl.endpoints import Endpoint
+from hpcrl.engines.base import GenerateRequest, Generator
+from hpcrl.engines.embedded import EmbeddedEngine, load_model
+from hpcrl.engines.http import RemoteEngine, client_session, kv_fetcher, serve
+from hpcrl.errors import EngineError
+from hpcrl.weights.store import MemoryStore
+
+Opened = Callable[[], AbstractAsyncContextManager[Generator]]
+PROMPT = [2, 45, 78, 5, 36, 3]
+
+
+@asynccontextmanager
+async def in_process(model: Any) -> AsyncIterator[Generator]:
+    async with EmbeddedEngine(model, store=MemoryStore(), max_batch=8) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def over_http(model: Any) -> AsyncIterator[Generator]:
+    async with (
+        client_session() as session,
+        EmbeddedEngine(model, store=MemoryStore(), max_batch=8, fetch_kv=kv_fetcher(session)) as engine,
+    ):
+        url, runner = await serve(engine, host="127.0.0.1", token="secret")
+        yield RemoteEngine(Endpoint(role="decode", worker="w", node="n", url=url, token="secret"), session)
+        await runner.cleanup()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path) -> Any:
+    return load_model(tiny_model_dir, device="cpu")
+
+
+@pytest.fixture(params=[in_process, over_http])
+def opened(request: pytest.FixtureRequest, model: Any) -> Opened:
+    return lambda: request.param(model)
+
+
+def ask(request_id: str = "r", **changes: Any) -> GenerateRequest:
+    request = GenerateRequest(request_id=request_id, token_ids=PROMPT, max_new_tokens=6)
+    return msgspec.structs.replace(request, **changes)
+
+
+def on(opened: Opened, body: Callable[[Generator], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        async with opened() as engine:
+            return await body(engine)
+
+    return asyncio.run(run())
+
+
+async def until_running(engine: Generator) -> None:
+    while (await engine.load_figures()).num_generated_tokens == 0:
+        await asyncio.sleep(0.001)
+
+
+def test_a_completion_has_one_logprob_and_one_version_per_token(opened: Opened) -> None:
+    answer = on(opened, lambda engine: engine.generate(ask()))
+    assert len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) == 6
+    assert answer.finish_reason == "length"
+    assert set(answer.versions) == {0}
+    assert max(answer.logprobs) <= 0
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_gives_others(opened: Opened) -> None:
+    async def body(engine: Generator) -> list[list[int]]:
+        answers = [await engine.generate(ask(seed=seed, max_new_tokens=20)) for seed in (7, 7, 8)]
+        return [answer.token_ids for answer in answers]
+
+    first, again, other = on(opened, body)
+    assert first == again != other
+
+
+def test_generation_ends_with_the_first_stop_token(opened: Opened) -> None:
+    async def body(engine: Generator) -> Any:
+        free = await engine.generate(ask(max_new_tokens=20))
+        stop = free.token_ids[5]
+        return free, stop, await engine.generate(ask(max_new_tokens=20, stop_token_ids=[stop]))
+
+    free, stop, stopped = on(opened, body)
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+
+
+def test_a_request_longer_than_the_context_is_refused_with_the_numbers(opened: Opened) -> None:
+    with pytest.raises(EngineError, match=r"500 prompt tokens and 13 new ones are 513.* context is 512"):
+        on(opened, lambda engine: engine.generate(ask(token_ids=[5] * 500, max_new_tokens=13)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"token_ids": []}, "empty"),
+        ({"token_ids": [100]}, r"0\.\.99"),
+        ({"token_ids": [-1]}, r"0\.\.99"),
+        ({"max_new_tokens": 0}, "at least 1"),
+        ({"temperature": -1.0}, "temperature"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(opened: Opened, changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(EngineError, match=complaint):
+        on(opened, lambda engine: engine.generate(ask(**changes)))
+
+
+def test_a_request_id_in_use_is_refused(opened: Opened) -> None:
+    async def body(engine: Generator) -> None:
+        first = asyncio.create_task(engine.generate(ask(max_new_tokens=400)))
+        await until_running(engine)
+        with pytest.raises(EngineError, match="served already"):
+            await engine.generate(ask())
+        assert len((await first).token_ids) == 400
+
+    on(opened, body)
+
+
+def test_an_aborted_request_answers_with_what_it_has(opened: Opened) -> None:
+    async def body(engine: Generator) -> Any:
+        answer = asyncio.create_task(engine.generate(ask(max_new_tokens=500)))
+        await until_running(engine)
+        await engine.abort("r")
+        return await answer
+
+    answer = on(opened, body)
+    assert answer.finish_reason == "aborted"
+    assert 0 < len(answer.token_ids) == len(answer.logprobs) < 500
+
+
+def test_aborting_an_unknown_request_does_nothing(opened: Opened) -> None:
+    on(opened, lambda engine: engine.abort("nobody"))
+
+
+def test_a_caller_that_goes_away_takes_its_request_with_it(opened: Opened) -> None:
+    async def body(engine: Generator) -> None:
+        lost = asyncio.create_task(engine.generate(ask("lost", max_new_tokens=500)))
+        await until_running(engine)
+        lost.cancel()
+        while (await engine.load_figures()).num_running:
+            await asyncio.sleep(0.001)
+        assert (await engine.load_figures()).num_generated_tokens < 500
+
+    on(opened, body)
+
+
+def test_more_requests_than_the_batch_holds_are_all_answered(opened: Opened) -> None:
+    async def body(engine: Generator) -> list[int]:
+        answers = await asyncio.gather(*[engine.generate(ask(f"r{n}", seed=n, max_new_tokens=1 + n)) for n in range(30)])
+        return [len(answer.token_ids) for answer in answers]
+
+    assert on(opened, body) == [1 + n for n in range(30)]
+
+
+def test_decoding_from_handed_over_kv_gives_the_tokens_of_one_engine(opened: Opened) -> None:
+    async def body(engine: Generator) -> Any:
+        alone = await engine.generate(ask("alone", temperature=0.0, max_new_tokens=20))
+        handle = await engine.prefill(ask("prefill", temperature=0.0))
+        assert handle.num_tokens == len(PROMPT) - 1
+        return alone, await engine.generate(ask("decode", temperature=0.0, max_new_tokens=20, kv=handle))
+
+    alone, decoded = on(opened, body)
+    assert decoded.remote_prefill
+    assert not alone.remote_prefill
+    assert decoded.token_ids == alone.token_ids
+    assert decoded.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+def test_a_handle_answers_once_and_then_the_prompt_is_computed_anew(opened: Opened) -> None:
+    async def body(engine: Generator) -> Any:
+        handle = await engine.prefill(ask("prefill"))
+        return [await engine.generate(ask(f"decode-{n}", kv=handle)) for n in range(2)]
+
+    first, second = on(opened, body)
+    assert (first.remote_prefill, second.remote_prefill) == (True, False)
+    assert first.token_ids == second.token_ids
+
+
+def test_kv_of_another_version_or_of_another_prompt_is_not_used(opened: Opened) -> None:
+    async def body(engine: Generator) -> Any:
+        alone = await engine.generate(ask("alone"))
+        stale = msgspec.structs.replace(await engine.prefill(ask("p")), version=1)
+        foreign = await engine.prefill(ask("q", token_ids=[2, 50, 51, 52, 53, 3]))
+        return alone, [await engine.generate(ask(f"d{n}", kv=kv)) for n, kv in enumerate((stale, foreign))]
+
+    alone, others = on(opened, body)
+    for answer in others:
+        assert not answer.remote_prefill
+        assert answer.token_ids == alone.token_ids
+
+
+def test_an_idle_engine_says_so(opened: Opened) -> None:
+    async def body(engine: Generator) -> Any:
+        await engine.generate(ask())
+        return await engine.load_figures()
+
+    figures = on(opened, body)
+    assert (figures.version, figures.num_running, figures.num_waiting, figures.num_generated_tokens) == (0, 0, 0, 6)

@@ -1,0 +1,269 @@
+"""What every Trainer holds to. Add an implementation to MAKERS and it is held to the same."""
+
+import json
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from hpcrl.errors import TrainError
+from hpcrl.recipe import Train
+from hpcrl.spool.record import Trajectory
+from hpcrl.trainers.torch import TorchTrainer
+
+MAKERS = {"torch": TorchTrainer}
+VOCABULARY = 32
+CONTEXT = 64
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model_dir(request, tmp_path_factory):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=request.param,
+    )
+    directory = tmp_path_factory.mktemp("model")
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(params=MAKERS.values(), ids=MAKERS)
+def make(request, model_dir):
+    def made(*, temperature=1.0, **changed):
+        settings = {"num_steps": 9, "groups_per_step": 2, "learning_rate": 1e-2, "tokens_per_micro_batch": 128}
+        return request.param(model_dir, Train(**{**settings, **changed}), seed=3, temperature=temperature)
+
+    return made
+
+
+def trajectory(group, index, *, reward, seed=0, length=20, **changed):
+    """Two turns of random tokens, with log-probs of a policy that is nearly uniform."""
+    rng = np.random.default_rng([seed, index, length])
+    said = np.zeros(length, dtype=np.bool_)
+    said[length // 4 : length // 2] = said[length * 3 // 4 :] = True
+    fields = {
+        "id": f"{group}/{index}",
+        "group": group,
+        "domain": "math",
+        "seed": seed,
+        "status": "done",
+        "producer": "000-env-0",
+        "created": 0.0,
+        "start_version": 1,
+        "end_version": 1,
+        "token_ids": rng.integers(0, VOCABULARY, length, dtype=np.int32),
+        "logprobs": np.where(said, -np.log(VOCABULARY) + 0.1 * rng.normal(size=length), 0).astype(np.float32),
+        "versions": np.ones(length, dtype=np.int32),
+        "loss_mask": said,
+        "turns": [],
+        "reward": reward,
+    }
+    return Trajectory(**{**fields, **changed})
+
+
+def batch(seed=0):
+    """Two groups of four, half of each rewarded, of different lengths."""
+    return [
+        trajectory(f"math/{number}", index, reward=float(index % 2), seed=seed + number, length=12 + 7 * index)
+        for number in range(2)
+        for index in range(4)
+    ]
+
+
+def copied(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def slow_logprob(trainer, model_dir, episode):
+    """The sum of the model tokens' log-probs, one forward pass per token, by transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model.load_state_dict(trainer.tensors(), strict=False)
+    total = 0.0
+    with torch.no_grad():
+        for position in np.flatnonzero(episode.loss_mask):
+            past = torch.from_numpy(episode.token_ids[:position].astype(np.int64))[None]
+            total += model(past).logits[0, -1].log_softmax(-1)[int(episode.token_ids[position])].item()
+    return total
+
+
+def test_a_step_makes_what_was_rewarded_likelier_and_the_rest_less_likely(make, model_dir):
+    trainer = make(learning_rate=1e-3)
+    good, bad = trajectory("math/0", 0, reward=1.0), trajectory("math/0", 1, reward=0.0)
+    before = [slow_logprob(trainer, model_dir, episode) for episode in (good, bad)]
+    trainer.train_step([good, bad], step=1, version=1)
+    after = [slow_logprob(trainer, model_dir, episode) for episode in (good, bad)]
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+
+
+def test_the_tensors_have_the_names_shapes_and_values_of_the_model_directory(make, model_dir):
+    assert same(make().tensors(), load_file(model_dir / "model.safetensors"))
+
+
+def test_the_same_steps_give_the_same_bits(make):
+    first, second = make(num_minibatches=3), make(num_minibatches=3)
+    for step in range(3):
+        for trainer in (first, second):
+            trainer.train_step(batch(step), step=step, version=step)
+    assert same(first.tensors(), second.tensors())
+
+
+def test_a_loaded_trainer_goes_on_as_the_saved_one(make, tmp_path):
+    saved, loaded = make(num_minibatches=2), make(num_minibatches=2)
+    saved.train_step(batch(0), step=0, version=0)
+    saved.save(tmp_path)
+    loaded.load(tmp_path)
+    metrics = []
+    for trainer in (saved, loaded):
+        steps = [trainer.train_step(batch(step), step=step, version=step) for step in (1, 2)]
+        metrics.append([msgspec.structs.replace(step, step_s=0.0) for step in steps])
+    assert metrics[0] == metrics[1]
+    assert same(saved.tensors(), loaded.tensors())
+
+
+def test_a_trainer_that_has_not_learned_yet_can_be_saved_and_loaded(make, tmp_path):
+    saved, loaded = make(), make()
+    saved.save(tmp_path)
+    loaded.train_step(batch(5), step=0, version=0)
+    loaded.load(tmp_path)
+    for trainer in (saved, loaded):
+        trainer.train_step(batch(0), step=0, version=0)
+    assert same(saved.tensors(), loaded.tensors())
+
+
+@pytest.mark.parametrize("poison", [{"reward": float("nan")}, {"logprobs": np.full(20, np.nan, dtype=np.float32)}])
+def test_a_step_that_is_not_finite_is_skipped_with_its_reason_and_changes_nothing(make, poison):
+    poisoned, clean = make(), make()
+    before = copied(poisoned)
+    bad = [trajectory("math/9", 0, reward=1.0), trajectory("math/9", 1, **{"reward": 0.0, **poison})]
+    metrics = poisoned.train_step(batch() + bad, step=1, version=1)
+    assert "not finite" in metrics.skipped
+    assert metrics.loss is None
+    assert same(before, poisoned.tensors())
+    for trainer in (poisoned, clean):  # neither the optimizer nor a left-over gradient remembers it
+        assert trainer.train_step(batch(), step=2, version=1).skipped is None
+    assert same(poisoned.tensors(), clean.tensors())
+
+
+@pytest.mark.parametrize("nothing", [[], [trajectory("math/0", 0, reward=1.0, loss_mask=np.zeros(20, dtype=np.bool_))]])
+def test_a_step_without_model_tokens_is_skipped(make, nothing):
+    trainer = make()
+    before = copied(trainer)
+    assert trainer.train_step(nothing, step=1, version=1).skipped == "no trainable tokens"
+    assert same(before, trainer.tensors())
+
+
+@pytest.mark.parametrize(("length", "num_too_long"), [(CONTEXT + 1, 0), (CONTEXT + 2, 1)])
+def test_a_trajectory_longer_than_the_context_is_left_out_and_counted(make, length, num_too_long):
+    long, short = trajectory("math/9", 0, reward=1.0, length=length), trajectory("math/9", 1, reward=0.0)
+    metrics = make().train_step([long, short], step=1, version=1)
+    assert metrics.skipped is None
+    assert metrics.num_too_long == num_too_long
+    assert metrics.num_tokens == short.loss_mask.sum() + (0 if num_too_long else long.loss_mask.sum())
+
+
+def bare_step(model_dir, episodes, *, learning_rate, temperature):
+    """One step of GRPO with truncated importance sampling: no padding, no batching, nothing of hpcrl."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    num_tokens = sum(int(episode.loss_mask.sum()) for episode in episodes)
+    total = 0.0
+    for episode in episodes:
+        peers = [other.reward for other in episodes if other.group == episode.group]
+        advantage = (episode.reward - np.mean(peers)) / np.std(peers)
+        tokens = torch.from_numpy(episode.token_ids.astype(np.int64))
+        logprobs = (model(tokens[None]).logits[0] / temperature).log_softmax(-1)
+        for position in np.flatnonzero(episode.loss_mask):
+            logprob = logprobs[position - 1, tokens[position]]
+            weight = min(float((logprob.detach() - episode.logprobs[position]).exp()), 2.0)
+            total = total - weight * advantage * (logprob - logprob.detach()).exp() / num_tokens
+    total.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return dict(model.named_parameters()), total.item(), norm.item()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_step_is_the_one_that_a_bare_loop_takes(make, model_dir, temperature):
+    trainer = make(temperature=temperature, learning_rate=1e-2)
+    metrics = trainer.train_step(batch(), step=1, version=1)
+    weights, loss, norm = bare_step(model_dir, batch(), learning_rate=1e-2, temperature=temperature)
+    assert metrics.loss == pytest.approx(loss, abs=1e-5)
+    assert metrics.grad_norm == pytest.approx(norm, rel=1e-4)
+    for name, tensor in trainer.tensors().items():
+        torch.testing.assert_close(tensor, weights[name].detach(), atol=2e-4, rtol=0, msg=name)
+
+
+def test_how_the_tokens_are_cut_into_micro_batches_does_not_matter(make):
+    small, large = make(tokens_per_micro_batch=1), make(tokens_per_micro_batch=100_000)
+    for trainer in (small, large):
+        trainer.train_step(batch(), step=1, version=1)
+    for name, tensor in small.tensors().items():
+        torch.testing.assert_close(tensor, large.tensors()[name], atol=2e-4, rtol=0, msg=name)
+
+
+def test_the_clip_acts_once_the_policy_moves_within_a_step(make):
+    still, moving = make(num_minibatches=1, learning_rate=0.1), make(num_minibatches=8, learning_rate=0.1)
+    assert still.train_step(batch(), step=1, version=1).clip_fraction == 0
+    assert moving.train_step(batch(), step=1, version=1).clip_fraction > 0
+
+
+def test_tokens_outside_the_vocabulary_are_refused(make):
+    foreign = trajectory("math/0", 0, reward=1.0, token_ids=np.full(20, VOCABULARY, dtype=np.int32))
+    with pytest.raises(TrainError, match=r"'math/0/0' has token ids from 32 to 32, the model knows 0 to 31"):
+        make().train_step([foreign], step=1, version=1)
+
+
+def test_an_unscored_trajectory_is_refused(make):
+    with pytest.raises(TrainError, match="has no reward"):
+        make().train_step([trajectory("math/0", 0, reward=None)], step=1, version=1)
+
+
+def test_the_metrics_say_what_was_trained_on(make):
+    episodes = [*batch(), trajectory("math/7", 0, reward=0.5), trajectory("math/7", 1, reward=0.5)]
+    metrics = make().train_step(episodes, step=4, version=3)
+    assert (metrics.step, metrics.version, metrics.skipped) == (4, 3, None)
+    assert (metrics.num_trajectories, metrics.num_groups, metrics.num_flat_groups) == (10, 3, 1)
+    assert metrics.num_tokens == sum(int(episode.loss_mask.sum()) for episode in episodes)
+    assert metrics.num_padded_tokens >= sum(len(episode) - 1 for episode in episodes)
+    assert (metrics.reward_mean, metrics.reward_std) == (0.5, pytest.approx(np.sqrt(0.2)))
+    assert (metrics.lag_mean, metrics.lag_max) == (2, 2)
+    assert metrics.entropy == pytest.approx(np.log(VOCABULARY), rel=0.05)
+    assert metrics.is_ratio_mean == pytest.approx(1.0, abs=0.2)
+    assert json.loads(json.dumps(msgspec.to_builtins(metrics), allow_nan=False))["step"] == 4
+
+
+def test_the_metrics_of_a_skipped_step_are_plain_json_too(make):
+    metrics = make().train_step([trajectory("math/0", 0, reward=float("nan"))], step=1, version=1)
+    assert json.loads(json.dumps(msgspec.to_builtins(metrics), allow_nan=False))["reward_mean"] is None
+
+
+def test_a_checkpoint_of_another_model_is_refused(make, tmp_path):
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
+    )
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "other")
+    (tmp_path / "saved").mkdir()
+    TorchTrainer(tmp_path / "other", Train(num_steps=1, groups_per_step=1, learning_rate=1.0)).save(tmp_path / "saved")
+    with pytest.raises(TrainError, match="resume with the model that the campaign began with"):
+        make().load(tmp_path / "saved")
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path):
+    with pytest.raises(TrainError, match="cannot be loaded"):
+        TorchTrainer(tmp_path, Train(num_steps=1, groups_per_step=1, learning_rate=1.0))

@@ -1,0 +1,43 @@
+"""Plan JSON and batch script of every shipped recipe x site, byte for byte.
+
+After a change that is meant: HPCRL_UPDATE_GOLDEN=1 python -m pytest tests/golden, then read the diff.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import shipped
+from hpcrl.plan import make_plan
+from hpcrl.recipe import load_recipe
+from hpcrl.rundir import RunDir
+from hpcrl.site import load_site
+from hpcrl.slurm.script import batch_script
+
+GOLDEN = Path(__file__).parent / "files"
+RECIPES = sorted(path.stem for path in shipped("recipes").glob("*.toml"))
+SITES = sorted(path.stem for path in shipped("sites").glob("*.toml"))
+ACCOUNTS = {
+    "perlmutter": ("account=m1234",),
+    "leonardo": ("partitions.booster.account=IscrC_x", "partitions.dcgp.account=IscrC_x_dcgp"),
+}
+
+
+def test_there_are_recipes_and_sites() -> None:
+    assert "quickstart" in RECIPES
+    assert {"local", "lab", "perlmutter", "leonardo"} <= set(SITES)
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_plan_and_script_are_as_recorded(recipe: str, site: str) -> None:
+    plan = make_plan(load_recipe(recipe), load_site(site, settings=ACCOUNTS.get(site, ())))
+    run = RunDir(Path(f"/scratch/someone/hpcrl/{recipe}-1"))
+    script = batch_script(plan, run=run, job=0, python="/opt/hpcrl/bin/python")
+    made = {f"{recipe}.{site}.json": plan.to_json().decode(), f"{recipe}.{site}.sh": script}
+    if os.environ.get("HPCRL_UPDATE_GOLDEN"):
+        GOLDEN.mkdir(exist_ok=True)
+        for name, text in made.items():
+            (GOLDEN / name).write_text(text)
+    assert {name: (GOLDEN / name).read_text() for name in made} == made

@@ -1,0 +1,33 @@
+"""A lab for the tests of this folder: one a session, its own directory and ports, gone afterwards."""
+
+from collections.abc import Iterator
+
+import pytest
+from lab_tools import Lab, short_dir
+
+from hpcrl.slurm import lab as labs
+
+
+@pytest.fixture(scope="session")
+def needs_slurm() -> None:
+    if missing := labs.missing_commands():
+        pytest.skip(f"the lab needs {', '.join(missing)}: apt-get install {labs.PACKAGES}")
+
+
+@pytest.fixture(scope="session")
+def lab(needs_slurm: None) -> Iterator[Lab]:
+    """The lab as shipped."""
+    with short_dir() as folder:
+        labs.up(folder / "lab")
+        try:
+            yield Lab(folder / "lab")
+        finally:
+            labs.down(folder / "lab")
+
+
+@pytest.fixture
+def in_lab(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """The lab, with this process's own environment pointed at it."""
+    for name, value in labs.environment(lab.state_dir).items():
+        monkeypatch.setenv(name, value)
+    return lab

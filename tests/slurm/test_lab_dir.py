@@ -1,0 +1,96 @@
+"""What the lab refuses, and whom it spares; needs no Slurm."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcrl.errors import LabError
+from hpcrl.slurm import lab as labs
+from hpcrl.slurm import lab_processes
+from hpcrl.slurm.lab_conf import DEFAULT, LabDir, check_path, reserved_ports
+from hpcrl.slurm.lab_processes import Daemon, Marks
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+def test_process_that_has_a_recorded_pid_but_another_start_is_spared(sleeper: subprocess.Popen[bytes]) -> None:
+    stale = Daemon(name="slurmctld", pid=sleeper.pid, ticks=1)
+    lab_processes.end([stale], marks=Marks(token="none", conf=Path("/nowhere/slurm.conf")))
+    assert sleeper.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "ours"),
+    [
+        (b"A=b\0HPCRL_LAB_TOKEN=t0\0", True),
+        (b"HPCRL_LAB_TOKEN=t01\0", False),
+        (b"SLURM_CONF=/lab/slurm.conf\0", False),
+        (b"SLURM_CONF=/lab/slurm.conf\0SLURMD_NODENAME=env1\0", True),
+        (b"SLURM_CONF=/lab2/slurm.conf\0SLURMD_NODENAME=env1\0", False),
+        (b"", False),
+    ],
+)
+def test_process_is_the_labs_by_its_token_or_as_a_job_of_it(environ: bytes, ours: bool) -> None:
+    assert Marks(token="t0", conf=Path("/lab/slurm.conf")).are_in(environ) is ours
+
+
+def test_long_state_directory_is_refused_with_the_length_that_works() -> None:
+    with pytest.raises(LabError, match=r"at most \d+ leave room"):
+        check_path(Path("/tmp") / ("x" * 90), cluster=DEFAULT)
+
+
+def test_state_directory_with_a_space_is_refused() -> None:
+    with pytest.raises(LabError, match="HPCRL_LAB"):
+        check_path(Path("/tmp/my lab"), cluster=DEFAULT)
+
+
+def test_directory_with_other_files_is_left_alone_by_down(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years")
+    assert not labs.down(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_directory_with_other_files_is_refused_by_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(labs, "COMMANDS", ())
+    monkeypatch.setattr(labs, "check_path", lambda *_, **__: None)
+    (tmp_path / "thesis.tex").write_text("years")
+    with pytest.raises(LabError, match="other files"):
+        labs.up(tmp_path)
+
+
+def test_missing_commands_are_named_with_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(labs, "COMMANDS", ("slurmctld-of-tomorrow",))
+    with pytest.raises(LabError, match=r"slurmctld-of-tomorrow: apt-get install .*slurm-wlm"):
+        labs.up(Path("/tmp/hpcrl-lab-never"))
+    assert not Path("/tmp/hpcrl-lab-never").exists()
+
+
+def test_ports_are_not_reserved_twice() -> None:
+    with reserved_ports(11) as first, reserved_ports(11) as second:
+        assert set(first).isdisjoint(second)
+
+
+def test_status_of_no_lab_says_down(tmp_path: Path) -> None:
+    status = labs.status(tmp_path / "lab")
+    assert not status.is_up
+    assert "is down" in str(status)
+
+
+def test_environment_points_at_the_state_directory(tmp_path: Path) -> None:
+    lab = LabDir(tmp_path)
+    assert labs.environment(tmp_path) == {"SLURM_CONF": str(lab.conf), "HPCRL_LAB": str(tmp_path)}
+
+
+def test_default_state_directory_is_one_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HPCRL_LAB", raising=False)
+    assert str(os.getuid()) in labs.default_state_dir().name
+    monkeypatch.setenv("HPCRL_LAB", "/x/lab")
+    assert labs.default_state_dir() == Path("/x/lab")

@@ -1,0 +1,89 @@
+"""The lab's life: several at a time, killed at any moment, down without a trace."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from lab_tools import Lab, short_dir, until
+
+from hpcrl.slurm import lab as labs
+from hpcrl.slurm.lab_conf import Cluster, NodeGroup
+
+pytestmark = pytest.mark.slurm
+
+TINY = Cluster(groups=(NodeGroup(name="n", num_nodes=1),), default="n")
+UP = "import sys; from pathlib import Path; from hpcrl.slurm import lab; lab.up(Path(sys.argv[1]))"
+
+
+@pytest.fixture(scope="module")
+def two_labs(needs_slurm: None) -> Iterator[tuple[Lab, Lab]]:
+    """Two that were brought up at the same time."""
+    with short_dir() as folder:
+        dirs = [folder / "a", folder / "b"]
+        try:
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda state_dir: labs.up(state_dir, cluster=TINY), dirs))
+            yield Lab(dirs[0]), Lab(dirs[1])
+        finally:
+            for state_dir in dirs:
+                labs.down(state_dir)
+
+
+def test_two_labs_run_side_by_side(two_labs: tuple[Lab, Lab]) -> None:
+    confs = [lab.run("srun", "printenv", "SLURM_CONF") for lab in two_labs]
+    assert confs == [str(lab.state_dir / "slurm.conf") for lab in two_labs]
+
+
+def test_up_makes_a_lab_without_its_controller_whole(two_labs: tuple[Lab, Lab]) -> None:
+    lab, _ = two_labs
+    [controller] = [daemon for daemon in labs.status(lab.state_dir).daemons if daemon.name == "slurmctld"]
+    os.kill(controller.pid, signal.SIGKILL)
+    until(lambda: not labs.status(lab.state_dir).is_up)
+    assert "dead: slurmctld" in str(labs.status(lab.state_dir))
+    fresh = labs.up(lab.state_dir, cluster=TINY)
+    assert fresh.is_up
+    assert not fresh.was_up
+    assert lab.run("srun", "echo", "again") == "again"
+
+
+def test_down_leaves_no_process_and_no_file_and_no_other_lab_harmed(two_labs: tuple[Lab, Lab], tmp_path: Path) -> None:
+    gone, other = two_labs
+    gone.submit(tmp_path, "setsid --fork env -u SLURM_JOB_ID sleep 600; echo >started; srun sleep 600")
+    until((tmp_path / "started").exists)
+    assert labs.down(gone.state_dir)
+    assert not gone.state_dir.exists()
+    assert _mentions(gone.state_dir) == []
+    assert not labs.down(gone.state_dir)
+    assert other.run("srun", "echo", "here") == "here"
+
+
+@pytest.mark.parametrize("num_daemons", [1, 4, 9])
+def test_down_clears_away_a_bring_up_that_was_killed(needs_slurm: None, num_daemons: int) -> None:
+    with short_dir() as folder:
+        state_dir = folder / "lab"
+        child = subprocess.Popen([sys.executable, "-c", UP, str(state_dir)], cwd=Path(labs.__file__).parents[2])
+        until(lambda: len(labs.status(state_dir).daemons) >= num_daemons)
+        child.kill()
+        child.wait()
+        assert labs.down(state_dir)
+        assert not state_dir.exists()
+        assert _mentions(state_dir) == []
+
+
+def _mentions(state_dir: Path) -> list[str]:
+    """Processes whose command line or environment names the directory."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            try:
+                text = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+            except OSError:
+                continue
+            if str(state_dir).encode() in text:
+                found.append(process.name)
+    return found

@@ -1,0 +1,99 @@
+"""Campaign directories as real processes leave them, without the processes."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.events import EventLog
+from hpcrl.files import private_dir, publish_json
+from hpcrl.processes import start_ticks
+from hpcrl.rundir import SPOOLS, RunDir
+
+T0 = 1_800_000_000.0
+PARTITIONS = {"env": "env", "reward": "env", "prefill": "prefill", "decode": "decode", "train": "train"}
+
+
+class SyntheticCampaign:
+    """Writes what submit, driver and workers would; `now` is its clock."""
+
+    def __init__(self, root: Path, *, num_steps: int = 10, workers: int = 1) -> None:
+        self.run = RunDir(root)
+        self.now = T0
+        private_dir(root)
+        for path in (self.run.jobs, self.run.events, *(self.run.spool(name) for name in SPOOLS)):
+            private_dir(path)
+        publish_json(self.run.recipe, {"name": "quickstart", "train": {"num_steps": num_steps}, "seed": 0})
+        publish_json(self.run.plan, _plan(workers))
+        publish_json(self.run.campaign, {"name": root.name, "recipe": "quickstart", "site": "lab", "created": T0})
+        self._logs: dict[str, EventLog] = {}
+
+    def submit(self, number: int = 0, *, job: str = "123") -> None:
+        self._submitted(number, id=job, scheduler="slurm", pid=None, start_ticks=None)
+
+    def submit_local(self, number: int = 0, *, pid: int | None = None) -> None:
+        driver = pid or os.getpid()
+        self._submitted(
+            number, id=f"local-{driver}", scheduler="local", pid=driver, start_ticks=start_ticks(driver) or 1
+        )
+
+    def outcome(self, outcome: str, reason: str = "", *, number: int = 0) -> None:
+        publish_json(self.run.job(number).outcome, {"outcome": outcome, "reason": reason, "time": self.now})
+
+    def emit(self, worker: str, event: str, *, job: int = 0, **fields: Any) -> None:
+        """One event of `worker` ("decode-0", "driver") at the campaign's clock."""
+        name = f"{job:03d}-{worker}"
+        role = worker.rpartition("-")[0] or worker
+        if name not in self._logs:
+            who = {"job": job, "role": role, "worker": name, "node": f"{role}0"}
+            if role in PARTITIONS:
+                who["partition"] = PARTITIONS[role]
+            self._logs[name] = EventLog(self.run.events / f"{name}.jsonl", **who)
+        self._logs[name].emit(event, **{"time": self.now, **fields})
+        self.beat(name)
+
+    def beat(self, name: str) -> None:
+        os.utime(self.run.events / f"{name}.jsonl", (self.now, self.now))
+
+    def beat_all(self) -> None:
+        for name in self._logs:
+            self.beat(name)
+
+    def start(self, *, job: int = 0, workers: int = 1) -> None:
+        """The driver and all workers come up."""
+        self.emit("driver", "job-started", job=job, slurm_id="123", end_time=self.now + 3600)
+        self.emit("driver", "layout", job=job, layout="hetjob", reason="site lab runs heterogeneous jobs")
+        for role in PARTITIONS:
+            for index in range(workers):
+                self.emit(f"{role}-{index}", "worker-started", job=job, pid=1, gpus=[])
+
+    def step(self, step: int, *, job: int = 0, reward: float | None = None, num_trajectories: int = 8) -> None:
+        self.emit("train-0", "published", job=job, version=step, step=step, num_bytes=1, wall_s=0.1)
+        figures = {"loss": 0.1, "kl": 0.002, "entropy": 1.5, "lag_mean": 0.5, "step_s": 2.0, "wait_s": 0.4}
+        value = step / 10 if reward is None else reward
+        self.emit(
+            "train-0", "step", job=job, step=step, version=step - 1, reward_mean=value,
+            num_trajectories=num_trajectories, **figures,
+        )  # fmt: skip
+
+    def segment(self, spool: str, number: int, count: int) -> None:
+        (self.run.spool(spool) / f"000-env-0-{number:08d}-{count}-0123abcd.h5").touch()
+
+    def close(self) -> None:
+        for log in self._logs.values():
+            log.close()
+
+    def _submitted(self, number: int, **record: Any) -> None:
+        private_dir(self.run.job(number).root)
+        publish_json(self.run.job(number).submitted, {"time": self.now, **record})
+
+
+def _plan(workers: int) -> dict[str, Any]:
+    components = [
+        {"index": index, "partition": PARTITIONS[role], "roles": ["env", "reward"] if role == "env" else [role]}
+        for index, role in enumerate(("env", "prefill", "decode", "train"))
+    ]
+    roles = [{"role": role, "component": 0, "num_workers": workers} for role in PARTITIONS]
+    plan: dict[str, Any] = msgspec.to_builtins({"layout": "hetjob", "components": components, "roles": roles})
+    return plan

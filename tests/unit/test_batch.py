@@ -1,0 +1,218 @@
+"""Choosing groups, shifting, padding."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcrl.learn.batch import choose_groups, make_rows, micro_batches
+from hpcrl.spool.record import Trajectory
+
+
+def trajectory(group="math/0", index=0, *, tokens=(1, 2, 3, 4), said=(False, False, True, True), **changed):
+    """A short trajectory whose token t has log-prob -t/10."""
+    fields = {
+        "id": f"{group}/{index}",
+        "group": group,
+        "domain": "math",
+        "seed": 0,
+        "status": "done",
+        "producer": "000-env-0",
+        "created": 0.0,
+        "start_version": 0,
+        "end_version": 0,
+        "token_ids": np.array(tokens, dtype=np.int32),
+        "logprobs": -np.arange(len(tokens), dtype=np.float32) / 10,
+        "versions": np.zeros(len(tokens), dtype=np.int32),
+        "loss_mask": np.array(said, dtype=np.bool_),
+        "turns": [],
+        "reward": 1.0,
+    }
+    return Trajectory(**{**fields, **changed})
+
+
+def group(name, *, size=4, **changed):
+    return [trajectory(name, index, **changed) for index in range(size)]
+
+
+def choose(available, **changed):
+    wanted = {"groups_per_step": 1, "group_size": 4, "version": 0, "max_lag": 1, "consumed": set()}
+    return choose_groups(available, **{**wanted, **changed})
+
+
+def ids(trajectories):
+    return [trajectory.id for trajectory in trajectories]
+
+
+def test_nothing_is_chosen_until_there_are_enough_complete_groups():
+    available = group("math/0") + group("math/1", size=3)
+    chosen, stale, rest = choose(available, groups_per_step=2)
+    assert (chosen, stale) == ([], [])
+    assert sorted(ids(rest)) == sorted(ids(available))
+
+
+def test_the_oldest_complete_group_is_chosen_and_the_others_wait():
+    young, old, partial = group("math/0", created=9.0), group("math/1", created=5.0), group("math/2", size=3)
+    choice = choose(young + old + partial)
+    assert ids(choice.chosen) == ids(old)
+    assert set(ids(choice.rest)) == set(ids(young + partial))
+
+
+def test_a_group_begun_on_older_weights_goes_before_one_that_ended_earlier():
+    behind, ahead = group("math/0", created=9.0), group("math/1", created=5.0, start_version=1)
+    assert ids(choose(ahead + behind, version=1).chosen) == ids(behind)
+
+
+@pytest.mark.parametrize(("version", "is_stale"), [(3, False), (4, False), (5, True)])
+def test_a_trajectory_is_stale_when_it_began_more_than_max_lag_versions_ago(version, is_stale):
+    chosen, stale, _ = choose(group("math/0", start_version=3), version=version, max_lag=1)
+    assert (len(stale), len(chosen)) == ((4, 0) if is_stale else (0, 4))
+
+
+def test_consumed_trajectories_are_never_seen_again():
+    old = group("math/0")
+    assert choose(old, consumed=set(ids(old))) == ([], [], [])
+
+
+def test_the_late_twin_of_an_episode_does_not_fill_its_group():
+    available = [*group("math/0", size=3), trajectory("math/0", 2, created=7.0)]
+    chosen, _, rest = choose(available)
+    assert chosen == []
+    assert len(rest) == 3
+
+
+def test_more_episodes_than_the_group_needs_are_given_up_with_the_first_ones_kept():
+    six = [trajectory("math/0", index, created=float(-index)) for index in range(6)]
+    choice = choose(six)
+    assert ids(choice.chosen) == [f"math/0/{index}" for index in (5, 4, 3, 2)]
+    assert ids(choice.stale) == [f"math/0/{index}" for index in (1, 0)]
+
+
+@pytest.mark.parametrize("changed", [{"status": "env-fault"}, {"status": "aborted-stale"}, {"reward": float("nan")}])
+def test_an_episode_that_cannot_be_trained_on_does_not_fill_its_group(changed):
+    bad = trajectory("math/0", 3, **changed)
+    choice = choose([*group("math/0", size=3), bad])
+    assert (choice.chosen, choice.stale) == ([], [bad])
+
+
+def test_an_unscored_episode_waits():
+    unscored = trajectory("math/0", 3, reward=None)
+    choice = choose([*group("math/0", size=3), unscored])
+    assert (choice.chosen, choice.stale) == ([], [])
+    assert unscored in choice.rest
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_every_trajectory_ends_in_one_list_whatever_the_order(data):
+    episodes = data.draw(
+        st.lists(
+            st.builds(
+                trajectory,
+                st.sampled_from([f"math/{number}" for number in range(4)]),
+                st.integers(0, 5),
+                start_version=st.integers(0, 3),
+                created=st.sampled_from([0.0, 1.0, 2.0]),
+                reward=st.sampled_from([None, 0.0, 1.0]),
+            ),
+            max_size=40,
+            unique_by=lambda episode: episode.id,
+        )
+    )
+    consumed = {episode.id for episode in episodes if episode.id.endswith("/5")}
+    first, second = (
+        choose(order, groups_per_step=2, group_size=2, version=3, max_lag=2, consumed=consumed)
+        for order in (episodes, random.Random(1).sample(episodes, len(episodes)))
+    )
+    assert [ids(part) for part in first] == [ids(part) for part in second]
+    assert sorted(ids([*first.chosen, *first.stale, *first.rest])) == sorted(
+        {episode.id for episode in episodes} - consumed
+    )
+    assert len(first.chosen) in (0, 4)
+
+
+def test_each_position_predicts_the_next_token():
+    rows, _ = make_rows([trajectory(tokens=(5, 6, 7, 8), said=(0, 1, 0, 1))], advantages=[2.5], max_length=9)
+    (row,) = rows
+    assert row.inputs.tolist() == [5, 6, 7]
+    assert row.mask.tolist() == [True, False, True]
+    assert row.targets.tolist() == [6, 8]
+    np.testing.assert_allclose(row.behaviour, [-0.1, -0.3])
+    assert row.advantage == 2.5
+
+
+def test_what_follows_the_last_model_token_is_cut():
+    rows, _ = make_rows([trajectory(tokens=(5, 6, 7, 8), said=(0, 1, 0, 0))], advantages=[1.0], max_length=9)
+    assert rows[0].inputs.tolist() == [5]
+
+
+def test_a_trajectory_in_which_the_model_said_nothing_has_no_row():
+    silent = [trajectory(said=(0, 0, 0, 0)), trajectory(said=(1, 0, 0, 0)), trajectory(tokens=(), said=())]
+    assert make_rows(silent, advantages=[1.0] * 3, max_length=9) == ([], 0)
+
+
+def test_trajectories_longer_than_the_context_are_left_out_and_counted():
+    rows, num_too_long = make_rows([trajectory(), trajectory()], advantages=[1.0, 1.0], max_length=2)
+    assert (rows, num_too_long) == ([], 2)
+
+
+def random_trajectories(seed, *, count=30):
+    rng = np.random.default_rng(seed)
+    for index in range(count):
+        length = int(rng.integers(2, 40))
+        tokens, said = rng.integers(0, 50, length), rng.random(length) < 0.5
+        yield trajectory("math/0", index, tokens=tokens, said=said, logprobs=-rng.random(length).astype(np.float32))
+
+
+@pytest.mark.parametrize("bound", [1, 50, 128, 10_000])
+@pytest.mark.parametrize("seed", range(3))
+def test_micro_batches_hold_every_model_token_once_within_the_bound(seed, bound):
+    episodes = list(random_trajectories(seed))
+    rows, _ = make_rows(episodes, advantages=list(range(len(episodes))), max_length=99)
+    batches = micro_batches(rows, tokens_per_micro_batch=bound)
+    seen = []
+    for batch in batches:
+        assert batch.num_padded_tokens <= bound or len(batch.inputs_BT) == 1
+        assert batch.num_tokens == batch.mask_BT.sum()
+        columns = (batch.targets_N, batch.behaviour_N, batch.advantages_N)
+        seen += zip(*(column.tolist() for column in columns), strict=True)
+    expected = [
+        (int(episode.token_ids[t]), float(episode.logprobs[t]), float(advantage))
+        for advantage, episode in enumerate(episodes)
+        for t in range(1, len(episode))
+        if episode.loss_mask[t]
+    ]
+    assert sorted(seen) == sorted(expected)
+
+
+def test_each_model_token_stands_after_its_own_past():
+    episodes = list(random_trajectories(7))
+    rows, _ = make_rows(episodes, advantages=[0.0] * len(episodes), max_length=99)
+    pasts = {(*episode.token_ids[:t].tolist(),) for episode in episodes for t in np.flatnonzero(episode.loss_mask) if t}
+    for batch in micro_batches(rows, tokens_per_micro_batch=200):
+        for row, position in batch.mask_BT.nonzero().tolist():
+            assert (*batch.inputs_BT[row, : position + 1].tolist(),) in pasts
+
+
+def shapes(lengths, *, bound):
+    episodes = [trajectory(tokens=[1] * (n + 1), said=[0] + [1] * n) for n in lengths]
+    rows, _ = make_rows(episodes, advantages=[0.0] * len(lengths), max_length=99)
+    return [tuple(batch.inputs_BT.shape) for batch in micro_batches(rows, tokens_per_micro_batch=bound)]
+
+
+def test_rows_of_similar_length_share_a_micro_batch():
+    assert shapes([30, 3, 29, 4, 31, 2], bound=93) == [(3, 31), (3, 4)]
+
+
+def test_a_micro_batch_worth_a_pass_turns_away_a_row_that_needs_much_padding():
+    assert shapes([20, 20, 16, 10], bound=400) == [(3, 20), (1, 10)]
+
+
+def test_a_small_micro_batch_takes_any_row():
+    assert shapes([20, 2, 1], bound=400) == [(3, 20)]
+
+
+def test_no_rows_give_no_micro_batches():
+    assert micro_batches([], tokens_per_micro_batch=10) == []

@@ -1,0 +1,579 @@
+"""The monitor's reading side, on campaign directories written by real event logs."""
+
+import contextlib
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from synthetic import T0, SyntheticCampaign
+
+from hpcrl.errors import SlurmError
+from hpcrl.monitor.collect import Collector
+from hpcrl.monitor.listing import survey
+from hpcrl.monitor.snapshot import Snapshot, to_json
+from hpcrl.monitor.state import JobFacts, JobState, campaign_state, job_state
+from hpcrl.rundir import RunDir
+from hpcrl.slurm.status import JobStatus, parse_queue
+
+RUNNING = """\
+123+0|123|RUNNING|env|2026-11-20T10:00:00|N/A|env[0-1]|None
+123+1|124|RUNNING|prefill|2026-11-20T10:00:00|N/A|prefill0|None
+123+2|125|RUNNING|decode|2026-11-20T10:00:00|N/A|decode0|None
+123+3|126|RUNNING|train|2026-11-20T10:00:00|N/A|train0|None
+"""
+
+
+class FakeSlurm:
+    """What the collector asks instead of Slurm; counts the questions."""
+
+    def __init__(self, text: str = RUNNING) -> None:
+        self.text = text
+        self.asked: list[list[str]] = []
+
+    def __call__(self, ids: Sequence[str]) -> dict[str, JobStatus]:
+        self.asked.append(list(ids))
+        found = parse_queue(self.text)
+        return {job: found.get(job, JobStatus(id=job, state="unknown", reason="no answer")) for job in ids}
+
+
+@pytest.fixture
+def campaign(tmp_path: Path) -> Iterator[SyntheticCampaign]:
+    campaign = SyntheticCampaign(tmp_path / "quickstart-1")
+    yield campaign
+    campaign.close()
+
+
+def collector(campaign: SyntheticCampaign, ask: FakeSlurm | None = None) -> Collector:
+    return Collector(campaign.run, ask=ask or FakeSlurm(), clock=lambda: campaign.now)
+
+
+def running(campaign: SyntheticCampaign) -> SyntheticCampaign:
+    campaign.submit()
+    campaign.start()
+    return campaign
+
+
+# The contract
+
+
+def test_the_json_has_exactly_the_fields_of_the_contract(campaign: SyntheticCampaign) -> None:
+    running(campaign).step(1)
+
+    printed = json.loads(to_json(collector(campaign).poll()))
+
+    assert set(printed) == {
+        "name", "state", "recipe", "site", "created", "jobs", "roles", "version", "step", "num_steps", "episodes",
+        "reward_mean", "tokens_per_s", "spools",
+    }  # fmt: skip
+    assert printed["name"] == "quickstart-1"
+    assert (printed["recipe"], printed["site"], printed["created"]) == ("quickstart", "lab", T0)
+    assert printed["jobs"][0]["components"][0] == {
+        "index": 0, "partition": "env", "state": "running", "nodes": ["env0", "env1"], "roles": ["env", "reward"],
+    }  # fmt: skip
+    assert printed["roles"]["decode"] == {"workers": 1, "alive": 1}
+    assert printed["episodes"] == {"done": 0, "aborted": 0, "faulted": 0, "running": 0}
+    assert printed["spools"] == [{"name": "rollouts", "depth": 0}, {"name": "scored", "depth": 0}]
+    assert (printed["step"], printed["num_steps"], printed["version"], printed["reward_mean"]) == (1, 10, 1, [0.1])
+
+
+def test_a_campaign_without_a_job_is_planned_with_the_workers_of_its_plan(campaign: SyntheticCampaign) -> None:
+    snapshot = collector(campaign).poll()
+
+    assert snapshot.state == "planned"
+    assert snapshot.roles["env"].workers == 1
+    assert snapshot.roles["env"].alive == 0
+
+
+def test_the_driver_is_no_role(campaign: SyntheticCampaign) -> None:
+    assert "driver" not in collector(running(campaign)).poll().roles
+
+
+def test_a_job_that_was_not_asked_about_has_the_nodes_that_its_workers_named(campaign: SyntheticCampaign) -> None:
+    running(campaign).outcome("done")
+    slurm = FakeSlurm()
+
+    component = collector(campaign, slurm).poll().jobs[0].components[2]
+
+    assert (component.state, component.nodes) == ("done", ["decode0"])
+    assert slurm.asked == []
+
+
+# Folding
+
+
+def test_counts_of_env_workers_add_up_over_workers_and_jobs(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    counts = {"running": 4, "done": 10, "truncated": 2, "aborted_stale": 1, "aborted_redundant": 2, "env_fault": 3}
+    campaign.emit("env-0", "episodes", **counts, policy_fault=1, num_tokens=100)
+    campaign.emit("env-1", "episodes", running=1, done=5, num_tokens=50)
+    reading = collector(campaign)
+    reading.poll()
+    campaign.emit("env-0", "episodes", **{**counts, "done": 11}, policy_fault=1, num_tokens=120)
+
+    episodes = reading.poll().episodes
+
+    assert (episodes.done, episodes.aborted, episodes.faulted, episodes.running) == (18, 3, 4, 5)
+
+
+def test_a_restarted_env_worker_counts_on_from_where_the_first_ended(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    campaign.emit("env-0", "episodes", done=10, num_tokens=100)
+    campaign.emit("env-0", "worker-started", pid=2, gpus=[])
+    campaign.emit("env-0", "episodes", done=2, num_tokens=20)
+
+    snapshot = collector(campaign).poll()
+
+    assert snapshot.episodes.done == 12
+    assert snapshot.detail.num_tokens == 120
+
+
+def test_episodes_of_a_dead_worker_do_not_run(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    campaign.emit("env-0", "episodes", running=7, done=1)
+    campaign.now += 1
+    campaign.emit("driver", "worker-failed", of="env-0", reason="exit code -9")
+
+    snapshot = collector(campaign).poll()
+
+    assert snapshot.episodes.running == 0
+    assert snapshot.roles["env"].alive == 0
+
+
+def test_a_step_repeated_after_a_resume_replaces_the_earlier_one(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    for step in (1, 2, 3, 4):
+        campaign.step(step)
+    reading = collector(campaign)
+    reading.poll()
+    campaign.outcome("drained", "walltime")
+    campaign.submit(1, job="200")
+    campaign.now += 100
+    campaign.start(job=1)
+    campaign.step(3, job=1, reward=9.0)
+
+    snapshot = reading.poll()
+
+    assert snapshot.reward_mean == [0.1, 0.2, 9.0]
+    assert snapshot.step == 3
+
+
+def test_a_resumed_trainer_unlearns_what_came_after_the_checkpoint(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    for step in (1, 2, 3):
+        campaign.step(step)
+    campaign.emit("train-0", "resumed", step=1, version=1, checkpoint="x")
+
+    snapshot = collector(campaign).poll()
+
+    assert snapshot.reward_mean == [0.1]
+    assert snapshot.version == 3, "versions never go back"
+
+
+def test_jobs_are_folded_in_their_order_whatever_the_clocks_of_their_nodes_say(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    for step in (1, 2, 3):
+        campaign.step(step)
+    campaign.submit(1)
+    campaign.now -= 50  # the node of the second job is behind
+    campaign.start(job=1)
+    campaign.step(2, job=1, reward=7.0)
+
+    assert collector(campaign).poll().reward_mean == [0.1, 7.0]
+
+
+def test_reading_bit_by_bit_gives_what_reading_at_once_gives(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    bit_by_bit = collector(campaign)
+    for step in range(1, 8):
+        campaign.step(step)
+        campaign.emit("env-0", "episodes", done=step * 3, num_tokens=step * 10)
+        bit_by_bit.poll()
+
+    assert to_json(bit_by_bit.poll()) == to_json(collector(campaign).poll())
+
+
+def test_tokens_per_second_are_those_of_the_last_minute_while_it_runs(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    campaign.emit("env-0", "episodes", num_tokens=1_000_000)
+    for _ in range(100):
+        campaign.now += 1
+        campaign.emit("env-0", "episodes", num_tokens=1_000_000 + int(campaign.now - T0) * 50)
+
+    assert collector(campaign).poll().tokens_per_s == pytest.approx(50, rel=0.05)
+
+
+def test_tokens_per_second_of_an_ended_campaign_are_its_mean(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    campaign.now += 100
+    campaign.emit("env-0", "episodes", num_tokens=5000)
+    campaign.outcome("done")
+    campaign.now += 10_000
+
+    assert collector(campaign).poll().tokens_per_s == pytest.approx(50)
+
+
+def test_spool_depths_are_what_the_next_stage_has_yet_to_take(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    for number in range(5):
+        campaign.segment("rollouts", number, 16)
+    for number in range(3):
+        campaign.segment("scored", number, 16)
+    campaign.step(1, num_trajectories=20)
+    campaign.emit("train-0", "stale", num=4)
+
+    assert [(spool.name, spool.depth) for spool in collector(campaign).poll().spools] == [
+        ("rollouts", 32), ("scored", 24),
+    ]  # fmt: skip
+
+
+def test_a_worker_is_alive_while_it_touches_its_file(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    campaign.now += 31
+    campaign.beat("000-decode-0")
+
+    roles = collector(campaign).poll().roles
+
+    assert roles["decode"].alive == 1
+    assert roles["prefill"].alive == 0
+
+
+def test_a_restarted_worker_is_alive_again(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    campaign.now += 1
+    campaign.emit("driver", "worker-failed", of="decode-0", reason="exit code 1")
+    reading = collector(campaign)
+    assert reading.poll().roles["decode"].alive == 0
+    campaign.emit("driver", "worker-restarted", of="decode-0")
+
+    assert reading.poll().roles["decode"].alive == 1
+
+
+def test_a_worker_that_reports_its_own_failure_by_its_full_name_is_the_same_worker(campaign: SyntheticCampaign) -> None:
+    running(campaign).emit("decode-0", "worker-failed", of="000-decode-0", reason="RuntimeError")
+
+    decode = collector(campaign).poll().roles["decode"]
+
+    assert (decode.workers, decode.alive) == (1, 0)
+
+
+# States
+
+
+@pytest.mark.parametrize(
+    ("facts", "state"),
+    [
+        (JobFacts(outcome="done", slurm="running"), "done"),
+        (JobFacts(outcome="failed"), "failed"),
+        (JobFacts(outcome="stopped"), "stopped"),
+        (JobFacts(outcome="drained"), "drained"),
+        (JobFacts(outcome="something else"), "unknown"),
+        (JobFacts(slurm="pending"), "queued"),
+        (JobFacts(slurm="pending", asked_to_end=True), "queued"),
+        (JobFacts(slurm="pending", beating=True), "running"),
+        (JobFacts(slurm="running"), "running"),
+        (JobFacts(slurm="completing", asked_to_end=True), "draining"),
+        (JobFacts(slurm="unknown"), "unknown"),
+        (JobFacts(slurm="unknown", beating=True), "running"),
+        (JobFacts(slurm="a_new_word"), "unknown"),
+        (JobFacts(slurm="cancelled"), "stopped"),
+        (JobFacts(slurm="timeout", beating=True), "failed"),
+        (JobFacts(slurm="completed"), "failed"),
+        (JobFacts(process=True), "running"),
+        (JobFacts(process=True, asked_to_end=True), "draining"),
+        (JobFacts(process=False), "failed"),
+        (JobFacts(process=False, beating=True), "failed"),
+        (JobFacts(process=None), "unknown"),
+        (JobFacts(process=None, beating=True), "running"),
+    ],
+)
+def test_the_state_of_a_job_follows_from_what_is_known(facts: JobFacts, state: str) -> None:
+    assert job_state(facts)[0] == state
+
+
+@pytest.mark.parametrize(
+    ("jobs", "stop", "state"),
+    [
+        ([], False, "planned"),
+        ([], True, "stopped"),
+        (["queued"], False, "queued"),
+        (["drained", "queued"], False, "queued"),
+        (["running", "queued"], False, "running"),
+        (["drained", "draining"], False, "draining"),
+        (["drained"], False, "stopped"),
+        (["stopped"], True, "stopped"),
+        (["failed", "done"], False, "done"),
+        (["done", "failed"], False, "failed"),
+        (["drained", "unknown"], False, "unknown"),
+    ],
+)
+def test_the_state_of_a_campaign_follows_from_its_jobs(jobs: list[JobState], stop: bool, state: str) -> None:
+    assert campaign_state(jobs, stop=stop) == state
+
+
+def test_a_local_run_whose_driver_was_killed_is_failed(campaign: SyntheticCampaign) -> None:
+    campaign.submit_local(pid=2**22 + 1)
+
+    snapshot = collector(campaign).poll()
+
+    assert snapshot.state == "failed"
+    assert "its driver was killed" in snapshot.jobs[0].reason
+
+
+def test_a_local_run_whose_driver_lives_is_running_and_slurm_is_not_asked(campaign: SyntheticCampaign) -> None:
+    campaign.submit_local()
+    slurm = FakeSlurm()
+
+    assert collector(campaign, slurm).poll().state == "running"
+    assert slurm.asked == []
+
+
+def test_a_pid_that_was_used_again_is_not_the_driver(campaign: SyntheticCampaign) -> None:
+    campaign.submit_local()
+    path = campaign.run.job(0).submitted
+    path.write_text(json.dumps({**json.loads(path.read_text()), "start_ticks": 1}))
+
+    assert collector(campaign).poll().state == "failed"
+
+
+def test_a_local_run_on_another_machine_is_judged_by_its_signs_of_life(campaign: SyntheticCampaign) -> None:
+    campaign.submit_local(pid=2**22 + 1)
+    campaign.emit("driver", "job-started", slurm_id=None, end_time=None, node="another-login-node")
+
+    reading = collector(campaign)
+
+    assert reading.poll().state == "running"
+    campaign.now += 31
+    assert reading.poll().state == "unknown"
+
+
+def test_a_stop_file_makes_a_running_campaign_draining(campaign: SyntheticCampaign) -> None:
+    running(campaign).run.stop.touch()
+
+    assert collector(campaign).poll().state == "draining"
+
+
+def test_a_drained_campaign_without_a_next_job_is_stopped_and_says_how_to_go_on(campaign: SyntheticCampaign) -> None:
+    running(campaign).outcome("drained", "its walltime is nearly over")
+
+    snapshot = collector(campaign).poll()
+
+    assert snapshot.state == "stopped"
+    assert snapshot.jobs[0].state == "drained"
+    assert snapshot.jobs[0].reason.startswith("its walltime is nearly over; `hpcrl resume` goes on")
+
+
+def test_slurm_is_asked_once_in_half_a_minute_for_jobs_without_an_outcome(campaign: SyntheticCampaign) -> None:
+    campaign.submit(0, job="100")
+    campaign.outcome("drained", number=0)
+    campaign.submit(1, job="123")
+    campaign.submit(2, job="300")
+    slurm = FakeSlurm()
+    reading = collector(campaign, slurm)
+    for _ in range(31):
+        reading.poll()
+        campaign.now += 1
+
+    assert slurm.asked == [["123", "300"], ["123", "300"]]
+
+
+def test_a_job_that_slurm_requeues_is_read_again(campaign: SyntheticCampaign) -> None:
+    running(campaign).outcome("drained", "it was told to terminate")
+    reading = collector(campaign)
+    assert reading.poll().state == "stopped"
+    campaign.run.job(0).outcome.unlink()  # as a driver does that starts a second time
+    campaign.start()
+
+    assert reading.poll().state == "running"
+
+
+def test_a_queued_campaign_says_why(campaign: SyntheticCampaign) -> None:
+    campaign.submit()
+    slurm = FakeSlurm(RUNNING.replace("RUNNING", "PENDING").replace("|None", "|Priority"))
+
+    snapshot = collector(campaign, slurm).poll()
+
+    assert snapshot.state == "queued"
+    assert snapshot.jobs[0].reason == "jobs of higher priority are ahead of it"
+    assert {component.state for component in snapshot.jobs[0].components} == {"queued"}
+
+
+def test_missing_slurm_leaves_the_job_unknown_and_is_told(campaign: SyntheticCampaign) -> None:
+    campaign.submit()
+
+    def missing(ids: Sequence[str]) -> dict[str, JobStatus]:
+        raise SlurmError("squeue cannot be run: load the module")
+
+    snapshot = Collector(campaign.run, ask=missing, clock=lambda: campaign.now).poll()
+
+    assert snapshot.state == "unknown"
+    assert snapshot.detail.problems == ["squeue cannot be run: load the module"]
+
+
+def test_campaigns_are_listed_with_their_states_and_no_event_is_read(tmp_path: Path) -> None:
+    done, planned = SyntheticCampaign(tmp_path / "a"), SyntheticCampaign(tmp_path / "b")
+    done.submit()
+    done.outcome("done")
+    problems: list[str] = []
+
+    listed = survey([done.run, planned.run], problems=problems)
+
+    assert [(line.name, line.site, line.state, line.created) for line in listed] == [
+        ("a", "lab", "done", T0), ("b", "lab", "planned", T0),
+    ]  # fmt: skip
+    assert problems == []
+
+
+# Garbage and half-written campaigns
+
+
+def poll(run: RunDir) -> Snapshot:
+    snapshot = Collector(run, ask=FakeSlurm(), clock=lambda: T0).poll()
+    to_json(snapshot)
+    return snapshot
+
+
+def test_a_directory_with_nothing_in_it_is_a_planned_campaign(tmp_path: Path) -> None:
+    snapshot = poll(RunDir(tmp_path))
+
+    assert (snapshot.state, snapshot.name, snapshot.recipe) == ("planned", tmp_path.name, None)
+
+
+def test_a_directory_that_is_not_there_gives_a_snapshot_too(tmp_path: Path) -> None:
+    assert poll(RunDir(tmp_path / "nowhere")).state == "planned"
+
+
+def test_a_torn_last_line_waits_and_counts_once(campaign: SyntheticCampaign) -> None:
+    running(campaign).step(1)
+    path = campaign.run.events / "000-train-0.jsonl"
+    line = json.dumps({"time": T0, "event": "step", "job": 0, "worker": "000-train-0", "step": 2, "reward_mean": 0.5})
+    with path.open("a") as file:
+        file.write(line[:20])
+    reading = collector(campaign)
+    assert reading.poll().step == 1
+    with path.open("a") as file:
+        file.write(line[20:] + "\n")
+
+    assert reading.poll().reward_mean == [0.1, 0.5]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"\x00\xff\xfe",
+        b"[" * 100_000,
+        b"[1, 2]",
+        b"null",
+        b'{"event": "step"}',
+        b'{"time": "now", "event": "step", "step": 5}',
+        b'{"time": NaN, "event": "step", "step": 5}',
+        b'{"time": 1, "event": "step", "step": -5}',
+        b'{"time": 1, "event": "step", "step": 1e400}',
+        b'{"time": 1, "event": "step", "step": 99999999999999999999999999}',
+        b'{"time": 1, "event": "episodes", "done": "many", "worker": "w"}',
+        b'{"time": 1, "event": "never heard of"}',
+        b'{"time": 1, "event": 7}',
+        b'{"time": 1, "event": "worker-started", "worker": null}',
+        b'{"time": 1, "event": "step", "step": 5, "job": "zero"}',
+    ],
+)
+def test_a_line_that_cannot_be_understood_changes_nothing(campaign: SyntheticCampaign, line: bytes) -> None:
+    running(campaign).step(1)
+    (campaign.run.events / "foreign.jsonl").write_bytes(line + b"\n")
+
+    snapshot = collector(campaign).poll()
+
+    to_json(snapshot)
+    assert (snapshot.step, snapshot.version, snapshot.episodes.done) == (1, 1, 0)
+
+
+def test_a_reward_that_is_no_number_is_null_in_the_series(campaign: SyntheticCampaign) -> None:
+    running(campaign).step(1, reward=math.nan)
+    campaign.step(2)
+
+    assert json.loads(to_json(collector(campaign).poll()))["reward_mean"] == [None, 0.2]
+
+
+@pytest.mark.parametrize("name", ["campaign", "recipe", "plan"])
+@pytest.mark.parametrize("content", [b"", b'{"name": ', b"\xff\xff", b"[]", b"[" * 100_000, b'{"name": 5}'])
+def test_a_broken_description_is_told_and_not_the_end(campaign: SyntheticCampaign, name: str, content: bytes) -> None:
+    running(campaign).step(1)
+    path = getattr(campaign.run, name)
+    if content == b'{"name": 5}' and name == "plan":
+        content = b'{"roles": 5}'
+    path.write_bytes(content)
+
+    snapshot = collector(campaign).poll()
+
+    assert snapshot.step == 1
+    assert any(problem.startswith(f"{path.name} cannot be read") for problem in snapshot.detail.problems)
+
+
+def test_broken_job_files_are_told_and_not_the_end(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    campaign.run.job(0).outcome.write_bytes(b'{"outcome"')
+    campaign.submit(1)
+    campaign.run.job(1).submitted.write_bytes(b"")
+    for name in ("notes.txt", "²", "7"):
+        (campaign.run.jobs / name).write_text("no job")
+
+    snapshot = collector(campaign).poll()
+
+    assert [job.number for job in snapshot.jobs] == [0]
+    assert {problem.split()[0] for problem in snapshot.detail.problems} == {"outcome.json", "submitted.json"}
+
+
+def test_foreign_files_everywhere_do_no_harm(campaign: SyntheticCampaign) -> None:
+    running(campaign).step(1)
+    (campaign.run.events / "directory.jsonl").mkdir()
+    (campaign.run.events / "dangling.jsonl").symlink_to("nowhere")
+    (campaign.run.events / "loop.jsonl").symlink_to("loop.jsonl")
+    os.mkfifo(campaign.run.events / "pipe.jsonl")
+    (campaign.run.spool("rollouts") / "foreign.h5").touch()
+    campaign.segment("rollouts", 0, 3)
+
+    snapshot = collector(campaign).poll()
+
+    assert snapshot.step == 1
+    assert snapshot.spools[0].depth == 3
+    assert {problem.split()[0] for problem in snapshot.detail.problems} == {"dangling.jsonl", "loop.jsonl"}
+
+
+def test_what_may_not_be_read_is_told_and_not_the_end(campaign: SyntheticCampaign, tmp_path: Path) -> None:
+    running(campaign).step(1)
+    closed = [campaign.run.recipe, campaign.run.spool("scored"), campaign.run.events / "000-train-0.jsonl"]
+    with as_another_user(tmp_path, closed):
+        snapshot = collector(campaign).poll()
+
+    assert snapshot.state == "running"
+    told = " ".join(snapshot.detail.problems)
+    assert all(word in told for word in ("recipe.json", "spool scored", "000-train-0.jsonl"))
+
+
+@pytest.mark.parametrize("folder", ["jobs", "events"])
+def test_a_closed_folder_is_not_the_end(campaign: SyntheticCampaign, tmp_path: Path, folder: str) -> None:
+    running(campaign).step(1)
+    with as_another_user(tmp_path, [campaign.run.root / folder]):
+        assert collector(campaign).poll().name == "quickstart-1"
+
+
+@contextlib.contextmanager
+def as_another_user(top: Path, closed: list[Path]) -> Iterator[None]:
+    """Everything under `top` is open but `closed`; root, who may read all, becomes nobody for a while."""
+    parents = [parent for parent in (top, *top.parents) if parent.stat().st_uid == os.getuid() and parent != Path("/")]
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (*parents, *top.rglob("*"))}
+    for path, mode in modes.items():
+        path.chmod(0o000 if path in closed else mode | 0o755)
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if os.getuid() == 0:
+            os.seteuid(0)
+        for path, mode in modes.items():
+            path.chmod(mode)

@@ -1,0 +1,146 @@
+"""Recipes and sites as TOML: found, extended, overridden, refused with the cure."""
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import find, known_names, load_table
+from hpcrl.errors import ConfigError
+from hpcrl.recipe import load_recipe
+from hpcrl.site import load_site
+
+RECIPE = """
+name = "small"
+[model.tiny]
+[domains.lake]
+env = "hpcrl.envs.gymnasium_text:FrozenLake"
+[rollout]
+group_size = 4
+[train]
+num_steps = 2
+groups_per_step = 2
+learning_rate = 0.001
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def refused(path: Path, *settings: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(str(path), settings=settings)
+    return str(caught.value)
+
+
+def test_a_recipe_is_read_with_its_defaults(recipe: Path) -> None:
+    loaded = load_recipe(str(recipe))
+    assert loaded.rollout.group_size == 4
+    assert loaded.rollout.max_lag == 1
+    assert loaded.resources.decode.affinity == "bandwidth"
+
+
+def test_a_setting_is_read_as_toml_and_else_as_text(recipe: Path) -> None:
+    loaded = load_recipe(str(recipe), settings=("rollout.group_size=16", "description=a long walk", "seed = 7"))
+    assert (loaded.rollout.group_size, loaded.description, loaded.seed) == (16, "a long walk", 7)
+
+
+def test_a_recipe_extends_another_beside_it(recipe: Path) -> None:
+    child = recipe.with_name("child.toml")
+    child.write_text('extends = "small.toml"\nname = "child"\n[rollout]\nmax_lag = 3\n')
+    loaded = load_recipe(str(child))
+    assert (loaded.name, loaded.rollout.group_size, loaded.rollout.max_lag) == ("child", 4, 3)
+
+
+def test_extends_in_a_circle_is_refused(recipe: Path) -> None:
+    other = recipe.with_name("other.toml")
+    other.write_text('extends = "small.toml"')
+    recipe.write_text('extends = "other.toml"')
+    assert "circle" in refused(recipe)
+
+
+def test_a_mistyped_key_is_answered_with_the_nearest_name(recipe: Path) -> None:
+    message = refused(recipe, "rollout.group_sise=4")
+    assert "'rollout.group_sise'" in message
+    assert "did you mean 'group_size'?" in message
+
+
+def test_a_mistyped_key_in_a_domain_is_found(recipe: Path) -> None:
+    assert "did you mean 'max_turns'?" in refused(recipe, "domains.lake.max_turn=4")
+
+
+def test_a_mistyped_table_is_answered_with_the_nearest_name(recipe: Path) -> None:
+    assert "did you mean 'rollout'?" in refused(recipe, "rolout.group_size=4")
+
+
+def test_a_wrong_type_names_key_and_value(recipe: Path) -> None:
+    message = refused(recipe, "rollout.group_size=many")
+    assert "rollout.group_size: expected int" in message
+    assert "'many'" in message
+
+
+def test_a_value_out_of_range_names_key_and_value(recipe: Path) -> None:
+    message = refused(recipe, "rollout.group_size=1")
+    assert "rollout.group_size: expected int >= 2" in message
+    assert "seen: 1" in message
+
+
+def test_a_missing_key_is_named(recipe: Path) -> None:
+    recipe.write_text(RECIPE.replace("learning_rate = 0.001", ""))
+    assert "train.learning_rate: missing" in refused(recipe)
+
+
+def test_malformed_toml_names_file_and_line(recipe: Path) -> None:
+    recipe.write_text(RECIPE + "\nbroken = = 1\n")
+    message = refused(recipe)
+    assert str(recipe) in message
+    assert "line 13" in message
+
+
+def test_a_file_that_is_no_text_is_refused(recipe: Path) -> None:
+    recipe.write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8" in refused(recipe)
+
+
+def test_a_setting_without_a_value_is_refused(recipe: Path) -> None:
+    assert "expected key=value" in refused(recipe, "rollout.group_size")
+
+
+def test_a_setting_below_a_plain_value_is_refused(recipe: Path) -> None:
+    assert "not a table" in refused(recipe, "name.first=x")
+
+
+def test_a_model_needs_exactly_one_source(recipe: Path) -> None:
+    assert "either `path`" in refused(recipe, "model.path=/models/x")
+
+
+def test_an_unknown_recipe_lists_what_there_is(home: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
+        find("recipes", "quickstrat")
+
+
+def test_a_path_that_is_not_there_is_refused(home: Path) -> None:
+    with pytest.raises(ConfigError, match="no recipe 'nowhere/x.toml'"):
+        find("recipes", "nowhere/x.toml")
+
+
+def test_a_users_own_site_wins_and_may_extend_the_shipped_one(home: Path) -> None:
+    own = home.parent / "config" / "hpcrl" / "sites"
+    own.mkdir(parents=True)
+    (own / "perlmutter.toml").write_text('extends = "perlmutter"\naccount = "m1234"\n')
+    site = load_site("perlmutter")
+    assert (site.account, site.name) == ("m1234", "perlmutter")
+    assert "perlmutter" in known_names("sites")
+
+
+def test_a_gpu_that_nobody_knows_is_refused(home: Path) -> None:
+    with pytest.raises(ConfigError, match="not in the catalogue"):
+        load_site("lab", settings=("partitions.decode.gpu=h2O",))
+
+
+def test_settings_reach_a_table_that_was_not_there(recipe: Path) -> None:
+    table, _ = load_table("recipes", str(recipe), settings=("job.walltime_min=5",))
+    assert table["job"] == {"walltime_min": 5}

@@ -1,0 +1,100 @@
+"""Files are complete or absent; events survive a torn line; endpoints come and go."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from hpcrl.endpoints import Endpoint, address_of, announce, listed, new_token, withdraw
+from hpcrl.errors import ConfigError
+from hpcrl.events import EventLog, EventReader, read_events
+from hpcrl.files import discard, publish, staged
+
+
+def test_a_published_file_is_private_and_complete(tmp_path: Path) -> None:
+    publish(tmp_path / "a", "text")
+    assert (tmp_path / "a").read_text() == "text"
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_failed_publication_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    publish(tmp_path / "a", "old")
+
+    def fill() -> None:
+        with staged(tmp_path / "a") as temporary:
+            temporary.write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fill()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
+
+
+def test_a_staged_directory_never_replaces_one_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "v").mkdir()
+    (tmp_path / "v" / "kept").write_text("")
+
+    def fill() -> None:
+        with staged(tmp_path / "v") as temporary:
+            temporary.mkdir()
+
+    with pytest.raises(OSError, match="not empty"):
+        fill()
+    assert [path.name for path in tmp_path.iterdir()] == ["v"]
+
+
+def test_discard_removes_a_link_and_not_what_it_points_to(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    discard(tmp_path / "link")
+    assert (tmp_path / "real").is_dir()
+
+
+def test_events_are_read_once_and_a_torn_line_waits(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "w.jsonl", worker="w")
+    log.emit("one")
+    reader = EventReader(tmp_path)
+    assert [event["event"] for event in reader.poll()] == ["one"]
+    with (tmp_path / "w.jsonl").open("a") as file:
+        file.write('{"event": "tw')
+    assert list(reader.poll()) == []
+    with (tmp_path / "w.jsonl").open("a") as file:
+        file.write('o"}\nnot json\n')
+    assert [event["event"] for event in reader.poll()] == ["two"]
+    log.close()
+
+
+def test_events_of_all_processes_come_in_order_of_time(tmp_path: Path) -> None:
+    first, second = (EventLog(tmp_path / f"{name}.jsonl", worker=name) for name in "ba")
+    first.emit("x")
+    second.emit("y")
+    assert [event["time"] for event in read_events(tmp_path)] == sorted(e["time"] for e in read_events(tmp_path))
+    assert {event["worker"] for event in read_events(tmp_path)} == {"a", "b"}
+
+
+def test_an_endpoint_is_private_and_can_be_withdrawn_twice(tmp_path: Path) -> None:
+    endpoint = Endpoint(role="decode", worker="w", node="n", url="http://127.0.0.1:1", token=new_token())
+    path = announce(tmp_path, endpoint)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert listed(tmp_path) == [endpoint]
+    withdraw(tmp_path, "w")
+    withdraw(tmp_path, "w")
+    assert listed(tmp_path) == []
+
+
+def test_loopback_has_its_address() -> None:
+    assert address_of("lo") == "127.0.0.1"
+
+
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match="it has .*lo"):
+        address_of("hsn9")
+
+
+def test_the_beat_moves_the_files_time(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "w.jsonl")
+    os.utime(tmp_path / "w.jsonl", (1, 1))
+    log.beat()
+    assert (tmp_path / "w.jsonl").stat().st_mtime > 1

@@ -1,0 +1,151 @@
+"""make_plan: roles to partitions, and every check that spares a user the queue."""
+
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpcrl.errors import PlanError
+from hpcrl.plan import Plan, make_plan
+from hpcrl.recipe import Recipe, load_recipe
+from hpcrl.rundir import RunDir
+from hpcrl.site import Site, load_site
+from hpcrl.slurm.script import batch_script
+
+
+def recipe(*settings: str) -> Recipe:
+    return load_recipe("quickstart", settings=settings)
+
+
+def plan(*settings: str, site: str = "lab") -> Plan:
+    of_site = tuple(s.removeprefix("site.") for s in settings if s.startswith("site."))
+    return make_plan(
+        recipe(*(s for s in settings if not s.startswith("site."))), load_site(site, settings=of_site)
+    )
+
+
+def refused(*settings: str, site: str = "lab") -> str:
+    with pytest.raises(PlanError) as caught:
+        plan(*settings, site=site)
+    return str(caught.value)
+
+
+def test_each_role_goes_to_the_partition_of_its_affinity() -> None:
+    where = {role.role: plan().components[role.component].partition for role in plan().roles}
+    assert where == {"env": "env", "prefill": "prefill", "decode": "decode", "train": "train", "reward": "env"}
+
+
+def test_bandwidth_goes_to_the_gpu_with_the_fastest_memory() -> None:
+    assert plan().components[2].gpu == "h20"
+
+
+def test_a_site_without_gpus_falls_back_aloud() -> None:
+    assert any("prefill wanted 1 GPU" in line for line in plan(site="local").fallbacks)
+
+
+def test_a_site_with_one_gpu_type_says_that_bandwidth_was_not_to_be_had() -> None:
+    fallbacks = plan("site.partitions.booster.account=a", "site.partitions.dcgp.account=b", site="leonardo").fallbacks
+    assert any("decode wanted bandwidth, got a100-64" in line for line in fallbacks)
+
+
+def test_the_same_input_gives_the_same_bytes() -> None:
+    assert plan().to_json() == plan().to_json()
+
+
+def test_a_plan_survives_json() -> None:
+    assert msgspec.json.decode(plan().to_json(), type=Plan) == plan()
+
+
+def test_a_walltime_above_the_limit_is_refused() -> None:
+    message = refused("job.walltime_min=2000")
+    assert "job.walltime_min = 2000" in message
+    assert "allows 1440" in message
+
+
+def test_a_drain_longer_than_the_job_is_refused() -> None:
+    assert "job.drain_s = 600" in refused("job.drain_s=600", "job.walltime_min=10")
+
+
+def test_more_gpus_than_a_node_has_are_refused() -> None:
+    message = refused("resources.decode.gpus_per_worker=8")
+    assert "resources.decode" in message
+    assert "8 GPUs" in message
+
+
+def test_more_workers_than_nodes_can_hold_are_refused() -> None:
+    assert "allows 2 nodes" in refused("resources.prefill.num_workers=100")
+
+
+def test_more_memory_than_a_node_has_is_refused() -> None:
+    assert "900 GiB" in refused("resources.env.mem_gib_per_worker=900")
+
+
+def test_a_full_partition_hands_over_to_the_next_best_aloud() -> None:
+    made = plan("resources.decode.num_workers=8", "site.partitions.decode.max_nodes=1")
+    assert made.components[2].partition == "train"
+    assert any("decode wanted bandwidth, got train: decode allows 1 nodes" in line for line in made.fallbacks)
+
+
+def test_two_training_processes_are_refused_so_far() -> None:
+    assert "one process" in refused("resources.train.num_workers=2")
+
+
+def test_a_model_too_large_for_its_gpu_is_refused() -> None:
+    assert "70.0 billion" in refused("model.num_params=70000000000")
+
+
+def test_an_account_is_asked_for_where_it_is_charged() -> None:
+    message = refused(site="perlmutter")
+    assert "account" in message
+    assert "perlmutter.toml" in message
+
+
+def test_each_component_has_its_own_account() -> None:
+    made = plan("site.account=m1", site="perlmutter")
+    flags = {component.partition: component.slurm_flags for component in made.components}
+    assert "--account=m1_g" in flags["gpu"]
+    assert "--account=m1" in flags["cpu"]
+    assert "--constraint=gpu" in flags["gpu"]
+    assert not any(flag.startswith("--partition") for flag in flags["gpu"])
+
+
+def test_facts_that_nobody_confirmed_are_warned_of() -> None:
+    assert any("not confirmed for cpu" in line for line in plan("site.account=m1", site="perlmutter").warnings)
+
+
+def test_a_site_without_het_jobs_is_refused() -> None:
+    assert "het_jobs" in refused("site.het_jobs=no")
+
+
+def test_to_survive_node_loss_every_component_has_two_nodes() -> None:
+    made = plan("job.survive_node_loss=true")
+    assert all(component.nodes == 2 for component in made.components)
+    script = batch_script(made, run=RunDir(Path("/c/x")), job=0, python="python")
+    assert script.count("--no-kill") == len(made.components)
+
+
+def test_cost_counts_whole_nodes_where_they_are_exclusive() -> None:
+    cost = plan("site.account=m1", "job.walltime_min=60", site="perlmutter").cost
+    assert (cost.node_hours, cost.gpu_hours) == (4.0, 12.0)
+
+
+def test_a_thousand_node_recipe_is_planned() -> None:
+    site = load_site("perlmutter", settings=("account=m1",))
+    asked = recipe("resources.env.num_workers=40000", "resources.decode.num_workers=3000")
+    began = time.process_time()
+    made = make_plan(asked, site)
+    assert sum(component.nodes for component in made.components) > 1000
+    assert time.process_time() - began < 1.0  # the one bar that is part of the contract
+
+
+def test_a_path_with_spaces_and_quotes_is_quoted_in_the_script() -> None:
+    run = RunDir(Path("/scratch/my runs/it's 100% \"new\""))
+    script = batch_script(plan(), run=run, job=0, python="/opt/my python/bin/python")
+    assert '--output="/scratch/my runs/it\'s 100%% \\"new\\"/jobs/000/logs/batch.log"' in script
+    assert "exec '/opt/my python/bin/python'" in script
+
+
+@pytest.mark.parametrize("site", ["local", "lab", "perlmutter", "leonardo"])
+def test_shipped_sites_load(site: str) -> None:
+    assert isinstance(load_site(site), Site)

@@ -1,0 +1,236 @@
+"""The monitor's showing side: screens and plain lines of synthetic campaigns."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from synthetic import SyntheticCampaign
+
+from hpcrl.monitor.collect import Collector
+from hpcrl.monitor.screen import render, sparks
+from hpcrl.monitor.snapshot import Snapshot
+from hpcrl.monitor.view import changes, list_campaigns, show_once, watch
+from hpcrl.slurm.status import JobStatus
+
+LONG = "prefill-0 failed 4 times, the last time by RuntimeError: " + "x" * 300
+
+
+def terminal(width: int = 80, height: int = 24) -> Console:
+    return Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+
+
+def text_of(snapshot: Snapshot, *, width: int = 80, height: int = 24) -> list[str]:
+    console = terminal(width, height)
+    with console.capture() as capture:
+        console.print(render(snapshot, height=height))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def collector(campaign: SyntheticCampaign) -> Collector:
+    return Collector(
+        campaign.run, ask=lambda ids: {i: JobStatus(id=i, state="running") for i in ids}, clock=lambda: campaign.now
+    )
+
+
+def planned(root: Path) -> SyntheticCampaign:
+    return SyntheticCampaign(root / "quickstart-1", num_steps=40)
+
+
+def running(root: Path) -> SyntheticCampaign:
+    campaign = planned(root)
+    campaign.submit()
+    campaign.start(workers=3)
+    for step in range(1, 21):
+        campaign.now += 10
+        campaign.step(step)
+        campaign.emit(
+            "env-0", "episodes", running=5, done=step * 8, num_tokens=step * 600, turns=step * 10,
+            remote_prefills=step * 9, env_fault=1,
+        )  # fmt: skip
+        campaign.emit("decode-0", "loaded", version=step, wall_s=0.1)
+    campaign.emit("driver", "fault", what="reward", detail=LONG)
+    campaign.beat_all()
+    return campaign
+
+
+def done(root: Path) -> SyntheticCampaign:
+    campaign = running(root)
+    campaign.outcome("done", "every training step was made")
+    return campaign
+
+
+def failed(root: Path) -> SyntheticCampaign:
+    campaign = running(root)
+    campaign.outcome("failed", LONG)
+    return campaign
+
+
+@pytest.mark.parametrize("state", [planned, running, done, failed])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60), (132, 30)])
+def test_a_screen_fits_the_terminal(
+    tmp_path: Path, state: Callable[[Path], SyntheticCampaign], width: int, height: int
+) -> None:
+    lines = text_of(collector(state(tmp_path)).poll(), width=width, height=height)
+
+    assert max(map(cell_len, lines)) <= width
+    # A failure's reason is told whole, whatever it takes; everything else keeps to the screen.
+    assert len(lines) <= height + (5 if state is failed else 0)
+
+
+def test_the_screen_says_what_a_person_wants_to_know(tmp_path: Path) -> None:
+    screen = "\n".join(text_of(collector(running(tmp_path)).poll()))
+
+    for words in (
+        "quickstart-1  quickstart on lab",
+        "running",
+        "job 123   00:03:20 elapsed   00:56:40 left",
+        "20/40",
+        "0.100 -> 2.000",
+        "env         3/3  env        env0",
+        "5 running   160 done   0 aborted   1 faulted",
+        "60/s   12.0 k generated   90% of turns prefilled remotely",
+        "version 20   engines serve 20   lag 0.50",
+        "2.0 s a step, 0.4 s waiting",
+        "layout hetjob",
+        "reward: prefill-0 failed 4 times",
+    ):
+        assert words in screen
+
+
+def test_a_failure_is_told_whole(tmp_path: Path) -> None:
+    screen = "".join(text_of(collector(failed(tmp_path)).poll()))
+
+    assert screen.replace("\n", "").count("x") >= 300
+
+
+def test_markup_in_names_and_reasons_is_plain_text(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    campaign.emit("driver", "fault", what="[bold]reward[/]", detail="[/nothing] [link=x]y")
+
+    assert any("[bold]reward[/]: [/nothing] [link=x]y" in line for line in text_of(collector(campaign).poll()))
+
+
+def test_nodes_of_a_thousand_workers_are_summed_up(tmp_path: Path) -> None:
+    campaign = planned(tmp_path)
+    campaign.submit()
+    for index in range(1000):
+        campaign.emit(f"env-{index}", "worker-started", node=f"nid{index:06d}", pid=1, gpus=[])
+    campaign.close()
+
+    screen = "\n".join(text_of(collector(campaign).poll()))
+
+    assert "1000/1000  env        nid000000 nid000001 .. nid000999 (1,000)" in screen
+
+
+def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+
+    show_once(collector(failed(tmp_path)).poll(), console=Console(file=out, width=80))
+
+    out.seek(0)
+    assert "quickstart-1" in out.read()
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "bars"),
+    [
+        ([], 10, ""),
+        ([1.0], 10, "0"),
+        ([5.0, 5.0, 5.0], 10, "000"),
+        ([0.0, 1.0], 10, "07"),
+        ([1.0, 0.0], 10, "70"),
+        ([0.0, 0.0, 4.0, 4.0, 8.0, 8.0], 3, "047"),
+        ([float(n) for n in range(8)], 8, "01234567"),
+    ],
+)
+def test_a_sparkline_shows_the_series(values: list[float], width: int, bars: str) -> None:
+    assert sparks(values, width=width, blocks="01234567") == bars
+
+
+def test_plain_lines_come_only_with_news(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    reading = collector(campaign)
+    first = reading.poll()
+    second = reading.poll()
+    campaign.step(21)
+    third = reading.poll()
+    campaign.step(22)
+    fourth = reading.poll()
+    campaign.emit("train-0", "checkpoint", step=22, version=22, wall_s=0.1)
+
+    assert changes(None, first)[-1].split()[1:4] == ["running", "step", "20/40"]
+    assert changes(first, second) == []
+    assert changes(second, third) == []
+    assert [line.split()[3] for line in changes(third, fourth)] == ["22/40"]
+    assert [line.split(maxsplit=1)[1] for line in changes(fourth, reading.poll())] == [
+        "checkpoint at step 22 (version 22)"
+    ]
+
+
+def test_notes_that_were_forgotten_are_not_told_twice(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    reading = collector(campaign)
+    before = reading.poll()
+    for number in range(200):
+        campaign.emit("driver", "fault", what=f"number {number}")
+
+    lines = changes(before, reading.poll())
+
+    assert len(lines) == 50
+    assert lines[-1].endswith("number 199")
+
+
+def test_without_a_terminal_lines_are_printed_until_the_campaign_ends(tmp_path: Path) -> None:
+    out = io.StringIO()
+
+    last = watch(collector(done(tmp_path)), console=Console(file=out), until_done=True, interval_s=0.01)
+
+    assert last.state == "done"
+    assert "\x1b" not in out.getvalue()
+    assert "done     step 20/40  reward 2.000" in out.getvalue().splitlines()[-1]
+
+
+def test_on_a_terminal_the_last_screen_stays(tmp_path: Path) -> None:
+    console = terminal()
+
+    last = watch(collector(done(tmp_path)), console=console, until_done=True, interval_s=0.01)
+
+    assert last.state == "done"
+    assert isinstance(console.file, io.StringIO)
+    assert "every training step was made" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_an_interrupt_ends_the_watching_and_says_that_the_campaign_goes_on(tmp_path: Path, is_terminal: bool) -> None:
+    campaign = running(tmp_path)
+    polls = iter(range(3))
+
+    def clock() -> float:
+        if next(polls) == 2:
+            raise KeyboardInterrupt
+        return campaign.now
+
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=120)
+    reading = Collector(campaign.run, ask=lambda ids: {}, clock=clock)
+
+    last = watch(reading, console=console, until_done=True, interval_s=0.01)
+
+    assert last.state == "running"
+    assert isinstance(console.file, io.StringIO)
+    said = "quickstart-1 goes on: `hpcrl monitor quickstart-1` shows it again, `hpcrl stop quickstart-1` ends it\n"
+    assert console.file.getvalue().endswith(said)
+    assert not campaign.run.stop.exists()
+
+
+def test_campaigns_are_listed_for_people_and_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    campaign = done(tmp_path)
+
+    assert list_campaigns([campaign.run], as_json=False) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["quickstart-1", "lab", "done"]
+    assert list_campaigns([campaign.run], as_json=True) == 0
+    assert '"state": "done"' in capsys.readouterr().out
+    assert list_campaigns([], as_json=False) == 0
+    assert capsys.readouterr().out.startswith("no campaigns yet")
