@@ -6,10 +6,11 @@ system, that name is a symbolic link; making the directory or the link is what r
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -44,9 +45,17 @@ def request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> Reques
     """Load and plan. Settings are `key=value` of the recipe, or `site.key=value` of the site."""
     of_site = tuple(s.removeprefix("site.") for s in settings if s.startswith("site."))
     of_recipe = tuple(s for s in settings if not s.startswith("site."))
-    loaded = load_recipe(recipe, settings=of_recipe)
+    loaded = _with_absolute_model(load_recipe(recipe, settings=of_recipe))
     where = load_site(site, settings=of_site)
     return Request(recipe=loaded, site=where, plan=make_plan(loaded, where))
+
+
+def _with_absolute_model(recipe: Recipe) -> Recipe:
+    """Workers run elsewhere: a relative path would mean another directory there."""
+    if recipe.model.path is None:
+        return recipe
+    path = Path(recipe.model.path).expanduser().absolute()
+    return msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, path=str(path)))
 
 
 def script_of(asked: Request, *, name: str) -> str:
@@ -57,10 +66,7 @@ def script_of(asked: Request, *, name: str) -> str:
 
 def submit(asked: Request, *, name: str | None = None) -> RunDir:
     """Check the user's code, make the campaign's directory, submit its first job; on failure leave nothing."""
-    check_user_code(asked)
-    if asked.site.scheduler == "slurm":
-        slurm.require_slurm(asked.site)
-        slurm.site_environment(asked.site)
+    check(asked)
     run = _reserve(asked, name)
     try:
         _describe(run, asked)
@@ -73,10 +79,9 @@ def submit(asked: Request, *, name: str | None = None) -> RunDir:
 
 def dry_run(asked: Request) -> str:
     """Everything that submitting checks, and Slurm's own opinion where there is one; nothing is left behind."""
-    check_user_code(asked)
+    check(asked)
     if asked.site.scheduler == "local":
         return "nothing to ask: the site has no scheduler"
-    slurm.require_slurm(asked.site)
     run = _reserve(asked, None)
     try:
         _describe(run, asked)
@@ -87,7 +92,18 @@ def dry_run(asked: Request) -> str:
         _release(run)
 
 
-def check_user_code(asked: Request) -> None:
+def check(asked: Request) -> None:
+    """Everything that would only fail in the job, or in the queue."""
+    model = asked.recipe.model.path
+    if model is not None and not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"model.path = {model!r} is not a model directory: it has no config.json")
+    if asked.site.scheduler == "slurm":
+        slurm.require_slurm(asked.site)
+        slurm.site_environment(asked.site)
+    _check_user_code(asked)
+
+
+def _check_user_code(asked: Request) -> None:
     """Import environments and rewards with the interpreter of the jobs, before anything is queued."""
     command = [_python(asked.site), "-m", "hpcrl.envs.check"]
     try:
@@ -113,18 +129,30 @@ def check_user_code(asked: Request) -> None:
 def resume(name: str) -> RunDir:
     """Go on from the last checkpoint in a new job."""
     run = find(name)
-    numbers = run.job_numbers()
-    last = run.job(numbers[-1])
-    if _is_running(run, last):
-        raise CampaignError(
-            f"campaign {run.name!r} has job {submitted(last).id} already: see `hpcrl monitor {run.name}`"
-        )
-    if last.outcome.exists() and read_json(last.outcome)["outcome"] == "done":
-        raise CampaignError(f"campaign {run.name!r} is done: there is nothing to resume")
     asked = Request(recipe=_read(run.recipe, Recipe), site=_read(run.site, Site), plan=_read(run.plan, Plan))
+    number = run.job_numbers()[-1]
+    _refuse_while_alive(run, run.job(number), asked.site)
     discard(run.stop)
-    _start_job(run, asked, number=numbers[-1] + 1)
+    _start_job(run, asked, number=number + 1)
     return run
+
+
+def _refuse_while_alive(run: RunDir, job: JobDir, site: Site) -> None:
+    """Two jobs of one campaign at once would train twice on the same trajectories."""
+    outcome = read_json(job.outcome)["outcome"] if job.outcome.exists() else None
+    if outcome == "done":
+        raise CampaignError(f"campaign {run.name!r} is done: there is nothing to resume")
+    state = _state(job, site)
+    if state in ("queued", "running"):
+        raise CampaignError(
+            f"campaign {run.name!r}: job {submitted(job).id} is {state}: `hpcrl monitor {run.name}` shows it, "
+            f"`hpcrl stop {run.name}` ends it"
+        )
+    if state == "unknown" and outcome is None:
+        raise CampaignError(
+            f"campaign {run.name!r}: Slurm does not say what became of job {submitted(job).id}: try again later, "
+            f"or, if you know that it is gone, `hpcrl stop --now {run.name}` first"
+        )
 
 
 def stop(name: str, *, how: Callable[[RunDir, JobDir, Site], str]) -> str:
@@ -148,7 +176,29 @@ def gently(run: RunDir, job: JobDir, site: Site) -> str:
 def at_once(run: RunDir, job: JobDir, site: Site) -> str:
     """Cancel the job by its recorded id."""
     slurm.cancel(submitted(job), site=site)
+    publish_json(job.outcome, {"outcome": "stopped", "reason": "cancelled (hpcrl stop --now)", "time": time.time()})
     return f"campaign {run.name}: job {submitted(job).id} is cancelled; `hpcrl resume {run.name}` goes on later"
+
+
+def closing_words(run: RunDir, *, state: str, rewards: Sequence[float | None]) -> list[str]:
+    """What was done, where it lies, and what to try next."""
+    seen = [reward for reward in rewards if reward is not None]
+    learned = f": mean reward {seen[0]:.2f} -> {seen[-1]:.2f} in {len(rewards)} steps" if seen else ""
+    if state in ("queued", "running", "draining"):
+        return [f"campaign {run.name} goes on; `hpcrl monitor {run.name}` shows it again"]
+    if state != "done":
+        return [
+            f"campaign {run.name} ended as {state}{learned}; see `hpcrl logs {run.name}`, then `hpcrl resume {run.name}`"
+        ]
+    return [
+        f"campaign {run.name} is done{learned}",
+        f"  everything is in {run.root}",
+        f"  weights {run.weights} - checkpoints {run.checkpoints} - trajectories {run.spool('scored')}",
+        "next:",
+        f"  hpcrl monitor {run.name} --once              what this campaign looked like",
+        "  hpcrl plan quickstart --site lab             the same recipe as a heterogeneous Slurm job",
+        "  hpcrl lab up && hpcrl submit quickstart --site lab --watch",
+    ]
 
 
 def find(name: str) -> RunDir:
@@ -189,18 +239,21 @@ def _read(path: Path, kind: type[T]) -> T:
         ) from error
 
 
-def _is_running(run: RunDir, job: JobDir) -> bool:
-    return not job.outcome.exists() and job.submitted.exists() and _state(job, site_of(run)) != "gone"
-
-
 def _state(job: JobDir, site: Site) -> str:
-    """queued, running, gone or unknown: what the scheduler says of a job without an outcome."""
+    """queued, running, gone or unknown: what the scheduler says of a job."""
     record = submitted(job)
     if record.scheduler == "local":
         return "running" if is_alive(record.pid, record.start_ticks) else "gone"
-    from hpcrl.slurm.status import job_states
+    from hpcrl.slurm.status import ACTIVE, UNKNOWN, WAITING, job_states
 
-    return job_states([record.id], env={**os.environ, **slurm.site_environment(site)})[record.id].state
+    match job_states([record.id], env=os.environ | slurm.site_environment(site))[record.id].state:
+        case state if state in WAITING:
+            return "queued"
+        case state if state in ACTIVE:
+            return "running"
+        case state if state == UNKNOWN:
+            return "unknown"
+    return "gone"
 
 
 def _start_job(run: RunDir, asked: Request, *, number: int) -> None:
@@ -244,6 +297,8 @@ def _folders(run: RunDir) -> list[Path]:
 
 def _reserve(asked: Request, name: str | None) -> RunDir:
     """A fresh directory for the campaign; without a name, the recipe's with the next free number."""
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        raise CampaignError(f"--name {name!r}: letters, digits, '.', '_' and '-' only, at most 64 of them")
     home = private_dir(_home())
     for candidate in [name] if name else _numbered(asked.recipe.name, home):
         path = _root_of(asked.site) / candidate

@@ -133,21 +133,45 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from hpcrl.monitor.view import list_campaigns
-
     from hpcrl import campaign
+    from hpcrl.monitor.view import list_campaigns
 
     return list_campaigns(campaign.everyone(), as_json=arguments.json)
 
 
 def _monitor(arguments: argparse.Namespace) -> int:
-    from hpcrl import campaign
+    from rich.console import Console
 
-    raise NotImplementedError(campaign.find(arguments.campaign))
+    from hpcrl import campaign
+    from hpcrl.monitor.collect import Collector, slurm_at
+    from hpcrl.monitor.snapshot import to_json
+    from hpcrl.monitor.view import show_once, watch
+
+    run = campaign.find(arguments.campaign)
+    collector = Collector(run, ask=slurm_at(campaign.site_of(run)))
+    if arguments.json:
+        sys.stdout.write(to_json(collector.poll()).decode())
+    elif arguments.once:
+        show_once(collector.poll(), console=Console(highlight=False))
+    else:
+        watch(collector, console=Console(highlight=False), until_done=False)
+    return 0
 
 
 def _watch(name: str) -> int:
-    raise NotImplementedError(name)
+    """Follow a campaign to its end and say what came of it."""
+    from rich.console import Console
+
+    from hpcrl import campaign
+    from hpcrl.monitor.collect import Collector, slurm_at
+    from hpcrl.monitor.view import watch
+
+    run = campaign.find(name)
+    collector = Collector(run, ask=slurm_at(campaign.site_of(run)))
+    snapshot = watch(collector, console=Console(highlight=False), until_done=True)
+    for line in campaign.closing_words(run, state=snapshot.state, rewards=snapshot.reward_mean):
+        _say(line)
+    return 0 if snapshot.state in ("done", "stopped", "queued", "running", "draining") else EXIT_CAMPAIGN_FAILED
 
 
 def _logs(arguments: argparse.Namespace) -> int:
@@ -192,7 +216,7 @@ def _lab(arguments: argparse.Namespace) -> int:
         case "up":
             _say(str(lab.up(state_dir)))
         case "down":
-            lab.down(state_dir)
+            _say(f"the lab in {state_dir} is {'down: nothing of it is left' if lab.down(state_dir) else 'not up'}")
         case "status":
             _say(str(lab.status(state_dir)))
         case "env":

@@ -41,6 +41,10 @@ class _Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     request_id: str
 
 
+class _Done(msgspec.Struct, frozen=True, kw_only=True):
+    """There is nothing more to say."""
+
+
 class _Refusal(msgspec.Struct, frozen=True, kw_only=True):
     error: str
 
@@ -87,7 +91,7 @@ class _Door:
 
     async def abort(self, http: web.Request) -> web.Response:
         await self._engine.abort((await _body(http, _Abort)).request_id)
-        return web.Response(status=204)
+        return _answer(_Done())
 
     async def load(self, _: web.Request) -> web.Response:
         return _answer(await self._engine.load_figures())
@@ -164,18 +168,20 @@ class RemoteEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         # How long a turn may take is the caller's business: cancelling it hangs up, which aborts it over there.
-        return msgspec.json.decode(await self._ask("POST", "/generate", request, limit_s=None), type=Completion)
+        return await self._ask("POST", "/generate", request, kind=Completion, limit_s=None)
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
-        return msgspec.json.decode(await self._ask("POST", "/prefill", request, limit_s=None), type=KvHandle)
+        return await self._ask("POST", "/prefill", request, kind=KvHandle, limit_s=None)
 
     async def abort(self, request_id: str) -> None:
-        await self._ask("POST", "/abort", _Abort(request_id=request_id), limit_s=SHORT_S)
+        await self._ask("POST", "/abort", _Abort(request_id=request_id), kind=_Done, limit_s=SHORT_S)
 
     async def load_figures(self) -> LoadFigures:
-        return msgspec.json.decode(await self._ask("GET", "/load", None, limit_s=SHORT_S), type=LoadFigures)
+        return await self._ask("GET", "/load", None, kind=LoadFigures, limit_s=SHORT_S)
 
-    async def _ask(self, method: str, path: str, body: msgspec.Struct | None, *, limit_s: float | None) -> bytes:
+    async def _ask(
+        self, method: str, path: str, body: msgspec.Struct | None, *, kind: type[T], limit_s: float | None
+    ) -> T:
         data = None if body is None else msgspec.json.encode(body)
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=SHORT_S)
         url = self.endpoint.url + path
@@ -186,7 +192,10 @@ class RemoteEngine:
             raise EngineError(f"worker {self.endpoint.worker} at {url} did not answer: {error!r}") from error
         if http.status >= 400:
             raise EngineError(f"worker {self.endpoint.worker} at {url} answered {http.status}: {_reason(answer)}")
-        return answer
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"worker {self.endpoint.worker} at {url} is not understood: {error}") from error
 
 
 def _reason(answer: bytes) -> str:

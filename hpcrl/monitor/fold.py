@@ -90,9 +90,11 @@ class TokenRate:
     """Generated tokens by second, over the window only."""
 
     by_second: dict[int, int] = field(default_factory=dict)
+    first: float | None = None
 
     def add(self, time: float, num_tokens: int) -> None:
         second = int(time)
+        self.first = time if self.first is None else min(self.first, time)
         self.by_second[second] = self.by_second.get(second, 0) + num_tokens
 
     def keep(self, *, since: float, until: float) -> None:
@@ -101,9 +103,9 @@ class TokenRate:
     def per_second(self, now: float) -> float:
         """Over the window, or over what has passed since its first token if that is shorter."""
         self.keep(since=now - RATE_WINDOW_S, until=now + RATE_WINDOW_S)  # clocks differ a little
-        if not self.by_second:
+        if self.first is None:
             return 0.0
-        covered = min(max(now - min(self.by_second), 1.0), RATE_WINDOW_S)
+        covered = min(max(now - self.first, 1.0), RATE_WINDOW_S)
         return sum(self.by_second.values()) / covered
 
 
@@ -126,6 +128,9 @@ class Progress:
         """Take in one event."""
         job = self._job(event)
         match event:
+            case Episodes():  # first, and without a note: nearly all lines of a campaign are these
+                self._count(self._worker(event), event)
+                return
             case JobStarted():
                 job.started, job.end_time, job.node = event.time, event.end_time, event.node or ""
                 job.ended = job.draining = None  # a requeued job starts again under its old number
@@ -143,7 +148,7 @@ class Progress:
                 self._go_back_before(event.step + 1)
             case Stale():
                 self.num_stale += event.num
-            case WorkerStarted() | WorkerRestarted() | WorkerEnded() | WorkerFailed() | Loaded() | Episodes():
+            case WorkerStarted() | WorkerRestarted() | WorkerEnded() | WorkerFailed() | Loaded():
                 self._about_worker(event)
         self._note(event)
 
@@ -180,9 +185,7 @@ class Progress:
             worker.node, worker.partition = event.node or worker.node, event.partition or worker.partition
         return worker
 
-    def _about_worker(
-        self, event: WorkerStarted | WorkerRestarted | WorkerEnded | WorkerFailed | Loaded | Episodes
-    ) -> None:
+    def _about_worker(self, event: WorkerStarted | WorkerRestarted | WorkerEnded | WorkerFailed | Loaded) -> None:
         worker = self._worker(event)
         match event:
             case WorkerStarted() | WorkerRestarted():
@@ -193,8 +196,6 @@ class Progress:
                 worker.up = False
             case Loaded():
                 worker.version = event.version
-            case Episodes():
-                self._count(worker, event)
 
     def _note(self, event: Event) -> None:
         text = plain(event)
@@ -204,12 +205,14 @@ class Progress:
             self.notes.append(Note(time=event.time, text=" ".join(text.split()), bad=bad))
 
     def _count(self, worker: Worker, now: Episodes) -> None:
-        before = worker.episodes
-        if before is None or any(getattr(now, name) < getattr(before, name) for name in COUNTERS):
-            before = Episodes(time=now.time)  # a new process of this worker counts from zero
-        for name in COUNTERS:
-            added = getattr(now, name) - getattr(before, name)
-            setattr(self.totals, name, getattr(self.totals, name) + added)
+        before = worker.episodes or Episodes(time=now.time)
+        added = [getattr(now, name) - getattr(before, name) for name in COUNTERS]
+        if min(added) < 0:  # a new process of this worker counts from zero
+            before = Episodes(time=now.time)
+            added = [getattr(now, name) for name in COUNTERS]
+        for name, more in zip(COUNTERS, added, strict=True):
+            if more:
+                setattr(self.totals, name, getattr(self.totals, name) + more)
         self.rate.add(now.time, now.num_tokens - before.num_tokens)
         worker.episodes = now
 

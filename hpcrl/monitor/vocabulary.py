@@ -5,7 +5,7 @@ plain(event)    the event in words, if it is worth a line
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 from msgspec import Meta
@@ -153,11 +153,18 @@ Event = (
 )
 
 
+# By hand, because msgspec would look at all of a union for every single line.
+_KINDS: dict[str, type[Event]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Event)}
+
+
 def parse(line: Mapping[str, Any]) -> Event | None:
     """The event in a line; None for one that the monitor has no use for or cannot read."""
+    name = line.get("event")
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        return None
     try:
-        event: Event = msgspec.convert(line, Event)
-        return event
+        return msgspec.convert(line, kind)
     except msgspec.ValidationError:
         return None
 

@@ -22,6 +22,7 @@ from hpcrl import files
 from hpcrl.config import shipped
 from hpcrl.errors import LabError
 
+TEMPLATES = ("slurm.conf", "gres.conf", "slurmdbd.conf", "my.cnf")
 SOCKET_PATH_MAX = 107
 PORTS = range(20_000, 32_000)
 """Below Linux's ephemeral ports (32768 and up), so that no outgoing connection sits on one of ours."""
@@ -167,11 +168,10 @@ def write_conf(lab: LabDir, *, cluster: Cluster, ports: list[int], user: str) ->
         (lab.root / "dev" / f"gpu{number}").symlink_to("/dev/null")
     _write(lab.munge_key, os.urandom(128), mode=0o600)
     values = _values(lab, cluster=cluster, ports=ports, user=user)
-    for template in sorted((shipped("jobs") / "lab").iterdir()):
-        text = template.read_text(encoding="utf-8")
-        if template.suffix in (".conf", ".cnf"):
-            text = Template(text).substitute(values)
-        _write(lab.root / template.name, text.encode(), mode=0o700 if template.suffix == ".sh" else 0o600)
+    for name in TEMPLATES:
+        text = (shipped("jobs") / "lab" / name).read_text(encoding="utf-8")
+        _write(lab.root / name, Template(text).substitute(values).encode(), mode=0o600)
+    _write(lab.root / "epilog.sh", (shipped("jobs") / "lab" / "epilog.sh").read_bytes(), mode=0o700)
 
 
 def _write(path: Path, data: bytes, *, mode: int) -> None:

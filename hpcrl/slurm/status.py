@@ -38,7 +38,7 @@ MAX_NODES = 100_000
 """No machine has more in one range: a longer one is garbage."""
 
 _QUEUE_FORMAT = "%i|%A|%T|%P|%S|%e|%N|%r"
-_ENDED_FORMAT = "JobIDRaw,JobID,State,ExitCode,Partition,NodeList,Reason"
+_ENDED_FORMAT = "JobIDRaw,JobID,State,ExitCode,Partition,NodeList"
 _COMPONENT_ID = re.compile(r"(?P<leader>\d+)(?:\+(?P<index>\d+))?")
 
 _REASONS = {
@@ -165,17 +165,16 @@ def parse_ended(text: str) -> dict[str, JobStatus]:
     components: dict[str, list[ComponentStatus]] = {}
     for line in text.splitlines():
         fields = line.strip().split("|")
-        found = _COMPONENT_ID.fullmatch(fields[1]) if len(fields) >= 7 else None
+        found = _COMPONENT_ID.fullmatch(fields[1]) if len(fields) >= 6 else None
         if found is None:
             continue
-        own_id, _, state, exit_code, partition, nodes, reason = fields[:7]
+        own_id, _, state, exit_code, partition, nodes = fields[:6]
         component = ComponentStatus(
             id=own_id,
             index=int(found["index"] or 0),
             state=_first_word(state),  # CANCELLED by 1000
             partition=partition,
             nodes=_none_is_empty(nodes),
-            reason=_none_is_empty(reason),
             exit_code=_exit_code(exit_code),
         )
         components.setdefault(found["leader"], []).append(component)
@@ -246,7 +245,7 @@ def _job(job: str, components: list[ComponentStatus]) -> JobStatus:
 
 def _job_reason(state: str, components: list[ComponentStatus]) -> str:
     """The reasons that differ, each once, with its component if there are several."""
-    if state in ACTIVE or state == "completed":
+    if state in ACTIVE or state in {"completed", "cancelled"}:  # a cancelled job keeps the reason why it waited
         return ""
     reasons: dict[str, list[str]] = {}
     for component in components:

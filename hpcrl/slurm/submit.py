@@ -102,7 +102,7 @@ def _submit_local(script: str, *, job: JobDir) -> Submitted:
 def _submit_slurm(script: str, job: JobDir, site: Site) -> Submitted:
     import submitit
 
-    class HetExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
+    class HetExecutor(submitit.SlurmExecutor):
         """submitit's submission and job folder, with a script of several components and no pickled function."""
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:

@@ -154,7 +154,9 @@ def test_a_caller_that_goes_away_takes_its_request_with_it(opened: Opened) -> No
 
 def test_more_requests_than_the_batch_holds_are_all_answered(opened: Opened) -> None:
     async def body(engine: Generator) -> list[int]:
-        answers = await asyncio.gather(*[engine.generate(ask(f"r{n}", seed=n, max_new_tokens=1 + n)) for n in range(30)])
+        answers = await asyncio.gather(
+            *[engine.generate(ask(f"r{n}", seed=n, max_new_tokens=1 + n)) for n in range(30)]
+        )
         return [len(answer.token_ids) for answer in answers]
 
     assert on(opened, body) == [1 + n for n in range(30)]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from lab_tools import Lab, short_dir, until
 
+from hpcrl.errors import LabError
 from hpcrl.slurm import lab as labs
 from hpcrl.slurm.lab_conf import Cluster, NodeGroup
 
@@ -21,17 +22,27 @@ UP = "import sys; from pathlib import Path; from hpcrl.slurm import lab; lab.up(
 
 
 @pytest.fixture(scope="module")
-def two_labs(needs_slurm: None) -> Iterator[tuple[Lab, Lab]]:
-    """Two that were brought up at the same time."""
+def three_ups(needs_slurm: None) -> Iterator[list[labs.LabStatus]]:
+    """At the same time: one lab brought up, and another one twice."""
     with short_dir() as folder:
-        dirs = [folder / "a", folder / "b"]
+        dirs = [folder / "a", folder / "b", folder / "b"]
         try:
             with ThreadPoolExecutor() as pool:
-                list(pool.map(lambda state_dir: labs.up(state_dir, cluster=TINY), dirs))
-            yield Lab(dirs[0]), Lab(dirs[1])
+                yield list(pool.map(lambda state_dir: labs.up(state_dir, cluster=TINY), dirs))
         finally:
             for state_dir in dirs:
                 labs.down(state_dir)
+
+
+@pytest.fixture(scope="module")
+def two_labs(three_ups: list[labs.LabStatus]) -> tuple[Lab, Lab]:
+    return Lab(three_ups[0].state_dir), Lab(three_ups[1].state_dir)
+
+
+def test_one_of_two_ups_at_once_starts_the_lab_and_the_other_finds_it(three_ups: list[labs.LabStatus]) -> None:
+    _, first, second = three_ups
+    assert first.daemons == second.daemons
+    assert {first.was_up, second.was_up} == {True, False}
 
 
 def test_two_labs_run_side_by_side(two_labs: tuple[Lab, Lab]) -> None:
@@ -62,7 +73,16 @@ def test_down_leaves_no_process_and_no_file_and_no_other_lab_harmed(two_labs: tu
     assert other.run("srun", "echo", "here") == "here"
 
 
-@pytest.mark.parametrize("num_daemons", [1, 4, 9])
+def test_daemon_that_fails_is_quoted_and_nothing_stays(needs_slurm: None) -> None:
+    broken = Cluster(groups=(NodeGroup(name="n", num_nodes=1),), default="n", mem_mib=-1)
+    with short_dir() as folder:
+        with pytest.raises(LabError, match=r"slurmctld ended .*\n.*RealMemory"):
+            labs.up(folder / "lab", cluster=broken)
+        assert not (folder / "lab").exists()
+        assert _mentions(folder) == []
+
+
+@pytest.mark.parametrize("num_daemons", [2, 7])
 def test_down_clears_away_a_bring_up_that_was_killed(needs_slurm: None, num_daemons: int) -> None:
     with short_dir() as folder:
         state_dir = folder / "lab"

@@ -18,10 +18,10 @@ QUEUE = """\
 15|15|PENDING|env|2026-11-20T12:00:00|2026-11-20T13:00:00||Priority
 """
 ENDED = """\
-20|20|CANCELLED by 1000|0:0|env|env0|None
-21|21+0|COMPLETED|0:0|env|env0|None
-22|21+1|NODE_FAIL|0:0|prefill|prefill[0-1]|None
-30|30|RUNNING|0:0|env|env1|None
+20|20|CANCELLED by 1000|0:0|env|env0
+21|21+0|COMPLETED|0:0|env|env0
+22|21+1|NODE_FAIL|0:0|prefill|prefill[0-1]
+30|30|RUNNING|0:0|env|env1
 """
 
 
@@ -107,6 +107,17 @@ def test_components_that_wait_for_different_reasons_say_so_by_partition() -> Non
         "gpu: you are at a limit of its QOS (QOSMaxJobsPerUserLimit)"
     )
     assert job.start is None
+
+
+def test_a_cancelled_job_does_not_say_why_it_once_waited() -> None:
+    assert parse_queue("8|8|CANCELLED|env|2026-11-20T10:00:00|2026-11-20T10:00:00||BeginTime\n")["8"].reason == ""
+
+
+def test_a_failed_job_says_so_and_sacct_knows_its_exit_code() -> None:
+    assert (
+        parse_queue("8|8|FAILED|env|N/A|N/A|env0|NonZeroExitCode\n")["8"].reason == "it ended with a non-zero exit code"
+    )
+    assert parse_ended("8|8|FAILED|3:0|env|env0\n")["8"].components[0].exit_code == 3
 
 
 def test_squeue_that_lists_none_of_the_jobs_is_an_answer(slurm: FakeSlurm) -> None:

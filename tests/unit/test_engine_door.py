@@ -1,0 +1,213 @@
+"""The HTTP door of an engine: who may pass, what it says to nonsense, and what its other end makes of silence."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from hpcrl.endpoints import Endpoint
+from hpcrl.engines.base import LOCAL, Completion, GenerateRequest, KvHandle, LoadFigures
+from hpcrl.engines.http import RemoteEngine, client_session, kv_fetcher, serve
+from hpcrl.errors import EngineError
+
+REQUEST = GenerateRequest(request_id="r", token_ids=[1, 2], max_new_tokens=1)
+ROUTES = [("POST", "/generate"), ("POST", "/prefill"), ("POST", "/abort"), ("GET", "/load"), ("GET", "/kv/x")]
+
+
+class Scripted:
+    """An engine that does as its request's id says."""
+
+    def __init__(self) -> None:
+        self.started, self.gone = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        match request.request_id:
+            case "refuse":
+                raise EngineError("too long:\n513 tokens")
+            case "bug":
+                raise ZeroDivisionError("secret path /home/me")
+            case "hang":
+                self.started.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.gone.set()
+        return Completion(token_ids=[7], logprobs=[-0.5], versions=[3], finish_reason="length")
+
+    async def prefill(self, request: GenerateRequest) -> KvHandle:
+        return KvHandle(url=LOCAL + "abc", token="", version=3, num_tokens=1)
+
+    async def abort(self, request_id: str) -> None:
+        return None
+
+    async def load_figures(self) -> LoadFigures:
+        return LoadFigures(version=3, num_running=0, num_waiting=0, num_generated_tokens=0)
+
+    async def take_kv(self, name: str) -> bytes | None:
+        return b"kv" * 50 if name == "abc" else None
+
+
+def behind_door(body: Callable[[Scripted, str, aiohttp.ClientSession], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        engine = Scripted()
+        url, runner = await serve(engine, host="127.0.0.1", token="right")
+        try:
+            async with client_session() as session:
+                return await body(engine, url, session)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def remote(url: str, session: aiohttp.ClientSession, *, token: str = "right") -> RemoteEngine:
+    return RemoteEngine(Endpoint(role="decode", worker="000-decode-1", node="n", url=url, token=token), session)
+
+
+@pytest.mark.parametrize(
+    "header", [None, "right", "Bearer wrong", "Bearer righ", "Bearer right "[:-1] + "x", "Basic right"]
+)
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_no_route_answers_without_the_token(method: str, path: str, header: str | None) -> None:
+    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> int:
+        headers = {} if header is None else {"Authorization": header}
+        async with session.request(method, url + path, headers=headers) as answer:
+            return answer.status
+
+    assert behind_door(body) == 401
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"{", b"[]", b'{"request_id": "r"}', b'{"request_id": 5, "token_ids": [1], "max_new_tokens": 1}', b"\xff"],
+)
+def test_a_body_that_cannot_be_read_is_answered_400_with_one_line(sent: bytes) -> None:
+    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> tuple[int, dict[str, str]]:
+        headers = {"Authorization": "Bearer right"}
+        async with session.post(url + "/generate", data=sent, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+    status, answer = behind_door(body)
+    assert status == 400
+    assert list(answer) == ["error"]
+    assert answer["error"].startswith("the body is no GenerateRequest")
+    assert "\n" not in answer["error"]
+
+
+def test_an_unknown_route_is_answered_404(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> int:
+        async with session.get(url + "/other", headers={"Authorization": "Bearer right"}) as answer:
+            return answer.status
+
+    assert behind_door(body) == 404
+
+
+def test_what_the_engine_refuses_is_an_engine_error_with_its_words() -> None:
+    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> None:
+        await remote(url, session).generate(msgspec.structs.replace(REQUEST, request_id="refuse"))
+
+    with pytest.raises(EngineError, match=r"000-decode-1 .* answered 422: too long: 513 tokens"):
+        behind_door(body)
+
+
+def test_a_bug_in_the_engine_shows_the_client_nothing_of_it() -> None:
+    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> tuple[int, str]:
+        data = msgspec.json.encode(msgspec.structs.replace(REQUEST, request_id="bug"))
+        async with session.post(url + "/generate", data=data, headers={"Authorization": "Bearer right"}) as answer:
+            return answer.status, await answer.text()
+
+    status, text = behind_door(body)
+    assert status == 500
+    assert "secret" not in text
+    assert "Traceback" not in text
+
+
+def test_a_client_that_hangs_up_takes_its_request_with_it() -> None:
+    async def body(engine: Scripted, url: str, session: aiohttp.ClientSession) -> None:
+        asked = asyncio.create_task(remote(url, session).generate(msgspec.structs.replace(REQUEST, request_id="hang")))
+        await engine.started.wait()
+        asked.cancel()
+        await asyncio.wait_for(engine.gone.wait(), timeout=30)
+
+    behind_door(body)
+
+
+def test_a_handle_points_to_the_door_and_brings_the_kv() -> None:
+    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> tuple[str, KvHandle, bytes]:
+        handle = await remote(url, session).prefill(REQUEST)
+        return url, handle, await kv_fetcher(session)(handle)
+
+    url, handle, data = behind_door(body)
+    assert (handle.url, handle.token) == (f"{url}/kv/abc", "right")
+    assert data == b"kv" * 50
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"url": "file:///etc/passwd"}, "only http"),
+        ({"url": "http://127.0.0.1:9/kv/abc"}, "did not come"),
+        ({"url": "http://[bad"}, "did not come"),
+        ({"token": "wrong"}, "answered 401"),
+    ],
+)
+def test_kv_that_cannot_be_fetched_is_an_engine_error(change: dict[str, str], complaint: str) -> None:
+    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> None:
+        handle = await remote(url, session).prefill(REQUEST)
+        await kv_fetcher(session)(msgspec.structs.replace(handle, **change))
+
+    with pytest.raises(EngineError, match=complaint):
+        behind_door(body)
+
+
+def test_kv_that_is_gone_or_too_large_is_an_engine_error() -> None:
+    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> None:
+        handle = await remote(url, session).prefill(REQUEST)
+        with pytest.raises(EngineError, match="larger than 10 bytes"):
+            await kv_fetcher(session, max_bytes=10)(handle)
+        with pytest.raises(EngineError, match="answered 404"):
+            await kv_fetcher(session)(msgspec.structs.replace(handle, url=f"{url}/kv/other"))
+
+    behind_door(body)
+
+
+def test_a_worker_that_is_gone_is_an_engine_error_that_names_it() -> None:
+    async def body(_: Scripted, __: str, session: aiohttp.ClientSession) -> None:
+        await remote("http://127.0.0.1:9", session).load_figures()
+
+    with pytest.raises(EngineError, match=r"000-decode-1 at http://127\.0\.0\.1:9/load did not answer"):
+        behind_door(body)
+
+
+@pytest.mark.parametrize("answered", [b"<html>", b"{}"])
+def test_an_answer_that_is_no_answer_is_an_engine_error(answered: bytes) -> None:
+    async def run() -> None:
+        app = web.Application()
+
+        async def nonsense(_: web.Request) -> web.Response:
+            return web.Response(body=answered)
+
+        app.router.add_get("/load", nonsense)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with client_session() as session:
+                await remote(f"http://127.0.0.1:{runner.addresses[0][1]}", session).load_figures()
+        finally:
+            await runner.cleanup()
+
+    with pytest.raises(EngineError, match="not understood"):
+        asyncio.run(run())
+
+
+def test_an_address_that_cannot_be_listened_on_is_an_engine_error() -> None:
+    async def run() -> None:
+        await serve(Scripted(), host="203.0.113.1", token="t")
+
+    with pytest.raises(EngineError, match=r"cannot listen on 203\.0\.113\.1"):
+        asyncio.run(run())
