@@ -29,6 +29,7 @@ from hpcrl.slurm.script import batch_script
 
 T = TypeVar("T")
 CHECK_TIMEOUT_S = 120
+ENDING_S = 30.0
 FORBIDDEN_IN_PATHS = "\n\r"
 
 
@@ -143,11 +144,13 @@ def _refuse_while_alive(run: RunDir, job: JobDir, site: Site) -> None:
     if outcome == "done":
         raise CampaignError(f"campaign {run.name!r} is done: there is nothing to resume")
     state = _state(job, site)
+    deadline = time.monotonic() + ENDING_S
+    while outcome is not None and state == "running" and time.monotonic() < deadline:
+        time.sleep(0.5)  # it has said how it ended, and is about to be gone
+        state = _state(job, site)
     if state in ("queued", "running"):
-        raise CampaignError(
-            f"campaign {run.name!r}: job {submitted(job).id} is {state}: `hpcrl monitor {run.name}` shows it, "
-            f"`hpcrl stop {run.name}` ends it"
-        )
+        cure = f"`hpcrl monitor {run.name}` shows it, `hpcrl stop {run.name}` ends it"
+        raise CampaignError(f"campaign {run.name!r}: job {submitted(job).id} is {state}: {cure}")
     if state == "unknown" and outcome is None:
         raise CampaignError(
             f"campaign {run.name!r}: Slurm does not say what became of job {submitted(job).id}: try again later, "
@@ -187,9 +190,8 @@ def closing_words(run: RunDir, *, state: str, rewards: Sequence[float | None]) -
     if state in ("queued", "running", "draining"):
         return [f"campaign {run.name} goes on; `hpcrl monitor {run.name}` shows it again"]
     if state != "done":
-        return [
-            f"campaign {run.name} ended as {state}{learned}; see `hpcrl logs {run.name}`, then `hpcrl resume {run.name}`"
-        ]
+        cure = f"see `hpcrl logs {run.name}`, then `hpcrl resume {run.name}`"
+        return [f"campaign {run.name} ended as {state}{learned}; {cure}"]
     return [
         f"campaign {run.name} is done{learned}",
         f"  everything is in {run.root}",

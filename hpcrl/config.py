@@ -21,6 +21,14 @@ Kind = Literal["recipes", "sites"]
 Table = dict[str, Any]
 T = TypeVar("T", bound=msgspec.Struct)
 
+USER_CODE = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+PATTERNS = {
+    USER_CODE: "`package.module:name`",
+    NAME: "a name of at most 64 letters, digits, '_' and '-'",
+}
+"""What the patterns in structs mean to a person."""
+
 
 def shipped(folder: Literal["recipes", "sites", "jobs"]) -> Path:
     """A folder that ships with hpcrl: inside the wheel, else at the top of the checkout."""
@@ -73,7 +81,7 @@ def to_struct(table: Table, kind: type[T], *, source: str) -> T:
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {_readable(str(error), table)}") from error
+        raise ConfigError(f"{source}: {_readable(str(error), table, kind)}") from error
 
 
 def _extended(kind: Kind, path: Path, *, seen: tuple[Path, ...]) -> Table:
@@ -161,13 +169,16 @@ def _nearest(name: str, names: Sequence[str]) -> str:
     return f"did you mean {close[0]!r}? " if close else ""
 
 
-def _readable(message: str, table: Table) -> str:
+def _readable(message: str, table: Table, kind: type[msgspec.Struct]) -> str:
     """msgspec's "Expected `int`, got `str` - at `$.a.b`" with the key first and the value that was seen."""
     found = re.fullmatch(r"(?P<what>.*?)(?: - at `\$\.?(?P<trail>.*)`)?", message, re.DOTALL)
     assert found is not None
     what = found["what"].replace("`", "")
+    for pattern, meaning in PATTERNS.items():
+        what = what.replace(f"str matching regex {pattern!r}", meaning)
+    trail = [part for part in re.split(r"[.\[\]]", (found["trail"] or "").replace("[...]", ".*")) if part]
+    trail = _spelled_out(trail, message, table, kind)
     missing = re.search(r"Object missing required field (\S+)", what)
-    trail = [part for part in re.split(r"[.\[\]]", found["trail"] or "") if part]
     if missing:
         return f"{'.'.join([*trail, missing[1]])}: missing; it has no default, so add it"
     seen: Any = table
@@ -179,3 +190,23 @@ def _readable(message: str, table: Table) -> str:
         else:
             return f"{'.'.join(trail)}: {what}"
     return f"{'.'.join(trail)}: {what[:1].lower()}{what[1:]} (seen: {seen!r})"
+
+
+def _spelled_out(trail: list[str], message: str, table: Table, kind: type[msgspec.Struct]) -> list[str]:
+    """msgspec says "some key" for the keys of a dict; the one meant is the one that fails alone."""
+    if "*" not in trail:
+        return trail
+    at = trail.index("*")
+    inner: Any = table
+    for part in trail[:at]:
+        inner = inner[part]
+    for key, value in inner.items():
+        alone: Table = {key: value}
+        for part in reversed(trail[:at]):
+            alone = {part: alone}
+        try:
+            msgspec.convert({**table, **alone}, kind)
+        except msgspec.ValidationError as error:
+            if str(error) == message:
+                return [*trail[:at], key, *trail[at + 1 :]]
+    return trail

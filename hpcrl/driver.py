@@ -4,6 +4,7 @@ guardian   the batch script's own process; adopts every orphan and ends it, what
 driver     its child: allocation -> runtime -> supervise until the trainer is done -> outcome
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ import msgspec
 from hpcrl.endpoints import address_of
 from hpcrl.errors import HpcrlError
 from hpcrl.events import EventLog
-from hpcrl.files import discard, private_dir, publish, publish_json
+from hpcrl.files import discard, private_dir, publish
 from hpcrl.plan import Plan
 from hpcrl.processes import EXIT_DONE, EXIT_DRAINED, adopt_orphans, die_with_parent, end_descendants
 from hpcrl.recipe import Recipe, RoleName
@@ -40,6 +41,7 @@ TICK_S = 0.1
 TERM_GRACE_S = 20.0
 """What is left after SIGTERM: Slurm kills 30 s later."""
 CLOSE_GRACE_S = 10.0
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 def main() -> int:
@@ -47,50 +49,55 @@ def main() -> int:
     run, number = RunDir(Path(sys.argv[1])), int(sys.argv[2])
     job = run.job(number)
     adopt_orphans()
+    answer, driver_end = os.pipe()
     driver = os.fork()
     if driver == 0:
+        os.close(answer)
         die_with_parent()
-        os._exit(_drive_and_record(run, job))
-    return _guard(driver, job)
+        os._exit(_drive(run, job, answer=driver_end))
+    os.close(driver_end)
+    return _guard(driver, job, answer=answer)
 
 
-def _guard(driver: int, job: JobDir) -> int:
-    """Pass signals on, wait for the driver, then leave nothing behind."""
+def _guard(driver: int, job: JobDir, *, answer: int) -> int:
+    """Pass signals on, wait for the driver, leave nothing behind, and only then record the outcome."""
 
     def forward(number: int, _: FrameType | None) -> None:
         os.kill(driver, number)
 
-    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+    for sig in PASSED_ON:
         signal.signal(sig, forward)
     _, status = os.waitpid(driver, 0)
-    code = os.waitstatus_to_exitcode(status)
-    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+    for sig in PASSED_ON:
         signal.signal(sig, signal.SIG_IGN)  # from here on the end is on its way
     end_descendants(grace_s=CLOSE_GRACE_S)
-    if not job.outcome.exists():
-        reason = f"the driver was killed by signal {-code}" if code < 0 else f"the driver ended with code {code}"
-        _record(job, "failed", reason)
+    code = os.waitstatus_to_exitcode(status)
+    verdict = os.read(answer, 1 << 16)  # nobody else holds the other end any more
+    if verdict:
+        publish(job.outcome, verdict)
+    else:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        publish(job.outcome, _verdict("failed", f"the driver {how}"))
     return code if code >= 0 else 128 - code
 
 
-def _drive_and_record(run: RunDir, job: JobDir) -> int:
-    """The driver's whole life; every way out leaves an outcome."""
-    sys.stdout.flush()
+def _drive(run: RunDir, job: JobDir, *, answer: int) -> int:
+    """The driver's whole life; every way out but a kill tells the guardian how it went."""
+    outcome: Outcome = "failed"
     try:
         outcome, reason = Driver.load(run, job).drive()
     except HpcrlError as error:
-        outcome, reason = "failed", str(error)
-        print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201 - the batch log is where people look
-    except BaseException as error:  # noqa: BLE001 - the outcome must be written whatever broke
-        _record(job, "failed", f"the driver broke: {type(error).__name__}: {error}")
+        reason = str(error)
+        print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
+    except BaseException as error:  # noqa: BLE001 - the guardian must hear of it whatever broke
+        reason = f"the driver broke: {type(error).__name__}: {error}"
         sys.excepthook(*sys.exc_info())  # os._exit follows: nobody else would print it
-        return 1
-    _record(job, outcome, reason)
+    os.write(answer, _verdict(outcome, reason))
     return 0 if outcome in ("done", "stopped", "drained") else 1
 
 
-def _record(job: JobDir, outcome: Outcome, reason: str) -> None:
-    publish_json(job.outcome, {"outcome": outcome, "reason": reason, "time": time.time()})
+def _verdict(outcome: Outcome, reason: str) -> bytes:
+    return json.dumps({"outcome": outcome, "reason": reason[:4000], "time": time.time()}).encode()
 
 
 @dataclass
@@ -156,7 +163,8 @@ class Driver:
         allocation = read_allocation(self.plan)
         self.events.emit("job-started", slurm_id=allocation.job_id, end_time=allocation.end_time)
         self.events.emit("layout", layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes)
-        scrub(os.environ)
+        if allocation.job_id is not None:
+            scrub(os.environ)
         runtime = Runtime(
             self.plan,
             run=self.run,

@@ -8,7 +8,7 @@ from hpcrl import cost
 from hpcrl.affinity import Choice, Demand, choose
 from hpcrl.errors import PlanError
 from hpcrl.hardware import GPUS
-from hpcrl.recipe import Recipe, Resources, RoleName
+from hpcrl.recipe import ROLES, Recipe, Resources, RoleName
 from hpcrl.site import Partition, Site
 
 Layout = Literal["hetjob", "local"]
@@ -82,7 +82,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_plan(recipe: Recipe, site: Site) -> Plan:
     """Map roles to partitions and check all that can be checked before queueing."""
-    _check_train(recipe)
+    _check_resources(recipe)
     layout, reason, doubt = _layout(site)
     choices = _place(recipe, site)
     account = _accounts(site, choices)
@@ -253,7 +253,14 @@ def _role_plan(role: RoleName, recipe: Recipe, choices: dict[RoleName, Choice], 
     )
 
 
-def _check_train(recipe: Recipe) -> None:
+def _check_resources(recipe: Recipe) -> None:
+    for role in ROLES:
+        resources: Resources = getattr(recipe.resources, role)
+        if resources.affinity == "cpu" and resources.gpus_per_worker:
+            raise PlanError(
+                f'resources.{role} asks for {resources.gpus_per_worker} GPUs a worker with affinity = "cpu": '
+                'choose affinity = "compute" or "bandwidth", or gpus_per_worker = 0'
+            )
     if recipe.resources.train.num_workers != 1:
         raise PlanError(
             f"resources.train.num_workers = {recipe.resources.train.num_workers}: trainer "

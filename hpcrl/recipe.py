@@ -8,16 +8,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from hpcrl.config import load_table, to_struct
+from hpcrl.config import NAME, USER_CODE, load_table, to_struct
 from hpcrl.errors import ConfigError
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-UserCode = Annotated[str, Meta(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+UserCode = Annotated[str, Meta(pattern=USER_CODE)]
 """`package.module:name`, importable where the workers run."""
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+Name = Annotated[str, Meta(pattern=NAME)]
 RoleName = Literal["env", "prefill", "decode", "reward", "train"]
 Affinity = Literal["compute", "bandwidth", "cpu"]
 ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "reward", "train")
@@ -124,14 +124,34 @@ class Resources(Table, frozen=True, kw_only=True):
     """compute: FLOP/s first (prefill, training) - bandwidth: memory bandwidth first (decode) - cpu: no GPU."""
 
 
+class ComputeResources(Resources, frozen=True, kw_only=True):
+    """The same, with the defaults of prefill and train."""
+
+    gpus_per_worker: CountOrZero = 1
+    affinity: Affinity = "compute"
+
+
+class BandwidthResources(Resources, frozen=True, kw_only=True):
+    """The same, with the defaults of decode."""
+
+    gpus_per_worker: CountOrZero = 1
+    affinity: Affinity = "bandwidth"
+
+
+class RewardResources(Resources, frozen=True, kw_only=True):
+    """The same, with the defaults of reward."""
+
+    mem_gib_per_worker: Annotated[float, Meta(gt=0)] = 1.0
+
+
 class RoleResources(Table, frozen=True, kw_only=True):
-    """Resources of the five roles."""
+    """Resources of the five roles; each has its own defaults, also when its table is given in part."""
 
     env: Resources = Resources()
-    prefill: Resources = Resources(gpus_per_worker=1, affinity="compute")
-    decode: Resources = Resources(gpus_per_worker=1, affinity="bandwidth")
-    reward: Resources = Resources(mem_gib_per_worker=1.0)
-    train: Resources = Resources(gpus_per_worker=1, affinity="compute")
+    prefill: ComputeResources = ComputeResources()
+    decode: BandwidthResources = BandwidthResources()
+    reward: RewardResources = RewardResources()
+    train: ComputeResources = ComputeResources()
 
 
 class Job(Table, frozen=True, kw_only=True):

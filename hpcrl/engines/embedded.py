@@ -111,7 +111,7 @@ class EmbeddedEngine:
     async def prefill(self, request: GenerateRequest) -> KvHandle:
         """Compute the KV of all tokens but the last, and hold it until it is fetched or has become old."""
         row = await self._finished(request, max_new_tokens=0)
-        if row.kv is None:
+        if row.kv is None or row.finish_reason == "aborted":
             raise EngineError(f"prefill of request {request.request_id!r} was aborted")
         name = self._shelf.put(row.kv)
         return KvHandle(url=LOCAL + name, token="", version=row.kv.version, num_tokens=len(row.kv.token_ids))

@@ -83,7 +83,7 @@ class Collector:
 
     def _read_events(self, problems: list[str]) -> None:
         directory = self._rundir.events
-        if directory.exists() and not os.access(directory, os.R_OK | os.X_OK):
+        if directory.exists() and not os.access(directory, os.R_OK | os.X_OK, effective_ids=True):
             problems.append(f"{directory.name}/ cannot be read: permission denied")
         self._progress.add_all(event for line in self._reader.poll() if (event := parse(line)))
         problems += [f"{name} cannot be read: {why}" for name, why in self._reader.unreadable.items()]

@@ -17,7 +17,7 @@ from hpcrl.monitor.fold import Job as JobEvents
 from hpcrl.monitor.state import GO_ON, JobFacts, JobState, State, campaign_state, job_state
 from hpcrl.processes import is_alive
 from hpcrl.rundir import JobDir, RunDir
-from hpcrl.slurm.status import JobStatus
+from hpcrl.slurm.status import ACTIVE, JobStatus
 from hpcrl.slurm.submit import Submitted
 
 BEAT_S = 30.0
@@ -68,7 +68,7 @@ def read_jobs(
     The newest always is: Slurm may requeue it, and then it runs once more. What cannot be read is added to `problems`.
     """
     troubles = problems if problems is not None else []
-    found = (JobDir(path) for path in _listing(rundir.jobs) if path.name.isascii() and path.name.isdigit())
+    found = (JobDir(path) for path in _listing(rundir.jobs, troubles) if path.name.isascii() and path.name.isdigit())
     directories = sorted(found, key=lambda directory: directory.number)
     records = []
     for directory in directories:
@@ -114,7 +114,7 @@ def judge(
 def beats(directory: Path) -> dict[str, float]:
     """When each process last wrote or touched its event file, by the file's name without .jsonl."""
     found = {}
-    for path in _listing(directory):
+    for path in _listing(directory, []):  # an unreadable directory shows no life
         if path.suffix == ".jsonl":
             try:
                 found[path.stem] = path.stat().st_mtime
@@ -135,12 +135,14 @@ def read_as(path: Path, kind: type[T], problems: list[str]) -> T | None:
 
 
 def _facts(job: JobRecord, told: JobEvents, status: JobStatus | None, *, beating: bool, stop: bool) -> JobFacts:
-    ended: Any = job.outcome or told.ended
+    # A driver says that it ends before it has ended everything; the outcome is the last that it leaves.
+    goes_on = beating or job.process is True or (status is not None and status.state in ACTIVE)
+    ended: Any = job.outcome or (None if goes_on else told.ended)
     facts = JobFacts(
         outcome=ended.outcome if ended else None,
         reason=ended.reason if ended else told.draining or "",
         beating=beating,
-        asked_to_end=stop or job.drain or told.draining is not None,
+        asked_to_end=stop or job.drain or told.draining is not None or told.ended is not None,
     )
     if job.submitted.scheduler == "slurm":
         return replace(facts, slurm=status.state if status else "unknown", slurm_reason=status.reason if status else "")
@@ -160,7 +162,7 @@ def _read_job(directory: JobDir, problems: list[str]) -> JobRecord | None:
     local = submitted.scheduler == "local"
     process = is_alive(submitted.pid, submitted.start_ticks) if local else None
     # Listing the directory makes an NFS client look again, where asking for the name may repeat "not there".
-    present = {path.name for path in _listing(directory.root)}
+    present = {path.name for path in _listing(directory.root, problems)}
     outcome = read_as(directory.outcome, Outcome, problems) if directory.outcome.name in present else None
     return JobRecord(
         dir=directory,
@@ -171,8 +173,11 @@ def _read_job(directory: JobDir, problems: list[str]) -> JobRecord | None:
     )
 
 
-def _listing(directory: Path) -> list[Path]:
+def _listing(directory: Path, problems: list[str]) -> list[Path]:
     try:
         return list(directory.iterdir())
-    except OSError:  # not there yet, or not ours to read: nothing is known of it
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.append(f"{directory.name}/ cannot be read: {error.strerror}")
         return []

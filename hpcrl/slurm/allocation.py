@@ -15,6 +15,10 @@ KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_HET_SIZE", "SLURM_CL
 """Of Slurm's variables, those that mean the same in every component."""
 
 
+DEVICES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES")
+"""Set by Slurm for each step that has GPUs, and left as they were for one that has none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
     """What Slurm gave (or, on one machine, what there is)."""
@@ -55,8 +59,8 @@ def read_allocation(plan: Plan) -> Allocation:
 def scrub(environ: MutableMapping[str, str]) -> None:
     """Remove what Slurm says of component 0, so that it does not leak into steps of the others."""
     for name in list(environ):
-        ours = name in KEPT or "_HET_GROUP_" in name
-        if name.startswith(("SLURM_", "SBATCH_", "SRUN_")) and not ours:
+        kept = name in KEPT or "_HET_GROUP_" in name
+        if name in DEVICES or (name.startswith(("SLURM_", "SBATCH_", "SRUN_")) and not kept):
             del environ[name]
 
 

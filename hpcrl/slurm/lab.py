@@ -72,8 +72,9 @@ class LabStatus:
             return f"the lab in {self.state_dir} is down"
         dead = [daemon.name for daemon in self.daemons if not daemon.alive]
         word = "was up already" if self.was_up else "is up" if self.is_up else "is not whole"
+        partitions = ", ".join(self.partitions) or "unknown (slurmctld does not answer)"
         lines = [
-            f"the lab in {self.state_dir} {word}: {len(self.daemons)} daemons, partitions {', '.join(self.partitions)}",
+            f"the lab in {self.state_dir} {word}: {len(self.daemons)} daemons, partitions {partitions}",
             "  " + "  ".join(f"{node.name}:{node.state}" for node in self.nodes),
         ]
         if dead:
@@ -237,9 +238,9 @@ def _cancel_jobs(lab: LabDir, *, record: Record) -> None:
     """Let jobs end by themselves for a moment (they have things to put away); what stays is killed with the rest."""
     if not any(daemon.name == "slurmctld" and daemon.is_alive() for daemon in record.daemons):
         return
-    if not ask(lab, "squeue", "--noheader", "--format=%A"):
+    if not ask(lab, "squeue", "--noheader", "--format=%A", timeout_s=CANCEL_TIMEOUT_S):
         return
-    ask(lab, "scancel", f"--user={os.getuid()}")
+    ask(lab, "scancel", f"--user={os.getuid()}", timeout_s=CANCEL_TIMEOUT_S)
     deadline = time.monotonic() + CANCEL_TIMEOUT_S
     known = {daemon.pid for daemon in record.daemons}
     while set(lab_processes.find(record.marks(lab))) - known and time.monotonic() < deadline:

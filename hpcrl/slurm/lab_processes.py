@@ -114,8 +114,9 @@ def end(daemons: list[Daemon], *, marks: Marks) -> None:
             return
         if time.monotonic() > deadline:
             raise LabError(f"processes {sorted(left)} do not end: hung in the kernel? see ps -o pid,stat,wchan")
-        for pid, ticks in left.items():
-            _kill(pid, ticks=ticks)
+        keepers = {daemon.pid for daemon in daemons}
+        for pid in sorted(left, key=keepers.__contains__):  # those last: they hold what has no other mark
+            _kill(pid, ticks=left[pid])
         time.sleep(0.02)
 
 

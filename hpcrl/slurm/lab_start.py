@@ -12,6 +12,7 @@ import pwd
 import secrets
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from typing import Any
 
 from hpcrl import files
 from hpcrl.errors import LabError
-from hpcrl.slurm import lab_processes
+from hpcrl.slurm import lab_keeper, lab_processes
 from hpcrl.slurm.lab_conf import Cluster, LabDir, reserved_ports, write_conf
 from hpcrl.slurm.lab_processes import TOKEN, Daemon, Marks
 
@@ -64,7 +65,8 @@ class Start:
             self._until_listens("slurmdbd", (socket.AF_INET, ("127.0.0.1", ports[1])))
             self._start("slurmctld", "slurmctld", "-D")
             for node in self.cluster.node_names():
-                self._start(f"slurmd-{node}", "slurmd", "-D", "-N", node)
+                slurmd = [lab_processes.program("slurmd"), "-D", "-N", node]
+                self._start(f"slurmd-{node}", sys.executable, "-IS", lab_keeper.__file__, *slurmd)
             self._until_listens("slurmctld", (socket.AF_INET, ("127.0.0.1", ports[0])))
             self._until("slurmctld", "every node idle", lambda: _all_idle(self.lab, self.cluster))
             self._until("slurmdbd", "the cluster in the accounts", lambda: _is_accounted(self.lab, self.cluster))
@@ -150,7 +152,7 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def ask(lab: LabDir, command: str, *arguments: str) -> str:
+def ask(lab: LabDir, command: str, *arguments: str, timeout_s: float = 5.0) -> str:
     """What a Slurm command prints; nothing if it fails or does not answer."""
     try:
         done = subprocess.run(
@@ -159,7 +161,7 @@ def ask(lab: LabDir, command: str, *arguments: str) -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=5,
+            timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired:

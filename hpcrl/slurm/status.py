@@ -3,7 +3,6 @@
 job_states(ids, env=...)   asks; whoever gets no answer is "unknown", which is not "failed"
 parse_queue, parse_ended   the two text formats (JSON drifts between Slurm versions)
 overall(states)            the state of a heterogeneous job from those of its components
-plain_reason(reason)       why a job waits, in words
 expand_nodes(nodelist)     `cpu[1-3]` as a list
 
 States are Slurm's own words in lower case. squeue is the authority on jobs that live; sacct runs behind it and may
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 import msgspec
 
 from hpcrl.errors import SlurmError
+from hpcrl.slurm.reasons import plain_reason
 
 UNKNOWN = "unknown"
 WAITING = frozenset({"pending", "requeued", "requeue_fed", "requeue_hold", "special_exit", "reconfig_fail"})
@@ -40,42 +40,6 @@ MAX_NODES = 100_000
 _QUEUE_FORMAT = "%i|%A|%T|%P|%S|%e|%N|%r"
 _ENDED_FORMAT = "JobIDRaw,JobID,State,ExitCode,Partition,NodeList"
 _COMPONENT_ID = re.compile(r"(?P<leader>\d+)(?:\+(?P<index>\d+))?")
-
-_REASONS = {
-    "Priority": "jobs of higher priority are ahead of it",
-    "Resources": "it is next and waits for nodes to become free",
-    "Dependency": "it waits for another job to end",
-    "DependencyNeverSatisfied": "the job it waits for can never satisfy it: cancel it",
-    "BeginTime": "its earliest start time has not come (a requeued job waits about two minutes)",
-    "JobHeldUser": "it is held: `scontrol release` lets it go",
-    "JobHeldAdmin": "an administrator holds it",
-    "PartitionDown": "its partition is down",
-    "PartitionInactive": "its partition is inactive",
-    "PartitionNodeLimit": "it asks for more nodes than its partition allows",
-    "PartitionTimeLimit": "it asks for more time than its partition allows",
-    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved (often: for maintenance)",
-    "Reservation": "it waits for its reservation to begin",
-    "Licenses": "it waits for a licence",
-    "InvalidAccount": "its account is not valid here",
-    "InvalidQOS": "its QOS is not valid here",
-    "QOSNotAllowed": "its QOS is not allowed for this account or partition",
-    "JobArrayTaskLimit": "too many tasks of its array are running",
-    "BadConstraints": "no node satisfies its constraints",
-    "Cleaning": "its earlier run is being cleaned up",
-    "Prolog": "the nodes are being prepared",
-    "NonZeroExitCode": "it ended with a non-zero exit code",
-}
-_LIMITS = (
-    # Slurm composes these names (QOSMaxJobsPerUserLimit, AssocGrpGRESMinutes, ...), so they go by their beginning.
-    ("QOSMax", "you are at a limit of its QOS"),
-    ("QOSGrp", "all users of its QOS together are at a limit"),
-    ("QOSMin", "it asks for less than its QOS wants"),
-    ("QOS", "a limit of its QOS"),
-    ("AssocGrp", "its account is at a limit"),
-    ("AssocMax", "you are at a limit of its account"),
-    ("Assoc", "a limit of its account"),
-    ("MaxMemPerLimit", "it asks for more memory per node or core than is allowed"),
-)
 
 
 class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,17 +161,6 @@ def overall(states: Iterable[str]) -> str:
     if not listed or any(state not in ENDED for state in listed):
         return UNKNOWN
     return min(listed, key=ENDED.index)
-
-
-def plain_reason(reason: str) -> str:
-    """Slurm's reason in plain words; one that is not known here is passed on."""
-    word = re.split(r"[,:(\s]", reason.strip("() "), maxsplit=1)[0]
-    if word in _REASONS:
-        return _REASONS[word]
-    for beginning, words in _LIMITS:
-        if word.startswith(beginning):
-            return f"{words} ({word})"
-    return reason
 
 
 def expand_nodes(nodelist: str) -> list[str]:

@@ -16,7 +16,10 @@ from hpcrl.processes import is_alive, start_ticks
 from hpcrl.rundir import JobDir
 from hpcrl.site import Site
 
-SBATCH_TIMEOUT_S = 40
+TIMEOUT_S = float(os.environ.get("HPCRL_SLURM_TIMEOUT_S", "40"))
+"""How long one Slurm command may take to answer."""
+TIMED_OUT = 124
+"""The exit code of coreutils' timeout."""
 NEEDED = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 
 
@@ -116,6 +119,7 @@ def _submit_slurm(script: str, job: JobDir, site: Site) -> Submitted:
     try:
         submitted = executor._submit_command(script)
     except submitit.core.utils.FailedJobError as error:
+        _check_answered(getattr(error.__cause__, "returncode", None), "sbatch")
         raise SlurmError(_refusal(str(error))) from error
     except submitit.core.utils.FailedSubmissionError as error:
         raise SlurmError(f"sbatch answered something unexpected: {error}") from error
@@ -127,16 +131,20 @@ def _command(command: list[str], *, site: Site) -> list[str]:
     stray = [name for name in os.environ if name.startswith(("SBATCH_", "SRUN_", "SALLOC_"))]
     unset = [word for name in stray for word in ("-u", name)]
     exports = [f"{name}={value}" for name, value in site_environment(site).items()]
-    return ["env", *unset, *exports, "timeout", str(SBATCH_TIMEOUT_S), *command]
+    return ["env", *unset, *exports, "timeout", str(TIMEOUT_S), *command]
 
 
 def _slurm(command: list[str], *, site: Site) -> str:
     done = subprocess.run(_command(command, site=site), capture_output=True, text=True, check=False)
-    if done.returncode == 124:
-        raise SlurmError(f"{command[0]} did not answer within {SBATCH_TIMEOUT_S} s: is slurmctld up? Try again later")
+    _check_answered(done.returncode, command[0])
     if done.returncode:
         raise SlurmError(_refusal(done.stderr or done.stdout))
     return (done.stdout + done.stderr).strip()
+
+
+def _check_answered(code: int | None, command: str) -> None:
+    if code == TIMED_OUT:
+        raise SlurmError(f"{command} did not answer within {TIMEOUT_S:g} s: is slurmctld up? Try again later")
 
 
 def _refusal(text: str) -> str:

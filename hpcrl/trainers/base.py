@@ -17,7 +17,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """The weights that the step began with; the lag counts from here."""
     skipped: str | None
-    """Why the weights were left alone; None if they moved."""
+    """Why an update was not made, the weights staying as they were; None if all went well."""
     num_trajectories: int
     num_groups: int
     num_flat_groups: int

@@ -126,7 +126,9 @@ class TorchTrainer:
 
     def _learn(self, minibatches: list[Minibatch]) -> "_Learned":
         """One optimizer step per minibatch; the first that is not finite is not taken and ends the training step."""
-        learned = _Learned(LossSums.zero(self._device), skipped=None if minibatches else "no trainable tokens")
+        learned = _Learned(LossSums.zero(self._device), skipped=_reason_to_skip(minibatches))
+        if learned.skipped is not None:
+            return learned
         for part, proximal in zip(minibatches, self._proximal(minibatches), strict=True):
             num_tokens = sum(micro.num_tokens for micro in part)
             sums = self._accumulate(part, proximal, num_tokens=num_tokens)
@@ -209,6 +211,16 @@ class _Learned:
             "kl": kl,
             "entropy": entropy,
         }
+
+
+def _reason_to_skip(minibatches: list[Minibatch]) -> str | None:
+    """What can be told from the input alone, before the first of several minibatches moves the weights."""
+    if not minibatches:
+        return "no trainable tokens"
+    columns = [column for part in minibatches for micro in part for column in (micro.behaviour_N, micro.advantages_N)]
+    if not torch.cat(columns).isfinite().all():
+        return "a reward or a stored log-prob is not finite"
+    return None
 
 
 def _sampled_figures(trajectories: Sequence[Trajectory], *, rewards: Rewards, version: int) -> dict[str, Any]:

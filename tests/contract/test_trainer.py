@@ -146,9 +146,10 @@ def test_a_trainer_that_has_not_learned_yet_can_be_saved_and_loaded(make, tmp_pa
     assert same(saved.tensors(), loaded.tensors())
 
 
+@pytest.mark.parametrize("num_minibatches", [1, 3])
 @pytest.mark.parametrize("poison", [{"reward": float("nan")}, {"logprobs": np.full(20, np.nan, dtype=np.float32)}])
-def test_a_step_that_is_not_finite_is_skipped_with_its_reason_and_changes_nothing(make, poison):
-    poisoned, clean = make(), make()
+def test_a_step_that_is_not_finite_is_skipped_with_its_reason_and_changes_nothing(make, poison, num_minibatches):
+    poisoned, clean = make(num_minibatches=num_minibatches), make(num_minibatches=num_minibatches)
     before = copied(poisoned)
     bad = [trajectory("math/9", 0, reward=1.0), trajectory("math/9", 1, **{"reward": 0.0, **poison})]
     metrics = poisoned.train_step(batch() + bad, step=1, version=1)
@@ -158,6 +159,16 @@ def test_a_step_that_is_not_finite_is_skipped_with_its_reason_and_changes_nothin
     for trainer in (poisoned, clean):  # neither the optimizer nor a left-over gradient remembers it
         assert trainer.train_step(batch(), step=2, version=1).skipped is None
     assert same(poisoned.tensors(), clean.tensors())
+
+
+def test_weights_that_no_longer_give_a_finite_loss_are_left_alone(make):
+    trainer = make(learning_rate=1e30)
+    trainer.train_step(batch(), step=1, version=1)
+    before = copied(trainer)
+    metrics = trainer.train_step(batch(), step=2, version=2)
+    assert "is not finite" in metrics.skipped
+    assert metrics.grad_norm is None
+    assert same(before, trainer.tensors())
 
 
 @pytest.mark.parametrize("nothing", [[], [trajectory("math/0", 0, reward=1.0, loss_mask=np.zeros(20, dtype=np.bool_))]])

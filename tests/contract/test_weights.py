@@ -151,7 +151,7 @@ def test_a_directory_without_a_manifest_is_no_version(tmp_path: Path) -> None:
 def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     shared = torch.ones(4)
-    with pytest.raises(WeightsError, match="version 0 .* cannot be written"):
+    with pytest.raises(WeightsError, match=r"version 0 .* cannot be written"):
         store.publish({"a": shared, "b": shared}, version=0, step=0)
     assert list(tmp_path.iterdir()) == []
 

@@ -12,6 +12,7 @@ import pytest
 from lab_tools import Lab, short_dir, until
 
 from hpcrl.errors import LabError
+from hpcrl.processes import is_alive, start_ticks
 from hpcrl.slurm import lab as labs
 from hpcrl.slurm.lab_conf import Cluster, NodeGroup
 
@@ -19,6 +20,17 @@ pytestmark = pytest.mark.slurm
 
 TINY = Cluster(groups=(NodeGroup(name="n", num_nodes=1),), default="n")
 UP = "import sys; from pathlib import Path; from hpcrl.slurm import lab; lab.up(Path(sys.argv[1]))"
+ESCAPE = """
+import os, pathlib
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        partial = pathlib.Path("pid.partial")
+        partial.write_text(str(os.getpid()))
+        partial.rename("pid")
+        os.execve("/bin/sleep", ["sleep", "600"], {})
+"""
+"""A process without parent, session or environment of the job."""
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +76,14 @@ def test_up_makes_a_lab_without_its_controller_whole(two_labs: tuple[Lab, Lab]) 
 
 def test_down_leaves_no_process_and_no_file_and_no_other_lab_harmed(two_labs: tuple[Lab, Lab], tmp_path: Path) -> None:
     gone, other = two_labs
-    gone.submit(tmp_path, "setsid --fork env -u SLURM_JOB_ID sleep 600; echo >started; srun sleep 600")
-    until((tmp_path / "started").exists)
+    (tmp_path / "escape.py").write_text(ESCAPE)
+    gone.submit(tmp_path, f"{sys.executable} {tmp_path}/escape.py & srun sleep 600")
+    until((tmp_path / "pid").exists)
+    escaped = int((tmp_path / "pid").read_text())
     assert labs.down(gone.state_dir)
     assert not gone.state_dir.exists()
     assert _mentions(gone.state_dir) == []
+    assert not is_alive(escaped, start_ticks(escaped))
     assert not labs.down(gone.state_dir)
     assert other.run("srun", "echo", "here") == "here"
 

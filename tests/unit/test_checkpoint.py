@@ -210,7 +210,7 @@ def test_pruning_clears_what_killed_savers_left(tmp_path):
 
 # SIGKILL: a child trains for real and commits every step; it is killed at random moments and begun again.
 
-NUM_STEPS = 200
+NUM_STEPS = 120
 NUM_KILLS = 10
 
 
@@ -317,7 +317,7 @@ def test_killed_at_random_moments_it_ends_where_an_uninterrupted_run_ends(tmp_pa
     log.touch()
     for _ in range(NUM_KILLS):
         child = begin(killed, log)
-        wait_for_commits(log, child, more=dice.randint(0, 12))
+        wait_for_commits(log, child, more=dice.randint(0, 7))
         time.sleep(dice.uniform(0, 0.02))
         child.kill()
         child.join()

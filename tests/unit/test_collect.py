@@ -5,6 +5,7 @@ import json
 import math
 import os
 import stat
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -366,6 +367,22 @@ def test_a_drained_campaign_without_a_next_job_is_stopped_and_says_how_to_go_on(
     assert snapshot.jobs[0].reason.startswith("its walltime is nearly over; `hpcrl resume` goes on")
 
 
+def test_a_driver_that_says_its_last_word_is_draining_until_it_leaves_its_outcome(campaign: SyntheticCampaign) -> None:
+    running(campaign).emit("driver", "job-ended", outcome="done", reason="every training step was made")
+    reading = collector(campaign)
+    assert reading.poll().state == "draining"
+    campaign.outcome("done", "every training step was made")
+
+    assert reading.poll().state == "done"
+
+
+def test_a_last_word_is_the_outcome_of_a_driver_that_could_not_leave_one(campaign: SyntheticCampaign) -> None:
+    running(campaign).emit("driver", "job-ended", outcome="done", reason="every training step was made")
+    campaign.now += 60
+
+    assert collector(campaign, FakeSlurm("")).poll().state == "done"
+
+
 def test_slurm_is_asked_once_in_half_a_minute_for_jobs_without_an_outcome(campaign: SyntheticCampaign) -> None:
     campaign.submit(0, job="100")
     campaign.outcome("drained", number=0)
@@ -558,22 +575,27 @@ def test_what_may_not_be_read_is_told_and_not_the_end(campaign: SyntheticCampaig
 def test_a_closed_folder_is_not_the_end(campaign: SyntheticCampaign, tmp_path: Path, folder: str) -> None:
     running(campaign).step(1)
     with as_another_user(tmp_path, [campaign.run.root / folder]):
-        assert collector(campaign).poll().name == "quickstart-1"
+        snapshot = collector(campaign).poll()
+
+    assert snapshot.name == "quickstart-1"
+    assert [problem for problem in snapshot.detail.problems if problem.startswith(f"{folder}/ cannot be read")]
 
 
 @contextlib.contextmanager
 def as_another_user(top: Path, closed: list[Path]) -> Iterator[None]:
-    """Everything under `top` is open but `closed`; root, who may read all, becomes nobody for a while."""
-    parents = [parent for parent in (top, *top.parents) if parent.stat().st_uid == os.getuid() and parent != Path("/")]
-    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (*parents, *top.rglob("*"))}
+    """What is `closed` cannot be read; root, who may read all, opens the rest and becomes nobody for a while."""
+    root = os.geteuid() == 0
+    above = [parent for parent in (top, *top.parents) if Path(tempfile.gettempdir()) in parent.parents]
+    paths = [*above, *top.rglob("*")] if root else closed
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in paths}
     for path, mode in modes.items():
         path.chmod(0o000 if path in closed else mode | 0o755)
-    if os.geteuid() == 0:
+    if root:
         os.seteuid(65534)
     try:
         yield
     finally:
-        if os.getuid() == 0:
+        if root:
             os.seteuid(0)
         for path, mode in modes.items():
             path.chmod(mode)

@@ -105,6 +105,11 @@ def test_a_file_that_is_no_text_is_refused(recipe: Path) -> None:
     assert "not UTF-8" in refused(recipe)
 
 
+def test_a_wrong_value_in_one_of_several_domains_is_found(recipe: Path) -> None:
+    message = refused(recipe, 'domains.a.env="x:Y"', "domains.b.env=json", 'domains.c.env="x:Y"')
+    assert "domains.b.env: expected `package.module:name` (seen: 'json')" in message
+
+
 def test_a_setting_without_a_value_is_refused(recipe: Path) -> None:
     assert "expected key=value" in refused(recipe, "rollout.group_size")
 
@@ -118,12 +123,12 @@ def test_a_model_needs_exactly_one_source(recipe: Path) -> None:
 
 
 def test_an_unknown_recipe_lists_what_there_is(home: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'quickstart'"):
         find("recipes", "quickstrat")
 
 
 def test_a_path_that_is_not_there_is_refused(home: Path) -> None:
-    with pytest.raises(ConfigError, match="no recipe 'nowhere/x.toml'"):
+    with pytest.raises(ConfigError, match=r"no recipe 'nowhere/x\.toml'"):
         find("recipes", "nowhere/x.toml")
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.engines.base import Completion, GenerateRequest, KvHandle
+from hpcrl.engines.base import LOCAL, Completion, GenerateRequest, KvHandle
 from hpcrl.engines.embedded import EmbeddedEngine, load_model
 from hpcrl.engines.kv import KvShelf, PrefixCache, RowKv, pack, unpack
 from hpcrl.engines.sampling import sample, uniforms
@@ -225,15 +225,22 @@ def test_damaged_weights_fail_requests_and_good_ones_mend_the_engine(model: Any)
     store.publish(good, version=2, step=2)
     engine = EmbeddedEngine(model, store=store)
 
-    async def body() -> Completion:
-        await engine.load_version(1)
-        with pytest.raises(EngineError, match="version 1 of the weights gives"):
-            await engine.generate(ask(token_ids=[7] * 50))
-        await engine.load_version(2)
-        return await engine.generate(ask())
+    long = ask("long", token_ids=[7] * 50, max_new_tokens=400)
 
-    answer = on(engine, body)
-    assert answer.logprobs == pytest.approx(scored(model, ask().token_ids, answer.token_ids), abs=1e-4)
+    async def body() -> list[Completion]:
+        await engine.load_version(1)
+        failures = await asyncio.gather(
+            *[engine.generate(msgspec.structs.replace(long, request_id=f"r{n}")) for n in range(2)],
+            return_exceptions=True,
+        )
+        assert ["version 1 of the weights gives" in str(failure) for failure in failures] == [True, True]
+        await engine.load_version(2)
+        running = asyncio.create_task(engine.generate(long))
+        await until_generated(engine, 4)
+        return [await engine.generate(ask()), await running]
+
+    for request, answer in zip((ask(), long), on(engine, body), strict=True):
+        assert answer.logprobs == pytest.approx(scored(model, request.token_ids, answer.token_ids), abs=1e-4)
 
 
 def test_kv_of_the_old_weights_is_not_used_after_an_update(model: Any) -> None:
@@ -367,6 +374,29 @@ def test_kv_of_another_shape_is_computed_anew(model: Any) -> None:
     assert not on(engine, lambda: engine.generate(ask(kv=handle))).remote_prefill
 
 
+def test_kv_that_weights_overtake_on_its_way_is_computed_anew(model: Any) -> None:
+    store = MemoryStore()
+    store.publish(another(model, scale=1.5), version=1, step=1)
+
+    async def fetch(_: KvHandle) -> bytes:
+        packed = await engine.take_kv(handle.url.removeprefix(LOCAL))
+        await engine.load_version(1)
+        assert packed is not None
+        return packed
+
+    engine = EmbeddedEngine(model, store=store, fetch_kv=fetch)
+    handle = KvHandle(url="", token="", version=0, num_tokens=0)
+
+    async def body() -> Completion:
+        nonlocal handle
+        handle = await engine.prefill(ask("p"))
+        return await engine.generate(ask(kv=msgspec.structs.replace(handle, url="http://elsewhere/kv/x")))
+
+    answer = on(engine, body)
+    assert not answer.remote_prefill
+    assert answer.logprobs == pytest.approx(scored(model, ask().token_ids, answer.token_ids), abs=1e-4)
+
+
 def test_a_request_aborted_while_its_kv_is_fetched_ends(model: Any) -> None:
     fetching, go_on = asyncio.Event(), asyncio.Event()
 
@@ -382,8 +412,11 @@ def test_a_request_aborted_while_its_kv_is_fetched_ends(model: Any) -> None:
         answer = asyncio.create_task(engine.generate(ask(kv=handle)))
         await fetching.wait()
         await engine.abort("r")
+        await engine.pause()
         go_on.set()
-        return await answer
+        await answer
+        assert (await engine.load_figures()).num_waiting == 0
+        return answer.result()
 
     answer = on(engine, body)
     assert (answer.finish_reason, answer.token_ids) == ("aborted", [])
@@ -400,7 +433,7 @@ def test_kv_comes_back_from_the_wire_bit_for_bit() -> None:
     assert torch.equal(got.kv_KHTD, sent.kv_KHTD)
 
 
-@given(st.binary(max_size=200) | st.integers(0, 300).map(lambda n: pack(row_kv([1, 2]))[:n]))
+@given(st.binary(max_size=200) | st.integers(1, 300).map(lambda n: pack(row_kv([1, 2]))[:-n]))
 def test_torn_kv_is_an_engine_error(data: bytes) -> None:
     with pytest.raises(EngineError):
         unpack(data)

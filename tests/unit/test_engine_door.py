@@ -98,7 +98,7 @@ def test_a_body_that_cannot_be_read_is_answered_400_with_one_line(sent: bytes) -
     assert "\n" not in answer["error"]
 
 
-def test_an_unknown_route_is_answered_404(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_route_is_answered_404() -> None:
     async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> int:
         async with session.get(url + "/other", headers={"Authorization": "Bearer right"}) as answer:
             return answer.status

@@ -89,7 +89,7 @@ def test_loopback_has_its_address() -> None:
 
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with pytest.raises(ConfigError, match="it has .*lo"):
+    with pytest.raises(ConfigError, match=r"it has .*lo"):
         address_of("hsn9")
 
 

@@ -20,9 +20,7 @@ def recipe(*settings: str) -> Recipe:
 
 def plan(*settings: str, site: str = "lab") -> Plan:
     of_site = tuple(s.removeprefix("site.") for s in settings if s.startswith("site."))
-    return make_plan(
-        recipe(*(s for s in settings if not s.startswith("site."))), load_site(site, settings=of_site)
-    )
+    return make_plan(recipe(*(s for s in settings if not s.startswith("site."))), load_site(site, settings=of_site))
 
 
 def refused(*settings: str, site: str = "lab") -> str:
@@ -71,6 +69,14 @@ def test_more_gpus_than_a_node_has_are_refused() -> None:
     message = refused("resources.decode.gpus_per_worker=8")
     assert "resources.decode" in message
     assert "8 GPUs" in message
+
+
+def test_gpus_for_a_cpu_role_are_refused() -> None:
+    assert "affinity" in refused("resources.env.gpus_per_worker=1")
+
+
+def test_a_role_keeps_its_other_defaults_when_one_is_changed() -> None:
+    assert plan("resources.decode.num_workers=2").components[2].gpu == "h20"
 
 
 def test_more_workers_than_nodes_can_hold_are_refused() -> None:
@@ -140,7 +146,7 @@ def test_a_thousand_node_recipe_is_planned() -> None:
 
 
 def test_a_path_with_spaces_and_quotes_is_quoted_in_the_script() -> None:
-    run = RunDir(Path("/scratch/my runs/it's 100% \"new\""))
+    run = RunDir(Path('/scratch/my runs/it\'s 100% "new"'))
     script = batch_script(plan(), run=run, job=0, python="/opt/my python/bin/python")
     assert '--output="/scratch/my runs/it\'s 100%% \\"new\\"/jobs/000/logs/batch.log"' in script
     assert "exec '/opt/my python/bin/python'" in script

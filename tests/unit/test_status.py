@@ -7,7 +7,8 @@ import pytest
 
 from hpcrl.errors import SlurmError
 from hpcrl.processes import start_ticks
-from hpcrl.slurm.status import expand_nodes, job_states, overall, parse_ended, parse_queue, plain_reason
+from hpcrl.slurm.reasons import plain_reason
+from hpcrl.slurm.status import expand_nodes, job_states, overall, parse_ended, parse_queue
 
 FAKES = Path(__file__).parent.parent / "fakes"
 

@@ -1,0 +1,71 @@
+"""What tests of whole campaigns share: run the command line, wait for facts, count what is left."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpcrl.events import read_events
+from hpcrl.files import read_json
+from hpcrl.rundir import RunDir
+
+SMALL = ("-s", "train.num_steps=4", "-s", "train.groups_per_step=2", "-s", "rollout.group_size=4")
+"""A campaign that only shows that everything meets; it learns nothing."""
+
+
+def hpcrl(*arguments: str, check: bool = True, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """Run one command as a user does."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcrl.cli", *arguments], capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    if check:
+        assert done.returncode == 0, (
+            f"hpcrl {' '.join(arguments)} ended with {done.returncode}: {done.stdout}{done.stderr}"
+        )
+    return done
+
+
+def snapshot(name: str) -> dict[str, Any]:
+    """`hpcrl monitor NAME --json`."""
+    value: dict[str, Any] = json.loads(hpcrl("monitor", name, "--json").stdout)
+    return value
+
+
+def until(fact: Callable[[], bool], *, what: str, timeout_s: float = 120.0) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + timeout_s
+    while not fact():
+        assert time.monotonic() < deadline, f"still not so after {timeout_s:g} s: {what}"
+        time.sleep(0.2)
+
+
+def steps(run: RunDir) -> list[dict[str, Any]]:
+    """The training steps so far."""
+    return [event for event in read_events(run.events) if event["event"] == "step"]
+
+
+def outcome(run: RunDir, job: int = 0) -> dict[str, Any]:
+    """How a job's driver ended, once it has."""
+    path = run.job(job).outcome
+    until(path.exists, what=f"{path} exists")
+    value: dict[str, Any] = read_json(path)
+    return value
+
+
+def processes_of(home: Path) -> list[str]:
+    """Every process that inherited this home: all that its campaigns started, wherever it went."""
+    mark = f"HPCRL_HOME={home}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) in (os.getpid(), os.getppid()):
+            continue
+        try:
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,113 @@
+"""Whole campaigns on this machine, with real processes: to the end, killed, stopped, resumed."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.files import read_json
+from hpcrl.rundir import RunDir
+from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def run_of(home: Path) -> Any:
+    """The directory of a campaign by name; afterwards nothing may be left of any."""
+    yield lambda name: RunDir(home / "campaigns" / name)
+    for run in (home / "campaigns").iterdir():
+        hpcrl("stop", "--now", run.name, check=False)
+    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)
+
+
+def pid_of(run: RunDir, role: str) -> int:
+    """The process of a worker, as it said itself."""
+    from hpcrl.events import read_events
+
+    started = [e for e in read_events(run.events) if e["event"] == "worker-started" and e["role"] == role]
+    return int(started[-1]["pid"])
+
+
+def driver_of(run: RunDir) -> int:
+    """The guardian's only child that is the driver."""
+    guardian = read_json(run.job(0).submitted)["pid"]
+    children = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
+    return int(children[0])
+
+
+def num_consumed_groups(run: RunDir) -> int:
+    """Groups in the newest checkpoint's account of what was trained on."""
+    newest = sorted(run.checkpoints.iterdir())[-1]
+    runs = read_json(newest / "consumed.json")["runs"]
+    return sum(end - start for pairs in runs.values() for start, end in pairs)
+
+
+def test_the_quickstart_learns_and_leaves_nothing_running(run_of: Any) -> None:
+    said = hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "q").stdout
+    run = run_of("q")
+    seen = snapshot("q")
+    assert seen["state"] == "done"
+    assert seen["step"] == seen["num_steps"] == len(seen["reward_mean"])
+    assert sum(seen["reward_mean"][-3:]) / 3 > sum(seen["reward_mean"][:3]) / 3 + 0.3
+    assert "mean reward" in said
+    assert str(run.root) in said
+    assert num_consumed_groups(run) == seen["step"] * read_json(run.recipe)["train"]["groups_per_step"]
+    assert (run.root.stat().st_mode & 0o777) == 0o700
+    assert list(run.endpoints.iterdir()) == []
+
+
+def test_a_killed_driver_takes_everything_with_it_and_the_campaign_resumes(run_of: Any, home: Path) -> None:
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "k", *SMALL, "-s", "train.checkpoint_every_steps=1")
+    run = run_of("k")
+    until(lambda: len(steps(run)) >= 1, what="a step was made")
+    os.kill(driver_of(run), signal.SIGKILL)
+    assert "killed by signal 9" in outcome(run)["reason"]
+    until(lambda: not processes_of(home), what="nothing is left", timeout_s=30)
+    assert snapshot("k")["state"] == "failed"
+    hpcrl("resume", "k", "--watch")
+    seen = snapshot("k")
+    assert (seen["state"], seen["step"], len(seen["jobs"])) == ("done", 4, 2)
+    assert num_consumed_groups(run) == 4 * 2  # a group trained on twice would be counted once
+
+
+def test_workers_that_die_are_replaced(run_of: Any) -> None:
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "w", *SMALL, "-s", "train.num_steps=40")
+    run = run_of("w")
+    for role in ("env", "decode", "train"):
+        done = len(steps(run))
+        until(lambda done=done: len(steps(run)) > done, what=f"steps go on before {role} is killed")
+        os.kill(pid_of(run, role), signal.SIGKILL)
+    assert outcome(run)["outcome"] == "done"
+    assert [step["step"] for step in steps(run)][-1] == 40
+    assert num_consumed_groups(run) == 40 * 2
+
+
+def test_a_stopped_campaign_makes_a_checkpoint_and_resumes(run_of: Any) -> None:
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "s", *SMALL, "-s", "train.num_steps=60")
+    run = run_of("s")
+    until(lambda: len(steps(run)) >= 1, what="a step was made")
+    assert "asked to stop" in hpcrl("stop", "s").stdout
+    assert outcome(run)["outcome"] == "stopped"
+    assert snapshot("s")["state"] == "stopped"
+    done = steps(run)[-1]["step"]
+    assert done < 60
+    hpcrl("resume", "s")
+    until(lambda: steps(run)[-1]["step"] > done, what="steps go on")
+    resumed = [step["step"] for step in steps(run)]
+    assert resumed == sorted(set(resumed)), "no step was lost or made twice"
+    hpcrl("stop", "s", "--now")
+    assert outcome(run, job=1)["outcome"] == "stopped"
+
+
+def test_the_end_of_the_walltime_drains_the_job(run_of: Any) -> None:
+    settings = ("-s", "job.walltime_min=1", "-s", "job.drain_s=25", "-s", "train.num_steps=1000")
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "e", *SMALL, *settings)
+    run = run_of("e")
+    ended = outcome(run)
+    assert ended["outcome"] == "drained"
+    assert "walltime" in ended["reason"]
+    assert snapshot("e")["state"] == "stopped"
+    assert num_consumed_groups(run) == steps(run)[-1]["step"] * 2

@@ -1,0 +1,117 @@
+"""Whole campaigns as heterogeneous jobs on a real Slurm: every role on its own partition, and nothing left behind."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab_tools import Lab
+
+from hpcrl.events import read_events
+from hpcrl.rundir import RunDir
+from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def campaigns(lab: Lab, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Campaigns of this home go to the suite's lab; afterwards its queue is empty and no process is left."""
+    monkeypatch.setenv("HPCRL_LAB", str(lab.state_dir))
+    yield home / "campaigns"
+    for run in (home / "campaigns").iterdir():
+        hpcrl("stop", "--now", run.name, check=False)
+    until(lambda: lab.run("squeue", "-h") == "", what="the queue is empty", timeout_s=60)
+    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)
+
+
+def states(lab: Lab, job_id: str) -> dict[str, str]:
+    """The state of every component in the accounting, by its partition."""
+    rows = lab.run("sacct", "-n", "-P", "-X", "-j", job_id, "--format=Partition,State").splitlines()
+    return dict(row.split("|") for row in rows)
+
+
+def test_the_quickstart_learns_on_nodes_of_its_own_partitions(lab: Lab, campaigns: Path) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "q")
+    run = RunDir(campaigns / "q")
+    seen = snapshot("q")
+    assert seen["state"] == "done"
+    assert len(seen["jobs"][0]["components"]) == 4
+    assert sum(seen["reward_mean"][-3:]) / 3 > sum(seen["reward_mean"][:3]) / 3 + 0.3
+    where = {e["role"]: e["node"] for e in read_events(run.events) if e["event"] == "worker-started"}
+    partitions = {"env": "env", "prefill": "prefill", "decode": "decode", "train": "train", "reward": "env"}
+    assert {role: node.rstrip("0123456789") for role, node in where.items()} == partitions
+    expected = dict.fromkeys(("env", "prefill", "decode", "train"), "COMPLETED")
+    until(lambda: states(lab, seen["jobs"][0]["id"]) == expected, what="sacct shows every component COMPLETED")
+
+
+def test_a_stopped_job_checkpoints_and_the_campaign_resumes_in_a_new_one(lab: Lab, campaigns: Path) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "s", *SMALL, "-s", "train.num_steps=30")
+    run = RunDir(campaigns / "s")
+    until(lambda: len(steps(run)) >= 1, what="a step was made")
+    hpcrl("stop", "s")
+    assert outcome(run)["outcome"] == "stopped"
+    hpcrl("resume", "s", "--watch")
+    seen = snapshot("s")
+    assert (seen["state"], seen["step"], len(seen["jobs"])) == ("done", 30, 2)
+    made = [step["step"] for step in steps(run)]
+    assert made == sorted(set(made)), "no step was lost or made twice"
+
+
+def test_a_job_that_waits_is_queued_and_can_be_taken_back(lab: Lab, campaigns: Path) -> None:
+    lab.run("scontrol", "update", "PartitionName=decode", "State=DOWN")
+    try:
+        hpcrl("submit", "quickstart", "--site", "lab", "--name", "w")
+        assert snapshot("w")["state"] == "queued"
+        listed = json.loads(hpcrl("ls", "--json").stdout)
+        assert [(entry["name"], entry["site"], entry["state"]) for entry in listed] == [("w", "lab", "queued")]
+        assert "cancelled" in hpcrl("stop", "w").stdout
+        assert snapshot("w")["state"] == "stopped"
+    finally:
+        lab.run("scontrol", "update", "PartitionName=decode", "State=UP")
+
+
+def test_a_cancelled_job_leaves_nothing_on_any_node(lab: Lab, campaigns: Path, home: Path) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "c", *SMALL, "-s", "train.num_steps=1000")
+    run = RunDir(campaigns / "c")
+    until(lambda: len(steps(run)) >= 1, what="a step was made")
+    hpcrl("stop", "c", "--now")
+    until(lambda: not processes_of(home), what="no process is left", timeout_s=60)
+    assert snapshot("c")["state"] == "stopped"
+
+
+def test_a_dry_run_asks_slurm_and_queues_nothing(lab: Lab, campaigns: Path) -> None:
+    said = hpcrl("submit", "quickstart", "--site", "lab", "--dry-run").stdout
+    assert "to start at" in said
+    assert lab.run("squeue", "-h") == ""
+    assert list(campaigns.iterdir()) == []
+
+
+def test_what_slurm_refuses_leaves_nothing_behind(lab: Lab, campaigns: Path) -> None:
+    wrong = ("-s", "site.partitions.decode.slurm_partition=nowhere")
+    refused = hpcrl("submit", "quickstart", "--site", "lab", *wrong, check=False)
+    assert refused.returncode == 2
+    assert "Slurm refused: " in refused.stderr
+    assert "partition" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    assert list(campaigns.iterdir()) == []
+
+
+def test_a_campaign_lies_where_the_site_says_and_is_found_by_name(lab: Lab, campaigns: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / 'my "scratch" space'
+    elsewhere.mkdir()
+    hpcrl(
+        "submit",
+        "quickstart",
+        "--site",
+        "lab",
+        "--watch",
+        "--name",
+        "e",
+        *SMALL,
+        "-s",
+        f"site.campaigns_dir={elsewhere}",
+    )
+    assert (campaigns / "e").is_symlink()
+    assert snapshot("e")["state"] == "done"
+    assert (elsewhere / "e" / "campaign.json").is_file()

@@ -1,0 +1,93 @@
+"""How many groups may begin."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.rollout.admission import admitted_groups, capacity, share
+
+counts = st.integers(0, 10_000)
+
+
+def groups(**changed):
+    asked = {
+        "host": 0,
+        "num_hosts": 1,
+        "max_running": 128,
+        "episodes_per_group": 8,
+        "running_episodes": 0,
+        "running_groups": 0,
+        "max_lag": 1,
+        "version": 0,
+        "groups_per_step": 8,
+        "accepted_groups": 0,
+    }
+    return admitted_groups(**(asked | changed))
+
+
+def test_capacity_is_bounded_by_what_may_run_at_once():
+    assert capacity(max_running=10, running=4, max_lag=9, version=0, batch=100, accepted=0) == 6
+
+
+def test_capacity_is_bounded_by_how_stale_the_data_may_become():
+    assert capacity(max_running=1000, running=4, max_lag=1, version=2, batch=8, accepted=20) == 8
+
+
+def test_capacity_is_never_negative():
+    assert capacity(max_running=1, running=5, max_lag=0, version=0, batch=8, accepted=99) == 0
+
+
+@given(counts, counts, st.integers(0, 8), counts, st.integers(1, 64), counts)
+def test_what_capacity_admits_is_fresh_when_it_is_trained_on(max_running, running, max_lag, version, batch, accepted):
+    admitted = capacity(
+        max_running=max_running, running=running, max_lag=max_lag, version=version, batch=batch, accepted=accepted
+    )
+    if admitted:
+        step_that_trains_on_the_last = (accepted + running + admitted - 1) // batch
+        assert step_that_trains_on_the_last - version <= max_lag
+
+
+@given(counts, st.integers(1, 64))
+def test_shares_differ_by_one_at_most_and_sum_to_the_whole(whole, num_hosts):
+    shares = [share(whole, host=host, num_hosts=num_hosts) for host in range(num_hosts)]
+    assert sum(shares) == whole
+    assert max(shares) - min(shares) <= 1
+
+
+def test_one_host_admits_as_capacity_says_in_groups():
+    assert groups() == 16
+    assert groups(max_running=80) == 10
+    assert groups(accepted_groups=5, running_groups=4, running_episodes=32) == 7
+
+
+def test_a_group_is_admitted_only_whole():
+    assert groups(max_running=31) == 3
+    assert groups(max_running=16, running_episodes=1) == 1
+    assert groups(max_running=7) == 0
+
+
+@given(st.integers(1, 16), counts, st.integers(1, 20), st.integers(0, 4), st.integers(0, 50), st.integers(0, 500))
+def test_fresh_hosts_together_admit_what_one_host_would(num_hosts, max_running, size, max_lag, version, accepted):
+    common = {
+        "max_running": max_running,
+        "episodes_per_group": size,
+        "max_lag": max_lag,
+        "version": version,
+        "accepted_groups": accepted,
+    }
+    assert sum(groups(host=host, num_hosts=num_hosts, **common) for host in range(num_hosts)) == groups(**common)
+
+
+def test_what_a_dead_host_does_not_produce_falls_to_the_others():
+    version, accepted = 0, 0
+    for _ in range(200):
+        admitted = groups(host=1, num_hosts=2, version=version, accepted_groups=accepted)
+        accepted += admitted
+        version = accepted // 8
+    assert version > 50
+
+
+@pytest.mark.parametrize("host", [-1, 2])
+def test_a_host_outside_the_count_has_no_share(host):
+    with pytest.raises(AssertionError, match="of 2"):
+        share(3, host=host, num_hosts=2)

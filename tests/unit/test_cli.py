@@ -1,0 +1,166 @@
+"""What a user gets wrong: exit code 2, one message with the cure, no traceback, nothing left behind."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.campaigns import hpcrl
+
+HEAVY = ("torch", "parsl", "vllm", "mpi4py", "h5py", "numpy", "aiohttp", "transformers", "submitit", "rich")
+
+
+def refused(*arguments: str) -> str:
+    done = hpcrl(*arguments, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def nothing_left(home: Path) -> bool:
+    campaigns = home / "campaigns"
+    return not campaigns.exists() or list(campaigns.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("submit", "quickstart", "--site", "local", "-s", "rollout.group_sise=4"), "did you mean 'group_size'?"),
+        (("submit", "quickstart", "--site", "local", "-s", "rollout.group_size=x"), "expected int"),
+        (("submit", "quickstrat", "--site", "local"), "did you mean 'quickstart'?"),
+        (("submit", "quickstart", "--site", "locale"), "did you mean 'local'?"),
+        (("submit", "quickstart", "--site", "lab", "-s", "job.walltime_min=5000"), "allows 1440"),
+        (("submit", "quickstart", "--site", "lab", "-s", "resources.train.gpus_per_worker=64"), "resources.train"),
+        (("submit", "quickstart", "--site", "perlmutter"), "account"),
+        (("submit", "quickstart", "--site", "local", "-s", "domains.lake.env=no.such:Env"), "importing no.such failed"),
+        (("submit", "quickstart", "--site", "local", "-s", "domains.lake.env=json:Env"), "json has no 'Env'"),
+        (("submit", "quickstart", "--site", "local", "-s", "domains.lake.env=json"), "domains.lake.env"),
+        (("submit", "quickstart", "--site", "local", "-s", "domains.lake.options.map=9x9"), "9x9"),
+        (("submit", "quickstart", "--site", "local", "--name", "a/b"), "--name 'a/b'"),
+        (("plan", "quickstart", "--site", "lab", "-s", "nonsense"), "expected key=value"),
+        (("monitor", "nobody"), "no campaign 'nobody'"),
+        (("resume", "nobody"), "no campaign 'nobody'"),
+        (("stop", "nobody"), "no campaign 'nobody'"),
+        (("logs", "nobody"), "no campaign 'nobody'"),
+    ],
+)
+def test_a_mistake_is_one_message_with_the_cure(home: Path, arguments: tuple[str, ...], said: str) -> None:
+    message = refused(*arguments)
+    assert said in message
+    assert len(message.splitlines()) == 1
+    assert nothing_left(home)
+
+
+def test_a_model_directory_that_is_none_is_refused(home: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        'name = "r"\n[model]\npath = "nowhere"\n[domains.a]\nenv = "json:loads"\n[rollout]\ngroup_size = 2\n'
+        "[train]\nnum_steps = 1\ngroups_per_step = 1\nlearning_rate = 0.1\n"
+    )
+    assert "is not a model directory" in refused("submit", str(recipe), "--site", "local")
+
+
+def test_an_env_that_breaks_the_interpreter_is_refused(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "breaking.py").write_text("import os\nos._exit(7)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    message = refused("submit", "quickstart", "--site", "local", "-s", "domains.lake.env=breaking:Env")
+    assert "cannot be checked" in message
+    assert nothing_left(home)
+
+
+def test_missing_slurm_commands_are_named(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    message = refused("submit", "quickstart", "--site", "perlmutter", "-s", "site.account=m1")
+    assert "sbatch" in message
+    assert nothing_left(home)
+
+
+def test_a_lab_that_is_not_up_is_named_with_the_cure(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{fake_slurm(tmp_path, 'exit 0')}:{os.environ['PATH']}")
+    monkeypatch.setenv("HPCRL_LAB", str(tmp_path / "no-lab"))
+    assert "hpcrl lab up" in refused("submit", "quickstart", "--site", "lab")
+    assert nothing_left(home)
+
+
+def test_a_controller_that_is_down_is_named(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "echo 'sbatch: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    monkeypatch.setenv("PATH", f"{fake_slurm(tmp_path, script)}:{os.environ['PATH']}")
+    message = refused("submit", "quickstart", "--site", "perlmutter", "-s", "site.account=m1", *here(tmp_path))
+    assert "the controller is down" in message
+    assert nothing_left(home)
+
+
+def test_a_slurm_that_does_not_answer_is_given_up(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{fake_slurm(tmp_path, 'exec sleep 1000')}:{os.environ['PATH']}")
+    monkeypatch.setenv("HPCRL_SLURM_TIMEOUT_S", "1")
+    message = refused("submit", "quickstart", "--site", "perlmutter", "-s", "site.account=m1", *here(tmp_path))
+    assert "did not answer" in message
+    assert nothing_left(home)
+
+
+def here(tmp_path: Path) -> tuple[str, ...]:
+    return ("-s", f"site.campaigns_dir={tmp_path / 'scratch'}")
+
+
+def fake_slurm(tmp_path: Path, script: str) -> Path:
+    """Slurm's commands as programs that do what the test says."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("sbatch", "srun", "squeue", "scancel", "scontrol"):
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(stat.S_IRWXU)
+    return folder
+
+
+def test_the_environment_of_sbatch_is_clean_and_the_job_id_is_recorded(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"env > {tmp_path}/env; echo 'Submitted batch job 4711'"
+    monkeypatch.setenv("PATH", f"{fake_slurm(tmp_path, script)}:{os.environ['PATH']}")
+    monkeypatch.setenv("SBATCH_PARTITION", "stray")
+    said = hpcrl("submit", "quickstart", "--site", "perlmutter", "-s", "site.account=m1", *here(tmp_path)).stdout
+    assert "job 4711" in said
+    assert "SBATCH_PARTITION" not in (tmp_path / "env").read_text()
+    record = json.loads((home / "campaigns" / "quickstart-1" / "jobs" / "000" / "submitted.json").read_text())
+    assert record["id"] == "4711"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom hpcrl.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_a_plan_as_json_is_the_same_twice(home: Path) -> None:
+    first, second = (hpcrl("plan", "quickstart", "--site", "lab", "--json").stdout for _ in range(2))
+    assert first == second
+    assert json.loads(first)["layout"] == "hetjob"
+
+
+def test_a_plan_for_people_shows_roles_cost_and_script(home: Path) -> None:
+    said = hpcrl("plan", "quickstart", "--site", "lab").stdout
+    for part in ("prefill", "decode", "node-hours", "#SBATCH hetjob", "layout hetjob"):
+        assert part in said
+
+
+def test_a_name_that_is_taken_is_refused(home: Path) -> None:
+    (home / "campaigns" / "mine").mkdir(parents=True)
+    assert "there is a campaign 'mine' already" in refused("submit", "quickstart", "--site", "local", "--name", "mine")
+
+
+def test_without_campaigns_ls_says_so(home: Path) -> None:
+    assert "no campaigns yet" in hpcrl("ls").stdout
+    assert json.loads(hpcrl("ls", "--json").stdout) == []

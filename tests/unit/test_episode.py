@@ -1,0 +1,422 @@
+"""One episode, against small environments and a model that says what it is told to."""
+
+import asyncio
+import itertools
+import threading
+
+import numpy as np
+import pytest
+
+from hpcrl.engines.base import Completion
+from hpcrl.envs.base import Step, adapt
+from hpcrl.errors import EngineError
+from hpcrl.rollout.episode import Limits, pause_s, run_episode
+from hpcrl.rollout.tasks import Task
+
+TASK = Task(domain="lake", number=3, seed=11)
+END = 0
+
+
+class Letters:
+    """A layout with one token a character, `[` before what is shown and `]` after it."""
+
+    stop_token_ids = (END,)
+
+    def first_turn(self, observation):
+        return [ord(c) for c in f"[{observation}]"]
+
+    def next_turn(self, observation, *, said):
+        return [*([] if said and said[-1] == END else [END]), *self.first_turn(observation)]
+
+    def decode(self, token_ids):
+        return "".join(map(chr, token_ids))
+
+
+class Scripted:
+    """Says these words, one a turn; an exception among them is raised."""
+
+    def __init__(self, *words, version=5):
+        self.words = list(words)
+        self.version = version
+        self.requests = []
+        self.aborted = []
+        self.asked = asyncio.Event()
+
+    async def generate(self, request):
+        self.requests.append(request)
+        self.asked.set()
+        word = self.words.pop(0)
+        if isinstance(word, Exception):
+            raise word
+        if word is None:
+            await asyncio.Event().wait()
+        if isinstance(word, Completion):
+            return word
+        return completion(word, version=self.version, limit=request.max_new_tokens)
+
+    async def abort(self, request_id):
+        self.aborted.append(request_id)
+
+
+def completion(word, *, version=5, finish_reason="stop", remote_prefill=False, limit=100):
+    """What an engine answers; a full stop at the end of a word is the stop token."""
+    ids = ([ord(c) for c in word.rstrip(".")] + [END] * word.endswith("."))[:limit]
+    return Completion(
+        token_ids=ids,
+        logprobs=[-0.5 - i for i in range(len(ids))],
+        versions=[version] * len(ids),
+        finish_reason=finish_reason,
+        remote_prefill=remote_prefill,
+    )
+
+
+class Echo:
+    """Says back what it hears and pays 1 a turn; `done` ends it."""
+
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+        self.heard = []
+        self.closed = False
+
+    async def reset(self, seed):
+        return f"s{seed}"
+
+    async def step(self, action):
+        self.heard.append(action)
+        return Step(observation=action, reward=1.0, done=action == "done")
+
+    async def close(self):
+        self.closed = True
+
+
+def run(policy, *, make_env=Echo, newest_version=lambda: 5, index=2, layout=None, **changed):
+    limits = {"max_turns": 4, "max_new_tokens": 8, "context_length": 200, "max_lag": 1, "first_pause_s": 0.001}
+    return run_episode(
+        TASK,
+        index=index,
+        make_env=make_env,
+        layout=layout or Letters(),
+        policy=policy,
+        limits=Limits(**(limits | changed)),
+        newest_version=newest_version,
+        producer="000-env-0",
+    )
+
+
+def played(*words, **changed):
+    return asyncio.run(run(Scripted(*words), **changed))
+
+
+def test_every_token_is_recorded_as_it_came():
+    trajectory = played("hi.", "done.")
+    assert "".join(map(chr, trajectory.token_ids)) == "[s11]hi\0[hi]done\0"
+    assert list(trajectory.loss_mask) == [False] * 5 + [True] * 3 + [False] * 4 + [True] * 5
+    assert list(trajectory.logprobs[5:8]) == [-0.5, -1.5, -2.5]
+    assert list(trajectory.versions) == [5 * bool(mine) for mine in trajectory.loss_mask]
+    assert not trajectory.logprobs[~trajectory.loss_mask].any()
+    assert [(turn.start, turn.end, turn.reward) for turn in trajectory.turns] == [(5, 8, 1.0), (12, 17, 1.0)]
+
+
+def test_columns_have_the_types_of_the_record():
+    trajectory = played("done.")
+    columns = (trajectory.token_ids, trajectory.logprobs, trajectory.versions, trajectory.loss_mask)
+    assert [column.dtype for column in columns] == [np.int32, np.float32, np.int32, np.bool_]
+
+
+def test_a_trajectory_says_what_it_is_of():
+    trajectory = played("done.")
+    assert (trajectory.id, trajectory.group, trajectory.domain) == ("lake/3/2", "lake/3", "lake")
+    assert (trajectory.seed, trajectory.producer, trajectory.status) == (11, "000-env-0", "done")
+    assert (trajectory.start_version, trajectory.end_version, trajectory.reward) == (5, 5, None)
+
+
+def test_a_turn_without_its_closing_token_is_closed_by_the_layout():
+    trajectory = played("hi", "done.")
+    assert "".join(map(chr, trajectory.token_ids)) == "[s11]hi\0[hi]done\0"
+    assert list(trajectory.loss_mask[5:8]) == [True, True, False]
+
+
+def test_the_prompt_of_a_turn_is_all_that_was_before_it():
+    policy = Scripted("hi.", "done.")
+    asyncio.run(run(policy))
+    first, second = policy.requests
+    assert second.token_ids == [*first.token_ids, ord("h"), ord("i"), END, *map(ord, "[hi]")]
+    assert first.stop_token_ids == [END]
+
+
+def test_seeds_differ_between_episodes_and_turns_and_are_the_same_again():
+    def seeds(index):
+        policy = Scripted("a", "b", "c", "done")
+        asyncio.run(run(policy, index=index))
+        return [request.seed for request in policy.requests]
+
+    assert seeds(0) == seeds(0)
+    assert len({*seeds(0), *seeds(1)}) == 8
+
+
+def test_max_turns_truncates():
+    trajectory = played("a", "b", max_turns=2)
+    assert trajectory.status == "truncated"
+    assert len(trajectory.turns) == 2
+    assert chr(trajectory.token_ids[-1]) == "b"
+
+
+def test_the_context_truncates_before_what_does_not_fit():
+    trajectory = played("ab", "cd", "ef", context_length=13)
+    assert trajectory.status == "truncated"
+    assert "".join(map(chr, trajectory.token_ids)) == "[s11]ab\0[ab]c"
+
+
+def test_a_turn_may_say_no_more_than_the_context_holds():
+    policy = Scripted("ab", "done")
+    asyncio.run(run(policy, context_length=13))
+    assert [request.max_new_tokens for request in policy.requests] == [8, 1]
+
+
+def test_a_first_observation_that_does_not_fit_is_a_fault():
+    trajectory = played(context_length=5)
+    assert trajectory.status == "env-fault"
+    assert "5 tokens" in trajectory.extra["fault"]
+
+
+def test_an_episode_too_far_behind_is_aborted_after_its_turn():
+    newest = itertools.chain([5, 5, 6, 7], itertools.repeat(7))
+    trajectory = played("a", "b", "c", "done", newest_version=lambda: next(newest))
+    assert trajectory.status == "aborted-stale"
+    assert len(trajectory.turns) == 3
+
+
+def test_staleness_counts_from_the_weights_that_really_acted():
+    trajectory = asyncio.run(run(Scripted("a", "done", version=3), newest_version=lambda: 5))
+    assert (trajectory.status, trajectory.start_version) == ("aborted-stale", 3)
+
+
+def test_max_lag_is_still_allowed():
+    newest = itertools.chain([5], itertools.repeat(6))
+    assert played("a", "done", newest_version=lambda: next(newest)).status == "done"
+
+
+def test_an_engine_that_fails_is_a_policy_fault_with_its_reason():
+    trajectory = played("a", EngineError("no decode worker"))
+    assert trajectory.status == "policy-fault"
+    assert trajectory.extra["fault"] == "no decode worker"
+    assert len(trajectory.turns) == 1
+
+
+def test_an_engine_that_gives_less_than_it_says_is_a_policy_fault():
+    torn = Completion(token_ids=[1, 2], logprobs=[0.0], versions=[5, 5], finish_reason="stop")
+    trajectory = played(torn)
+    assert trajectory.status == "policy-fault"
+    assert "2 tokens, 1 log-probabilities" in trajectory.extra["fault"]
+
+
+def test_a_turn_given_up_half_said_goes_on():
+    half = completion("do", version=5, finish_reason="aborted", remote_prefill=True)
+    policy = Scripted(half, completion("ne.", version=6))
+    trajectory = asyncio.run(run(policy))
+    assert trajectory.status == "done"
+    assert [(turn.start, turn.end, turn.remote_prefill) for turn in trajectory.turns] == [(5, 10, True)]
+    assert list(trajectory.versions[5:]) == [5, 5, 6, 6, 6]
+    assert [request.max_new_tokens for request in policy.requests] == [8, 6]
+    assert len({request.request_id for request in policy.requests}) == 2
+
+
+def test_engines_that_always_give_up_are_a_policy_fault():
+    nothing = Completion(token_ids=[], logprobs=[], versions=[], finish_reason="aborted")
+    trajectory = played(*[nothing] * 20)
+    assert trajectory.status == "policy-fault"
+    assert "gave up turn 0" in trajectory.extra["fault"]
+
+
+class Faulty(Echo):
+    """Fails as told, once for each entry: in reset, in step, or by answering nonsense."""
+
+    faults = []
+    envs = []
+    release = asyncio.Event()
+
+    def __init__(self):
+        super().__init__()
+        self.envs.append(self)
+        self.fault = self.faults.pop(0) if self.faults else None
+
+    async def reset(self, seed):
+        match self.fault:
+            case "reset raises":
+                raise OSError("no more processes")
+            case "reset hangs":
+                await asyncio.Event().wait()
+            case "reset gives bytes":
+                return b"s"
+        return await super().reset(seed)
+
+    async def step(self, action):
+        match self.fault:
+            case "step raises":
+                raise KeyError("lost")
+            case "step hangs":
+                await asyncio.Event().wait()
+            case "step ignores being cancelled":
+                while True:
+                    try:
+                        await self.release.wait()
+                    except asyncio.CancelledError:
+                        continue
+                    break
+            case "step gives None":
+                return None
+            case "step gives NaN":
+                return Step(observation="", reward=float("nan"))
+            case "step gives text for a reward":
+                return Step(observation="", reward="much")
+            case "step is cancelled from within":
+                raise asyncio.CancelledError
+        return await super().step(action)
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    def use(*faults):
+        monkeypatch.setattr(Faulty, "faults", list(faults))
+        monkeypatch.setattr(Faulty, "envs", [])
+        return Faulty
+
+    return use
+
+
+FAULTS = [
+    "reset raises",
+    "reset hangs",
+    "reset gives bytes",
+    "step raises",
+    "step hangs",
+    "step gives None",
+    "step gives NaN",
+    "step gives text for a reward",
+    "step is cancelled from within",
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_begins_the_episode_anew(faulty, fault):
+    make_env = faulty(fault)
+    words = ["done.", "done."] if fault.startswith("step") else ["done."]
+    trajectory = played(*words, make_env=make_env, reset_timeout_s=0.02, step_timeout_s=0.02)
+    assert trajectory.status == "done"
+    assert len(trajectory.turns) == 1
+    assert trajectory.extra["attempts"] == 2
+    assert all(env.closed for env in make_env.envs)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_stays_is_never_scored(faulty, fault):
+    trajectory = played(
+        *["done."] * 3, make_env=faulty(*[fault] * 3), reset_timeout_s=0.02, step_timeout_s=0.02, env_retries=2
+    )
+    assert trajectory.status == "env-fault"
+    assert trajectory.reward is None
+    assert trajectory.extra["attempts"] == 3
+    assert trajectory.extra["fault"]
+
+
+def test_an_environment_that_ignores_being_cancelled_is_left_behind(faulty):
+    async def play():
+        trajectory = await run(Scripted("done.", "done."), make_env=make_env, step_timeout_s=0.02)
+        make_env.release.set()
+        return trajectory
+
+    make_env = faulty("step ignores being cancelled")
+    assert asyncio.run(play()).status == "done"
+
+
+def test_an_environment_that_cannot_be_made_is_a_fault():
+    def broken():
+        raise OSError("no space left")
+
+    trajectory = played(make_env=broken, env_retries=0)
+    assert trajectory.status == "env-fault"
+    assert "no space left" in trajectory.extra["fault"]
+
+
+def test_an_environment_that_cannot_be_closed_does_not_spoil_the_episode():
+    class Stuck(Echo):
+        async def close(self):
+            raise OSError("busy")
+
+    assert played("done.", make_env=Stuck).status == "done"
+
+
+def test_a_plain_environment_that_hangs_is_abandoned():
+    hang = threading.Event()
+
+    class Plain:
+        def reset(self, seed):
+            return "s"
+
+        def step(self, action):
+            hang.wait()
+            return Step(observation="", done=True)
+
+        def close(self):
+            hang.set()
+
+    trajectory = played("a", make_env=lambda: adapt(Plain()), step_timeout_s=0.02, env_retries=0)
+    assert trajectory.status == "env-fault"
+    assert hang.is_set()
+
+
+def test_cancelling_closes_the_environment_and_aborts_the_request():
+    async def cancelled():
+        env, policy = Echo(), Scripted(None)
+        task = asyncio.create_task(run(policy, make_env=lambda: env))
+        await policy.asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return env, policy
+
+    env, policy = asyncio.run(cancelled())
+    assert env.closed
+    assert policy.aborted == [policy.requests[0].request_id]
+
+
+def test_cancelling_while_the_environment_works_closes_it():
+    async def cancelled():
+        env = Faulty()
+        env.fault = "step hangs"
+        policy = Scripted("a")
+        task = asyncio.create_task(run(policy, make_env=lambda: env))
+        await policy.asked.wait()
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return env
+
+    assert asyncio.run(cancelled()).closed
+
+
+def test_pauses_double_are_spread_and_stay_bounded():
+    pauses = [pause_s(1.0, attempt=attempt, episode="lake/0/0") for attempt in range(1, 2000)]
+    assert all(0.5 * 2**i <= pause < 1.5 * 2**i for i, pause in enumerate(pauses[:5]))
+    assert max(pauses) <= 90
+    assert pause_s(1.0, attempt=1, episode="lake/0/1") != pauses[0]
+
+
+def test_the_real_chat_layout_fits(tiny_model_dir):
+    from hpcrl.engines.chat import load_chat
+
+    chat = load_chat(tiny_model_dir)
+    (letter,) = chat.tokenizer.encode("x", add_special_tokens=False).ids
+    word = Completion(token_ids=[letter], logprobs=[-1.0], versions=[5], finish_reason="length")
+    trajectory = played(word, word, max_turns=2, layout=chat)
+    assert trajectory.status == "truncated"
+    assert [trajectory.token_ids[turn.start] for turn in trajectory.turns] == [letter, letter]
+    assert list(trajectory.token_ids) == [
+        *chat.first_turn("s11"),
+        letter,
+        *chat.next_turn("x", said=[letter]),
+        letter,
+    ]

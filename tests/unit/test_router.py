@@ -1,0 +1,331 @@
+"""Which engines serve a turn, against engines that answer, refuse, hang and die as told."""
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.endpoints import Endpoint, announce, withdraw
+from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures
+from hpcrl.errors import EngineError
+from hpcrl.rollout.router import Decision, Patience, Router, choose, decide
+
+FAST = Patience(refresh_s=0.01, rest_s=0.05, load_s=0.2, prefill_s=0.2, generate_s=0.5, no_decode_s=0.5, max_attempts=3)
+REQUEST = GenerateRequest(request_id="lake/0/0/0/0/0", token_ids=[1, 2], max_new_tokens=4)
+
+
+class Fake:
+    """An engine whose calls succeed, fail or hang by `mood`."""
+
+    def __init__(self, endpoint):
+        self.endpoint = endpoint
+        self.mood = "well"
+        self.running = 0
+        self.generated = []
+        self.prefilled = []
+        self.aborted = []
+
+    async def _feel(self):
+        if self.mood in ("dead", "broken"):
+            raise EngineError(f"{self.endpoint.worker} is {self.mood}")
+        if self.mood == "hung":
+            await asyncio.Event().wait()
+
+    async def generate(self, request):
+        self.generated.append(request)
+        await self._feel()
+        return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason="length")
+
+    async def prefill(self, request):
+        self.prefilled.append(request)
+        await self._feel()
+        return KvHandle(url=f"kv:{self.endpoint.worker}", token="t", version=0, num_tokens=1)
+
+    async def abort(self, request_id):
+        self.aborted.append(request_id)
+
+    async def load_figures(self):
+        if self.mood == "dead":
+            raise EngineError("connection refused")
+        return LoadFigures(version=0, num_running=self.running, num_waiting=0, num_generated_tokens=0)
+
+
+class Pool:
+    """Announced endpoints and the engines behind them."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.engines = {}
+
+    def add(self, role, number=0, **changed):
+        worker = f"000-{role}-{number}"
+        fields = {"role": role, "worker": worker, "node": "n0", "url": f"http://n0/{worker}", "token": "t"}
+        announce(self.directory, Endpoint(**(fields | changed)))
+        return worker
+
+    def connect(self, endpoint):
+        return self.engines.setdefault(endpoint.worker, Fake(endpoint))
+
+    def router(self, *, seed=0, patience=FAST):
+        return Router(self.directory, connect=self.connect, seed=seed, patience=patience)
+
+
+@pytest.fixture
+def pool(tmp_path):
+    return Pool(tmp_path)
+
+
+def test_of_none_nobody_is_chosen():
+    assert choose({}, draw=random.Random(0)) is None
+
+
+def test_of_one_that_one_is_chosen():
+    assert choose({"a": 99.0}, draw=random.Random(0)) == "a"
+
+
+def test_the_less_loaded_of_two_is_chosen():
+    assert {choose({"a": 3.0, "b": 1.0}, draw=random.Random(seed)) for seed in range(20)} == {"b"}
+
+
+@given(st.dictionaries(st.text(min_size=1), st.floats(0, 1e6), min_size=2), st.integers())
+def test_the_most_loaded_is_never_chosen_unless_another_is_as_loaded(loads, seed):
+    chosen = choose(loads, draw=random.Random(seed))
+    assert loads[chosen] < max(loads.values()) or list(loads.values()).count(loads[chosen]) > 1
+
+
+def test_equal_workers_share_the_turns():
+    draw = random.Random(0)
+    turns = Counter(choose(dict.fromkeys("abcd", 0.0), draw=draw) for _ in range(2000))
+    assert len(turns) == 4
+
+
+def test_the_choice_depends_on_loads_and_seed_alone():
+    loads = dict.fromkeys("abcdef", 1.0)
+    backwards = dict(reversed(loads.items()))
+    assert choose(loads, draw=random.Random(4)) == choose(backwards, draw=random.Random(4))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "decision"),
+    [
+        ({"p": 0.0}, {"d": 0.0}, Decision(prefill="p", decode="d", reason="remote prefill")),
+        ({}, {"d": 0.0}, Decision(prefill=None, decode="d", reason="no prefill endpoint")),
+        ({"p": 0.0}, {}, Decision(prefill=None, decode=None, reason="no decode endpoint")),
+    ],
+)
+def test_a_decision_gives_its_reason(prefill, decode, decision):
+    assert decide(prefill=prefill, decode=decode, draw=random.Random(0)) == decision
+
+
+def test_a_turn_is_prefilled_and_handed_over(pool):
+    pool.add("prefill")
+    pool.add("decode")
+
+    async def run():
+        async with pool.router() as router:
+            return await router.generate(REQUEST), router.reasons
+
+    completion, reasons = asyncio.run(run())
+    assert completion.token_ids == [9]
+    assert pool.engines["000-prefill-0"].prefilled == [REQUEST]
+    (decoded,) = pool.engines["000-decode-0"].generated
+    assert decoded.kv.url == "kv:000-prefill-0"
+    assert reasons == {"remote prefill": 1}
+
+
+@pytest.mark.parametrize("mood", [None, "dead", "broken", "hung"])
+def test_without_prefill_the_decode_worker_computes_the_prompt(pool, mood):
+    pool.add("decode")
+    if mood:
+        pool.connect(Endpoint(role="prefill", worker=pool.add("prefill"), node="n", url="u", token="t")).mood = mood
+
+    async def run():
+        async with pool.router() as router:
+            await router.generate(REQUEST)
+
+    asyncio.run(run())
+    assert [request.kv for request in pool.engines["000-decode-0"].generated] == [None]
+
+
+@pytest.mark.parametrize("mood", ["broken", "hung"])
+def test_a_turn_that_fails_is_served_elsewhere(pool, mood):
+    for number in range(2):
+        pool.add("decode", number)
+
+    async def run():
+        async with pool.router() as router:
+            first = pool.engines["000-decode-0"]
+            first.mood = mood
+            for _ in range(8):
+                await router.generate(REQUEST)
+            return first
+
+    first = asyncio.run(run())
+    assert first.generated
+    assert len(pool.engines["000-decode-1"].generated) == 8
+
+
+def test_a_worker_that_failed_rests_and_comes_back(pool):
+    pool.add("decode")
+
+    async def run():
+        async with pool.router() as router:
+            engine = pool.engines["000-decode-0"]
+            engine.mood = "broken"
+            serving = asyncio.create_task(router.generate(REQUEST))
+            while not engine.generated:
+                await asyncio.sleep(0)
+            engine.mood = "well"
+            await serving
+            return len(engine.generated)
+
+    assert asyncio.run(run()) == 2
+
+
+def test_a_worker_that_is_dead_is_offered_one_attempt_only(pool):
+    pool.add("decode")
+
+    async def run():
+        async with pool.router() as router:
+            engine = pool.engines["000-decode-0"]
+            engine.mood = "dead"
+            with pytest.raises(EngineError, match=r"no decode worker .* for 0\.5 s"):
+                await router.generate(REQUEST)
+            return len(engine.generated)
+
+    assert asyncio.run(run()) <= 1
+
+
+def test_attempts_are_bounded_and_their_reasons_told(pool):
+    pool.add("decode")
+
+    async def run():
+        async with pool.router() as router:
+            pool.engines["000-decode-0"].mood = "broken"
+            await router.generate(REQUEST)
+
+    with pytest.raises(EngineError, match="3 attempts to generate failed: 000-decode-0 is broken; 000-decode-0"):
+        asyncio.run(run())
+
+
+def test_no_decode_worker_in_time_is_an_error_that_says_where_to_look(pool):
+    async def run():
+        async with pool.router() as router:
+            await router.generate(REQUEST)
+
+    with pytest.raises(EngineError, match=r"no decode worker .*: see the logs of role decode"):
+        asyncio.run(run())
+
+
+def test_a_decode_worker_that_appears_later_is_waited_for(pool):
+    async def run():
+        async with pool.router() as router:
+            serving = asyncio.create_task(router.generate(REQUEST))
+            await asyncio.sleep(0.02)
+            pool.add("decode")
+            return await serving
+
+    assert asyncio.run(run()).token_ids == [9]
+
+
+def test_a_withdrawn_worker_is_offered_nothing_more(pool):
+    pool.add("decode", 0)
+    pool.add("decode", 1)
+
+    async def run():
+        async with pool.router() as router:
+            withdraw(pool.directory, "000-decode-0")
+            await router.refresh()
+            for _ in range(5):
+                await router.generate(REQUEST)
+
+    asyncio.run(run())
+    assert not pool.engines["000-decode-0"].generated
+
+
+def test_a_worker_that_was_started_anew_is_connected_anew(pool):
+    pool.add("decode")
+    urls = []
+
+    async def run():
+        router = Router(pool.directory, connect=lambda e: urls.append(e.url) or Fake(e), seed=0, patience=FAST)
+        await router.refresh()
+        pool.add("decode", url="http://n0/other")
+        await router.refresh()
+        await router.refresh()
+
+    asyncio.run(run())
+    assert urls == ["http://n0/000-decode-0", "http://n0/other"]
+
+
+def test_loads_are_what_was_told_corrected_by_what_we_sent_since(pool):
+    pool.add("decode")
+
+    async def run():
+        router = pool.router()
+        await router.refresh()
+        engine = pool.engines["000-decode-0"]
+        engine.running = 5
+        await router.refresh()
+        told = router.loads("decode")["000-decode-0"]
+        engine.mood = "hung"
+        serving = asyncio.create_task(router.generate(REQUEST))
+        while not engine.generated:
+            await asyncio.sleep(0)
+        while_ours_runs = router.loads("decode")["000-decode-0"]
+        engine.running = 6
+        await router.refresh()
+        told_with_ours = router.loads("decode")["000-decode-0"]
+        serving.cancel()
+        await asyncio.wait({serving})
+        return told, while_ours_runs, told_with_ours, router.loads("decode")["000-decode-0"]
+
+    assert asyncio.run(run()) == (5, 6, 6, 5)
+
+
+def test_abort_reaches_the_worker_that_serves_the_request(pool):
+    pool.add("decode")
+
+    async def run():
+        async with pool.router() as router:
+            engine = pool.engines["000-decode-0"]
+            engine.mood = "hung"
+            serving = asyncio.create_task(router.generate(REQUEST))
+            while not engine.generated:
+                await asyncio.sleep(0)
+            await router.abort(REQUEST.request_id)
+            await router.abort("another")
+            serving.cancel()
+            await asyncio.wait({serving})
+            return engine.aborted
+
+    assert asyncio.run(run()) == [REQUEST.request_id]
+
+
+def test_garbage_among_the_endpoints_leaves_those_known_in_use(pool):
+    pool.add("decode")
+
+    async def run():
+        async with pool.router() as router:
+            (pool.directory / "000-decode-9.json").write_bytes(b"\x00garbage")
+            await router.refresh()
+            await router.generate(REQUEST)
+            return router.reasons["endpoints unreadable"]
+
+    assert asyncio.run(run()) >= 1
+
+
+def test_a_refresh_that_breaks_is_not_waited_on_in_silence(pool):
+    def broken(endpoint):
+        raise TypeError("connect takes two arguments")
+
+    async def run():
+        async with Router(pool.directory, connect=broken, seed=0, patience=FAST) as router:
+            pool.add("decode")
+            await router.generate(REQUEST)
+
+    with pytest.raises(TypeError, match="connect takes two"):
+        asyncio.run(run())

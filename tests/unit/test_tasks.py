@@ -1,0 +1,55 @@
+"""Which task comes next."""
+
+from collections import Counter
+from itertools import islice
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.rollout.tasks import TaskStream, next_domain, stable_hash
+
+
+def stream(weights=None, **changed):
+    return TaskStream(weights or {"lake": 1.0}, **({"recipe_seed": 7, "host": 0, "num_hosts": 1} | changed))
+
+
+def test_a_task_names_its_group_and_its_episodes():
+    task = next(stream(start=12))
+    assert (task.group, task.episode(3)) == ("lake/12", "lake/12/3")
+
+
+def test_the_same_recipe_asks_the_same_tasks():
+    assert list(islice(stream(), 20)) == list(islice(stream(), 20))
+
+
+def test_another_seed_asks_other_tasks():
+    assert {task.seed for task in islice(stream(), 20)}.isdisjoint(
+        task.seed for task in islice(stream(recipe_seed=8), 20)
+    )
+
+
+def test_a_stable_hash_is_the_same_on_every_machine():
+    assert stable_hash(0, "lake", 1, bits=31) == 316736684
+
+
+@given(st.integers(1, 6), st.integers(0, 1000))
+def test_hosts_never_share_a_number_and_leave_none_out(num_hosts, start):
+    streams = [stream(host=host, num_hosts=num_hosts, start=start) for host in range(num_hosts)]
+    numbers = [task.number for one in streams for task in islice(one, 10)]
+    assert sorted(numbers) == list(range(start, start + 10 * num_hosts))
+
+
+@given(st.dictionaries(st.sampled_from("abcde"), st.floats(0.01, 100), min_size=1), st.integers(1, 300))
+def test_no_domain_is_ever_a_whole_task_behind_its_share_by_more_than_the_number_of_domains(weights, num_tasks):
+    begun = Counter(task.domain for task in islice(stream(weights), num_tasks))
+    whole = sum(weights.values())
+    for domain, weight in weights.items():
+        assert abs(begun[domain] - weight / whole * num_tasks) <= len(weights)
+
+
+def test_equal_domains_take_turns():
+    assert [task.domain for task in islice(stream({"b": 1.0, "a": 1.0}), 4)] == ["a", "b", "a", "b"]
+
+
+def test_the_domain_furthest_behind_comes_next():
+    assert next_domain({"a": 1.0, "b": 3.0}, {"a": 1, "b": 1}) == "b"
