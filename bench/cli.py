@@ -53,7 +53,7 @@ def _seconds(command: list[str]) -> float:
 
 def _plan_seconds() -> float:
     site = load_site("perlmutter", settings=("account=m1",))
-    settings = ("resources.env.num_workers=40000", "resources.decode.num_workers=3000")
+    settings = ("resources.env.num_workers=40000", "resources.decode.num_workers=3000", "rollout.max_running=400000")
     began = time.perf_counter()
     plan = make_plan(load_recipe("quickstart", settings=settings), site)
     plan.to_json()

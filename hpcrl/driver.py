@@ -28,7 +28,8 @@ from hpcrl.recipe import Recipe, RoleName
 from hpcrl.rundir import JobDir, RunDir
 from hpcrl.site import Site
 from hpcrl.slurm.allocation import read_allocation, scrub, this_node
-from hpcrl.spool import names
+from hpcrl.spool.names import Listing
+from hpcrl.weights import versions
 
 if TYPE_CHECKING:
     from hpcrl.runtime import Runtime
@@ -128,6 +129,10 @@ class Driver:
     drain_deadline: float = float("inf")
     terminated: bool = False
     near_end: bool = False
+
+    def __post_init__(self) -> None:
+        self.rollouts = Listing(self.run.spool("rollouts"))
+        self.scored = Listing(self.run.spool("scored"))
 
     @classmethod
     def load(cls, run: RunDir, job: JobDir) -> "Driver":
@@ -273,17 +278,14 @@ class Driver:
             if error is not None:
                 count = self.failed_scorings[segment] = self.failed_scorings.get(segment, 0) + 1
                 self.events.emit("fault", what="reward", detail=f"{segment}: {error}", attempt=count)
-        pending = set(names.listed(self.run.spool("rollouts"))) - set(names.listed(self.run.spool("scored")))
+        pending = set(self.rollouts.names()).difference(self.scored.names())
         for segment in sorted(pending - self.scoring.keys()):
             if self.failed_scorings.get(segment, 0) <= RESTARTS:
                 self.scoring[segment] = runtime.score(segment)
 
     def _check_progress(self, progress: "Progress") -> None:
         """Nodes are never held idle: with nothing moving, leave the stacks in the logs and end."""
-        seen = (
-            *(frozenset(names.listed(self.run.spool(s))) for s in ("rollouts", "scored")),
-            _files(self.run.weights),
-        )
+        seen = (len(self.rollouts.names()), len(self.scored.names()), versions.listed(self.run.weights))
         if not progress.stalled(seen):
             return
         publish(self.job.dump_stacks, "")
@@ -313,10 +315,6 @@ class Progress:
         if seen != self.last:
             self.last, self.since = seen, time.monotonic()
         return time.monotonic() - self.since > self.timeout_s
-
-
-def _files(directory: Path) -> frozenset[str]:
-    return frozenset(os.listdir(directory)) if directory.is_dir() else frozenset()  # noqa: PTH208 - names only
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:

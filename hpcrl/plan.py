@@ -83,6 +83,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def make_plan(recipe: Recipe, site: Site) -> Plan:
     """Map roles to partitions and check all that can be checked before queueing."""
     _check_resources(recipe)
+    _check_rollout(recipe)
     layout, reason, doubt = _layout(site)
     choices = _place(recipe, site)
     account = _accounts(site, choices)
@@ -265,6 +266,16 @@ def _check_resources(recipe: Recipe) -> None:
         raise PlanError(
             f"resources.train.num_workers = {recipe.resources.train.num_workers}: trainer "
             f"{recipe.train.trainer!r} is one process so far: set it to 1"
+        )
+
+
+def _check_rollout(recipe: Recipe) -> None:
+    rollout, num_hosts = recipe.rollout, recipe.resources.env.num_workers
+    least = (rollout.group_size + rollout.redundancy) * num_hosts
+    if rollout.max_running < least:
+        raise PlanError(
+            f"rollout.max_running = {rollout.max_running} cannot hold one group of {rollout.group_size} (and "
+            f"{rollout.redundancy} extra) episodes on each of {num_hosts} env workers: set it to {least} or more"
         )
 
 

@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 
 def load_model(directory: Path, *, device: str | None = None) -> Any:
-    """The causal LM in `directory`: float32 on CPU, where lower precision gains nothing, else as it was saved."""
+    """The causal LM in `directory`, in float32: what the trainer publishes, bit for bit."""
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         model = AutoModelForCausalLM.from_pretrained(
             directory,
-            dtype=torch.float32 if place == "cpu" else "auto",
+            dtype=torch.float32,
             attn_implementation="sdpa",
             local_files_only=True,
         )

@@ -7,12 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-
 from hpcrl.endpoints import Endpoint
 from hpcrl.engines.base import GenerateRequest, Generator
 from hpcrl.engines.chat import Chat, load_chat
-from hpcrl.engines.http import RemoteEngine
+from hpcrl.engines.http import RemoteEngine, client_session
 from hpcrl.envs.base import Env, make_env
 from hpcrl.errors import SpoolError
 from hpcrl.files import read_json
@@ -23,7 +21,7 @@ from hpcrl.rollout.episode import Limits, run_episode
 from hpcrl.rollout.group import Groups
 from hpcrl.rollout.router import Router
 from hpcrl.rollout.tasks import Task, TaskStream, stable_hash
-from hpcrl.spool import names
+from hpcrl.spool.names import Listing, counted
 from hpcrl.spool.record import Status, Trajectory
 from hpcrl.spool.spool import Batching, DiskSpoolWriter
 from hpcrl.weights.versions import listed
@@ -43,8 +41,7 @@ async def _host(context: Context) -> None:
         if context.draining:
             return
         await asyncio.sleep(POLL_S)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, trust_env=False) as session:
+    async with client_session() as session:
 
         def connect(endpoint: Endpoint) -> Generator:
             return RemoteEngine(endpoint, session)
@@ -83,6 +80,7 @@ class Host:
             num_hosts=self.num_hosts,
             start=_reserve_tasks(context),
         )
+        self.sealed = Listing(context.run.spool("rollouts"))
         self.spool = DiskSpoolWriter(
             context.run.spool("rollouts"),
             producer=context.name,
@@ -108,7 +106,7 @@ class Host:
     def _admitted(self) -> int:
         """How many groups may begin now. What is durable and not settled by the trainer waits in the spools."""
         rollout, train = self.context.recipe.rollout, self.context.recipe.train
-        waiting = names.num_trajectories(self.context.run.spool("rollouts")) - self._settled()
+        waiting = counted(self.sealed.names()) - self._settled()
         return admitted_groups(
             host=self.context.index,
             num_hosts=self.num_hosts,

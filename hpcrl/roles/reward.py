@@ -1,6 +1,6 @@
 """Role reward: short tasks, one per sealed segment of "rollouts"; each writes the scored twin of its segment.
 
-A task may run twice (a lost worker, a preempted node): the twin has one name, and the first complete one stays.
+A task may run twice (a lost worker, a preempted node): the twin has one name, and is there complete or not at all.
 """
 
 import functools

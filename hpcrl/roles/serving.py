@@ -3,12 +3,10 @@
 import asyncio
 import time
 
-import aiohttp
-
 from hpcrl import endpoints
 from hpcrl.endpoints import Endpoint
 from hpcrl.engines.embedded import EmbeddedEngine, load_model
-from hpcrl.engines.http import kv_fetcher, serve
+from hpcrl.engines.http import client_session, kv_fetcher, serve
 from hpcrl.errors import WeightsError
 from hpcrl.roles.context import Context
 from hpcrl.slurm.allocation import this_node
@@ -25,7 +23,7 @@ async def serve_engine(context: Context) -> None:
         return
     model = load_model(context.run.model)
     async with (
-        aiohttp.ClientSession(trust_env=False) as session,
+        client_session() as session,
         EmbeddedEngine(
             model, store=store, max_batch=context.recipe.engine.max_batch, fetch_kv=kv_fetcher(session)
         ) as engine,
@@ -59,12 +57,17 @@ async def _first_version(context: Context, store: FileStore) -> Manifest | None:
 
 
 async def _follow_versions(engine: EmbeddedEngine, store: FileStore, context: Context, *, loaded: int) -> None:
+    """Until the job ends, or the engine does: then this worker ends with its reason, and is begun anew."""
+    failed = asyncio.create_task(engine.failed(), name="engine failed")
     while not context.draining:
+        if failed.done():
+            failed.result()
         newest = store.newest()
         if newest is not None and newest.version > loaded:
             await _load(engine, newest, context)
             loaded = newest.version
         await asyncio.sleep(POLL_S)
+    failed.cancel()
 
 
 async def _load(engine: EmbeddedEngine, manifest: Manifest, context: Context) -> None:

@@ -1,5 +1,7 @@
 """Handing a batch script to Slurm (through submitit) or to this machine, and taking a job back by its recorded id."""
 
+import contextlib
+import io
 import os
 import shutil
 import signal
@@ -117,7 +119,8 @@ def _submit_slurm(script: str, job: JobDir, site: Site) -> Submitted:
 
     executor = HetExecutor(folder=job.root)
     try:
-        submitted = executor._submit_command(script)
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
+            submitted = executor._submit_command(script)
     except submitit.core.utils.FailedJobError as error:
         _check_answered(getattr(error.__cause__, "returncode", None), "sbatch")
         raise SlurmError(_refusal(str(error))) from error

@@ -6,6 +6,7 @@ Light on purpose: the monitor counts the trajectories of a spool from names alon
 import os
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from hpcrl.errors import SpoolError
 
 _NAME = re.compile(r"(?P<producer>.+)-(?P<number>\d{8,})-(?P<count>\d+)-(?P<nonce>[0-9a-f]{8})\.h5", re.DOTALL)
 _LEFTOVER_AGE_S = 3600.0
+_SETTLED_NS = 100_000_000
+"""Two changes within one tick of the file system's clock leave the same time behind."""
+_LIST_AGAIN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +62,36 @@ def listed(directory: Path) -> list[str]:
         return []
 
 
+class Listing:
+    """The segments of a directory, asked many times a second: it is listed again only when it may have changed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._names: list[str] = []
+        self._changed_ns = -1
+        self._listed_at = float("-inf")
+
+    def names(self) -> list[str]:
+        """As `listed`. A file server's clock and its cache of times are not trusted for long."""
+        try:
+            changed_ns = self.directory.stat().st_mtime_ns
+        except FileNotFoundError:
+            changed_ns = -1
+        settled = changed_ns == self._changed_ns and time.time_ns() - changed_ns > _SETTLED_NS
+        if not settled or time.monotonic() - self._listed_at > _LIST_AGAIN_S:
+            self._changed_ns, self._listed_at = changed_ns, time.monotonic()
+            self._names = listed(self.directory)
+        return self._names
+
+
 def num_trajectories(directory: Path) -> int:
     """How many trajectories a spool holds, by the names of its segments."""
-    return sum(name.count for name in map(parse, listed(directory)) if name is not None)
+    return counted(listed(directory))
+
+
+def counted(names: Iterable[str]) -> int:
+    """How many trajectories segments of these names hold."""
+    return sum(name.count for name in map(parse, names) if name is not None)
 
 
 def next_number(directory: Path, producer: str) -> int:

@@ -22,7 +22,7 @@ import msgspec
 
 from hpcrl.errors import SpoolError
 from hpcrl.files import private_dir
-from hpcrl.spool.names import SegmentName, check_producer, listed, next_number, parse, sweep_leftovers
+from hpcrl.spool.names import Listing, SegmentName, check_producer, next_number, parse, sweep_leftovers
 from hpcrl.spool.record import TRAINABLE, Packed, Trajectory, pack, parse_facts, with_columns
 from hpcrl.spool.segment import read_segment, write_packed, write_segment
 
@@ -191,6 +191,7 @@ class DiskSpoolReader:
         """`consumed`: ids that are never delivered, such as those in the trainer's checkpoint."""
         self.damaged: dict[str, str] = {}
         self._directory = directory
+        self._listing = Listing(directory)
         self._on_damage = on_damage
         self._seen: set[str] = set()
         self._once = _Once(consumed)
@@ -208,7 +209,7 @@ class DiskSpoolReader:
 
     def _names(self) -> list[str]:
         try:
-            names = listed(self._directory)
+            names = self._listing.names()
         except OSError as error:
             raise SpoolError(f"cannot list spool {str(self._directory)!r}: {error.strerror}") from error
         if not names and self._seen and not self._directory.is_dir():

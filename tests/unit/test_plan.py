@@ -93,6 +93,10 @@ def test_a_full_partition_hands_over_to_the_next_best_aloud() -> None:
     assert any("decode wanted bandwidth, got train: decode allows 1 nodes" in line for line in made.fallbacks)
 
 
+def test_too_few_episodes_at_once_for_one_group_are_refused() -> None:
+    assert "set it to 16" in refused("rollout.max_running=15", "resources.env.num_workers=2")
+
+
 def test_two_training_processes_are_refused_so_far() -> None:
     assert "one process" in refused("resources.train.num_workers=2")
 
@@ -138,7 +142,7 @@ def test_cost_counts_whole_nodes_where_they_are_exclusive() -> None:
 
 def test_a_thousand_node_recipe_is_planned() -> None:
     site = load_site("perlmutter", settings=("account=m1",))
-    asked = recipe("resources.env.num_workers=40000", "resources.decode.num_workers=3000")
+    asked = recipe("resources.env.num_workers=40000", "resources.decode.num_workers=3000", "rollout.max_running=400000")
     began = time.process_time()
     made = make_plan(asked, site)
     assert sum(component.nodes for component in made.components) > 1000

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool.names import (
+    Listing,
     SegmentName,
     check_producer,
     listed,
@@ -86,3 +88,32 @@ def test_counting_imports_nothing_heavy():
     code = "import sys, hpcrl.spool.names; print(sorted({'numpy', 'h5py', 'xxhash', 'msgspec'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_a_listing_sees_every_segment_that_appears_and_goes(tmp_path: Path) -> None:
+    listing = Listing(tmp_path)
+    expected: list[str] = []
+    for number in range(40):
+        name = f"w-{number:08d}-1-00000000.h5"
+        (tmp_path / name).touch()
+        expected.append(name)
+        assert listing.names() == expected
+    (tmp_path / expected.pop(7)).unlink()
+    assert listing.names() == expected
+
+
+def test_a_listing_that_has_settled_still_sees_the_next_change(tmp_path: Path) -> None:
+    listing = Listing(tmp_path)
+    (tmp_path / "w-00000000-1-00000000.h5").touch()
+    os.utime(tmp_path, (1, 1))
+    assert len(listing.names()) == len(listing.names()) == 1
+    (tmp_path / "w-00000001-1-00000000.h5").touch()
+    assert len(listing.names()) == 2
+
+
+def test_a_listing_of_a_directory_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
+    listing = Listing(tmp_path / "later")
+    assert listing.names() == []
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "w-00000000-1-00000000.h5").touch()
+    assert len(listing.names()) == 1
