@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import random
-import resource
 import shutil
 import signal
 import stat
@@ -23,6 +22,7 @@ from hpcrl.recipe import Train
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.checkpoint import damage, load, newest, prune, save
 from hpcrl.trainers.torch import TorchTrainer
+from tests.disks import largest_file
 
 
 class Counter:
@@ -151,31 +151,22 @@ def test_training_does_not_begin_anew_when_every_checkpoint_is_damaged(tmp_path)
         found(tmp_path)
 
 
-@pytest.fixture
-def small_files():
-    """No file may grow beyond 64 KiB: writing more fails as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@pytest.mark.usefixtures("small_files")
 def test_a_full_disk_is_an_error_that_names_the_path_and_spares_the_older_checkpoint(tmp_path):
     (older,) = saved(tmp_path, 1)
-    with pytest.raises(TrainError, match=r"000002-step-000002 could not be saved .*File too large.*older .* untouched"):
+    refused = pytest.raises(
+        TrainError, match=r"000002-step-000002 could not be saved .*File too large.*older .* untouched"
+    )
+    with refused, largest_file(1 << 16):
         saved(tmp_path, 2, num_bytes=1 << 17)
     assert list(tmp_path.iterdir()) == [older]
     assert found(tmp_path) == (older, [])
 
 
-def test_a_full_disk_under_the_torch_trainer_is_the_same_error(tmp_path, model_dir, request):
+def test_a_full_disk_under_the_torch_trainer_is_the_same_error(tmp_path, model_dir):
     trainer, consumed, _ = resumed(model_dir, tmp_path)
     older = save(tmp_path, step=1, version=1, trainer=trainer, consumed=consumed)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    with pytest.raises(TrainError, match=r"000002-step-000002 could not be saved .*model.safetensors.*too large"):
+    refused = pytest.raises(TrainError, match=r"000002-step-000002 could not be saved .*model.safetensors.*too large")
+    with refused, largest_file(1000):
         save(tmp_path, step=2, version=2, trainer=trainer, consumed=consumed)
     assert list(tmp_path.iterdir()) == [older]
     assert found(tmp_path) == (older, [])

@@ -1,11 +1,9 @@
 """Segments: exact, mapped, checked; damaged or foreign files are named and refused."""
 
-import contextlib
 import json
 import math
 import os
 import random
-import resource
 
 import h5py
 import numpy as np
@@ -18,6 +16,7 @@ from hpcrl.errors import SpoolError
 from hpcrl.spool import segment as segment_module
 from hpcrl.spool.record import COLUMNS, Trajectory, Turn, pack
 from hpcrl.spool.segment import read_segment, write_segment
+from tests.disks import largest_file
 
 
 def trajectory(number=0, num_tokens=5, **changed):
@@ -51,17 +50,6 @@ def written(tmp_path):
     path = tmp_path / "a.h5"
     write_segment(path, [trajectory(number, 5 + number) for number in range(3)])
     return path
-
-
-@contextlib.contextmanager
-def largest_file(num_bytes):
-    """The disk takes no file larger than this: what a full one looks like to a process without privileges."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @st.composite
