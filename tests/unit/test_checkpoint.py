@@ -165,8 +165,8 @@ def test_a_full_disk_is_an_error_that_names_the_path_and_spares_the_older_checkp
 def test_a_full_disk_under_the_torch_trainer_is_the_same_error(tmp_path, model_dir):
     trainer, consumed, _ = resumed(model_dir, tmp_path)
     older = save(tmp_path, step=1, version=1, trainer=trainer, consumed=consumed)
-    refused = pytest.raises(TrainError, match=r"000002-step-000002 could not be saved .*model.safetensors.*too large")
-    with refused, largest_file(1000):
+    reason = r"000002-step-000002 could not be saved .*model.safetensors.*too large"
+    with pytest.raises(TrainError, match=reason), largest_file(1000):
         save(tmp_path, step=2, version=2, trainer=trainer, consumed=consumed)
     assert list(tmp_path.iterdir()) == [older]
     assert found(tmp_path) == (older, [])
