@@ -209,7 +209,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 
 def _lab(arguments: argparse.Namespace) -> int:
-    from hpcrl.slurm import lab
+    from hpcrl.lab import life as lab
 
     state_dir = arguments.dir or lab.default_state_dir()
     match arguments.action:

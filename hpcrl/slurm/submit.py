@@ -51,7 +51,7 @@ def site_environment(site: Site) -> dict[str, str]:
 def expand(text: str) -> str:
     """`~` and $NAME in a path of a site file; $HPCRL_LAB has a default."""
     if "$HPCRL_LAB" in text:
-        from hpcrl.slurm.lab import default_state_dir
+        from hpcrl.lab.life import default_state_dir
 
         text = text.replace("$HPCRL_LAB", str(default_state_dir()))
     expanded = os.path.expandvars(Path(text).expanduser())

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from lab_tools import Lab, short_dir
 
-from hpcrl.slurm import lab as labs
+from hpcrl.lab import life as labs
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ import pytest
 from lab_tools import Lab, until
 
 from hpcrl.errors import LabError
-from hpcrl.slurm import lab as labs
-from hpcrl.slurm.lab_conf import Cluster, NodeGroup
+from hpcrl.lab import life as labs
+from hpcrl.lab.conf import Cluster, NodeGroup
 
 pytestmark = pytest.mark.slurm
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import LabError
-from hpcrl.slurm import lab as labs
-from hpcrl.slurm import lab_processes
-from hpcrl.slurm.lab_conf import DEFAULT, LabDir, check_path, reserved_ports
-from hpcrl.slurm.lab_processes import Daemon, Marks
+from hpcrl.lab import daemons
+from hpcrl.lab import life as labs
+from hpcrl.lab.conf import DEFAULT, LabDir, check_path, reserved_ports
+from hpcrl.lab.daemons import Daemon, Marks
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_process_that_has_a_recorded_pid_but_another_start_is_spared(sleeper: subprocess.Popen[bytes]) -> None:
     stale = Daemon(name="slurmctld", pid=sleeper.pid, ticks=1)
-    lab_processes.end([stale], marks=Marks(token="none", conf=Path("/nowhere/slurm.conf")))
+    daemons.end([stale], marks=Marks(token="none", conf=Path("/nowhere/slurm.conf")))
     assert sleeper.poll() is None
 
 

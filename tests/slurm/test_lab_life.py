@@ -12,14 +12,14 @@ import pytest
 from lab_tools import Lab, short_dir, until
 
 from hpcrl.errors import LabError
+from hpcrl.lab import life as labs
+from hpcrl.lab.conf import Cluster, NodeGroup
 from hpcrl.processes import is_alive, start_ticks
-from hpcrl.slurm import lab as labs
-from hpcrl.slurm.lab_conf import Cluster, NodeGroup
 
 pytestmark = pytest.mark.slurm
 
 TINY = Cluster(groups=(NodeGroup(name="n", num_nodes=1),), default="n")
-UP = "import sys; from pathlib import Path; from hpcrl.slurm import lab; lab.up(Path(sys.argv[1]))"
+UP = "import sys; from pathlib import Path; from hpcrl.lab import life; life.up(Path(sys.argv[1]))"
 ESCAPE = """
 import os, pathlib
 if os.fork() == 0:

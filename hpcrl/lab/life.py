@@ -17,10 +17,10 @@ from pathlib import Path
 
 from hpcrl import files
 from hpcrl.errors import LabError
-from hpcrl.slurm import lab_processes
-from hpcrl.slurm.lab_conf import DEFAULT, Cluster, LabDir, check_path
-from hpcrl.slurm.lab_processes import Daemon
-from hpcrl.slurm.lab_start import Record, Start, as_json, ask, boot_id, sinfo
+from hpcrl.lab import daemons
+from hpcrl.lab.conf import DEFAULT, Cluster, LabDir, check_path
+from hpcrl.lab.daemons import Daemon
+from hpcrl.lab.start import Record, Start, as_json, ask, boot_id, sinfo
 
 LOCK_TIMEOUT_S = 150.0
 CANCEL_TIMEOUT_S = 2.0
@@ -126,13 +126,13 @@ def up(state_dir: Path, *, cluster: Cluster = DEFAULT) -> LabStatus:
             now = status(lab.root)
             if now.is_up:
                 return _same(now, record=record, cluster=cluster)
-            lab_processes.end(list(record.daemons), marks=record.marks(lab))
+            daemons.end(list(record.daemons), marks=record.marks(lab))
         _clear(lab)
         start = Start(lab, cluster=cluster)
         try:
             start.run()
         except BaseException:
-            lab_processes.end(list(start.record.daemons), marks=start.record.marks(lab))
+            daemons.end(list(start.record.daemons), marks=start.record.marks(lab))
             _remove(lab)
             raise
         return status(lab.root)
@@ -148,14 +148,14 @@ def down(state_dir: Path) -> bool:
         record = _read_record(lab)
         if record is not None:
             _cancel_jobs(lab, record=record)
-            lab_processes.end(list(record.daemons), marks=record.marks(lab))
+            daemons.end(list(record.daemons), marks=record.marks(lab))
         _remove(lab)
         return record is not None
 
 
 def missing_commands() -> list[str]:
     """The commands that the lab needs and this machine lacks."""
-    return [name for name in COMMANDS if shutil.which(name, path=lab_processes.search_path()) is None]
+    return [name for name in COMMANDS if shutil.which(name, path=daemons.search_path()) is None]
 
 
 def _check_commands() -> None:
@@ -243,7 +243,7 @@ def _cancel_jobs(lab: LabDir, *, record: Record) -> None:
     ask(lab, "scancel", f"--user={os.getuid()}", timeout_s=CANCEL_TIMEOUT_S)
     deadline = time.monotonic() + CANCEL_TIMEOUT_S
     known = {daemon.pid for daemon in record.daemons}
-    while set(lab_processes.find(record.marks(lab))) - known and time.monotonic() < deadline:
+    while set(daemons.find(record.marks(lab))) - known and time.monotonic() < deadline:
         time.sleep(0.05)
 
 

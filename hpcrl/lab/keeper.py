@@ -1,6 +1,6 @@
 """Runs one slurmd of the lab, and takes in what its jobs leave behind, so that `hpcrl lab down` finds all of it.
 
-    python lab_keeper.py /usr/sbin/slurmd -D -N env1
+    python keeper.py /usr/sbin/slurmd -D -N env1
 
 A process that calls setsid, loses its parent and drops its environment would become a child of init and bear no
 mark of the lab; with the keeper between, it becomes a child of the keeper. Run as a file, for a quick start: it

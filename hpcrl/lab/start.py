@@ -21,9 +21,9 @@ from typing import Any
 
 from hpcrl import files
 from hpcrl.errors import LabError
-from hpcrl.slurm import lab_keeper, lab_processes
-from hpcrl.slurm.lab_conf import Cluster, LabDir, reserved_ports, write_conf
-from hpcrl.slurm.lab_processes import TOKEN, Daemon, Marks
+from hpcrl.lab import daemons, keeper
+from hpcrl.lab.conf import Cluster, LabDir, reserved_ports, write_conf
+from hpcrl.lab.daemons import TOKEN, Daemon, Marks
 
 START_TIMEOUT_S = 120.0
 
@@ -65,8 +65,8 @@ class Start:
             self._until_listens("slurmdbd", (socket.AF_INET, ("127.0.0.1", ports[1])))
             self._start("slurmctld", "slurmctld", "-D")
             for node in self.cluster.node_names():
-                slurmd = [lab_processes.program("slurmd"), "-D", "-N", node]
-                self._start(f"slurmd-{node}", sys.executable, "-IS", lab_keeper.__file__, *slurmd)
+                slurmd = [daemons.program("slurmd"), "-D", "-N", node]
+                self._start(f"slurmd-{node}", sys.executable, "-IS", keeper.__file__, *slurmd)
             self._until_listens("slurmctld", (socket.AF_INET, ("127.0.0.1", ports[0])))
             self._until("slurmctld", "every node idle", lambda: _all_idle(self.lab, self.cluster))
             self._until("slurmdbd", "the cluster in the accounts", lambda: _is_accounted(self.lab, self.cluster))
@@ -89,8 +89,8 @@ class Start:
         self._until_listens("mariadbd", (socket.AF_UNIX, str(self.lab.db_socket)))
 
     def _start(self, name: str, command: str, *arguments: str) -> Daemon:
-        daemon = lab_processes.spawn(
-            [lab_processes.program(command), *arguments],
+        daemon = daemons.spawn(
+            [daemons.program(command), *arguments],
             name=name,
             environment=_environment(self.lab) | {TOKEN: self.record.token, "MYSQL_UNIX_PORT": str(self.lab.db_socket)},
             cwd=self.lab.root / "log",
@@ -156,7 +156,7 @@ def ask(lab: LabDir, command: str, *arguments: str, timeout_s: float = 5.0) -> s
     """What a Slurm command prints; nothing if it fails or does not answer."""
     try:
         done = subprocess.run(
-            [lab_processes.program(command), *arguments],
+            [daemons.program(command), *arguments],
             env=_environment(lab),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -178,7 +178,7 @@ def sinfo(lab: LabDir) -> list[tuple[str, str, str]]:
 def _environment(lab: LabDir) -> dict[str, str]:
     """A small environment of our own: the caller's SLURM_*, SINFO_* and locale must not change what is said."""
     kept = {name: os.environ[name] for name in ("HOME", "TZ") if name in os.environ}
-    return kept | {"PATH": lab_processes.search_path(), "LANG": "C.UTF-8", "SLURM_CONF": str(lab.conf)}
+    return kept | {"PATH": daemons.search_path(), "LANG": "C.UTF-8", "SLURM_CONF": str(lab.conf)}
 
 
 def _all_idle(lab: LabDir, cluster: Cluster) -> bool:
