@@ -35,9 +35,9 @@ $(VENV)/bin/python:
 
 $(VENV)/.local: $(VENV)/bin/python pyproject.toml
 	@echo "installing hpcrl with its local engine and trainer into $(VENV) (some minutes the first time)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[local]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[local]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.local
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[local,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[local,dev]'
 	@touch $@

@@ -7,6 +7,7 @@ system, that name is a symbolic link; making the directory or the link is what r
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -123,8 +124,10 @@ def _check_user_code(asked: Request) -> None:
             "importing must be quick; open files and start servers in reset()"
         ) from error
     if done.returncode:
-        reason = done.stderr.decode(errors="replace").strip().splitlines()
-        raise ConfigError(f"recipe {asked.recipe.name!r}: {reason[-1] if reason else 'its code cannot be checked'}")
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["its code cannot be checked"]
+        if lines[-1].startswith("ModuleNotFoundError"):  # our own: what a user's code lacks is told by the check
+            raise ConfigError(f"{command[0]} lacks what a job needs ({lines[-1]}): pip install 'hpcrl[local]' there")
+        raise ConfigError(f"recipe {asked.recipe.name!r}: {lines[-1]}")
 
 
 def resume(name: str) -> RunDir:
@@ -185,22 +188,40 @@ def at_once(run: RunDir, job: JobDir, site: Site) -> str:
 
 def closing_words(run: RunDir, *, state: str, rewards: Sequence[float | None]) -> list[str]:
     """What was done, where it lies, and what to try next."""
+    hpcrl = _command()
     seen = [reward for reward in rewards if reward is not None]
     learned = f": mean reward {seen[0]:.2f} -> {seen[-1]:.2f} in {len(rewards)} steps" if seen else ""
     if state in ("queued", "running", "draining"):
-        return [f"campaign {run.name} goes on; `hpcrl monitor {run.name}` shows it again"]
+        return [f"campaign {run.name} goes on; `{hpcrl} monitor {run.name}` shows it again"]
     if state != "done":
-        cure = f"see `hpcrl logs {run.name}`, then `hpcrl resume {run.name}`"
+        cure = f"see `{hpcrl} logs {run.name}`, then `{hpcrl} resume {run.name}`"
         return [f"campaign {run.name} ended as {state}{learned}; {cure}"]
+    if site_of(run).scheduler == "local":
+        try_next = [
+            ("plan quickstart --site lab", "the same recipe as a heterogeneous Slurm job"),
+            ("lab up", "a real Slurm on this machine, to submit it to"),
+        ]
+    else:
+        try_next = [
+            ("plan quickstart --site perlmutter -s site.account=m1234", "the same on a large machine"),
+            ("ls", "all campaigns"),
+        ]
+    commands = [(f"monitor {run.name} --once", "how it went"), *try_next]
+    width = max(len(command) for command, _ in commands)
     return [
         f"campaign {run.name} is done{learned}",
-        f"  everything is in {run.root}",
-        f"  weights {run.weights} - checkpoints {run.checkpoints} - trajectories {run.spool('scored')}",
+        f"  in            {run.root}",
+        f"  weights       {run.weights}",
+        f"  checkpoints   {run.checkpoints}",
+        f"  trajectories  {run.spool('scored')}",
         "next:",
-        f"  hpcrl monitor {run.name} --once              what this campaign looked like",
-        "  hpcrl plan quickstart --site lab             the same recipe as a heterogeneous Slurm job",
-        "  hpcrl lab up && hpcrl submit quickstart --site lab --watch",
+        *(f"  {hpcrl} {command:<{width}}   # {why}" for command, why in commands),
     ]
+
+
+def _command() -> str:
+    """How the user calls hpcrl: by name where that works, else as it was just called."""
+    return "hpcrl" if shutil.which("hpcrl") else os.path.relpath(sys.argv[0])
 
 
 def find(name: str) -> RunDir:

@@ -7,9 +7,9 @@ driver     its child: allocation -> runtime -> supervise until the trainer is do
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Outcome = Literal["done", "failed", "stopped", "drained"]
 LONG_LIVED: tuple[RoleName, ...] = ("prefill", "decode", "env")
 RESTARTS = 3
-"""How often one worker (or the trainer, or the scoring of one segment) is begun anew in a job."""
+"""How often one worker (or the trainer, a worker pool, the scoring of one segment) is begun anew in a job."""
 TICK_S = 0.1
 TERM_GRACE_S = 20.0
 """What is left after SIGTERM: Slurm kills 30 s later."""
@@ -103,12 +103,11 @@ def _verdict(outcome: Outcome, reason: str) -> bytes:
 
 @dataclass
 class Worker:
-    """A long-lived worker and how often it was begun."""
+    """A long-lived worker in its present life."""
 
     role: RoleName
     index: int
     future: "Future[None]"
-    starts: int = 1
 
 
 @dataclass
@@ -123,8 +122,7 @@ class Driver:
     events: EventLog
     workers: list[Worker] = field(default_factory=list)
     scoring: "dict[str, Future[None]]" = field(default_factory=dict)
-    failed_scorings: dict[str, int] = field(default_factory=dict)
-    trainer_starts: int = 1
+    failures: Counter[str] = field(default_factory=Counter)
     drain_reason: str | None = None
     drain_deadline: float = float("inf")
     terminated: bool = False
@@ -137,14 +135,7 @@ class Driver:
     @classmethod
     def load(cls, run: RunDir, job: JobDir) -> "Driver":
         """Read what was submitted; forget what an earlier, requeued run of this job left to obey."""
-        for path in (
-            job.logs,
-            job.parsl,
-            run.events,
-            run.endpoints,
-            *(run.spool(name) for name in ("rollouts", "scored")),
-        ):
-            private_dir(path)
+        private_dir(job.parsl)
         for path in (job.drain, job.outcome, job.dump_stacks):
             discard(path)
         name = f"{job.number:03d}-driver"
@@ -177,13 +168,12 @@ class Driver:
             allocation=allocation,
             address=address_of(self.site.network.interface),
         )
-        trainer = runtime.start_trainer()  # first: it makes the weights that all others wait for
         try:
+            runtime.start_trainer()  # first: it makes the weights that all others wait for
             runtime.start()
             self._start_workers(runtime)
-            outcome, reason = self._supervise(runtime, trainer, end_time=allocation.end_time)
+            outcome, reason = self._supervise(runtime, end_time=allocation.end_time)
         finally:
-            _end_group(trainer)
             runtime.close(grace_s=CLOSE_GRACE_S)
         self.events.emit("job-ended", outcome=outcome, reason=reason)
         return outcome, reason
@@ -193,27 +183,48 @@ class Driver:
             for index in range(self.plan.role(role).num_workers):
                 self.workers.append(Worker(role=role, index=index, future=runtime.start_worker(role, index)))
 
-    def _supervise(
-        self, runtime: "Runtime", trainer: "subprocess.Popen[bytes]", *, end_time: float
-    ) -> tuple[Outcome, str]:
+    def _supervise(self, runtime: "Runtime", *, end_time: float) -> tuple[Outcome, str]:
         progress = Progress(timeout_s=self.recipe.job.stall_timeout_min * 60)
         while True:
             self._heed_requests(end_time=end_time)
-            code = trainer.poll()
+            code = runtime.trainer_code()
             if code == EXIT_DONE:
                 return self._finish("done", "every training step was made")
             if code == EXIT_DRAINED or (code is not None and self.drain_reason):
                 return self._drained()
-            if code is not None:
-                trainer = self._restart_trainer(runtime, code)
             if time.monotonic() > self.drain_deadline:
                 return self._drained()
             if not self.drain_reason:
-                runtime.replace_lost_blocks()
-                self._restart_workers(runtime)
+                self._mend(runtime, trainer_code=code)
                 self._score_new_segments(runtime)
                 self._check_progress(progress)
             time.sleep(TICK_S)
+
+    def _mend(self, runtime: "Runtime", *, trainer_code: int | None) -> None:
+        """Begin anew what has ended before its time, within a budget each."""
+        if trainer_code is not None:
+            self._worker_failed("train-0", f"exit code {trainer_code}")
+            runtime.start_trainer()
+        for role, node in runtime.replace_lost_blocks():
+            self.events.emit("fault", what="worker pool", detail=f"{role} on {node} ended and was started again")
+            self._spend(f"the worker pool of {role} on {node}", f"see parsl.{role}.block-*.log")
+        for worker in self.workers:
+            if worker.future.done():
+                error = worker.future.exception()
+                self._worker_failed(f"{worker.role}-{worker.index}", str(error) if error else "it ended by itself")
+                worker.future = runtime.start_worker(worker.role, worker.index)
+
+    def _worker_failed(self, name: str, reason: str) -> None:
+        self.events.emit("worker-failed", of=name, reason=reason)
+        self._spend(name, reason)
+        self.events.emit("worker-restarted", of=name)
+
+    def _spend(self, name: str, reason: str) -> None:
+        """Give up once something has failed too often: nodes are not held for what cannot run."""
+        self.failures[name] += 1
+        if self.failures[name] > RESTARTS:
+            times = f"{name} failed {self.failures[name]} times"
+            raise HpcrlError(f"{times}, the last time with: {reason}; the logs are in {self.job.logs}")
 
     def _heed_requests(self, *, end_time: float) -> None:
         """Whoever wants the job to end: a person, Slurm, or the clock."""
@@ -245,43 +256,16 @@ class Driver:
             time.sleep(TICK_S)
         return outcome, reason
 
-    def _restart_trainer(self, runtime: "Runtime", code: int) -> "subprocess.Popen[bytes]":
-        log = self.job.log("train-0")
-        self.events.emit("worker-failed", of="train-0", reason=f"exit code {code}; see {log}")
-        if self.trainer_starts > RESTARTS:
-            raise HpcrlError(f"the trainer failed {self.trainer_starts} times (exit code {code}): read {log}")
-        self.trainer_starts += 1
-        self.events.emit("worker-restarted", of="train-0")
-        return runtime.start_trainer()
-
-    def _restart_workers(self, runtime: "Runtime") -> None:
-        """A long-lived worker that has ended is begun anew, within its budget."""
-        for worker in self.workers:
-            if not worker.future.done():
-                continue
-            name = f"{worker.role}-{worker.index}"
-            error = worker.future.exception()
-            reason = f"{type(error).__name__}: {error}" if error else "it ended by itself"
-            self.events.emit("worker-failed", of=name, reason=reason)
-            if worker.starts > RESTARTS:
-                raise HpcrlError(
-                    f"{name} failed {worker.starts} times, the last time by {reason}: read {self.job.log(name)}"
-                )
-            worker.starts += 1
-            worker.future = runtime.start_worker(worker.role, worker.index)
-            self.events.emit("worker-restarted", of=name)
-
     def _score_new_segments(self, runtime: "Runtime") -> None:
         """One reward task per sealed segment of rollouts that has no scored twin yet."""
         for segment in [name for name, future in self.scoring.items() if future.done()]:
             error = self.scoring.pop(segment).exception()
             if error is not None:
-                count = self.failed_scorings[segment] = self.failed_scorings.get(segment, 0) + 1
-                self.events.emit("fault", what="reward", detail=f"{segment}: {error}", attempt=count)
+                self.events.emit("fault", what="reward", detail=f"{segment}: {error}")
+                self._spend(f"the scoring of {segment}", str(error))
         pending = set(self.rollouts.names()).difference(self.scored.names())
         for segment in sorted(pending - self.scoring.keys()):
-            if self.failed_scorings.get(segment, 0) <= RESTARTS:
-                self.scoring[segment] = runtime.score(segment)
+            self.scoring[segment] = runtime.score(segment)
 
     def _check_progress(self, progress: "Progress") -> None:
         """Nodes are never held idle: with nothing moving, leave the stacks in the logs and end."""
@@ -315,18 +299,6 @@ class Progress:
         if seen != self.last:
             self.last, self.since = seen, time.monotonic()
         return time.monotonic() - self.since > self.timeout_s
-
-
-def _end_group(process: "subprocess.Popen[bytes]") -> None:
-    """End a step that is still there, with all its processes."""
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(5.0)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 if __name__ == "__main__":

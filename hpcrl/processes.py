@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -55,6 +56,21 @@ def descendants() -> list[int]:
         if not more:
             return sorted(below - {os.getpid()})
         below |= more
+
+
+def end_group(process: "subprocess.Popen[bytes]", *, grace_s: float) -> None:
+    """End a child that leads a session of its own, with all that is in it: TERM, then KILL.
+
+    One that has ended is left alone: its number may by now be another's.
+    """
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(max(grace_s, 0.0))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def end_descendants(*, grace_s: float) -> int:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from parsl.jobs.states import JobState, JobStatus
 from parsl.providers.base import ExecutionProvider
 
 from hpcrl.plan import Component, Plan, RolePlan
+from hpcrl.processes import end_group
 from hpcrl.recipe import RoleName
 from hpcrl.rundir import JobDir, RunDir
 from hpcrl.slurm.allocation import Allocation
@@ -34,6 +35,7 @@ LOST_AFTER_S = 20
 WORKER = "hpcrl.roles.__main__:work"
 SCORE = "hpcrl.roles.reward:score"
 
+STEP = ("-m", "hpcrl.step")
 POOL = ("-m", "parsl.executors.high_throughput.process_worker_pool")
 POOL_OPTIONS = (
     "{max_workers_per_node}",
@@ -65,7 +67,8 @@ def call(function: str, *args: Any) -> Any:
 class Steps(ExecutionProvider):
     """Parsl blocks as steps of a job that runs already: one node of the component each."""
 
-    def __init__(self, *, prefixes: Sequence[Sequence[str]], log_dir: Path) -> None:
+    def __init__(self, *, prefixes: Mapping[str, Sequence[str]], log_dir: Path) -> None:
+        """`prefixes`: for each node, what stands before a command so that it runs there."""
         self.init_blocks = self.max_blocks = len(prefixes)
         self.min_blocks = 0
         self.nodes_per_block = 1
@@ -73,7 +76,8 @@ class Steps(ExecutionProvider):
         self.cores_per_node = self.mem_per_node = None
         self.script_dir = str(log_dir)
         self.resources: dict[object, Any] = {}
-        self._prefixes = [list(prefix) for prefix in prefixes]
+        self._nodes = list(prefixes)
+        self._prefixes = list(prefixes.values())
         self._running: list[subprocess.Popen[bytes] | None] = [None] * len(prefixes)
         self._log_dir = log_dir
         self._all: dict[str, subprocess.Popen[bytes]] = {}
@@ -116,15 +120,12 @@ class Steps(ExecutionProvider):
     def wait(self, *, deadline: float) -> None:
         """Give ended blocks until `deadline` (monotonic), then kill what is left of them."""
         for process in self._all.values():
-            try:
-                process.wait(max(deadline - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            end_group(process, grace_s=deadline - time.monotonic())
 
-    def num_lost(self) -> int:
-        """Blocks that have ended."""
-        return sum(process is not None and process.poll() is not None for process in self._running)
+    def lost(self) -> list[str]:
+        """Nodes whose block has ended."""
+        processes = zip(self._nodes, self._running, strict=True)
+        return [node for node, process in processes if process is not None and process.poll() is not None]
 
     @property
     def label(self) -> str:
@@ -157,6 +158,7 @@ class Runtime:
         self._steps: dict[RoleName, Steps] = {}
         self._executors: dict[RoleName, HighThroughputExecutor] = {}
         self._kernel: parsl.DataFlowKernel | None = None
+        self._trainer: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Bring up the executors; workers connect while the caller goes on."""
@@ -182,24 +184,27 @@ class Runtime:
         """Begin a reward task for one segment of the spool "rollouts"."""
         return self._submit("reward", SCORE, str(self._run.root), self._job.number, segment)
 
-    def start_trainer(self) -> subprocess.Popen[bytes]:
-        """The trainer is a step of its own on its component."""
-        role = self._plan.role("train")
-        prefix = self._prefixes(role)[0]
-        command = [sys.executable, "-m", "hpcrl.roles", "train", str(self._run.root), str(self._job.number), "0"]
+    def start_trainer(self) -> None:
+        """Begin (or begin anew) the trainer, a step of its own on its component."""
+        prefix = next(iter(self._prefixes(self._plan.role("train")).values()))
+        role = [sys.executable, "-m", "hpcrl.roles", "train", str(self._run.root), str(self._job.number), "0"]
+        command = [sys.executable, *STEP, *role]
         with self._job.log("train-step").open("ab") as log:
-            return subprocess.Popen(
+            self._trainer = subprocess.Popen(
                 [*prefix, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
-    def replace_lost_blocks(self) -> list[RoleName]:
-        """Start a new worker pool for every one that has ended; says for which roles."""
-        replaced: list[RoleName] = []
-        for role, steps in self._steps.items():
-            for _ in range(steps.num_lost()):
-                self._executors[role].scale_out_facade(1)
-                replaced.append(role)
-        return replaced
+    def trainer_code(self) -> int | None:
+        """How the trainer ended; None while it runs."""
+        assert self._trainer is not None
+        return self._trainer.poll()
+
+    def replace_lost_blocks(self) -> list[tuple[RoleName, str]]:
+        """Start a new worker pool for every one that has ended; says whose, and on which node."""
+        lost = [(role, node) for role, steps in self._steps.items() for node in steps.lost()]
+        for role, _ in lost:
+            self._executors[role].scale_out_facade(1)
+        return lost
 
     def close(self, *, grace_s: float) -> None:
         """End every worker pool and executor."""
@@ -210,6 +215,8 @@ class Runtime:
             self._kernel.cleanup()
         for steps in self._steps.values():
             steps.wait(deadline=deadline)
+        if self._trainer is not None:
+            end_group(self._trainer, grace_s=deadline - time.monotonic())
 
     def _submit(self, role: RoleName, function: str, *args: Any) -> "Future[None]":
         assert self._kernel is not None
@@ -224,7 +231,7 @@ class Runtime:
             label=role.role,
             provider=steps,
             address=self._address,
-            launch_cmd="\n".join([sys.executable, *POOL, *POOL_OPTIONS]),
+            launch_cmd="\n".join([sys.executable, *STEP, sys.executable, *POOL, *POOL_OPTIONS]),
             interchange_launch_cmd=[sys.executable, "-m", "parsl.executors.high_throughput.interchange"],
             max_workers_per_node=role.workers_per_node,
             cores_per_worker=1e-6,  # workers are counted by the plan, not by what the node seems to have
@@ -234,10 +241,10 @@ class Runtime:
             encrypted=True,
         )
 
-    def _prefixes(self, role: RolePlan) -> list[list[str]]:
+    def _prefixes(self, role: RolePlan) -> dict[str, list[str]]:
         component: Component = self._plan.components[role.component]
-        return [
-            self._allocation.step(
+        return {
+            node: self._allocation.step(
                 component,
                 node,
                 cpus=role.cpus_per_worker * role.workers_per_node,
@@ -245,4 +252,4 @@ class Runtime:
                 gpus=role.gpus_per_worker * role.workers_per_node,
             )
             for node in self._allocation.nodes[role.component]
-        ]
+        }

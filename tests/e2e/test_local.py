@@ -111,3 +111,32 @@ def test_the_end_of_the_walltime_drains_the_job(run_of: Any) -> None:
     assert "walltime" in ended["reason"]
     assert snapshot("e")["state"] == "stopped"
     assert num_consumed_groups(run) == steps(run)[-1]["step"] * 2
+
+
+BROKEN = """
+name = "broken"
+[model]
+path = "{model}"
+[domains.lake]
+env = "hpcrl.envs.gymnasium_text:FrozenLake"
+[rollout]
+group_size = 2
+[train]
+num_steps = 1
+groups_per_step = 1
+learning_rate = 0.1
+"""
+
+
+def test_a_trainer_that_cannot_start_ends_the_job_and_says_why(run_of: Any, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")  # it only looks like a model
+    recipe = tmp_path / "broken.toml"
+    recipe.write_text(BROKEN.format(model=tmp_path))
+    watched = hpcrl("submit", str(recipe), "--site", "local", "--name", "b", "--watch", check=False)
+    assert watched.returncode == 1
+    ended = outcome(run_of("b"))
+    assert ended["outcome"] == "failed"
+    assert "train-0 failed 4 times" in ended["reason"]
+    assert "hpcrl logs b" in watched.stdout
+    assert str(tmp_path) in hpcrl("logs", "b", "train").stdout
+    until(lambda: not processes_of(home), what="nothing is left", timeout_s=30)
