@@ -221,7 +221,8 @@ def closing_words(run: RunDir, *, state: str, rewards: Sequence[float | None]) -
 
 def _command() -> str:
     """How the user calls hpcrl: by name where that works, else as it was just called."""
-    return "hpcrl" if shutil.which("hpcrl") else os.path.relpath(sys.argv[0])
+    called = Path(sys.argv[0])
+    return os.path.relpath(called) if called.name == "hpcrl" and not shutil.which("hpcrl") else "hpcrl"
 
 
 def find(name: str) -> RunDir:

@@ -4,6 +4,7 @@ guardian   the batch script's own process; adopts every orphan and ends it, what
 driver     its child: allocation -> runtime -> supervise until the trainer is done -> outcome
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -203,7 +204,7 @@ class Driver:
     def _mend(self, runtime: "Runtime", *, trainer_code: int | None) -> None:
         """Begin anew what has ended before its time, within a budget each."""
         if trainer_code is not None:
-            self._worker_failed("train-0", f"exit code {trainer_code}")
+            self._worker_failed("train-0", f"exit code {trainer_code}: {_last_line(self.job.log('train-0'))}")
             runtime.start_trainer()
         for role, node in runtime.replace_lost_blocks():
             self.events.emit("fault", what="worker pool", detail=f"{role} on {node} ended and was started again")
@@ -299,6 +300,15 @@ class Progress:
         if seen != self.last:
             self.last, self.since = seen, time.monotonic()
         return time.monotonic() - self.since > self.timeout_s
+
+
+def _last_line(log: Path) -> str:
+    """What a worker said last: of a traceback, the error."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(log.stat().st_size - 4096, 0))
+        lines = file.read().decode(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "")[:500]
+    return "it has no log"
 
 
 if __name__ == "__main__":

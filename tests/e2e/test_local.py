@@ -137,6 +137,7 @@ def test_a_trainer_that_cannot_start_ends_the_job_and_says_why(run_of: Any, home
     ended = outcome(run_of("b"))
     assert ended["outcome"] == "failed"
     assert "train-0 failed 4 times" in ended["reason"]
+    assert "cannot be loaded" in ended["reason"]
     assert "hpcrl logs b" in watched.stdout
     assert str(tmp_path) in hpcrl("logs", "b", "train").stdout
     until(lambda: not processes_of(home), what="nothing is left", timeout_s=30)
