@@ -37,7 +37,7 @@ def choose(demand: Demand, site: Site, *, taken: dict[str, int]) -> Choice:
     """The best partition that can hold `demand`; `taken` counts nodes given to other roles."""
     wanted, gpus, shortfall = _what_the_site_has(demand, site)
     refusals: list[str] = []
-    for rank, label in enumerate(_ranked(site, wanted, taken=taken)):
+    for rank, label in enumerate(_ranked(site, wanted, gpus=gpus, taken=taken)):
         partition = site.partitions[label]
         per_node = _workers_per_node(demand, partition, gpus=gpus)
         nodes = max(ceil(demand.resources.num_workers / per_node), demand.min_nodes) if per_node else 0
@@ -73,8 +73,8 @@ def _what_the_site_has(demand: Demand, site: Site) -> tuple[Affinity, int, str |
     return wanted, gpus, None
 
 
-def _ranked(site: Site, wanted: Affinity, *, taken: dict[str, int]) -> list[str]:
-    """Partitions from best to worst; among equals the least used, then the site's own order."""
+def _ranked(site: Site, wanted: Affinity, *, gpus: int, taken: dict[str, int]) -> list[str]:
+    """Partitions that come into question, from best to worst; among equals the least used, then the site's order."""
 
     def merit(label: str) -> tuple[float, int]:
         partition = site.partitions[label]
@@ -88,7 +88,8 @@ def _ranked(site: Site, wanted: Affinity, *, taken: dict[str, int]) -> list[str]
                 score = 0.0 if gpu else 1.0
         return (-score, taken.get(label, 0))
 
-    return sorted((label for label, p in site.partitions.items() if not p.preemptible), key=merit)
+    usable = [label for label, p in site.partitions.items() if not p.preemptible and (p.gpu or not gpus)]
+    return sorted(usable, key=merit)
 
 
 def _workers_per_node(demand: Demand, partition: Partition, *, gpus: int) -> int:

@@ -220,6 +220,8 @@ def _lab(arguments: argparse.Namespace) -> int:
         case "status":
             _say(str(lab.status(state_dir)))
         case "env":
+            if not lab.status(state_dir).is_up:
+                raise HpcrlError(f"the lab in {state_dir} is not up: `hpcrl lab up` first")
             for name, value in lab.environment(state_dir).items():
                 _say(f"export {name}={value}")
     return 0
@@ -228,16 +230,17 @@ def _lab(arguments: argparse.Namespace) -> int:
 def _show_plan(plan: "Plan", script: str) -> None:
     """A plan for people: where every role goes, what was compromised, what it costs, the script."""
     from rich.console import Console
-    from rich.syntax import Syntax
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
-    console.print(f"[bold]{plan.recipe}[/] on [bold]{plan.site}[/]: layout {plan.layout} ({plan.layout_reason})")
+    console.print(f"[bold]{plan.recipe}[/] on [bold]{plan.site}[/]")
+    console.print(f"layout    {plan.layout}: {plan.layout_reason}", soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading, align in (("role", "left"), ("component", "right"), ("partition", "left"), ("nodes", "right")):
-        table.add_column(heading, justify=align)  # type: ignore[arg-type]
-    for heading in ("workers", "GPUs each", "cores each", "GiB each"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify=align, no_wrap=True)  # type: ignore[arg-type]
+    for heading in ("ranks", "GPUs each", "cores each", "GiB each"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for role in plan.roles:
         component = plan.components[role.component]
         gpus = f"{role.gpus_per_worker} {component.gpu}" if role.gpus_per_worker else "-"
@@ -246,15 +249,15 @@ def _show_plan(plan: "Plan", script: str) -> None:
         table.add_row(role.role, *where, *each)
     console.print(table)
     for fallback in plan.fallbacks:
-        console.print(f"[yellow]fallback[/]  {fallback}")
+        console.print(f"[yellow]fallback[/]  {fallback}", soft_wrap=True)
     for warning in plan.warnings:
-        console.print(f"[yellow]warning[/]   {warning}")
+        console.print(f"[yellow]warning[/]   {warning}", soft_wrap=True)
     cost = plan.cost
     console.print(
         f"cost      at most {cost.node_hours:g} node-hours and {cost.gpu_hours:g} GPU-hours a job "
         f"(walltime {cost.walltime_min} min)"
     )
-    console.print(Syntax(script, "bash", background_color="default", word_wrap=True))
+    console.print(f"\n[dim]{escape(script.rstrip())}[/]", soft_wrap=True)  # unwrapped: it can be copied
 
 
 def _say(text: str) -> None:

@@ -98,15 +98,16 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         where = {role: index for index, role in enumerate(PLACED)}
     _check_walltime(recipe, site, components)
     _check_memory(recipe, choices, site)
+    roles = [_role_plan(role, recipe, choices, where) for role in (*PLACED, "reward")]
     return Plan(
         recipe=recipe.name,
         site=site.name,
         layout=layout,
         layout_reason=reason,
         components=components,
-        roles=[_role_plan(role, recipe, choices, where) for role in (*PLACED, "reward")],
+        roles=roles,
         fallbacks=[choice.fallback for choice in choices.values() if choice.fallback],
-        warnings=[*doubt, *_warnings(site, components)],
+        warnings=[*doubt, *_warnings(site, components), *_idle_gpus(components, roles)],
         cost=_cost(recipe, site, components),
         drain_s=recipe.job.drain_s,
         survive_node_loss=recipe.job.survive_node_loss,
@@ -328,6 +329,16 @@ def _warnings(site: Site, components: list[Component]) -> list[str]:
         if partition.unverified:
             found.append(f"not confirmed for {component.partition}: {', '.join(partition.unverified)}")
     return list(dict.fromkeys(found))
+
+
+def _idle_gpus(components: list[Component], roles: list[RolePlan]) -> list[str]:
+    """Whole nodes are charged whole: say what a role leaves unused."""
+    found = []
+    for role in roles:
+        has, uses = components[role.component].gpus_per_node, role.workers_per_node * role.gpus_per_worker
+        if 0 < uses < has:
+            found.append(f"{role.role} uses {uses} of the {has} GPUs of each node, and all are charged")
+    return found
 
 
 def _cost(recipe: Recipe, site: Site, components: list[Component]) -> Cost:

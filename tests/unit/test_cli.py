@@ -152,7 +152,7 @@ def test_a_plan_as_json_is_the_same_twice(home: Path) -> None:
 
 def test_a_plan_for_people_shows_roles_cost_and_script(home: Path) -> None:
     said = hpcrl("plan", "quickstart", "--site", "lab").stdout
-    for part in ("prefill", "decode", "node-hours", "#SBATCH hetjob", "layout hetjob"):
+    for part in ("prefill", "decode", "node-hours", "#SBATCH hetjob", "hetjob: site lab"):
         assert part in said
 
 

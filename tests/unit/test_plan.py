@@ -140,6 +140,13 @@ def test_cost_counts_whole_nodes_where_they_are_exclusive() -> None:
     assert (cost.node_hours, cost.gpu_hours) == (4.0, 12.0)
 
 
+def test_gpus_that_are_charged_and_not_used_are_named() -> None:
+    assert (
+        "train uses 1 of the 4 GPUs of each node, and all are charged"
+        in plan("site.account=m1", site="perlmutter").warnings
+    )
+
+
 def test_a_thousand_node_recipe_is_planned() -> None:
     site = load_site("perlmutter", settings=("account=m1",))
     asked = recipe("resources.env.num_workers=40000", "resources.decode.num_workers=3000", "rollout.max_running=400000")
