@@ -63,7 +63,7 @@ def _with_absolute_model(recipe: Recipe) -> Recipe:
 def script_of(asked: Request, *, name: str) -> str:
     """The batch script as `hpcrl plan` shows it; submitting only fills in the campaign's own path."""
     run = RunDir(_root_of(asked.site) / name)
-    return batch_script(asked.plan, run=run, job=0, python=_python(asked.site), exports=_exports())
+    return batch_script(asked.plan, run=run, job=0, python=_python(asked.site), exports=_exports().items())
 
 
 def submit(asked: Request, *, name: str | None = None) -> RunDir:
@@ -283,7 +283,8 @@ def _state(job: JobDir, site: Site) -> str:
 def _start_job(run: RunDir, asked: Request, *, number: int) -> None:
     job = _job_dir(run, number)
     try:
-        script = batch_script(asked.plan, run=run, job=number, python=_python(asked.site), exports=_exports())
+        exports = read_json(run.campaign)["exports"].items()
+        script = batch_script(asked.plan, run=run, job=number, python=_python(asked.site), exports=exports)
         slurm.submit(script, job=job, site=asked.site)
     except BaseException:
         discard(job.root)
@@ -308,10 +309,8 @@ def _describe(run: RunDir, asked: Request) -> None:
     for path, value in ((run.recipe, asked.recipe), (run.site, asked.site)):
         publish(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
     publish(run.plan, asked.plan.to_json())
-    publish_json(
-        run.campaign,
-        {"name": run.name, "recipe": asked.recipe.name, "site": asked.site.name, "created": time.time()},
-    )
+    named = {"name": run.name, "recipe": asked.recipe.name, "site": asked.site.name}
+    publish_json(run.campaign, {**named, "created": time.time(), "exports": _exports()})
 
 
 def _folders(run: RunDir) -> list[Path]:
@@ -367,7 +366,7 @@ def _python(site: Site) -> str:
     return site.python or sys.executable
 
 
-def _exports() -> tuple[tuple[str, str], ...]:
-    """What jobs need from the submitting shell to find the user's own code."""
+def _exports() -> dict[str, str]:
+    """What jobs, also resumed ones, need from the submitting shell to find the user's own code."""
     path = os.environ.get("PYTHONPATH")
-    return (("PYTHONPATH", os.pathsep.join(str(Path(p).absolute()) for p in path.split(os.pathsep))),) if path else ()
+    return {"PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in path.split(os.pathsep))} if path else {}

@@ -1,7 +1,7 @@
 """Plan -> batch script. The only place that makes batch text; the text holds no role logic."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from hpcrl.config import shipped
 from hpcrl.errors import PlanError
@@ -9,7 +9,7 @@ from hpcrl.plan import Plan
 from hpcrl.rundir import RunDir
 
 
-def batch_script(plan: Plan, *, run: RunDir, job: int, python: str, exports: Sequence[tuple[str, str]] = ()) -> str:
+def batch_script(plan: Plan, *, run: RunDir, job: int, python: str, exports: Iterable[tuple[str, str]] = ()) -> str:
     """The whole script of one job; on a site without a scheduler the same text runs as it is."""
     lines = ["#!/bin/bash"]
     if plan.layout == "hetjob":

@@ -164,3 +164,17 @@ def test_a_name_that_is_taken_is_refused(home: Path) -> None:
 def test_without_campaigns_ls_says_so(home: Path) -> None:
     assert "no campaigns yet" in hpcrl("ls").stdout
     assert json.loads(hpcrl("ls", "--json").stdout) == []
+
+
+def test_the_users_own_code_is_found_in_the_job_as_it_was_at_submission(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "my code"
+    code.mkdir()
+    (code / "mine.py").write_text("from hpcrl.envs.gymnasium_text import FrozenLake\n")
+    monkeypatch.setenv("PATH", f"{fake_slurm(tmp_path, 'echo Submitted batch job 1')}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(code))
+    own = ("-s", "site.account=m1", "-s", "domains.lake.env=mine:FrozenLake", *here(tmp_path))
+    hpcrl("submit", "quickstart", "--site", "perlmutter", *own)
+    script = next((home / "campaigns" / "quickstart-1" / "jobs" / "000").glob("*_submission.sh"))
+    assert f"export PYTHONPATH='{code}'" in script.read_text()
