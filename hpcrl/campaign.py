@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from hpcrl.errors import CampaignError, ConfigError, HpcrlError
-from hpcrl.files import discard, private_dir, publish, publish_json, read_json
+from hpcrl.files import discard, private_dir, publish, publish_json, read_json, sync_directory
 from hpcrl.plan import Plan, make_plan
 from hpcrl.processes import is_alive
 from hpcrl.recipe import Recipe, load_recipe
@@ -330,6 +330,7 @@ def _reserve(asked: Request, name: str | None) -> RunDir:
                 (home / candidate).symlink_to(path)
                 private_dir(path.parent)
             path.mkdir(mode=0o700)
+            sync_directory(path.parent)
             return RunDir(path)
     raise CampaignError(f"there is a campaign {name!r} already: choose another --name, or `hpcrl resume {name}`")
 

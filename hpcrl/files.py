@@ -1,5 +1,7 @@
 """Files that are complete or absent: atomic publication, private directories, tolerant JSON lines."""
 
+import contextlib
+import errno
 import json
 import os
 import secrets
@@ -65,8 +67,14 @@ def discard(path: Path) -> None:
 
 
 def private_dir(path: Path) -> Path:
-    """Make `path` (and its parents) readable by its owner alone."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make `path` and what is missing above it, readable by its owner alone, and there after a power loss too."""
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another process made it in the meantime
+            directory.mkdir(mode=0o700)
+        sync_directory(directory.parent)
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "is there and is no directory", str(path))
     return path
 
 

@@ -9,7 +9,7 @@ import pytest
 from hpcrl.endpoints import Endpoint, address_of, announce, listed, new_token, withdraw
 from hpcrl.errors import ConfigError
 from hpcrl.events import EventLog, EventReader, read_events
-from hpcrl.files import discard, publish, staged
+from hpcrl.files import discard, private_dir, publish, staged
 
 
 def test_a_published_file_is_private_and_complete(tmp_path: Path) -> None:
@@ -98,3 +98,15 @@ def test_the_beat_moves_the_files_time(tmp_path: Path) -> None:
     os.utime(tmp_path / "w.jsonl", (1, 1))
     log.beat()
     assert (tmp_path / "w.jsonl").stat().st_mtime > 1
+
+
+def test_a_private_directory_and_all_above_it_are_private(tmp_path: Path) -> None:
+    made = private_dir(tmp_path / "a" / "b")
+    assert private_dir(made) == made
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (made, made.parent)] == [0o700, 0o700]
+
+
+def test_a_private_directory_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("")
+    with pytest.raises(NotADirectoryError):
+        private_dir(tmp_path / "a")
