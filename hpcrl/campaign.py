@@ -197,16 +197,14 @@ def closing_words(run: RunDir, *, state: str, rewards: Sequence[float | None]) -
         cure = f"see `{hpcrl} logs {run.name}`, then `{hpcrl} resume {run.name}`"
         return [f"campaign {run.name} ended as {state}{learned}; {cure}"]
     if site_of(run).scheduler == "local":
-        try_next = [
-            ("plan quickstart --site lab", "the same recipe as a heterogeneous Slurm job"),
-            ("lab up", "a real Slurm on this machine, to submit it to"),
-        ]
+        elsewhere = ("plan quickstart --site lab", "the same as a heterogeneous Slurm job; `lab up` makes a Slurm here")
     else:
-        try_next = [
-            ("plan quickstart --site perlmutter -s site.account=m1234", "the same on a large machine"),
-            ("ls", "all campaigns"),
-        ]
-    commands = [(f"monitor {run.name} --once", "how it went"), *try_next]
+        elsewhere = ("plan quickstart --site perlmutter -s site.account=m1234", "the same on a large machine")
+    commands = [
+        (f"monitor {run.name} --once", "how it went"),
+        (f"traj show {run.name} --best", "what the model says now"),
+        elsewhere,
+    ]
     width = max(len(command) for command, _ in commands)
     return [
         f"campaign {run.name} is done{learned}",

@@ -1,6 +1,7 @@
 """The command line. Every command imports what it needs when it runs, so that `hpcrl --help` starts at once."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; what a user can mend is one message and exit code 2, never a traceback."""
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = _parser().parse_args(words, argparse.Namespace(words=words))
     try:
         code: int = arguments.run(arguments)
     except HpcrlError as error:
@@ -41,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_asking(commands)
     _add_campaign(commands)
+    _add_traj(commands)
     _add_lab(commands)
     return parser
 
@@ -94,6 +97,14 @@ def _add_campaign(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     resume.add_argument("campaign", metavar="CAMPAIGN")
     resume.add_argument("--watch", action="store_true", help="follow the campaign until it ends")
     resume.set_defaults(run=_resume)
+
+
+def _add_traj(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from hpcrl.traj.arguments import add_commands
+
+    traj = commands.add_parser("traj", help="read, count, export and verify the trajectories of a campaign")
+    add_commands(traj)
+    traj.set_defaults(run=_traj)
 
 
 def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -206,6 +217,22 @@ def _resume(arguments: argparse.Namespace) -> int:
     job = run.job(run.job_numbers()[-1])
     _say(f"campaign {run.name}: job {campaign.submitted(job).id} goes on from the last checkpoint")
     return _watch(run.name) if arguments.watch else 0
+
+
+def _traj(arguments: argparse.Namespace) -> int:
+    """Become an interpreter that can read segments: this one, or the one that the campaign's jobs run with."""
+    from importlib.util import find_spec
+
+    from hpcrl import campaign
+
+    run = campaign.find(arguments.campaign)
+    python = sys.executable if find_spec("h5py") else campaign.site_of(run).python or sys.executable
+    sys.stdout.flush()
+    try:
+        os.execv(python, [python, "-m", "hpcrl.traj", str(run.root), *arguments.words[1:]])
+    except OSError as error:
+        cure = "pip install 'hpcrl[local]' here"
+        raise HpcrlError(f"{python!r} cannot be run here ({error.strerror}), and reads trajectories: {cure}") from error
 
 
 def _lab(arguments: argparse.Namespace) -> int:

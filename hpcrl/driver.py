@@ -4,7 +4,6 @@ guardian   the batch script's own process; adopts every orphan and ends it, what
 driver     its child: allocation -> runtime -> supervise until the trainer is done -> outcome
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -19,18 +18,28 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from hpcrl.endpoints import address_of
+from hpcrl.couriers import Couriers, why_not
+from hpcrl.endpoints import address_of, this_node
 from hpcrl.errors import HpcrlError
 from hpcrl.events import EventLog
-from hpcrl.files import discard, private_dir, publish
+from hpcrl.files import discard, last_line, private_dir, publish
 from hpcrl.plan import Plan
-from hpcrl.processes import EXIT_DONE, EXIT_DRAINED, adopt_orphans, die_with_parent, end_descendants
+from hpcrl.processes import (
+    EXIT_DONE,
+    EXIT_DRAINED,
+    adopt_orphans,
+    die_with_parent,
+    end_descendants,
+    wait_for_descendants,
+)
 from hpcrl.recipe import Recipe, RoleName
 from hpcrl.rundir import JobDir, RunDir
 from hpcrl.site import Site
-from hpcrl.slurm.allocation import read_allocation, scrub, this_node
+from hpcrl.slurm.allocation import read_allocation, scrub
 from hpcrl.spool.names import Listing
 from hpcrl.weights import versions
+from hpcrl.weights.versions import Rung
+from hpcrl.weights.window import unlink_recorded
 
 if TYPE_CHECKING:
     from hpcrl.runtime import Runtime
@@ -72,7 +81,10 @@ def _guard(driver: int, job: JobDir, *, answer: int) -> int:
     _, status = os.waitpid(driver, 0)
     for sig in PASSED_ON:
         signal.signal(sig, signal.SIG_IGN)  # from here on the end is on its way
+    publish(job.end, "")  # a driver that was killed could not ask its steps to end
+    wait_for_descendants(timeout_s=CLOSE_GRACE_S)
     end_descendants(grace_s=CLOSE_GRACE_S)
+    unlink_recorded(job)
     code = os.waitstatus_to_exitcode(status)
     verdict = os.read(answer, 1 << 16)  # nobody else holds the other end any more
     if verdict:
@@ -122,6 +134,7 @@ class Driver:
     site: Site
     events: EventLog
     workers: list[Worker] = field(default_factory=list)
+    couriers: Couriers | None = None
     scoring: "dict[str, Future[None]]" = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
     drain_reason: str | None = None
@@ -137,7 +150,7 @@ class Driver:
     def load(cls, run: RunDir, job: JobDir) -> "Driver":
         """Read what was submitted; forget what an earlier, requeued run of this job left to obey."""
         private_dir(job.parsl)
-        for path in (job.drain, job.outcome, job.dump_stacks):
+        for path in (job.drain, job.end, job.outcome, job.dump_stacks):
             discard(path)
         name = f"{job.number:03d}-driver"
         events = EventLog(run.events / f"{name}.jsonl", job=job.number, role="driver", worker=name, node=this_node())
@@ -171,13 +184,48 @@ class Driver:
         )
         try:
             runtime.start_trainer()  # first: it makes the weights that all others wait for
+            self._start_couriers(runtime)
             runtime.start()
             self._start_workers(runtime)
             outcome, reason = self._supervise(runtime, end_time=allocation.end_time)
         finally:
+            self._close_couriers()
             runtime.close(grace_s=CLOSE_GRACE_S)
         self.events.emit("job-ended", outcome=outcome, reason=reason)
         return outcome, reason
+
+    def _start_couriers(self, runtime: "Runtime") -> None:
+        """Weights go by files until couriers serve; on one machine the trainer's window is enough, and it says so."""
+        if self.plan.layout == "local":
+            return
+        why = why_not(self.site.mpi)
+        rung = Rung(rung="files", reason=why or "the couriers are being started")
+        self._take_rung(rung)
+        if why is None:
+            self.couriers = runtime.couriers(self.site.mpi, rung=rung)
+            self.couriers.start()
+
+    def _tend_couriers(self) -> None:
+        """When they fail, weights go by files from then on: a campaign never dies of its weight plane."""
+        if self.couriers is None:
+            return
+        before = self.couriers.rung
+        if (wrong := self.couriers.tend()) is not None:
+            self.events.emit("worker-failed", of="couriers", reason=wrong)
+            if self.couriers.running:
+                self.events.emit("worker-restarted", of="couriers")
+        if self.couriers.rung != before:
+            self._take_rung(self.couriers.rung)
+
+    def _take_rung(self, rung: Rung) -> None:
+        versions.set_rung(private_dir(self.run.weights), rung)
+        self.events.emit("rung", rung=rung.rung, reason=rung.reason)
+
+    def _close_couriers(self) -> None:
+        if self.couriers is not None:
+            if not self.job.drain.exists():  # it tells them that this is the end, and their windows go
+                publish(self.job.drain, "the job is ending")
+            self.couriers.close()
 
     def _start_workers(self, runtime: "Runtime") -> None:
         for role in LONG_LIVED:
@@ -203,8 +251,9 @@ class Driver:
 
     def _mend(self, runtime: "Runtime", *, trainer_code: int | None) -> None:
         """Begin anew what has ended before its time, within a budget each."""
+        self._tend_couriers()
         if trainer_code is not None:
-            self._worker_failed("train-0", f"exit code {trainer_code}: {_last_line(self.job.log('train-0'))}")
+            self._worker_failed("train-0", f"exit code {trainer_code}: {last_line(self.job.log('train-0'))}")
             runtime.start_trainer()
         for role, node in runtime.replace_lost_blocks():
             self.events.emit("fault", what="worker pool", detail=f"{role} on {node} ended and was started again")
@@ -264,13 +313,14 @@ class Driver:
             if error is not None:
                 self.events.emit("fault", what="reward", detail=f"{segment}: {error}")
                 self._spend(f"the scoring of {segment}", str(error))
-        pending = set(self.rollouts.names()).difference(self.scored.names())
+        scored = self.scored.present()  # first: a segment is retired from "rollouts" before it is from "scored"
+        pending = self.rollouts.present() - scored
         for segment in sorted(pending - self.scoring.keys()):
             self.scoring[segment] = runtime.score(segment)
 
     def _check_progress(self, progress: "Progress") -> None:
         """Nodes are never held idle: with nothing moving, leave the stacks in the logs and end."""
-        seen = (len(self.rollouts.names()), len(self.scored.names()), versions.listed(self.run.weights))
+        seen = (len(self.rollouts.names()), len(self.scored.names()), versions.newest_version(self.run.weights))
         if not progress.stalled(seen):
             return
         publish(self.job.dump_stacks, "")
@@ -300,15 +350,6 @@ class Progress:
         if seen != self.last:
             self.last, self.since = seen, time.monotonic()
         return time.monotonic() - self.since > self.timeout_s
-
-
-def _last_line(log: Path) -> str:
-    """What a worker said last: of a traceback, the error."""
-    with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(log.stat().st_size - 4096, 0))
-        lines = file.read().decode(errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "")[:500]
-    return "it has no log"
 
 
 if __name__ == "__main__":

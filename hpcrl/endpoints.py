@@ -1,6 +1,7 @@
 """Where the engine workers of a campaign listen: one 0600 file each, published when it is ready to serve."""
 
 import fcntl
+import os
 import secrets
 import socket
 import struct
@@ -25,6 +26,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     """Every request must carry it as `Authorization: Bearer`."""
     job: int = 0
+
+
+def this_node() -> str:
+    """Slurm's name of this node where there is one: simulated nodes share one host."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def new_token() -> str:

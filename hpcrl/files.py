@@ -97,3 +97,12 @@ def json_lines(data: bytes) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(value, dict):
             yield value
+
+
+def last_line(path: Path) -> str:
+    """What a log says last: of a traceback, the error."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(path.stat().st_size - 4096, 0))
+        lines = file.read().decode(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "")[:500]
+    return "it has no log"

@@ -73,6 +73,13 @@ def end_group(process: "subprocess.Popen[bytes]", *, grace_s: float) -> None:
         process.wait()
 
 
+def wait_for_descendants(*, timeout_s: float) -> None:
+    """Give everything below this process time to end by itself."""
+    deadline = time.monotonic() + timeout_s
+    while (_reap() or descendants()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def end_descendants(*, grace_s: float) -> int:
     """TERM, then KILL, until nothing is left below this process; returns how many there were at first."""
     first = descendants()

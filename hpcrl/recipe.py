@@ -77,8 +77,23 @@ class Rollout(Table, frozen=True, kw_only=True):
     max_new_tokens: Count = 256
     """Tokens the model may generate in one turn."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
+
+
+class Spool(Table, frozen=True, kw_only=True):
+    """How trajectories are stored, and for how long."""
+
     seal_after_s: Seconds = 2.0
     """Trajectories become durable at least this often; longer makes fewer and larger files."""
+    max_segment_mib: Count = 64
+    """A file that has grown to this is closed before its time; those of the archive are about this large."""
+    compression: Literal["none", "zstd", "lz4", "blosc"] = "none"
+    """Smaller files that cost CPU time and are not mapped but copied; needs Python package hdf5plugin."""
+    keep: Literal["all", "versions", "none"] = "all"
+    """What becomes of trajectories that training is done with: archived, archived for a while, or removed."""
+    keep_versions: Count = 100
+    """With keep = "versions": how many versions of the weights back the archive reaches."""
+    retire_after_s: Annotated[float, Meta(ge=0)] = 300.0
+    """Files are left alone for so long after their last use: readers on other machines may have them mapped."""
 
 
 class Engine(Table, frozen=True, kw_only=True):
@@ -176,6 +191,7 @@ class Recipe(Table, frozen=True, kw_only=True):
     domains: Annotated[dict[Name, Domain], Meta(min_length=1)]
     rollout: Rollout
     train: Train
+    spool: Spool = Spool()
     engine: Engine = Engine()
     resources: RoleResources = RoleResources()
     job: Job = Job()

@@ -9,7 +9,7 @@ CAMPAIGN/
   events/                  JSON lines, one file a process
   endpoints/               one file an engine worker, 0600 (holds its token)
   model/                   architecture and tokenizer, as transformers reads them
-  spools/rollouts|scored/  trajectories
+  spools/rollouts|scored|archive/  trajectories: as played, with rewards, and those that training is done with
   weights/                 versions of the weights
   checkpoints/             trainer state and what it consumed
 """
@@ -17,7 +17,7 @@ CAMPAIGN/
 from dataclasses import dataclass
 from pathlib import Path
 
-SPOOLS = ("rollouts", "scored")
+SPOOLS = ("rollouts", "scored", "archive")
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,11 @@ class JobDir:
         return self.root / "drain"
 
     @property
+    def end(self) -> Path:
+        """Present: every step ends what it runs, on whatever node that is."""
+        return self.root / "end"
+
+    @property
     def dump_stacks(self) -> Path:
         """Present: every worker writes what it is doing to its log."""
         return self.root / "dump-stacks"
@@ -132,6 +137,16 @@ class JobDir:
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+    @property
+    def windows(self) -> Path:
+        """Names of the shared memory that processes of this job made, so that it can be removed after them."""
+        return self.root / "windows"
+
+    @property
+    def couriers(self) -> Path:
+        """What the couriers say of themselves."""
+        return self.root / "couriers.json"
 
     @property
     def parsl(self) -> Path:

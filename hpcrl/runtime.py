@@ -23,13 +23,19 @@ from parsl.jobs.error_handlers import noop_error_handler
 from parsl.jobs.states import JobState, JobStatus
 from parsl.providers.base import ExecutionProvider
 
+from hpcrl.couriers import Couriers
+from hpcrl.files import publish
 from hpcrl.plan import Component, Plan, RolePlan
 from hpcrl.processes import end_group
 from hpcrl.recipe import RoleName
 from hpcrl.rundir import JobDir, RunDir
+from hpcrl.site import Mpi
 from hpcrl.slurm.allocation import Allocation
+from hpcrl.weights.versions import Rung
 
 PARSL_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env", "reward")
+WEIGHT_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "train")
+"""Roles that make or need weights."""
 HEARTBEAT_S = 5
 LOST_AFTER_S = 20
 WORKER = "hpcrl.roles.__main__:work"
@@ -113,6 +119,10 @@ class Steps(ExecutionProvider):
                 os.killpg(process.pid, signal.SIGTERM)
         return [True for _ in job_ids]
 
+    def num_running(self) -> int:
+        """Blocks that have not ended."""
+        return sum(process.poll() is None for process in self._all.values())
+
     def cancel_all(self) -> None:
         """End every block."""
         self.cancel(list(self._all))
@@ -188,11 +198,22 @@ class Runtime:
         """Begin (or begin anew) the trainer, a step of its own on its component."""
         prefix = next(iter(self._prefixes(self._plan.role("train")).values()))
         role = [sys.executable, "-m", "hpcrl.roles", "train", str(self._run.root), str(self._job.number), "0"]
-        command = [sys.executable, *STEP, *role]
+        command = [sys.executable, *STEP, str(self._job.end), *role]
         with self._job.log("train-step").open("ab") as log:
             self._trainer = subprocess.Popen(
                 [*prefix, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
+
+    def couriers(self, mpi: Mpi, *, rung: Rung) -> Couriers:
+        """The step that carries weights, one process on every node that makes or needs them; not yet started."""
+        indices = sorted({self._plan.role(role).component for role in WEIGHT_ROLES})
+        nodes = [node for index in indices for node in self._allocation.nodes[index]]
+        source = self._allocation.nodes[self._plan.role("train").component][0]
+        prefix = self._allocation.joined_step([self._plan.components[index] for index in indices], mpi=mpi.srun_type)
+        who = [str(self._run.root), str(self._job.number), ",".join(nodes), source]
+        return Couriers(
+            job=self._job, command=[*prefix, sys.executable, "-m", "hpcrl.weights.courier", *who], rung=rung
+        )
 
     def trainer_code(self) -> int | None:
         """How the trainer ended; None while it runs."""
@@ -207,8 +228,11 @@ class Runtime:
         return lost
 
     def close(self, *, grace_s: float) -> None:
-        """End every worker pool and executor."""
+        """End every worker pool and executor, first by asking: a step that srun ends is killed without notice."""
         deadline = time.monotonic() + grace_s
+        publish(self._job.end, "")
+        while any(steps.num_running() for steps in self._steps.values()) and time.monotonic() < deadline:
+            time.sleep(0.1)
         for steps in self._steps.values():
             steps.cancel_all()
         if self._kernel is not None:
@@ -231,7 +255,9 @@ class Runtime:
             label=role.role,
             provider=steps,
             address=self._address,
-            launch_cmd="\n".join([sys.executable, *STEP, sys.executable, *POOL, *POOL_OPTIONS]),
+            launch_cmd="\n".join(
+                [sys.executable, *STEP, _literal(self._job.end), sys.executable, *POOL, *POOL_OPTIONS]
+            ),
             interchange_launch_cmd=[sys.executable, "-m", "parsl.executors.high_throughput.interchange"],
             max_workers_per_node=role.workers_per_node,
             cores_per_worker=1e-6,  # workers are counted by the plan, not by what the node seems to have
@@ -253,3 +279,8 @@ class Runtime:
             )
             for node in self._allocation.nodes[role.component]
         }
+
+
+def _literal(path: Path) -> str:
+    """A path in Parsl's command, which is a template for str.format, twice."""
+    return str(path).replace("{", "{{{{").replace("}", "}}}}")

@@ -87,7 +87,11 @@ class Updatable(Protocol):
     async def pause(self) -> None:
         """Stop between two steps and keep the requests."""
 
-    async def load_version(self, version: int) -> None:
-        """Take over a version of the weights; KV of running requests is recomputed."""
+    async def load_version(self, version: int) -> float:
+        """Take over a version of the weights; KV of running requests is recomputed.
+
+        Returns for how many seconds generation stood still. WeightsError: what was in use stays in use, or, if the
+        version was overwritten while it was read, the engine stands still until it is given another.
+        """
 
     async def resume(self) -> None: ...

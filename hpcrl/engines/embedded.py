@@ -8,9 +8,11 @@ The batch itself is hpcrl.engines.batch.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -22,7 +24,7 @@ from hpcrl.engines.base import LOCAL, Completion, FetchKv, GenerateRequest, KvHa
 from hpcrl.engines.batch import Batch, Row
 from hpcrl.engines.kv import KvShelf, RowKv, pack, unpack
 from hpcrl.errors import EngineError, WeightsError
-from hpcrl.weights.store import WeightStore
+from hpcrl.weights.store import WeightSource
 
 T = TypeVar("T")
 
@@ -49,7 +51,7 @@ class EmbeddedEngine:
         self,
         model: Any,
         *,
-        store: WeightStore,
+        store: WeightSource,
         max_batch: int = 64,
         version: int = 0,
         fetch_kv: FetchKv | None = None,
@@ -67,6 +69,7 @@ class EmbeddedEngine:
         self._waiting: deque[Row] = deque()
         self._unwanted: set[Row] = set()
         self._paused = False
+        self._torn = False
         self._wake = asyncio.Event()
         self._between_steps = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -146,12 +149,22 @@ class EmbeddedEngine:
         self._paused = False
         self._wake.set()
 
-    async def load_version(self, version: int) -> None:
-        tensors = await asyncio.to_thread(self._store.load, version)
-        async with self._between_steps:
-            if version < self.version:
-                raise WeightsError(f"version {version} is older than {self.version}, which is loaded: never go back")
-            await self._in_thread(lambda: self._batch.load(tensors, version=version))
+    async def load_version(self, version: int) -> float:
+        """Found and checked while generation goes on; it stands still for one copy."""
+        with ExitStack() as reading:
+            tensors = await asyncio.to_thread(reading.enter_context, self._store.reading(version))
+            async with self._between_steps:
+                began = time.monotonic()
+                if version < self.version:
+                    raise WeightsError(
+                        f"version {version} is older than {self.version}, which is loaded: never go back"
+                    )
+                await self._in_thread(lambda: self._batch.load(tensors, version=version))
+                self._torn = True  # nothing is generated until the source says that all of it was of one version
+                reading.close()
+                self._torn = False
+                self._wake.set()
+                return time.monotonic() - began
 
     # ---- the life of a request
 
@@ -224,7 +237,12 @@ class EmbeddedEngine:
             raise
 
     def _has_work(self) -> bool:
-        return bool(self._unwanted) or (not self._paused and bool(self._waiting or self._batch.rows))
+        return bool(self._unwanted) or (not self._stands_still and bool(self._waiting or self._batch.rows))
+
+    @property
+    def _stands_still(self) -> bool:
+        """Paused, or without whole weights."""
+        return self._paused or self._torn
 
     async def _turn(self) -> None:
         """Drop what nobody wants any more, then, unless paused, one step of the batch."""
@@ -233,7 +251,7 @@ class EmbeddedEngine:
             self._waiting = deque(row for row in self._waiting if row not in dropped)
             await self._in_thread(lambda: self._batch.drop(dropped))
             self._answer(dropped)
-        if not self._paused:
+        if not self._stands_still:
             room = self._max_batch - len(self._batch.rows)
             joining = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
             self._answer(await self._in_thread(lambda: self._batch.advance(joining)))

@@ -74,6 +74,8 @@ class Facts:
     beats: Mapping[str, float]
     durable: Mapping[str, int]
     """Trajectories in each spool."""
+    num_settled: int
+    """Of those in "scored": used or dropped by the trainer, and still there."""
     problems: list[str]
 
     @property
@@ -176,7 +178,7 @@ def _tokens_per_s(facts: Facts) -> float:
 def _spools(facts: Facts) -> list[SpoolView]:
     """What the next stage has yet to take: rewards score all rollouts, the trainer consumes what is scored."""
     rollouts, scored = facts.durable["rollouts"], facts.durable["scored"]
-    depths = {"rollouts": rollouts - scored, "scored": scored - facts.progress.consumed()}
+    depths = {"rollouts": rollouts - scored, "scored": scored - facts.num_settled}
     return [SpoolView(name=name, depth=max(depth, 0)) for name, depth in depths.items()]
 
 

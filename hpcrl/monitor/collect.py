@@ -77,6 +77,7 @@ class Collector:
             progress=self._progress,
             beats=self._reader.touched,
             durable={name: self._num_durable(name, problems) for name in SPOOLS},
+            num_settled=self._num_settled(problems),
             problems=[*problems, *self._no_answer],
         )
         return build(facts)
@@ -110,6 +111,10 @@ class Collector:
                 return None
             self._written[name] = value
         return self._written[name]
+
+    def _num_settled(self, problems: list[str]) -> int:
+        settled = read_as(self._rundir.settled, dict[str, int], problems)
+        return settled.get("num", 0) if settled else 0
 
     def _num_durable(self, spool: str, problems: list[str]) -> int:
         try:

@@ -16,7 +16,6 @@ from hpcrl.monitor.vocabulary import (
     Loaded,
     Published,
     Resumed,
-    Stale,
     Step,
     WorkerEnded,
     WorkerFailed,
@@ -119,8 +118,6 @@ class Progress:
     totals: Totals = field(default_factory=Totals)
     rate: TokenRate = field(default_factory=TokenRate)
     jobs: dict[int, Job] = field(default_factory=dict)
-    num_stale: int = 0
-    """Dropped by the trainer that runs now; one that resumes drops them once more."""
     notes: deque[Note] = field(default_factory=lambda: deque(maxlen=KEPT_NOTES))
     num_notes: int = 0
 
@@ -146,8 +143,6 @@ class Progress:
                 self.version = max(self.version, event.version)
             case Resumed():
                 self._go_back_before(event.step + 1)
-            case Stale():
-                self.num_stale += event.num
             case WorkerStarted() | WorkerRestarted() | WorkerEnded() | WorkerFailed() | Loaded():
                 self._about_worker(event)
         self._note(event)
@@ -156,10 +151,6 @@ class Progress:
         """Take in what several files hold, in order of jobs and time."""
         for event in sorted(events, key=lambda event: (event.job, event.time)):
             self.add(event)
-
-    def consumed(self) -> int:
-        """Trajectories that were trained on in steps which still count, or dropped."""
-        return sum(step.num_trajectories for step in self.steps.values()) + self.num_stale
 
     def mean_tokens_per_s(self) -> float:
         """Over all the time that jobs have run."""
@@ -190,8 +181,6 @@ class Progress:
         match event:
             case WorkerStarted() | WorkerRestarted():
                 worker.up = True
-                if worker.role == "train":
-                    self.num_stale = 0
             case WorkerEnded() | WorkerFailed():
                 worker.up = False
             case Loaded():

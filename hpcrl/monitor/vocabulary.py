@@ -101,10 +101,12 @@ class Step(_Event, frozen=True, kw_only=True):
     wait_s: float | None = None
 
 
-class Stale(_Event, frozen=True, kw_only=True):
-    """Trajectories that the trainer dropped: too old to learn from."""
+class Retired(_Event, frozen=True, kw_only=True):
+    """Trajectories that nothing needs any more left the spools."""
 
     num: Count
+    archive: str | None = None
+    """The archive's segment that holds them now."""
 
 
 class Resumed(_Event, frozen=True, kw_only=True):
@@ -144,7 +146,7 @@ Event = (
     | Published
     | Loaded
     | Step
-    | Stale
+    | Retired
     | Resumed
     | Checkpoint
     | Layout
@@ -199,6 +201,10 @@ def _plain_training(event: Event) -> str | None:
             return f"step {event.step} left the weights alone" + _because(why)
         case Checkpoint():
             return f"checkpoint at step {event.step} (version {event.version})"
+        case Retired():
+            return f"{event.num} trajectories left the spools" + _because(
+                f"archived in {event.archive}" * bool(event.archive)
+            )
     return None
 
 

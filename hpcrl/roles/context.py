@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from hpcrl.endpoints import this_node
 from hpcrl.events import EventLog
 from hpcrl.plan import Plan, RolePlan
 from hpcrl.recipe import Recipe, RoleName
 from hpcrl.rundir import JobDir, RunDir
 from hpcrl.site import Site
-from hpcrl.slurm.allocation import this_node
 
 BEAT_S = 2.0
 

@@ -24,7 +24,7 @@ from hpcrl.rollout.tasks import Task, TaskStream, stable_hash
 from hpcrl.spool.names import Listing, counted
 from hpcrl.spool.record import Status, Trajectory
 from hpcrl.spool.spool import Batching, DiskSpoolWriter
-from hpcrl.weights.versions import listed
+from hpcrl.weights.versions import newest_version
 
 POLL_S = 0.1
 REPORT_S = 1.0
@@ -37,7 +37,7 @@ def run(context: Context) -> None:
 
 
 async def _host(context: Context) -> None:
-    while not listed(context.run.weights):  # the trainer makes model directory and first version
+    while newest_version(context.run.weights) is None:  # the trainer makes model directory and first version
         if context.draining:
             return
         await asyncio.sleep(POLL_S)
@@ -69,7 +69,7 @@ class Host:
     reported_at: float = 0.0
 
     def __post_init__(self) -> None:
-        context, rollout = self.context, self.context.recipe.rollout
+        context, rollout, spool = self.context, self.context.recipe.rollout, self.context.recipe.spool
         self.groups = Groups(group_size=rollout.group_size, redundancy=rollout.redundancy)
         self.context_length = int(read_json(context.run.model / "config.json")["max_position_embeddings"])
         self.num_hosts = context.role_plan.num_workers
@@ -84,13 +84,18 @@ class Host:
         self.spool = DiskSpoolWriter(
             context.run.spool("rollouts"),
             producer=context.name,
-            batching=Batching(max_count=rollout.group_size * 64, max_age_s=rollout.seal_after_s),
+            batching=Batching(
+                max_bytes=spool.max_segment_mib << 20,
+                max_count=rollout.group_size * 64,
+                max_age_s=spool.seal_after_s,
+            ),
+            compression=spool.compression,
         )
 
     async def live(self) -> None:
         """Admit, seal, report, until the job ends; then abort what runs and seal what is there."""
         while not self.context.draining:
-            self.version = max([self.version, *listed(self.context.run.weights)])
+            self.version = max(self.version, newest_version(self.context.run.weights) or 0)
             for _ in range(self._admitted()):
                 self._begin(next(self.tasks))
             await self._seal(self.spool.flush_due)
@@ -145,6 +150,8 @@ class Host:
                 newest_version=lambda: self.version,
                 producer=self.context.name,
             )
+            while not self.spool.has_room:  # the disk is slower than we are, or full: hold still
+                await asyncio.sleep(POLL_S)
         except asyncio.CancelledError:
             self.groups.aborted(task.group, episode)
             return
@@ -189,12 +196,11 @@ class Host:
         )
 
     async def _seal(self, flush: Any) -> None:
-        """Make trajectories durable in a thread; a full disk loses nothing that is held, and is said once a while."""
+        """Make trajectories durable in a thread. A full disk loses nothing that is held; it is asked less and less."""
         try:
             await asyncio.to_thread(flush)
         except SpoolError as error:
             self.context.events.emit("fault", what="spool", detail=str(error))
-            await asyncio.sleep(REPORT_S)
 
     def _report(self) -> None:
         """The accounts so far, when they changed."""

@@ -12,10 +12,13 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.envs.base import Reward, load_code
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import HpcrlError, SpoolError
 from hpcrl.roles.context import Context, log_to, open_context
 from hpcrl.rundir import RunDir
+from hpcrl.spool.batching import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from hpcrl.spool.quarantine import quarantine
 from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.segment import is_out_of_reach
 from hpcrl.spool.spool import derive
 
 
@@ -23,13 +26,33 @@ def score(campaign: str, job_number: int, segment: str) -> None:
     """Score every trajectory of one segment."""
     context = _context(campaign, job_number)
     run = context.run
-    rewards: list[float] = []
-    try:
-        derive(run.spool("rollouts") / segment, run.spool("scored"), _scorer(context, seen=rewards))
-    except HpcrlError as error:
-        raise RuntimeError(str(error)) from None  # a plain exception reaches the driver whatever packages it has
-    mean = sum(rewards) / len(rewards) if rewards else None
-    context.events.emit("scored", segment=segment, num=len(rewards), reward_mean=mean)
+    pause_s = FIRST_PAUSE_S
+    source = run.spool("rollouts") / segment
+    while source.exists():  # else it is retired, or in quarantine: there is nothing to do
+        rewards: list[float] = []
+        try:
+            scorer, compression = _scorer(context, seen=rewards), context.recipe.spool.compression
+            derive(source, run.spool("scored"), scorer, compression=compression)
+        except SpoolError as error:
+            pause_s = _after(error, source, context, pause_s=pause_s)
+        except HpcrlError as error:
+            raise RuntimeError(str(error)) from None  # a plain exception reaches the driver whatever packages it has
+        else:
+            mean = sum(rewards) / len(rewards) if rewards else None
+            context.events.emit("scored", segment=segment, num=len(rewards), reward_mean=mean)
+            return
+
+
+def _after(error: SpoolError, source: Path, context: Context, *, pause_s: float) -> float:
+    """A disk that is full or fails is asked again, less and less often; a damaged segment is put aside."""
+    if not is_out_of_reach(error):
+        context.events.emit("fault", what="spool", detail=quarantine(source, str(error)))
+        return pause_s
+    if context.draining:
+        raise RuntimeError(str(error)) from None
+    context.events.emit("fault", what="spool", detail=str(error))
+    context.pause(pause_s)
+    return min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 @functools.cache

@@ -5,17 +5,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from hpcrl.endpoints import this_node
 from hpcrl.engines.tiny import make_tiny_model
-from hpcrl.files import publish_json
-from hpcrl.learn.batch import choose_groups
 from hpcrl.learn.consumed import Consumed
 from hpcrl.processes import EXIT_DONE, EXIT_DRAINED
 from hpcrl.roles.context import Context
-from hpcrl.spool.record import Trajectory
-from hpcrl.spool.spool import DiskSpoolReader
+from hpcrl.roles.stock import Stock
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.torch import TorchTrainer
-from hpcrl.weights.store import FileStore
+from hpcrl.weights.publisher import Publisher
+from hpcrl.weights.store import FileStore, WindowStore
+from hpcrl.weights.versions import Rung
+from hpcrl.weights.window import window_key
 
 POLL_S = 0.05
 
@@ -26,11 +27,12 @@ def run(context: Context) -> int:
     learner = Learner.begin_or_resume(context)
     while learner.step < context.recipe.train.num_steps:
         if context.draining:
-            learner.checkpoint()
+            learner.finish()
             return EXIT_DRAINED
         if not learner.try_step():
+            learner.publisher.tend()
             time.sleep(POLL_S)
-    learner.checkpoint()
+    learner.finish()
     return EXIT_DONE
 
 
@@ -52,14 +54,12 @@ class Learner:
 
     context: Context
     trainer: TorchTrainer
-    store: FileStore
-    reader: DiskSpoolReader
+    publisher: Publisher
+    stock: Stock
     consumed: Consumed
     step: int
     version: int
     saved_step: int
-    waiting: list[Trajectory] = field(default_factory=list)
-    num_settled: int = 0
     waiting_since: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -69,7 +69,7 @@ class Learner:
         trainer = TorchTrainer(
             run.model, recipe.train, seed=recipe.seed, temperature=recipe.rollout.temperature, device=_device()
         )
-        store = FileStore(run.weights)
+        publisher = _publisher(context)
         consumed, step, version = Consumed(), 0, 0
         found = checkpoint.newest(
             run.checkpoints,
@@ -82,43 +82,28 @@ class Learner:
         learner = cls(
             context=context,
             trainer=trainer,
-            store=store,
-            reader=DiskSpoolReader(
-                run.spool("scored"),
-                on_damage=lambda path, why: context.events.emit("fault", what="spool", detail=f"{path}: {why}"),
-            ),
+            publisher=publisher,
+            stock=Stock(context, consumed=consumed),
             consumed=consumed,
             step=step,
             version=version,
             saved_step=step if found is not None else -1,
         )
-        newest = store.newest()
-        if newest is None or newest.version != version:
+        learner.stock.recover()
+        newest = publisher.newest_version()
+        if newest != version or publisher.newest_readable() != version:
             # Versions never go back: what was published after the checkpoint belongs to a lost past.
-            learner.version = max(version, newest.version + 1 if newest else 0)
+            learner.version = version if newest is None else max(version, newest + 1)
             learner.publish()
+            publisher.persist()
         return learner
 
     def try_step(self) -> bool:
         """One step, if there are groups for it."""
         recipe = self.context.recipe
-        for trajectory in self.reader.poll():
-            if trajectory.id in self.consumed:
-                self.num_settled += 1
-            else:
-                self.waiting.append(trajectory)
-        choice = choose_groups(
-            self.waiting,
-            groups_per_step=recipe.train.groups_per_step,
-            group_size=recipe.rollout.group_size,
-            version=self.version,
-            max_lag=recipe.rollout.max_lag,
-            consumed=self.consumed,
-        )
-        self.waiting = choice.rest
+        choice = self.stock.choose(version=self.version)
         if choice.stale:
             self.context.events.emit("stale", num=len(choice.stale), version=self.version)
-            self._settle(len(choice.stale))
         if not choice.chosen:
             return False
         wait_s = time.monotonic() - self.waiting_since
@@ -127,27 +112,30 @@ class Learner:
         self.step += 1
         self.version += 1
         self.publish()
-        self._settle(len(choice.chosen))
+        self.stock.trained()
         self.context.events.emit("step", **msgspec.structs.asdict(metrics), wait_s=round(wait_s, 4))
         if self.step % recipe.train.checkpoint_every_steps == 0:
             self.checkpoint()
+            self.stock.retire(version=self.version)
         self.waiting_since = time.monotonic()
         return True
 
     def publish(self) -> None:
         """Give the weights to every engine."""
-        began = time.monotonic()
-        self.store.publish(self.trainer.tensors(), version=self.version, step=self.step)
-        self.store.prune(keep=self.context.recipe.train.keep_versions)
-        wall_s = round(time.monotonic() - began, 4)
-        self.context.events.emit("published", version=self.version, step=self.step, wall_s=wall_s)
+        self.publisher.publish(self.trainer.tensors(), version=self.version, step=self.step)
+
+    def finish(self) -> None:
+        """The last checkpoint; the newest version is in files when this returns."""
+        self.checkpoint()
+        self.publisher.close()
+        self.stock.close()
 
     def checkpoint(self) -> None:
         """Trainer state and consumed ids, in one commit."""
         if self.saved_step == self.step:
             return
         began = time.monotonic()
-        checkpoint.save(
+        saved = checkpoint.save(
             self.context.run.checkpoints,
             step=self.step,
             version=self.version,
@@ -155,14 +143,22 @@ class Learner:
             consumed=self.consumed,
         )
         checkpoint.prune(self.context.run.checkpoints, keep=self.context.recipe.train.keep_checkpoints)
+        self.publisher.persist()
+        self.stock.covered_by(saved)
         self.saved_step = self.step
         wall_s = round(time.monotonic() - began, 4)
         self.context.events.emit("checkpoint", step=self.step, version=self.version, wall_s=wall_s)
 
-    def _settle(self, num: int) -> None:
-        """Tell env hosts how many trajectories are used or dropped, so that they may begin as many new ones."""
-        self.num_settled += num
-        publish_json(self.context.run.settled, {"num": self.num_settled})
+
+def _publisher(context: Context) -> Publisher:
+    """Where versions go; on one machine every worker sees the window of its node."""
+    run = context.run
+    window = WindowStore(window_key(run, node=this_node()), job=context.job)
+    files = FileStore(run.weights)
+    publisher = Publisher(files, window, events=context.events, keep_versions=context.recipe.train.keep_versions)
+    if context.plan.layout == "local":
+        publisher.take_rung(Rung(rung="window", reason="every worker is on this node"))
+    return publisher
 
 
 def _device() -> str:

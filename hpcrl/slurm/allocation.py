@@ -1,13 +1,13 @@
 """Facts inside a job: which nodes each component got, when it ends, and how a step is started on a node."""
 
 import os
-import socket
 import subprocess
 import time
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from hpcrl.endpoints import this_node
 from hpcrl.errors import SlurmError
 from hpcrl.plan import Component, Plan
 
@@ -40,6 +40,25 @@ class Allocation:
         place = [f"--het-group={component.index}", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
         return ["srun", *place, *size, "--overlap", "--mpi=none", "--unbuffered"]
 
+    def joined_step(self, components: Sequence[Component], *, mpi: str) -> list[str]:
+        """What stands before a command so that it runs once on every node of `components`, as one MPI world.
+
+        If one of its ranks ends, the step ends. It has no devices, and may use what memory the job has on a node.
+        """
+        size = ["--ntasks-per-node=1", "--cpus-per-task=1", "--gres=none"]
+        if all(any(flag.startswith("--mem") for flag in component.slurm_flags) for component in components):
+            size.append("--mem=0")
+        groups = ",".join(str(component.index) for component in components)
+        return [
+            "srun",
+            f"--het-group={groups}",
+            *size,
+            "--overlap",
+            "--kill-on-bad-exit=1",
+            f"--mpi={mpi}",
+            "--unbuffered",
+        ]
+
 
 def read_allocation(plan: Plan) -> Allocation:
     """Ask the environment and Slurm; on a machine without a scheduler, the machine itself."""
@@ -62,11 +81,6 @@ def scrub(environ: MutableMapping[str, str]) -> None:
         kept = name in KEPT or "_HET_GROUP_" in name
         if name in DEVICES or (name.startswith(("SLURM_", "SBATCH_", "SRUN_")) and not kept):
             del environ[name]
-
-
-def this_node() -> str:
-    """Slurm's name of this node where there is one: simulated nodes share one host."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _component_nodes(index: int) -> str:

@@ -1,22 +1,35 @@
-"""The names of segments: who wrote one, its place in the order, and how many trajectories it holds.
+"""The names of segments, and how a change in a directory of them is noticed for the price of one stat.
+
+    SegmentName     who wrote it, its place in the order, and how many trajectories it holds
+    listed          every segment, by listing the directory
+    Listing         the same, asked many times a second
+    announce        tell every Listing what came or went
+
+Listing a directory costs as much as it has entries, and more on a parallel file system, where it is also other
+people's metadata server. So whoever adds or removes a segment appends a line to the directory's `.news`, and a
+Listing reads what is new there. The news is a hint and the directory is the truth: what was not announced (its writer
+was killed just then, two machines appended at once) is found when the directory is listed again.
 
 Light on purpose: the monitor counts the trajectories of a spool from names alone, without h5py or numpy.
 """
 
+import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.errors import SpoolError
 
+NEWS = ".news"
 _NAME = re.compile(r"(?P<producer>.+)-(?P<number>\d{8,})-(?P<count>\d+)-(?P<nonce>[0-9a-f]{8})\.h5", re.DOTALL)
 _LEFTOVER_AGE_S = 3600.0
-_SETTLED_NS = 100_000_000
-"""Two changes within one tick of the file system's clock leave the same time behind."""
-_LIST_AGAIN_S = 5.0
+_LISTING_SHARE = 1 / 20_000
+"""Of its time that a Listing spends on listing the directory."""
+_LIST_AGAIN_S = (0.25, 30.0)
+"""It does so at most, and at least, so often."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,32 +69,100 @@ def check_producer(producer: str) -> str:
 def listed(directory: Path) -> list[str]:
     """Every file that shows itself as a segment, sorted; temporary files do not. No directory yet: none."""
     try:
-        with os.scandir(directory) as entries:
-            return sorted(entry.name for entry in entries if entry.name.endswith(".h5") and entry.name[0] != ".")
+        return sorted(name for name in os.listdir(directory) if _is_shown(name))  # noqa: PTH208 - names, not paths
     except FileNotFoundError:
         return []
 
 
+def announce(directory: Path, *, came: Iterable[str] = (), went: Iterable[str] = ()) -> None:
+    """Tell every Listing of this directory; if that fails they find out by themselves, a little later."""
+    lines = [*(f"+{name}" for name in came), *(f"-{name}" for name in went)]
+    news = "".join(f"{line}\n" for line in lines if "\n" not in line)
+    with contextlib.suppress(OSError):
+        fd = os.open(directory / NEWS, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, os.fsencode(news))
+        finally:
+            os.close(fd)
+
+
 class Listing:
-    """The segments of a directory, asked many times a second: it is listed again only when it may have changed."""
+    """The segments of a directory, asked many times a second."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._names: list[str] = []
-        self._changed_ns = -1
-        self._listed_at = float("-inf")
+        self._news = os.fspath(directory / NEWS)
+        self._offset = 0
+        self._present: set[str] = set()
+        self._came: set[str] = set()
+        self._went: set[str] = set()
+        self._sorted: list[str] | None = None
+        self._list_again_at = float("-inf")
 
     def names(self) -> list[str]:
-        """As `listed`. A file server's clock and its cache of times are not trusted for long."""
+        """As `listed`."""
+        present = self.present()
+        if self._sorted is None:
+            self._sorted = sorted(present)
+        return self._sorted
+
+    def present(self) -> Set[str]:
+        """The same in no order."""
+        size = self._num_bytes_of_news()
+        if size < self._offset or time.monotonic() >= self._list_again_at:
+            self._offset = size  # first: what comes while the directory is listed is news
+            self._list()
+        elif size > self._offset:
+            self._read_news()
+        return self._present
+
+    def changes(self) -> tuple[set[str], set[str]]:
+        """What came and what went since the last call; what went and came back is in both."""
+        self.present()
+        came, went, self._came, self._went = self._came, self._went, set(), set()
+        return came, went
+
+    def _list(self) -> None:
+        began = time.monotonic()
+        found = set(listed(self.directory))
+        for name in self._present - found:
+            self._remove(name)
+        for name in found - self._present:
+            self._add(name)
+        ended = time.monotonic()
+        least, most = _LIST_AGAIN_S
+        self._list_again_at = ended + min(max((ended - began) / _LISTING_SHARE, least), most)
+
+    def _read_news(self) -> None:
+        """Take in whole lines; one that is being written waits."""
+        with open(self._news, "rb") as file:  # noqa: PTH123 - the path is a string: this is done all the time
+            file.seek(self._offset)
+            lines, _, _ = file.read().rpartition(b"\n")
+        self._offset += len(lines) + 1 if lines else 0
+        for line in map(os.fsdecode, lines.split(b"\n")):
+            if line.startswith("+") and parse(line[1:]):
+                self._add(line[1:])
+            elif line.startswith("-"):
+                self._remove(line[1:])
+
+    def _add(self, name: str) -> None:
+        if name not in self._present:
+            self._present.add(name)
+            self._came.add(name)
+            self._sorted = None
+
+    def _remove(self, name: str) -> None:
+        if name in self._present:
+            self._present.remove(name)
+            self._came.discard(name)
+            self._went.add(name)
+            self._sorted = None
+
+    def _num_bytes_of_news(self) -> int:
         try:
-            changed_ns = self.directory.stat().st_mtime_ns
+            return os.stat(self._news).st_size  # noqa: PTH116 - as above
         except FileNotFoundError:
-            changed_ns = -1
-        settled = changed_ns == self._changed_ns and time.time_ns() - changed_ns > _SETTLED_NS
-        if not settled or time.monotonic() - self._listed_at > _LIST_AGAIN_S:
-            self._changed_ns, self._listed_at = changed_ns, time.monotonic()
-            self._names = listed(self.directory)
-        return self._names
+            return 0
 
 
 def num_trajectories(directory: Path) -> int:
@@ -103,7 +184,8 @@ def next_number(directory: Path, producer: str) -> int:
 def sweep_leftovers(directory: Path, *, older_than_s: float = _LEFTOVER_AGE_S) -> list[str]:
     """Remove temporary files of killed writers; returns their names.
 
-    No write takes an hour. Should one be alive all the same, its rename fails and its batch is written again.
+    No write takes an hour. Should one be alive all the same (or a clock have jumped), its rename fails and its batch
+    is written again.
     """
     removed = []
     for path in directory.glob(".*.h5.*.tmp"):
@@ -114,3 +196,7 @@ def sweep_leftovers(directory: Path, *, older_than_s: float = _LEFTOVER_AGE_S) -
         except FileNotFoundError:  # published or swept by another in the meantime
             continue
     return removed
+
+
+def _is_shown(name: str) -> bool:
+    return name.endswith(".h5") and name[0] != "."

@@ -31,7 +31,7 @@ Status = Literal["done", "truncated", "aborted-stale", "aborted-redundant", "env
 TRAINABLE: frozenset[Status] = frozenset({"done", "truncated"})
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One generate/step pair."""
 
     start: int
@@ -46,7 +46,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Facts of a newer minor schema version, kept as they came."""
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is known of an episode besides its tokens."""
 
     id: str
@@ -92,6 +92,7 @@ COLUMNS: dict[str, np.dtype[Any]] = {
 }
 _FACTS = tuple(name for name in Facts.__struct_fields__ if name != "extra")
 _TURN_FACTS = frozenset(Turn.__struct_fields__) - {"extra"}
+_KNOWN = msgspec.json.Decoder(Facts, strict=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,17 @@ def pack(trajectory: Trajectory) -> Packed:
     return Packed(id=trajectory.id, facts=_encode_facts(trajectory), columns=columns)
 
 
-def parse_facts(row: Mapping[str, Any]) -> Facts:
+def parse_facts(data: bytes) -> Facts:
     """Facts from a JSON object; what this version does not know goes to `extra`."""
+    if b'"extra"' not in data:  # a fact of that name is one that this version does not know
+        try:
+            return _KNOWN.decode(data)
+        except msgspec.ValidationError:
+            pass
+    return _parse_with_unknown(msgspec.json.decode(data))
+
+
+def _parse_with_unknown(row: dict[str, Any]) -> Facts:
     known = {name: row[name] for name in _FACTS if name in row}
     known["turns"] = [_split_turn(turn) for turn in row["turns"]]
     extra = {name: value for name, value in row.items() if name not in known}
@@ -152,7 +162,7 @@ def _encode_facts(trajectory: Trajectory) -> bytes:
         if _needs_care(trajectory):
             row = _careful(row)
         data = msgspec.json.encode(row, enc_hook=_plain_number)
-        msgspec.json.decode(data, type=Facts, strict=False)  # a reader must never be the first to find out
+        parse_facts(data)  # a reader must never be the first to find out
     except (msgspec.MsgspecError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise SpoolError(
             f"trajectory {trajectory.id!r} cannot be stored ({error}): "

@@ -1,24 +1,25 @@
-"""One immutable HDF5 file of trajectories: complete and checked, or absent. The only file that imports h5py.
+"""One immutable file of trajectories: complete and checked, or absent.
 
-    /                     format, schema_major, schema_minor, num_trajectories, header_xxh3_128 (attributes)
+    bytes 0 to 2047       the index: a line of text, a line of JSON, its checksum
+    HDF5                  what every HDF5 tool needs to find the datasets by name
     /token_ids, logprobs, versions, loss_mask    per-token columns of all trajectories, one after another
     /offsets              trajectory i owns the tokens offsets[i] to offsets[i+1]
-    /metadata             the facts: one JSON array with an object per trajectory
+    /metadata             the facts: one JSON array, an object per trajectory and line
 
-Every dataset is contiguous and carries the attribute xxh3_128; the header's checksum covers them all. HDF5 only
-lays the file out: the columns are written with pwritev at the offsets that it gives, and read by mapping them,
-which is twice to ten times as fast as through HDF5. The 1.8 file format is readable by every HDF5 tool in use
-and, other than the default, checksums HDF5's own structures.
+The index has place, length and xxh3-128 of every column and of HDF5's own bytes. A segment is written with pwritev
+from front to back and read by mapping it: HDF5 is in neither way. A compressed one is smaller, costs a copy, and is
+read through HDF5.
 """
 
+import contextlib
+import functools
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, overload
 
-import h5py
 import msgspec
 import numpy as np
 import xxhash
@@ -26,6 +27,8 @@ from numpy.typing import NDArray
 
 from hpcrl.errors import SpoolError
 from hpcrl.files import staged
+from hpcrl.spool import hdf5
+from hpcrl.spool.hdf5 import ARRAYS, FORMAT, METADATA, USER_BLOCK, Compression
 from hpcrl.spool.record import (
     COLUMNS,
     SCHEMA_MAJOR,
@@ -38,10 +41,34 @@ from hpcrl.spool.record import (
     with_columns,
 )
 
-FORMAT = "hpcrl trajectories"
+_MAGIC = FORMAT.encode() + b"\n"
 _IOV_MAX = 1024
-# What h5py, NumPy and msgspec raise on files that are damaged or foreign.
+_NEWLINE = ord("\n")
+# What NumPy, h5py and msgspec raise on files that are damaged or foreign.
 _UNREADABLE = (OSError, KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, msgspec.MsgspecError)
+
+
+class _Column(msgspec.Struct, frozen=True, kw_only=True):
+    """What the index knows of one dataset."""
+
+    num_bytes: int
+    xxh3_128: str
+    at: int | None
+    """Its first byte in the file; None if it is compressed."""
+
+
+class _Index(msgspec.Struct, frozen=True, kw_only=True):
+    schema: tuple[int, int]
+    num_trajectories: int
+    columns: dict[str, _Column]
+    hdf5_bytes: int
+    """Of HDF5's own, behind the index; none if columns are compressed: then they are everywhere."""
+    hdf5_xxh3_128: str
+
+
+def is_out_of_reach(error: SpoolError) -> bool:
+    """Whether the system kept us from a segment (permission, an I/O error): that says nothing against the segment."""
+    return isinstance(error.__cause__, OSError) and bool(error.__cause__.errno)
 
 
 @dataclass(frozen=True)
@@ -49,7 +76,8 @@ class Segment:
     """The trajectories of one file; their columns are read-only views of it, not copies."""
 
     path: Path
-    facts: list[Facts]
+    facts: "_FactsOf"
+    """Parsed one by one, when they are asked for."""
     offsets: NDArray[np.int64]
     columns: dict[str, NDArray[Any]]
 
@@ -57,124 +85,181 @@ class Segment:
         return len(self.facts)
 
     def __getitem__(self, index: int) -> Trajectory:
-        span = slice(self.offsets[index], self.offsets[index + 1])
-        return with_columns(self.facts[index], {name: column[span] for name, column in self.columns.items()})
+        return with_columns(self.facts[index], self._columns_of(index))
 
     def __iter__(self) -> Iterator[Trajectory]:
         return (self[index] for index in range(len(self)))
 
+    def packed(self, index: int) -> Packed:
+        """As it is stored, to be written again elsewhere."""
+        return Packed(id=self.facts[index].id, facts=self.facts.raw(index), columns=self._columns_of(index))
 
-def write_segment(path: Path, trajectories: Iterable[Trajectory]) -> None:
+    def _columns_of(self, index: int) -> dict[str, NDArray[Any]]:
+        if index < 0:
+            index += len(self)
+        span = slice(self.offsets[index], self.offsets[index + 1])
+        return {name: column[span] for name, column in self.columns.items()}
+
+
+class _FactsOf(Sequence[Facts]):
+    """The facts of a segment; only those that are asked for are parsed."""
+
+    def __init__(self, path: Path, raw: memoryview) -> None:
+        self._path = path
+        self._raw = raw
+        # JSON has no newline of its own, so that the lines are the rows: "[{...},\n{...},\n{...}]"
+        breaks = np.flatnonzero(np.frombuffer(raw, np.uint8) == _NEWLINE)
+        self._starts = [1, *(breaks + 1).tolist()] if len(raw) > 2 else []
+        self._stops = [*(breaks - 1).tolist(), len(raw) - 1] if len(raw) > 2 else []
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> Facts: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Facts]: ...
+    def __getitem__(self, index: int | slice) -> Facts | list[Facts]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        try:
+            return parse_facts(self.raw(index))
+        except _UNREADABLE as error:
+            if isinstance(error, IndexError):
+                raise
+            raise SpoolError(f"cannot read segment {str(self._path)!r}: trajectory {index}: {error}") from error
+
+    def raw(self, index: int) -> bytes:
+        """One JSON object."""
+        return bytes(self._raw[self._starts[index] : self._stops[index]])
+
+
+def write_segment(path: Path, trajectories: Iterable[Trajectory], *, compression: Compression = "none") -> None:
     """Make `path` a segment of these trajectories, durable when this returns; replaces what was there."""
-    write_packed(path, [pack(trajectory) for trajectory in trajectories])
+    write_packed(path, [pack(trajectory) for trajectory in trajectories], compression=compression)
 
 
-def write_packed(path: Path, batch: Sequence[Packed]) -> None:
+def write_packed(path: Path, batch: Sequence[Packed], *, compression: Compression = "none") -> None:
     """Make `path` a segment of trajectories that are packed already."""
-    datasets = [*_columns(batch), _offsets(batch), _metadata(batch)]
-    try:
-        with staged(path) as temporary:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                places = _lay_out(temporary, datasets, num_trajectories=len(batch))
-                for dataset in datasets:
-                    _write_at(fd, places[dataset.name], dataset.buffers)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-    except (OSError, RuntimeError) as error:  # RuntimeError: how h5py reports a failed write when it closes a file
-        raise SpoolError(f"cannot write segment {str(path)!r}: {_reason(error)}") from error
+    draft_packed(path, batch, compression=compression)()
+
+
+def draft_packed(path: Path, batch: Sequence[Packed], *, compression: Compression = "none") -> Callable[[], None]:
+    """Write a segment under a temporary name; the function that is returned makes it durable and gives it its name."""
+    columns = {**_columns(batch), "offsets": _offsets(batch), METADATA: _metadata(batch)}
+    make = _plain if compression == "none" else functools.partial(_compressed, compression=compression)
+    buffers = make(columns, num_trajectories=len(batch))
+    with _told_as_spool_error(path), contextlib.ExitStack() as stack:
+        temporary = stack.enter_context(staged(path))
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        stack.callback(os.close, fd)
+        _write(fd, buffers)
+        rest = stack.pop_all()
+
+    def publish() -> None:
+        with _told_as_spool_error(path), rest:
+            os.fsync(fd)
+
+    return publish
 
 
 def read_segment(path: Path, *, verify: bool = True) -> Segment:
-    """Map a segment; `verify` reads all of it once to compare the checksums of its datasets."""
+    """Map a segment; `verify` reads all of it once to compare the checksums."""
     try:
-        with h5py.File(path, "r", locking=False) as file:
-            _check_schema(path, file)
-            # HDF5's own descriptor: a name may come to mean another file between two opens.
-            mapped = mmap.mmap(file.id.get_vfd_handle(), 0, access=mmap.ACCESS_READ)
-            return _decode(path, file, mapped, verify=verify)
+        with path.open("rb") as file:
+            return _decode(path, file, verify=verify)
     except _UNREADABLE as error:
         raise SpoolError(f"cannot read segment {str(path)!r}: {_reason(error)}") from error
 
 
-@dataclass(frozen=True)
-class _Dataset:
-    """One dataset before it is written."""
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    buffers: list[memoryview]
-    checksum: str
+# Writing
 
 
-def _dataset(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], parts: Iterable[Any]) -> _Dataset:
-    buffers = [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
+@contextlib.contextmanager
+def _told_as_spool_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SpoolError(f"cannot write segment {str(path)!r}: {_reason(error)}") from error
+
+
+Buffers = Sequence[memoryview]
+
+
+def _columns(batch: Sequence[Packed]) -> dict[str, Buffers]:
+    return {name: _bytes_of(packed.columns[name] for packed in batch) for name in COLUMNS}
+
+
+def _offsets(batch: Sequence[Packed]) -> Buffers:
+    offsets = np.zeros(len(batch) + 1, np.int64)
+    np.cumsum([len(packed.columns["token_ids"]) for packed in batch], out=offsets[1:])
+    return _bytes_of([offsets])
+
+
+def _metadata(batch: Sequence[Packed]) -> Buffers:
+    return _bytes_of([b"[" + b",\n".join(packed.facts for packed in batch) + b"]"])
+
+
+def _bytes_of(parts: Iterable[Any]) -> Buffers:
+    return [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
+
+
+def _plain(columns: Mapping[str, Buffers], *, num_trajectories: int) -> Buffers:
+    """All bytes of a segment, in their order: nothing is copied."""
+    sizes = {name: sum(map(len, buffers)) for name, buffers in columns.items()}
+    own, places = hdf5.head({name: size // _width(name) for name, size in sizes.items()})
+    described = {
+        name: _Column(num_bytes=sizes[name], xxh3_128=_xxh3(columns[name]), at=places[name]) for name in columns
+    }
+    body, end = [memoryview(own)], USER_BLOCK + len(own)
+    for name, buffers in columns.items():
+        body += [memoryview(bytes(places[name] - end)), *buffers]
+        end = places[name] + sizes[name]
+    return [_index(described, num_trajectories=num_trajectories, own=own), *body]
+
+
+def _compressed(columns: Mapping[str, Buffers], *, num_trajectories: int, compression: Compression) -> Buffers:
+    described = {
+        name: _Column(num_bytes=sum(map(len, buffers)), xxh3_128=_xxh3(buffers), at=None)
+        for name, buffers in columns.items()
+    }
+    index = _index(described, num_trajectories=num_trajectories, own=b"")
+    return [index, hdf5.packed(columns, compression=compression)]
+
+
+def _index(columns: dict[str, _Column], *, num_trajectories: int, own: bytes) -> memoryview:
+    index = _Index(
+        schema=(SCHEMA_MAJOR, SCHEMA_MINOR),
+        num_trajectories=num_trajectories,
+        columns=columns,
+        hdf5_bytes=len(own),
+        hdf5_xxh3_128=_xxh3([own]),
+    )
+    line = msgspec.json.encode(index)
+    text = b"%b%b\n%b\n" % (_MAGIC, line, _xxh3([line]).encode())
+    assert len(text) <= USER_BLOCK
+    return memoryview(text.ljust(USER_BLOCK, b"\0"))
+
+
+def _width(name: str) -> int:
+    return ARRAYS[name].itemsize if name in ARRAYS else 1
+
+
+def _xxh3(buffers: Iterable[Any]) -> str:
     digest = xxhash.xxh3_128()
     for buffer in buffers:
         digest.update(buffer)
-    return _Dataset(name, dtype, shape, buffers, digest.hexdigest())
+    return str(digest.hexdigest())
 
 
-def _columns(batch: Sequence[Packed]) -> Iterator[_Dataset]:
-    for name, dtype in COLUMNS.items():
-        parts = [packed.columns[name] for packed in batch]
-        yield _dataset(name, dtype, (sum(map(len, parts)),), parts)
-
-
-def _offsets(batch: Sequence[Packed]) -> _Dataset:
-    offsets = np.zeros(len(batch) + 1, np.int64)
-    np.cumsum([len(packed.columns["token_ids"]) for packed in batch], out=offsets[1:])
-    return _dataset("offsets", offsets.dtype, offsets.shape, [offsets])
-
-
-def _metadata(batch: Sequence[Packed]) -> _Dataset:
-    text = b"[" + b",\n".join(packed.facts for packed in batch) + b"]"
-    return _dataset("metadata", h5py.string_dtype("utf-8", len(text)), (), [text])
-
-
-def _lay_out(path: Path, datasets: Sequence[_Dataset], *, num_trajectories: int) -> dict[str, int]:
-    """Let HDF5 write everything but the data; returns where in the file each dataset's data belong."""
-    early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    early.set_layout(h5py.h5d.CONTIGUOUS)
-    early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    early.set_obj_track_times(False)
-    places = {}
-    # Aligned to the widest column type, so that the mapped columns are aligned arrays.
-    with h5py.File(
-        path, "w", libver=("v108", "v108"), locking=False, alignment_threshold=1, alignment_interval=8
-    ) as file:
-        for dataset in datasets:
-            space = h5py.h5s.create_simple(dataset.shape) if dataset.shape else h5py.h5s.create(h5py.h5s.SCALAR)
-            kind = h5py.h5t.py_create(dataset.dtype, logical=True)
-            created = h5py.h5d.create(file.id, dataset.name.encode(), kind, space, early)
-            # Text of fixed length: HDF5 keeps other text in a heap without a checksum.
-            h5py.Dataset(created).attrs["xxh3_128"] = np.bytes_(dataset.checksum)
-            places[dataset.name] = created.get_offset() or 0
-        shapes = {dataset.name: (dataset.dtype.str, dataset.shape, dataset.checksum) for dataset in datasets}
-        file.attrs["format"] = np.bytes_(FORMAT)
-        file.attrs["schema_major"] = SCHEMA_MAJOR
-        file.attrs["schema_minor"] = SCHEMA_MINOR
-        file.attrs["num_trajectories"] = num_trajectories
-        file.attrs["header_xxh3_128"] = np.bytes_(_header_checksum(file.attrs, shapes))
-    return places
-
-
-def _header_checksum(attrs: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
-    numbers = [int(attrs[name]) for name in ("schema_major", "schema_minor", "num_trajectories")]
-    digest: str = xxhash.xxh3_128_hexdigest(msgspec.json.encode([FORMAT, numbers, sorted(shapes.items())]))
-    return digest
-
-
-def _write_at(fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
+def _write(fd: int, buffers: Buffers) -> None:
     """Write all of `buffers`, however little the system takes at a time."""
+    end = 0
     for first in range(0, len(buffers), _IOV_MAX):
         left = list(buffers[first : first + _IOV_MAX])
         while left:
-            written = os.pwritev(fd, left, offset)
-            offset += written
+            written = os.pwritev(fd, left, end)
+            end += written
             left = _after(left, written)
 
 
@@ -187,56 +272,84 @@ def _after(buffers: list[memoryview], written: int) -> list[memoryview]:
     return []
 
 
-def _check_schema(path: Path, file: Any) -> None:
-    if file.attrs.get("format") != FORMAT.encode():
-        raise SpoolError(
-            f"cannot read segment {str(path)!r}: an HDF5 file, but not of hpcrl's: remove it from the spool"
-        )
-    major, minor = int(file.attrs["schema_major"]), int(file.attrs["schema_minor"])
+# Reading
+
+
+def _decode(path: Path, file: BinaryIO, *, verify: bool) -> Segment:
+    mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    index = _parse_index(path, bytes(mapped[:USER_BLOCK]))
+    raw = _compressed_columns(file, index) if _is_compressed(index) else _mapped_columns(mapped, index)
+    if verify:
+        _verify(mapped, index, raw)
+    offsets = np.frombuffer(raw["offsets"], ARRAYS["offsets"])
+    columns = {name: np.frombuffer(raw[name], dtype) for name, dtype in COLUMNS.items()}
+    facts = _FactsOf(path, raw[METADATA])
+    _check_shapes(index, facts, offsets, columns)
+    return Segment(path, facts, offsets, columns)
+
+
+def _parse_index(path: Path, block: bytes) -> _Index:
+    if not block.startswith(_MAGIC):
+        if b"\x89HDF\r\n" in block:
+            raise SpoolError(
+                f"cannot read segment {str(path)!r}: an HDF5 file, but not of hpcrl's: remove it from the spool"
+            )
+        raise ValueError("it does not begin as a segment does")
+    line, checksum = block.removeprefix(_MAGIC).split(b"\n")[:2]
+    if _xxh3([line]).encode() != checksum:
+        raise ValueError("the index does not match its checksum")
+    major, minor = msgspec.json.decode(line, type=dict[str, Any])["schema"]
     if major != SCHEMA_MAJOR:
         raise SpoolError(
             f"cannot read segment {str(path)!r}: written with schema {major}.{minor}, "
             f"this hpcrl reads {SCHEMA_MAJOR}.x: use the version of hpcrl that wrote it, or a newer one"
         )
+    return msgspec.json.decode(line, type=_Index)
 
 
-def _decode(path: Path, file: Any, mapped: mmap.mmap, *, verify: bool) -> Segment:
-    names = (*COLUMNS, "offsets", "metadata")
-    checksums = {name: file[name].attrs["xxh3_128"].decode() for name in names}
-    shapes = {name: (file[name].dtype.str, file[name].shape, checksums[name]) for name in names}
-    if _header_checksum(file.attrs, shapes) != file.attrs["header_xxh3_128"].decode():
-        raise ValueError("the header does not match its checksum")
-    raw = {name: _raw(file[name], mapped) for name in names}
-    if verify:
-        for name in names:
-            if xxhash.xxh3_128_hexdigest(raw[name]) != checksums[name]:
-                raise ValueError(f"{name} does not match its checksum")
-    facts = [parse_facts(row) for row in msgspec.json.decode(raw["metadata"], type=list[dict[str, Any]])]
-    offsets = np.frombuffer(raw["offsets"], np.int64)
-    columns = {name: np.frombuffer(raw[name], dtype) for name, dtype in COLUMNS.items()}
-    _check_shapes(facts, offsets, columns)
-    return Segment(path, facts, offsets, columns)
+def _is_compressed(index: _Index) -> bool:
+    return any(column.at is None for column in index.columns.values())
 
 
-def _raw(dataset: Any, mapped: mmap.mmap) -> memoryview:
-    """The bytes of a contiguous dataset, in place."""
-    place, size = dataset.id.get_offset(), dataset.id.get_storage_size()
-    if size == 0:
-        return memoryview(b"")
-    if place is None or place + size > len(mapped):
-        raise ValueError(f"{dataset.name} is not inside the file")
-    return memoryview(mapped)[place : place + size]
+def _mapped_columns(mapped: memoryview, index: _Index) -> dict[str, memoryview]:
+    """The bytes of every column, in place."""
+    raw = {}
+    for name in (*ARRAYS, METADATA):
+        column = index.columns[name]
+        assert column.at is not None
+        raw[name] = mapped[column.at : column.at + column.num_bytes]
+        if len(raw[name]) != column.num_bytes:
+            raise ValueError(f"{name} is not inside the file")
+    return raw
 
 
-def _check_shapes(facts: Sequence[Facts], offsets: NDArray[np.int64], columns: Mapping[str, NDArray[Any]]) -> None:
+def _compressed_columns(file: BinaryIO, index: _Index) -> dict[str, memoryview]:
+    raw = hdf5.unpacked(file, (*ARRAYS, METADATA))
+    for name, column in index.columns.items():
+        if len(raw[name]) != column.num_bytes:
+            raise ValueError(f"{name} has {len(raw[name])} bytes, not {column.num_bytes}")
+    return raw
+
+
+def _verify(mapped: memoryview, index: _Index, raw: Mapping[str, memoryview]) -> None:
+    if _xxh3([mapped[USER_BLOCK : USER_BLOCK + index.hdf5_bytes]]) != index.hdf5_xxh3_128:
+        raise ValueError("the HDF5 structures do not match their checksum")
+    for name, column in index.columns.items():
+        if _xxh3([raw[name]]) != column.xxh3_128:
+            raise ValueError(f"{name} does not match its checksum")
+
+
+def _check_shapes(
+    index: _Index, facts: Sequence[Facts], offsets: NDArray[np.int64], columns: Mapping[str, NDArray[Any]]
+) -> None:
     lengths = {len(column) for column in columns.values()}
-    whole = len(offsets) == len(facts) + 1 and offsets[0] == 0 and lengths == {int(offsets[-1])}
-    if not whole or (np.diff(offsets) < 0).any():
+    whole = len(offsets) == len(facts) + 1 == index.num_trajectories + 1 and offsets[0] == 0
+    if not whole or lengths != {int(offsets[-1])} or (np.diff(offsets) < 0).any():
         raise ValueError(f"{len(facts)} facts, {len(offsets)} offsets and columns of {sorted(lengths)} do not fit")
 
 
 def _reason(error: Exception) -> str:
-    """The system's word for it where there is one: HDF5's is half a page."""
+    """The system's word for it where there is one."""
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     if isinstance(error, KeyError):

@@ -125,6 +125,17 @@ def prune(directory: Path, *, keep: int) -> list[Path]:
     return removed
 
 
+def number_of(path: Path) -> int:
+    """Which commit a checkpoint is; later ones have higher numbers."""
+    return int(path.name.partition("-")[0])
+
+
+def oldest_number(directory: Path) -> int | None:
+    """The first commit that a resume could still go back to."""
+    committed = _committed(directory)
+    return number_of(committed[0]) if committed else None
+
+
 def damage(path: Path) -> str | None:
     """Why a checkpoint cannot be used; None if every byte is as it was saved."""
     reason = _missing(path)
@@ -203,4 +214,4 @@ def _committed(directory: Path) -> list[Path]:
 
 def _next_number(directory: Path) -> int:
     committed = _committed(directory)
-    return int(committed[-1].name.partition("-")[0]) + 1 if committed else 1
+    return number_of(committed[-1]) + 1 if committed else 1

@@ -3,14 +3,19 @@
 DIRECTORY/v00000007/    a version; it gets its name last, so one that has it is complete
   model.safetensors
   manifest.json
+DIRECTORY/newest.json   the newest version that the trainer has made; it may lie in windows only
+DIRECTORY/rung.json     how versions go to the engines: through windows, with couriers between nodes, or by files
 """
 
+import contextlib
 import re
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from hpcrl.errors import WeightsError
+from hpcrl.files import publish
 
 _NAME = re.compile(r"v(\d{8,})")
 
@@ -25,6 +30,56 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """xxh3_128 of every tensor's bytes."""
     created: float
     """Seconds since the epoch."""
+
+
+RungName = Literal["window", "mpi", "files"]
+
+
+class Rung(msgspec.Struct, frozen=True, kw_only=True):
+    """How versions go to the engines; the ladder goes down to files, which always work."""
+
+    rung: RungName
+    """window: all workers are on one node - mpi: couriers carry them from window to window - files: all by files."""
+    reason: str
+
+
+class Announced(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that the trainer has made."""
+
+    version: int
+    step: int
+
+
+def announce(directory: Path, announced: Announced) -> None:
+    """Say that a version exists, before anybody can see it: no version number is ever used for other weights."""
+    publish(directory / "newest.json", msgspec.json.encode(announced))
+
+
+def newest_version(directory: Path) -> int | None:
+    """The newest version that the trainer has made, wherever it lies; None before the first."""
+    there = listed(directory)
+    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):  # a damaged note is not worth more than none
+        there.append(msgspec.json.decode((directory / "newest.json").read_bytes(), type=Announced).version)
+    return max(there, default=None)
+
+
+def set_rung(directory: Path, rung: Rung) -> None:
+    """Tell every worker how versions go from now on."""
+    publish(directory / "rung.json", msgspec.json.encode(rung))
+
+
+def read_rung(directory: Path) -> Rung | None:
+    """How versions go; None if nobody has said, and then they go by files."""
+    try:
+        return msgspec.json.decode((directory / "rung.json").read_bytes(), type=Rung)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def check_newer(version: int, *, than: int | None) -> None:
+    """WeightsError unless a version may follow the newest."""
+    if version < 0 or (than is not None and version <= than):
+        raise WeightsError(f"version {version} cannot be published: {than} is the newest, and versions never go back")
 
 
 def version_dir(directory: Path, version: int) -> Path:

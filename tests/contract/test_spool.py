@@ -3,6 +3,7 @@
 import multiprocessing
 import shutil
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpcrl.errors import SpoolError
-from hpcrl.spool.names import listed, num_trajectories
+from hpcrl.spool.names import announce, listed, num_trajectories
 from hpcrl.spool.record import COLUMNS, Trajectory, Turn, pack
 from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.spool.spool import (
@@ -21,6 +22,7 @@ from hpcrl.spool.spool import (
     MemorySpool,
     MemorySpoolReader,
     MemorySpoolWriter,
+    Where,
     derive,
 )
 
@@ -91,6 +93,15 @@ def spool(request):
     return request.getfixturevalue("disk") if request.param == "disk" else Memory()
 
 
+def written(writer):
+    """What `flush_due` has begun to write, once it is durable."""
+    deadline = time.monotonic() + 30
+    while not (told := writer.flush_due()):
+        assert time.monotonic() < deadline, "nothing became durable"
+        time.sleep(0.001)
+    return told
+
+
 class Clock:
     now = 100.0
 
@@ -146,7 +157,7 @@ def test_a_batch_is_due_by_count(spool):
     writer.append(trajectory("math/0/0"))
     assert writer.flush_due() == []
     writer.append(trajectory("math/0/1"))
-    assert writer.flush_due() == ["math/0/0", "math/0/1"]
+    assert written(writer) == ["math/0/0", "math/0/1"]
 
 
 def test_a_batch_is_due_by_bytes(spool):
@@ -154,7 +165,7 @@ def test_a_batch_is_due_by_bytes(spool):
     writer.append(trajectory("math/0/0", num_tokens=1000))
     assert writer.flush_due() == []
     writer.append(trajectory("math/0/1", num_tokens=1000))
-    assert writer.flush_due() == ["math/0/0", "math/0/1"]
+    assert written(writer) == ["math/0/0", "math/0/1"]
 
 
 def test_a_batch_is_due_by_the_age_of_its_oldest(spool):
@@ -165,7 +176,7 @@ def test_a_batch_is_due_by_the_age_of_its_oldest(spool):
     writer.append(trajectory("math/0/1"))
     assert writer.flush_due() == []
     clock.now += 0.2
-    assert writer.flush_due() == ["math/0/0", "math/0/1"]
+    assert written(writer) == ["math/0/0", "math/0/1"]
     clock.now += 100
     assert writer.flush_due() == []
 
@@ -174,7 +185,7 @@ def test_a_writer_that_holds_too_much_refuses_more_and_keeps_what_it_has(spool):
     writer = spool.writer(batching=Batching(max_bytes=30_000))
     for index in range(4):
         writer.append(trajectory(f"math/0/{index}", num_tokens=1000))
-    with pytest.raises(SpoolError, match=r"'math/0/4' was not taken: 4 others .*flush before"):
+    with pytest.raises(SpoolError, match=r"'math/0/4' was not taken: others .*flush before"):
         writer.append(trajectory("math/0/4", num_tokens=1000))
     assert writer.flush() == [f"math/0/{index}" for index in range(4)]
     writer.append(trajectory("math/0/4", num_tokens=1000))
@@ -184,7 +195,7 @@ def test_a_writer_that_holds_too_much_refuses_more_and_keeps_what_it_has(spool):
 def test_a_trajectory_larger_than_the_batch_is_taken(spool):
     writer = spool.writer(batching=Batching(max_bytes=1000))
     writer.append(trajectory(num_tokens=100_000))
-    assert writer.flush_due() == ["math/0/0"]
+    assert written(writer) == ["math/0/0"]
 
 
 def test_a_closed_writer_has_flushed_and_takes_no_more(spool):
@@ -252,6 +263,58 @@ def test_threads_may_append_while_another_flushes(spool):
     assert sorted(acknowledged) == sorted(f"math/{thread}/{index}" for thread in range(4) for index in range(100))
     assert sorted(ids(reader.poll())) == sorted(acknowledged)
     assert reader.num_duplicates == 0
+
+
+def test_micro_batches_are_taken_one_after_another(spool):
+    writer, reader = spool.writer(), spool.reader()
+    for index in range(5):
+        writer.append(trajectory(f"math/0/{index}"))
+    writer.flush()
+    assert ids(reader.take(2)) == ["math/0/0", "math/0/1"]
+    assert ids(reader.take(2)) == ["math/0/2", "math/0/3"]
+    writer.append(trajectory("math/0/5"))
+    writer.flush()
+    assert ids(reader.take(9)) == ["math/0/4", "math/0/5"]
+    assert reader.take(1) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "wanted"),
+    [
+        (Where(), ["math/0/0", "code/1/0", "math/2/0"]),
+        (Where(domains=frozenset({"math"})), ["math/0/0", "math/2/0"]),
+        (Where(statuses=frozenset({"truncated"})), ["code/1/0"]),
+        (Where(min_version=3), ["math/2/0"]),
+        (Where(max_version=2), ["math/0/0", "code/1/0"]),
+        (Where(domains=frozenset({"code"}), min_version=3), []),
+    ],
+)
+def test_a_consumer_gets_what_it_asks_for(spool, where, wanted):
+    writer, reader = spool.writer(), spool.reader()
+    writer.append(trajectory("math/0/0"))
+    writer.append(trajectory("code/1/0", domain="code", status="truncated"))
+    writer.append(trajectory("math/2/0", start_version=3))
+    writer.flush()
+    assert ids(reader.take(9, where)) == wanted
+    assert reader.poll() == []
+
+
+def test_what_a_consumer_passes_over_counts_as_delivered(spool):
+    writer, reader = spool.writer(), spool.reader()
+    for _ in range(2):
+        writer.append(trajectory())
+        writer.flush()
+    assert reader.poll(Where(min_version=99)) == []
+    assert reader.num_duplicates == 1
+
+
+def test_a_writer_that_holds_as_much_as_it_may_says_so(spool):
+    writer = spool.writer(batching=Batching(max_bytes=5_000))
+    assert writer.has_room
+    writer.append(trajectory(num_tokens=1000))
+    assert not writer.has_room
+    writer.flush()
+    assert writer.has_room
 
 
 # --- a spool on a disk
@@ -330,7 +393,25 @@ def test_a_damaged_segment_is_told_once_and_the_others_are_delivered(disk):
     assert [name for name, _ in disk.damage] == [damaged.name, "model.h5"]
     assert reader.damaged == dict(disk.damage)
     assert "damaged or foreign" in reader.damaged[damaged.name]
-    assert damaged.exists()
+    assert not damaged.exists()
+    aside = disk.directory / "quarantine" / damaged.name
+    assert aside.read_bytes() == raw
+    assert "damaged or foreign" in aside.with_name(f"{aside.name}.reason").read_text()
+
+
+def test_a_segment_that_is_made_anew_after_its_quarantine_is_read(disk):
+    writer, reader = disk.writer(), disk.reader()
+    writer.append(trajectory())
+    writer.flush()
+    (name,) = listed(disk.directory)
+    whole = (disk.directory / name).read_bytes()
+    (disk.directory / name).write_bytes(whole[:-1])
+    assert reader.poll() == []
+    (disk.directory / name).write_bytes(whole)
+    announce(disk.directory, came=[name])
+    assert ids(reader.poll()) == ["math/0/0"]
+    assert reader.damaged == {}
+    assert [told for told, _ in disk.damage] == [name]
 
 
 def test_a_segment_out_of_reach_is_told_once_and_read_when_it_is_back(disk):
@@ -390,6 +471,22 @@ def test_a_transformation_that_fails_leaves_nothing(disk):
     assert not (disk.directory / "scored").exists()
 
 
+def test_a_segment_that_goes_before_it_is_taken_is_let_go(disk):
+    writer, reader = disk.writer(), disk.reader()
+    for index in range(3):
+        writer.append(trajectory(f"math/0/{index}"))
+        writer.flush()
+    first, second, third = listed(disk.directory)
+    assert ids(reader.take(1)) == ["math/0/0"]
+    (disk.directory / second).unlink()
+    announce(disk.directory, went=[second, third])
+    announce(disk.directory, came=[third])
+    assert ids(reader.poll()) == ["math/0/2"]
+    assert reader.poll() == []
+    assert (reader.num_passed, reader.num_duplicates, disk.damage) == (2, 0, [])
+    assert sorted(reader.finished([])) == [first, third]
+
+
 # --- several processes
 
 
@@ -417,7 +514,7 @@ def test_racing_derivations_leave_one_complete_segment(disk):
     write_segment(source, [trajectory()])
     barrier = FORK.Barrier(4)
     run_all([(derive_when_all_are_ready, barrier, source, target_dir)] * 4)
-    assert [path.name for path in target_dir.iterdir()] == ["a.h5"]
+    assert {path.name for path in target_dir.iterdir()} == {"a.h5", ".news"}
     assert [one.reward for one in read_segment(target_dir / "a.h5")] == [6.0]
 
 

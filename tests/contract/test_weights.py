@@ -7,16 +7,25 @@ import pytest
 import torch
 
 from hpcrl.errors import WeightsError
+from hpcrl.rundir import RunDir
 from hpcrl.weights.fit import check_fit, copy_into, parameters_of
-from hpcrl.weights.store import FileStore, MemoryStore, WeightStore
+from hpcrl.weights.store import FileStore, MemoryStore, WeightStore, WindowStore
 from hpcrl.weights.versions import listed, manifest_file, newest_manifest, tensors_file, version_dir
+from hpcrl.weights.window import Key
 
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(params=["file", "memory", "window"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> WeightStore:
-    return FileStore(tmp_path / "weights") if request.param == "file" else MemoryStore()
+    match request.param:
+        case "file":
+            return FileStore(tmp_path / "weights")
+        case "window":
+            run = RunDir(tmp_path / "campaign")
+            return WindowStore(Key(campaign=run.root, node="n", directory=tmp_path), job=run.job(0))
+        case _:
+            return MemoryStore()
 
 
 def weights(value: float = 1.0) -> Weights:

@@ -1,11 +1,13 @@
 """A lab for the tests of this folder: one a session, its own directory and ports, gone afterwards."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from lab_tools import Lab, short_dir
 
 from hpcrl.lab import life as labs
+from tests.campaigns import hpcrl, processes_of, until
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +33,14 @@ def in_lab(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
     for name, value in labs.environment(lab.state_dir).items():
         monkeypatch.setenv(name, value)
     return lab
+
+
+@pytest.fixture
+def campaigns(lab: Lab, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Campaigns of this home go to the suite's lab; afterwards its queue is empty and no process is left."""
+    monkeypatch.setenv("HPCRL_LAB", str(lab.state_dir))
+    yield home / "campaigns"
+    for run in (home / "campaigns").iterdir():
+        hpcrl("stop", "--now", run.name, check=False)
+    until(lambda: lab.run("squeue", "-h") == "", what="the queue is empty", timeout_s=60)
+    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)

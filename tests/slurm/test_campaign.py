@@ -1,7 +1,6 @@
 """Whole campaigns as heterogeneous jobs on a real Slurm: every role on its own partition, and nothing left behind."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,6 @@ from hpcrl.rundir import RunDir
 from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
-
-
-@pytest.fixture
-def campaigns(lab: Lab, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Campaigns of this home go to the suite's lab; afterwards its queue is empty and no process is left."""
-    monkeypatch.setenv("HPCRL_LAB", str(lab.state_dir))
-    yield home / "campaigns"
-    for run in (home / "campaigns").iterdir():
-        hpcrl("stop", "--now", run.name, check=False)
-    until(lambda: lab.run("squeue", "-h") == "", what="the queue is empty", timeout_s=60)
-    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)
 
 
 def states(lab: Lab, job_id: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ import pytest
 from synthetic import T0, SyntheticCampaign
 
 from hpcrl.errors import SlurmError
+from hpcrl.files import publish_json
 from hpcrl.monitor.collect import Collector
 from hpcrl.monitor.listing import survey
 from hpcrl.monitor.snapshot import Snapshot, to_json
@@ -223,8 +224,7 @@ def test_spool_depths_are_what_the_next_stage_has_yet_to_take(campaign: Syntheti
         campaign.segment("rollouts", number, 16)
     for number in range(3):
         campaign.segment("scored", number, 16)
-    campaign.step(1, num_trajectories=20)
-    campaign.emit("train-0", "stale", num=4)
+    publish_json(campaign.run.settled, {"num": 24})
 
     assert [(spool.name, spool.depth) for spool in collector(campaign).poll().spools] == [
         ("rollouts", 32), ("scored", 24),

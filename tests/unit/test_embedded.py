@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,36 @@ def test_an_engine_never_goes_back_to_an_older_version(model: Any) -> None:
 
     on(engine, body)
     assert engine.version == 2
+
+
+def test_weights_overwritten_while_they_are_copied_are_never_generated_with(model: Any) -> None:
+    store = MemoryStore()
+    for version in (1, 2):
+        store.publish(another(model, scale=float(version)), version=version, step=version)
+    load = store.reading
+
+    @contextmanager
+    def overtaken(version: int) -> Iterator[dict[str, torch.Tensor]]:
+        with load(version) as tensors:
+            yield tensors
+        if version == 1:
+            raise WeightsError("version 1 was overwritten while it was read")
+
+    store.reading = overtaken  # type: ignore[method-assign]
+    engine = EmbeddedEngine(model, store=store)
+
+    async def body() -> Completion:
+        answer = asyncio.create_task(engine.generate(ask(max_new_tokens=300)))
+        await until_generated(engine, 5)
+        with pytest.raises(WeightsError, match="overwritten"):
+            await engine.load_version(1)
+        stood = (await engine.load_figures()).num_generated_tokens
+        await asyncio.sleep(0.05)
+        assert (await engine.load_figures()).num_generated_tokens == stood
+        await engine.load_version(2)
+        return await answer
+
+    assert set(on(engine, body).versions) == {0, 2}
 
 
 def test_damaged_weights_fail_requests_and_good_ones_mend_the_engine(model: Any) -> None:

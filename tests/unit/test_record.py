@@ -33,7 +33,7 @@ def trajectory(num_tokens=4, **changed):
 
 
 def stored_facts(record):
-    return parse_facts(json.loads(pack(record).facts))
+    return parse_facts(pack(record).facts)
 
 
 FLOATS = st.floats()
@@ -119,7 +119,7 @@ def test_facts_of_a_newer_schema_are_kept_and_written_back():
     row = json.loads(pack(trajectory()).facts)
     row["tool_calls"] = {"python": 3}
     row["turns"][0]["queue_s"] = 0.25
-    facts = parse_facts(row)
+    facts = parse_facts(json.dumps(row).encode())
     assert facts.extra == {"tool_calls": {"python": 3}}
     assert facts.turns[0].extra == {"queue_s": 0.25}
     assert json.loads(pack(with_columns(facts, pack(trajectory()).columns)).facts) == row
@@ -129,4 +129,4 @@ def test_a_fact_that_is_missing_is_refused():
     row = json.loads(pack(trajectory()).facts)
     del row["group"]
     with pytest.raises(Exception, match="group"):
-        parse_facts(row)
+        parse_facts(json.dumps(row).encode())

@@ -165,7 +165,7 @@ def test_two_swapped_columns_are_refused(written):
         file.move("token_ids", "other")
         file.move("versions", "token_ids")
         file.move("other", "versions")
-    with pytest.raises(SpoolError, match="header does not match"):
+    with pytest.raises(SpoolError, match="HDF5 structures do not match"):
         read_segment(written)
 
 

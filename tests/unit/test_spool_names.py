@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from hpcrl.errors import SpoolError
 from hpcrl.spool.names import (
     Listing,
     SegmentName,
+    announce,
     check_producer,
     listed,
     next_number,
@@ -90,30 +93,76 @@ def test_counting_imports_nothing_heavy():
     assert out.stdout.strip() == "[]"
 
 
-def test_a_listing_sees_every_segment_that_appears_and_goes(tmp_path: Path) -> None:
+def test_a_listing_sees_every_segment_that_is_announced_at_once(tmp_path: Path) -> None:
     listing = Listing(tmp_path)
     expected: list[str] = []
     for number in range(40):
-        name = f"w-{number:08d}-1-00000000.h5"
-        (tmp_path / name).touch()
-        expected.append(name)
+        expected.append(touch(tmp_path, "w", number, 1))
+        announce(tmp_path, came=expected[-1:])
         assert listing.names() == expected
-    (tmp_path / expected.pop(7)).unlink()
+    (tmp_path / expected[7]).unlink()
+    announce(tmp_path, went=[expected.pop(7)])
     assert listing.names() == expected
 
 
-def test_a_listing_that_has_settled_still_sees_the_next_change(tmp_path: Path) -> None:
+def test_what_nobody_announced_is_found_when_the_directory_is_listed_again(tmp_path: Path, monkeypatch: Any) -> None:
     listing = Listing(tmp_path)
-    (tmp_path / "w-00000000-1-00000000.h5").touch()
-    os.utime(tmp_path, (1, 1))
-    assert len(listing.names()) == len(listing.names()) == 1
-    (tmp_path / "w-00000001-1-00000000.h5").touch()
-    assert len(listing.names()) == 2
+    assert listing.names() == []
+    name = touch(tmp_path, "w", 0, 1)
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 31)
+    assert listing.names() == [name]
+    (tmp_path / name).unlink()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 62)
+    assert listing.names() == []
+
+
+def test_a_wall_clock_that_jumps_does_not_blind_a_listing(tmp_path: Path, monkeypatch: Any) -> None:
+    listing = Listing(tmp_path)
+    for number, jump in enumerate((-1e9, 1e9)):
+        monkeypatch.setattr(time, "time", lambda jump=jump: jump)
+        name = touch(tmp_path, "w", number, 1)
+        announce(tmp_path, came=[name])
+        assert name in listing.names()
+
+
+@pytest.mark.parametrize("torn", [b"+w-0000000", b"garbage\n", b"\xff\n+model.h5\n", b"-w-00000000-1-0123abcd.h5\n\n"])
+def test_news_that_are_torn_or_foreign_do_no_harm(tmp_path: Path, torn: bytes) -> None:
+    listing = Listing(tmp_path)
+    assert listing.names() == []
+    (tmp_path / ".news").write_bytes(torn)
+    listing.names()
+    name = touch(tmp_path, "w", 1, 1)
+    announce(tmp_path, came=["", name])
+    assert listing.names() in ([name], [])
+    announce(tmp_path, came=[name])
+    assert listing.names() == [name]
+
+
+def test_news_that_cannot_be_written_are_no_error(tmp_path: Path) -> None:
+    (tmp_path / ".news").mkdir()
+    announce(tmp_path, came=["w-00000000-1-00000000.h5"])
+    announce(tmp_path / "absent", went=["w-00000000-1-00000000.h5"])
 
 
 def test_a_listing_of_a_directory_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
     listing = Listing(tmp_path / "later")
     assert listing.names() == []
     (tmp_path / "later").mkdir()
-    (tmp_path / "later" / "w-00000000-1-00000000.h5").touch()
-    assert len(listing.names()) == 1
+    name = touch(tmp_path / "later", "w", 0, 1)
+    announce(tmp_path / "later", came=[name])
+    assert listing.names() == [name]
+
+
+def test_a_listing_tells_each_change_once(tmp_path: Path) -> None:
+    listing = Listing(tmp_path)
+    first, second = touch(tmp_path, "w", 0, 1), touch(tmp_path, "w", 1, 1)
+    assert listing.changes() == ({first, second}, set())
+    assert listing.changes() == (set(), set())
+    (tmp_path / first).unlink()
+    announce(tmp_path, went=[first])
+    assert listing.changes() == (set(), {first})
+    announce(tmp_path, went=[second])
+    announce(tmp_path, came=[second])
+    assert listing.changes() == ({second}, {second})
+    assert listing.names() is listing.names()

@@ -1,0 +1,226 @@
+"""Versions over MPI against what MPI itself can do, and through random kills: `python -m bench.couriers`.
+
+two_nodes      from one window into another, checked, against raw chunked broadcasts of the same bytes
+one_node       readers that map one window, checked, against everybody's own copy by other means
+random_kills   50 versions while couriers are killed at random: what every engine has seen, and has at the end
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bench.figures import Figure, main
+from bench.weights import NUM_READERS, SPAWN, qwen2_shapes, random_bfloat16, readers, scratch_run
+from hpcrl.weights.layout import Layout
+from hpcrl.weights.store import WindowStore
+from hpcrl.weights.window import Key, Window
+from tests.mpi.fleet import MPIEXEC, Fleet, fleet, publish, until
+
+BAR_NODES = 1.1
+BAR_BCAST = 3.0
+NUM_VERSIONS = 50
+KILL_SHARE = 0.4
+SIZES = {"512 MiB": (896, 4864, 128, 9), "2 GiB": (1536, 8960, 256, 18)}
+
+
+def measure(full: bool) -> list[Figure]:
+    """`--full` also takes 2 GiB."""
+    figures = []
+    for size in list(SIZES)[: 2 if full else 1]:
+        hidden, inner, kv, num_layers = SIZES[size]
+        shapes = qwen2_shapes(hidden=hidden, inner=inner, kv=kv, num_layers=num_layers)
+        figures += two_nodes(size, shapes, rounds=10) + one_node(size, shapes, rounds=8)
+    return figures + random_kills()
+
+
+def two_nodes(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
+    """The raw broadcast runs before and after, and its best round of all counts."""
+    layout = Layout.pack((name, "bfloat16", shape) for name, shape in shapes.items())
+    ways = ("Ibcast16", "Ibcast64")
+    raw = peers(2, layout.nbytes, rounds, *ways)
+    visible = []
+    with (
+        tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as folder,
+        fleet(Path(folder) / "c", "n0", "n1") as couriers,
+    ):
+        couriers.start()
+        window = couriers.trainer(layout)
+        there: Window | None = None
+        for version in range(1, rounds + 2):
+            publish(window, version)
+            began = time.perf_counter()
+            while there is None or (seen := there.newest()) is None or seen.version != version:
+                there = there or Window.open(couriers.key("n1"), job=0)
+                time.sleep(0.0005)
+            visible.append(time.perf_counter() - began)
+        until(lambda: len(couriers.events("courier")) > rounds, what="every transfer was told")
+        walls = [event["wall_s"] for event in couriers.events("courier")][1:]  # the first makes the window
+        idle = idle_share(couriers)
+    again = peers(2, layout.nbytes, rounds, *ways)
+    best = min(*raw.values(), *again.values())
+    return [
+        Figure(
+            name=f"{size}: window to window on two nodes, checked / raw chunked Ibcast",
+            value=min(walls) / best,
+            bar=BAR_NODES,
+            better="lower",
+        ),
+        Figure(name=f"{size}: the same, seen by an engine", value=min(visible[1:]) / best, better="lower"),
+        Figure(name=f"{size}: raw chunked Ibcast, two ranks", value=layout.nbytes / best / 1e9, unit="GB/s"),
+        Figure(name="an idle courier's share of a core", value=idle, bar=0.05, better="lower"),
+    ]
+
+
+def one_node(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
+    """As many readers for everybody; only ours check what they read."""
+    tensors = random_bfloat16(shapes)
+    totals = []
+    with scratch_run() as run, readers(run) as pipes:
+        store = WindowStore(Key(campaign=run.root, node="bench"), job=run.job(0))
+        for version in range(rounds + 1):
+            began = time.perf_counter()
+            store.commit(store.stage(tensors, version=version, step=version))
+            totals.append(max(pipe.recv()[0] for pipe in pipes) - began)
+        store.close()
+    ours = min(totals[1:])
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    theirs = peers(NUM_READERS + 1, nbytes, rounds, "Bcast", "Ibcast16", "Ibcast64", "gloo", "safetensors")
+    theirs["Ibcast"] = min(theirs.pop("Ibcast16"), theirs.pop("Ibcast64"))
+    names = {
+        "Bcast": "MPI.Bcast",
+        "Ibcast": "raw chunked Ibcast",
+        "gloo": "torch.distributed gloo broadcast",
+        "safetensors": "safetensors through shared memory",
+    }
+    return [
+        Figure(
+            name=f"{size}: {name} / fan-out to {NUM_READERS} readers",
+            value=theirs[way] / ours,
+            bar=BAR_BCAST if way == "Bcast" else 1.0,
+        )
+        for way, name in names.items()
+    ]
+
+
+def peers(num_ranks: int, nbytes: int, rounds: int, *ways: str) -> dict[str, float]:
+    """Seconds of each way. More ranks than cores spin in vain unless MPICH is told to be throttled."""
+    environment = dict(os.environ)
+    if num_ranks > len(os.sched_getaffinity(0)):
+        environment |= {
+            "MPIR_CVAR_CH4_PROGRESS_THROTTLE": "1",
+            "MPIR_CVAR_CH4_PROGRESS_THROTTLE_NO_PROGRESS_COUNT": "16",
+        }
+    command = [str(MPIEXEC), "-n", str(num_ranks), sys.executable, "-m", "bench.peers.broadcast"]
+    done = subprocess.run(
+        [*command, str(nbytes), str(rounds), *ways], env=environment, stdout=subprocess.PIPE, check=True
+    )
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def idle_share(couriers: Fleet) -> float:
+    """What the busier of the couriers takes of a core while nothing comes."""
+
+    def used_s() -> dict[int, float]:
+        stats = {
+            pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in couriers.pids().values()
+        }
+        return {pid: (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK") for pid, stat in stats.items()}
+
+    before, began = used_s(), time.monotonic()
+    time.sleep(3)
+    after, wall_s = used_s(), time.monotonic() - began
+    return max((after[pid] - before[pid]) / wall_s for pid in after)
+
+
+# ---- kills
+
+
+def random_kills() -> list[Figure]:
+    """Three nodes with an engine each; whatever it can read must be of one version, and versions never go back."""
+    layout = Layout.pack([(f"layers.{number}", "bfloat16", (1024, 2048)) for number in range(8)])
+    chance = random.Random(0)
+    num_kills = 0
+    with tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as folder:
+        with fleet(Path(folder) / "c", "n0", "n1", "n2", "n3") as couriers:
+            engines = [Engine(couriers, node) for node in couriers.nodes[1:]]
+            couriers.start()
+            window = couriers.trainer(layout)
+            for version in range(1, NUM_VERSIONS + 1):
+                publish(window, version)
+                time.sleep(chance.random() * 0.1)
+                if chance.random() < KILL_SHARE:
+                    couriers.signal(chance.choice(couriers.nodes), 9)
+                    num_kills += 1
+                    couriers.ended()
+                    couriers.start()
+            couriers.wait_for(NUM_VERSIONS)
+            seen = [engine.end(last=NUM_VERSIONS) for engine in engines]
+    return [
+        Figure(
+            name=f"engines of 3 at the last of {NUM_VERSIONS} versions",
+            value=sum(s["last"] for s in seen),
+            unit="",
+            bar=3,
+        ),
+        Figure(
+            name="mixed versions or steps back seen",
+            value=sum(s["wrong"] for s in seen),
+            unit="",
+            bar=0,
+            better="lower",
+        ),
+        Figure(name="couriers killed meanwhile", value=num_kills, unit=""),
+        Figure(name="versions that an engine saw, fewest", value=min(s["num"] for s in seen), unit=""),
+    ]
+
+
+class Engine:
+    """A process that reads every version it sees on its node."""
+
+    def __init__(self, couriers: Fleet, node: str) -> None:
+        self._pipe, there = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=look, args=(couriers.key(node), there), daemon=True)
+        self._process.start()
+
+    def end(self, *, last: int) -> dict[str, int]:
+        """What it has seen, once it has had the time to see the last."""
+        self._pipe.send(last)
+        seen: dict[str, int] = self._pipe.recv()
+        self._process.join()
+        return seen
+
+
+def look(key: Key, pipe: Connection) -> None:
+    """An engine's life: counts versions, and those that are mixed or older than one before."""
+    import numpy as np
+
+    newest, num, wrong, last, deadline = -1, 0, 0, None, float("inf")
+    window: Window | None = None
+    while newest != last and time.monotonic() < deadline:
+        if last is None and pipe.poll():
+            last, deadline = pipe.recv(), time.monotonic() + 10
+        if window is None or not window.is_current():
+            window = Window.open(key, job=0)
+        manifest = window.newest() if window is not None else None
+        if window is None or manifest is None or manifest.version == newest:
+            time.sleep(0.002)
+            continue
+        with window.reading(manifest.version) as data:
+            values = np.frombuffer(data, np.uint64)
+            whole = bool((values == manifest.version).all())
+            del values
+        wrong += not whole or manifest.version < newest
+        newest, num = manifest.version, num + 1
+    pipe.send({"last": int(newest == last), "wrong": wrong, "num": num})
+
+
+if __name__ == "__main__":
+    sys.exit(main("couriers", measure))

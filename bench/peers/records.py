@@ -1,0 +1,75 @@
+"""The trajectories that every contender writes: the same seeded ones, log-normal in length."""
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from hpcrl.spool.record import Trajectory, Turn
+
+NUM = 1024
+MEAN_TOKENS = 7800
+_SIGMA = 0.8
+"""Of the logarithm of the length: the longest of 1,024 is about ten times the mean."""
+_SEED = 20260101
+_GROUP = 8
+
+
+def trajectories(num: int = NUM, *, mean_tokens: int = MEAN_TOKENS, first: int = 0) -> list[Trajectory]:
+    """`num` trajectories in groups of eight; `first` is the number of the first group."""
+    rng = np.random.default_rng(_SEED + first)
+    mu = np.log(mean_tokens) - _SIGMA**2 / 2
+    lengths = np.maximum(rng.lognormal(mu, _SIGMA, num).astype(int), 16)
+    return of_lengths(lengths.tolist(), first=first)
+
+
+def of_lengths(lengths: Sequence[int], *, first: int = 0) -> list[Trajectory]:
+    """A trajectory of each of these numbers of tokens."""
+    rng = np.random.default_rng(_SEED + first)
+    return [_trajectory(rng, first + index // _GROUP, index % _GROUP, num) for index, num in enumerate(lengths)]
+
+
+def num_bytes(batch: Sequence[Trajectory]) -> int:
+    """Of the columns alone."""
+    return sum(13 * len(trajectory) for trajectory in batch)
+
+
+def _trajectory(rng: np.random.Generator, group: int, index: int, num_tokens: int) -> Trajectory:
+    mask = np.zeros(num_tokens, np.bool_)
+    turns = _turns(rng, num_tokens)
+    for turn in turns:
+        mask[turn.start : turn.end] = True
+    version = int(rng.integers(1, 100))
+    return Trajectory(
+        id=f"math/{group}/{index}",
+        group=f"math/{group}",
+        domain="math",
+        seed=int(rng.integers(1 << 31)),
+        status="done",
+        producer="000-env-0",
+        created=time.time(),
+        start_version=version,
+        end_version=version,
+        turns=turns,
+        reward=float(rng.random()),
+        reward_parts={"answer": float(rng.random()), "format": 1.0},
+        token_ids=rng.integers(0, 150_000, num_tokens, np.int32),
+        logprobs=np.where(mask, -rng.random(num_tokens, np.float32), np.float32(0)),
+        versions=np.where(mask, np.int32(version), np.int32(0)),
+        loss_mask=mask,
+    )
+
+
+def _turns(rng: np.random.Generator, num_tokens: int) -> list[Turn]:
+    """About a turn for every 2,000 tokens, of which the model says four fifths."""
+    edges = np.linspace(0, num_tokens, 2 + num_tokens // 2000).astype(int)
+    return [
+        Turn(
+            start=int(start + (end - start) // 5),
+            end=int(end),
+            generate_s=float(rng.random()),
+            step_s=float(rng.random()),
+        )
+        for start, end in pairwise(edges)
+    ]

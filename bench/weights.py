@@ -1,0 +1,403 @@
+"""The weight plane against what memory, disk and link can do: `python -m bench.weights`.
+
+fan_out       one trainer, four readers on its node; the trainer's stall; the memory it all takes
+engine_stall  the embedded engine's longest silence during an update, against a reload from disk
+deltas        how much of a version real AdamW steps change, what it takes to send and to code
+"""
+
+import asyncio
+import gc
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.figures import Figure, main
+from hpcrl.engines.base import GenerateRequest
+from hpcrl.engines.embedded import EmbeddedEngine
+from hpcrl.rundir import RunDir
+from hpcrl.weights import codec
+from hpcrl.weights.fit import parameters_of
+from hpcrl.weights.layout import Layout
+from hpcrl.weights.store import FileStore, WindowStore
+from hpcrl.weights.window import unlink_recorded, window_key
+
+NUM_READERS = 4
+CHUNK_MIB = 16
+BAR_COPY = 1.3
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def measure(full: bool) -> list[Figure]:
+    """All of it; `--full` also takes 2 GiB."""
+    figures = fan_out("512 MiB", qwen2_shapes(hidden=896, inner=4864, kv=128, num_layers=9), rounds=15)
+    if full:
+        shapes = qwen2_shapes(hidden=1536, inner=8960, kv=256, num_layers=18)
+        figures += fan_out("2 GiB", shapes, rounds=8)
+    figures += engine_stall(rounds=4 if full else 3)
+    return figures + deltas()
+
+
+# ---- one node
+
+
+def qwen2_shapes(*, hidden: int, inner: int, kv: int, num_layers: int, vocabulary: int = 151936) -> dict[str, Any]:
+    """The tensors of a Qwen2 (0.5B: 896, 4864, 128; 1.5B: 1536, 8960, 256), with as many layers as fit the size."""
+    layer = {
+        "self_attn.q_proj.weight": (hidden, hidden),
+        "self_attn.q_proj.bias": (hidden,),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.k_proj.bias": (kv,),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.v_proj.bias": (kv,),
+        "self_attn.o_proj.weight": (hidden, hidden),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    shapes: dict[str, Any] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for number in range(num_layers):
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    return shapes | {"model.norm.weight": (hidden,)}
+
+
+def random_bfloat16(shapes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Every bit pattern, since only bytes matter here."""
+    dice = np.random.default_rng(0)
+    return {
+        name: torch.from_numpy(dice.integers(0, 1 << 15, size=shape, dtype=np.int16)).view(torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+
+
+def fan_out(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
+    """Publish again and again; a memcpy of the same bytes takes turns with it."""
+    tensors = random_bfloat16(shapes)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    with scratch_run() as run, readers(run) as pipes:
+        store = WindowStore(window_key(run, node="bench"), job=run.job(0))
+        spare = {name: tensor.clone() for name, tensor in tensors.items()}
+        copies, stalls, visible, totals = [], [], [], []
+        private = 0
+        for version in range(rounds + 1):
+            copies.append(seconds(lambda: copy_all(tensors, spare)))
+            before = anonymous_nbytes()
+            began = time.perf_counter()
+            sums = store.stage(tensors, version=version, step=version)
+            stalls.append(time.perf_counter() - began)
+            store.commit(sums)
+            visible.append(time.perf_counter() - began)
+            answers = [pipe.recv() for pipe in pipes]
+            totals.append(max(at for at, _ in answers) - began)
+            private = max(private, anonymous_nbytes() - before + sum(grown for _, grown in answers))
+        shared = window_key(run, node="bench").path.stat().st_blocks * 512
+        store.close()
+    copies, stalls, visible, totals = copies[1:], stalls[1:], visible[1:], totals[1:]  # the first touches new memory
+    limit = 2 * nbytes + 2 * (CHUNK_MIB << 20)
+    return [
+        Figure(
+            name=f"{size}: fan-out to 4 readers, checked / one memcpy",
+            value=min(totals) / min(copies),
+            bar=BAR_COPY,
+            better="lower",
+        ),
+        Figure(
+            name=f"{size}: the same, median of {rounds} / median memcpy",
+            value=median(totals) / median(copies),
+            better="lower",
+        ),
+        Figure(
+            name=f"{size}: trainer's stall per publish / one memcpy",
+            value=min(stalls) / min(copies),
+            bar=BAR_COPY,
+            better="lower",
+        ),
+        Figure(name=f"{size}: one memcpy", value=nbytes / min(copies) / 1e9, unit="GB/s"),
+        Figure(name=f"{size}: committed after / one memcpy", value=min(visible) / min(copies), better="lower"),
+        Figure(
+            name=f"{size}: memory of the node / (2 versions + 2 chunks)",
+            value=(shared + private) / limit,
+            bar=1.0,
+            better="lower",
+        ),
+    ]
+
+
+def copy_all(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+    """One memcpy of each tensor."""
+    for name, tensor in source.items():
+        np.copyto(target[name].view(torch.uint8).numpy(), tensor.view(torch.uint8).numpy())
+
+
+@contextmanager
+def readers(run: RunDir) -> Iterator[list[Connection]]:
+    """Processes that say when they had a version, whole and checked, and what memory of their own it took."""
+    pipes, processes = [], []
+    for _ in range(NUM_READERS):
+        here, there = SPAWN.Pipe()
+        process = SPAWN.Process(target=read_versions, args=(run.root, there), daemon=True)
+        process.start()
+        pipes.append(here)
+        processes.append(process)
+    for pipe in pipes:
+        pipe.recv()  # it has imported what it needs
+    try:
+        yield pipes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def read_versions(root: Path, pipe: Connection) -> None:
+    """A reader's life."""
+    store = WindowStore(window_key(RunDir(root), node="bench"), job=RunDir(root).job(0))
+    before, seen = anonymous_nbytes(), -1
+    pipe.send("ready")
+    while True:
+        manifest = store.newest()
+        if manifest is None or manifest.version == seen:
+            time.sleep(0.0005)
+            continue
+        with store.reading(manifest.version):
+            at = time.perf_counter()
+        seen = manifest.version
+        pipe.send((at, anonymous_nbytes() - before))
+
+
+# ---- an engine
+
+
+def engine_stall(*, rounds: int) -> list[Figure]:
+    """A request runs while versions come, through the window and as files that the page cache does not hold.
+
+    The model is that of the 512 MiB above, in float32. Both ways include computing the KV of the request anew.
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # not in every reader process
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=9,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    model = Qwen2ForCausalLM(config).eval().requires_grad_(False)
+    tensors = {name: tensor.clone() for name, tensor in parameters_of(model).items()}
+    spare = {name: tensor.clone() for name, tensor in tensors.items()}
+    copy_s = min(seconds(lambda: copy_all(tensors, spare)) for _ in range(5))
+    with scratch_run() as run:
+        window = WindowStore(window_key(run, node="bench"), job=run.job(0))
+        files = FileStore(run.weights)
+        by_window, by_files = asyncio.run(updates(model, tensors, window, files, rounds=rounds))
+        window.close()
+    shortest = {name: min(stall for stall, _ in seen) for name, seen in (("window", by_window), ("disk", by_files))}
+    gaps = {name: min(gap for _, gap in seen) for name, seen in (("window", by_window), ("disk", by_files))}
+    return [
+        Figure(
+            name="embedded: stall per update, reload from disk / window",
+            value=shortest["disk"] / shortest["window"],
+            bar=5.0,
+        ),
+        Figure(name="embedded: stall by the window / one memcpy", value=shortest["window"] / copy_s, better="lower"),
+        Figure(name="embedded: stall by the window", value=shortest["window"] * 1e3, unit="ms", better="lower"),
+        Figure(name="embedded: stall by reload from disk", value=shortest["disk"] * 1e3, unit="ms", better="lower"),
+        Figure(name="embedded: longest gap between tokens, disk / window", value=gaps["disk"] / gaps["window"]),
+    ]
+
+
+Update = tuple[float, float]
+"""For how long generation stood still, and the longest time between two tokens, an ordinary step included."""
+
+
+async def updates(
+    model: Any, tensors: dict[str, torch.Tensor], window: WindowStore, files: FileStore, *, rounds: int
+) -> tuple[list[Update], list[Update]]:
+    """A running request through updates by the window, then through pause and reload."""
+    by_window, by_files, version = [], [], 0
+    async with EmbeddedEngine(model, store=window) as engine, running(engine):
+        for version in range(1, rounds + 1):
+            await asyncio.to_thread(window.publish, tensors, version=version, step=0)
+            by_window.append(await watched(engine, engine.load_version(version)))
+    async with EmbeddedEngine(model, store=files) as engine, running(engine):
+        for version in range(1, rounds + 1):
+            await asyncio.to_thread(files.publish, tensors, version=version, step=0)
+            forget(files.directory)
+            by_files.append(await watched(engine, reload(engine, version)))
+    return by_window, by_files
+
+
+@asynccontextmanager
+async def running(engine: EmbeddedEngine) -> AsyncIterator[None]:
+    """A request that does not end by itself."""
+    request = GenerateRequest(request_id="long", token_ids=[1, 2, 3, 4], max_new_tokens=4000)
+    task = asyncio.create_task(engine.generate(request))
+    await watched(engine, reload_nothing())
+    yield
+    await engine.abort("long")
+    await task
+
+
+async def reload_nothing() -> float:
+    """Time for the first tokens."""
+    await asyncio.sleep(0.5)
+    return 0.0
+
+
+async def reload(engine: EmbeddedEngine, version: int) -> float:
+    """What engines offer without a weight plane: stand still, read the files, go on."""
+    await engine.pause()
+    began = time.perf_counter()
+    await engine.load_version(version)
+    await engine.resume()
+    return time.perf_counter() - began
+
+
+async def watched(engine: EmbeddedEngine, update: Coroutine[Any, Any, float]) -> Update:
+    """What the update says, and the longest time without a new token until two tokens after it."""
+    begun = asyncio.create_task(update)
+    longest, last, after = 0.0, time.perf_counter(), 0
+    count = (await engine.load_figures()).num_generated_tokens
+    while after < 2:
+        await asyncio.sleep(0.0005)
+        now, figures = time.perf_counter(), await engine.load_figures()
+        if figures.num_generated_tokens != count:
+            longest, last, count = max(longest, now - last), now, figures.num_generated_tokens
+            after += begun.done()
+    return begun.result(), longest
+
+
+def forget(directory: Path) -> None:
+    """Versions come from another node: the page cache of this one has never seen them."""
+    for path in directory.glob("v*/*"):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+# ---- deltas
+
+
+def deltas() -> list[Figure]:
+    """Real steps for the density, a large version of 1 % changed values for the speed."""
+    figures = []
+    for rate in (1e-6, 3e-6, 1e-5):
+        changed, share = adamw_delta(rate)
+        figures.append(
+            Figure(
+                name=f"delta, AdamW lr {rate:g}, {changed:.1%} changed: full / delta",
+                value=1 / share,
+                bar=20.0 if changed <= 0.015 else None,
+            )
+        )
+    return figures + coding_speed()
+
+
+def adamw_delta(rate: float) -> tuple[float, float]:
+    """Share of bfloat16 values that a step changes, and of the bytes that its delta has."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # not in every reader process
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = Qwen2ForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    versions = []
+    for _ in range(12):
+        ids = torch.randint(512, (8, 32))
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        versions.append({name: tensor.bfloat16() for name, tensor in parameters_of(model).items()})
+    layout = Layout.of(versions[0])
+    num = sum(tensor.numel() for tensor in versions[0].values())
+    changed = sum(int((versions[-1][name] != old).sum()) for name, old in versions[-2].items()) / num
+    old, new = (flat(version, layout) for version in versions[-2:])
+    delta = codec.encode(memoryview(old), memoryview(new), layout, base=0, version=1)
+    return changed, (len(delta) if delta is not None else layout.nbytes) / layout.nbytes
+
+
+def flat(tensors: dict[str, torch.Tensor], layout: Layout) -> Any:
+    """All tensors as a slot holds them."""
+    data = np.zeros(layout.nbytes, np.uint8)
+    for place in layout.tensors:
+        data[place.offset : place.offset + place.nbytes] = tensors[place.name].reshape(-1).view(torch.uint8).numpy()
+    return data
+
+
+def coding_speed() -> list[Figure]:
+    """1 % of the values of a 512 MiB version, anywhere."""
+    layout = Layout.of(tensors := random_bfloat16(qwen2_shapes(hidden=896, inner=4864, kv=128, num_layers=9)))
+    old = flat(tensors, layout)
+    del tensors
+    new = old.copy()
+    values = new.view(np.uint16)
+    values[np.random.default_rng(1).integers(0, len(values), len(values) // 100)] ^= 1
+    began = time.perf_counter()
+    delta = codec.encode(memoryview(old), memoryview(new), layout, base=0, version=1)
+    encode_s = time.perf_counter() - began
+    assert delta is not None
+    apply_s = seconds(lambda: codec.apply(delta, memoryview(old), layout, base=0))
+    assert (old == new).all()
+    return [
+        Figure(name="delta, 512 MiB, 1% changed anywhere: full / delta", value=layout.nbytes / len(delta), bar=20.0),
+        Figure(name="delta: encode, of the full version", value=layout.nbytes / encode_s / 1e9, unit="GB/s"),
+        Figure(name="delta: apply, of the full version", value=layout.nbytes / apply_s / 1e9, unit="GB/s"),
+    ]
+
+
+# ---- shared
+
+
+@contextmanager
+def scratch_run() -> Iterator[RunDir]:
+    """A campaign directory whose windows are gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as directory:
+        run = RunDir(Path(directory) / "campaign")
+        try:
+            yield run
+        finally:
+            unlink_recorded(run.job(0))
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long it takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def anonymous_nbytes() -> int:
+    """Memory of this process alone."""
+    gc.collect()
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no RssAnon in /proc/self/status")
+
+
+if __name__ == "__main__":
+    sys.exit(main("weights", measure))

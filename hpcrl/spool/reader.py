@@ -1,0 +1,217 @@
+"""A consumer's way out of a spool: its own cursor, each episode once, damaged segments put aside.
+
+Where              which trajectories a consumer wants
+Cursor             hands out rows as they are asked for; what disk and memory have in common
+DiskSpoolReader    the cursor of a directory of segments
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.errors import SpoolError
+from hpcrl.spool.names import Listing, parse
+from hpcrl.spool.quarantine import quarantine
+from hpcrl.spool.record import TRAINABLE, Facts, Status, Trajectory
+from hpcrl.spool.segment import is_out_of_reach, read_segment
+
+_Key = tuple[str, bool]
+
+
+class Where(msgspec.Struct, frozen=True, kw_only=True):
+    """Which trajectories a consumer wants; without a condition, all."""
+
+    domains: frozenset[str] = frozenset()
+    statuses: frozenset[Status] = frozenset()
+    min_version: int = 0
+    """No episode that began with older weights."""
+    max_version: int | None = None
+
+    def admits(self, facts: Facts) -> bool:
+        in_window = self.min_version <= facts.start_version and (
+            self.max_version is None or facts.start_version <= self.max_version
+        )
+        return (
+            in_window
+            and (not self.domains or facts.domain in self.domains)
+            and (not self.statuses or facts.status in self.statuses)
+        )
+
+
+EVERYTHING = Where()
+
+
+class Cursor:
+    """Lets every episode through once.
+
+    An episode that failed and was retried has one id and two records: the one that can be trained on counts anew.
+    """
+
+    def __init__(self, *, consumed: Container[str]) -> None:
+        self.num_duplicates = 0
+        self._consumed = consumed
+        self._ready: deque[tuple[str, Trajectory]] = deque()
+        """Rows with the source that each is from."""
+        self._delivered: dict[_Key, str] = {}
+
+    def poll(self, where: Where = EVERYTHING) -> list[Trajectory]:
+        self._look()
+        return list(self._wanted(where))
+
+    def take(self, num: int, where: Where = EVERYTHING) -> list[Trajectory]:
+        self._look()
+        return list(itertools.islice(self._wanted(where), num))
+
+    def _look(self) -> None:
+        """Find out what is new."""
+
+    def _fill(self) -> bool:
+        """Make the rows of one more source ready; False if there is none."""
+        raise NotImplementedError
+
+    def _passed(self, source: str, key: _Key | None) -> None:
+        """A row of `source` was handed out or passed over; `key` if it was the first of its episode."""
+
+    def _wanted(self, where: Where) -> Iterator[Trajectory]:
+        while self._ready or self._fill():
+            if not self._ready:
+                continue
+            source, trajectory = self._ready.popleft()
+            key = (trajectory.id, trajectory.status in TRAINABLE)
+            is_new = key not in self._delivered
+            if is_new:
+                self._delivered[key] = source
+            self._passed(source, key if is_new else None)
+            self.num_duplicates += not is_new
+            if is_new and trajectory.id not in self._consumed and where.admits(trajectory):
+                yield trajectory
+
+
+@dataclass
+class _Read:
+    """What is remembered of a segment that was read."""
+
+    num_rows: int
+    num_passed: int = 0
+    keys: list[_Key] = field(default_factory=list)
+
+
+class DiskSpoolReader(Cursor):
+    """A consumer's view of a directory of segments; only names that it has not seen are opened.
+
+    A damaged segment is moved to the spool's quarantine, listed in `damaged`, and told once to `on_damage`. One that
+    cannot be reached (permission, an I/O error) stays, is told once too, and is tried again with every poll. A segment
+    that was removed is forgotten, and what it held counts as new should it turn up again: whoever removes one knows
+    by other means what was consumed.
+    """
+
+    def __init__(
+        self, directory: Path, *, on_damage: Callable[[Path, str], None], consumed: Container[str] = ()
+    ) -> None:
+        """`consumed`: ids that are never delivered, such as those in the trainer's checkpoint."""
+        super().__init__(consumed=consumed)
+        self.damaged: dict[str, str] = {}
+        self.num_passed = 0
+        """Rows of the segments that are still there which were handed out or passed over."""
+        self._directory = directory
+        self._listing = Listing(directory)
+        self._on_damage = on_damage
+        self._known: dict[str, _Read] = {}
+        self._unread: deque[str] = deque()
+        self._later: set[str] = set()
+        """Out of reach: tried again with the next call."""
+
+    def finished(self, waiting: Iterable[Trajectory]) -> list[str]:
+        """Segments of which every row was passed and none is among `waiting`."""
+        still_open = {self._delivered.get((one.id, one.status in TRAINABLE)) for one in waiting}
+        return [
+            name
+            for name, read in self._known.items()
+            if read.num_rows and read.num_passed == read.num_rows and name not in still_open
+        ]
+
+    def forget(self, names: Iterable[str]) -> None:
+        """These are about to be removed: drop what is remembered of their rows, and never read them again."""
+        for name in names:
+            if name in self._known:
+                self._drop_rows(self._known[name])
+
+    def _look(self) -> None:
+        came, went = self._changes()
+        for name in went:
+            if name in came and name in self._known and self._known[name].num_rows:
+                continue  # the directory was gone for a while
+            if name in self._known:
+                self._drop_rows(self._known.pop(name))
+        if self._later:
+            came = came.union(self._listing.present() & self._later)
+            self._later.clear()
+        self._unread.extend(sorted(name for name in came if name not in self._known))
+
+    def _changes(self) -> tuple[set[str], set[str]]:
+        """What came and what went; a directory that is gone is no reason to forget what was in it."""
+        try:
+            present = self._listing.present()
+        except OSError as error:
+            raise SpoolError(f"cannot list spool {str(self._directory)!r}: {error.strerror}") from error
+        if not present and self._known and not self._directory.is_dir():
+            raise SpoolError(
+                f"spool {str(self._directory)!r} had {len(self._known)} segments and is gone: bring it back"
+            )
+        return self._listing.changes()
+
+    def _fill(self) -> bool:
+        if not self._unread:
+            return False
+        name = self._unread.popleft()
+        trajectories = self._read(name) if name not in self._known else None  # it may have gone and come meanwhile
+        if trajectories is not None:
+            self._known[name] = _Read(num_rows=len(trajectories))
+            self._ready.extend((name, trajectory) for trajectory in trajectories)
+        return True
+
+    def _read(self, name: str) -> list[Trajectory] | None:
+        path = self._directory / name
+        try:
+            if parse(name) is None:
+                raise SpoolError(f"cannot read segment {str(path)!r}: its name is not a segment's")
+            trajectories = list(read_segment(path))
+        except SpoolError as error:
+            self._not_read(path, error)
+            return None
+        self.damaged.pop(name, None)
+        return trajectories
+
+    def _not_read(self, path: Path, error: SpoolError) -> None:
+        name, told = path.name, path.name in self.damaged
+        if is_out_of_reach(error):
+            self._later.add(name)
+            if isinstance(error.__cause__, FileNotFoundError) and not path.is_symlink():
+                return  # removed since it was listed, or announced and not yet seen from here
+            self.damaged[name] = str(error)
+        else:
+            told = False
+            self.damaged[name] = quarantine(path, str(error))
+            self._known[name] = _Read(num_rows=0)
+        if not told:
+            self._on_damage(path, self.damaged[name])
+
+    def _passed(self, source: str, key: _Key | None) -> None:
+        read = self._known.get(source)
+        if read is None or not read.num_rows:  # removed while its rows waited to be taken
+            return
+        read.num_passed += 1
+        self.num_passed += 1
+        if key is not None:
+            read.keys.append(key)
+
+    def _drop_rows(self, read: _Read) -> None:
+        for key in read.keys:
+            self._delivered.pop(key, None)
+        read.keys.clear()
+        self.num_passed -= read.num_passed
+        read.num_passed = read.num_rows = 0

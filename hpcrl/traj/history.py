@@ -1,0 +1,145 @@
+"""Every trajectory of a campaign, each once, segment by segment, while segments come and go.
+
+A trajectory lies in up to three spools: "rollouts", its scored twin in "scored", then "archive". It only moves that
+way, so listing in that order misses none. They are given in the other order, so that of two records of one episode
+the one with a reward comes first.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpcrl.errors import SpoolError
+from hpcrl.rundir import RunDir
+from hpcrl.spool.names import counted, listed
+from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.segment import Segment, read_segment
+from hpcrl.traj.arguments import SPOOLS
+from hpcrl.traj.wanted import Wanted
+
+_EPISODE_BITS = 4096
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a segment lies."""
+
+    spool: str
+    path: Path
+
+
+class SeenIds:
+    """A set of trajectory ids in few bytes: a number for every group, in it a bit for every episode."""
+
+    def __init__(self) -> None:
+        self._episodes: dict[str, int] = {}
+        self._others: set[str] = set()
+
+    def add(self, trajectory_id: str) -> bool:
+        """Add it; whether it is new."""
+        group, _, index = trajectory_id.rpartition("/")
+        if not (index.isascii() and index.isdigit() and str(int(index[:9])) == index and int(index) < _EPISODE_BITS):
+            new = trajectory_id not in self._others
+            self._others.add(trajectory_id)
+            return new
+        bit, seen = 1 << int(index), self._episodes.get(group, 0)
+        self._episodes[group] = seen | bit
+        return not seen & bit
+
+    def groups(self) -> Iterable[str]:
+        """The groups of the ids."""
+        yield from self._episodes
+        yield from (other.rpartition("/")[0] for other in self._others)
+
+
+@dataclass
+class History:
+    """The segments of a campaign. `problems` fills with what could not be read."""
+
+    run: RunDir
+    spools: Sequence[str] = SPOOLS
+    problems: dict[Path, str] = field(default_factory=dict)
+
+    def places(self) -> list[Place]:
+        """The segments there are now; one of "rollouts" that has a scored twin is left out."""
+        names = {spool: self._listed(spool) for spool in self.spools}
+        scored = set(names.get("scored", ()))
+        return [
+            Place(spool, self.run.spool(spool) / name)
+            for spool in reversed(self.spools)
+            for name in names[spool]
+            if not (spool == "rollouts" and name in scored)
+        ]
+
+    def num_trajectories(self) -> int:
+        """How many there are, by the names of the segments."""
+        return counted(place.path.name for place in self.places())
+
+    def trajectories(
+        self, wanted: Wanted, *, verify: bool = False, newest_while: Callable[[float], bool] | None = None
+    ) -> Iterator[tuple[Place, Trajectory]]:
+        """Those that are wanted, one segment in memory at a time.
+
+        With `newest_while` the segments that were written last come first, until it says no to the time of one.
+        """
+        seen = {True: SeenIds(), False: SeenIds()}
+        for place, segment in self._segments(verify=verify, newest_while=newest_while):
+            for trajectory in self._rows(place, segment):
+                # A failed episode that was run again has one id and two records.
+                if seen[trajectory.status in TRAINABLE].add(trajectory.id) and wanted.admits(trajectory):
+                    yield place, trajectory
+
+    def _segments(
+        self, *, verify: bool, newest_while: Callable[[float], bool] | None
+    ) -> Iterator[tuple[Place, Segment]]:
+        known: set[Place] = set()
+        some_vanished = True
+        while some_vanished:  # what was retired meanwhile is in a spool further on
+            some_vanished = False
+            places = [place for place in self.places() if place not in known]
+            known.update(places)
+            for place in self._by_age(places, newest_while) if newest_while else places:
+                segment = self._read(place, verify=verify)
+                if segment is not None:
+                    yield place, segment
+                else:
+                    some_vanished = some_vanished or place.path not in self.problems
+
+    def _by_age(self, places: Sequence[Place], newest_while: Callable[[float], bool]) -> Iterator[Place]:
+        written = {place: _written(place.path) for place in places}
+        for place in sorted(places, key=lambda place: -written[place]):
+            if not newest_while(written[place]):
+                return
+            yield place
+
+    def _read(self, place: Place, *, verify: bool) -> Segment | None:
+        """The segment, or None: damaged and noted, or gone."""
+        try:
+            return read_segment(place.path, verify=verify)
+        except SpoolError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                self.problems[place.path] = str(error)
+            return None
+
+    def _rows(self, place: Place, segment: Segment) -> Iterator[Trajectory]:
+        for index in range(len(segment)):
+            try:
+                yield segment[index]
+            except SpoolError as error:  # facts are parsed one by one; those of others may be whole
+                self.problems[place.path] = str(error)
+
+    def _listed(self, spool: str) -> list[str]:
+        directory = self.run.spool(spool)
+        try:
+            return listed(directory)
+        except OSError as error:
+            self.problems[directory] = f"cannot list spool {str(directory)!r}: {error.strerror}"
+            return []
+
+
+def _written(path: Path) -> float:
+    """When a segment was written, no earlier than its trajectories ended; what cannot be said is found out at once."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return float("inf")

@@ -1,0 +1,99 @@
+"""`hpcrl traj stats`: the figures of every domain."""
+
+from collections.abc import Iterator
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hpcrl.monitor.screen import Sparkline
+from hpcrl.traj.history import History
+from hpcrl.traj.tally import Figures, Tally
+from hpcrl.traj.text import STATUS_STYLES, in_line, make_console, number, percent, print_json, span, time_bar
+from hpcrl.traj.wanted import Wanted
+
+LABEL_WIDTH = 8
+SPREAD = ("mean", "std", "min", "p10", "p50", "p90", "max")
+
+
+def count(history: History, wanted: Wanted) -> list[Figures]:
+    """The figures by domain, in the order of their names."""
+    tallies: dict[str, Tally] = {}
+    for _, trajectory in history.trajectories(wanted):
+        tallies.setdefault(trajectory.domain, Tally()).add(trajectory)
+    return [tallies[domain].figures(domain) for domain in sorted(tallies)]
+
+
+def show_stats(history: History, wanted: Wanted, *, as_json: bool) -> int:
+    """Print them."""
+    domains = count(history, wanted)
+    if as_json:
+        print_json({"campaign": history.run.name, "domains": domains})
+        return 0
+    console = make_console(pipe_width=100)
+    if not domains:
+        console.print("no trajectories yet" if wanted == Wanted() else "no trajectory is like that", style="dim")
+    for index, figures in enumerate(domains):
+        if index:
+            console.print()
+        _print_domain(console, figures)
+    return 0
+
+
+def _print_domain(console: Console, figures: Figures) -> None:
+    num = f"{figures.num_trajectories:,} {'trajectory' if figures.num_trajectories == 1 else 'trajectories'}"
+    console.print(Text.assemble((in_line(figures.domain), "bold"), f"   {num}"))
+    grid = Table.grid(padding=(0, 1, 0, 0), expand=True)
+    grid.add_column(width=LABEL_WIDTH, no_wrap=True)
+    grid.add_column(overflow="fold", ratio=1)
+    for name, value in _lines(figures, ascii_only=console.options.ascii_only):
+        grid.add_row(Text(name, style="dim"), value)
+    console.print(grid)
+    console.print(_spreads(figures))
+
+
+def _lines(figures: Figures, *, ascii_only: bool) -> Iterator[tuple[str, RenderableType]]:
+    yield "status", _by_status(figures)
+    said = figures.num_said_tokens / figures.num_tokens if figures.num_tokens else 0.0
+    yield "tokens", Text(f"{figures.num_tokens:,}, of which the model said {percent(said)}")
+    yield "lag", _by_lag(figures)
+    times = [("generate", figures.generate_s), ("step", figures.step_s), ("reset", figures.reset_s)]
+    each = sum(seconds for _, seconds in times) / figures.num_trajectories
+    yield "time", Text(f"{span(each)} each ") + time_bar(times, width=15, ascii_only=ascii_only)
+    if len(figures.by_version) > 1:
+        first, last = figures.by_version[0], figures.by_version[-1]
+        yield "trend", Sparkline([one.reward_mean for one in figures.by_version])
+        ends = [f"{number(one.reward_mean)} with version {one.version}" for one in (first, last)]
+        yield "", Text(f"mean reward {ends[0]}, {ends[1]}", style="dim")
+
+
+def _by_status(figures: Figures) -> Text:
+    line = Text()
+    for status, num in figures.by_status.items():
+        line.append(status, style=STATUS_STYLES[status]).append(f" {num:,}   ")
+    return line
+
+
+def _by_lag(figures: Figures) -> Text:
+    """Versions between the first and the last of an episode."""
+    total = figures.num_trajectories
+    shares = [f"{lag}: {percent(num / total)}" for lag, num in list(figures.by_lag.items())[:6]]
+    return Text("   ".join(shares) + ("   ..." if len(figures.by_lag) > 6 else ""))
+
+
+def _spreads(figures: Figures) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("", width=LABEL_WIDTH - 1, style="dim", no_wrap=True)
+    for heading in SPREAD:
+        table.add_column(heading, justify="right", no_wrap=True, min_width=6)
+    for name, spread in (("reward", figures.reward), ("tokens", figures.tokens), ("turns", figures.turns)):
+        cells = [_cell(getattr(spread, of), of=of, name=name) for of in SPREAD] if spread else ["-"] * len(SPREAD)
+        table.add_row(name, *cells)
+    return table
+
+
+def _cell(value: float, *, of: str, name: str) -> str:
+    """Rewards with two digits, means and deviations of counts with one."""
+    if name == "reward":
+        return number(value)
+    return f"{value:,.1f}" if of in ("mean", "std") else f"{value:,.0f}"

@@ -1,0 +1,141 @@
+"""How the trainer publishes: it stands still for one copy into its node's window; all else happens behind it.
+
+    take_rung   say how versions go to the engines
+    publish   a new version: into the window, and to files too while the rung says that engines read files
+    persist   the newest version to files, for resuming and for nodes that come later
+    tend      between steps: heed an engine that cannot see the window
+    close     wait for what is behind
+
+When the window fails, versions go by files from then on: a campaign never dies of its weight plane.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from hpcrl.errors import WeightsError
+from hpcrl.events import EventLog
+from hpcrl.weights.store import FileStore, Tensors, WeightSource, WindowStore
+from hpcrl.weights.versions import Announced, Rung, announce, newest_version, read_rung, set_rung
+
+TEND_EVERY_S = 1.0
+
+
+class Publisher:
+    """The one who publishes the weights of a campaign."""
+
+    def __init__(self, files: FileStore, window: WindowStore | None, *, events: EventLog, keep_versions: int) -> None:
+        self._files = files
+        self._window = window
+        self._events = events
+        self._keep_versions = keep_versions
+        self._version: int | None = None
+        self._persisted: int | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._behind: list[Future[None]] = []
+        self._tended = time.monotonic()
+
+    def newest_version(self) -> int | None:
+        """The newest version that was ever made, wherever it lies."""
+        known = [newest_version(self._files.directory)]
+        if self._window is not None and (manifest := self._window.newest()) is not None:
+            known.append(manifest.version)
+        return max((version for version in known if version is not None), default=None)
+
+    def newest_readable(self) -> int | None:
+        """The newest version that engines can load, now."""
+        sources: list[WeightSource] = [self._files] if self._window is None else [self._files, self._window]
+        found = [manifest.version for source in sources if (manifest := source.newest()) is not None]
+        return max(found, default=None)
+
+    def take_rung(self, rung: Rung) -> None:
+        """Say how versions go from now on, to every worker and to whoever watches."""
+        set_rung(self._files.directory, rung)
+        self._events.emit("rung", rung=rung.rung, reason=rung.reason)
+
+    def publish(self, tensors: Tensors, *, version: int, step: int) -> None:
+        """Give the weights to every engine; the tensors may change when this returns."""
+        self._wait()
+        began = time.monotonic()
+        sums = self._staged(tensors, version=version, step=step)
+        if sums is None:
+            announce(self._files.directory, Announced(version=version, step=step))
+            self._write(tensors, version=version, step=step)
+            self._published(version=version, step=step, began=began, stall_s=time.monotonic() - began)
+        else:
+            stall_s = time.monotonic() - began
+            self._later(lambda: self._commit(sums, version=version, step=step, began=began, stall_s=stall_s))
+        self._version = version
+
+    def persist(self) -> None:
+        """See to it that the newest version is in files; it is, once `close` or the next `publish` has returned."""
+        if self._window is not None and self._version is not None:
+            self._later(self._write_newest)
+
+    def tend(self) -> None:
+        """Now and then while waiting: has an engine asked for files?"""
+        if self._window is None or time.monotonic() - self._tended < TEND_EVERY_S:
+            return
+        self._tended = time.monotonic()
+        if self._by_files() and self._persisted != self._version:
+            self._wait()
+            self.persist()
+
+    def close(self) -> None:
+        """Wait for what is behind, and remove the window: its readers keep what they have mapped."""
+        self._wait()
+        self._thread.shutdown()
+        if self._window is not None:
+            self._window.unlink()
+            self._window.close()
+
+    def _staged(self, tensors: Tensors, *, version: int, step: int) -> list[bytes] | None:
+        """What `stage` returns, or None: there is no window, from now on."""
+        if self._window is None:
+            return None
+        try:
+            return self._window.stage(tensors, version=version, step=step)
+        except WeightsError as error:
+            self._window.close()
+            self._window = None
+            self.take_rung(Rung(rung="files", reason=str(error)))
+            return None
+
+    def _commit(self, sums: list[bytes], *, version: int, step: int, began: float, stall_s: float) -> None:
+        assert self._window is not None
+        announce(self._files.directory, Announced(version=version, step=step))
+        self._window.commit(sums)
+        if self._by_files():
+            self._write_newest()
+        self._published(version=version, step=step, began=began, stall_s=stall_s)
+
+    def _write_newest(self) -> None:
+        """To files, out of the window: what lies there stays until the version after the next one is begun."""
+        if self._window is None or (manifest := self._window.newest()) is None:
+            return
+        if manifest.version != self._persisted:
+            with self._window.reading(manifest.version) as tensors:
+                self._write(tensors, version=manifest.version, step=manifest.step)
+
+    def _write(self, tensors: Tensors, *, version: int, step: int) -> None:
+        self._files.publish(tensors, version=version, step=step)
+        self._files.prune(keep=self._keep_versions)
+        self._persisted = version
+
+    def _published(self, *, version: int, step: int, began: float, stall_s: float) -> None:
+        wall_s = round(time.monotonic() - began, 4)
+        self._events.emit("published", version=version, step=step, wall_s=wall_s, stall_s=round(stall_s, 4))
+
+    def _by_files(self) -> bool:
+        """Do engines need every version in files?"""
+        rung = read_rung(self._files.directory)
+        return rung is None or rung.rung == "files"
+
+    def _later(self, work: Callable[[], None]) -> None:
+        self._behind.append(self._thread.submit(work))
+
+    def _wait(self) -> None:
+        """Until nothing is behind; what went wrong there is raised here."""
+        behind, self._behind = self._behind, []
+        for future in behind:
+            future.result()

@@ -1,0 +1,139 @@
+"""What couriers tell each other, how a version is cut into messages, who is stuck; no MPI here.
+
+Announcement    the sender: this version comes now, to these ranks, in this order
+Report          a receiver: what it has, what has arrived, what went wrong
+Watch           when each peer was last heard, and which one holds up the others
+Standing        the couriers to the driver
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.errors import WeightsError
+from hpcrl.files import publish
+from hpcrl.weights.layout import Layout
+
+BUCKET_NBYTES = 16 << 20
+"""One message. MPI's own segments are far smaller, and its own choice of tree is linear for some numbers of ranks."""
+SILENT_S = 10.0
+"""A peer that says nothing for so long is stuck."""
+SLOWEST_BYTES_S = 20e6
+LEAST_DEADLINE_S = 30.0
+
+
+class Announcement(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that comes now."""
+
+    version: int
+    step: int
+    layout: Layout
+    checksums: dict[str, str]
+    chain: tuple[int, ...]
+    """The ranks that receive it; each passes every bucket on to the next."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a receiver is; sent once a second, and when something has happened."""
+
+    has: int = -1
+    """The newest version in its window, whole."""
+    nbytes: int = 0
+    """What has arrived of the one that is coming."""
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """What the couriers tell the driver."""
+
+    ready: bool
+    """Every rank is there, and the sender serves."""
+    reason: str
+    hopeless: bool = False
+    """They would fail again: do not start them anew."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Standing | None":
+        """None as long as they have said nothing."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+    def write(self, path: Path) -> None:
+        publish(path, msgspec.json.encode(self))
+
+
+class StuckError(WeightsError):
+    """A rank holds up the others: which, where, and how far it came."""
+
+    def __init__(self, peer: "Peer", *, why: str, version: int | None, nbytes: int) -> None:
+        self.rank, self.node, self.nbytes = peer.rank, peer.node, peer.nbytes
+        self.bucket = peer.nbytes // BUCKET_NBYTES
+        what = "no transfer was under way"
+        if version is not None:
+            what = f"version {version}: {peer.nbytes} of {nbytes} bytes, bucket {self.bucket} of {num_buckets(nbytes)}"
+        super().__init__(f"rank {peer.rank} on {peer.node} {why}; {what}; the couriers are started again")
+
+
+@dataclass
+class Peer:
+    """Another rank, as seen from here."""
+
+    rank: int
+    node: str
+    heard: float
+    """Monotonic."""
+    greeted: bool = False
+    has: int = -1
+    nbytes: int = 0
+
+
+@dataclass
+class Watch:
+    """Peers, and the transfer that they take part in."""
+
+    peers: dict[int, Peer]
+    silent_s: float = SILENT_S
+    version: int | None = None
+    nbytes: int = 0
+    deadline: float = float("inf")
+    chain: tuple[int, ...] = ()
+
+    def begin(self, announced: Announcement, *, deadline: float = float("inf")) -> None:
+        """A transfer starts, which has to end by `deadline` (monotonic)."""
+        self.version, self.nbytes, self.chain = announced.version, announced.layout.nbytes, announced.chain
+        self.deadline = deadline
+        for peer in self.peers.values():
+            peer.nbytes = 0
+
+    def end(self) -> None:
+        self.version, self.deadline, self.chain = None, float("inf"), ()
+
+    def check(self, *, now: float) -> None:
+        """StuckError naming the rank that was silent for too long, or the one that came least far by the deadline."""
+        quiet = min(self.peers.values(), key=lambda peer: peer.heard, default=None)
+        if quiet is not None and now - quiet.heard > self.silent_s:
+            raise self._stuck(quiet, f"has said nothing for {now - quiet.heard:.1f} s")
+        if now > self.deadline:
+            slowest = min((self.peers[rank] for rank in self.chain), key=lambda peer: (peer.has, peer.nbytes))
+            raise self._stuck(slowest, f"did not finish within {deadline_s(self.nbytes):.0f} s")
+
+    def _stuck(self, peer: Peer, why: str) -> StuckError:
+        return StuckError(peer, why=why, version=self.version, nbytes=self.nbytes)
+
+
+def deadline_s(nbytes: int) -> float:
+    """How long a transfer may take at all."""
+    return LEAST_DEADLINE_S + nbytes / SLOWEST_BYTES_S
+
+
+def num_buckets(nbytes: int) -> int:
+    return -(-nbytes // BUCKET_NBYTES)
+
+
+def buckets(nbytes: int) -> Iterator[slice]:
+    """A version's bytes, cut into messages."""
+    for start in range(0, nbytes, BUCKET_NBYTES):
+        yield slice(start, min(start + BUCKET_NBYTES, nbytes))

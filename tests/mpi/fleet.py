@@ -1,0 +1,158 @@
+"""Couriers of several simulated nodes on one machine, as the tests and the bench run them."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrl.events import read_events
+from hpcrl.rundir import JobDir, RunDir
+from hpcrl.weights.layout import Layout
+from hpcrl.weights.transfer import Standing
+from hpcrl.weights.window import Key, Window, unlink_recorded
+
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+WAIT_S = 60.0
+
+
+@dataclass
+class Fleet:
+    """One courier a node; the first node is the trainer's."""
+
+    run: RunDir
+    nodes: tuple[str, ...]
+    silent_s: float = 10.0
+    process: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def job(self) -> JobDir:
+        return self.run.job(0)
+
+    def key(self, node: str) -> Key:
+        return Key(campaign=self.run.root, node=node)
+
+    def start(self) -> None:
+        """Start the couriers, and wait until they serve."""
+        self.launch()
+        until(lambda: self.standing() is not None or not self.alive(), what="the couriers say how they are")
+        standing = self.standing()
+        assert standing is not None, self.log()
+        assert standing.ready, self.log()
+
+    def launch(self) -> None:
+        self.job.couriers.unlink(missing_ok=True)
+        arguments = [str(self.run.root), "0", ",".join(self.nodes), self.nodes[0], f"--silent-s={self.silent_s:g}"]
+        courier = [sys.executable, "-m", "hpcrl.weights.courier", *arguments]
+        command = [str(MPIEXEC)]
+        for index, node in enumerate(self.nodes):
+            command += [*([":"] if index else []), "-n", "1", "-env", "SLURMD_NODENAME", node, *courier]
+        with self.job.log("couriers").open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def standing(self) -> Standing | None:
+        return Standing.read(self.job.couriers)
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def ended(self) -> None:
+        """Wait until the whole step has ended by itself."""
+        until(lambda: not self.alive(), what="the step has ended")
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def pids(self) -> dict[str, int]:
+        """The courier of every node."""
+        return courier_pids(self.run)
+
+    def signal(self, node: str, number: int) -> None:
+        os.kill(self.pids()[node], number)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.run.events) if event["event"] == name]
+
+    def log(self) -> str:
+        return self.job.log("couriers").read_text()
+
+    def trainer(self, layout: Layout) -> Window:
+        """The trainer's end of its window."""
+        return Window.create(self.key(self.nodes[0]), layout, job=self.job)
+
+    def newest(self, node: str) -> int:
+        """The newest version that an engine on that node sees."""
+        window = Window.open(self.key(node), job=0)
+        if window is None:
+            return -1
+        try:
+            manifest = window.newest()
+            return -1 if manifest is None else manifest.version
+        finally:
+            window.close()
+
+    def arrived(self, version: int) -> bool:
+        return all(self.newest(node) == version for node in self.nodes[1:])
+
+    def wait_for(self, version: int) -> None:
+        """Until every node has a version."""
+        until(lambda: self.arrived(version), what=f"version {version} is everywhere:\n{self.log()}")
+
+
+@contextmanager
+def fleet(root: Path, *nodes: str, silent_s: float = 10.0) -> Iterator[Fleet]:
+    """Couriers for these nodes, not yet started; nothing is left of them."""
+    couriers = Fleet(run=RunDir(root), nodes=nodes, silent_s=silent_s)
+    for folder in (couriers.run.events, couriers.run.weights, couriers.job.logs):
+        folder.mkdir(parents=True, mode=0o700)
+    try:
+        yield couriers
+    finally:
+        couriers.stop()
+        unlink_recorded(couriers.job)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def courier_pids(run: RunDir) -> dict[str, int]:
+    """The courier of every node of a campaign."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                arguments = (entry / "cmdline").read_bytes().split(b"\0")
+                environment = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if arguments[1:3] == [b"-m", b"hpcrl.weights.courier"] and str(run.root).encode() in arguments:
+                node = next(v for v in environment if v.startswith(b"SLURMD_NODENAME=")).partition(b"=")[2]
+                found[node.decode()] = int(entry.name)
+    return found
+
+
+def until(fact: Callable[[], bool], *, what: str, timeout_s: float = WAIT_S) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + timeout_s
+    while not fact():
+        assert time.monotonic() < deadline, f"still not so after {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+
+
+def filled(layout: Layout, version: int) -> bytes:
+    """Bytes in which every 8 say which version they belong to: a mixed version shows."""
+    return version.to_bytes(8, "little") * (layout.nbytes // 8)
+
+
+def publish(window: Window, version: int) -> None:
+    """What the trainer does."""
+    window.begin(version, step=version)[:] = filled(window.layout, version)
+    window.commit()

@@ -1,0 +1,252 @@
+"""Couriers carry whole versions from the trainer's window to every node, whatever is killed or stopped meanwhile."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hpcrl.weights.layout import Layout
+from hpcrl.weights.window import Window
+from tests.mpi.fleet import Fleet, filled, fleet, publish, until
+
+pytestmark = pytest.mark.mpi
+
+LAYOUT = Layout.pack(
+    [("embed", "bfloat16", (1 << 20, 16)), ("norm", "float32", (7,)), ("head", "bfloat16", (1 << 20, 4))]
+)
+"""More than two buckets; one tensor ends in the middle of one, one is not a multiple of 64 bytes."""
+
+
+def read(couriers: Fleet, node: str, version: int) -> bytes:
+    """What an engine on a node loads."""
+    window = Window.open(couriers.key(node), job=0)
+    assert window is not None
+    with window.reading(version) as data:
+        return bytes(data)
+
+
+@contextmanager
+def held(couriers: Fleet, node: str, version: int) -> Iterator[None]:
+    """While an engine there reads that version, the next but one cannot arrive: its transfer stays under way."""
+    window = Window.open(couriers.key(node), job=0)
+    assert window is not None
+    with window.reading(version):
+        yield
+
+
+def begin_third_version(couriers: Fleet, window: Window) -> None:
+    """Publish one that n1 cannot take yet, and wait until it is under way."""
+    publish(window, 3)
+    until(lambda: couriers.newest("n0") == 3, what="the trainer has published")
+    time.sleep(0.5)
+    assert couriers.newest("n1") == 2
+
+
+def up_to_two(couriers: Fleet) -> Window:
+    couriers.start()
+    window = couriers.trainer(LAYOUT)
+    for version in (1, 2):
+        publish(window, version)
+        couriers.wait_for(version)
+    return window
+
+
+def test_every_node_gets_what_the_trainer_published(four_nodes: Fleet) -> None:
+    window = up_to_two(four_nodes)
+    assert window.layout == LAYOUT
+    for node in four_nodes.nodes[1:]:
+        assert read(four_nodes, node, 2) == filled(LAYOUT, 2)
+    [first, second] = four_nodes.events("courier")
+    assert (first["version"], second["version"]) == (1, 2)
+    assert (second["bytes"], second["to"]) == (LAYOUT.nbytes, ["n1", "n2", "n3"])
+    assert second["wall_s"] > 0
+
+
+def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(four_nodes: Fleet) -> None:
+    window = up_to_two(four_nodes)
+    for version in range(3, 30):
+        publish(window, version)
+    four_nodes.wait_for(29)
+    sent = [event["version"] for event in four_nodes.events("courier")]
+    assert sent == sorted(set(sent))
+
+
+def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_version_again(four_nodes: Fleet) -> None:
+    window = up_to_two(four_nodes)
+    with held(four_nodes, "n1", 1):
+        begin_third_version(four_nodes, window)
+        four_nodes.signal("n2", signal.SIGKILL)
+        four_nodes.ended()
+        assert {four_nodes.newest(node) for node in ("n1", "n2", "n3")} == {2}
+        assert read(four_nodes, "n2", 2) == filled(LAYOUT, 2)
+    four_nodes.start()
+    four_nodes.wait_for(3)
+    assert read(four_nodes, "n3", 3) == filled(LAYOUT, 3)
+
+
+def test_a_node_that_has_a_version_is_not_sent_it_again(four_nodes: Fleet) -> None:
+    window = up_to_two(four_nodes)
+    four_nodes.signal("n3", signal.SIGKILL)
+    four_nodes.ended()
+    four_nodes.start()
+    publish(window, 3)
+    four_nodes.wait_for(3)
+    assert [event["version"] for event in four_nodes.events("courier")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("stopped", "teller"), [("n2", "n0"), ("n0", "n1")])
+def test_a_rank_that_stops_answering_is_named_with_its_bucket(four_nodes: Fleet, stopped: str, teller: str) -> None:
+    window = up_to_two(four_nodes)
+    rank = four_nodes.nodes.index(stopped)
+    with held(four_nodes, "n1", 1):
+        begin_third_version(four_nodes, window)
+        four_nodes.signal(stopped, signal.SIGSTOP)
+        four_nodes.ended()
+    faults = [event for event in four_nodes.events("fault") if event["node"] == teller or stopped == "n0"]
+    fault = faults[0]
+    assert (fault["rank"], fault["at"]) == (rank, stopped)
+    assert {"bucket", "bytes"} <= fault.keys()
+    assert f"rank {rank} on {stopped}" in fault["detail"]
+    assert f"of {LAYOUT.nbytes} bytes" in fault["detail"]
+    standing = four_nodes.standing()
+    assert standing is not None
+    assert not standing.ready
+    four_nodes.start()
+    four_nodes.wait_for(3)
+
+
+def test_a_rank_that_stops_while_nothing_is_sent_is_noticed_too(four_nodes: Fleet) -> None:
+    up_to_two(four_nodes)
+    four_nodes.signal("n3", signal.SIGSTOP)
+    four_nodes.ended()
+    assert "no transfer was under way" in four_nodes.events("fault")[0]["detail"]
+
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from hpcrl.rundir import RunDir
+from hpcrl.weights.layout import Layout
+from hpcrl.weights.window import Key, Window
+run = RunDir(Path(sys.argv[1]))
+layout = Layout.from_json(sys.stdin.buffer.read())
+window = Window.create(Key(campaign=run.root, node="n0"), layout, job=run.job(0))
+window.begin(1, step=1)[:] = (1).to_bytes(8, "little") * (layout.nbytes // 8)
+window.commit()
+window.begin(2, step=2)[: layout.nbytes // 2] = b"x" * (layout.nbytes // 2)
+print("half", flush=True)
+time.sleep(600)
+"""
+"""A trainer that never finishes its second version."""
+
+
+def test_a_trainer_that_is_killed_while_it_writes_is_followed_by_another(four_nodes: Fleet) -> None:
+    four_nodes.start()
+    command = [sys.executable, "-c", TRAINER, str(four_nodes.run.root)]
+    trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert trainer.stdin is not None
+    assert trainer.stdout is not None
+    trainer.stdin.write(LAYOUT.to_json())
+    trainer.stdin.close()
+    assert trainer.stdout.readline() == b"half\n"
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    four_nodes.wait_for(1)
+    publish(four_nodes.trainer(LAYOUT), 3)
+    four_nodes.wait_for(3)
+    assert four_nodes.alive(), "the couriers lived through it"
+    assert read(four_nodes, "n1", 3) == filled(LAYOUT, 3)
+
+
+ENGINE = """
+import sys, time
+from pathlib import Path
+from hpcrl.weights.window import Key, Window
+window = Window.open(Key(campaign=Path(sys.argv[1]), node="n1"), job=0)
+with window.reading(1) as data:
+    print("reads", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_an_engine_that_is_killed_while_it_reads_holds_up_nobody(four_nodes: Fleet) -> None:
+    window = up_to_two(four_nodes)
+    engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(four_nodes.run.root)], stdout=subprocess.PIPE)
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == b"reads\n"
+    begin_third_version(four_nodes, window)
+    engine.kill()
+    engine.wait()
+    engine.stdout.close()
+    four_nodes.wait_for(3)
+    assert four_nodes.alive(), "the couriers lived through it"
+
+
+def test_another_model_replaces_the_windows(four_nodes: Fleet) -> None:
+    up_to_two(four_nodes).close()
+    other = Layout.pack([("w", "float32", (1 << 20,))])
+    publish(four_nodes.trainer(other), 3)
+    four_nodes.wait_for(3)
+    assert read(four_nodes, "n2", 3) == filled(other, 3)
+
+
+def test_bytes_that_change_on_the_way_are_never_seen(four_nodes: Fleet) -> None:
+    window = up_to_two(four_nodes)
+    slot = window.begin(3, step=3)
+    slot[:] = filled(LAYOUT, 3)
+    sums = {tensor.name: "00" * 16 for tensor in LAYOUT.tensors}
+    wrong = [bytes.fromhex(sums[tensor.name]) for tensor in LAYOUT.tensors]
+    window.commit(sums=wrong)
+    four_nodes.ended()
+    assert {four_nodes.newest(node) for node in ("n1", "n2", "n3")} == {2}
+    assert "tensor 'embed'" in four_nodes.events("fault")[0]["detail"]
+
+
+def test_worlds_of_one_rank_each_say_so_at_once(needs_mpi: None, tmp_path: Path) -> None:
+    with fleet(tmp_path / "campaign", "n0", "n1") as couriers:
+        command = [sys.executable, "-m", "hpcrl.weights.courier", str(couriers.run.root), "0", "n0,n1", "n0"]
+        alone = subprocess.run(
+            command, env=os.environ | {"SLURMD_NODENAME": "n0"}, capture_output=True, text=True, check=False, timeout=60
+        )
+        assert alone.returncode == 1
+        assert "a world of 1 where 2 ranks were started" in alone.stderr
+        standing = couriers.standing()
+        assert standing is not None
+        assert standing.hopeless
+
+
+def test_couriers_leave_and_remove_their_window_when_the_job_drains(needs_mpi: None, tmp_path: Path) -> None:
+    with fleet(tmp_path / "campaign", "n0", "n1") as couriers:
+        couriers.start()
+        publish(couriers.trainer(LAYOUT), 1)
+        couriers.wait_for(1)
+        os.kill(couriers.pids()["n0"], signal.SIGSTOP)  # mpiexec ends all with the first that leaves
+        couriers.job.drain.touch()
+        until(lambda: not couriers.key("n1").path.exists(), what="the receiver has removed its window")
+        assert couriers.key("n0").path.exists(), "the trainer's window is the trainer's"
+
+
+def test_no_version_is_ever_mixed_while_couriers_are_killed_at_random(four_nodes: Fleet) -> None:
+    four_nodes.start()
+    window = four_nodes.trainer(LAYOUT)
+    chosen = random.Random(4)
+    for version in range(1, 9):
+        publish(window, version)
+        time.sleep(chosen.random() * 0.1)
+        victim = chosen.choice(four_nodes.nodes)
+        four_nodes.signal(victim, signal.SIGKILL)
+        for node in four_nodes.nodes[1:]:
+            if (seen := four_nodes.newest(node)) >= 0:
+                assert read(four_nodes, node, seen) == filled(LAYOUT, seen)
+        four_nodes.ended()
+        four_nodes.start()
+    four_nodes.wait_for(8)
+    assert {read(four_nodes, node, 8) for node in four_nodes.nodes[1:]} == {filled(LAYOUT, 8)}

@@ -1,0 +1,75 @@
+"""Campaigns on the lab whose weights go from node to node over MPI, or by files where that fails."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from lab_tools import Lab
+
+from hpcrl.events import read_events
+from hpcrl.rundir import RunDir
+from hpcrl.weights.versions import read_rung
+from tests.campaigns import SMALL, hpcrl, snapshot, steps, until
+from tests.mpi.fleet import courier_pids
+
+pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
+
+
+def named(run: RunDir, name: str) -> list[dict[str, object]]:
+    return [event for event in read_events(run.events) if event["event"] == name]
+
+
+def rungs(run: RunDir) -> list[object]:
+    return [event["rung"] for event in named(run, "rung")]
+
+
+def test_one_mpi_world_over_the_components_carries_every_version(lab: Lab, campaigns: Path) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "m", *SMALL)
+    run = RunDir(campaigns / "m")
+    assert snapshot("m")["state"] == "done"
+    assert rungs(run) == ["files", "mpi"]
+    carried = named(run, "courier")
+    assert carried
+    for event in carried:
+        assert event["node"] == "train1"
+        assert event["to"] == ["prefill1", "decode1"]
+        assert event["bytes"] > 0  # type: ignore[operator]
+        assert "wall_s" in event
+    where = {event["node"] for event in named(run, "loaded")}
+    assert where == {"prefill1", "decode1"}
+    assert not [path for path in Path("/dev/shm").iterdir() if f"-{run.name}-" in path.name]
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("site.mpi.srun_type=none", "a world of 1 where 3 ranks were started"),
+        ("site.mpi.flavour=none", "the site has no MPI"),
+    ],
+)
+def test_a_campaign_whose_mpi_does_not_work_goes_by_files(lab: Lab, campaigns: Path, setting: str, reason: str) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "f", *SMALL, "-s", setting)
+    run = RunDir(campaigns / "f")
+    assert snapshot("f")["state"] == "done"
+    assert set(rungs(run)) == {"files"}
+    assert reason in str(named(run, "rung")[-1]["reason"])
+    assert {event["node"] for event in named(run, "loaded")} == {"prefill1", "decode1"}
+
+
+@pytest.mark.parametrize(("number", "node"), [(signal.SIGKILL, "decode1"), (signal.SIGSTOP, "prefill1")])
+def test_couriers_are_started_again_alone(lab: Lab, campaigns: Path, number: int, node: str) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "r", *SMALL, "-s", "train.num_steps=1000")
+    run = RunDir(campaigns / "r")
+    until(lambda: bool(named(run, "courier")), what="a version was carried")
+    os.kill(courier_pids(run)[node], number)
+    until(lambda: bool(named(run, "worker-restarted")), what="the couriers were started again")
+    before = len(named(run, "courier"))
+    made = len(steps(run))
+    until(lambda: len(named(run, "courier")) > before + 3, what="versions are carried again")
+    assert len(steps(run)) > made
+    assert {event["of"] for event in named(run, "worker-failed")} == {"couriers"}
+    rung = read_rung(run.weights)
+    assert rung is not None
+    assert rung.rung == "mpi"
+    hpcrl("stop", "r", "--now")

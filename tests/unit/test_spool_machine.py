@@ -1,0 +1,206 @@
+"""Write, seal, score, train, commit, crash, recover, retire in any order: nothing is lost, nothing is used twice."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hpcrl.learn.consumed import Consumed
+from hpcrl.spool.names import listed, num_trajectories
+from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.spool.retention import Settled, Shelves, recover, retire
+from hpcrl.spool.segment import read_segment
+from hpcrl.spool.spool import DiskSpoolReader, DiskSpoolWriter, derive
+
+NUM_KEPT = 2
+"""Checkpoints."""
+
+
+def trajectory(name):
+    return Trajectory(
+        id=name,
+        group=name.rpartition("/")[0],
+        domain="math",
+        seed=1,
+        status="done",
+        producer="env",
+        created=0.0,
+        start_version=0,
+        end_version=0,
+        turns=[Turn(start=0, end=1)],
+        token_ids=np.zeros(1, np.int32),
+        logprobs=np.zeros(1, np.float32),
+        versions=np.zeros(1, np.int32),
+        loss_mask=np.ones(1, np.bool_),
+    )
+
+
+def scored(one):
+    return msgspec.structs.replace(one, reward=1.0)
+
+
+class Campaign(RuleBasedStateMachine):
+    """Two producers, one trainer; the disk outlives them all."""
+
+    @initialize()
+    def begin(self):
+        self.root = Path(tempfile.mkdtemp())
+        self.shelves = Shelves(
+            rollouts=self.root / "rollouts", scored=self.root / "scored", archive=self.root / "archive"
+        )
+        self.acknowledged = set()
+        self.num_sent = 0
+        self.checkpoints = [(0, Consumed().encode(), [])]
+        self.writers = {}
+        for producer in ("env-0", "env-1"):
+            self.start_writer(producer)
+        self.resume()
+
+    def teardown(self):
+        if hasattr(self, "root"):
+            self.finish()
+            shutil.rmtree(self.root)
+
+    def start_writer(self, producer):
+        self.writers[producer] = DiskSpoolWriter(self.shelves.rollouts, producer=producer)
+
+    # The producers
+
+    @rule(producer=st.sampled_from(["env-0", "env-1"]), num=st.integers(1, 3))
+    def write(self, producer, num):
+        for _ in range(num):
+            self.writers[producer].append(trajectory(f"math/{self.num_sent}/0"))
+            self.num_sent += 1
+
+    @rule(producer=st.sampled_from(["env-0", "env-1"]), number=st.integers(0, 30))
+    def write_again(self, producer, number):
+        """A retry whose first run turns up."""
+        if number < self.num_sent:
+            self.writers[producer].append(trajectory(f"math/{number}/0"))
+
+    @rule(producer=st.sampled_from(["env-0", "env-1"]))
+    def seal(self, producer):
+        self.acknowledged.update(self.writers[producer].flush())
+
+    @rule(producer=st.sampled_from(["env-0", "env-1"]), num=st.integers(1, 3), trained=st.integers(2, 6))
+    def go_on(self, producer, num, trained):
+        """The usual way: without it, few runs would come far."""
+        self.write(producer, num)
+        self.seal(producer)
+        self.score()
+        self.train(trained)
+        self.checkpoint()
+
+    @rule(producer=st.sampled_from(["env-0", "env-1"]))
+    def crash_producer(self, producer):
+        self.start_writer(producer)
+
+    # The rewards
+
+    @rule()
+    def score(self):
+        for name in set(listed(self.shelves.rollouts)) - set(listed(self.shelves.scored)):
+            derive(self.shelves.rollouts / name, self.shelves.scored, scored)
+
+    @precondition(lambda self: listed(self.shelves.scored))
+    @rule(data=st.data())
+    def rot(self, data):
+        """A scored segment is damaged before the trainer has it; it is put aside and scored again."""
+        unread = set(listed(self.shelves.scored)) - self.reader._known.keys()
+        if unread:
+            (self.shelves.scored / data.draw(st.sampled_from(sorted(unread)))).write_bytes(b"rot")
+
+    # The trainer
+
+    def resume(self):
+        """From the newest checkpoint, as after a crash."""
+        self.number, consumed, trained = self.checkpoints[-1]
+        self.consumed, self.trained = Consumed.decode(consumed), list(trained)
+        recover(self.shelves, lower=lambda _: None)
+        self.damaged = []
+        self.reader = DiskSpoolReader(
+            self.shelves.scored, on_damage=lambda path, _: self.damaged.append(path.name), consumed=self.consumed
+        )
+        self.waiting = []
+        self.settled = Settled(grace_s=0.0)
+
+    @rule(num=st.integers(1, 3))
+    def train(self, num):
+        self.waiting += self.reader.poll()
+        chosen, self.waiting = self.waiting[:num], self.waiting[num:]
+        for one in chosen:
+            assert one.id not in self.consumed
+            assert one.reward == 1.0
+            self.consumed.add(one.id)
+            self.trained.append(one.id)
+
+    @rule()
+    def checkpoint(self):
+        self.number += 1
+        self.checkpoints.append((self.number, self.consumed.encode(), list(self.trained)))
+        self.checkpoints = self.checkpoints[-NUM_KEPT:]
+        self.settled.note(self.reader.finished(self.waiting))
+        self.settled.cover(self.number)
+
+    @rule()
+    def crash_trainer(self):
+        self.resume()
+
+    @precondition(lambda self: len(self.checkpoints) > 1)
+    @rule()
+    def crash_and_lose_the_newest_checkpoint(self):
+        self.checkpoints.pop()
+        self.resume()
+
+    @precondition(lambda self: self.due())
+    @rule(keep=st.booleans())
+    def retire(self, keep):
+        intent = retire(self.shelves, self.due(), keep=keep, lower=self.reader.forget)
+        self.settled.drop(intent.segments)
+
+    def due(self):
+        return self.settled.due(oldest_checkpoint=self.checkpoints[0][0])
+
+    # What must hold
+
+    @invariant()
+    def nothing_is_trained_on_twice(self):
+        if hasattr(self, "trained"):
+            assert len(self.trained) == len(set(self.trained))
+
+    @invariant()
+    def the_books_fit_the_disk(self):
+        if hasattr(self, "reader"):
+            assert self.reader.num_passed <= num_trajectories(self.shelves.rollouts)
+
+    def finish(self):
+        """Whatever happened, training gets to see all that was acknowledged, and once."""
+        for _ in range(2):  # what is found damaged is scored again
+            self.score()
+            self.train(1 << 30)
+        assert self.acknowledged <= set(self.trained)
+        assert len(self.trained) == len(set(self.trained))
+        archive = [one.id for name in listed(self.shelves.archive) for one in read_segment(self.shelves.archive / name)]
+        assert set(archive) <= set(self.trained)
+
+
+Campaign.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestAnyOrderOfEvents = Campaign.TestCase
+
+
+def test_no_segment_goes_that_the_oldest_checkpoint_needs():
+    campaign = Campaign()
+    campaign.begin()
+    campaign.go_on("env-0", num=3, trained=6)
+    assert not campaign.due()  # a resume from before it would need it
+    campaign.go_on("env-0", num=3, trained=6)
+    assert len(campaign.due()) == 1
+    campaign.retire(keep=True)
+    campaign.crash_and_lose_the_newest_checkpoint()
+    campaign.go_on("env-1", num=1, trained=6)
+    campaign.teardown()

@@ -1,0 +1,183 @@
+"""The trainer's stock: what env hosts are told is settled, and what leaves the spools after which checkpoint."""
+
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+
+from hpcrl.files import private_dir, read_json
+from hpcrl.learn.consumed import Consumed
+from hpcrl.recipe import Spool, load_recipe
+from hpcrl.roles.stock import Stock
+from hpcrl.rundir import SPOOLS, RunDir
+from hpcrl.spool import retention
+from hpcrl.spool.names import announce, listed, num_trajectories
+from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.spool.spool import DiskSpoolWriter, derive
+
+GROUP = 4
+
+
+class Events(list):
+    def emit(self, event, **fields):
+        self.append((event, fields))
+
+    def of(self, event):
+        return [fields for name, fields in self if name == event]
+
+
+@pytest.fixture
+def context(tmp_path, monkeypatch):
+    monkeypatch.setattr(retention, "MERGED", 1)
+    run = RunDir(tmp_path / "campaign")
+    for name in SPOOLS:
+        private_dir(run.spool(name))
+    recipe = load_recipe("quickstart", settings=(f"rollout.group_size={GROUP}", "train.groups_per_step=1"))
+    recipe = msgspec.structs.replace(recipe, spool=Spool(retire_after_s=0.0))
+    return SimpleNamespace(run=run, recipe=recipe, events=Events())
+
+
+def play(context, group, *, version=0, num=GROUP):
+    """A group is played, sealed and scored; returns the name of its segment."""
+    writer = DiskSpoolWriter(context.run.spool("rollouts"), producer=f"000-env-{group}")
+    for index in range(num):
+        writer.append(
+            Trajectory(
+                id=f"lake/{group}/{index}",
+                group=f"lake/{group}",
+                domain="lake",
+                seed=1,
+                status="done",
+                producer="000-env-0",
+                created=0.0,
+                start_version=version,
+                end_version=version,
+                turns=[Turn(start=0, end=1)],
+                token_ids=np.zeros(1, np.int32),
+                logprobs=np.zeros(1, np.float32),
+                versions=np.full(1, version, np.int32),
+                loss_mask=np.ones(1, np.bool_),
+            )
+        )
+    writer.flush()
+    (name,) = [name for name in listed(context.run.spool("rollouts")) if name.startswith(f"000-env-{group}-")]
+    return score(context, name)
+
+
+def score(context, name):
+    source, target = context.run.spool("rollouts") / name, context.run.spool("scored")
+    derive(source, target, lambda one: msgspec.structs.replace(one, reward=1.0))
+    return name
+
+
+def train(context, stock, consumed, *, version=0):
+    """One step on whatever there is."""
+    choice = stock.choose(version=version)
+    consumed.update(one.id for one in choice.chosen)
+    stock.trained()
+    return choice
+
+
+def save(context, number):
+    """A checkpoint that knows of everything until now; only the newest is kept."""
+    private_dir(context.run.checkpoints)
+    for old in context.run.checkpoints.iterdir():
+        old.rmdir()
+    path = context.run.checkpoints / f"{number:06d}-step-{number:06d}"
+    path.mkdir()
+    return path
+
+
+def settled(context):
+    return read_json(context.run.settled)["num"]
+
+
+def test_what_is_trained_on_is_settled_when_the_step_is_made(context):
+    consumed = Consumed()
+    stock = Stock(context, consumed=consumed)
+    play(context, 0)
+    assert len(stock.choose(version=0).chosen) == GROUP
+    assert settled(context) == 0
+    stock.trained()
+    assert settled(context) == GROUP
+
+
+def test_what_waits_for_its_group_is_not_settled_and_what_is_stale_is(context):
+    stock = Stock(context, consumed=Consumed())
+    play(context, 0, num=GROUP - 1)
+    stock.choose(version=0)
+    assert settled(context) == 0
+    assert len(stock.choose(version=99).stale) == GROUP - 1
+    assert settled(context) == GROUP - 1
+
+
+def test_a_trainer_that_comes_back_counts_what_its_checkpoint_consumed(context):
+    consumed = Consumed()
+    consumed.add("lake/0/0")
+    play(context, 0)
+    play(context, 1, num=1)
+    stock = Stock(context, consumed=consumed)
+    assert stock.choose(version=0).chosen == []
+    assert settled(context) == GROUP
+
+
+def test_used_segments_leave_the_spools_and_the_accounts_stay_even(context):
+    consumed = Consumed()
+    stock = Stock(context, consumed=consumed)
+    play(context, 0)
+    train(context, stock, consumed)
+    play(context, 1, num=1)
+    train(context, stock, consumed)
+    stock.covered_by(save(context, 1))
+    stock.retire(version=1)
+    stock.close()
+    assert num_trajectories(context.run.spool("archive")) == GROUP
+    assert num_trajectories(context.run.spool("rollouts")) == num_trajectories(context.run.spool("scored")) == 1
+    assert settled(context) == 0
+    (told,) = context.events.of("retired")
+    assert (told["num"], told["num_segments"]) == (GROUP, 1)
+
+
+def test_nothing_leaves_while_an_older_checkpoint_is_kept(context):
+    consumed = Consumed()
+    stock = Stock(context, consumed=consumed)
+    save(context, 1)
+    play(context, 0)
+    train(context, stock, consumed)
+    newest = context.run.checkpoints / "000002-step-000002"
+    newest.mkdir()
+    stock.covered_by(newest)
+    stock.retire(version=1)
+    stock.close()
+    assert num_trajectories(context.run.spool("scored")) == GROUP
+
+
+def test_a_retirement_that_fails_is_told_and_training_goes_on(context, monkeypatch):
+    consumed = Consumed()
+    stock = Stock(context, consumed=consumed)
+    play(context, 0)
+    train(context, stock, consumed)
+    stock.covered_by(save(context, 1))
+    context.run.spool("archive").rmdir()
+    context.run.spool("archive").write_text("in the way")
+    stock.retire(version=1)
+    stock.close()
+    (fault,) = context.events.of("fault")
+    assert "could not be retired" in fault["detail"]
+    assert num_trajectories(context.run.spool("rollouts")) == GROUP
+
+
+def test_a_damaged_segment_is_scored_again_and_not_a_third_time(context):
+    stock = Stock(context, consumed=Consumed())
+    name = play(context, 0)
+    place = context.run.spool("scored") / name
+    for _ in range(2):
+        place.write_bytes(b"rot")
+        announce(place.parent, came=[name])
+        assert stock.choose(version=0).chosen == []
+        if (context.run.spool("rollouts") / name).exists():
+            score(context, name)
+    assert listed(context.run.spool("rollouts")) == []
+    assert (context.run.spool("rollouts") / "quarantine" / name).exists()
+    assert len(context.events.of("fault")) == 3

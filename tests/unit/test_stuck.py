@@ -1,0 +1,74 @@
+"""Who is stuck, and how a version is cut: decided without MPI."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.weights.layout import Layout
+from hpcrl.weights.transfer import (
+    BUCKET_NBYTES,
+    Announcement,
+    Peer,
+    StuckError,
+    Watch,
+    buckets,
+    deadline_s,
+    num_buckets,
+)
+
+LAYOUT = Layout.pack([("w", "uint8", (3 * BUCKET_NBYTES,))])
+ANNOUNCED = Announcement(version=7, step=7, layout=LAYOUT, checksums={}, chain=(1, 2))
+
+
+def watch(*, silent_s: float = 10.0) -> Watch:
+    return Watch(peers={rank: Peer(rank=rank, node=f"n{rank}", heard=100.0) for rank in (1, 2, 3)}, silent_s=silent_s)
+
+
+@given(st.integers(min_value=0, max_value=5 * BUCKET_NBYTES + 1))
+def test_buckets_are_all_bytes_in_order_and_none_is_too_large(nbytes: int) -> None:
+    cut = list(buckets(nbytes))
+    assert len(cut) == num_buckets(nbytes)
+    assert [piece.start for piece in cut] == [0, *(piece.stop for piece in cut)][: len(cut)]
+    assert sum(piece.stop - piece.start for piece in cut) == nbytes
+    assert all(0 < piece.stop - piece.start <= BUCKET_NBYTES for piece in cut)
+
+
+def test_peers_that_speak_are_left_alone() -> None:
+    seen = watch()
+    seen.begin(ANNOUNCED, deadline=200.0)
+    seen.check(now=109.0)
+
+
+def test_the_longest_silent_peer_is_named_with_what_it_had() -> None:
+    seen = watch()
+    seen.begin(ANNOUNCED, deadline=200.0)
+    seen.peers[2].heard = 95.0
+    seen.peers[2].nbytes = BUCKET_NBYTES + 5
+    with pytest.raises(
+        StuckError, match=r"rank 2 on n2 has said nothing for 11\.0 s; version 7: .* bucket 1 of 3"
+    ) as caught:
+        seen.check(now=106.0)
+    assert (caught.value.rank, caught.value.node, caught.value.bucket) == (2, "n2", 1)
+    assert caught.value.nbytes == BUCKET_NBYTES + 5
+
+
+def test_at_the_deadline_the_one_of_the_chain_that_came_least_far_is_named() -> None:
+    seen = watch()
+    seen.begin(ANNOUNCED, deadline=105.0)
+    seen.peers[1].nbytes = 2 * BUCKET_NBYTES
+    seen.peers[2].nbytes = BUCKET_NBYTES
+    with pytest.raises(StuckError, match="rank 2 on n2 did not finish within"):
+        seen.check(now=106.0)
+
+
+def test_without_a_transfer_there_is_no_deadline() -> None:
+    seen = watch()
+    seen.begin(ANNOUNCED, deadline=105.0)
+    seen.end()
+    seen.check(now=109.0)
+    with pytest.raises(StuckError, match="no transfer was under way"):
+        seen.check(now=111.0)
+
+
+def test_larger_versions_have_longer_deadlines() -> None:
+    assert deadline_s(0) < deadline_s(1 << 30) < deadline_s(1 << 40)

@@ -1,0 +1,91 @@
+"""Campaign directories with spools in them, for the tests of `hpcrl traj`."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from hpcrl.files import private_dir, publish, publish_json
+from hpcrl.learn.consumed import Consumed
+from hpcrl.rundir import RunDir
+from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.spool.segment import write_segment
+
+# Ids of the tiny tokenizer: <user> h i <agent> a b <eos> <user> ? <agent> c
+TOKENS = (2, 77, 78, 3, 70, 71, 1, 2, 36, 3, 72)
+SAID = (0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1)
+
+
+def trajectory(number: int = 0, index: int = 0, *, domain: str = "lake", **changed: Any) -> Trajectory:
+    """Two turns: it saw "hi" and said "ab", saw "?" and said "c"."""
+    mask = np.array(SAID, np.bool_)
+    fields: dict[str, Any] = {
+        "id": f"{domain}/{number}/{index}",
+        "group": f"{domain}/{number}",
+        "domain": domain,
+        "seed": 7 + number,
+        "status": "done",
+        "producer": "000-env-0",
+        "created": 1_800_000_000.0 + number + index / 100,
+        "start_version": number,
+        "end_version": number + 1,
+        "turns": [
+            Turn(start=4, end=7, reward=0.25, generate_s=0.4, step_s=0.05, remote_prefill=True),
+            Turn(start=10, end=11, reward=0.5, generate_s=0.2, step_s=0.05),
+        ],
+        "reset_s": 0.1,
+        "reward": number / 10,
+        "reward_parts": {"goal": number / 10},
+        "token_ids": np.array(TOKENS, np.int32),
+        "logprobs": np.where(mask, -0.5, 0.0).astype(np.float32),
+        "versions": np.where(mask, number, 0).astype(np.int32),
+        "loss_mask": mask,
+    }
+    return Trajectory(**{**fields, **changed})
+
+
+def unscored(one: Trajectory) -> Trajectory:
+    return msgspec.structs.replace(one, reward=None, reward_parts={})
+
+
+class Spools:
+    """A campaign directory that a test fills."""
+
+    def __init__(self, root: Path) -> None:
+        self.run = RunDir(root)
+        self._number = 0
+        for spool in ("rollouts", "scored"):
+            private_dir(self.run.spool(spool))
+        publish_json(self.run.recipe, {"name": "quickstart", "domains": {"lake": {}, "taxi": {}}})
+        publish_json(self.run.campaign, {"name": root.name, "recipe": "quickstart", "site": "local", "created": 1.0})
+
+    def add(self, spool: str, *trajectories: Trajectory, name: str | None = None) -> Path:
+        """A segment of these, and no twin."""
+        name = name or f"000-env-0-{self._number:08d}-{len(trajectories)}-0123abcd.h5"
+        self._number += 1
+        path = private_dir(self.run.spool(spool)) / name
+        write_segment(path, trajectories)
+        return path
+
+    def scored(self, *trajectories: Trajectory) -> Path:
+        """A scored segment with its twin in rollouts."""
+        path = self.add("scored", *trajectories)
+        self.add("rollouts", *map(unscored, trajectories), name=path.name)
+        return path
+
+    def consumed(self, *groups: str, step: int = 1) -> Path:
+        """A checkpoint that says that these groups were trained on."""
+        consumed = Consumed()
+        consumed.update(f"{group}/0" for group in groups)
+        path = self.run.checkpoints / f"{step:06d}-step-{step:06d}" / "consumed.json"
+        private_dir(path.parent)
+        data = consumed.encode()
+        publish(path, data)
+        content = {"num_bytes": len(data), "xxh3": xxhash.xxh3_128_hexdigest(data)}
+        publish_json(path.with_name("checkpoint.json"), {"step": step, "files": {path.name: content}})
+        return path
+
+    def keep(self, policy: str) -> None:
+        publish_json(self.run.recipe, {"name": "quickstart", "domains": {"lake": {}}, "spool": {"keep": policy}})
