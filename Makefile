@@ -22,7 +22,7 @@ check: $(VENV)/.dev
 	$(BIN)/shellcheck jobs/*.sh jobs/lab/*.sh .ci/run
 	$(BIN)/codespell
 
-bench: $(VENV)/.dev
+bench: $(VENV)/.bench
 	$(BIN)/python -m bench
 
 clean:
@@ -40,4 +40,8 @@ $(VENV)/.local: $(VENV)/bin/python pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.local
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[local,dev]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[local,dev,bench]'
 	@touch $@

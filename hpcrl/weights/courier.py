@@ -49,12 +49,15 @@ mpi4py.rc.initialize = False  # only under the watchdog
 mpi4py.rc.finalize = False  # it would wait for ranks that may be gone
 from mpi4py import MPI  # noqa: E402
 
+NUM_LANES = max(HASH_THREADS // 2, 1)
+"""Threads that take checksums while MPI, which copies too, has a core of its own."""
 ANNOUNCE, PULSE, REPORT, DATA = 1, 2, 3, 4
 DEPTH = 4
 """Buckets under way on each link."""
 PULSE_S = 0.5
-IDLE_NAP_S = 0.005
-NAPS_S = (1e-5, 1e-4)
+HEAR_EVERY_S = 0.001
+IDLE_NAP_S = 0.002
+NAPS_S = (1e-5, 3e-4)
 NAME_BYTES = 256
 WATCHDOG_S = 60.0
 """How long MPI may take to bring all ranks together."""
@@ -92,7 +95,7 @@ class Link:
         self._coming: dict[int, deque[tuple[int, bytearray, MPI.Request]]] = {
             tag: deque() for tag in (ANNOUNCE, PULSE, REPORT)
         }
-        self._next_pulse = 0.0
+        self._next_hearing = self._next_pulse = 0.0
 
     def tell(self, rank: int, tag: int, message: bytes) -> None:
         """Send a small message."""
@@ -120,6 +123,7 @@ class Link:
         """Hear the others, say that we are here, and notice who is not."""
         self.hear()
         now = time.monotonic()
+        self._next_hearing = now + HEAR_EVERY_S
         if now >= self._next_pulse:
             self._next_pulse = now + PULSE_S
             self.pulse()
@@ -129,7 +133,8 @@ class Link:
         """Wait for something; StuckError if that is in vain."""
         nap, longest = NAPS_S
         while not done():
-            self.attend()
+            if time.monotonic() >= self._next_hearing:
+                self.attend()
             time.sleep(nap)
             nap = min(nap * 1.5, longest)
 
@@ -212,6 +217,7 @@ class Sender:
             raise
         except WeightsError as error:
             self._events.emit("fault", what="courier", detail=str(error), version=version)
+            link.watch.end()
             return False
         link.watch.end()
         wall_s = round(time.monotonic() - began, 4)
@@ -265,7 +271,7 @@ class Receiver:
         [self._source] = link.watch.peers.values()
         self._window = Window.open(place.key, job=place.job.number)
         self._writes = False
-        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="checksums") for _ in range(HASH_THREADS)]
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="checksums") for _ in range(NUM_LANES)]
         self._announced: deque[Announcement] = deque()
         self._arrived = 0
         link.pulse, link.hear = self._pulse, self._hear
@@ -286,7 +292,7 @@ class Receiver:
         link.watch.begin(announced)
         before, _, after = (self._source.rank, *announced.chain, None)[announced.chain.index(rank) :][:3]
         window, slot = link.result(self._threads[0].submit(self._begin, announced))  # may wait for a reader
-        shares = [Sums(slot, announced.layout.tensors[index::HASH_THREADS]) for index in range(HASH_THREADS)]
+        shares = [Sums(slot, announced.layout.tensors[index::NUM_LANES]) for index in range(NUM_LANES)]
         pending: list[Future[None]] = []
 
         def arrived(num_bytes: int) -> None:
@@ -382,9 +388,11 @@ def _serve(place: Place, events: EventLog) -> NoReturn:
     """Find the others, within a time, and carry versions."""
     faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
     MPI.Init_thread(MPI.THREAD_FUNNELED)
-    link = meet(MPI.COMM_WORLD, place)
+    try:
+        link = meet(MPI.COMM_WORLD, place)
+    finally:
+        _forget_segments()
     faulthandler.cancel_dump_traceback_later()
-    _forget_segments()
     (Sender if place.node == place.source else Receiver)(place, link, events).serve()
 
 

@@ -18,5 +18,5 @@ def needs_mpi() -> None:
 @pytest.fixture
 def four_nodes(needs_mpi: None, tmp_path: Path) -> Iterator[Fleet]:
     """The trainer's node and three others; their couriers do not run yet."""
-    with fleet(tmp_path / "campaign", "n0", "n1", "n2", "n3", silent_s=2.0) as couriers:
+    with fleet(tmp_path / "campaign", "n0", "n1", "n2", "n3", silent_s=4.0) as couriers:
         yield couriers
