@@ -180,10 +180,18 @@ def gently(run: RunDir, job: JobDir, site: Site) -> str:
 
 
 def at_once(run: RunDir, job: JobDir, site: Site) -> str:
-    """Cancel the job by its recorded id."""
+    """End a job without a checkpoint: it is told to, and cancelled by its recorded id if it does not."""
+    resumable = f"`hpcrl resume {run.name}` goes on from the last checkpoint"
+    if _state(job, site) == "running":
+        slurm.interrupt(submitted(job), site=site)
+        deadline = time.monotonic() + ENDING_S
+        while not job.outcome.exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        if job.outcome.exists():
+            return f"campaign {run.name}: job {submitted(job).id} has ended; {resumable}"
     slurm.cancel(submitted(job), site=site)
     publish_json(job.outcome, {"outcome": "stopped", "reason": "cancelled (hpcrl stop --now)", "time": time.time()})
-    return f"campaign {run.name}: job {submitted(job).id} is cancelled; `hpcrl resume {run.name}` goes on later"
+    return f"campaign {run.name}: job {submitted(job).id} is cancelled; {resumable}"
 
 
 def closing_words(run: RunDir, *, state: str, rewards: Sequence[float | None]) -> list[str]:

@@ -140,6 +140,7 @@ class Driver:
     drain_reason: str | None = None
     drain_deadline: float = float("inf")
     terminated: bool = False
+    cancelled: bool = False
     near_end: bool = False
 
     def __post_init__(self) -> None:
@@ -168,7 +169,7 @@ class Driver:
         from hpcrl.runtime import Runtime  # imports parsl: only here, and late
 
         signal.signal(signal.SIGTERM, self._on_term)
-        signal.signal(signal.SIGINT, self._on_term)
+        signal.signal(signal.SIGINT, self._on_cancel)
         signal.signal(signal.SIGUSR2, self._on_near_end)
         allocation = read_allocation(self.plan)
         self.events.emit("job-started", slurm_id=allocation.job_id, end_time=allocation.end_time)
@@ -235,6 +236,8 @@ class Driver:
     def _supervise(self, runtime: "Runtime", *, end_time: float) -> tuple[Outcome, str]:
         progress = Progress(timeout_s=self.recipe.job.stall_timeout_min * 60)
         while True:
+            if self.cancelled:
+                return "stopped", "it was told to end at once (hpcrl stop --now)"
             self._heed_requests(end_time=end_time)
             code = runtime.trainer_code()
             if code == EXIT_DONE:
@@ -329,6 +332,9 @@ class Driver:
             f"nothing moved for {progress.timeout_s / 60:g} min (job.stall_timeout_min): "
             f"what every worker was doing is at the end of its log in {self.job.logs}"
         )
+
+    def _on_cancel(self, *_: object) -> None:
+        self.cancelled = True
 
     def _on_term(self, *_: object) -> None:
         self.terminated = True

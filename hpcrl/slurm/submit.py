@@ -82,13 +82,26 @@ def test_only(script: Path, *, site: Site) -> str:
     return _slurm(["sbatch", "--test-only", str(script)], site=site)
 
 
+def interrupt(submitted: Submitted, *, site: Site) -> None:
+    """Tell a running job to end now and clear up; what scancel kills cannot."""
+    if submitted.scheduler == "slurm":
+        _slurm(["scancel", "--batch", "--signal=INT", submitted.id], site=site)
+    else:
+        _signal(submitted, signal.SIGINT)
+
+
 def cancel(submitted: Submitted, *, site: Site) -> None:
-    """End a job at once. A job that is gone already is no error."""
+    """End a job. One that is gone already is no error."""
     if submitted.scheduler == "slurm":
         _slurm(["scancel", submitted.id], site=site)
-    elif is_alive(submitted.pid, submitted.start_ticks):
+    else:
+        _signal(submitted, signal.SIGTERM)
+
+
+def _signal(submitted: Submitted, sig: signal.Signals) -> None:
+    if is_alive(submitted.pid, submitted.start_ticks):
         assert submitted.pid is not None
-        os.kill(submitted.pid, signal.SIGTERM)
+        os.kill(submitted.pid, sig)
 
 
 def _submit_local(script: str, *, job: JobDir) -> Submitted:
