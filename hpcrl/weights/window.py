@@ -187,6 +187,8 @@ class Window:
             with contextlib.suppress(BufferError):
                 memory.close()
         self._drop_write_lease()
+        if self.is_writer:
+            _unlock(self._fd, _WRITER_LOCK)
         os.close(self._fd)
         self._fd = -1
 
@@ -543,6 +545,11 @@ def _lock(fd: int, byte: int, *, exclusive: bool) -> bool:
             return False
         raise
     return True
+
+
+def _unlock(fd: int, byte: int) -> None:
+    """Let go now: memory that is still looked at keeps a copy of the descriptor, and with it the lock."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
 
 
 def _remove(path: Path) -> None:

@@ -274,6 +274,16 @@ def holds_a_version(root: Path, reached: Event) -> None:
         time.sleep(600)
 
 
+def test_a_closed_writer_is_followed_also_while_its_memory_is_still_looked_at(run: RunDir) -> None:
+    first = made(run)
+    looked_at = first.begin(1, step=1)
+    first.close()
+    second = made(run)
+    put(second, 2)
+    assert newest(second) == 2
+    del looked_at
+
+
 def test_a_reader_killed_while_it_loads_does_not_hold_up_the_writer(run: RunDir) -> None:
     writer = made(run)
     put(writer, 1)
