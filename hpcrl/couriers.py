@@ -35,6 +35,8 @@ TERM_GRACE_S = 2.0
 
 def why_not(mpi: Mpi) -> str | None:
     """What keeps couriers from being started on a site; None if nothing does."""
+    if not mpi.couriers:
+        return "the site does not ask for couriers (site.mpi.couriers = false)"
     if mpi.flavour == "none":
         return 'the site has no MPI (site.mpi.flavour = "none")'
     if mpi.world_over_components == "no":

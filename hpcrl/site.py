@@ -67,6 +67,8 @@ class Mpi(Table, frozen=True, kw_only=True):
     srun_type: str = "none"
     """The value of `srun --mpi`."""
     world_over_components: Known = "unknown"
+    couriers: bool = False
+    """Carry new weights between nodes by MPI; else they go by files. Experimental: see docs/architecture.md."""
 
 
 class Site(Table, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-MUST_RUN_IN_CI = ("mpi", "slurm")
+MUST_RUN_IN_CI = ("slurm",)
 
 
 @pytest.fixture

@@ -1,12 +1,16 @@
 """Couriers under mpiexec on this machine."""
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.mpi.fleet import MPIEXEC, Fleet, fleet
+
+# Off by default and not yet steady under load: CONTRIBUTING.md says how to run them.
+collect_ignore = [] if os.environ.get("HPCRL_TEST_COURIERS") else ["test_transfer.py"]
 
 
 @pytest.fixture

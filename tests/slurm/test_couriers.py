@@ -13,6 +13,8 @@ from hpcrl.weights.versions import read_rung
 from tests.campaigns import SMALL, hpcrl, snapshot, steps, until
 from tests.mpi.fleet import courier_pids
 
+COURIERS = ("-s", "site.mpi.couriers=true")
+
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
@@ -25,7 +27,7 @@ def rungs(run: RunDir) -> list[object]:
 
 
 def test_one_mpi_world_over_the_components_carries_every_version(lab: Lab, campaigns: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "m", *SMALL)
+    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "m", *SMALL, *COURIERS)
     run = RunDir(campaigns / "m")
     assert snapshot("m")["state"] == "done"
     assert rungs(run) == ["files", "mpi"]
@@ -49,7 +51,7 @@ def test_one_mpi_world_over_the_components_carries_every_version(lab: Lab, campa
     ],
 )
 def test_a_campaign_whose_mpi_does_not_work_goes_by_files(lab: Lab, campaigns: Path, setting: str, reason: str) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "f", *SMALL, "-s", setting)
+    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "f", *SMALL, *COURIERS, "-s", setting)
     run = RunDir(campaigns / "f")
     assert snapshot("f")["state"] == "done"
     assert set(rungs(run)) == {"files"}
@@ -59,7 +61,7 @@ def test_a_campaign_whose_mpi_does_not_work_goes_by_files(lab: Lab, campaigns: P
 
 @pytest.mark.parametrize(("number", "node"), [(signal.SIGKILL, "decode1"), (signal.SIGSTOP, "prefill1")])
 def test_couriers_are_started_again_alone(lab: Lab, campaigns: Path, number: int, node: str) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "r", *SMALL, "-s", "train.num_steps=1000")
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "r", *SMALL, *COURIERS, "-s", "train.num_steps=1000")
     run = RunDir(campaigns / "r")
     until(lambda: bool(named(run, "courier")), what="a version was carried")
     os.kill(courier_pids(run)[node], number)

@@ -118,9 +118,10 @@ def test_couriers_that_do_not_come_up_are_given_up(
 @pytest.mark.parametrize(
     ("mpi", "why"),
     [
-        (Mpi(), "the site has no MPI"),
-        (Mpi(flavour="mpich", srun_type="pmi2", world_over_components="no"), "no MPI over several components"),
-        (Mpi(flavour="mpich", srun_type="pmi2"), "mpi4py is not installed"),
+        (Mpi(), "the site does not ask for couriers"),
+        (Mpi(couriers=True), "the site has no MPI"),
+        (Mpi(couriers=True, flavour="mpich", world_over_components="no"), "no MPI over several components"),
+        (Mpi(couriers=True, flavour="mpich"), "mpi4py is not installed"),
     ],
 )
 def test_what_keeps_couriers_from_being_started_is_said(mpi: Mpi, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
