@@ -1,4 +1,4 @@
-"""`python -m bench`: run every bench and write docs/benchmarks.md from what was measured."""
+"""`python -m bench [NAME...]`: run every bench (or these) and write docs/benchmarks.md from what was measured."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ REPORT = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 
 
 def main() -> int:
-    results = [_run(name) for name in NAMES]
+    results = [_run(name) for name in sys.argv[1:] or NAMES]
     REPORT.write_text("\n".join(_lines(results)) + "\n")
     print(REPORT.read_text())
     return 0 if all(figure["ok"] for result in results for figure in result["figures"]) else 1
