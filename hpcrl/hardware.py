@@ -11,11 +11,6 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     memory_tb_per_s: float
     memory_gib: float
 
-    @property
-    def flop_per_byte(self) -> float:
-        """The ridge of the roofline: work below it is bound by memory bandwidth."""
-        return self.bf16_tflops / self.memory_tb_per_s
-
 
 GPUS: dict[str, Gpu] = {
     "a100-40": Gpu(bf16_tflops=312, memory_tb_per_s=1.56, memory_gib=40),

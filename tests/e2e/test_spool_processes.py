@@ -5,36 +5,15 @@ import os
 import random
 import time
 
-import numpy as np
-
 from hpcrl.files import publish_json, read_json
-from hpcrl.spool.record import Trajectory, Turn
 from hpcrl.spool.spool import Batching, DiskSpoolReader, DiskSpoolWriter
+from tests.spools import trajectory
 
 FORK = multiprocessing.get_context("fork")
 NUM_WRITERS = 16
 NUM_CONSUMERS = 4
 PER_WRITER = 40
 NUM_KILLS = 30
-
-
-def trajectory(name, num_tokens):
-    return Trajectory(
-        id=name,
-        group=name.rpartition("/")[0],
-        domain="math",
-        seed=1,
-        status="done",
-        producer="000-env-0",
-        created=0.0,
-        start_version=0,
-        end_version=0,
-        turns=[Turn(start=0, end=num_tokens)],
-        token_ids=np.arange(num_tokens, dtype=np.int32),
-        logprobs=np.zeros(num_tokens, np.float32),
-        versions=np.zeros(num_tokens, np.int32),
-        loss_mask=np.ones(num_tokens, np.bool_),
-    )
 
 
 def refuse(path, reason):
