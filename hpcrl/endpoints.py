@@ -26,6 +26,9 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     """Every request must carry it as `Authorization: Bearer`."""
     job: int = 0
+    gpu: str | None = None
+    """Its kind in the hardware catalogue; None on CPUs."""
+    num_gpus: int = 0
 
 
 def this_node() -> str:

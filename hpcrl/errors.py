@@ -9,6 +9,7 @@
     ├── SpoolError        trajectories could not be written or read
     ├── WeightsError      a version of the weights could not be published or loaded
     ├── EngineError       an engine could not serve a request
+    │   └── EngineRefusedError  it would, but is full: the request is offered to the next one
     ├── EnvFault          the environment's infrastructure failed: retried, never scored
     └── TrainError        training cannot go on
 
@@ -50,6 +51,10 @@ class WeightsError(HpcrlError):
 
 class EngineError(HpcrlError):
     """An engine could not serve a request."""
+
+
+class EngineRefusedError(EngineError):
+    """An engine has no room for a request now; nothing is wrong with either."""
 
 
 class EnvFault(HpcrlError):

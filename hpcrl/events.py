@@ -42,6 +42,8 @@ class EventReader:
     """Reads what is new in a directory of event files, each call from where the last one ended."""
 
     directory: Path
+    pattern: str = "*.jsonl"
+    """Of which files."""
     touched: dict[str, float] = field(default_factory=dict)
     """When each file (by its name without .jsonl) was last written or touched, as of the last call."""
     unreadable: dict[str, str] = field(default_factory=dict)
@@ -51,7 +53,7 @@ class EventReader:
     def poll(self) -> Iterator[dict[str, Any]]:
         """New events, file by file; a line still being written waits for the next call."""
         self.unreadable.clear()
-        for path in sorted(self.directory.glob("*.jsonl")):
+        for path in sorted(self.directory.glob(self.pattern)):
             try:
                 data = self._new_data(path)
             except OSError as error:  # another process's file: what can be read of the others still counts

@@ -47,6 +47,17 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
     mem_gib_per_worker: float
 
 
+class RewardJobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Jobs of one node that rewards may have beside this one."""
+
+    partition: str
+    """The site's name for it."""
+    max_jobs: int
+    workers_per_job: int
+    walltime_min: int
+    slurm_flags: list[str] = []
+
+
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """What one job may use at most: its whole walltime."""
 
@@ -70,6 +81,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float
     survive_node_loss: bool
     prologue: str | None = None
+    reward_jobs: RewardJobs | None = None
+    """None: rewards have spare cores only."""
 
     def role(self, name: RoleName) -> RolePlan:
         """The plan of one role."""
@@ -84,6 +97,9 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
     """Map roles to partitions and check all that can be checked before queueing."""
     _check_resources(recipe)
     _check_rollout(recipe)
+    _check_engine(recipe)
+    _check_trainer(recipe)
+    _check_isolation(recipe)
     layout, reason, doubt = _layout(site)
     choices = _place(recipe, site)
     account = _accounts(site, choices)
@@ -98,6 +114,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         where = {role: index for index, role in enumerate(PLACED)}
     _check_walltime(recipe, site, components)
     _check_memory(recipe, choices, site)
+    reward_jobs, shortfall = _reward_jobs(recipe, site)
     roles = [_role_plan(role, recipe, choices, where) for role in (*PLACED, "reward")]
     return Plan(
         recipe=recipe.name,
@@ -106,12 +123,13 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         layout_reason=reason,
         components=components,
         roles=roles,
-        fallbacks=[choice.fallback for choice in choices.values() if choice.fallback],
-        warnings=[*doubt, *_warnings(site, components), *_idle_gpus(components, roles)],
+        fallbacks=[*(choice.fallback for choice in choices.values() if choice.fallback), *shortfall],
+        warnings=[*doubt, *_warnings(site, components), *_idle_gpus(components, roles), *_few_places(recipe)],
         cost=_cost(recipe, site, components),
         drain_s=recipe.job.drain_s,
         survive_node_loss=recipe.job.survive_node_loss,
         prologue=site.prologue,
+        reward_jobs=reward_jobs,
     )
 
 
@@ -199,7 +217,8 @@ def _node_needs(role: RoleName, choice: Choice, recipe: Recipe) -> tuple[int, in
     """Cores and GiB that one node of a role's component must give."""
     demand = _demand(role, recipe, one_machine=False)
     cpus = demand.reserved_cpus + choice.workers_per_node * demand.resources.cpus_per_worker
-    mem_gib = demand.reserved_mem_gib + choice.workers_per_node * demand.resources.mem_gib_per_worker
+    window_gib = 0.0 if role == "env" else cost.window_memory_gib(recipe.model.num_params or 0)
+    mem_gib = demand.reserved_mem_gib + window_gib + choice.workers_per_node * demand.resources.mem_gib_per_worker
     return cpus, int(-(-mem_gib // 1))
 
 
@@ -255,6 +274,36 @@ def _role_plan(role: RoleName, recipe: Recipe, choices: dict[RoleName, Choice], 
     )
 
 
+def _reward_jobs(recipe: Recipe, site: Site) -> tuple[RewardJobs | None, list[str]]:
+    """The cheap partition for jobs of rewards, or what is said where there is none."""
+    if recipe.reward.placement != "elastic":
+        return None, []
+    resources = recipe.resources.reward
+    local = site.scheduler == "local"
+    for label, partition in site.partitions.items():
+        if not local and (not partition.preemptible or partition.gpu):
+            continue
+        fits = min(
+            partition.cores_per_node // resources.cpus_per_worker,
+            int(partition.mem_gib_per_node // resources.mem_gib_per_worker),
+        )
+        workers = min(fits, resources.num_workers)
+        account = _account(site, partition)
+        if workers == 0 or (site.account_required and account is None):
+            continue
+        cpus, mem_gib = workers * resources.cpus_per_worker, -int(-workers * resources.mem_gib_per_worker // 1)
+        jobs = RewardJobs(
+            partition=label,
+            max_jobs=recipe.reward.max_jobs,
+            workers_per_job=workers,
+            walltime_min=min(recipe.job.walltime_min, partition.max_walltime_min),
+            slurm_flags=[] if local else _slurm_flags(1, cpus, mem_gib, 0, partition, account=account, site=site),
+        )
+        return jobs, []
+    why = f"site {site.name} has no preemptible CPU partition that holds one of their workers"
+    return None, [f"rewards wanted jobs of their own, got spare cores: {why}"]
+
+
 def _check_resources(recipe: Recipe) -> None:
     for role in ROLES:
         resources: Resources = getattr(recipe.resources, role)
@@ -263,10 +312,34 @@ def _check_resources(recipe: Recipe) -> None:
                 f'resources.{role} asks for {resources.gpus_per_worker} GPUs a worker with affinity = "cpu": '
                 'choose affinity = "compute" or "bandwidth", or gpus_per_worker = 0'
             )
-    if recipe.resources.train.num_workers != 1:
+
+
+def _check_trainer(recipe: Recipe) -> None:
+    """The ranks of the trainer: as many as its parallelism needs, and each with something to do."""
+    train, ranks = recipe.train, recipe.resources.train.num_workers
+    shared = train.tensor_parallel * train.pipeline_parallel
+    if train.trainer == "torch" and shared > 1:
         raise PlanError(
-            f"resources.train.num_workers = {recipe.resources.train.num_workers}: trainer "
-            f"{recipe.train.trainer!r} is one process so far: set it to 1"
+            f"train.tensor_parallel = {train.tensor_parallel} and train.pipeline_parallel = {train.pipeline_parallel} "
+            'are for trainer "megatron": set them to 1, or train.trainer = "megatron"'
+        )
+    if ranks % shared:
+        raise PlanError(
+            f"resources.train.num_workers = {ranks} is no multiple of train.tensor_parallel x pipeline_parallel = "
+            f"{shared}: set it to {-(-ranks // shared) * shared}"
+        )
+    if train.trainer == "megatron":
+        refused = {"kl": (train.kl, "none"), "sharding": (train.sharding, "none")}
+        for name, (seen, known) in refused.items():
+            if seen != known:
+                raise PlanError(f'train.{name} = {seen!r} is not for trainer "megatron": set it to {known!r}')
+        if train.advantage == "gae":
+            raise PlanError('train.advantage = "gae" needs a critic, which trainer "megatron" has not: use "torch"')
+    batch = train.groups_per_step * recipe.rollout.group_size
+    if batch < (ranks // shared) * train.num_minibatches:
+        raise PlanError(
+            f"a step has {batch} trajectories for {ranks // shared} ranks x train.num_minibatches = "
+            f"{train.num_minibatches}: raise train.groups_per_step or lower the others"
         )
 
 
@@ -278,6 +351,42 @@ def _check_rollout(recipe: Recipe) -> None:
             f"rollout.max_running = {rollout.max_running} cannot hold one group of {rollout.group_size} (and "
             f"{rollout.redundancy} extra) episodes on each of {num_hosts} env workers: set it to {least} or more"
         )
+
+
+def _check_isolation(recipe: Recipe) -> None:
+    """Every isolated environment fits into an env worker's memory at least once."""
+    env = recipe.resources.env
+    for name, domain in recipe.domains.items():
+        if domain.isolation != "none" and not cost.env_places(env.mem_gib_per_worker, each_gib=domain.env_memory_gib):
+            least = cost.ENV_HOST_GIB + domain.env_memory_gib
+            raise PlanError(
+                f"resources.env.mem_gib_per_worker = {env.mem_gib_per_worker:g} holds no environment of "
+                f"domains.{name}.env_memory_gib = {domain.env_memory_gib:g} beside the worker itself: raise it to "
+                f"{least:g} or more"
+            )
+
+
+def _check_engine(recipe: Recipe) -> None:
+    """The GPUs of an engine worker are divided into stages, and a model's heads among the GPUs of a stage."""
+    engine, tiny = recipe.engine, recipe.model.tiny
+    if engine.backend != "vllm" and engine.pipeline_parallel != 1:
+        raise PlanError(
+            f'engine.pipeline_parallel = {engine.pipeline_parallel} with engine.backend = "{engine.backend}", which '
+            'has one process: set it to 1, or choose backend = "vllm"'
+        )
+    for role in ("prefill", "decode"):
+        gpus = getattr(recipe.resources, role).gpus_per_worker
+        if gpus % engine.pipeline_parallel:
+            raise PlanError(
+                f"resources.{role}.gpus_per_worker = {gpus} cannot be divided into engine.pipeline_parallel = "
+                f"{engine.pipeline_parallel} stages: make one a multiple of the other"
+            )
+        per_stage = max(gpus // engine.pipeline_parallel, 1)
+        if engine.backend == "vllm" and tiny is not None and tiny.num_heads % per_stage:
+            raise PlanError(
+                f"model.tiny.num_heads = {tiny.num_heads} cannot be divided among the {per_stage} GPUs of a {role} "
+                f"worker's stage: lower resources.{role}.gpus_per_worker"
+            )
 
 
 def _check_walltime(recipe: Recipe, site: Site, components: list[Component]) -> None:
@@ -317,6 +426,13 @@ def _check_memory(recipe: Recipe, choices: dict[RoleName, Choice], site: Site) -
                 f"a {role} worker needs {needs[role]:.0f} GiB for {num_params / 1e9:.1f} billion weights and has "
                 f"{limit:.0f} GiB ({choice.partition}): raise resources.{role}.{cure}"
             )
+        wanted, there = _node_needs(role, choice, recipe)[1], site.partitions[choice.partition].mem_gib_per_node
+        if wanted > there:
+            raise PlanError(
+                f"a {role} node needs {wanted} GiB, {cost.window_memory_gib(num_params):.0f} of them shared memory for "
+                f"two versions of the weights, and has {there:.0f} GiB ({choice.partition}): lower "
+                f"resources.{role}.mem_gib_per_worker"
+            )
 
 
 def _warnings(site: Site, components: list[Component]) -> list[str]:
@@ -329,6 +445,19 @@ def _warnings(site: Site, components: list[Component]) -> list[str]:
         if partition.unverified:
             found.append(f"not confirmed for {component.partition}: {', '.join(partition.unverified)}")
     return list(dict.fromkeys(found))
+
+
+def _few_places(recipe: Recipe) -> list[str]:
+    """Memory bounds isolated environments before `max_running` does: who waits for a place is admitted."""
+    isolated = [domain.env_memory_gib for domain in recipe.domains.values() if domain.isolation != "none"]
+    if not isolated:
+        return []
+    env, most = recipe.resources.env, recipe.rollout.max_running
+    places = env.num_workers * cost.env_places(env.mem_gib_per_worker, each_gib=max(isolated))
+    if places >= most:
+        return []
+    memory = f"resources.env.mem_gib_per_worker = {env.mem_gib_per_worker:g}, env_memory_gib = {max(isolated):g}"
+    return [f"{places} isolated environments run at once, not rollout.max_running = {most}: {memory}"]
 
 
 def _idle_gpus(components: list[Component], roles: list[RolePlan]) -> list[str]:

@@ -20,6 +20,7 @@ UserCode = Annotated[str, Meta(pattern=USER_CODE)]
 Name = Annotated[str, Meta(pattern=NAME)]
 RoleName = Literal["env", "prefill", "decode", "reward", "train"]
 Affinity = Literal["compute", "bandwidth", "cpu"]
+RolloutMode = Literal["async", "one-step-off", "sync"]
 ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "reward", "train")
 
 
@@ -52,13 +53,24 @@ class Domain(Table, frozen=True, kw_only=True):
     env: UserCode
     reward: UserCode = "hpcrl.envs.base:env_reward"
     """Scores a finished trajectory; the default is the sum of what the environment gave."""
+    reward_options: dict[str, Any] = {}
+    """Passed to the reward function as keyword arguments."""
     options: dict[str, Any] = {}
     """Passed to the environment as keyword arguments."""
+    isolation: Literal["none", "process", "sandbox"] = "none"
+    """Where the environment's code runs: in the env worker, in a process of its own, or in one that is also shut in."""
+    env_memory_gib: Annotated[float, Meta(gt=0)] = 0.5
+    """With isolation: how much memory each of the environment's processes may fill; also set aside for each program."""
+    env_cpu_s: Count = 3600
+    """With isolation: how much CPU time the environment may use in an episode."""
     weight: Annotated[float, Meta(gt=0)] = 1.0
     """Share of the tasks that come from this domain, relative to the others."""
     max_turns: Count = 16
+    create_timeout_s: Seconds = 60.0
     reset_timeout_s: Seconds = 60.0
     step_timeout_s: Seconds = 60.0
+    episode_timeout_s: Seconds = 3600.0
+    """For the whole episode: all its attempts, and what the model says."""
     env_retries: CountOrZero = 2
     """How often an episode is begun anew after an infrastructure fault."""
 
@@ -68,8 +80,18 @@ class Rollout(Table, frozen=True, kw_only=True):
 
     group_size: Annotated[int, Meta(ge=2)]
     """Episodes of the same task that are compared with each other."""
+    mode: RolloutMode = "async"
+    """Episodes on their own timelines; or whole batches, one ahead of training; or none before training is done."""
     redundancy: CountOrZero = 0
     """Extra episodes per group; the first `group_size` to finish are kept, the rest are aborted."""
+    replacements: CountOrZero = 8
+    """How many lost episodes of a group are begun anew before the whole group is given up."""
+    groups_ahead: CountOrZero = 1
+    """Groups whose environments each env worker makes and resets before they are needed."""
+    max_env_faults: Share = 0.5
+    """The share of an environment's episodes that may end in faults before it is paused; others go on."""
+    curriculum: UserCode | None = None
+    """A function (recent rewards by domain) -> weights by domain, asked now and then."""
     max_lag: CountOrZero = 1
     """How many versions behind the newest an episode may be (alpha)."""
     max_running: Count = 128
@@ -99,23 +121,101 @@ class Spool(Table, frozen=True, kw_only=True):
 class Engine(Table, frozen=True, kw_only=True):
     """Which inference engine serves prefill and decode."""
 
-    backend: Literal["embedded"] = "embedded"
+    backend: Literal["embedded", "vllm"] = "embedded"
+    """embedded: transformers in the worker's own process - vllm: a vLLM server per worker (docs/vllm.md)."""
     max_batch: Count = 64
     """Sequences decoded together by one decode worker."""
+    max_model_len: Count | None = None
+    """Longest prompt and answer together, where that is to be less than the model allows."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What vLLM computes in; the embedded engine computes in float32."""
+    pipeline_parallel: Count = 1
+    """With vLLM: stages that a worker's GPUs are divided into; within a stage they share each layer."""
+    cpu_kv_gib: Count = 1
+    """With vLLM on CPUs: memory for KV; on GPUs it takes what the model leaves."""
+    start_timeout_s: Seconds = 900.0
+    """With vLLM: how long a server may take until it generates."""
+    vllm_args: list[str] = []
+    """With vLLM: further arguments of its server."""
+
+
+class Routing(Table, frozen=True, kw_only=True):
+    """How turns find their engines. Every policy can be turned off."""
+
+    affinity: Literal["auto"] | dict[Name, Literal["compute", "bandwidth"]] = "auto"
+    """Hardware by domain ("default" for the rest) where workers of one role differ; auto: by the cost model."""
+    reluctance: Annotated[float, Meta(ge=1)] = 2.0
+    """How many times longer a turn may take on the hardware of its domain before it goes to another."""
+    home: bool = True
+    """Go back to the engine that holds the trajectory's KV, unless another would be done sooner all the same."""
+    stay: Annotated[float, Meta(ge=1)] = 3.0
+    """How many times sooner a turn must be done elsewhere for a trajectory to leave its home."""
+    remote_prefill: Literal["always", "auto", "never"] = "always"
+    """auto: where the cost model says that the prompt is sooner there."""
+    priority: Literal["least-attained", "arrival"] = "least-attained"
+    """Whose turn goes first at a full engine: of the trajectory that had least so far, or the one that came first."""
+    fair_domains: bool = True
+    """Domains that used more than their weight let the others go first."""
+    keep_kv: bool = True
+    """Tell engines for how long the KV of a trajectory is worth keeping between its turns."""
+    flip: bool = False
+    """A worker changes over between prefill and decode when one of them is overloaded for long."""
+    sizing: Literal["recipe", "auto"] = "recipe"
+    """auto: workers change over towards the split that the cost model wants for the turns seen."""
+    sampled: Share = 0.0
+    """Share of the decisions that are told as events."""
 
 
 class Train(Table, frozen=True, kw_only=True):
-    """How the model learns."""
+    """How the model learns. docs/learning.md names the paper of every choice."""
 
     num_steps: Count
     groups_per_step: Count
-    trainer: Literal["torch"] = "torch"
+    trainer: Literal["torch", "megatron"] = "torch"
+    sharding: Literal["none", "full"] = "none"
+    """With several ranks of trainer "torch": every rank holds the whole model (DDP), or a share of it (FSDP2)."""
+    tensor_parallel: Count = 1
+    """With trainer "megatron": ranks that share each layer."""
+    pipeline_parallel: Count = 1
+    """With trainer "megatron": ranks that share the layers in order."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the forward and backward pass; weights and optimizer are float32."""
     learning_rate: Annotated[float, Meta(gt=0)]
-    advantage: Literal["grpo", "rloo"] = "grpo"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from the end of the warm-up to the last step."""
+    warmup_steps: CountOrZero = 0
+    final_learning_rate: Annotated[float, Meta(ge=0)] = 0.0
+    """Where a schedule that falls ends."""
+    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline", "trloo", "gae", "sft"] = "grpo"
+    """What an episode, turn or token is compared with."""
+    gamma: Share = 1.0
+    """What a reward counts one turn (trloo) or one token (gae) earlier."""
+    gae_lambda: Share = 1.0
+    critic_learning_rate: Annotated[float, Meta(gt=0)] = 1e-5
+    """Of the critic that advantage "gae" needs."""
+    value_clip: Annotated[float, Meta(gt=0)] | None = None
+    """How far a value may move in one training step before its loss stops."""
+    flat_groups: Literal["keep", "drop"] = "keep"
+    """Groups whose episodes all had the same reward: they teach nothing, but count in the mean that the loss is."""
+    ratio: Literal["token", "sequence"] = "token"
+    """What the clip looks at: each token, or the geometric mean over its sequence (GSPO)."""
     clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
     clip_high: Annotated[float, Meta(gt=0)] = 0.2
+    dual_clip: Annotated[float, Meta(gt=1)] | None = None
+    """The ratio from which an episode with a negative advantage pushes no further."""
+    aggregation: Literal["token", "sequence", "fixed"] = "token"
+    """What counts the same in the mean: every token, every sequence, or every token over a constant length."""
+    proximal: Literal["recomputed", "behaviour"] = "recomputed"
+    """What the clip measures from: the policy when the step began (decoupled PPO), or the one that acted (PPO)."""
+    correction: Literal["none", "token", "sequence", "mask-token", "mask-sequence"] = "token"
+    """Importance weight of proximal / behaviour, per token or sequence: truncated, or zero outside the limits."""
     max_is_ratio: Annotated[float, Meta(ge=1)] = 2.0
-    """Truncation of the importance ratio between the policy at the start of the step and the one that acted."""
+    """Limit of the importance ratio between the policy at the start of the step and the one that acted."""
+    min_is_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """The lower limit, for corrections that mask."""
+    kl: Literal["none", "k1", "k2", "k3"] = "none"
+    """Estimator of KL(current || the model that training began with); it costs a second model in memory."""
+    kl_coef: Annotated[float, Meta(ge=0)] = 0.001
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
@@ -123,8 +223,12 @@ class Train(Table, frozen=True, kw_only=True):
     """Padded tokens in one forward pass; gradients accumulate over as many as a step needs."""
     num_minibatches: Count = 1
     """Optimizer steps per training step, each on a part of its trajectories; above 1 the policy moves in between."""
+    max_skipped_steps: Count = 5
+    """Steps in a row that were not finite and changed nothing, after which the campaign fails instead of idling on."""
     checkpoint_every_steps: Count = 10
     keep_checkpoints: Count = 2
+    keep_best: CountOrZero = 0
+    """Checkpoints kept besides the newest: those with the highest mean reward."""
     keep_versions: Count = 4
 
 
@@ -151,6 +255,19 @@ class BandwidthResources(Resources, frozen=True, kw_only=True):
 
     gpus_per_worker: CountOrZero = 1
     affinity: Affinity = "bandwidth"
+
+
+class Reward(Table, frozen=True, kw_only=True):
+    """Where rewards are computed; how much each of their workers needs is in resources.reward."""
+
+    placement: Literal["spare", "elastic"] = "spare"
+    """On spare cores of the job, or in preemptible jobs of their own that are there only while there is work."""
+    max_jobs: Count = 2
+    """Of such jobs at a time; each is one node."""
+    idle_s: Seconds = 20.0
+    """A reward job that has had no work for so long is ended."""
+    patience_s: Seconds = 120.0
+    """What no reward job has taken for so long is scored on spare cores."""
 
 
 class RewardResources(Resources, frozen=True, kw_only=True):
@@ -192,7 +309,9 @@ class Recipe(Table, frozen=True, kw_only=True):
     rollout: Rollout
     train: Train
     spool: Spool = Spool()
+    reward: Reward = Reward()
     engine: Engine = Engine()
+    router: Routing = Routing()
     resources: RoleResources = RoleResources()
     job: Job = Job()
 

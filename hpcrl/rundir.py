@@ -63,6 +63,11 @@ class RunDir:
         return self.root / "endpoints"
 
     @property
+    def flips(self) -> Path:
+        """Workers that do the other role's work for now."""
+        return self.root / "flips.json"
+
+    @property
     def model(self) -> Path:
         return self.root / "model"
 
@@ -81,6 +86,10 @@ class RunDir:
     @property
     def task_blocks(self) -> Path:
         return self.root / "task-blocks"
+
+    def journal(self, host: int) -> Path:
+        """What env host `host` has under way, whatever job it runs in."""
+        return self.root / "task-blocks" / f"{host}-under-way.jsonl"
 
     def spool(self, name: str) -> Path:
         return self.root / "spools" / name
@@ -144,9 +153,21 @@ class JobDir:
         return self.root / "windows"
 
     @property
-    def couriers(self) -> Path:
-        """What the couriers say of themselves."""
-        return self.root / "couriers.json"
+    def kv(self) -> Path:
+        """KV on its way from prefill to decode engines, where they have nothing faster."""
+        return self.root / "kv"
+
+    def ranks(self, start: int) -> Path:
+        """Where the ranks of a start of the trainer meet."""
+        return self.root / f"ranks-{start}.json"
+
+    def couriers(self, life: str) -> Path:
+        """What the couriers of one life say of themselves; one that is slow to end disturbs no later life."""
+        return self.root / f"couriers-{life}.json"
+
+    def meeting(self, life: str) -> Path:
+        """Where the couriers of one life find each other when they go over TCP."""
+        return self.root / "meetings" / life
 
     @property
     def parsl(self) -> Path:

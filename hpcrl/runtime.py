@@ -1,4 +1,4 @@
-"""The workers of one job, through Parsl: one executor per role over its component. Nothing else imports parsl.
+"""The workers of one job, through Parsl: one executor per role over its component, and one for rewards beside the job.
 
 Every node of a role's component is one Parsl block, started as a Slurm step of its own (so that a lost node takes
 one step with it), or as a process group on a machine without a scheduler. Task arguments are names, never data.
@@ -23,25 +23,31 @@ from parsl.jobs.error_handlers import noop_error_handler
 from parsl.jobs.states import JobState, JobStatus
 from parsl.providers.base import ExecutionProvider
 
-from hpcrl.couriers import Couriers
+from hpcrl.blocks import Jobs
+from hpcrl.couriers import Couriers, Way
 from hpcrl.files import publish
-from hpcrl.plan import Component, Plan, RolePlan
-from hpcrl.processes import end_group
+from hpcrl.plan import Component, Plan, RewardJobs, RolePlan
+from hpcrl.processes import EXIT_DONE, EXIT_DRAINED, end_group
 from hpcrl.recipe import RoleName
 from hpcrl.rundir import JobDir, RunDir
-from hpcrl.site import Mpi
+from hpcrl.site import Site
 from hpcrl.slurm.allocation import Allocation
-from hpcrl.weights.versions import Rung
+from hpcrl.slurm.script import reward_script
+from hpcrl.weights.versions import Rung, RungName
 
 PARSL_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env", "reward")
 WEIGHT_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "train")
 """Roles that make or need weights."""
+ELASTIC = "reward-jobs"
+"""The executor whose blocks come and go with the work."""
+PARTITION = "HPCRL_PARTITION"
 HEARTBEAT_S = 5
 LOST_AFTER_S = 20
 WORKER = "hpcrl.roles.__main__:work"
 SCORE = "hpcrl.roles.reward:score"
 
 STEP = ("-m", "hpcrl.step")
+RANKS = ("-m", "hpcrl.ranks")
 POOL = ("-m", "parsl.executors.high_throughput.process_worker_pool")
 POOL_OPTIONS = (
     "{max_workers_per_node}",
@@ -73,9 +79,10 @@ def call(function: str, *args: Any) -> Any:
 class Steps(ExecutionProvider):
     """Parsl blocks as steps of a job that runs already: one node of the component each."""
 
-    def __init__(self, *, prefixes: Mapping[str, Sequence[str]], log_dir: Path) -> None:
-        """`prefixes`: for each node, what stands before a command so that it runs there."""
-        self.init_blocks = self.max_blocks = len(prefixes)
+    def __init__(self, *, prefixes: Mapping[str, Sequence[str]], log_dir: Path, first: int | None = None) -> None:
+        """`prefixes`: for each node, what stands before a command so that it runs there; `first`: blocks at first."""
+        self.max_blocks = len(prefixes)
+        self.init_blocks = self.max_blocks if first is None else first
         self.min_blocks = 0
         self.nodes_per_block = 1
         self.parallelism = 1.0
@@ -166,15 +173,21 @@ class Runtime:
         self._allocation = allocation
         self._address = address
         self._steps: dict[RoleName, Steps] = {}
-        self._executors: dict[RoleName, HighThroughputExecutor] = {}
+        self._executors: dict[str, HighThroughputExecutor] = {}
+        self._reward_jobs: Steps | Jobs | None = None
         self._kernel: parsl.DataFlowKernel | None = None
-        self._trainer: subprocess.Popen[bytes] | None = None
+        self._trainer: list[subprocess.Popen[bytes]] = []
+        self._num_starts = 0
 
     def start(self) -> None:
         """Bring up the executors; workers connect while the caller goes on."""
         logging.getLogger("parsl").setLevel(logging.WARNING)
         for role in PARSL_ROLES:
-            self._executors[role] = self._executor(self._plan.role(role))
+            self._executors[role] = self._role_executor(self._plan.role(role))
+        if self._plan.reward_jobs is not None:
+            self._reward_jobs = self._elastic_provider(self._plan.reward_jobs)
+            num = self._plan.reward_jobs.workers_per_job
+            self._executors[ELASTIC] = self._executor(ELASTIC, self._reward_jobs, workers_per_node=num)
         self._kernel = parsl.DataFlowKernel(
             Config(
                 executors=list(self._executors.values()),
@@ -190,35 +203,77 @@ class Runtime:
         """Begin a long-lived worker; the future ends when it does."""
         return self._submit(role, WORKER, str(self._run.root), self._job.number, role, index)
 
-    def score(self, segment: str) -> "Future[None]":
-        """Begin a reward task for one segment of the spool "rollouts"."""
-        return self._submit("reward", SCORE, str(self._run.root), self._job.number, segment)
+    def score(self, segment: str, *, elastic: bool) -> "Future[None]":
+        """Begin a reward task for one segment of the spool "rollouts": in a reward job, or on spare cores."""
+        return self._submit(ELASTIC if elastic else "reward", SCORE, str(self._run.root), self._job.number, segment)
+
+    def num_reward_jobs(self) -> int:
+        """Reward jobs that wait or run."""
+        return self._reward_jobs.num_running() if self._reward_jobs is not None else 0
+
+    def begin_reward_job(self) -> None:
+        """Ask for one more; what Slurm refuses is asked for again at the next look."""
+        self._executors[ELASTIC].scale_out_facade(1)
+
+    def end_reward_jobs(self) -> None:
+        """End all of them."""
+        assert self._reward_jobs is not None
+        self._reward_jobs.cancel_all()
 
     def start_trainer(self) -> None:
-        """Begin (or begin anew) the trainer, a step of its own on its component."""
-        prefix = next(iter(self._prefixes(self._plan.role("train")).values()))
-        role = [sys.executable, "-m", "hpcrl.roles", "train", str(self._run.root), str(self._job.number), "0"]
-        command = [sys.executable, *STEP, str(self._job.end), *role]
-        with self._job.log("train-step").open("ab") as log:
-            self._trainer = subprocess.Popen(
-                [*prefix, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+        """Begin (or begin anew) the trainer, a step of its own on each node of its component."""
+        plan = self._plan.role("train")
+        self._end_trainer(grace_s=5.0)
+        role = [sys.executable, "-m", "hpcrl.roles", "train", str(self._run.root), str(self._job.number)]
+        master = "127.0.0.1" if self._plan.layout == "local" else self._allocation.nodes[plan.component][0]
+        environ = {"HPCRL_TRAINER_START": str(self._num_starts), "MASTER_ADDR": master}
+        self._num_starts += 1
+        first = 0
+        for prefix in self._prefixes(plan).values():
+            num = min(plan.workers_per_node, plan.num_workers - first)
+            if num < 1:
+                break
+            ranks = [sys.executable, *RANKS, str(plan.num_workers), str(first), str(num), *role]
+            with self._job.log("train-step").open("ab") as log:
+                started = subprocess.Popen(
+                    [*prefix, sys.executable, *STEP, str(self._job.end), *ranks],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=os.environ | environ,
+                    start_new_session=True,
+                )
+            self._trainer.append(started)
+            first += num
 
-    def couriers(self, mpi: Mpi, *, rung: Rung) -> Couriers:
+    def _end_trainer(self, *, grace_s: float) -> None:
+        """Every step of the trainer; when one has failed the others would wait for it."""
+        for process in self._trainer:
+            end_group(process, grace_s=grace_s)
+        self._trainer.clear()
+
+    def couriers(self, site: Site, rungs: Sequence[RungName], *, rung: Rung) -> Couriers:
         """The step that carries weights, one process on every node that makes or needs them; not yet started."""
         indices = sorted({self._plan.role(role).component for role in WEIGHT_ROLES})
+        components = [self._plan.components[index] for index in indices]
         nodes = [node for index in indices for node in self._allocation.nodes[index]]
         source = self._allocation.nodes[self._plan.role("train").component][0]
-        prefix = self._allocation.joined_step([self._plan.components[index] for index in indices], mpi=mpi.srun_type)
-        who = [str(self._run.root), str(self._job.number), ",".join(nodes), source]
-        return Couriers(
-            job=self._job, command=[*prefix, sys.executable, "-m", "hpcrl.weights.courier", *who], rung=rung
-        )
+        courier = [sys.executable, "-m", "hpcrl.weights.courier"]
+        courier += [str(self._run.root), str(self._job.number), ",".join(nodes), source]
+        courier.append(f"--codec={site.mpi.codec}")
+        if site.network.interface is not None:
+            courier.append(f"--interface={site.network.interface}")
+        ways = []
+        for name in rungs:
+            prefix = self._allocation.joined_step(components, mpi=site.mpi.srun_type if name == "mpi" else "none")
+            ways.append(Way(rung=name, command=[*prefix, *courier, f"--wire={name}"]))
+        return Couriers(job=self._job, weights=self._run.weights, ways=ways, rung=rung)
 
     def trainer_code(self) -> int | None:
         """How the trainer ended; None while it runs."""
-        assert self._trainer is not None
-        return self._trainer.poll()
+        codes = [process.poll() for process in self._trainer]
+        failed = [code for code in codes if code not in (None, EXIT_DONE, EXIT_DRAINED)]
+        return failed[0] if failed else codes[0] if None not in codes else None
 
     def replace_lost_blocks(self) -> list[tuple[RoleName, str]]:
         """Start a new worker pool for every one that has ended; says whose, and on which node."""
@@ -235,31 +290,50 @@ class Runtime:
             time.sleep(0.1)
         for steps in self._steps.values():
             steps.cancel_all()
+        if self._reward_jobs is not None:
+            self._reward_jobs.cancel_all()
         if self._kernel is not None:
             self._kernel.cleanup()
         for steps in self._steps.values():
             steps.wait(deadline=deadline)
-        if self._trainer is not None:
-            end_group(self._trainer, grace_s=deadline - time.monotonic())
+        if isinstance(self._reward_jobs, Steps):
+            self._reward_jobs.wait(deadline=deadline)
+        self._end_trainer(grace_s=deadline - time.monotonic())
 
-    def _submit(self, role: RoleName, function: str, *args: Any) -> "Future[None]":
+    def _submit(self, executor: str, function: str, *args: Any) -> "Future[None]":
         assert self._kernel is not None
         future: Future[None] = self._kernel.submit(
-            call, app_args=(function, *args), executors=[role], cache=False, ignore_for_cache=[], app_kwargs={}
+            call, app_args=(function, *args), executors=[executor], cache=False, ignore_for_cache=[], app_kwargs={}
         )
         return future
 
-    def _executor(self, role: RolePlan) -> HighThroughputExecutor:
+    def _role_executor(self, role: RolePlan) -> HighThroughputExecutor:
         steps = self._steps[role.role] = Steps(prefixes=self._prefixes(role), log_dir=self._job.logs)
+        return self._executor(role.role, steps, workers_per_node=role.workers_per_node)
+
+    def _elastic_provider(self, wanted: RewardJobs) -> Steps | Jobs:
+        """Jobs of their own; on a machine without a scheduler, processes that come and go."""
+        partition = ["env", f"{PARTITION}={wanted.partition}"]
+        if self._allocation.job_id is None:
+            prefixes = {f"{ELASTIC}-{index}": partition for index in range(wanted.max_jobs)}
+            return Steps(prefixes=prefixes, log_dir=self._job.logs, first=0)
+
+        def script(name: str, command: list[str]) -> str:
+            command = [*partition, *command]
+            return reward_script(self._plan, run=self._run, job=self._job.number, name=name, command=command)
+
+        return Jobs(wanted, job=self._job, script=script)
+
+    def _executor(self, label: str, provider: ExecutionProvider, *, workers_per_node: int) -> HighThroughputExecutor:
         return HighThroughputExecutor(
-            label=role.role,
-            provider=steps,
+            label=label,
+            provider=provider,
             address=self._address,
             launch_cmd="\n".join(
                 [sys.executable, *STEP, _literal(self._job.end), sys.executable, *POOL, *POOL_OPTIONS]
             ),
             interchange_launch_cmd=[sys.executable, "-m", "parsl.executors.high_throughput.interchange"],
-            max_workers_per_node=role.workers_per_node,
+            max_workers_per_node=workers_per_node,
             cores_per_worker=1e-6,  # workers are counted by the plan, not by what the node seems to have
             heartbeat_period=HEARTBEAT_S,
             heartbeat_threshold=LOST_AFTER_S,

@@ -3,7 +3,7 @@
 A user's own account and paths go into `~/.config/hpcrl/sites/NAME.toml` with `extends = "NAME"`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -67,8 +67,19 @@ class Mpi(Table, frozen=True, kw_only=True):
     srun_type: str = "none"
     """The value of `srun --mpi`."""
     world_over_components: Known = "unknown"
-    couriers: bool = False
-    """Carry new weights between nodes by MPI; else they go by files. Experimental: see docs/architecture.md."""
+    couriers: bool = True
+    """Carry new weights from node to node, by MPI or else by TCP; false: they go by files."""
+    codec: Literal["auto", "full", "delta"] = "auto"
+    """What couriers send: whole versions, what has changed in them, or whichever is there sooner."""
+
+
+class Inference(Table, frozen=True, kw_only=True):
+    """How vLLM engines hand KV from prefill to decode."""
+
+    kv_connector: Name | None = "files"
+    """files: ours, through the job's directory; any other is vLLM's own, such as NixlConnector; None: not at all."""
+    kv_options: dict[str, Any] = {}
+    """`kv_connector_extra_config` of a connector of vLLM's own."""
 
 
 class Site(Table, frozen=True, kw_only=True):
@@ -92,6 +103,7 @@ class Site(Table, frozen=True, kw_only=True):
     containers: list[Literal["apptainer", "singularity", "shifter", "podman-hpc", "enroot", "bubblewrap"]] = []
     network: Network = Network()
     mpi: Mpi = Mpi()
+    inference: Inference = Inference()
     slurm_min: str | None = None
     """The Slurm version that the facts below were seen with, or later."""
     verified: bool = False

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-MUST_RUN_IN_CI = ("slurm",)
+MUST_RUN_IN_CI = ("mpi", "slurm", "vllm")
 
 
 @pytest.fixture

@@ -109,7 +109,10 @@ class Ledger:
             assert all(np.array_equal(getattr(one, name), getattr(written, name)) for name in COLUMNS), one.id
         self.trained += [one.id for one in chosen]
 
-    def save(self, directory: Path) -> None:
+    def snapshot(self) -> "Ledger":
+        return self  # it is written before the next step is made
+
+    def write(self, directory: Path) -> None:
         (directory / "ledger.json").write_text(json.dumps(self.trained))
 
     def load(self, directory: Path) -> None:
@@ -177,7 +180,7 @@ class Consumer:
             self._settled.drop(chosen)
 
     def _trainer(self) -> Trainer:
-        """`checkpoint` asks a trainer for `save` and `load` alone."""
+        """`checkpoint` asks a trainer for `snapshot` and `load` alone."""
         return cast(Any, self.ledger)
 
 

@@ -1,13 +1,14 @@
 """What an inference engine is: token ids in, token ids with log-probabilities and versions out.
 
-Two small protocols, so that a caller depends on what it uses:
+Small protocols, so that a caller depends on what it uses:
 
     Generator   generate, prefill, abort, load_figures     used by env hosts, in process or over HTTP
+    Streamer    stream                                     a turn told while it is said, for those who wait for its text
     Updatable   pause, load_version, resume                used by the worker that watches the weights
 """
 
-from collections.abc import Awaitable, Callable
-from typing import Literal, Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -23,6 +24,8 @@ class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """Version of the weights that computed it; KV of another version is never used."""
     num_tokens: int
+    transfer: dict[str, Any] | None = None
+    """What a KV connector of vLLM told its other end; with a URL that begins with "vllm:"."""
 
 
 LOCAL = "local:"
@@ -43,7 +46,23 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The same seed, prompt and weights give the same tokens on the same engine."""
     stop_token_ids: list[int] = []
     """Generation ends with the first of these, which is part of the answer."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this probability; log-probabilities are of what is left."""
+    top_k: int = 0
+    """Draw from so many likeliest tokens; 0: from all."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to tell for each place, at most TOP_LOGPROBS."""
     kv: KvHandle | None = None
+    trajectory: str = ""
+    """Turns of one trajectory have the same; engines may keep its KV by it. "": belongs to none."""
+    domain: str = ""
+    priority: int = 0
+    """A waiting request with a smaller number goes first."""
+    keep_kv_s: float = 0.0
+    """For how long after this turn its KV is better kept than given up: the trajectory will likely be back by then."""
+
+
+TOP_LOGPROBS = 20
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +75,37 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     remote_prefill: bool = False
     """True if the handed-over KV was used."""
+    top: list[dict[int, float]] = []
+    """For each token, if asked for: the likeliest tokens at its place with their log-probabilities."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a completion; the lists have one entry per token of the piece."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason | None = None
+    """Only the last piece has one."""
+    remote_prefill: bool = False
+    top: list[dict[int, float]] = []
+
+
+def as_part(completion: Completion) -> Part:
+    """A whole completion as its only piece."""
+    return msgspec.convert(completion, Part, from_attributes=True)
+
+
+def joined(parts: Sequence[Part]) -> Completion:
+    """The completion that these pieces are; one that was cut short is `aborted`."""
+    return Completion(
+        token_ids=[token for part in parts for token in part.token_ids],
+        logprobs=[logprob for part in parts for logprob in part.logprobs],
+        versions=[version for part in parts for version in part.versions],
+        finish_reason=(parts[-1].finish_reason if parts else None) or "aborted",
+        remote_prefill=any(part.remote_prefill for part in parts),
+        top=[top for part in parts for top in part.top],
+    )
 
 
 class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +116,10 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     num_generated_tokens: int
     """Since the engine started."""
+    running_tokens: int = 0
+    """Tokens of KV that the running requests hold."""
+    free_kv_tokens: int | None = None
+    """Tokens of KV that there is room for; None if the engine cannot tell."""
 
 
 class Generator(Protocol):
@@ -79,6 +133,17 @@ class Generator(Protocol):
         """End a request between two steps; its `generate` answers with what it has and `aborted`."""
 
     async def load_figures(self) -> LoadFigures: ...
+
+
+class Streamer(Protocol):
+    """An engine that tells a turn while it is said."""
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+        """The pieces of a turn as they come; closing it early ends the request."""
+
+
+class Engine(Generator, Streamer, Protocol):
+    """An engine as a router needs it."""
 
 
 class Updatable(Protocol):

@@ -2,6 +2,7 @@
 
     first_turn(observation)               ids that end where the model starts to speak
     next_turn(observation, said=...)      ids to append to what the model said
+    load_chat, load_template              this layout, or the whole template (hpcrl.engines.template), of a model
 
 Generated ids are never decoded and tokenised again: a prompt is the one before it, what the model said, and
 `next_turn`. An observation cannot forge a mark: "<eos>" in it is five ordinary characters.
@@ -9,6 +10,8 @@ Generated ids are never decoded and tokenised again: a prompt is the one before 
 It reads tokenizer.json and the template itself, not through transformers, which would bring torch into every env host.
 """
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from hpcrl.engines.template import Template
 from hpcrl.errors import ConfigError
 from hpcrl.files import read_json
 
@@ -82,6 +86,24 @@ def load_chat(model_dir: Path) -> Chat:
     return chat
 
 
+def load_template(model_dir: Path) -> Template:
+    """The template in `model_dir`, for conversations of any form."""
+    chat = load_chat(model_dir)
+    settings = _load_settings(model_dir / "tokenizer_config.json")
+    added = chat.tokenizer.get_added_tokens_decoder().items()
+    marks = {token.content: number for number, token in added if token.special}
+    return Template(
+        tokenizer=chat.tokenizer,
+        compiled=_compiled(_load_template(model_dir, settings), source=model_dir),
+        marks=marks,
+        mark=re.compile("(" + "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) + ")"),
+        names={name: _content(value) for name, value in settings.items() if name.endswith("_token")},
+        close=chat.close,
+        stop_token_ids=chat.stop_token_ids,
+        source=model_dir,
+    )
+
+
 def _load_tokenizer(path: Path) -> Any:
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: save the model's tokenizer in the fast format")
@@ -133,14 +155,28 @@ def _pieces(template: str, marks: dict[str, str], *, source: Path) -> tuple[str,
 def _render(template: str, marks: dict[str, str], *contents: str, source: Path) -> str:
     roles = ("user", "assistant") * len(contents)
     messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    compiled = _compiled(template, source=source)
+    try:
+        return compiled.render(messages=messages, add_generation_prompt=True, **marks)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"{source}: its chat template cannot be rendered: {error}") from error
+
+
+def _compiled(template: str, *, source: Path) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = _refuse
+    environment.filters["tojson"] = _to_json
     try:
-        return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **marks)
+        return environment.from_string(template)
     except jinja2.TemplateError as error:
         raise ConfigError(f"{source}: its chat template cannot be rendered: {error}") from error
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """As transformers does it: jinja's own filter escapes < and > for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _refuse(message: str) -> None:

@@ -10,9 +10,10 @@ The batch itself is hpcrl.engines.batch.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -20,8 +21,18 @@ from typing import Any, Self, TypeVar
 import torch
 from transformers import AutoModelForCausalLM
 
-from hpcrl.engines.base import LOCAL, Completion, FetchKv, GenerateRequest, KvHandle, LoadFigures
+from hpcrl.engines.base import (
+    LOCAL,
+    Completion,
+    FetchKv,
+    GenerateRequest,
+    KvHandle,
+    LoadFigures,
+    Part,
+    joined,
+)
 from hpcrl.engines.batch import Batch, Row
+from hpcrl.engines.check import check
 from hpcrl.engines.kv import KvShelf, RowKv, pack, unpack
 from hpcrl.errors import EngineError, WeightsError
 from hpcrl.weights.store import WeightSource
@@ -69,9 +80,11 @@ class EmbeddedEngine:
         self._waiting: deque[Row] = deque()
         self._unwanted: set[Row] = set()
         self._paused = False
-        self._torn = False
         self._wake = asyncio.Event()
+        self._stepped = asyncio.Event()
+        """Set and replaced after every step, for those who tell a turn while it is said."""
         self._between_steps = asyncio.Lock()
+        self._loading = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._loop_task: asyncio.Task[None] | None = None
 
@@ -100,20 +113,38 @@ class EmbeddedEngine:
     # ---- Generator
 
     async def generate(self, request: GenerateRequest) -> Completion:
+        row = self._speaking(request)
+        await self._finish(row, request)
+        return joined([_said(row, start=0, end=len(row.versions))])
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+        row = self._speaking(request)
+        finish = asyncio.create_task(self._finish(row, request), name=request.request_id)
+        told = 0
+        try:
+            while not finish.done():
+                stepped = asyncio.ensure_future(self._stepped.wait())
+                await asyncio.wait({finish, stepped}, return_when=asyncio.FIRST_COMPLETED)
+                stepped.cancel()
+                known = len(row.versions)  # the last of a row's lists to grow
+                if known > told and not row.is_done:
+                    yield _said(row, start=told, end=known)
+                    told = known
+            finish.result()
+            yield _said(row, start=told, end=len(row.versions))
+        finally:
+            finish.cancel()
+            await asyncio.wait({finish})
+
+    def _speaking(self, request: GenerateRequest) -> Row:
         if request.max_new_tokens < 1:
             raise EngineError(f"max_new_tokens is {request.max_new_tokens}: ask for at least 1")
-        row = await self._finished(request, max_new_tokens=request.max_new_tokens)
-        return Completion(
-            token_ids=row.token_ids[row.num_prompt :],
-            logprobs=row.logprobs,
-            versions=row.versions,
-            finish_reason=row.finish_reason or "aborted",
-            remote_prefill=row.remote_prefill,
-        )
+        return self._admissible(request, max_new_tokens=request.max_new_tokens)
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
         """Compute the KV of all tokens but the last, and hold it until it is fetched or has become old."""
-        row = await self._finished(request, max_new_tokens=0)
+        row = self._admissible(request, max_new_tokens=0)
+        await self._finish(row, request)
         if row.kv is None or row.finish_reason == "aborted":
             raise EngineError(f"prefill of request {request.request_id!r} was aborted")
         name = self._shelf.put(row.kv)
@@ -150,27 +181,34 @@ class EmbeddedEngine:
         self._wake.set()
 
     async def load_version(self, version: int) -> float:
-        """Found and checked while generation goes on; it stands still for one copy."""
-        with ExitStack() as reading:
-            tensors = await asyncio.to_thread(reading.enter_context, self._store.reading(version))
-            async with self._between_steps:
-                began = time.monotonic()
-                if version < self.version:
-                    raise WeightsError(
-                        f"version {version} is older than {self.version}, which is loaded: never go back"
-                    )
-                await self._in_thread(lambda: self._batch.load(tensors, version=version))
-                self._torn = True  # nothing is generated until the source says that all of it was of one version
-                reading.close()
-                self._torn = False
+        """Found and checked while generation goes on with the old weights, copied while it goes on with the new ones.
+
+        Until they are copied they are used where they lie. The step after the update computes the KV anew.
+        """
+        async with self._loading:
+            with ExitStack() as reading:
+                tensors = await asyncio.to_thread(reading.enter_context, self._store.reading(version))
+                async with self._between_steps:
+                    began = time.monotonic()
+                    if version < self.version:
+                        raise WeightsError(
+                            f"version {version} is older than {self.version}, which is loaded: never go back"
+                        )
+                    still = partial(self._store.still, version)
+                    loan = await self._in_thread(lambda: self._batch.load(tensors, version=version, still=still))
+                    stall_s = time.monotonic() - began
                 self._wake.set()
-                return time.monotonic() - began
+                await asyncio.to_thread(loan.copy)
+                async with self._between_steps:
+                    began = time.monotonic()
+                    await self._in_thread(lambda: self._batch.settle(loan))
+                    stall_s += time.monotonic() - began
+            return stall_s
 
     # ---- the life of a request
 
-    async def _finished(self, request: GenerateRequest, *, max_new_tokens: int) -> Row:
+    async def _finish(self, row: Row, request: GenerateRequest) -> None:
         """Put a request through the batch; a caller that goes away takes it out."""
-        row = self._admissible(request, max_new_tokens=max_new_tokens)
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rows[request.request_id], self._answers[row] = row, answer
         try:
@@ -186,7 +224,6 @@ class EmbeddedEngine:
                 self._drop_soon(row)
         if row.failure:
             raise EngineError(f"request {request.request_id!r}: {row.failure}")
-        return row
 
     def _admissible(self, request: GenerateRequest, *, max_new_tokens: int) -> Row:
         """The row of a request that can be served; EngineError says what is wrong with any other."""
@@ -194,8 +231,8 @@ class EmbeddedEngine:
             raise EngineError("the engine is not running: its worker has to be started anew")
         if request.request_id in self._rows:
             raise EngineError(f"request_id {request.request_id!r} is being served already: give each turn its own")
-        if (wrong := _what_is_wrong(request, max_new_tokens=max_new_tokens, batch=self._batch)) is not None:
-            raise EngineError(f"request {request.request_id!r}: {wrong}")
+        context_length, vocabulary = self._batch.context_length, self._batch.num_tokens_known
+        check(request, max_new_tokens=max_new_tokens, context_length=context_length, vocabulary=vocabulary)
         return Row(
             token_ids=list(request.token_ids),
             num_prompt=len(request.token_ids),
@@ -203,6 +240,9 @@ class EmbeddedEngine:
             temperature=request.temperature,
             seed=request.seed,
             stop_token_ids=frozenset(request.stop_token_ids),
+            top_p=request.top_p,
+            top_k=request.top_k,
+            top_logprobs=request.top_logprobs,
         )
 
     async def _handed_over(self, handle: KvHandle) -> RowKv | None:
@@ -242,7 +282,7 @@ class EmbeddedEngine:
     @property
     def _stands_still(self) -> bool:
         """Paused, or without whole weights."""
-        return self._paused or self._torn
+        return self._paused or self._batch.is_torn
 
     async def _turn(self) -> None:
         """Drop what nobody wants any more, then, unless paused, one step of the batch."""
@@ -255,6 +295,8 @@ class EmbeddedEngine:
             room = self._max_batch - len(self._batch.rows)
             joining = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
             self._answer(await self._in_thread(lambda: self._batch.advance(joining)))
+            self._stepped.set()
+            self._stepped = asyncio.Event()
 
     def _answer(self, rows: "list[Row] | set[Row]") -> None:
         for row in rows:
@@ -271,17 +313,13 @@ class EmbeddedEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _what_is_wrong(request: GenerateRequest, *, max_new_tokens: int, batch: Batch) -> str | None:
-    num_prompt, vocabulary = len(request.token_ids), batch.num_tokens_known
-    if not request.token_ids:
-        return "the prompt is empty: send at least one token"
-    if num_prompt + max_new_tokens > batch.context_length:
-        return (
-            f"{num_prompt} prompt tokens and {max_new_tokens} new ones are {num_prompt + max_new_tokens}, "
-            f"the model's context is {batch.context_length}: shorten the prompt or lower max_new_tokens"
-        )
-    if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocabulary:
-        return f"token ids must lie in 0..{vocabulary - 1}: was the prompt made with another tokenizer?"
-    if not 0 <= request.temperature < float("inf"):
-        return f"temperature is {request.temperature}: it must be 0 (greedy) or a positive number"
-    return None
+def _said(row: Row, *, start: int, end: int) -> Part:
+    """What a row has said, from its token `start` to `end`."""
+    return Part(
+        token_ids=row.token_ids[row.num_prompt + start : row.num_prompt + end],
+        logprobs=row.logprobs[start:end],
+        versions=row.versions[start:end],
+        finish_reason=row.finish_reason,
+        remote_prefill=row.remote_prefill,
+        top=row.top[start:end],
+    )

@@ -1,16 +1,18 @@
 """An engine behind an HTTP door, and the other end of it.
 
-    serve          POST /generate /prefill /abort, GET /load /kv/NAME; every request carries the bearer token
+    serve          POST /generate /stream /prefill /abort, GET /load /kv/NAME; every request carries the bearer token
     RemoteEngine   a Generator that talks to such a door
     kv_fetcher     gets handed-over KV for an engine that decodes
 
-Bodies are JSON of the structs in hpcrl.engines.base; KV travels as safetensors. A request that cannot be read is
-answered 400 and one that the engine refuses 422, each with {"error": "one line"}. A client that hangs up takes its
-request with it.
+Bodies are JSON of the structs in hpcrl.engines.base (a stream: one piece a line); KV travels as safetensors. A
+request that cannot be read is answered 400 and one that the engine refuses 422, each with {"error": "one line"}. A
+client that hangs up takes its request with it.
 """
 
+import contextlib
 import hmac
 import ipaddress
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol, TypeVar
 
 import aiohttp
@@ -19,20 +21,32 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from hpcrl.endpoints import Endpoint
-from hpcrl.engines.base import LOCAL, Completion, FetchKv, GenerateRequest, Generator, KvHandle, LoadFigures
-from hpcrl.errors import EngineError
+from hpcrl.engines.base import (
+    LOCAL,
+    Completion,
+    FetchKv,
+    GenerateRequest,
+    Generator,
+    KvHandle,
+    LoadFigures,
+    Part,
+    Streamer,
+)
+from hpcrl.errors import EngineError, EngineRefusedError
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 64 << 20
 """A prompt of a million tokens is under 10 MB of JSON."""
 SHORT_S = 30.0
 """How long anything but a generation may take to answer."""
+FULL = 503
+"""Answered to a request that may be offered elsewhere."""
 KV_FETCH_S = 20.0
 """After this the prompt is computed where it is decoded."""
 
 
-class ServedEngine(Generator, Protocol):
-    """What stands behind the door: a Generator that also gives out the KV it holds."""
+class ServedEngine(Generator, Streamer, Protocol):
+    """What stands behind the door: a Generator that also tells a turn as it is said, and gives out the KV it holds."""
 
     async def take_kv(self, name: str) -> bytes | None: ...
 
@@ -58,6 +72,7 @@ async def serve(engine: ServedEngine, *, host: str, token: str, port: int = 0) -
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     door = _Door(engine, token=token)
     app.router.add_post("/generate", door.generate)
+    app.router.add_post("/stream", door.stream)
     app.router.add_post("/prefill", door.prefill)
     app.router.add_post("/abort", door.abort)
     app.router.add_get("/load", door.load)
@@ -82,6 +97,16 @@ class _Door:
     async def generate(self, http: web.Request) -> web.Response:
         return _answer(await self._engine.generate(await _body(http, GenerateRequest)))
 
+    async def stream(self, http: web.Request) -> web.StreamResponse:
+        pieces = self._engine.stream(await _body(http, GenerateRequest))
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        async with contextlib.aclosing(pieces):
+            async for piece in _told(pieces):
+                if not response.prepared:  # until here a refusal can have a status of its own
+                    await response.prepare(http)
+                await response.write(msgspec.json.encode(piece) + b"\n")
+        return response
+
     async def prefill(self, http: web.Request) -> web.Response:
         handle = await self._engine.prefill(await _body(http, GenerateRequest))
         if handle.url.startswith(LOCAL):
@@ -101,6 +126,19 @@ class _Door:
         if data is None:
             raise web.HTTPNotFound(text="this KV was fetched before, or has become too old")
         return web.Response(body=data, content_type="application/octet-stream")
+
+
+async def _told(pieces: AsyncIterator[Part]) -> AsyncIterator[Part | _Refusal]:
+    """The pieces; if the engine fails when some are gone, then a refusal as the last line."""
+    begun = False
+    try:
+        async for piece in pieces:
+            yield piece
+            begun = True
+    except EngineError as error:
+        if not begun:
+            raise
+        yield _Refusal(error=str(error))
 
 
 async def _body(http: web.Request, kind: type[T]) -> T:
@@ -132,6 +170,8 @@ def _bearer(token: str) -> Middleware:
 async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
+    except EngineRefusedError as error:
+        return _refused(FULL, str(error))
     except EngineError as error:
         return _refused(422, str(error))
     except web.HTTPClientError as error:
@@ -170,6 +210,23 @@ class RemoteEngine:
         # How long a turn may take is the caller's business: cancelling it hangs up, which aborts it over there.
         return await self._ask("POST", "/generate", request, kind=Completion, limit_s=None)
 
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+        url = self.endpoint.url + "/stream"
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=SHORT_S)
+        data = msgspec.json.encode(request)
+        last: Part | None = None
+        try:
+            async with self._session.post(url, data=data, headers=self._headers, timeout=timeout) as http:
+                if http.status >= 400:
+                    raise self._answered(url, http.status, await http.read())
+                async for line in _lines(http.content):
+                    last = self._understood(line, kind=Part, url=url)
+                    yield last
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineError(f"worker {self.endpoint.worker} at {url} did not answer: {error!r}") from error
+        if last is None or last.finish_reason is None:
+            raise EngineError(f"worker {self.endpoint.worker} at {url} fell silent in the middle of a turn")
+
     async def prefill(self, request: GenerateRequest) -> KvHandle:
         return await self._ask("POST", "/prefill", request, kind=KvHandle, limit_s=None)
 
@@ -191,11 +248,28 @@ class RemoteEngine:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineError(f"worker {self.endpoint.worker} at {url} did not answer: {error!r}") from error
         if http.status >= 400:
-            raise EngineError(f"worker {self.endpoint.worker} at {url} answered {http.status}: {_reason(answer)}")
+            raise self._answered(url, http.status, answer)
+        return self._understood(answer, kind=kind, url=url)
+
+    def _answered(self, url: str, status: int, answer: bytes) -> EngineError:
+        kind = EngineRefusedError if status in (FULL, 429) else EngineError
+        return kind(f"worker {self.endpoint.worker} at {url} answered {status}: {_reason(answer)}")
+
+    def _understood(self, answer: bytes, *, kind: type[T], url: str) -> T:
         try:
             return msgspec.json.decode(answer, type=kind)
         except msgspec.DecodeError as error:
-            raise EngineError(f"worker {self.endpoint.worker} at {url} is not understood: {error}") from error
+            why = _reason(answer)
+            raise EngineError(f"worker {self.endpoint.worker} at {url} is not understood: {error}: {why}") from error
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Line by line, however long: a stream's own `readline` refuses one of many tokens."""
+    begun = b""
+    async for chunk in content.iter_any():
+        *whole, begun = (begun + chunk).split(b"\n")
+        for line in whole:
+            yield line
 
 
 def _reason(answer: bytes) -> str:

@@ -26,16 +26,51 @@ def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def sample(
-    logits_BV: torch.Tensor, *, temperatures: list[float], seeds: list[int], positions: list[int]
-) -> tuple[list[int], list[float]]:
-    """A token for every row and its log-probability; temperature 0 takes the likeliest, scored at temperature 1."""
+def distribution(
+    logits_BV: torch.Tensor, *, temperatures: list[float], top_ps: list[float], top_ks: list[int]
+) -> torch.Tensor:
+    """What each row draws from, as log-probabilities that sum to one; -inf for what its top_p or top_k leaves out."""
     scale_B1 = torch.tensor([[t or 1.0] for t in temperatures], device=logits_BV.device)
     logprobs_BV = torch.log_softmax(logits_BV.float() / scale_B1, dim=-1)
+    cut = [row for row, (top_p, top_k) in enumerate(zip(top_ps, top_ks, strict=True)) if top_p < 1 or top_k]
+    if cut:
+        logprobs_BV[cut] = _cut(logprobs_BV[cut], [top_ps[row] for row in cut], [top_ks[row] for row in cut])
+    return logprobs_BV
+
+
+def _cut(logprobs_BV: torch.Tensor, top_ps: list[float], top_ks: list[int]) -> torch.Tensor:
+    """Keep the likeliest tokens; the first is always among them."""
+    sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True, stable=True)
+    probability_BV = sorted_BV.double().exp()
+    before_BV = probability_BV.cumsum(dim=-1) - probability_BV
+    p_B1 = torch.tensor(top_ps, dtype=torch.float64, device=logprobs_BV.device)[:, None]
+    k_B1 = torch.tensor([k or logprobs_BV.shape[1] for k in top_ks], device=logprobs_BV.device)[:, None]
+    rank_V = torch.arange(logprobs_BV.shape[1], device=logprobs_BV.device)
+    left_out_BV = ((before_BV >= p_B1) | (rank_V >= k_B1)) & (rank_V > 0)
+    kept_BV = torch.empty_like(logprobs_BV).scatter_(1, order_BV, sorted_BV.masked_fill(left_out_BV, -torch.inf))
+    return torch.log_softmax(kept_BV, dim=-1)
+
+
+def likeliest(logprobs_BV: torch.Tensor, counts: list[int]) -> list[dict[int, float]]:
+    """The `counts` likeliest tokens of each row with their log-probabilities."""
+    if not any(counts):
+        return [{} for _ in counts]
+    values, ids = logprobs_BV.topk(min(max(counts), logprobs_BV.shape[1]), dim=-1)
+    rows = zip(ids.tolist(), values.tolist(), counts, strict=True)
+    return [
+        {token: logprob for token, logprob in zip(i[:num], v[:num], strict=True) if logprob > -torch.inf}
+        for i, v, num in rows
+    ]
+
+
+def sample(
+    logprobs_BV: torch.Tensor, *, temperatures: list[float], seeds: list[int], positions: list[int]
+) -> tuple[list[int], list[float]]:
+    """A token for every row and its log-probability; temperature 0 takes the likeliest, scored at temperature 1."""
     ids_B = logprobs_BV.argmax(dim=-1)
     if any(temperatures):
-        u_B = torch.from_numpy(uniforms(seeds, positions)).to(logits_BV.device)
-        greedy_B = torch.tensor([t == 0 for t in temperatures], device=logits_BV.device)
+        u_B = torch.from_numpy(uniforms(seeds, positions)).to(logprobs_BV.device)
+        greedy_B = torch.tensor([t == 0 for t in temperatures], device=logprobs_BV.device)
         ids_B = torch.where(greedy_B, ids_B, _inverse_cdf(logprobs_BV, u_B))
     chosen_B = logprobs_BV.gather(1, ids_B[:, None])[:, 0]
     return ids_B.tolist(), chosen_B.tolist()

@@ -78,8 +78,8 @@ class KvSlots:
         self._kv_KSHTD[:, target, :, :length] = self._kv_KSHTD[:, source, :, :length]
 
     def wipe(self) -> None:
-        """Forget everything: a masked leftover counts for nothing only while it is finite."""
-        self._kv_KSHTD.zero_()
+        """Forget everything, since a masked leftover counts for nothing only while it is finite."""
+        self._kv_KSHTD = self._zeros(num_slots=0, num_columns=0)
 
     def cache(self, *, first: int, num_rows: int, columns_BQ: torch.Tensor, width: int) -> Cache:
         """What transformers writes through: new tokens of the rows in slots from `first` on go to `columns_BQ`.

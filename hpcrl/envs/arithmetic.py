@@ -9,10 +9,13 @@ A turn that is neither a call nor an answer is told so and lost. The answer ends
 
 import random
 import re
+from typing import TYPE_CHECKING
 
 from hpcrl.envs.base import Step
 from hpcrl.errors import ConfigError
-from hpcrl.spool.record import Trajectory
+
+if TYPE_CHECKING:  # it needs numpy
+    from hpcrl.spool.record import Trajectory
 
 RIGHT = 1.0
 LONGEST_EXPRESSION = 64
@@ -23,7 +26,7 @@ _ANSWER = re.compile(r"\s*=?\s*(?P<value>-?\d{1,64})(?![\d.]|\s*[-+*/(])")
 _TOKEN = re.compile(r"\s*(?:(?P<number>\d+)|(?P<symbol>[-+*()]))")
 
 
-def correct(trajectory: Trajectory) -> float:
+def correct(trajectory: "Trajectory") -> float:
     """1 if the answer was right, else 0: only a right answer earns RIGHT."""
     return float(any(turn.reward >= RIGHT for turn in trajectory.turns))
 

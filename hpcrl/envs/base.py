@@ -5,22 +5,19 @@ It may be written with plain or with `async` methods; `adapt` gives the async fo
 Whatever it raises is an infrastructure fault (retried, never scored): an agent's bad action is a normal step.
 """
 
-import asyncio
-import contextlib
 import importlib
 import inspect
-import queue
-import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import msgspec
 
+from hpcrl.envs.threads import OwnThread
 from hpcrl.errors import ConfigError
-from hpcrl.spool.record import Trajectory
 
-T = TypeVar("T")
+if TYPE_CHECKING:  # it needs numpy, which would double what an environment in a process of its own takes to start
+    from hpcrl.spool.record import Trajectory
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,11 +40,38 @@ class Env(Protocol):
     async def close(self) -> None: ...
 
 
-Reward = Callable[[Trajectory], float | dict[str, float]]
+class ModelDoor(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a program reaches the model, by OpenAI's API."""
+
+    url: str
+    """On loopback; ends in /v1."""
+    socket: str
+    """The same as a socket file, for sandboxes without a network."""
+    api_key: str
+    """This program's own."""
+    model: str
+
+
+class Program(Protocol):
+    """An environment that drives the model itself: an agent program, used for one episode.
+
+    It is recognised by its method `run`.
+    """
+
+    sampling: Literal["recipe", "program"]
+    """Whose temperature, top_p and top_k count; what is not sampled as the recipe says is not trained on."""
+    trains: Literal["longest", "last"]
+    """Which of its conversations is trained: where the model said most, or the one gone on with last."""
+
+    async def run(self, seed: int, door: ModelDoor) -> float | None:
+        """Do the task that `seed` names; returns the reward, or None if it was posted. Being cancelled ends it all."""
+
+
+Reward = Callable[["Trajectory"], float | dict[str, float]]
 """A reward function: the score of a finished trajectory, or named parts whose sum is the score."""
 
 
-def env_reward(trajectory: Trajectory) -> float:
+def env_reward(trajectory: "Trajectory") -> float:
     """The sum of what the environment gave, turn by turn."""
     return float(sum(turn.reward for turn in trajectory.turns))
 
@@ -71,17 +95,58 @@ def load_code(name: str, *, what: str) -> Any:
 
 def make_env(name: str, options: dict[str, Any], *, what: str) -> Env:
     """Make the environment `name` with its options, in async form."""
+    return adapt(construct(name, options, what=what))
+
+
+async def make_env_aside(name: str, options: dict[str, Any], *, what: str) -> Env:
+    """The same in a thread: importing and making it stop no other episode, and who waits too long can be cancelled."""
+    thread = OwnThread()
+    try:
+        return adapt(await thread.call(partial(construct, name, options, what=what)), thread=thread)
+    except BaseException:
+        thread.end()
+        raise
+
+
+def construct(name: str, options: dict[str, Any], *, what: str) -> Any:
+    """Make the environment `name` with its options, as it is."""
     kind = load_code(name, what=what)
     try:
-        return adapt(kind(**options))
+        env = kind(**options)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(f"{what} = {name!r} with options {options!r}: {type(error).__name__}: {error}") from error
+    _check_methods(env)
+    return env
 
 
-def adapt(env: Any) -> Env:
-    """The async form of an environment with plain methods; an async one is returned as it is."""
+def adapt(env: Any, *, thread: OwnThread | None = None) -> Env:
+    """The async form of an environment with plain methods, which run in `thread`; an async one is returned as it is."""
+    if not _check_methods(env):
+        return _Threaded(env, thread or OwnThread())
+    if thread is not None:
+        thread.end()
+    return cast(Env, env)
+
+
+def make_program(name: str, options: dict[str, Any], *, what: str) -> Program:
+    """Make the agent program `name` with its options."""
+    return cast(Program, construct(name, options, what=what))
+
+
+def is_program(name: str) -> bool:
+    """Whether this environment drives the model itself; what cannot be loaded is found out when it is used."""
+    try:
+        return callable(getattr(load_code(name, what="env"), "run", None))
+    except ConfigError:
+        return False
+
+
+def _check_methods(env: Any) -> bool:
+    """Refuse what is no environment; True for an async one."""
+    if inspect.iscoroutinefunction(getattr(env, "run", None)):
+        return True
     missing = [name for name in ("reset", "step", "close") if not callable(getattr(env, name, None))]
     if missing:
         raise ConfigError(
@@ -94,69 +159,28 @@ def adapt(env: Any) -> Env:
             f"{type(env).__module__}:{type(env).__qualname__} mixes plain and async methods: "
             "make reset, step and close all plain or all async"
         )
-    return cast(Env, env) if kinds == {True} else _Threaded(env)
+    return kinds == {True}
 
 
 class _Threaded:
     """A plain environment with a thread of its own, so that a slow step stops no other episode.
 
-    Always the same thread, since some libraries (browsers, sqlite) insist on it; a daemon, so that a step that hangs
-    for good does not keep the worker from ending. Only `close` passes by a busy thread: it may be what frees it.
+    Only `close` passes by a busy thread: it may be what frees it.
     """
 
-    def __init__(self, env: Any) -> None:
+    def __init__(self, env: Any, thread: OwnThread) -> None:
         self._env = env
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._busy = False
+        self._thread = thread
 
     async def reset(self, seed: int) -> str:
-        return await self._call(self._env.reset, seed)
+        return await self._thread.call(self._env.reset, seed)
 
     async def step(self, action: str) -> Step:
-        return await self._call(self._env.step, action)
+        return await self._thread.call(self._env.step, action)
 
     async def close(self) -> None:
-        if self._busy:
-            aside = _Threaded(self._env)
-            await aside.close()
-        else:
-            await self._call(self._env.close)
-        self._calls.put(None)
-        self._thread = None
-
-    def _call(self, function: Callable[..., T], *args: Any) -> Awaitable[T]:
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._calls,), name="env", daemon=True)
-            self._thread.start()
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-        self._busy = True
-
-        def run() -> None:
-            try:
-                settle = partial(_give, answer, result=function(*args))
-            except BaseException as error:  # noqa: BLE001 - carried to the episode, which judges it
-                settle = partial(_give, answer, error=error)
-            self._busy = False
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
-                loop.call_soon_threadsafe(settle)
-
-        self._calls.put(run)
-        return answer
-
-
-def _serve(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    while (call := calls.get()) is not None:
-        call()
-
-
-def _give(answer: "asyncio.Future[Any]", *, result: Any = None, error: BaseException | None = None) -> None:
-    if answer.done():  # given up at its deadline
-        return
-    if error is None:
-        answer.set_result(result)
-    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
-        answer.set_exception(error)
-    else:  # a Future takes no StopIteration, and SystemExit would end the host
-        answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+        aside = OwnThread() if self._thread.busy else self._thread
+        await aside.call(self._env.close)
+        aside.end()
+        if aside is not self._thread:
+            self._thread.end()

@@ -1,14 +1,15 @@
-"""Gymnasium's FrozenLake and Taxi as text: one letter is one action, a few characters are what is seen.
+"""Gymnasium's FrozenLake, Taxi and Blackjack as text: one letter is one action, a few characters are what is seen.
 
     FrozenLake     walk over the ice to the goal: L D R U
     Taxi           fetch a passenger and set them down where they want to go: L D R U, P picks up, X sets down
+    Blackjack      come closer to 21 than the dealer: H draws a card, S stops
     goal_and_way   a reward function: what the environment gave, as two parts
     success        a reward function: 1 if the task was solved, else 0
 
-The first valid letter of the model's text is the action (either case); without one the turn is lost.
-A solved episode earns 1: half for the way made good, half for arriving; every turn without an action costs
-INVALID_COST. The way is counted in actions by breadth-first search over Gymnasium's own transition table, and
-each turn is given the change it made, so that a tiny model learns from the first step on.
+The first valid letter of the model's text is the action (either case); without one the turn is lost and costs
+INVALID_COST. Blackjack earns what Gymnasium pays, -1 to 1. In the others a solved episode earns 1: half for the way
+made good, half for arriving. The way is counted in actions by breadth-first search over Gymnasium's own transition
+table, and each turn is given the change it made, so that a tiny model learns from the first step on.
 """
 
 from collections import deque
@@ -17,6 +18,7 @@ from functools import cache, lru_cache
 from string import ascii_lowercase
 from typing import Any, Literal
 
+from gymnasium.envs.toy_text.blackjack import BlackjackEnv
 from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_random_map
 from gymnasium.envs.toy_text.taxi import TaxiEnv
 
@@ -220,3 +222,41 @@ class Taxi:
 @cache
 def _taxi_ways() -> dict[int, int]:
     return actions_to_goal(TaxiEnv().P)
+
+
+class Blackjack:
+    """Draw cards up to 21 at most, against a dealer who draws up to 17.
+
+    An observation such as `14 vs 10` is the sum of one's cards and the dealer's open one; `17* vs 3` has an ace that
+    still counts 11.
+
+    natural    pay 1.5 for a win with the first two cards
+    """
+
+    letters = "SH"
+    """In Gymnasium's order of actions."""
+
+    def __init__(self, *, natural: bool = False) -> None:
+        self._natural = natural
+
+    async def reset(self, seed: int) -> str:
+        self._env = BlackjackEnv(natural=self._natural)
+        seen, _ = self._env.reset(seed=seed)
+        self._seen = _hand(seen)
+        return self._seen
+
+    async def step(self, action: str) -> Step:
+        chosen = next((self.letters.index(letter) for letter in action.upper() if letter in self.letters), None)
+        if chosen is None:
+            return Step(observation=f"?{self._seen}", reward=-INVALID_COST)
+        seen, reward, ended, _, _ = self._env.step(chosen)
+        self._seen = _hand(seen)
+        return Step(observation=self._seen, reward=float(reward), done=bool(ended))
+
+    async def close(self) -> None:
+        """Nothing to end: all state lies in this object."""
+
+
+def _hand(seen: tuple[int, int, int]) -> str:
+    mine, dealers, usable_ace = seen
+    return f"{mine}{'*' * bool(usable_ace)} vs {dealers}"

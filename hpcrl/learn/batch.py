@@ -11,9 +11,9 @@ Position t of a row predicts token t + 1. The shift is made here, in `make_rows`
 """
 
 import math
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -90,33 +90,78 @@ class Row:
     """True where the predicted token was said by the model; the other columns hold these positions only."""
     targets: NDArray[np.int32]
     behaviour: NDArray[np.float32]
-    advantage: float
+    credit: NDArray[np.float32]
+    """The advantage of each predicted token, or its reward where a critic is yet to make advantages of rewards."""
 
     def __len__(self) -> int:
         return len(self.inputs)
 
 
 def make_rows(
-    trajectories: Sequence[Trajectory], *, advantages: Sequence[float], max_length: int
+    trajectories: Sequence[Trajectory],
+    *,
+    credits: Sequence[Sequence[float]],
+    max_length: int,
+    place: Callable[[NDArray[Any], NDArray[np.intp]], NDArray[Any]] | None = None,
 ) -> tuple[list[Row], int]:
     """Rows of the trajectories that fit into the context of `max_length`, and how many do not.
 
-    What follows the last model token is cut; a trajectory in which the model said nothing has no row.
+    `credits` has one value per turn of each trajectory (one in all where it has no turns), and `place` says which
+    tokens of the turn get it: all of them unless told otherwise. What follows the last model token is cut; a
+    trajectory in which the model said nothing has no row.
     """
-    rows = [_row(trajectory, float(value)) for trajectory, value in zip(trajectories, advantages, strict=True)]
+    rows = [
+        _row(trajectory, np.asarray(credit, dtype=np.float32), place or spread)
+        for trajectory, credit in zip(trajectories, credits, strict=True)
+    ]
     fitting = [row for row in rows if len(row) <= max_length]
     return [row for row in fitting if len(row)], len(rows) - len(fitting)
 
 
-def _row(trajectory: Trajectory, advantage: float) -> Row:
+def spread(credit_K: NDArray[Any], turns_N: NDArray[np.intp]) -> NDArray[Any]:
+    """Every token of a turn gets the turn's value."""
+    return np.asarray(credit_K[turns_N])
+
+
+def at_the_end(credit_K: NDArray[Any], turns_N: NDArray[np.intp]) -> NDArray[Any]:
+    """The last token of a turn gets the turn's value, the others nothing; of a turn without tokens, the one before."""
+    placed_N = np.zeros(len(turns_N), dtype=credit_K.dtype)
+    if len(turns_N):
+        last_K = np.searchsorted(turns_N, np.arange(len(credit_K)), side="right") - 1
+        np.add.at(placed_N, last_K.clip(min=0), credit_K)
+    return placed_N
+
+
+def row_length(trajectory: Trajectory) -> int:
+    """Positions of the trajectory's row, without making it; where there are turns, no column is read."""
+    if trajectory.turns:
+        return max(max((turn.end for turn in trajectory.turns if turn.end > turn.start), default=0) - 1, 0)
+    said = np.flatnonzero(trajectory.loss_mask[1:])
+    return int(said[-1]) + 1 if len(said) else 0
+
+
+def num_model_tokens(trajectory: Trajectory) -> int:
+    """Tokens that the model said, without reading a column where there are turns."""
+    if trajectory.turns:
+        return sum(turn.end - max(turn.start, 1) for turn in trajectory.turns if turn.end > turn.start)
+    return int(np.count_nonzero(trajectory.loss_mask[1:]))
+
+
+def _row(
+    trajectory: Trajectory,
+    credit_K: NDArray[Any],
+    place: Callable[[NDArray[Any], NDArray[np.intp]], NDArray[Any]],
+) -> Row:
     said = np.flatnonzero(trajectory.loss_mask[1:])
     end = int(said[-1]) + 1 if len(said) else 0
+    starts = [turn.start for turn in trajectory.turns] or [0]
+    turns_N = (np.searchsorted(starts, said + 1, side="right") - 1).clip(min=0)
     return Row(
         inputs=trajectory.token_ids[:end],
         mask=trajectory.loss_mask[1 : end + 1],
         targets=trajectory.token_ids[1:][said],
         behaviour=trajectory.logprobs[1:][said],
-        advantage=advantage,
+        credit=place(credit_K, turns_N),
     )
 
 
@@ -129,6 +174,13 @@ class MicroBatch:
     targets_N: Tensor
     behaviour_N: Tensor
     advantages_N: Tensor
+    rows_N: Tensor
+    """The row that each token stands in."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Rows with tokens that train."""
+        return int(self.rows_N.max()) + 1 if len(self.rows_N) else 0
 
     @property
     def num_tokens(self) -> int:
@@ -175,11 +227,32 @@ def _padded(rows: Sequence[Row]) -> MicroBatch:
     for index, row in enumerate(rows):
         inputs_BT[index, : len(row)] = row.inputs
         mask_BT[index, : len(row)] = row.mask
-    advantages = np.array([row.advantage for row in rows], dtype=np.float32)
+    counts = [len(row.targets) for row in rows]
     return MicroBatch(
         inputs_BT=torch.from_numpy(inputs_BT),
         mask_BT=torch.from_numpy(mask_BT),
         targets_N=torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64)),
         behaviour_N=torch.from_numpy(np.concatenate([row.behaviour for row in rows]).astype(np.float32)),
-        advantages_N=torch.from_numpy(advantages.repeat([len(row.targets) for row in rows])),
+        advantages_N=torch.from_numpy(np.concatenate([row.credit for row in rows]).astype(np.float32)),
+        rows_N=torch.from_numpy(np.arange(len(rows)).repeat(counts)),
     )
+
+
+def of_one_shape(micro: MicroBatch, *, rows: int, length: int) -> MicroBatch:
+    """The same micro-batch with more padding, for schedules in which all have one shape."""
+    more = (0, length - micro.inputs_BT.shape[1], 0, rows - micro.inputs_BT.shape[0])
+    return replace(
+        micro,
+        inputs_BT=torch.nn.functional.pad(micro.inputs_BT, more),
+        mask_BT=torch.nn.functional.pad(micro.mask_BT, more),
+    )
+
+
+def nothing() -> MicroBatch:
+    """A pass that teaches nothing, for a rank that has fewer micro-batches than another: all must pass together."""
+    none = np.zeros(0, dtype=np.float32)
+    no_target = np.zeros(0, dtype=np.int32)
+    empty = Row(
+        inputs=np.zeros(1, np.int32), mask=np.zeros(1, np.bool_), targets=no_target, behaviour=none, credit=none
+    )
+    return _padded([empty])

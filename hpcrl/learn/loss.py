@@ -1,46 +1,93 @@
 """The policy loss, token by token.
 
-Legend  N model tokens of a micro-batch - V vocabulary
+Legend  N model tokens of a micro-batch - R its rows - V vocabulary
 
-Three policies meet in it (decoupled PPO, arXiv 2505.24298):
+Four policies meet in it:
 
     behaviour   sampled the token, perhaps some versions ago; its log-prob is stored in the trajectory
-    proximal    the policy when the training step began; the clip keeps the current policy near it
+    proximal    the clip keeps the current policy near it: the policy when the training step began (decoupled PPO,
+                arXiv 2505.24298), or the behaviour policy itself (PPO, arXiv 1707.06347)
     current     the one that is being trained
+    reference   the one that training began with; the KL term keeps the current policy near it
 
-    loss = -1/num_tokens * sum over tokens of  weight * min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)
-    ratio = current / proximal        weight = min(proximal / behaviour, max_is_ratio), a constant
+    loss = sum over tokens of  share * (-weight * surrogate + kl_coef * kl - entropy_coef * entropy)
+
+    surrogate   min(ratio * A, clip(ratio, 1 - low, 1 + high) * A), for A < 0 at least dual_clip * A
+    ratio       current / proximal of the token, or the geometric mean over its sequence (GSPO)
+    weight      of proximal / behaviour, a constant: `train.correction` says which
+    share       of the token in the mean that the loss is: `train.aggregation` says which
+
+docs/learning.md names the paper of every choice.
 """
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from hpcrl.recipe import Train
+
 MAX_LOG_RATIO = 20.0
 """Log-ratios are cut here before exp, so that one absurd token gives a large number and not infinity."""
 
+RATIO_BINS = 80
+MAX_BINNED = 4.0
+"""Importance ratios are counted in bins of their logarithm, from -4 to 4: quantiles that add up over ranks."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What is known of the model tokens of a micro-batch besides the current policy."""
+
+    behaviour_N: Tensor
+    proximal_N: Tensor
+    advantages_N: Tensor
+    rows_N: Tensor
+    """The row that each token stands in."""
+    shares_N: Tensor
+    """What each token counts; one optimizer step's shares sum to 1, over all micro-batches and ranks."""
+    reference_N: Tensor | None = None
+
+    def over(self, proximal_N: Tensor) -> Self:
+        return replace(self, proximal_N=proximal_N)
+
 
 class LossSums(NamedTuple):
-    """Sums over tokens, so that micro-batches add up; divide by the number of tokens for means."""
+    """Sums over tokens, so that micro-batches and ranks add up; divide by the number of tokens for means."""
 
     loss: Tensor
+    """Already a mean: the shares are in it."""
     clipped: Tensor
     """Tokens whose gradient the clip has stopped."""
     is_ratio: Tensor
     """Importance ratio proximal / behaviour, before truncation."""
     truncated: Tensor
-    """Tokens whose importance ratio was above the limit."""
+    """Tokens whose importance weight is not their ratio: cut at the limit, or masked."""
     kl: Tensor
     """Estimate k3 of KL(behaviour || current)."""
+    kl_reference: Tensor
+    """The recipe's estimate of KL(current || reference)."""
     entropy: Tensor
+    ratio_bins: Tensor
+    """How many tokens have an importance ratio in each bin of its logarithm."""
 
     @classmethod
     def zero(cls, device: torch.device | str = "cpu") -> Self:
-        return cls(*torch.zeros(len(cls._fields), device=device).unbind())
+        scalars = torch.zeros(len(cls._fields) - 1, device=device).unbind()
+        return cls._make([*scalars, torch.zeros(RATIO_BINS, device=device)])
 
     def plus(self, other: Self) -> Self:
-        return type(self)(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return type(self)._make([mine + theirs for mine, theirs in zip(self, other, strict=True)])
+
+    def flat(self) -> Tensor:
+        """All of it in one tensor, to be summed over ranks."""
+        return torch.cat([field.reshape(-1).double() for field in self])
+
+    @classmethod
+    def unflat(cls, flat: Tensor) -> Self:
+        scalars = len(cls._fields) - 1
+        return cls._make([*flat[:scalars].unbind(), flat[scalars:]])
 
 
 def log_distribution(logits_NV: Tensor, *, temperature: float) -> Tensor:
@@ -59,39 +106,135 @@ def entropies(logprobs_NV: Tensor) -> Tensor:
     return -(logprobs_NV.exp() * logprobs_NV).sum(-1)
 
 
-def policy_loss(
-    logprobs_N: Tensor,
-    *,
-    entropy_N: Tensor,
-    behaviour_N: Tensor,
-    proximal_N: Tensor,
-    advantages_N: Tensor,
-    clip_low: float,
-    clip_high: float,
-    max_is_ratio: float,
-    entropy_coef: float,
-    num_tokens: int,
-) -> tuple[Tensor, LossSums]:
-    """The loss to differentiate, and what it saw; `num_tokens` is the whole optimizer step's, not only N."""
-    proximal_N = proximal_N.detach()
-    ratio_N = _ratio(logprobs_N, proximal_N)
-    plain_N = ratio_N * advantages_N
-    clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
-    is_ratio_N = _ratio(proximal_N, behaviour_N)
-    surrogate = (is_ratio_N.clamp(max=max_is_ratio) * torch.minimum(plain_N, clipped_N)).sum()
-    loss = -(surrogate + entropy_coef * entropy_N.sum()) / num_tokens
+def policy_loss(logprobs_N: Tensor, *, entropy_N: Tensor, said: Said, train: Train) -> tuple[Tensor, LossSums]:
+    """The loss to differentiate, and what it saw."""
+    log_ratio_N = _cut(logprobs_N - said.proximal_N.detach())
+    if train.ratio == "sequence":
+        log_ratio_N = row_means(log_ratio_N, said.rows_N)
+    surrogate_N, clipped_N = _surrogate(log_ratio_N.exp(), said.advantages_N, train)
+    log_is_N = _cut(said.proximal_N.detach() - said.behaviour_N)
+    weights_N, truncated_N = correction_weights(log_is_N, said.rows_N, train)
+    terms_N = -weights_N * surrogate_N
+    kl_N = torch.zeros_like(logprobs_N)
+    if said.reference_N is not None:
+        kl_N = kl_estimate(logprobs_N, said.reference_N, estimator=train.kl)
+        terms_N = terms_N + train.kl_coef * kl_N
+    if train.entropy_coef:
+        terms_N = terms_N - train.entropy_coef * entropy_N
+    loss = (said.shares_N * terms_N).sum()
     with torch.no_grad():
-        drift_N = (logprobs_N - behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        drift_N = _cut(logprobs_N - said.behaviour_N)
         sums = LossSums(
-            loss=loss.detach() * num_tokens,
-            clipped=(clipped_N < plain_N).sum().float(),
-            is_ratio=is_ratio_N.sum(),
-            truncated=(is_ratio_N > max_is_ratio).sum().float(),
+            loss=loss.detach(),
+            clipped=clipped_N.sum().float(),
+            is_ratio=log_is_N.exp().sum(),
+            truncated=truncated_N.sum().float(),
             kl=(drift_N.exp() - 1 - drift_N).sum(),
+            kl_reference=kl_N.detach().sum(),
             entropy=entropy_N.detach().sum(),
+            ratio_bins=_binned(log_is_N),
         )
     return loss, sums
 
 
-def _ratio(above_N: Tensor, below_N: Tensor) -> Tensor:
-    return (above_N - below_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def _surrogate(ratio_N: Tensor, advantages_N: Tensor, train: Train) -> tuple[Tensor, Tensor]:
+    """What is to grow, and where the clip has stopped it (dual clip: arXiv 1912.09729)."""
+    plain_N = ratio_N * advantages_N
+    bounded_N = ratio_N.clamp(1 - train.clip_low, 1 + train.clip_high) * advantages_N
+    surrogate_N, clipped_N = torch.minimum(plain_N, bounded_N), bounded_N < plain_N
+    if train.dual_clip is None:
+        return surrogate_N, clipped_N
+    floor_N = train.dual_clip * advantages_N
+    too_low_N = (advantages_N < 0) & (surrogate_N < floor_N)
+    return torch.where(too_low_N, floor_N, surrogate_N), clipped_N | too_low_N
+
+
+def correction_weights(log_is_N: Tensor, rows_N: Tensor, train: Train) -> tuple[Tensor, Tensor]:
+    """What a token counts because another policy acted, and where that is not the ratio itself."""
+    ratio_N = log_is_N.exp()
+    if train.correction in ("sequence", "mask-sequence"):
+        ratio_N = _cut(row_sums(log_is_N, rows_N)).exp()
+    match train.correction:
+        case "none":
+            return torch.ones_like(ratio_N), torch.zeros_like(ratio_N, dtype=torch.bool)
+        case "token" | "sequence":
+            return ratio_N.clamp(max=train.max_is_ratio), ratio_N > train.max_is_ratio
+        case "mask-token" | "mask-sequence":
+            outside_N = (ratio_N > train.max_is_ratio) | (ratio_N < train.min_is_ratio)
+            return ratio_N.masked_fill(outside_N, 0.0), outside_N
+
+
+def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, *, estimator: str) -> Tensor:
+    """Of KL(current || reference), from the tokens that were said: Schulman's k1, k2, k3."""
+    drift_N = _cut(reference_N - logprobs_N)
+    match estimator:
+        case "k1":
+            return -drift_N
+        case "k2":
+            return drift_N.square() / 2
+        case _:
+            return drift_N.exp() - 1 - drift_N
+
+
+def value_loss(
+    values_N: Tensor, *, before_N: Tensor, returns_N: Tensor, shares_N: Tensor, clip: float | None
+) -> Tensor:
+    """Half the squared error of a critic that moves at most `clip` away from what it said before (PPO)."""
+    error_N = (values_N - returns_N).square()
+    if clip is not None:
+        near_N = before_N + (values_N - before_N).clamp(-clip, clip)
+        error_N = torch.maximum(error_N, (near_N - returns_N).square())
+    return (shares_N * error_N).sum() / 2
+
+
+def token_shares(
+    rows_N: Tensor, *, aggregation: str, num_tokens: float, num_sequences: float, max_length: int
+) -> Tensor:
+    """What each token counts in the loss; `num_tokens` and `num_sequences` are the whole optimizer step's.
+
+    token      every token the same (DAPO, arXiv 2503.14476)
+    sequence   every sequence the same, whatever its length (GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071)
+    fixed      every token the same, divided by a constant length and not by the lengths seen (Dr. GRPO)
+    """
+    ones_N = torch.ones(len(rows_N), device=rows_N.device)
+    match aggregation:
+        case "sequence":
+            return ones_N / (row_sums(ones_N, rows_N) * num_sequences)
+        case "fixed":
+            return ones_N / (num_sequences * max_length)
+        case _:
+            return ones_N / num_tokens
+
+
+def row_sums(values_N: Tensor, rows_N: Tensor) -> Tensor:
+    """The sum over its row, at every token."""
+    num_rows = int(rows_N.max()) + 1 if len(rows_N) else 0
+    sums_R = values_N.new_zeros(num_rows).index_add(0, rows_N, values_N)
+    return sums_R[rows_N]
+
+
+def row_means(values_N: Tensor, rows_N: Tensor) -> Tensor:
+    """The mean over its row, at every token."""
+    return row_sums(values_N, rows_N) / row_sums(torch.ones_like(values_N), rows_N)
+
+
+def ratio_quantiles(bins: Tensor, quantiles: tuple[float, ...]) -> list[float | None]:
+    """Quantiles of the importance ratio, as exact as the bins are narrow (a tenth of e)."""
+    total = float(bins.sum())
+    if not total > 0:
+        return [None] * len(quantiles)
+    reached = bins.double().cumsum(0) / total
+    width = 2 * MAX_BINNED / RATIO_BINS
+    centres = -MAX_BINNED + width * (torch.arange(RATIO_BINS, dtype=torch.double) + 0.5)
+    positions = [int((reached < quantile).sum().clamp(max=RATIO_BINS - 1)) for quantile in quantiles]
+    return [round(float(centres[position].exp()), 4) for position in positions]
+
+
+def _binned(log_is_N: Tensor) -> Tensor:
+    inner_N = log_is_N.detach().float().nan_to_num(0.0).clamp(-MAX_BINNED, MAX_BINNED)
+    index_N = ((inner_N + MAX_BINNED) * (RATIO_BINS / (2 * MAX_BINNED))).long().clamp(max=RATIO_BINS - 1)
+    return torch.bincount(index_N, minlength=RATIO_BINS).float()
+
+
+def _cut(log_ratio_N: Tensor) -> Tensor:
+    return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

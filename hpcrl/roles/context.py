@@ -17,6 +17,8 @@ from hpcrl.rundir import JobDir, RunDir
 from hpcrl.site import Site
 
 BEAT_S = 2.0
+PARTITION = "HPCRL_PARTITION"
+"""Where a worker runs that is not on its role's component."""
 
 
 @dataclass
@@ -69,7 +71,7 @@ def open_context(run: RunDir, job_number: int, role: RoleName, index: int) -> Co
         role=role,
         worker=name,
         node=this_node(),
-        partition=component.partition,
+        partition=os.environ.get(PARTITION, component.partition),
     )
     context = Context(
         run=run,

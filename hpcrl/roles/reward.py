@@ -4,6 +4,7 @@ A task may run twice (a lost worker, a preempted node): the twin has one name, a
 """
 
 import functools
+import inspect
 import math
 import os
 from collections.abc import Callable
@@ -11,15 +12,20 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.engines.chat import load_chat
 from hpcrl.envs.base import Reward, load_code
 from hpcrl.errors import HpcrlError, SpoolError
-from hpcrl.roles.context import Context, log_to, open_context
+from hpcrl.recipe import Domain
+from hpcrl.roles.context import PARTITION, Context, log_to, open_context
 from hpcrl.rundir import RunDir
 from hpcrl.spool.batching import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from hpcrl.spool.quarantine import quarantine
 from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.segment import is_out_of_reach
 from hpcrl.spool.spool import derive
+
+ELASTIC = 1_000_000
+"""Workers in jobs of their own are numbered from here on: Parsl numbers the blocks of each pool from 0."""
 
 
 def score(campaign: str, job_number: int, segment: str) -> None:
@@ -29,7 +35,7 @@ def score(campaign: str, job_number: int, segment: str) -> None:
     pause_s = FIRST_PAUSE_S
     source = run.spool("rollouts") / segment
     while source.exists():  # else it is retired, or in quarantine: there is nothing to do
-        rewards: list[float] = []
+        rewards: dict[str, list[float]] = {}
         try:
             scorer, compression = _scorer(context, seen=rewards), context.recipe.spool.compression
             derive(source, run.spool("scored"), scorer, compression=compression)
@@ -38,8 +44,9 @@ def score(campaign: str, job_number: int, segment: str) -> None:
         except HpcrlError as error:
             raise RuntimeError(str(error)) from None  # a plain exception reaches the driver whatever packages it has
         else:
-            mean = sum(rewards) / len(rewards) if rewards else None
-            context.events.emit("scored", segment=segment, num=len(rewards), reward_mean=mean)
+            given = [reward for domain in rewards.values() for reward in domain]
+            mean = sum(given) / len(given) if given else None
+            context.events.emit("scored", segment=segment, num=len(given), reward_mean=mean, rewards=rewards)
             return
 
 
@@ -60,16 +67,16 @@ def _context(campaign: str, job_number: int) -> Context:
     """This worker's own; rewards share a pool, so the index is Parsl's."""
     run = RunDir(Path(campaign))
     block, rank = os.environ.get("PARSL_WORKER_BLOCK_ID", "0"), os.environ.get("PARSL_WORKER_RANK", "0")
-    index = int(block) * 1000 + int(rank)
+    index = int(block) * 1000 + int(rank) + ELASTIC * (PARTITION in os.environ)
     log_to(run.job(job_number), "reward", index)
     context = open_context(run, job_number, "reward", index)
     context.events.emit("worker-started", pid=os.getpid(), gpus=[])
     return context
 
 
-def _scorer(context: Context, *, seen: list[float]) -> Callable[[Trajectory], Trajectory]:
+def _scorer(context: Context, *, seen: dict[str, list[float]]) -> Callable[[Trajectory], Trajectory]:
     """The transformation of one trajectory; what cannot be trained on is passed through unscored."""
-    rewards = {name: _load(name, domain.reward) for name, domain in context.recipe.domains.items()}
+    rewards = {name: _load(name, domain, context) for name, domain in context.recipe.domains.items()}
 
     def scored(trajectory: Trajectory) -> Trajectory:
         if trajectory.status not in TRAINABLE:
@@ -81,7 +88,7 @@ def _scorer(context: Context, *, seen: list[float]) -> Callable[[Trajectory], Tr
         total = math.fsum(parts.values())
         if not math.isfinite(total):
             return _faulted(trajectory, f"it gave {parts!r}, and a reward must be a finite number", context)
-        seen.append(total)
+        seen.setdefault(trajectory.domain, []).append(total)
         return msgspec.structs.replace(trajectory, reward=total, reward_parts=parts)
 
     return scored
@@ -94,9 +101,19 @@ def _faulted(trajectory: Trajectory, why: str, context: Context) -> Trajectory:
     return msgspec.structs.replace(trajectory, status="env-fault")
 
 
-def _load(domain: str, name: str) -> Reward:
-    reward: Reward = load_code(name, what=f"domains.{domain}.reward")
-    return reward
+def _load(name: str, domain: Domain, context: Context) -> Reward:
+    """The reward function of a domain with its options; one with a parameter `text` is given what was said and seen."""
+    reward: Callable[..., float | dict[str, float]] = load_code(domain.reward, what=f"domains.{name}.reward")
+    reward = functools.partial(reward, **domain.reward_options)
+    if "text" not in inspect.signature(reward).parameters:
+        return reward
+    decode = _decoder(context.run.model)
+    return lambda trajectory: reward(trajectory, text=decode(trajectory.token_ids.tolist()))
+
+
+@functools.cache
+def _decoder(model: Path) -> Callable[[list[int]], str]:
+    return load_chat(model).decode
 
 
 def _parts(value: float | dict[str, float]) -> dict[str, float]:

@@ -2,22 +2,40 @@
 
 import asyncio
 import time
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from aiohttp import ClientSession
 
 from hpcrl import endpoints
 from hpcrl.endpoints import Endpoint, this_node
 from hpcrl.engines.base import Updatable
-from hpcrl.engines.embedded import EmbeddedEngine, load_model
-from hpcrl.engines.http import client_session, kv_fetcher, serve
+from hpcrl.engines.http import ServedEngine, client_session, kv_fetcher, serve
 from hpcrl.errors import WeightsError
+from hpcrl.plan import RolePlan
+from hpcrl.recipe import Engine
 from hpcrl.roles.context import Context
+from hpcrl.rundir import JobDir, RunDir
+from hpcrl.site import Inference
 from hpcrl.weights.store import FileStore, Newest, WeightSource, WindowStore
 from hpcrl.weights.versions import Manifest, Rung, newest_version, read_rung, set_rung
 from hpcrl.weights.window import window_key
+
+if TYPE_CHECKING:
+    from hpcrl.engines.vllm_server import Launch
 
 POLL_S = 0.1
 FAULT_PAUSE_S = 1.0
 BEHIND_S = 30.0
 """How long an engine may lag behind a version that exists before it asks for files."""
+
+
+class WorkerEngine(ServedEngine, Updatable, Protocol):
+    """What a prefill or decode worker serves: answers requests, takes new weights, says when it is at its end."""
+
+    async def failed(self) -> None:
+        """Wait until the engine cannot go on, and raise why."""
 
 
 async def serve_engine(context: Context) -> None:
@@ -28,24 +46,89 @@ async def serve_engine(context: Context) -> None:
     first = await _first_version(context, source)
     if first is None:
         return
-    model = load_model(context.run.model)
-    async with (
-        client_session() as session,
-        EmbeddedEngine(
-            model, store=source, max_batch=context.recipe.engine.max_batch, fetch_kv=kv_fetcher(session)
-        ) as engine,
-    ):
+    async with client_session() as session, engine_of(context, source, session=session) as engine:
         follower = Follower(engine, source, context)
         await follower.take(first)
         await _announced(engine, follower, context)
 
 
-async def _announced(engine: EmbeddedEngine, follower: "Follower", context: Context) -> None:
+def engine_of(
+    context: Context, source: WeightSource, *, session: ClientSession
+) -> AbstractAsyncContextManager[WorkerEngine]:
+    """The engine that the recipe names; only what it needs is imported."""
+    match context.recipe.engine.backend:
+        case "embedded":
+            return _embedded(context, source, session=session)
+        case "vllm":
+            return _vllm(context, source)
+
+
+def _embedded(
+    context: Context, source: WeightSource, *, session: ClientSession
+) -> AbstractAsyncContextManager[WorkerEngine]:
+    from hpcrl.engines.embedded import EmbeddedEngine, load_model
+
+    return EmbeddedEngine(
+        load_model(context.run.model),
+        store=source,
+        max_batch=context.recipe.engine.max_batch,
+        fetch_kv=kv_fetcher(session),
+    )
+
+
+def _vllm(context: Context, source: WeightSource) -> AbstractAsyncContextManager[WorkerEngine]:
+    from hpcrl.engines.vllm import Origin, VllmEngine
+
+    origin = Origin(campaign=context.run.root, job=context.job.number, node=this_node())
+    launch = vllm_launch(
+        context.recipe.engine,
+        role=context.role_plan,
+        inference=context.site.inference,
+        run=context.run,
+        job=context.job,
+        log=context.job.log(f"{context.role}-{context.index}-vllm"),
+    )
+    return VllmEngine(launch, source=source, origin=origin)
+
+
+def vllm_launch(
+    engine: Engine, *, role: RolePlan, inference: Inference, run: RunDir, job: JobDir, log: Path
+) -> "Launch":
+    """What the plan gives a worker, as its vLLM server is told."""
+    from hpcrl.engines.vllm_server import OUR_CONNECTOR, Launch
+
+    return Launch(
+        model=run.model,
+        log=log,
+        dtype=engine.dtype,
+        max_model_len=engine.max_model_len,
+        max_batch=engine.max_batch,
+        tensor_parallel=max(role.gpus_per_worker // engine.pipeline_parallel, 1),
+        pipeline_parallel=engine.pipeline_parallel,
+        num_cpus=role.cpus_per_worker,
+        cpu_kv_gib=engine.cpu_kv_gib,
+        kv_connector=inference.kv_connector,
+        kv_options=inference.kv_options,
+        kv_dir=job.kv if inference.kv_connector == OUR_CONNECTOR else None,
+        start_s=engine.start_timeout_s,
+        extra_args=tuple(engine.vllm_args),
+    )
+
+
+async def _announced(engine: WorkerEngine, follower: "Follower", context: Context) -> None:
     """Open the door, say where it is, keep up with the versions, close it."""
     token = endpoints.new_token()
     url, runner = await serve(engine, host=endpoints.address_of(context.site.network.interface), token=token)
+    role = context.role_plan
     endpoint = Endpoint(
-        role=context.role, worker=context.name, node=this_node(), url=url, token=token, job=context.job.number
+        role=context.role,
+        worker=context.name,
+        node=this_node(),
+        url=url,
+        token=token,
+        job=context.job.number,
+        gpu=context.plan.components[role.component].gpu,
+        num_gpus=role.gpus_per_worker,
     )
     endpoints.announce(context.run.endpoints, endpoint)
     try:
@@ -74,7 +157,7 @@ class Follower:
         self._loaded = -1
         self._behind_since: float | None = None
 
-    async def follow(self, *, until_failed: EmbeddedEngine) -> None:
+    async def follow(self, *, until_failed: WorkerEngine) -> None:
         """Until the job ends, or the engine does: then this worker ends with its reason, and is begun anew."""
         failed = asyncio.create_task(until_failed.failed(), name="engine failed")
         while not self._context.draining:

@@ -63,16 +63,26 @@ class Stock:
             self._tell_settled()
         return choice
 
+    def segment_of(self, trajectory: Trajectory) -> str:
+        """The segment of "scored" that holds a trajectory that was chosen."""
+        name = self._reader.segment_of(trajectory)
+        assert name is not None, "what waits to be trained on is not retired"
+        return name
+
     def trained(self) -> None:
         """The step is made and its version is out: what it used is settled."""
         with self._accounts:
             self._num_training = 0
             self._tell_settled()
 
-    def covered_by(self, saved: Path) -> None:
-        """A checkpoint was saved that knows what became of all that is settled."""
+    def note_settled(self) -> None:
+        """A checkpoint is about to be saved: it knows what became of all that is settled now."""
         with self._accounts:
             self._settled.note(self._reader.finished(self._waiting))
+
+    def covered_by(self, saved: Path) -> None:
+        """That checkpoint is durable."""
+        with self._accounts:
             self._settled.cover(checkpoint.number_of(saved))
 
     def retire(self, *, version: int) -> None:

@@ -1,18 +1,26 @@
 """Role train: whole groups from "scored" make a step, a step makes a version; a checkpoint knows what it consumed."""
 
+import os
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from hpcrl.endpoints import this_node
 from hpcrl.engines.tiny import make_tiny_model
+from hpcrl.errors import TrainError
 from hpcrl.learn.consumed import Consumed
 from hpcrl.processes import EXIT_DONE, EXIT_DRAINED
 from hpcrl.roles.context import Context
 from hpcrl.roles.stock import Stock
 from hpcrl.trainers import checkpoint
+from hpcrl.trainers.base import StepMetrics, Trainer
+from hpcrl.trainers.lead import Leader, Ranked, follow
 from hpcrl.trainers.torch import TorchTrainer
+from hpcrl.trainers.world import World, join, leave
 from hpcrl.weights.publisher import Publisher
 from hpcrl.weights.store import FileStore, WindowStore
 from hpcrl.weights.versions import Rung
@@ -22,18 +30,51 @@ POLL_S = 0.05
 
 
 def run(context: Context) -> int:
-    """Train until the recipe's last step, or until the job drains; the exit code says which."""
-    _make_model(context)
-    learner = Learner.begin_or_resume(context)
+    """Train until the recipe's last step, or until the job drains; the exit code says which.
+
+    Of several ranks the first does all that is said here, and the others what it orders.
+    """
+    world = join(_meeting(context))
+    try:
+        if world.rank == 0:
+            _make_model(context)
+        world.wait()
+        mine = _trainer(context, world)
+        if world.rank:
+            follow(mine, train=context.recipe.train, spool=context.run.spool("scored"))
+            return EXIT_DONE
+        return _lead(context, mine)
+    finally:
+        leave(world)
+
+
+def _lead(context: Context, mine: Ranked) -> int:
+    learner = Learner.begin_or_resume(context, mine)
     while learner.step < context.recipe.train.num_steps:
         if context.draining:
             learner.finish()
             return EXIT_DRAINED
         if not learner.try_step():
-            learner.publisher.tend()
+            learner.tend()
             time.sleep(POLL_S)
     learner.finish()
     return EXIT_DONE
+
+
+def _meeting(context: Context) -> Path:
+    """Where the ranks of this start of the trainer meet."""
+    return context.job.ranks(int(os.environ.get("HPCRL_TRAINER_START", "0")))
+
+
+def _trainer(context: Context, world: World) -> Ranked:
+    """This rank's end of the trainer that the recipe names."""
+    recipe, model = context.recipe, context.run.model
+    temperature = recipe.rollout.temperature
+    if recipe.train.trainer == "megatron":
+        from hpcrl.trainers.megatron import MegatronTrainer  # needs a package that not every site has
+
+        return MegatronTrainer(model, recipe.train, seed=recipe.seed, temperature=temperature, world=world)
+    return TorchTrainer(model, recipe.train, seed=recipe.seed, temperature=temperature, world=world)
 
 
 def _make_model(context: Context) -> None:
@@ -53,24 +94,32 @@ class Learner:
     """The trainer and its place in the campaign."""
 
     context: Context
-    trainer: TorchTrainer
+    trainer: Trainer
+    leader: Leader | None
+    """The same, where other ranks wait for orders."""
     publisher: Publisher
     stock: Stock
     consumed: Consumed
     step: int
     version: int
     saved_step: int
+    num_skipped: int = 0
+    """Steps in a row that changed nothing."""
+    reward: float | None = None
+    """Mean of the last step."""
+    saving: "Future[None] | None" = None
+    """The checkpoint that is being written."""
+    background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     waiting_since: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def begin_or_resume(cls, context: Context) -> "Learner":
+    def begin_or_resume(cls, context: Context, mine: Ranked) -> "Learner":
         """From the newest whole checkpoint, or from the initial weights; either way a version is published."""
-        recipe, run = context.recipe, context.run
-        trainer = TorchTrainer(
-            run.model, recipe.train, seed=recipe.seed, temperature=recipe.rollout.temperature, device=_device()
-        )
+        run = context.run
         publisher = _publisher(context)
         consumed, step, version = Consumed(), 0, 0
+        leader = _leader(context, mine) if mine.world.size > 1 else None
+        trainer: Trainer = leader or cast(Trainer, mine)
         found = checkpoint.newest(
             run.checkpoints,
             report=lambda path, why: context.events.emit("fault", what="checkpoint", detail=f"{path}: {why}"),
@@ -79,11 +128,15 @@ class Learner:
             manifest, consumed = checkpoint.load(found, trainer=trainer)
             step, version = manifest.step, manifest.version
             context.events.emit("resumed", step=step, version=version, checkpoint=found.name)
+        stock = Stock(context, consumed=consumed)
+        if leader is not None:
+            leader.segment_of = stock.segment_of
         learner = cls(
             context=context,
             trainer=trainer,
+            leader=leader,
             publisher=publisher,
-            stock=Stock(context, consumed=consumed),
+            stock=stock,
             consumed=consumed,
             step=step,
             version=version,
@@ -114,11 +167,33 @@ class Learner:
         self.publish()
         self.stock.trained()
         self.context.events.emit("step", **msgspec.structs.asdict(metrics), wait_s=round(wait_s, 4))
+        self.heed(metrics)
         if self.step % recipe.train.checkpoint_every_steps == 0:
-            self.checkpoint()
+            self.begin_checkpoint()
             self.stock.retire(version=self.version)
         self.waiting_since = time.monotonic()
         return True
+
+    def heed(self, metrics: StepMetrics) -> None:
+        """A step that changed nothing is told; too many in a row end the campaign."""
+        self.reward = metrics.reward_mean
+        self.num_skipped = self.num_skipped + 1 if metrics.skipped else 0
+        if metrics.skipped:
+            self.context.events.emit("fault", what="step", detail=f"step {metrics.step} was skipped: {metrics.skipped}")
+        if self.num_skipped > self.context.recipe.train.max_skipped_steps:
+            self.settle_checkpoint()
+            raise TrainError(
+                f"{self.num_skipped} steps in a row changed nothing, the last because {metrics.skipped}: lower "
+                "train.learning_rate, mend the rewards, or raise train.max_skipped_steps"
+            )
+
+    def tend(self) -> None:
+        """While there is nothing to train on."""
+        self.publisher.tend()
+        if self.saving is not None and self.saving.done():
+            self.settle_checkpoint()
+        if self.leader is not None:
+            self.leader.tend()
 
     def publish(self) -> None:
         """Give the weights to every engine."""
@@ -126,28 +201,63 @@ class Learner:
 
     def finish(self) -> None:
         """The last checkpoint; the newest version is in files when this returns."""
-        self.checkpoint()
+        self.begin_checkpoint()
+        self.settle_checkpoint()
+        self.background.shutdown()
+        if self.leader is not None:
+            self.leader.close()
         self.publisher.close()
         self.stock.close()
 
-    def checkpoint(self) -> None:
-        """Trainer state and consumed ids, in one commit."""
+    def begin_checkpoint(self) -> None:
+        """Trainer state and consumed ids, in one commit; training stands still for the copy in memory alone.
+
+        Several ranks write together, while training stands still.
+        """
         if self.saved_step == self.step:
             return
+        self.settle_checkpoint()
         began = time.monotonic()
-        saved = checkpoint.save(
-            self.context.run.checkpoints,
+        moment = checkpoint.Moment(
             step=self.step,
             version=self.version,
-            trainer=self.trainer,
-            consumed=self.consumed,
+            state=self.trainer.snapshot(),
+            consumed=self.consumed.encode(),
+            extra={"reward": self.reward},
         )
-        checkpoint.prune(self.context.run.checkpoints, keep=self.context.recipe.train.keep_checkpoints)
+        self.stock.note_settled()
         self.publisher.persist()
-        self.stock.covered_by(saved)
         self.saved_step = self.step
-        wall_s = round(time.monotonic() - began, 4)
-        self.context.events.emit("checkpoint", step=self.step, version=self.version, wall_s=wall_s)
+        if self.leader is None:
+            stall_s = time.monotonic() - began
+            self.saving = self.background.submit(self._commit, moment, began, stall_s)
+        else:
+            self._commit(moment, began, None)
+
+    def settle_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written; what went wrong with it is raised here."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.result()
+
+    def _commit(self, moment: checkpoint.Moment, began: float, stall_s: float | None) -> None:
+        train = self.context.recipe.train
+        saved = checkpoint.commit(self.context.run.checkpoints, moment)
+        checkpoint.prune(self.context.run.checkpoints, keep=train.keep_checkpoints, keep_best=train.keep_best)
+        self.stock.covered_by(saved)
+        wall_s = time.monotonic() - began
+        self.context.events.emit(
+            "checkpoint",
+            step=moment.step,
+            version=moment.version,
+            wall_s=round(wall_s, 4),
+            stall_s=round(wall_s if stall_s is None else stall_s, 4),
+        )
+
+
+def _leader(context: Context, mine: Ranked) -> Leader:
+    recipe = context.recipe
+    return Leader(mine, train=recipe.train, seed=recipe.seed, spool=context.run.spool("scored"))
 
 
 def _publisher(context: Context) -> Publisher:
@@ -159,9 +269,3 @@ def _publisher(context: Context) -> Publisher:
     if context.plan.layout == "local":
         publisher.take_rung(Rung(rung="window", reason="every worker is on this node"))
     return publisher
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

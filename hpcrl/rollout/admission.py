@@ -2,8 +2,12 @@
 
 capacity         RollArt's and AReaL's formula, in whatever unit the caller counts (episodes or groups)
 admitted_groups  the same in whole groups, for one of several env hosts
+lag_of           how far ahead of training a mode lets episodes begin
+in_batches       a whole batch or nothing, for the mode that waits for the last episode of each
 share            one host's part of a whole; the parts sum to the whole
 """
+
+from hpcrl.recipe import RolloutMode
 
 
 def capacity(*, max_running: int, running: int, max_lag: int, version: int, batch: int, accepted: int) -> int:
@@ -41,6 +45,22 @@ def admitted_groups(
     fresh = (max_lag + version + 1) * groups_per_step - accepted_groups
     mine = share(max(0, fresh), host=host, num_hosts=num_hosts)
     return max(0, min((most - running_episodes) // episodes_per_group, mine - running_groups))
+
+
+def lag_of(mode: RolloutMode, *, max_lag: int) -> int:
+    """Steps that episodes may begin ahead of training: "sync" begins none before the step made of the last batch."""
+    match mode:
+        case "sync":
+            return 0
+        case "one-step-off":
+            return 1
+        case "async":
+            return max_lag
+
+
+def in_batches(admitted: int, *, under_way: int, batch: int) -> int:
+    """One host's batch once nothing of the last one is under way: its slowest episode holds up all that follow."""
+    return 0 if under_way else min(admitted, batch)
 
 
 def share(whole: int, *, host: int, num_hosts: int) -> int:

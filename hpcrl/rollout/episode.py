@@ -62,8 +62,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the model can see; an episode that would need more is truncated."""
     max_lag: int
     temperature: float = 1.0
+    create_timeout_s: float = 60.0
     reset_timeout_s: float = 60.0
     step_timeout_s: float = 60.0
+    episode_timeout_s: float = 3600.0
+    """For all attempts together, generation included."""
     env_retries: int = 2
     first_pause_s: float = 0.5
     """Before the first new attempt after a fault; it doubles each time."""
@@ -73,7 +76,7 @@ async def run_episode(
     task: Task,
     *,
     index: int,
-    make_env: Callable[[], Env],
+    make_env: Callable[[], Awaitable[Env]],
     layout: Layout,
     policy: Policy,
     limits: Limits,
@@ -82,15 +85,19 @@ async def run_episode(
 ) -> Trajectory:
     """Run the group's episode `index` to its end."""
     fault = ""
+    end = time.monotonic() + limits.episode_timeout_s
     for attempt in range(limits.env_retries + 1):
         if attempt:
             await asyncio.sleep(pause_s(limits.first_pause_s, attempt=attempt, episode=task.episode(index)))
         draft = _Draft(task, index=index, producer=producer, start_version=newest_version())
         try:
             run = _Attempt(draft, number=attempt, layout=layout, policy=policy, limits=limits, newest=newest_version)
-            status = await _with_env(make_env, run.to_the_end)
+            env_time = _with_env(make_env, run.to_the_end, create_timeout_s=limits.create_timeout_s)
+            status = await _until(end, env_time, f"{draft.id}: no end in {limits.episode_timeout_s:g} s")
         except EnvFault as error:
             fault = str(error)
+        except _OutOfTime as error:
+            return draft.finished("env-fault", fault=str(error), attempts=attempt + 1)
         except EngineError as error:
             return draft.finished("policy-fault", fault=str(error), attempts=attempt + 1)
         else:
@@ -263,12 +270,25 @@ class _Attempt:
             raise
 
 
-async def _with_env(make_env: Callable[[], Env], run: Callable[[Env], Awaitable[Status]]) -> Status:
-    """Make an environment, run an attempt in it, and close it, whatever happens."""
+class _OutOfTime(Exception):
+    """The whole episode is over its time; no new attempt would have any."""
+
+
+async def _until(end: float, run: Coroutine[Any, Any, Status], what: str) -> Status:
+    """An attempt's status, if it ends before `end` (monotonic)."""
     try:
-        env = make_env()
-    except Exception as error:
-        raise EnvFault(f"making the environment: {type(error).__name__}: {error}") from error
+        async with asyncio.timeout_at(asyncio.get_running_loop().time() + end - time.monotonic()) as limit:
+            return await run
+    except TimeoutError:
+        assert limit.expired(), "what an attempt raises is an EnvFault or an EngineError"
+        raise _OutOfTime(what) from None
+
+
+async def _with_env(
+    make_env: Callable[[], Awaitable[Env]], run: Callable[[Env], Awaitable[Status]], *, create_timeout_s: float
+) -> Status:
+    """Make an environment, run an attempt in it, and close it, whatever happens."""
+    env = await _within(make_env(), create_timeout_s, "making the environment")
     try:
         return await run(env)
     finally:

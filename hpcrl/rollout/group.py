@@ -1,8 +1,10 @@
-"""The accounts of groups and their episodes: what is kept, what is aborted, what it cost. Pure.
+"""Groups of episodes: what is kept, what is aborted, what is begun in place of what was lost. Pure.
 
-A group begins with `group_size + redundancy` episodes and keeps the first `group_size` that finish. It closes when
-it is full (its trajectories are released) or when it can no longer fill (they are dropped, and admission
-begins another in its place); what still runs then is aborted. Every episode begun ends in the accounts exactly once.
+A group begins with `group_size + redundancy` episodes and keeps the first `group_size` that finish. One that can no
+longer fill begins others of the same task, `replacements` at most, before it is given up: what its members have done so
+far is not thrown away for one fault. What was kept and has grown older than `max_lag` meanwhile is put out of the
+group again, so that nothing stale leaves. A group closes when it is full (its trajectories are released) or given up
+(they are dropped, and admission begins another); what still runs then is aborted.
 Only trajectories of full groups leave: a group with holes would shift the baseline that its members are compared to.
 """
 
@@ -10,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hpcrl.rollout.accounts import Accounts
 from hpcrl.spool.record import TRAINABLE, Status, Trajectory
 
 
@@ -23,8 +26,10 @@ class Ending:
     """The group is full: its trajectories, by index."""
     abort: Sequence[str] = ()
     """Episodes of the same group that nobody needs any more."""
+    begin: Sequence[int] = ()
+    """Indices of the episodes of the same group that are begun in place of lost ones."""
     lost: bool = False
-    """The group can no longer fill."""
+    """The group is given up."""
 
 
 @dataclass
@@ -32,6 +37,7 @@ class _Group:
     """One group that is open or has episodes still running."""
 
     running: set[str]
+    num_begun: int
     kept: list[Trajectory] = field(default_factory=list)
     closed: bool = False
 
@@ -39,39 +45,59 @@ class _Group:
 class Groups:
     """The groups of one env host."""
 
-    def __init__(self, *, group_size: int, redundancy: int) -> None:
+    def __init__(self, *, group_size: int, redundancy: int, replacements: int = 0, max_lag: int | None = None) -> None:
+        """`max_lag`: how old what is kept may grow; None: as old as it likes."""
         self._group_size = group_size
-        self._num_begun = group_size + redundancy
+        self._first = group_size + redundancy
+        self._most = self._first + replacements
+        self._max_lag = max_lag
         self._groups: dict[str, _Group] = {}
-        self.num_running = 0
-        """Episodes that have not ended, those being aborted included: they hold their place until they have."""
+        self.accounts = Accounts()
         self.num_open = 0
         """Groups that may still be released."""
-        self.endings: Counter[Status] = Counter()
-        """Episodes that ended, by the status they were booked with."""
         self.num_released = 0
         """Groups whose trajectories were handed on."""
         self.num_lost = 0
-        """Groups that could no longer fill."""
+        """Groups that were given up."""
+        self.num_replaced = 0
+        """Episodes begun in place of lost ones."""
+        self.num_evicted = 0
+        """Trajectories that were kept and then grew too old before their group was full."""
+
+    @property
+    def num_running(self) -> int:
+        """Episodes that have not ended, those being aborted included."""
+        return len(self.accounts.running)
+
+    @property
+    def endings(self) -> Counter[Status]:
+        """Episodes that ended, by the status they were booked with."""
+        return self.accounts.endings
 
     def begin(self, group: str) -> list[str]:
         """Begin a group; returns the ids of its episodes."""
         assert group not in self._groups, f"group {group} has begun already"
-        episodes = [f"{group}/{index}" for index in range(self._num_begun)]
-        self._groups[group] = _Group(running=set(episodes))
-        self.num_running += len(episodes)
+        episodes = [f"{group}/{index}" for index in range(self._first)]
+        self._groups[group] = _Group(running=set(episodes), num_begun=self._first)
+        self.accounts.begin(episodes)
         self.num_open += 1
         return episodes
 
-    def end(self, trajectory: Trajectory) -> Ending | None:
-        """Book the end of an episode; None for a late duplicate or one that never began here, which change nothing."""
+    def end(self, trajectory: Trajectory, *, newest: int = 0) -> Ending | None:
+        """Book the end of an episode; None for a late duplicate or one that never began here, which change nothing.
+
+        `newest` is the newest version of the weights.
+        """
         group = self._groups.get(trajectory.group)
         if group is None or trajectory.id not in group.running:
+            self.accounts.num_late += 1
             return None
         group.running.remove(trajectory.id)
-        self.num_running -= 1
-        ending = self._settle(group, trajectory)
-        self.endings[ending.status] += 1
+        status = self._heading(group, trajectory, newest=newest)
+        self.accounts.end(trajectory.id, status)
+        if not group.closed and status in TRAINABLE:
+            group.kept.append(trajectory)
+        ending = self._consequence(trajectory.group, group, status, newest=newest)
         if not group.running:
             del self._groups[trajectory.group]
         return ending
@@ -80,33 +106,59 @@ class Groups:
         """Book an episode that was cancelled; it leaves no trajectory, and its group, if still open, is given up."""
         members = self._groups[group]
         members.running.remove(episode)
-        self.num_running -= 1
-        self.endings["aborted-redundant"] += 1
+        self.accounts.end(episode, "aborted-redundant")
         if not members.closed and len(members.kept) + len(members.running) < self._group_size:
             self.num_lost += 1
             self._close(members)
         if not members.running:
             del self._groups[group]
 
-    def _settle(self, group: _Group, trajectory: Trajectory) -> Ending:
+    def _heading(self, group: _Group, trajectory: Trajectory, *, newest: int) -> Status:
+        """Under what an ending is booked: too late for its group, too old for training, or as it says itself."""
+        status = trajectory.status
+        if status in TRAINABLE and group.closed:
+            return "aborted-redundant"
+        if status in TRAINABLE and self._is_stale(trajectory, newest=newest):
+            return "aborted-stale"
+        if status == "aborted-stale" and group.closed:
+            return "aborted-redundant"
+        return status
+
+    def _consequence(self, name: str, group: _Group, status: Status, *, newest: int) -> Ending:
         if group.closed:
-            faulted = trajectory.status in ("env-fault", "policy-fault")
-            return Ending(status=trajectory.status if faulted else "aborted-redundant")
-        if trajectory.status in TRAINABLE:
-            group.kept.append(trajectory)
-            if len(group.kept) == self._group_size:
-                self.num_released += 1
-                released = sorted(group.kept, key=lambda kept: _index(kept.id))
-                return Ending(status=trajectory.status, released=released, abort=self._close(group))
-        elif len(group.kept) + len(group.running) < self._group_size:
+            return Ending(status=status)
+        fresh = [kept for kept in group.kept if not self._is_stale(kept, newest=newest)]
+        self.num_evicted += len(group.kept) - len(fresh)
+        group.kept = fresh
+        missing = self._group_size - len(fresh) - len(group.running)
+        if len(fresh) == self._group_size:
+            self.num_released += 1
+            released = sorted(fresh, key=lambda kept: _index(kept.id))
+            return Ending(status=status, released=released, abort=self._close(group))
+        if missing <= 0:
+            return Ending(status=status)
+        if group.num_begun + missing > self._most:
             self.num_lost += 1
-            return Ending(status=trajectory.status, abort=self._close(group), lost=True)
-        return Ending(status=trajectory.status)
+            return Ending(status=status, abort=self._close(group), lost=True)
+        return Ending(status=status, begin=self._replace(name, group, missing))
+
+    def _replace(self, name: str, group: _Group, missing: int) -> list[int]:
+        """Begin `missing` more episodes of a group, under numbers that were never used in it."""
+        indices = list(range(group.num_begun, group.num_begun + missing))
+        episodes = [f"{name}/{index}" for index in indices]
+        group.num_begun += missing
+        group.running.update(episodes)
+        self.accounts.begin(episodes)
+        self.num_replaced += missing
+        return indices
+
+    def _is_stale(self, trajectory: Trajectory, *, newest: int) -> bool:
+        return self._max_lag is not None and newest - trajectory.start_version > self._max_lag
 
     def _close(self, group: _Group) -> list[str]:
         """Close a group and let go of its trajectories; returns the episodes to abort."""
         group.closed = True
-        group.kept.clear()
+        group.kept = []
         self.num_open -= 1
         return sorted(group.running, key=_index)
 

@@ -1,137 +1,193 @@
 """Which engines serve a turn: a library in every env host, no process in between.
 
-    choose, decide   the choice, from cached loads: the less loaded of two drawn at random. Pure
-    Router           the endpoints known now, their loads, and `generate`: prefill, hand over, decode, or elsewhere
+    decide    the choice for one turn, from what is known: pure but for the random draw
+    Router    the endpoints known now, their loads, and `generate`: prefill, hand over, decode, or elsewhere
 
-Loads are asked for in batches every `refresh_s` and corrected by what was sent since. A worker is chosen once it has
-told its load; one that fails is left out for a while that doubles, and then until it tells its load again, so that
-a dead one costs each turn one attempt, and a broken one that looks idle cannot swallow every turn.
-Prefill is an offer: if it is absent, late or failing, the decode worker computes the prompt itself.
+Two workers of every kind of hardware are drawn, the trajectory's home is added, and the turn goes where it would be
+over first: work that waits there, plus the turn itself by the cost model, which knows what of the prompt that worker
+has already computed. Loads are asked for in batches every `refresh_s` and corrected by what was sent since. A worker
+is chosen once it has told its load; one that fails is left out for a while that doubles, and then until it tells its
+load again. One that refuses is full, not broken: the turn is offered to the next.
+Prefill is an offer: if it is absent, late, full or failing, the decode worker computes the prompt itself.
 """
 
 import asyncio
 import contextlib
 import random
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
+from hpcrl.cost import Pace
 from hpcrl.endpoints import Endpoint, listed
-from hpcrl.engines.base import Completion, GenerateRequest, Generator, KvHandle, LoadFigures
-from hpcrl.errors import EngineError
+from hpcrl.engines.base import Completion, Engine, GenerateRequest, KvHandle, Part, joined
+from hpcrl.errors import EngineError, EngineRefusedError
+from hpcrl.recipe import Routing
+from hpcrl.rollout.courses import Course, Courses
+from hpcrl.rollout.flips import Flips
+from hpcrl.rollout.routing import Candidate, cheapest, kind_for, pays_remote, serve_s, two_of
+from hpcrl.rollout.workers import Patience, Pools, Worker, sorted_out
 
-Connect = Callable[[Endpoint], Generator]
-Reason = Literal["remote prefill", "no prefill endpoint", "no decode endpoint"]
+Connect = Callable[[Endpoint], Engine]
+Hear = Callable[[Part], None]
+Reason = Literal["remote prefill", "no prefill endpoint", "prefill stays", "no decode endpoint"]
+DEFAULT_PATIENCE = Patience()
+DEFAULT_RULES = Routing()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a decision needs to know of a turn."""
+
+    domain: str
+    num_prompt: int
+    num_new: float
+    """How long the reply will likely be."""
+    course: Course
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """Where one turn goes, by worker name, and why."""
 
     prefill: str | None
     decode: str | None
     reason: Reason
+    wait_s: float = 0.0
+    serve_s: float = 0.0
+    """What it is thought to take the decode worker; 1 without a cost model."""
+    is_home: bool = False
 
 
-def decide(*, prefill: Mapping[str, float], decode: Mapping[str, float], draw: random.Random) -> Decision:
-    """Choose among the workers of both roles, given their loads."""
-    chosen = choose(decode, draw=draw)
+def decide(
+    ask: Ask,
+    pools: Pools,
+    *,
+    workers: dict[str, Worker],
+    rules: Routing,
+    draw: random.Random,
+    refused: Container[str] = (),
+) -> Decision:
+    """Choose among the workers of both roles; those in `refused` had no room."""
+    home = workers.get(ask.course.home or "") if rules.home else None
+    chosen = _choice(ask, "decode", pools, home=home, rules=rules, draw=draw, refused=refused)
     if chosen is None:
         return Decision(prefill=None, decode=None, reason="no decode endpoint")
-    ahead = choose(prefill, draw=draw)
-    reason: Reason = "no prefill endpoint" if ahead is None else "remote prefill"
-    return Decision(prefill=ahead, decode=chosen, reason=reason)
+    ahead, reason = _prefill(ask, chosen.worker, pools, workers=workers, rules=rules, draw=draw)
+    is_home = chosen.worker == ask.course.home
+    return Decision(ahead, chosen.worker, reason, wait_s=chosen.wait_s, serve_s=chosen.serve_s, is_home=is_home)
 
 
-def choose(loads: Mapping[str, float], *, draw: random.Random) -> str | None:
-    """The less loaded of two workers drawn at random (power of two choices); None if there are none.
-
-    The least loaded of all would draw every host at once to the worker that looked idle at the last refresh.
-    """
-    if len(loads) < 2:
-        return next(iter(loads), None)
-    first, second = draw.sample(sorted(loads), 2)
-    return first if loads[first] <= loads[second] else second
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long the router waits, and how often it tries again."""
-
-    refresh_s: float = 0.5
-    rest_s: float = 1.0
-    """How long a worker that failed is left out; doubles with every failure that follows."""
-    longest_rest_s: float = 30.0
-    load_s: float = 5.0
-    """How long a worker may take to tell its load."""
-    prefill_s: float = 20.0
-    """After this a turn goes on without remote prefill."""
-    generate_s: float = 600.0
-    """How long one attempt to generate may take."""
-    no_decode_s: float = 300.0
-    """How long a turn waits for a decode worker to appear."""
-    max_attempts: int = 4
-    """How many decode workers one turn may be offered to."""
+def _choice(
+    ask: Ask,
+    role: str,
+    pools: Pools,
+    *,
+    home: Worker | None,
+    rules: Routing,
+    draw: random.Random,
+    refused: Container[str],
+) -> Candidate | None:
+    """The best of two of each kind and the home."""
+    kinds = pools.of(role)
+    wanted = _wanted_kind(ask.domain, role, pools, rules=rules)
+    drawn = [worker for kind in kinds.values() for worker in two_of(kind, draw=draw)]
+    if home is not None and home.answers and home.role == role:
+        drawn.append(home)
+    fit = [worker for worker in drawn if worker.name not in refused]
+    if not fit:  # bad luck with the draw: look at all
+        fit = [worker for kind in kinds.values() for worker in kind if worker.name not in refused]
+    candidates = [_candidate(ask, worker, wanted=wanted, is_home=worker is home) for worker in fit]
+    return cheapest(candidates, reluctance=rules.reluctance, stay=rules.stay)
 
 
-DEFAULT_PATIENCE = Patience()
+def _candidate(ask: Ask, worker: Worker, *, wanted: str | None, is_home: bool) -> Candidate:
+    num_known = _num_known(ask, worker)
+    seconds = serve_s(worker.pace, num_prompt=ask.num_prompt, num_known=num_known, num_new=ask.num_new)
+    if worker.pace is None and num_known:  # nothing to reckon with: the KV is worth half a request
+        seconds /= 2
+    suits = wanted is None or worker.kind == wanted
+    return Candidate(worker.name, worker.wait_s(seconds), seconds, suits, is_home)
 
 
-@dataclass
-class _Worker:
-    """One endpoint as this host knows it."""
+def _num_known(ask: Ask, worker: Worker) -> int:
+    """Tokens of the prompt whose KV the worker should have, of weights that it still has."""
+    course = ask.course
+    if worker.name not in (course.home, course.prefill_home) or worker.version > course.version:
+        return 0
+    return min(course.num_kept, ask.num_prompt - 1)
 
-    endpoint: Endpoint
-    engine: Generator
-    told: int = 0
-    """Requests that it told it had at the last refresh."""
-    ours_then: int = 0
-    """How many of them were ours."""
-    ours: int = 0
-    """Ours that are there now."""
-    answers: bool = False
-    """May be chosen: it told its load, and has not failed since."""
-    failures: int = 0
-    """In a row."""
-    rests_until: float = 0.0
 
-    @property
-    def load(self) -> float:
-        return max(0, self.told - self.ours_then) + self.ours
+def _wanted_kind(domain: str, role: str, pools: Pools, *, rules: Routing) -> str | None:
+    if rules.affinity == "auto":
+        return None
+    affinity = rules.affinity.get(domain) or rules.affinity.get("default")
+    return kind_for(affinity, pools.gpus.get(role, {})) if affinity else None
 
-    def heard(self, figures: LoadFigures) -> None:
-        self.told = figures.num_running + figures.num_waiting
-        self.ours_then = self.ours
-        self.answers = True
 
-    def failed(self, *, now: float, patience: Patience) -> None:
-        self.answers = False
-        if now >= self.rests_until:  # requests that fail together are one failure
-            self.failures += 1
-            doublings = min(self.failures - 1, 16)
-            self.rests_until = now + min(patience.rest_s * 2**doublings, patience.longest_rest_s)
+def _prefill(
+    ask: Ask, decode: str, pools: Pools, *, workers: dict[str, Worker], rules: Routing, draw: random.Random
+) -> tuple[str | None, Reason]:
+    """The worker that computes the prompt, if another than the decode worker should."""
+    if rules.remote_prefill == "never":
+        return None, "prefill stays"
+    before = ask.course.prefill_home
+    home = workers.get(before) if rules.home and before else None
+    chosen = _choice(ask, "prefill", pools, home=home, rules=rules, draw=draw, refused=())
+    if chosen is None:
+        return None, "no prefill endpoint"
+    if rules.remote_prefill == "auto":
+        here, there = workers[decode], workers[chosen.worker]
+        known = _num_known(ask, here)
+        if not pays_remote(
+            here=here.pace, there=there.pace, wait_s=chosen.wait_s, num_prompt=ask.num_prompt, num_known=known
+        ):
+            return None, "prefill stays"
+    return chosen.worker, "remote prefill"
+
+
+def _no_pace(_: Endpoint) -> Pace | None:
+    return None
 
 
 class Router:
     """Used as `async with Router(...) as router`, which keeps endpoints and loads fresh meanwhile.
 
-    `directory` is where the campaign's endpoints are announced; `connect` makes the engine behind one.
+    `directory` is where the campaign's endpoints are announced; `connect` makes the engine behind one; `pace_of` says
+    how fast it is, as far as that is known; `on_route` is told of a sample of the decisions.
     """
 
-    def __init__(self, directory: Path, *, connect: Connect, seed: int, patience: Patience = DEFAULT_PATIENCE) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        connect: Connect,
+        seed: int,
+        patience: Patience = DEFAULT_PATIENCE,
+        rules: Routing = DEFAULT_RULES,
+        weights: dict[str, float] | None = None,
+        pace_of: Callable[[Endpoint], Pace | None] = _no_pace,
+        flips: Flips | None = None,
+        on_route: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
         self.reasons: Counter[str] = Counter()
         """Turns by how they were routed, and failures by role."""
+        self.courses = Courses(weights=weights or {})
         self._directory = directory
         self._connect = connect
         self._patience = patience
+        self._rules = rules
+        self._pace_of = pace_of
+        self._flips = flips
+        self._on_route = on_route
         self._draw = random.Random(seed)
-        self._workers: dict[str, _Worker] = {}
-        self._serving: dict[str, _Worker] = {}
+        self._workers: dict[str, Worker] = {}
+        self._pools = Pools()
+        self._serving: dict[str, Worker] = {}
         self._refreshing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -144,25 +200,35 @@ class Router:
             self._refreshing.cancel()
             await asyncio.wait({self._refreshing})
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Serve one turn; EngineError if no decode worker appears, or every attempt failed."""
-        failures = []
-        for _ in range(self._patience.max_attempts):
-            decision = await self._decision()
-            assert decision.decode is not None
-            self.reasons[decision.reason] += 1
-            kv = await self._prefill(decision.prefill, request) if decision.prefill else None
-            worker = self._workers.get(decision.decode)
-            if worker is None:  # withdrawn while prefill ran
-                continue
-            try:
-                return await self._decode(worker, request, kv)
-            except EngineError as error:
-                failures.append(str(error))
-        raise EngineError(
-            f"{request.request_id}: {self._patience.max_attempts} attempts to generate failed: "
-            f"{'; '.join(failures) or 'every worker chosen was withdrawn'}: see the logs of these workers"
-        )
+    async def generate(self, request: GenerateRequest, *, hear: Hear | None = None) -> Completion:
+        """Serve one turn; EngineError if no decode worker appears, or every attempt failed.
+
+        `hear` is given its pieces as they come; a turn that an engine did not end is then `aborted`.
+        """
+        began = _now()
+        course = self.courses.begin_turn(request, now=began)
+        completion = None
+        try:
+            completion = await self._served(request, course, hear=hear)
+        finally:
+            course.ended_at = _now()
+            self.courses.end_turn(course, request, completion, seconds=course.ended_at - began)
+        course.num_kept = len(request.token_ids) + len(completion.token_ids) - 1
+        course.version = completion.versions[-1] if completion.versions else course.version
+        return completion
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+        """The same, told while it is said; closing it early ends the request."""
+        told: asyncio.Queue[Part | None] = asyncio.Queue()
+        turn = asyncio.create_task(self.generate(request, hear=told.put_nowait), name=request.request_id)
+        turn.add_done_callback(lambda _: told.put_nowait(None))
+        try:
+            while (piece := await told.get()) is not None:
+                yield piece
+            turn.result()
+        finally:
+            turn.cancel()
+            await asyncio.wait({turn})
 
     async def abort(self, request_id: str) -> None:
         """End a request of ours wherever it is being served; one that is not is no error."""
@@ -170,20 +236,33 @@ class Router:
         if worker is not None:
             await worker.engine.abort(request_id)
 
+    def forget(self, trajectory: str) -> None:
+        """A trajectory has ended."""
+        self.courses.forget(trajectory)
+
     async def refresh(self) -> None:
         """Read the announced endpoints and ask each that is not resting for its load."""
         try:
             self._take(await asyncio.to_thread(listed, self._directory))
         except (OSError, msgspec.DecodeError):  # go on with those known: the file system may answer again soon
             self.reasons["endpoints unreadable"] += 1
-        now = time.monotonic()
+        now = _now()
         awake = [worker for worker in self._workers.values() if worker.rests_until <= now]
         await asyncio.gather(*(self._ask_load(worker) for worker in awake))
+        if self._flips is not None:
+            await self._flips.refresh(self._workers.values(), usual_turn=self.courses.usual_turn(), now=_now())
+        self._sort_out()
 
     def loads(self, role: str) -> dict[str, float]:
         """The workers of a role that may be chosen now, with their loads."""
-        workers = self._workers.items()
-        return {name: worker.load for name, worker in workers if worker.answers and worker.endpoint.role == role}
+        return {worker.name: worker.load for kind in self._pools.of(role).values() for worker in kind}
+
+    def decide(self, request: GenerateRequest, course: Course, *, refused: Container[str] = ()) -> Decision:
+        """Where a turn would go now."""
+        ask = Ask(request.domain, len(request.token_ids), self.courses.reply_tokens(request), course)
+        return decide(ask, self._pools, workers=self._workers, rules=self._rules, draw=self._draw, refused=refused)
+
+    # ---- endpoints and loads
 
     def _take(self, endpoints: Sequence[Endpoint]) -> None:
         """Know these endpoints and no others; one that was announced anew is another worker."""
@@ -191,11 +270,11 @@ class Router:
         self._workers = {
             endpoint.worker: known[endpoint.worker]
             if endpoint.worker in known and known[endpoint.worker].endpoint == endpoint
-            else _Worker(endpoint, self._connect(endpoint))
+            else Worker(endpoint, self._connect(endpoint), self._pace_of(endpoint), endpoint.role)
             for endpoint in endpoints
         }
 
-    async def _ask_load(self, worker: _Worker) -> None:
+    async def _ask_load(self, worker: Worker) -> None:
         try:
             async with asyncio.timeout(self._patience.load_s):
                 worker.heard(await worker.engine.load_figures())
@@ -207,59 +286,148 @@ class Router:
             await asyncio.sleep(self._patience.refresh_s)
             await self.refresh()
 
-    async def _decision(self) -> Decision:
-        """A decision with a decode worker in it, waiting for one to appear if need be."""
-        deadline = time.monotonic() + self._patience.no_decode_s
+    def _sort_out(self) -> None:
+        self._pools = sorted_out(self._workers.values())
+
+    # ---- a turn
+
+    async def _served(self, request: GenerateRequest, course: Course, *, hear: Hear | None) -> Completion:
+        failures: list[str] = []
+        refused: set[str] = set()
+        deadline = _now() + self._patience.no_decode_s
+        while len(failures) < self._patience.max_attempts:
+            decision = await self._decision(request, course, refused=refused, deadline=deadline)
+            self._note(request, decision)
+            ready = self._ranked(request, course)
+            kv = await self._prefill(decision, ready, course) if decision.prefill else None
+            worker = self._workers.get(decision.decode or "")
+            if worker is None:
+                failures.append(f"{decision.decode} was withdrawn")
+                continue
+            try:
+                completion = await self._decode(worker, self._with_kv(ready, worker, kv), decision, hear=hear)
+            except EngineRefusedError:
+                refused.add(worker.name)
+                self.reasons["decode refused"] += 1
+            except EngineError as error:
+                failures.append(str(error))
+            else:
+                course.home = worker.name
+                return completion
+        raise EngineError(
+            f"{request.request_id}: {self._patience.max_attempts} attempts to generate failed: "
+            f"{'; '.join(failures)}: see the logs of these workers"
+        )
+
+    async def _decision(
+        self, request: GenerateRequest, course: Course, *, refused: set[str], deadline: float
+    ) -> Decision:
+        """A decision with a decode worker in it, waiting for one to appear, or to have room, if need be."""
         while True:
-            decision = decide(prefill=self.loads("prefill"), decode=self.loads("decode"), draw=self._draw)
+            decision = self.decide(request, course, refused=refused)
             if decision.decode is not None:
                 return decision
-            if time.monotonic() > deadline:
+            if _now() > deadline:
+                full = f", {len(refused)} of them full" if refused else ""
                 raise EngineError(
-                    f"no decode worker in {self._directory} that answers, for {self._patience.no_decode_s:g} s: "
+                    f"no decode worker in {self._directory} that answers{full}, for {self._patience.no_decode_s:g} s: "
                     "see the logs of role decode"
                 )
             if self._refreshing is not None and self._refreshing.done():
                 self._refreshing.result()  # a router that does not refresh would wait for nothing
             await asyncio.sleep(min(0.1, self._patience.refresh_s))
+            refused.clear()
 
-    async def _prefill(self, name: str, request: GenerateRequest) -> KvHandle | None:
-        worker = self._workers[name]
+    def _ranked(self, request: GenerateRequest, course: Course) -> GenerateRequest:
+        """The request with its place in the queues of engines."""
+        priority = self.courses.level(course) if self._rules.priority == "least-attained" else 0
+        if self._rules.fair_domains:
+            priority += self.courses.behind(request.domain)
+        return msgspec.structs.replace(request, priority=priority) if priority else request
+
+    def _with_kv(self, request: GenerateRequest, worker: Worker, kv: KvHandle | None) -> GenerateRequest:
+        keep_s = 0.0
+        if self._rules.keep_kv and worker.pace is not None:
+            saving_s = worker.pace.prefill_s(len(request.token_ids))
+            keep_s = self.courses.keep_s(request.domain, saving_s=saving_s)
+        if kv is None and not keep_s:
+            return request
+        return msgspec.structs.replace(request, kv=kv, keep_kv_s=keep_s)
+
+    async def _prefill(self, decision: Decision, request: GenerateRequest, course: Course) -> KvHandle | None:
+        worker = self._workers.get(decision.prefill or "")
+        if worker is None:
+            return None
+        seconds = worker.pace.prefill_s(len(request.token_ids)) if worker.pace else 1.0
         try:
             async with asyncio.timeout(self._patience.prefill_s):
-                with self._sent(worker, request):
-                    return await worker.engine.prefill(request)
+                with self._sent(worker, request, seconds=seconds):
+                    handle = await worker.engine.prefill(request)
+        except EngineRefusedError:
+            self.reasons["prefill refused"] += 1
+            return None
         except (EngineError, TimeoutError):
             self._failed(worker)
             return None
+        course.prefill_home = worker.name
+        return handle
 
-    async def _decode(self, worker: _Worker, request: GenerateRequest, kv: KvHandle | None) -> Completion:
-        handed = request if kv is None else msgspec.structs.replace(request, kv=kv)
+    async def _decode(
+        self, worker: Worker, request: GenerateRequest, decision: Decision, *, hear: Hear | None
+    ) -> Completion:
         try:
             async with asyncio.timeout(self._patience.generate_s):
-                with self._sent(worker, request):
-                    return await worker.engine.generate(handed)
+                with self._sent(worker, request, seconds=decision.serve_s):
+                    if hear is None:
+                        return await worker.engine.generate(request)
+                    return await self._heard(worker, request, hear)
         except TimeoutError:
             self._failed(worker)
-            raise EngineError(
-                f"worker {worker.endpoint.worker} did not finish in {self._patience.generate_s:g} s"
-            ) from None
+            raise EngineError(f"worker {worker.name} did not finish in {self._patience.generate_s:g} s") from None
+        except EngineRefusedError:
+            raise
         except EngineError:
             self._failed(worker)
             raise
 
+    async def _heard(self, worker: Worker, request: GenerateRequest, hear: Hear) -> Completion:
+        """A turn told while it is said. What was told cannot be taken back: if the engine fails then, it ends there."""
+        parts: list[Part] = []
+        try:
+            async with contextlib.aclosing(worker.engine.stream(request)) as pieces:
+                async for piece in pieces:
+                    parts.append(piece)
+                    hear(piece)
+        except EngineError:
+            if not parts:
+                raise
+            self._failed(worker)
+        return joined(parts)
+
     @contextlib.contextmanager
-    def _sent(self, worker: _Worker, request: GenerateRequest) -> Iterator[None]:
+    def _sent(self, worker: Worker, request: GenerateRequest, *, seconds: float) -> Iterator[None]:
         """Count a request as ours and remember where it is, for as long as it is there."""
         worker.ours += 1
+        worker.ours_s += seconds
         self._serving[request.request_id] = worker
         try:
             yield
             worker.failures = 0
         finally:
             worker.ours -= 1
+            worker.ours_s = worker.ours_s - seconds if worker.ours else 0.0
             self._serving.pop(request.request_id, None)
 
-    def _failed(self, worker: _Worker) -> None:
-        self.reasons[f"{worker.endpoint.role} failed"] += 1
-        worker.failed(now=time.monotonic(), patience=self._patience)
+    def _failed(self, worker: Worker) -> None:
+        self.reasons[f"{worker.role} failed"] += 1
+        worker.failed(now=_now(), patience=self._patience)
+        self._sort_out()
+
+    def _note(self, request: GenerateRequest, decision: Decision) -> None:
+        self.reasons[decision.reason] += 1
+        if self._on_route is not None and self._draw.random() < self._rules.sampled:
+            self._on_route({"id": request.request_id, "domain": request.domain, **asdict(decision)})
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -7,6 +7,7 @@ stable_hash   the same number in every process and on every machine
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
@@ -36,20 +37,18 @@ class TaskStream:
     After a resume `start` must be above every number used before; a number used twice would be the same task again.
     """
 
-    def __init__(
-        self, weights: Mapping[str, float], *, recipe_seed: int, host: int, num_hosts: int, start: int = 0
-    ) -> None:
+    def __init__(self, *, recipe_seed: int, host: int, num_hosts: int, start: int = 0) -> None:
         assert 0 <= host < num_hosts, f"host {host} of {num_hosts}"
-        self._weights = dict(weights)
         self._recipe_seed = recipe_seed
         self._num_hosts = num_hosts
         self._next = start + (host - start) % num_hosts
-        self._begun = dict.fromkeys(weights, 0)
+        self._weights: dict[str, float] = {}
+        self._begun: Counter[str] = Counter()
 
-    def __iter__(self) -> "TaskStream":
-        return self
-
-    def __next__(self) -> Task:
+    def draw(self, weights: Mapping[str, float]) -> Task:
+        """The next task. What was drawn by other weights is neither made up for nor held against a domain."""
+        if weights != self._weights:
+            self._weights, self._begun = dict(weights), Counter()
         domain = next_domain(self._weights, self._begun)
         self._begun[domain] += 1
         number, self._next = self._next, self._next + self._num_hosts

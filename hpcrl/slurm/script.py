@@ -1,7 +1,7 @@
 """Plan -> batch script. The only place that makes batch text; the text holds no role logic."""
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hpcrl.config import shipped
 from hpcrl.errors import PlanError
@@ -20,6 +20,18 @@ def batch_script(plan: Plan, *, run: RunDir, job: int, python: str, exports: Ite
         lines += ["", _prologue(plan.prologue).rstrip()]
     driver = [python, "-m", "hpcrl.driver", str(run.root), str(job)]
     return "\n".join([*lines, "", f"exec {shlex.join(driver)}", ""])
+
+
+def reward_script(plan: Plan, *, run: RunDir, job: int, name: str, command: Sequence[str]) -> str:
+    """The script of one small job of rewards. Slurm must not begin a preempted one again: the driver does."""
+    assert plan.reward_jobs is not None
+    log = str(run.job(job).log(name)).replace("%", "%%")
+    flags = [f"--job-name=hpcrl-{run.name}-reward", f"--time={_clock(plan.reward_jobs.walltime_min)}", "--export=ALL"]
+    flags += ["--no-requeue", f"--output={_quoted(log)}", "--open-mode=append", *plan.reward_jobs.slurm_flags]
+    lines = ["#!/bin/bash", *(f"#SBATCH {flag}" for flag in flags), "", "set -eu", "umask 077"]
+    if plan.prologue:
+        lines += ["", _prologue(plan.prologue).rstrip()]
+    return "\n".join([*lines, "", f"exec {shlex.join(command)}", ""])
 
 
 def _directives(plan: Plan, *, run: RunDir, job: int) -> list[str]:

@@ -134,6 +134,10 @@ class DiskSpoolReader(Cursor):
             if read.num_rows and read.num_passed == read.num_rows and name not in still_open
         ]
 
+    def segment_of(self, trajectory: Facts) -> str | None:
+        """The segment that a trajectory was delivered from; None if it is forgotten."""
+        return self._delivered.get((trajectory.id, trajectory.status in TRAINABLE))
+
     def forget(self, names: Iterable[str]) -> None:
         """These are about to be removed: drop what is remembered of their rows, and never read them again."""
         for name in names:

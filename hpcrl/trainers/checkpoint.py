@@ -10,10 +10,12 @@ number in front counts commits, because steps go back after a resume and the new
 No pickle: safetensors and JSON.
 """
 
+import math
 import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import xxhash
 from hpcrl.errors import TrainError
 from hpcrl.files import discard, private_dir, publish, staged, sync_directory
 from hpcrl.learn.consumed import Consumed
-from hpcrl.trainers.base import Trainer
+from hpcrl.trainers.base import Trainer, Writable
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
@@ -66,15 +68,36 @@ def save(
     extra: dict[str, Any] | None = None,
 ) -> Path:
     """Commit a checkpoint; when this returns it is durable, and when it raises the older ones are untouched."""
+    moment = Moment(step=step, version=version, state=trainer.snapshot(), consumed=consumed.encode(), extra=extra or {})
+    return commit(directory, moment)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """All that a checkpoint holds, in memory: it can be committed by a thread while training goes on."""
+
+    step: int
+    version: int
+    state: Writable
+    consumed: bytes
+    """As `Consumed.encode` has it."""
+    extra: dict[str, Any]
+
+
+def commit(directory: Path, moment: Moment) -> Path:
+    """What `save` does, of a moment that may have passed."""
+    step = moment.step
     path = directory / f"{_next_number(directory):06d}-step-{step:06d}"
     try:
         private_dir(directory)
         with staged(path) as temporary:
             temporary.mkdir(mode=0o700)
-            trainer.save(temporary)
-            (temporary / CONSUMED).write_bytes(consumed.encode())
+            moment.state.write(temporary)
+            (temporary / CONSUMED).write_bytes(moment.consumed)
             files = {name: _sealed(temporary / name) for name in _names(temporary)}
-            manifest = Checkpoint(step=step, version=version, created=time.time(), files=files, extra=extra or {})
+            manifest = Checkpoint(
+                step=step, version=moment.version, created=time.time(), files=files, extra=moment.extra
+            )
             publish(temporary / MANIFEST, _encode(manifest))
     except OSError as error:
         raise TrainError(
@@ -110,14 +133,17 @@ def load(path: Path, *, trainer: Trainer) -> tuple[Checkpoint, Consumed]:
     return manifest, Consumed.decode((path / CONSUMED).read_bytes())
 
 
-def prune(directory: Path, *, keep: int) -> list[Path]:
+def prune(directory: Path, *, keep: int, keep_best: int = 0) -> list[Path]:
     """Remove all but the `keep` newest checkpoints whose files are all there, and what killed savers left behind.
 
+    Besides those, the `keep_best` with the highest `extra["reward"]` stay: to be exported, not to resume from.
     For the one process that saves here: a temporary name belongs to nobody else.
     """
     committed = _committed(directory)
     whole = [index for index, path in enumerate(committed) if _missing(path) is None]
     removed = committed[: whole[-keep]] if len(whole) >= keep else []
+    best = set(sorted(removed, key=_reward, reverse=True)[:keep_best])
+    removed = [path for path in removed if path not in best]
     for path in removed:
         path.rename(path.with_name(f".{path.name}.pruned.tmp"))  # half removed must not look like a checkpoint
     for leftover in directory.glob(".*.tmp"):
@@ -136,6 +162,17 @@ def oldest_number(directory: Path) -> int | None:
     return number_of(committed[0]) if committed else None
 
 
+def steps(directory: Path) -> list[int]:
+    """The steps that there are checkpoints of."""
+    return sorted({int(path.name.rpartition("-")[2]) for path in _committed(directory)})
+
+
+def of_step(directory: Path, step: int) -> Path | None:
+    """The last commit of a step, if it is whole."""
+    found = [path for path in _committed(directory) if int(path.name.rpartition("-")[2]) == step]
+    return found[-1] if found and damage(found[-1]) is None else None
+
+
 def damage(path: Path) -> str | None:
     """Why a checkpoint cannot be used; None if every byte is as it was saved."""
     reason = _missing(path)
@@ -149,6 +186,15 @@ def damage(path: Path) -> str | None:
         if seen != content.xxh3:
             return f"{name}: checksum is {seen}, was {content.xxh3} when saved"
     return None
+
+
+def _reward(path: Path) -> float:
+    """The mean reward that a checkpoint was noted with; one without is no better than any."""
+    try:
+        reward = _decode((path / MANIFEST).read_bytes()).extra.get("reward")
+    except (OSError, ValueError):
+        return -math.inf
+    return float(reward) if isinstance(reward, int | float) else -math.inf
 
 
 def _missing(path: Path) -> str | None:

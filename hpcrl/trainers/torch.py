@@ -1,44 +1,49 @@
-"""The torch trainer: a transformers causal LM, AdamW, one process.
+"""The torch trainer: a transformers causal LM, AdamW, on one rank or many (DDP or FSDP2).
 
-    train_step = advantages per group -> rows -> minibatches -> for each: accumulate, clip, step
+    train_step = deal -> this rank's rows -> learn
+    learn      = micro-batches -> for each minibatch: accumulate, clip, step
 
 Legend  B rows of a micro-batch - T positions - K positions that anyone trains on - N model tokens - V vocabulary
 
-The same input gives the same bits: dropout is off (the policy that learns is the one that acted), minibatches are
-drawn from (seed, step), and no step touches torch's global generator, so a checkpoint needs no generator state.
+The same input gives the same bits on one rank: dropout is off (the policy that learns is the one that acted),
+minibatches are drawn from (seed, step), and no step touches torch's global generator, so a checkpoint needs no
+generator state. Many ranks give the same numbers up to the order of sums.
 """
 
-import math
-import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch.distributed.tensor import DTensor
 
-from hpcrl.errors import TrainError
-from hpcrl.learn.advantage import ESTIMATORS, Rewards, group_advantages, indices_by_group, is_flat
-from hpcrl.learn.batch import MicroBatch, Row, make_rows, micro_batches
-from hpcrl.learn.loss import LossSums, chosen_logprobs, entropies, log_distribution, policy_loss
+from hpcrl.learn.batch import MicroBatch, Row, micro_batches, nothing
+from hpcrl.learn.deal import deal, rows_of
+from hpcrl.learn.loss import (
+    LossSums,
+    Said,
+    chosen_logprobs,
+    entropies,
+    log_distribution,
+    policy_loss,
+    token_shares,
+)
 from hpcrl.recipe import Train
 from hpcrl.spool.record import Trajectory
-from hpcrl.trainers.base import StepMetrics
-
-MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
+from hpcrl.trainers.base import Snapshot, StepMetrics, check_trainable
+from hpcrl.trainers.critic import Critic
+from hpcrl.trainers.figures import Learned, step_metrics
+from hpcrl.trainers.net import Net, load_causal
+from hpcrl.trainers.schedule import learning_rate
+from hpcrl.trainers.state import Piece, check_same, fill, wholes
+from hpcrl.trainers.world import ALONE, World
 
 Minibatch = list[MicroBatch]
 
 
 class TorchTrainer:
-    """Trains the model in a directory on one device."""
+    """Trains the model in a directory; every rank of `world` has one of these and they do everything together."""
 
     def __init__(
         self,
@@ -47,238 +52,208 @@ class TorchTrainer:
         *,
         seed: int = 0,
         temperature: float = 1.0,
-        device: torch.device | str = "cpu",
+        world: World = ALONE,
     ) -> None:
         """`temperature` is the rollout's: the stored log-probs were taken under it."""
         self._train = train
         self._seed = seed
         self._temperature = temperature
-        self._device = torch.device(device)
-        self._model = _load_model(model_dir).to(self._device).eval()  # eval: no dropout; gradients flow all the same
-        self._parameters: list[Tensor] = list(self._model.parameters())
-        self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=train.learning_rate, weight_decay=train.weight_decay, fused=True
-        )
+        self.world = world
+        self._policy = Net(load_causal(model_dir), train=train, world=world, learning_rate=train.learning_rate)
+        self._config = self._policy.module.config
+        self._critic = Critic(model_dir, train=train, world=world) if train.advantage == "gae" else None
+        self._reference = None if train.kl == "none" else load_causal(model_dir).to(world.device).eval()
+
+    @property
+    def num_shares(self) -> int:
+        """Into how many shares a step is dealt."""
+        return self.world.size
+
+    @property
+    def share(self) -> int:
+        """Which of them is this rank's."""
+        return self.world.rank
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self._config.vocab_size)
+
+    @property
+    def max_length(self) -> int:
+        """Positions that the model can read."""
+        return int(self._config.max_position_embeddings)
 
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
         began = time.perf_counter()
-        _check_trainable(trajectories, vocabulary_size=self._model.get_input_embeddings().num_embeddings)
-        rewards = np.array([trajectory.reward for trajectory in trajectories], dtype=np.float64)
-        groups = [trajectory.group for trajectory in trajectories]
-        advantages = group_advantages(rewards, groups=groups, estimator=ESTIMATORS[self._train.advantage])
-        context = self._model.config.max_position_embeddings
-        rows, num_too_long = make_rows(trajectories, advantages=advantages.tolist(), max_length=context)
-        minibatches = self._minibatches(rows, step=step)
-        learned = self._learn(minibatches)
-        return StepMetrics(
+        check_trainable(trajectories, vocabulary_size=self.vocabulary_size)
+        dealt = deal(
+            trajectories,
+            train=self._train,
+            num_ranks=self.num_shares,
+            seed=self._seed,
             step=step,
-            version=version,
-            num_too_long=num_too_long,
-            num_tokens=sum(micro.num_tokens for part in minibatches for micro in part),
-            num_padded_tokens=sum(micro.num_padded_tokens for part in minibatches for micro in part),
-            **_sampled_figures(trajectories, rewards=rewards, version=version),
-            **learned.figures(),
-            step_s=round(time.perf_counter() - began, 6),
+            max_length=self.max_length,
         )
+        by_id = {trajectory.id: trajectory for trajectory in trajectories}
+        parts = rows_of(
+            dealt.shares[self.share],
+            fetch=lambda items: [by_id[item.id] for item in items],
+            train=self._train,
+            max_length=self.max_length,
+        )
+        learned = self.learn(parts, step=step, skipped=dealt.skipped)
+        step_s = time.perf_counter() - began
+        return step_metrics(trajectories, dealt=dealt, learned=learned, step=step, version=version, step_s=step_s)
 
-    def tensors(self) -> dict[str, Tensor]:
-        # A tied weight has one name here, the first, as in the files that transformers writes.
-        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+    def learn(self, parts: list[list[Row]], *, step: int, skipped: str | None = None) -> Learned:
+        """One optimizer step per minibatch; the first that is not finite is not taken and ends the training step.
 
-    def save(self, directory: Path) -> None:
-        optimizer = {
-            f"{name}.{part}": tensor
-            for name, parameter in self._model.named_parameters()
-            for part, tensor in self._optimizer.state.get(parameter, {}).items()
-        }
-        _write_tensors(self.tensors(), directory / MODEL_FILE)
-        _write_tensors(optimizer, directory / OPTIMIZER_FILE)
-
-    def load(self, directory: Path) -> None:
-        saved = _read_tensors(directory / MODEL_FILE)
-        mine = self.tensors()
-        if {name: tensor.shape for name, tensor in saved.items()} != {n: tensor.shape for n, tensor in mine.items()}:
-            raise TrainError(
-                f"{directory / MODEL_FILE}: its tensors are not those of this model "
-                f"({_difference(saved, mine)}): resume with the model that the campaign began with"
-            )
-        for name, tensor in mine.items():
-            tensor.copy_(saved[name])
-        self._load_optimizer(_read_tensors(directory / OPTIMIZER_FILE))
-
-    def _load_optimizer(self, saved: dict[str, Tensor]) -> None:
-        state: dict[int, dict[str, Tensor]] = {}
-        numbers = {name: number for number, (name, _) in enumerate(self._model.named_parameters())}
-        for key, tensor in saved.items():
-            name, _, part = key.rpartition(".")
-            state.setdefault(numbers[name], {})[part] = tensor
-        groups = self._optimizer.state_dict()["param_groups"]  # the recipe's, not the checkpoint's
-        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-    def _minibatches(self, rows: list[Row], *, step: int) -> list[Minibatch]:
-        """The rows of each optimizer step; several minibatches get a shuffled share each."""
-        num_parts = min(self._train.num_minibatches, len(rows))
-        if num_parts > 1:
-            rows = random.Random(f"{self._seed}/{step}").sample(rows, len(rows))
-        bound = self._train.tokens_per_micro_batch
-        parts = [micro_batches(rows[start::num_parts], tokens_per_micro_batch=bound) for start in range(num_parts)]
-        return [[micro.to(self._device) for micro in part] for part in parts]
-
-    def _learn(self, minibatches: list[Minibatch]) -> "_Learned":
-        """One optimizer step per minibatch; the first that is not finite is not taken and ends the training step."""
-        learned = _Learned(LossSums.zero(self._device), skipped=_reason_to_skip(minibatches))
+        `parts` are this rank's rows of each minibatch; every rank calls this with as many.
+        """
+        rate = learning_rate(step, train=self._train, peak=self._train.learning_rate)
+        learned = Learned(LossSums.zero(self.world.device), skipped=skipped, learning_rate=rate)
+        if skipped is not None:
+            return learned
+        minibatches, counts = self._together(parts)
+        learned.num_tokens, learned.num_padded_tokens = int(counts[:, 0].sum()), int(counts[:, 3].sum())
+        learned.skipped = reason_to_skip(counts)
         if learned.skipped is not None:
             return learned
-        for part, proximal in zip(minibatches, self._proximal(minibatches), strict=True):
-            num_tokens = sum(micro.num_tokens for micro in part)
-            sums = self._accumulate(part, proximal, num_tokens=num_tokens)
-            norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._train.max_grad_norm).item()
-            learned.add(sums, norm=norm, num_tokens=num_tokens)
+        if self._critic is not None:
+            minibatches = self._critic.judged(minibatches)
+        before = [list(self._before(part, moves=len(minibatches) > 1)) for part in minibatches]
+        for part, said, (num_tokens, num_sequences, *_) in zip(minibatches, before, counts.tolist(), strict=True):
+            sums = self._accumulate(part, said, num_tokens=num_tokens, num_sequences=num_sequences)
+            learned.add(sums, norm=self._policy.clip())
             if learned.skipped is None:
-                self._optimizer.step()
-            self._optimizer.zero_grad()
+                self._policy.step(learning_rate=rate)
+            self._policy.optimizer.zero_grad()
             if learned.skipped is not None:
                 break
+            if self._critic is not None:
+                learned.value_losses.append(self._critic.learn(part, num_tokens=num_tokens, step=step))
         return learned
 
-    def _proximal(self, minibatches: list[Minibatch]) -> list[list[Tensor | None]]:
-        """Log-probs before the first optimizer step; None where the policy cannot have moved since."""
-        if len(minibatches) == 1:
-            return [[None] * len(minibatches[0])]
+    def tensors(self) -> dict[str, Tensor]:
+        """The whole weights on every rank; where they are sharded, all ranks must call this together."""
+        return {
+            name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in ((name, parameter.detach()) for name, parameter in self._policy.named().items())
+        }
+
+    def shards(self) -> Iterator[Piece]:
+        """The boxes of the weights that this rank gives, each value once over all ranks."""
+        return (piece for piece in self._policy.pieces() if piece.part == "weight")
+
+    def snapshot(self) -> Snapshot:
+        """This rank's part of the state, apart from what the next step changes."""
+        return Snapshot(rank=self.world.rank, pieces=[piece.copied() for net in self._nets() for piece in net.pieces()])
+
+    def load(self, directory: Path) -> None:
+        saved = wholes(directory)
+        mine = {name: tuple(tensor.shape) for net in self._nets() for name, tensor in net.named().items()}
+        check_same(saved, mine, directory)
+        with_moments = any(part == "exp_avg" for part, _ in saved)
         with torch.no_grad():
-            return [[chosen_logprobs(self._logprobs(micro), micro.targets_N) for micro in part] for part in minibatches]
+            fill([piece for net in self._nets() for piece in net.wanted(with_moments=with_moments)], directory)
 
-    def _accumulate(self, part: Minibatch, proximal: list[Tensor | None], *, num_tokens: int) -> LossSums:
-        """Add the gradient of one optimizer step, every token weighing the same whatever its micro-batch."""
-        total = LossSums.zero(self._device)
-        for micro, proximal_N in zip(part, proximal, strict=True):
-            logprobs_NV = self._logprobs(micro)
-            logprobs_N = chosen_logprobs(logprobs_NV, micro.targets_N)
-            with torch.set_grad_enabled(self._train.entropy_coef > 0):
-                entropy_N = entropies(logprobs_NV)
-            loss, sums = policy_loss(
-                logprobs_N,
-                entropy_N=entropy_N,
-                behaviour_N=micro.behaviour_N,
-                proximal_N=logprobs_N if proximal_N is None else proximal_N,
-                advantages_N=micro.advantages_N,
-                clip_low=self._train.clip_low,
-                clip_high=self._train.clip_high,
-                max_is_ratio=self._train.max_is_ratio,
-                entropy_coef=self._train.entropy_coef,
-                num_tokens=num_tokens,
-            )
-            loss.backward()  # type: ignore[no-untyped-call]
+    def _nets(self) -> list[Net]:
+        return [self._policy] if self._critic is None else [self._policy, self._critic.net]
+
+    def _together(self, parts: list[list[Row]]) -> tuple[list[Minibatch], Tensor]:
+        """Micro-batches, as many of each minibatch on every rank, and what all ranks have of each minibatch.
+
+        The counts are model tokens, sequences, values that are not finite, and padded tokens.
+        """
+        bound = self._train.tokens_per_micro_batch
+        minibatches = [micro_batches(rows, tokens_per_micro_batch=bound) for rows in parts]
+        counts = torch.tensor([counts_of(part) for part in minibatches], dtype=torch.double).reshape(-1, 4)
+        counts = self.world.sum(counts.to(self.world.device)).cpu()
+        if self.world.size > 1:
+            most = [self.world.max(len(part)) for part in minibatches]
+            minibatches = [
+                part + [nothing() for _ in range(num - len(part))] for part, num in zip(minibatches, most, strict=True)
+            ]
+        return [[micro.to(self.world.device) for micro in part] for part in minibatches], counts
+
+    def _before(self, part: Minibatch, *, moves: bool) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """Proximal and reference log-probs of each micro-batch, taken before the first optimizer step.
+
+        The proximal ones are None where the policy cannot have moved since: they are the current ones then.
+        """
+        with torch.no_grad():
+            for micro in part:
+                proximal_N = reference_N = None
+                if self._train.proximal == "behaviour":
+                    proximal_N = micro.behaviour_N
+                elif moves:
+                    proximal_N = chosen_logprobs(self._logprobs(micro), micro.targets_N)
+                if self._reference is not None:
+                    reference_NV = self._logprobs(micro, model=self._reference)
+                    reference_N = chosen_logprobs(reference_NV, micro.targets_N)
+                yield proximal_N, reference_N
+
+    def _accumulate(
+        self,
+        part: Minibatch,
+        before: list[tuple[Tensor | None, Tensor | None]],
+        *,
+        num_tokens: float,
+        num_sequences: float,
+    ) -> LossSums:
+        """Add the gradient of one optimizer step, every token weighing its share whatever its micro-batch and rank."""
+        total = LossSums.zero(self.world.device)
+        for number, (micro, (proximal_N, reference_N)) in enumerate(zip(part, before, strict=True)):
+            last = number == len(part) - 1
+            with self._policy.passes(last=last):
+                logprobs_NV = self._logprobs(micro)
+                logprobs_N = chosen_logprobs(logprobs_NV, micro.targets_N)
+                with torch.set_grad_enabled(self._train.entropy_coef > 0):
+                    entropy_N = entropies(logprobs_NV)
+                said = Said(
+                    behaviour_N=micro.behaviour_N,
+                    proximal_N=logprobs_N.detach() if proximal_N is None else proximal_N,
+                    advantages_N=micro.advantages_N,
+                    rows_N=micro.rows_N,
+                    shares_N=token_shares(
+                        micro.rows_N,
+                        aggregation=self._train.aggregation,
+                        num_tokens=num_tokens,
+                        num_sequences=num_sequences,
+                        max_length=self.max_length,
+                    ),
+                    reference_N=reference_N,
+                )
+                loss, sums = policy_loss(logprobs_N, entropy_N=entropy_N, said=said, train=self._train)
+                self._policy.backward(loss)
             total = total.plus(sums)
-        return total
+        return total if self.world.size == 1 else LossSums.unflat(self.world.sum(total.flat()))
 
-    def _logprobs(self, micro: MicroBatch) -> Tensor:
+    def _logprobs(self, micro: MicroBatch, *, model: torch.nn.Module | Net | None = None) -> Tensor:
         """Log-probs of the vocabulary at the micro-batch's model tokens; no logits are made for other columns."""
         kept_K = micro.mask_BT.any(0).nonzero().squeeze(-1)
+        if not len(kept_K):
+            kept_K = kept_K.new_zeros(1)  # a pass that teaches nothing still passes through every layer
         # No attention mask: the padding is on the right of a causal model, and without a mask attention is fastest.
-        logits_BKV = self._model(micro.inputs_BT, logits_to_keep=kept_K, use_cache=False).logits
+        logits_BKV = (model or self._policy)(micro.inputs_BT, logits_to_keep=kept_K, use_cache=False).logits
         return log_distribution(logits_BKV[micro.mask_BT[:, kept_K]], temperature=self._temperature)
 
 
-@dataclass
-class _Learned:
-    """What the optimizer steps of one training step saw."""
-
-    sums: LossSums
-    skipped: str | None
-    num_tokens: int = 0
-    norms: list[float] = field(default_factory=list)
-
-    def add(self, sums: LossSums, *, norm: float, num_tokens: int) -> None:
-        self.sums = self.sums.plus(sums)
-        self.num_tokens += num_tokens
-        self.norms.append(norm)
-        loss = sums.loss.item() / num_tokens
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.skipped = f"loss {loss} with gradient norm {norm} is not finite"
-
-    def figures(self) -> dict[str, Any]:
-        """The fields of StepMetrics that come from learning."""
-        means = torch.stack(self.sums).div(self.num_tokens or math.nan).tolist()
-        loss, clipped, is_ratio, truncated, kl, entropy = map(_finite, means)
-        return {
-            "skipped": self.skipped,
-            "loss": loss,
-            "grad_norm": _finite(sum(self.norms) / len(self.norms)) if self.norms else None,
-            "clip_fraction": clipped,
-            "is_ratio_mean": is_ratio,
-            "is_truncated_fraction": truncated,
-            "kl": kl,
-            "entropy": entropy,
-        }
+def counts_of(part: Minibatch) -> list[float]:
+    """Model tokens, sequences, values that are not finite, and padded tokens."""
+    columns = [column for micro in part for column in (micro.behaviour_N, micro.advantages_N)]
+    return [
+        float(sum(micro.num_tokens for micro in part)),
+        float(sum(micro.num_sequences for micro in part)),
+        float(sum(int((~column.isfinite()).sum()) for column in columns)),
+        float(sum(micro.num_padded_tokens for micro in part)),
+    ]
 
 
-def _reason_to_skip(minibatches: list[Minibatch]) -> str | None:
+def reason_to_skip(counts: Tensor) -> str | None:
     """What can be told from the input alone, before the first of several minibatches moves the weights."""
-    if not minibatches:
+    if not len(counts) or not counts[:, 0].sum():
         return "no trainable tokens"
-    columns = [column for part in minibatches for micro in part for column in (micro.behaviour_N, micro.advantages_N)]
-    if not torch.cat(columns).isfinite().all():
+    if counts[:, 2].sum():
         return "a reward or a stored log-prob is not finite"
     return None
-
-
-def _sampled_figures(trajectories: Sequence[Trajectory], *, rewards: Rewards, version: int) -> dict[str, Any]:
-    """The fields of StepMetrics that come from what was sampled."""
-    members = indices_by_group([trajectory.group for trajectory in trajectories]).values()
-    lags = [version - trajectory.start_version for trajectory in trajectories]
-    return {
-        "num_trajectories": len(trajectories),
-        "num_groups": len(members),
-        "num_flat_groups": sum(is_flat(rewards[indices]) for indices in members),
-        "reward_mean": _finite(rewards.mean()) if lags else None,
-        "reward_std": _finite(rewards.std()) if lags else None,
-        "lag_mean": sum(lags) / max(len(lags), 1),
-        "lag_max": max(lags, default=0),
-    }
-
-
-def _check_trainable(trajectories: Sequence[Trajectory], *, vocabulary_size: int) -> None:
-    for trajectory in trajectories:
-        if trajectory.reward is None:
-            raise TrainError(f"trajectory {trajectory.id!r} has no reward: train on the spool `scored`, not `rollouts`")
-        ids = trajectory.token_ids
-        if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary_size:
-            raise TrainError(
-                f"trajectory {trajectory.id!r} has token ids from {ids.min()} to {ids.max()}, the model knows "
-                f"0 to {vocabulary_size - 1}: engine and trainer must use the same model directory"
-            )
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
-def _load_model(model_dir: Path) -> Any:
-    try:
-        return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise TrainError(f"model directory {str(model_dir)!r} cannot be loaded: {error}") from error
-
-
-def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # how safetensors reports a full disk
-        raise OSError(f"{path.name}: {error}") from error
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return dict(load_file(path))
-    except (OSError, SafetensorError) as error:
-        raise TrainError(f"{path} cannot be read: {error}: resume from an older checkpoint") from error
-
-
-def _difference(saved: dict[str, Tensor], mine: dict[str, Tensor]) -> str:
-    for name in sorted(saved.keys() | mine.keys()):
-        if name not in saved or name not in mine:
-            return f"{name!r} is only in {'the checkpoint' if name in saved else 'the model'}"
-        if saved[name].shape != mine[name].shape:
-            return f"{name!r} is {tuple(saved[name].shape)} there and {tuple(mine[name].shape)} here"
-    return "none differs"

@@ -2,6 +2,7 @@
 
     encode    the differences of two versions; None if that is not smaller than the whole
     apply     turn the base into the new version, in place
+    sample    how large a delta would be, from a few pieces
     choose    full or delta, from what the link and the last delta were measured to be
 
 Values are compared as integers of their width, so NaN payloads and -0.0 travel unchanged. A delta is a header and,
@@ -21,6 +22,7 @@ from hpcrl.weights.layout import ITEM_SIZES, Layout
 CodecName = Literal["full", "delta"]
 PIECE_VALUES = 1 << 20
 """Compared at a time: what is needed besides the two versions stays small."""
+NUM_SAMPLES = 8
 MAX_GAP = 255
 _LENGTH = struct.Struct("<Q")
 
@@ -63,12 +65,10 @@ def encode(base_data: memoryview, data: memoryview, layout: Layout, *, base: int
     old, new = (np.frombuffer(slot, np.uint8) for slot in (base_data, data))
     sizes, parts, total = [], [], 0
     for piece in _pieces(layout):
-        old_values, new_values = piece.values(old), piece.values(new)
-        at = np.flatnonzero(old_values != new_values)
-        gaps = _gaps_of(at)
-        sizes.append((len(gaps), len(at)))
-        parts += [gaps, new_values[at].view(np.uint8)]
-        total += len(gaps) + len(at) * piece.item
+        gaps, changed = _differences(piece, old, new)
+        sizes.append((len(gaps), len(changed)))
+        parts += [gaps, changed.view(np.uint8)]
+        total += gaps.nbytes + changed.nbytes
         if total >= layout.nbytes:
             return None
     header = msgspec.msgpack.encode(Header(base=base, version=version, layout=layout.digest(), pieces=sizes))
@@ -114,6 +114,18 @@ def apply(delta: bytes | memoryview, slot: memoryview, layout: Layout, *, base: 
         rest = rest[num_gaps + num * piece.item :]
 
 
+def sample(base_data: memoryview, data: memoryview, layout: Layout) -> tuple[float, int]:
+    """The share of its bytes that a delta would have, from a few pieces of the version; and the bytes of those."""
+    old, new = (np.frombuffer(slot, np.uint8) for slot in (base_data, data))
+    pieces = list(_pieces(layout))
+    looked_at = coded = 0
+    for piece in pieces[:: -(-len(pieces) // NUM_SAMPLES)]:
+        gaps, changed = _differences(piece, old, new)
+        coded += gaps.nbytes + changed.nbytes
+        looked_at += piece.stop - piece.start
+    return coded / max(looked_at, 1), looked_at
+
+
 def choose(*, full_nbytes: int, delta_nbytes: int | None, delta_s: float, link_nbytes_per_s: float) -> Choice:
     """Which is there sooner? `delta_s`: what encoding and applying the last delta took, in all."""
     if delta_nbytes is None:
@@ -134,6 +146,13 @@ def _pieces(layout: Layout) -> Iterator[_Piece]:
         for start in range(0, tensor.nbytes, PIECE_VALUES * item):
             stop = min(start + PIECE_VALUES * item, tensor.nbytes)
             yield _Piece(start=tensor.offset + start, stop=tensor.offset + stop, item=item)
+
+
+def _differences(piece: _Piece, old: Any, new: Any) -> tuple[Any, Any]:
+    """Gaps between the values that differ, and their new bits."""
+    old_values, new_values = piece.values(old), piece.values(new)
+    at = np.flatnonzero(old_values != new_values)
+    return _gaps_of(at), new_values[at]
 
 
 def _gaps_of(at: Any) -> Any:

@@ -19,6 +19,41 @@ def copy_into(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
             parameter.copy_(tensors[name])
 
 
+def lend(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> "Loan":
+    """Let the model use these weights, all of them, where they lie; on WeightsError it keeps the old ones.
+
+    Where it cannot, since it is on a GPU and they are not, they are copied at once.
+    """
+    parameters = parameters_of(model)
+    check_fit(tensors, parameters)
+    devices = {parameter.device for parameter in parameters.values()}
+    if devices != {tensor.device for tensor in tensors.values()}:
+        copy_into(model, tensors)
+        return Loan({}, {})
+    own = {name: parameter.data for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.data = tensors[name]
+    return Loan(dict(model.named_parameters()), own)
+
+
+class Loan:
+    """Weights that a model uses where they lie, and its own memory, which waits for them."""
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], own: dict[str, torch.Tensor]) -> None:
+        self._parameters, self._own = parameters, own
+
+    def copy(self) -> None:
+        """Copy them to where they belong, while the model is in use."""
+        with torch.no_grad():
+            for name, tensor in self._own.items():
+                tensor.copy_(self._parameters[name])
+
+    def end(self) -> None:
+        """Let the model use its own memory again."""
+        for name, tensor in self._own.items():
+            self._parameters[name].data = tensor
+
+
 def check_fit(tensors: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> None:
     """WeightsError, naming the tensor, unless `tensors` are exactly what `parameters` want."""
     if missing := sorted(parameters.keys() - tensors.keys()):

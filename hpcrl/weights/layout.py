@@ -1,15 +1,14 @@
 """Where every tensor of a version lies in one flat run of bytes; imports nothing heavy.
 
-Layout   all tensors by their HF names: dtype, shape, place
-Shard    the box of one tensor that one rank of a trainer holds
-runs     the contiguous bytes of the layout that a shard covers
-check_cover    every byte is held by exactly one shard
+Layout         all tensors by their HF names: dtype, shape, place
+Shard          the box of one tensor that one rank of a trainer holds; `whole` and `split` make the usual ones
+check_cover    every value is held by exactly one shard
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
@@ -115,60 +114,87 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Where it is in the whole tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
-class Run(NamedTuple):
-    """Contiguous bytes of a layout."""
-
-    offset: int
-    nbytes: int
-
-
-def runs(layout: Layout, shard: Shard) -> Iterator[Run]:
-    """The bytes that a shard covers, in the order of its own values: its rank writes each with one copy."""
-    tensor = _tensor_of(layout, shard)
-    item = ITEM_SIZES[tensor.dtype]
-    strides = [math.prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape))]
-    split = _first_axis_of_run(tensor, shard)
-    nbytes = math.prod(shard.shape[split:]) * item
-    if nbytes == 0 or math.prod(shard.shape) == 0:
-        return
-    tail = sum(start * stride for start, stride in zip(shard.start[split:], strides[split:], strict=True))
-    for index in product(*(range(shard.start[axis], shard.start[axis] + shard.shape[axis]) for axis in range(split))):
-        head = sum(i * stride for i, stride in zip(index, strides[:split], strict=True))
-        yield Run(offset=tensor.offset + (head + tail) * item, nbytes=nbytes)
+    @property
+    def num_values(self) -> int:
+        return math.prod(self.shape)
 
 
-def check_cover(layout: Layout, shards: Iterable[Shard]) -> None:
-    """WeightsError naming the tensor unless every value is held by exactly one shard."""
-    held: dict[str, list[Run]] = {tensor.name: [] for tensor in layout.tensors}
-    for shard in shards:
-        held[_tensor_of(layout, shard).name] += runs(layout, shard)
+def whole(tensor: Placed) -> Shard:
+    """All of a tensor."""
+    return Shard(name=tensor.name, start=(0,) * len(tensor.shape), shape=tensor.shape)
+
+
+def split(tensor: Placed, *, axis: int, num: int) -> list[Shard]:
+    """A tensor in `num` boxes, as even as can be, the larger ones first."""
+    edges = [-(-index * tensor.shape[axis] // num) for index in range(num + 1)]
+    return [
+        Shard(
+            name=tensor.name,
+            start=tuple(low if i == axis else 0 for i in range(len(tensor.shape))),
+            shape=tuple(high - low if i == axis else size for i, size in enumerate(tensor.shape)),
+        )
+        for low, high in pairwise(edges)
+    ]
+
+
+def check_shard(shard: Shard, tensors: Mapping[str, Placed], *, dtype: str, shape: tuple[int, ...]) -> None:
+    """WeightsError unless values of this type and shape may be written as `shard` of one of `tensors`."""
+    tensor = _tensor_of(shard, tensors)
+    if (dtype, shape) != (tensor.dtype, shard.shape):
+        raise WeightsError(
+            f"tensor {shard.name!r}: a shard of {tensor.dtype} {list(shard.shape)} at {list(shard.start)} was to come, "
+            f"and {dtype} {list(shape)} came"
+        )
+
+
+def check_cover(layout: Layout, held: Sequence[Sequence[Shard]]) -> None:
+    """WeightsError naming the tensor, and the ranks, unless every value is in exactly one shard; `held` is by rank."""
+    tensors = layout.by_name()
+    boxes: dict[str, list[tuple[Shard, int]]] = {name: [] for name in tensors}
+    for rank, shards in enumerate(held):
+        for shard in shards:
+            if shard.num_values:
+                boxes[_tensor_of(shard, tensors).name].append((shard, rank))
     for tensor in layout.tensors:
-        reached = tensor.offset
-        for run in sorted(held[tensor.name]):
-            if run.offset != reached:
-                wrong = "are held by two ranks" if run.offset < reached else "are held by no rank"
-                raise WeightsError(_uncovered(tensor, min(run.offset, reached), wrong))
-            reached += run.nbytes
-        if reached != tensor.offset + tensor.nbytes:
-            raise WeightsError(_uncovered(tensor, reached, "are held by no rank"))
+        _check_apart(boxes[tensor.name])
+        lacking = math.prod(tensor.shape) - sum(shard.num_values for shard, _ in boxes[tensor.name])
+        if lacking:
+            raise WeightsError(
+                f"tensor {tensor.name!r}: {lacking} of its {math.prod(tensor.shape)} values are held by no rank: "
+                "the trainer's shards have to cover every tensor"
+            )
 
 
-def _uncovered(tensor: Placed, offset: int, wrong: str) -> str:
-    return (
-        f"tensor {tensor.name!r}: bytes from {offset - tensor.offset} on (of {tensor.nbytes}) {wrong}: "
-        "the trainer's shards have to cover every tensor once"
-    )
+def _check_apart(boxes: list[tuple[Shard, int]]) -> None:
+    """WeightsError if two boxes of one tensor meet."""
+    in_order = sorted(boxes, key=lambda box: box[0].start)
+    for number, (shard, rank) in enumerate(in_order):
+        for other, other_rank in in_order[number + 1 :]:
+            if shard.start and other.start[0] >= shard.start[0] + shard.shape[0]:
+                break  # and so do all after it
+            if all(
+                max(a, b) < min(a + m, b + n)
+                for a, m, b, n in zip(shard.start, shard.shape, other.start, other.shape, strict=True)
+            ):
+                raise WeightsError(
+                    f"tensor {shard.name!r}: rank {rank} and rank {other_rank} both hold values from "
+                    f"{list(map(max, shard.start, other.start))} on: one of them has to leave them out"
+                )
 
 
-def _tensor_of(layout: Layout, shard: Shard) -> Placed:
+def _tensor_of(shard: Shard, tensors: Mapping[str, Placed]) -> Placed:
     """The tensor a shard is of; WeightsError if it does not lie within it."""
-    tensor = next((tensor for tensor in layout.tensors if tensor.name == shard.name), None)
+    tensor = tensors.get(shard.name)
     if tensor is None:
         raise WeightsError(f"a shard is of tensor {shard.name!r}, which the layout does not have")
     fits = len(shard.start) == len(shard.shape) == len(tensor.shape) and all(
-        min(start, size) >= 0 and start + size <= whole
-        for start, size, whole in zip(shard.start, shard.shape, tensor.shape, strict=True)
+        min(start, size) >= 0 and start + size <= size_of_all
+        for start, size, size_of_all in zip(shard.start, shard.shape, tensor.shape, strict=True)
     )
     if not fits:
         raise WeightsError(
@@ -176,11 +202,3 @@ def _tensor_of(layout: Layout, shard: Shard) -> Placed:
             f"and has shape {list(shard.shape)}: it has to lie within"
         )
     return tensor
-
-
-def _first_axis_of_run(tensor: Placed, shard: Shard) -> int:
-    """From this axis on, the box is contiguous: all axes after it are whole."""
-    axis = len(tensor.shape)
-    while axis > 0 and shard.shape[axis - 1 :] == tensor.shape[axis - 1 :]:
-        axis -= 1
-    return max(axis - 1, 0)

@@ -6,25 +6,46 @@
     tend      between steps: heed an engine that cannot see the window
     close     wait for what is behind
 
-When the window fails, versions go by files from then on: a campaign never dies of its weight plane.
+When the window fails, versions go by files from then on: a campaign never dies of its weight plane. Only where each
+rank of a trainer holds a part, and none has the whole to write to files, such a failure is raised.
 """
 
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from hpcrl.errors import WeightsError
 from hpcrl.events import EventLog
-from hpcrl.weights.store import FileStore, Tensors, WeightSource, WindowStore
-from hpcrl.weights.versions import Announced, Rung, announce, newest_version, read_rung, set_rung
+from hpcrl.weights.store import FileStore, Tensors
+from hpcrl.weights.versions import Announced, Manifest, Rung, announce, newest_version, read_rung, set_rung
 
 TEND_EVERY_S = 1.0
+
+
+class Stage(Protocol):
+    """A window, as its publisher sees it: WindowStore takes all tensors by name, ShardStore the shards of a rank."""
+
+    def stage(self, weights: Any, /, *, version: int, step: int) -> Any:
+        """Copy the weights to where nobody reads yet; they may change afterwards."""
+
+    def commit(self, staged: Any, /) -> Manifest:
+        """Make visible what `stage` has returned this for."""
+
+    def newest(self) -> Manifest | None: ...
+
+    def reading(self, version: int) -> AbstractContextManager[Tensors]: ...
+
+    def unlink(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Publisher:
     """The one who publishes the weights of a campaign."""
 
-    def __init__(self, files: FileStore, window: WindowStore | None, *, events: EventLog, keep_versions: int) -> None:
+    def __init__(self, files: FileStore, window: Stage | None, *, events: EventLog, keep_versions: int) -> None:
         self._files = files
         self._window = window
         self._events = events
@@ -44,8 +65,8 @@ class Publisher:
 
     def newest_readable(self) -> int | None:
         """The newest version that engines can load, now."""
-        sources: list[WeightSource] = [self._files] if self._window is None else [self._files, self._window]
-        found = [manifest.version for source in sources if (manifest := source.newest()) is not None]
+        manifests = [self._files.newest(), self._window.newest() if self._window is not None else None]
+        found = [manifest.version for manifest in manifests if manifest is not None]
         return max(found, default=None)
 
     def take_rung(self, rung: Rung) -> None:
@@ -53,18 +74,19 @@ class Publisher:
         set_rung(self._files.directory, rung)
         self._events.emit("rung", rung=rung.rung, reason=rung.reason)
 
-    def publish(self, tensors: Tensors, *, version: int, step: int) -> None:
+    def publish(self, weights: Any, *, version: int, step: int) -> None:
         """Give the weights to every engine; the tensors may change when this returns."""
         self._wait()
         began = time.monotonic()
-        sums = self._staged(tensors, version=version, step=step)
-        if sums is None:
+        commit = self._staged(weights, version=version, step=step)
+        if commit is None:
+            assert isinstance(weights, dict), "else _staged has raised"
             announce(self._files.directory, Announced(version=version, step=step))
-            self._write(tensors, version=version, step=step)
+            self._write(weights, version=version, step=step)
             self._published(version=version, step=step, began=began, stall_s=time.monotonic() - began)
         else:
             stall_s = time.monotonic() - began
-            self._later(lambda: self._commit(sums, version=version, step=step, began=began, stall_s=stall_s))
+            self._later(lambda: self._commit(commit, version=version, step=step, began=began, stall_s=stall_s))
         self._version = version
 
     def persist(self) -> None:
@@ -89,22 +111,25 @@ class Publisher:
             self._window.unlink()
             self._window.close()
 
-    def _staged(self, tensors: Tensors, *, version: int, step: int) -> list[bytes] | None:
-        """What `stage` returns, or None: there is no window, from now on."""
+    def _staged(self, weights: Any, *, version: int, step: int) -> Callable[[], Manifest] | None:
+        """What makes visible what is in the window now; None: there is no window, from now on."""
         if self._window is None:
             return None
+        window = self._window
         try:
-            return self._window.stage(tensors, version=version, step=step)
+            staged = window.stage(weights, version=version, step=step)
         except WeightsError as error:
-            self._window.close()
+            if not isinstance(weights, dict):  # no rank has the whole of it to write to files
+                raise
+            window.close()
             self._window = None
             self.take_rung(Rung(rung="files", reason=str(error)))
             return None
+        return lambda: window.commit(staged)
 
-    def _commit(self, sums: list[bytes], *, version: int, step: int, began: float, stall_s: float) -> None:
-        assert self._window is not None
+    def _commit(self, commit: Callable[[], Manifest], *, version: int, step: int, began: float, stall_s: float) -> None:
         announce(self._files.directory, Announced(version=version, step=step))
-        self._window.commit(sums)
+        commit()
         if self._by_files():
             self._write_newest()
         self._published(version=version, step=step, began=began, stall_s=stall_s)

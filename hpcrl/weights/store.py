@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -28,6 +28,8 @@ from safetensors.torch import load_file, save_file
 from hpcrl.errors import WeightsError
 from hpcrl.files import discard, private_dir, publish, staged
 from hpcrl.rundir import JobDir
+from hpcrl.weights.checksums import for_each_tensor
+from hpcrl.weights.checksums import for_each_tensor
 from hpcrl.weights.layout import Layout, Placed
 from hpcrl.weights.versions import (
     Manifest,
@@ -38,14 +40,23 @@ from hpcrl.weights.versions import (
     tensors_file,
     version_dir,
 )
-from hpcrl.weights.window import Key, Window, for_each_tensor
+from hpcrl.weights.window import Key, Window
 
 __all__ = ["FileStore", "Manifest", "MemoryStore", "Newest", "WeightSource", "WeightStore", "WindowStore"]
 
 Tensors = dict[str, torch.Tensor]
-CHUNK_BYTES = 4 << 20
-"""Copied, then hashed while the cache still holds it."""
+CHUNK_BYTES = 512 << 10
+"""Hashed, copied, hashed: what is read and what is written fit a core's cache together."""
 warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nor is anything written to it
+
+
+class Staged(NamedTuple):
+    """What was copied into a slot, and lies there now."""
+
+    checksums: dict[str, str]
+    """Of the tensors that were given."""
+    sums: list[bytes]
+    """Of what the slot holds."""
 
 
 class WeightSource(Protocol):
@@ -62,6 +73,9 @@ class WeightSource(Protocol):
 
         WeightsError on the way out: what was read may be of another version, so read the newest again.
         """
+
+    def still(self, version: int) -> bool:
+        """In the block of `reading`: is it whole at this moment, so that what was read is right?"""
 
 
 class WeightStore(WeightSource, Protocol):
@@ -117,6 +131,9 @@ class FileStore:
     def reading(self, version: int) -> Iterator[Tensors]:
         yield self.load(version)
 
+    def still(self, version: int) -> bool:
+        return True  # it was copied out of the file
+
     def prune(self, *, keep: int) -> None:
         for version in listed(self.directory)[: -max(keep, 1)]:
             discard(version_dir(self.directory, version))
@@ -155,6 +172,9 @@ class MemoryStore:
     def reading(self, version: int) -> Iterator[Tensors]:
         yield self.load(version)
 
+    def still(self, version: int) -> bool:
+        return True  # nobody writes there again
+
     def prune(self, *, keep: int) -> None:
         for version in sorted(self._versions)[: -max(keep, 1)]:
             del self._versions[version]
@@ -173,20 +193,20 @@ class WindowStore:
     def publish(self, tensors: Tensors, *, version: int, step: int) -> Manifest:
         return self.commit(self.stage(tensors, version=version, step=step))
 
-    def stage(self, tensors: Tensors, *, version: int, step: int) -> list[bytes]:
-        """Copy the weights into the slot, hashing on the way; the tensors may change afterwards."""
+    def stage(self, tensors: Tensors, *, version: int, step: int) -> Staged:
+        """Copy the weights into the slot, hashing both ends on the way; the tensors may change afterwards."""
         layout = Layout.of(tensors)
-        if self._window is None or not self._window.is_writer:
+        if self._window is None or self._window.end != "writer":
             self.close()
             self._window = Window.create(self._key, layout, job=self._job)
         self._window.layout.check_same(layout, ours="the window", theirs="the trainer")
         slot = self._window.begin(version, step=step)
         return _copy(tensors, slot, layout)
 
-    def commit(self, sums: list[bytes]) -> Manifest:
-        """Make what was staged visible; safe in another thread than `stage`."""
+    def commit(self, staged: Staged) -> Manifest:
+        """Make what was staged visible, if it is what was given; safe in another thread than `stage`."""
         assert self._window is not None, "stage comes before commit"
-        return self._window.commit(sums=sums)
+        return self._window.commit(staged.checksums, sums=staged.sums)
 
     def prune(self, *, keep: int) -> None:
         """Nothing to do: a window holds two versions."""
@@ -209,6 +229,9 @@ class WindowStore:
         with window.reading(version) as slot:
             yield tensors_in(slot, window.layout)
 
+    def still(self, version: int) -> bool:
+        return self._window is not None and self._window.still(version)
+
     def close(self) -> None:
         """Let go of the window; its name stays."""
         if self._window is not None:
@@ -217,12 +240,12 @@ class WindowStore:
 
     def unlink(self) -> None:
         """Remove the window's name; for the trainer at its end."""
-        if self._window is not None and self._window.is_writer:
+        if self._window is not None and self._window.end == "writer":
             self._window.unlink()
 
     def _current(self) -> Window | None:
         """The window of that name, opened anew if it has been replaced."""
-        if self._window is not None and not self._window.is_writer and not self._window.is_current():
+        if self._window is not None and self._window.end != "writer" and not self._window.is_current():
             self.close()
         if self._window is None:
             self._window = Window.open(self._key, job=self._job.number)
@@ -234,6 +257,7 @@ class Newest:
 
     def __init__(self, *sources: WeightSource) -> None:
         self._sources = sources
+        self._reads_from = sources[-1]
 
     def newest(self) -> Manifest | None:
         found = [manifest for source in self._sources if (manifest := source.newest()) is not None]
@@ -243,7 +267,11 @@ class Newest:
         return self._holder(version).load(version)
 
     def reading(self, version: int) -> AbstractContextManager[Tensors]:
-        return self._holder(version).reading(version)
+        self._reads_from = self._holder(version)
+        return self._reads_from.reading(version)
+
+    def still(self, version: int) -> bool:
+        return self._reads_from.still(version)
 
     def _holder(self, version: int) -> WeightSource:
         for source in self._sources[:-1]:
@@ -263,9 +291,9 @@ def tensors_in(slot: memoryview, layout: Layout) -> Tensors:
     }
 
 
-def _copy(tensors: Tensors, slot: memoryview, layout: Layout) -> list[bytes]:
-    """Copy all tensors into a slot on a few threads; the checksums of what lies there afterwards."""
-    sums = [b""] * len(layout.tensors)
+def _copy(tensors: Tensors, slot: memoryview, layout: Layout) -> Staged:
+    """Copy all tensors into a slot on a few threads."""
+    sent, sums = [b""] * len(layout.tensors), [b""] * len(layout.tensors)
     flat = torch.frombuffer(slot, dtype=torch.uint8) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
 
     def copy(index: int, placed: Placed) -> None:
@@ -274,20 +302,21 @@ def _copy(tensors: Tensors, slot: memoryview, layout: Layout) -> list[bytes]:
         if source.device.type != "cpu" or not source.is_contiguous():
             target.view(source.dtype).view(source.shape).copy_(source)
             source = target
-        sums[index] = _copy_and_hash(source.reshape(-1).view(torch.uint8).numpy(), target.numpy())
+        sent[index], sums[index] = _copy_and_hash(source.reshape(-1).view(torch.uint8).numpy(), target.numpy())
 
     for_each_tensor(layout, copy)
-    return sums
+    return Staged(checksums={t.name: digest.hex() for t, digest in zip(layout.tensors, sent, strict=True)}, sums=sums)
 
 
-def _copy_and_hash(source: Any, target: Any) -> bytes:
-    """Copy bytes and hash the copy, in pieces that the cache holds."""
-    seen = xxhash.xxh3_128()
+def _copy_and_hash(source: Any, target: Any) -> tuple[bytes, bytes]:
+    """Copy bytes; the checksums of what was there and of what is here, taken while the cache holds both."""
+    sent, here = xxhash.xxh3_128(), xxhash.xxh3_128()
     for start in range(0, len(source), CHUNK_BYTES):
-        piece = target[start : start + CHUNK_BYTES]
-        np.copyto(piece, source[start : start + CHUNK_BYTES])
-        seen.update(piece)
-    return seen.digest()
+        there, piece = source[start : start + CHUNK_BYTES], target[start : start + CHUNK_BYTES]
+        sent.update(there)
+        np.copyto(piece, there)
+        here.update(piece)
+    return sent.digest(), here.digest()
 
 
 def _manifest(tensors: Tensors, *, version: int, step: int) -> Manifest:

@@ -4,6 +4,12 @@ Announcement    the sender: this version comes now, to these ranks, in this orde
 Report          a receiver: what it has, what has arrived, what went wrong
 Watch           when each peer was last heard, and which one holds up the others
 Standing        the couriers to the driver
+
+WeightsError
+  NoWorldError  the ranks were not brought together: another rung of the ladder
+  NoRoomError   a node cannot hold a window: files
+  LostError     one of them is gone: all start again
+    StuckError  it is there and holds up the others
 """
 
 from collections.abc import Iterator
@@ -33,6 +39,12 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     checksums: dict[str, str]
     chain: tuple[int, ...]
     """The ranks that receive it; each passes every bucket on to the next."""
+    number: int
+    """Counts the transfers of this life of the couriers."""
+    base: int | None = None
+    """The bytes that come are a delta to this version, which all of the chain have; None: the version in full."""
+    nbytes: int
+    """That come."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +54,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The newest version in its window, whole."""
     nbytes: int = 0
     """What has arrived of the one that is coming."""
+    damaged: int = -1
+    """Number of the last transfer that did not become what had been announced."""
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +66,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     hopeless: bool = False
     """They would fail again: do not start them anew."""
+    carried: int | None = None
+    """The newest version that every node has; None before the first."""
 
     @classmethod
     def read(cls, path: Path) -> "Standing | None":
@@ -65,7 +81,19 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
         publish(path, msgspec.json.encode(self))
 
 
-class StuckError(WeightsError):
+class NoWorldError(WeightsError):
+    """The couriers were not brought together, and would not be the next time."""
+
+
+class NoRoomError(WeightsError):
+    """A node has no memory for its window, and would not have it the next time."""
+
+
+class LostError(WeightsError):
+    """Another rank is gone, and this life of the couriers with it."""
+
+
+class StuckError(LostError):
     """A rank holds up the others: which, where, and how far it came."""
 
     def __init__(self, peer: "Peer", *, why: str, version: int | None, nbytes: int) -> None:
@@ -88,6 +116,7 @@ class Peer:
     greeted: bool = False
     has: int = -1
     nbytes: int = 0
+    damaged: int = -1
 
 
 @dataclass
@@ -98,13 +127,14 @@ class Watch:
     silent_s: float = SILENT_S
     version: int | None = None
     nbytes: int = 0
+    allowed_s: float = 0.0
     deadline: float = float("inf")
     chain: tuple[int, ...] = ()
 
     def begin(self, announced: Announcement, *, deadline: float = float("inf")) -> None:
         """A transfer starts, which has to end by `deadline` (monotonic)."""
-        self.version, self.nbytes, self.chain = announced.version, announced.layout.nbytes, announced.chain
-        self.deadline = deadline
+        self.version, self.nbytes, self.chain = announced.version, announced.nbytes, announced.chain
+        self.allowed_s, self.deadline = deadline_s(announced.layout.nbytes), deadline
         for peer in self.peers.values():
             peer.nbytes = 0
 
@@ -118,7 +148,7 @@ class Watch:
             raise self._stuck(quiet, f"has said nothing for {now - quiet.heard:.1f} s")
         if now > self.deadline:
             slowest = min((self.peers[rank] for rank in self.chain), key=lambda peer: (peer.has, peer.nbytes))
-            raise self._stuck(slowest, f"did not finish within {deadline_s(self.nbytes):.0f} s")
+            raise self._stuck(slowest, f"did not finish within {self.allowed_s:.0f} s")
 
     def _stuck(self, peer: Peer, why: str) -> StuckError:
         return StuckError(peer, why=why, version=self.version, nbytes=self.nbytes)

@@ -32,14 +32,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch."""
 
 
-RungName = Literal["window", "mpi", "files"]
+RungName = Literal["window", "mpi", "tcp", "files"]
 
 
 class Rung(msgspec.Struct, frozen=True, kw_only=True):
     """How versions go to the engines; the ladder goes down to files, which always work."""
 
     rung: RungName
-    """window: all workers are on one node - mpi: couriers carry them from window to window - files: all by files."""
+    """window: all workers are on one node - mpi, tcp: couriers carry them from node to node - files: all by files."""
     reason: str
 
 

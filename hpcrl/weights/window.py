@@ -1,130 +1,55 @@
 """Two versions of the weights in named shared memory: one writer on a node, any number of readers map it.
 
-    Key, window_key   which window: user, campaign, node
-    Window.create     the writer's end; takes over what an earlier writer of this job left, replaces all else
-    Window.open       a reader's end
-    unlink_recorded   remove the windows of a job whose processes are gone
+    Window.create   the writer's end; takes over what an earlier writer of this job left, replaces all else
+    Window.join     the end of a process that fills a slot together with the writer
+    Window.open     a reader's end
 
-The file, 0600, under /dev/shm: a header page, the layout, for each slot the checksums and the marks of its tensors,
-then the two slots. The writer fills the slot that does not hold the newest version, so that one stays whole whatever
-becomes of the writer:
+The writer fills the slot that does not hold the newest version, so that one stays whole whatever becomes of the writer:
 
     writer   slot = window.begin(version, step=step); fill it; window.commit()
+    part     with window.part(turn) as slot: ...           # `turn` is what the writer's window.turn() said
     reader   manifest = window.newest()
              with window.reading(manifest.version) as slot: ...     # checked, and not overwritten meanwhile
 
-A slot's generation is odd while it is written. Its seal, over generation, version and checksums, makes a header that
-was read half old, half new look like no version at all, whatever the order in which memory shows. A reader holds a lock
-on its slot, which ends with the process; the writer waits for it LEASE_S at most, and then the reader's `reading` ends
-with WeightsError. Every tensor
-is checked, once on a node: the marks say what another reader has checked.
+A reader holds a lock on its slot, which ends with the process; the writer waits for it LEASE_S at most, and then the
+reader's `reading` ends with WeightsError. Every tensor is checked, once on a node. The file is described in
+hpcrl.weights.window_file, what a slot says of itself in hpcrl.weights.slot_heads.
 """
 
 import contextlib
-import errno
-import fcntl
-import functools
 import mmap
 import os
-import stat
-import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import xxhash
+from typing import Literal, NamedTuple
 
 from hpcrl.errors import WeightsError
 from hpcrl.files import private_dir, publish
-from hpcrl.rundir import JobDir, RunDir
-from hpcrl.weights.layout import Layout, Placed
+from hpcrl.rundir import JobDir
+from hpcrl.weights import window_file
+from hpcrl.weights.checksums import SUM_BYTES, sum_of
+from hpcrl.weights.layout import Layout
+from hpcrl.weights.slot_heads import SlotHeads, State
 from hpcrl.weights.versions import Manifest, check_newer
+from hpcrl.weights.window_file import SHARED_MEMORY, Key, UnusableError, unlink_recorded, window_key
 
-SHARED_MEMORY = Path("/dev/shm")
+__all__ = ["SHARED_MEMORY", "Key", "Turn", "Window", "unlink_recorded", "window_key"]
+
 LEASE_S = 10.0
 """How long the writer waits for a reader of the slot it needs; a stopped reader does not stop the training."""
-CLAIM_S = 1.0
-"""How long a reader waits for the checks that another has begun; that one may have been killed."""
-MAGIC = b"hpcrlWN1"
-SUM_BYTES = 16
-HASH_THREADS = min(4, len(os.sched_getaffinity(0)))
-SMALL_BYTES = 4 << 20
-"""Below this, threads cost more than they save."""
-_HEAD = struct.Struct("=8sQQQQ16s")
-"""Magic, job, writer's pid, bytes of the layout, bytes of a slot, digest of the layout."""
-_WRITER_LOCK = 0
-_SLOT_LOCKS = (1, 2)
-_SLOT_HEADS = (1024, 2048)
-_SLOT_HEAD = struct.Struct("=Qqqd16s")
-"""Generation, version, step, time of creation, seal."""
+LEASE_NAP_S = 0.001
+End = Literal["writer", "part", "reader"]
 
 
-@dataclass(frozen=True)
-class Key:
-    """Which window: one a user, campaign and node."""
-
-    campaign: Path
-    node: str
-    directory: Path = SHARED_MEMORY
-
-    @property
-    def path(self) -> Path:
-        """Its file; campaigns of one name in two homes differ."""
-        root = self.campaign.resolve()
-        return (
-            self.directory / f"hpcrl-{os.getuid()}-{root.name[:80]}-{xxhash.xxh3_64_hexdigest(bytes(root))}-{self.node}"
-        )
-
-
-@dataclass(frozen=True)
-class _State:
-    """What a slot holds."""
+class Turn(NamedTuple):
+    """A version that the writer has begun, for those who fill it together with the writer."""
 
     slot: int
     generation: int
+    """The one it will have."""
     version: int
-    step: int
-    created: float
-    sums: bytes
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where things are in the file."""
-
-    num_tensors: int
-    layout_nbytes: int
-    slot_nbytes: int
-
-    @property
-    def tables(self) -> int:
-        """Checksums and marks of slot 0, then of slot 1."""
-        return mmap.PAGESIZE + self.layout_nbytes + -self.layout_nbytes % 8
-
-    @property
-    def table_nbytes(self) -> int:
-        return self.num_tensors * (SUM_BYTES + 8)
-
-    @property
-    def head_nbytes(self) -> int:
-        """All before the slots."""
-        return _pages(self.tables + 2 * self.table_nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        return self.head_nbytes + 2 * self.slot_nbytes
-
-    def sums(self, slot: int) -> slice:
-        """The bytes of the checksums of a slot."""
-        start = self.tables + slot * self.table_nbytes
-        return slice(start, start + self.num_tensors * SUM_BYTES)
-
-    def mark(self, slot: int, index: int) -> int:
-        """Index, in words of 8 bytes, of the mark that says in which generation a tensor was checked."""
-        start = self.tables + slot * self.table_nbytes + self.num_tensors * SUM_BYTES
-        return start // 8 + index
 
 
 @dataclass
@@ -135,16 +60,15 @@ class Window:
     layout: Layout
     job: int
     """Number of the job that made it."""
-    is_writer: bool
+    end: End
     _fd: int
-    _places: _Places
-    _head: mmap.mmap
+    _heads: SlotHeads
     _slots: mmap.mmap
-    _writing: _State | None = field(default=None)
+    _writing: State | None = field(default=None)
     _write_lease: int | None = field(default=None)
     _manifest: tuple[int, Manifest] | None = field(default=None)
 
-    # ---- both ends
+    # ---- all ends
 
     @classmethod
     def create(cls, key: Key, layout: Layout, *, job: JobDir) -> "Window":
@@ -154,25 +78,35 @@ class Window:
         """
         private_dir(job.windows)
         publish(job.windows / key.path.name, str(key.path))
-        with contextlib.suppress(_Unusable):
-            window = cls._map(key.path, writer=True)
+        with contextlib.suppress(UnusableError):
+            window = cls._map(key.path, end="writer")
             if window.job == job.number and window.layout == layout:
                 return window
             window.close()
-        _remove(key.path)
-        _make(key.path, layout, job=job.number)
+        window_file.remove(key.path)
+        window_file.make(key.path, layout, job=job.number)
         try:
-            return cls._map(key.path, writer=True)
+            return cls._map(key.path, end="writer")
         except OSError as error:
-            _remove(key.path)
-            raise WeightsError(_no_room(error, key.path, 2 * layout.nbytes)) from error
+            window_file.remove(key.path)
+            raise window_file.no_room(error, key.path, 2 * layout.nbytes) from error
+
+    @classmethod
+    def join(cls, key: Key, *, job: int) -> "Window":
+        """The end of a process that fills slots together with the writer; WeightsError if there is no such window."""
+        with contextlib.suppress(UnusableError):
+            window = cls._map(key.path, end="part")
+            if window.job == job:
+                return window
+            window.close()
+        raise WeightsError(f"{key.path} is no window of job {job}: its writer makes it before others join")
 
     @classmethod
     def open(cls, key: Key, *, job: int | None = None) -> "Window | None":
         """A reader's end, or None: there is none (of that job), it is being made, or it is not ours to trust."""
         try:
-            window = cls._map(key.path, writer=False)
-        except (_Unusable, WeightsError, OSError):  # whatever it is: an engine that lags behind asks for files
+            window = cls._map(key.path, end="reader")
+        except (UnusableError, WeightsError, OSError):  # whatever it is: an engine that lags behind asks for files
             return None
         if job is not None and window.job != job:
             window.close()
@@ -183,19 +117,19 @@ class Window:
         """Let go; memory that somebody still looks at is let go with the last look."""
         if self._fd < 0:
             return
-        for memory in (self._head, self._slots):
+        for memory in (self._heads.head, self._slots):
             with contextlib.suppress(BufferError):
                 memory.close()
         self._drop_write_lease()
-        if self.is_writer:
-            _unlock(self._fd, _WRITER_LOCK)
+        if self.end == "writer":
+            window_file.unlock(self._fd, window_file.WRITER_LOCK)
         os.close(self._fd)
         self._fd = -1
 
     def unlink(self) -> None:
         """Remove the name; who has it mapped keeps it. For the one who created it."""
         if self.is_current():
-            _remove(self.path)
+            window_file.remove(self.path)
 
     def is_current(self) -> bool:
         """False once the file of that name is another, or gone: open it anew."""
@@ -208,12 +142,12 @@ class Window:
 
     def newest(self) -> Manifest | None:
         """The newest complete version; cheap enough to ask many times a second."""
-        state = self._newest_state()
+        state = self._heads.newest()
         return None if state is None else self._manifest_of(state)
 
     def versions(self) -> list[int]:
         """The complete versions, oldest first."""
-        return sorted(state.version for slot in (0, 1) if (state := self._state(slot)) is not None)
+        return sorted(state.version for slot in (0, 1) if (state := self._heads.read(slot)) is not None)
 
     # ---- the writer's end
 
@@ -222,16 +156,22 @@ class Window:
 
         What an earlier `begin` was given and did not commit is dropped.
         """
-        newest = self._newest_state()
+        newest = self._heads.newest()
         check_newer(version, than=newest.version if newest else None)
         slot = 1 - newest.slot if newest else 0
         self._drop_write_lease()
-        self._write_lease = self._lease(slot, exclusive=True, wait_s=LEASE_S)
-        generation = self._generation(slot)
+        self._write_lease = self._lease(window_file.SLOT_LOCKS[slot], exclusive=True, wait_s=LEASE_S)
+        self._await_parts(slot)
+        generation = self._heads.generation(slot)
         generation += 2 if generation % 2 else 1
-        self._set_generation(slot, generation)
-        self._writing = _State(slot=slot, generation=generation + 1, version=version, step=step, created=0.0, sums=b"")
+        self._heads.set_generation(slot, generation)
+        self._writing = State(slot=slot, generation=generation + 1, version=version, step=step, created=0.0, sums=b"")
         return self._bytes_of(slot)
+
+    def turn(self) -> Turn:
+        """What was begun, to be told to those who fill it too."""
+        assert self._writing is not None, "begin comes before turn"
+        return Turn(slot=self._writing.slot, generation=self._writing.generation, version=self._writing.version)
 
     def commit(self, checksums: Mapping[str, str] | None = None, *, sums: list[bytes] | None = None) -> Manifest:
         """Make the version begun visible, complete, with the checksums of what lies in the slot.
@@ -240,20 +180,41 @@ class Window:
         `checksums`: what another node sent; WeightsError names the first tensor that differs, and nothing is visible.
         """
         assert self._writing is not None, "begin comes before commit"
-        writing = self._writing
         if sums is None:
-            sums = _sums_of(self.layout, self._bytes_of(writing.slot))
+            self.sum_up(self.turn())
+        joined = self._heads.sums(self._writing.slot) if sums is None else b"".join(sums)
+        done = State(**{**vars(self._writing), "created": time.time(), "sums": joined})
         if checksums is not None:
-            self._compare(sums, checksums, version=writing.version)
-        done = _State(**{**vars(writing), "created": time.time(), "sums": b"".join(sums)})
-        self._head[self._places.sums(done.slot)] = done.sums
-        head = (done.generation, done.version, done.step, done.created, _seal(done))
-        start = _SLOT_HEADS[done.slot]
-        self._head[start + 8 : start + _SLOT_HEAD.size] = _SLOT_HEAD.pack(*head)[8:]
-        self._set_generation(done.slot, done.generation)  # last: from here on it is seen
+            self._compare(done, checksums)
+        self._heads.write(done)
         self._writing = None
         self._drop_write_lease()
         return self._manifest_of(done)
+
+    # ---- the end of one who helps the writer
+
+    @contextlib.contextmanager
+    def part(self, turn: Turn) -> Iterator[memoryview]:
+        """The bytes of the slot that the writer has begun; only so long as this block lasts will they be written.
+
+        WeightsError if the writer has begun another one since.
+        """
+        lease = self._lease(window_file.PART_LOCKS[turn.slot], exclusive=False, wait_s=LEASE_S)
+        try:
+            if lease is None or self._heads.generation(turn.slot) != turn.generation - 1:
+                raise WeightsError(f"version {turn.version} in {self.path} is not being written any more: take the next")
+            yield self._bytes_of(turn.slot)
+        finally:
+            self._release(lease)
+
+    def sum_up(self, turn: Turn) -> None:
+        """Compute the checksums of the filled slot, together with the other processes that do."""
+        data = self._bytes_of(turn.slot)
+
+        def do(index: int) -> None:
+            self._heads.set_sum(turn.slot, index, sum_of(data, self.layout.tensors[index]))
+
+        self._heads.together("sum", turn.slot, turn.generation, do)
 
     # ---- the readers' end
 
@@ -264,20 +225,23 @@ class Window:
         WeightsError: the version is not there, a tensor is damaged, or (on the way out) the writer did not wait.
         """
         with self.unchecked(version) as data:
-            self._check(self._state_of(version), data)
+            state = self._state_of(version)
+            self._heads.together(
+                "check", state.slot, state.generation, lambda index: self._check_one(state, data, index)
+            )
             yield data
 
     @contextlib.contextmanager
     def unchecked(self, version: int) -> Iterator[memoryview]:
         """As `reading`, for who sends the bytes on to one that checks them."""
         state = self._state_of(version)
-        lease = self._lease(state.slot, exclusive=False, wait_s=0.0)
-        if lease is None or self._state(state.slot) != state:
+        lease = self._lease(window_file.SLOT_LOCKS[state.slot], exclusive=False, wait_s=0.0)
+        if lease is None or self._heads.read(state.slot) != state:
             self._release(lease)
             raise WeightsError(f"version {version} in {self.path} is being overwritten: take the newest")
         try:
             yield self._bytes_of(state.slot).toreadonly()
-            if self._generation(state.slot) != state.generation:
+            if self._heads.generation(state.slot) != state.generation:
                 raise WeightsError(
                     f"version {version} in {self.path} was overwritten while it was read "
                     f"(the writer waits {LEASE_S:g} s for a reader): take the newest"
@@ -292,126 +256,88 @@ class Window:
     # ---- inside
 
     @classmethod
-    def _map(cls, path: Path, *, writer: bool) -> "Window":
-        """Map what is there. _Unusable if nothing of ours is; WeightsError if it must be left alone."""
-        fd = _open_own(path)
+    def _map(cls, path: Path, *, end: End) -> "Window":
+        """Map what is there. UnusableError if nothing of ours is; WeightsError if it must be left alone."""
+        fd = window_file.open_own(path)
         try:
-            job, layout, places = _read_head(fd, path)
-            if writer:
-                _take_writer_lock(fd, path)
-            protection = mmap.PROT_READ | (mmap.PROT_WRITE if writer else 0)
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            job, layout, places = window_file.identify(fd)
+            if end == "writer":
+                window_file.take_writer_lock(fd, path)
             head = mmap.mmap(fd, places.head_nbytes)
             slots = mmap.mmap(
-                fd, max(2 * places.slot_nbytes, 1), flags=flags, prot=protection, offset=places.head_nbytes
+                fd,
+                max(2 * places.slot_nbytes, 1),
+                flags=mmap.MAP_SHARED | mmap.MAP_POPULATE,
+                prot=mmap.PROT_READ | (0 if end == "reader" else mmap.PROT_WRITE),
+                offset=places.head_nbytes,
             )
         except BaseException:
             os.close(fd)
             raise
-        return cls(
-            path=path, layout=layout, job=job, is_writer=writer, _fd=fd, _places=places, _head=head, _slots=slots
-        )
+        return cls(path=path, layout=layout, job=job, end=end, _fd=fd, _heads=SlotHeads(head, layout, places), _slots=slots)
 
     def _bytes_of(self, slot: int) -> memoryview:
-        start = slot * self._places.slot_nbytes
+        start = slot * self._heads.places.slot_nbytes
         return memoryview(self._slots)[start : start + self.layout.nbytes]
 
-    def _generation(self, slot: int) -> int:
-        return int(memoryview(self._head).cast("Q")[_SLOT_HEADS[slot] // 8])
-
-    def _set_generation(self, slot: int, generation: int) -> None:
-        memoryview(self._head).cast("Q")[_SLOT_HEADS[slot] // 8] = generation
-
-    def _state(self, slot: int) -> _State | None:
-        """What a slot holds; None if that is nothing, or is just changing."""
-        generation, version, step, created, seal = _SLOT_HEAD.unpack_from(self._head, _SLOT_HEADS[slot])
-        if generation % 2 or generation == 0:
-            return None
-        sums = self._head[self._places.sums(slot)]
-        state = _State(slot=slot, generation=generation, version=version, step=step, created=created, sums=sums)
-        return state if _seal(state) == seal else None
-
-    def _newest_state(self) -> _State | None:
-        states = [state for slot in (0, 1) if (state := self._state(slot)) is not None]
-        return max(states, key=lambda state: state.version, default=None)
-
-    def _state_of(self, version: int) -> _State:
+    def _state_of(self, version: int) -> State:
         for slot in (0, 1):
-            if (state := self._state(slot)) is not None and state.version == version:
+            if (state := self._heads.read(slot)) is not None and state.version == version:
                 return state
         there = ", ".join(map(str, self.versions())) or "none"
         raise WeightsError(f"version {version} is not in {self.path} (there: {there}): take the newest")
 
-    def _manifest_of(self, state: _State) -> Manifest:
-        if (
-            self._manifest is None
-            or self._manifest[0] != state.generation
-            or self._manifest[1].version != state.version
-        ):
-            sums = {
-                tensor.name: state.sums[i * SUM_BYTES : (i + 1) * SUM_BYTES].hex()
-                for i, tensor in enumerate(self.layout.tensors)
-            }
+    def _manifest_of(self, state: State) -> Manifest:
+        known = self._manifest
+        if known is None or (known[0], known[1].version) != (state.generation, state.version):
+            sums = {tensor.name: _sum_in(state, index).hex() for index, tensor in enumerate(self.layout.tensors)}
             manifest = Manifest(version=state.version, step=state.step, checksums=sums, created=state.created)
-            self._manifest = (state.generation, manifest)
-        return self._manifest[1]
+            self._manifest = known = (state.generation, manifest)
+        return known[1]
 
-    def _check(self, state: _State, data: memoryview) -> None:
-        """Compare every tensor with its checksum; the readers of a node share the work through the marks."""
-        checked, claimed = state.generation, state.generation + 1
-        places = [self._places.mark(state.slot, index) for index in range(len(self.layout.tensors))]
-        with memoryview(self._head).cast("Q") as marks:
-            left = [index for index in self._largest_first if marks[places[index]] != checked]
-            for index in left:
-                if marks[places[index]] not in (checked, claimed):
-                    marks[places[index]] = claimed
-                    self._check_one(state, data, index)
-                    marks[places[index]] = checked
-            deadline = time.monotonic() + CLAIM_S
-            for index in left:
-                while marks[places[index]] == claimed and time.monotonic() < deadline:
-                    time.sleep(0.0002)
-                if marks[places[index]] != checked:
-                    self._check_one(state, data, index)
-                    marks[places[index]] = checked
-
-    @functools.cached_property
-    def _largest_first(self) -> list[int]:
-        tensors = self.layout.tensors
-        return sorted(range(len(tensors)), key=lambda index: tensors[index].nbytes, reverse=True)
-
-    def _check_one(self, state: _State, data: memoryview, index: int) -> None:
-        tensor = self.layout.tensors[index]
-        wanted = state.sums[index * SUM_BYTES : (index + 1) * SUM_BYTES]
-        if (seen := _sum_of(data, tensor)) != wanted:
+    def _check_one(self, state: State, data: memoryview, index: int) -> None:
+        tensor, wanted = self.layout.tensors[index], _sum_in(state, index)
+        if (seen := sum_of(data, tensor)) != wanted:
             raise WeightsError(
                 f"version {state.version} in {self.path}: tensor {tensor.name!r} has checksum {seen.hex()}, "
                 f"and {wanted.hex()} was committed: the memory is damaged; take another version"
             )
 
-    def _compare(self, sums: list[bytes], wanted: Mapping[str, str], *, version: int) -> None:
+    def _compare(self, state: State, wanted: Mapping[str, str]) -> None:
         names = [tensor.name for tensor in self.layout.tensors]
         if odd := sorted(wanted.keys() ^ set(names)):
-            raise WeightsError(f"version {version}: tensor {odd[0]!r} is in the layout or was announced, but not both")
-        for name, seen in zip(names, sums, strict=True):
-            if seen.hex() != wanted[name]:
+            raise WeightsError(
+                f"version {state.version}: tensor {odd[0]!r} is in the layout or was announced, but not both"
+            )
+        for index, name in enumerate(names):
+            if (seen := _sum_in(state, index).hex()) != wanted[name]:
                 raise WeightsError(
-                    f"version {version}: tensor {name!r} arrived with checksum {seen.hex()}, {wanted[name]} was sent: "
+                    f"version {state.version}: tensor {name!r} arrived with checksum {seen}, {wanted[name]} was sent: "
                     "the transfer is damaged; the version before it stays in use"
                 )
 
-    def _lease(self, slot: int, *, exclusive: bool, wait_s: float) -> int | None:
-        """A lock on a slot, held by the descriptor that is returned; None if it was not free within `wait_s`.
+    def _await_parts(self, slot: int) -> None:
+        """WeightsError if a process of an earlier turn goes on filling the slot."""
+        lease = self._lease(window_file.PART_LOCKS[slot], exclusive=True, wait_s=LEASE_S)
+        if lease is None:
+            raise WeightsError(
+                f"a rank still fills slot {slot} of {self.path} after {LEASE_S:g} s, for a version that was given up: "
+                "end the trainer's other ranks before they are started again"
+            )
+        self._release(lease)
+
+    def _lease(self, byte: int, *, exclusive: bool, wait_s: float) -> int | None:
+        """A lock on a byte, held by the descriptor that is returned; None if it was not free within `wait_s`.
 
         Each has a descriptor of its own, since locks of one descriptor do not exclude each other.
         """
         fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         deadline = time.monotonic() + wait_s
-        while not _lock(fd, _SLOT_LOCKS[slot], exclusive=exclusive):
+        while not window_file.try_lock(fd, byte, exclusive=exclusive):
             if time.monotonic() >= deadline:
                 os.close(fd)
                 return None
-            time.sleep(0.001)
+            time.sleep(LEASE_NAP_S)
         return fd
 
     def _drop_write_lease(self) -> None:
@@ -424,186 +350,5 @@ class Window:
             os.close(lease)
 
 
-def window_key(run: RunDir, *, node: str) -> Key:
-    """The window of a campaign on a node."""
-    return Key(campaign=run.root, node=node)
-
-
-def unlink_recorded(job: JobDir) -> list[str]:
-    """Remove every window of this host that a process of `job` made; for when those processes are gone."""
-    removed = []
-    for record in sorted(job.windows.glob("*")) if job.windows.is_dir() else []:
-        path = Path(record.read_text())
-        if path.name != record.name:  # not written to its end: the window was not made either
-            continue
-        ours = [there for there in (path, _fresh(path)) if _is_ours(there)]
-        for there in ours:
-            there.unlink(missing_ok=True)
-        if ours:
-            removed.append(path.name)
-    return removed
-
-
-def _is_ours(path: Path) -> bool:
-    """Is it a file of this user? A link, or what another user put in its place, is left alone."""
-    try:
-        facts = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid()
-
-
-class _Unusable(Exception):
-    """There is no window of that name, or none that can be used."""
-
-
-def _make(path: Path, layout: Layout, *, job: int) -> None:
-    """A new window under its name, complete."""
-    described = layout.to_json()
-    places = _Places(
-        num_tensors=len(layout.tensors),
-        layout_nbytes=len(described),
-        slot_nbytes=max(_pages(layout.nbytes), mmap.PAGESIZE),
-    )
-    fresh = _fresh(path)
-    fd = -1
-    try:
-        fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        os.posix_fallocate(fd, 0, places.nbytes)  # a page that cannot be had is an error now, not SIGBUS later
-        head = (MAGIC, job, os.getpid(), len(described), places.slot_nbytes, bytes.fromhex(layout.digest()))
-        os.pwrite(fd, _HEAD.pack(*head), 0)
-        os.pwrite(fd, described, mmap.PAGESIZE)
-        fresh.rename(path)
-    except OSError as error:
-        fresh.unlink(missing_ok=True)
-        raise WeightsError(_no_room(error, path, places.nbytes)) from error
-    finally:
-        if fd >= 0:
-            os.close(fd)
-
-
-def _no_room(error: OSError, path: Path, nbytes: int) -> str:
-    free = ""
-    with contextlib.suppress(OSError):
-        facts = os.statvfs(path.parent)
-        free = f", {facts.f_bavail * facts.f_frsize / 2**20:.1f} MiB are free there"
-    return (
-        f"no window of {nbytes / 2**20:.1f} MiB (two versions) in {path.parent}: {error.strerror}{free}; "
-        "weights go by files instead; enlarge it, or ask for nodes with more memory"
-    )
-
-
-def _open_own(path: Path) -> int:
-    """Open a file that is ours alone; what another user put there is never touched."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        raise _Unusable from None
-    except OSError as error:
-        raise WeightsError(f"{path} cannot be opened ({error.strerror}): somebody else uses this name") from error
-    facts = os.fstat(fd)
-    if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
-        os.close(fd)
-        raise WeightsError(
-            f"{path} belongs to user {facts.st_uid} with mode {facts.st_mode & 0o777:o}, and has to be ours with 600: "
-            "remove it if it is not a trap"
-        )
-    return fd
-
-
-def _read_head(fd: int, path: Path) -> tuple[int, Layout, _Places]:
-    """Job, layout and places of the window in `fd`; _Unusable if it is none."""
-    head = os.pread(fd, _HEAD.size, 0)
-    if len(head) < _HEAD.size or head[: len(MAGIC)] != MAGIC:
-        raise _Unusable
-    _, job, _, layout_nbytes, slot_nbytes, digest = _HEAD.unpack(head)
-    described = os.pread(fd, min(layout_nbytes, os.fstat(fd).st_size), mmap.PAGESIZE)
-    if xxhash.xxh3_128_digest(described) != digest:
-        raise _Unusable
-    layout = Layout.from_json(described)
-    places = _Places(num_tensors=len(layout.tensors), layout_nbytes=layout_nbytes, slot_nbytes=slot_nbytes)
-    if slot_nbytes < layout.nbytes or os.fstat(fd).st_size != places.nbytes:
-        raise _Unusable
-    return job, layout, places
-
-
-def _take_writer_lock(fd: int, path: Path) -> None:
-    if not _lock(fd, _WRITER_LOCK, exclusive=True):
-        pid = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))[2]
-        raise WeightsError(
-            f"{path} is being written by another process (made by {pid}): only one may publish on a node"
-        )
-
-
-def _lock(fd: int, byte: int, *, exclusive: bool) -> bool:
-    """Try to lock one byte of the file; such a lock belongs to the descriptor and ends with it."""
-    kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0))
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
-
-
-def _unlock(fd: int, byte: int) -> None:
-    """Let go now: memory that is still looked at keeps a copy of the descriptor, and with it the lock."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-        _fresh(path).unlink(missing_ok=True)
-    except OSError as error:
-        raise WeightsError(f"{path} cannot be removed ({error.strerror}): it belongs to somebody else") from error
-
-
-def _fresh(path: Path) -> Path:
-    """What a window is called until it is complete."""
-    return path.with_name(path.name + ".new")
-
-
-def _seal(state: _State) -> bytes:
-    head = struct.pack("=Qqqd", state.generation, state.version, state.step, state.created)
-    return xxhash.xxh3_128_digest(head + state.sums)
-
-
-def _sums_of(layout: Layout, data: memoryview) -> list[bytes]:
-    """The checksums of all tensors, in the layout's order."""
-    sums = [b""] * len(layout.tensors)
-
-    def compute(index: int, tensor: Placed) -> None:
-        sums[index] = _sum_of(data, tensor)
-
-    for_each_tensor(layout, compute)
-    return sums
-
-
-def for_each_tensor(layout: Layout, work: Callable[[int, Placed], None]) -> None:
-    """Do it for all tensors on a few threads, each with its share of the bytes; the first error is raised."""
-    shares: list[list[tuple[int, Placed]]] = [[] for _ in range(HASH_THREADS)]
-    loads = [0] * HASH_THREADS
-    for index, tensor in sorted(enumerate(layout.tensors), key=lambda pair: pair[1].nbytes, reverse=True):
-        lightest = loads.index(min(loads))
-        shares[lightest].append((index, tensor))
-        loads[lightest] += tensor.nbytes
-
-    def do(share: list[tuple[int, Placed]]) -> None:
-        for index, tensor in share:
-            work(index, tensor)
-
-    if layout.nbytes < SMALL_BYTES:
-        do([pair for share in shares for pair in share])
-        return
-    with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="checksums") as pool:
-        list(pool.map(do, shares))
-
-
-def _sum_of(data: memoryview, tensor: Placed) -> bytes:
-    return xxhash.xxh3_128_digest(data[tensor.offset : tensor.offset + tensor.nbytes])
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+def _sum_in(state: State, index: int) -> bytes:
+    return state.sums[index * SUM_BYTES : (index + 1) * SUM_BYTES]

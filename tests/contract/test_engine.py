@@ -1,4 +1,4 @@
-"""What every Generator promises, on the embedded engine in this process and behind its HTTP door."""
+"""What every Generator promises, on the embedded and the simulated engine, in this process and behind the HTTP door."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -9,11 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from hpcrl.cost import ModelShape, pace
 from hpcrl.endpoints import Endpoint
 from hpcrl.engines.base import GenerateRequest, Generator
 from hpcrl.engines.embedded import EmbeddedEngine, load_model
 from hpcrl.engines.http import RemoteEngine, client_session, kv_fetcher, serve
+from hpcrl.engines.sim import SimEngine, SimSettings
 from hpcrl.errors import EngineError
+from hpcrl.hardware import GPUS
 from hpcrl.weights.store import MemoryStore
 
 Opened = Callable[[], AbstractAsyncContextManager[Generator]]
@@ -37,12 +40,33 @@ async def over_http(model: Any) -> AsyncIterator[Generator]:
         await runner.cleanup()
 
 
+SIM = SimSettings(vocabulary=100, context_length=512, max_batch=8)
+SIM_PACE = pace(GPUS["h20"], shape=ModelShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, num_dense=90000))
+
+
+@asynccontextmanager
+async def simulated(_: Any) -> AsyncIterator[Generator]:
+    async with SimEngine(SIM_PACE, settings=SIM, store=MemoryStore()) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def simulated_over_http(_: Any) -> AsyncIterator[Generator]:
+    async with (
+        client_session() as session,
+        SimEngine(SIM_PACE, settings=SIM, store=MemoryStore(), fetch_kv=kv_fetcher(session)) as engine,
+    ):
+        url, runner = await serve(engine, host="127.0.0.1", token="secret")
+        yield RemoteEngine(Endpoint(role="decode", worker="w", node="n", url=url, token="secret"), session)
+        await runner.cleanup()
+
+
 @pytest.fixture(scope="module")
 def model(tiny_model_dir: Path) -> Any:
     return load_model(tiny_model_dir, device="cpu")
 
 
-@pytest.fixture(params=[in_process, over_http])
+@pytest.fixture(params=[in_process, over_http, simulated, simulated_over_http])
 def opened(request: pytest.FixtureRequest, model: Any) -> Opened:
     return lambda: request.param(model)
 

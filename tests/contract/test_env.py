@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpcrl.envs.arithmetic import Arithmetic
 from hpcrl.envs.base import Step, adapt
-from hpcrl.envs.gymnasium_text import FrozenLake, Taxi
+from hpcrl.envs.gymnasium_text import Blackjack, FrozenLake, Taxi
 
 MAX_OBSERVATION = 20
 """Characters: ten turns must fit into a tiny model's context with room to spare."""
@@ -38,6 +38,7 @@ ENVS = {
     "random lake": lambda: FrozenLake(map="random", size=4, start="random"),
     "slippery lake": lambda: FrozenLake(map="8x8", slippery=True),
     "taxi": Taxi,
+    "blackjack": Blackjack,
     "sums": Arithmetic,
     "sums without calculator": lambda: Arithmetic(num_terms=2, operators="+", calculator=False),
     "plain": PlainLake,

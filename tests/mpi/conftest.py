@@ -1,16 +1,12 @@
 """Couriers under mpiexec on this machine."""
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.mpi.fleet import MPIEXEC, Fleet, fleet
-
-# Off by default and not yet steady under load: CONTRIBUTING.md says how to run them.
-collect_ignore = [] if os.environ.get("HPCRL_TEST_COURIERS") else ["test_transfer.py"]
+from bench.fleet import MPIEXEC, Fleet, fleet
 
 
 @pytest.fixture
@@ -22,5 +18,12 @@ def needs_mpi() -> None:
 @pytest.fixture
 def four_nodes(needs_mpi: None, tmp_path: Path) -> Iterator[Fleet]:
     """The trainer's node and three others; their couriers do not run yet."""
-    with fleet(tmp_path / "campaign", "n0", "n1", "n2", "n3", silent_s=4.0) as couriers:
+    with fleet(tmp_path / "campaign", "n0", "n1", "n2", "n3", silent_s=6.0) as couriers:
+        yield couriers
+
+
+@pytest.fixture
+def over_tcp(tmp_path: Path) -> Iterator[Fleet]:
+    """The trainer's node and two others, without MPI."""
+    with fleet(tmp_path / "campaign", "n0", "n1", "n2", silent_s=6.0, wire="tcp") as couriers:
         yield couriers

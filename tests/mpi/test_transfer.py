@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.fleet import Fleet, filled, fleet, publish, until
 from hpcrl.weights.layout import Layout
 from hpcrl.weights.window import Window
-from tests.mpi.fleet import Fleet, filled, fleet, publish, until
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
 
 LAYOUT = Layout.pack(
     [("embed", "bfloat16", (1 << 20, 16)), ("norm", "float32", (7,)), ("head", "bfloat16", (1 << 20, 4))]
@@ -129,6 +129,24 @@ def test_a_rank_that_stops_while_nothing_is_sent_is_noticed_too(four_nodes: Flee
     assert "no transfer was under way" in four_nodes.events("fault")[0]["detail"]
 
 
+@contextmanager
+def program(text: str, couriers: Fleet, *, says: bytes) -> Iterator["subprocess.Popen[bytes]"]:
+    """A trainer of its own, once it has said so."""
+    command = [sys.executable, "-c", text, str(couriers.run.root)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(LAYOUT.to_json())
+        process.stdin.close()
+        assert process.stdout.readline() == says
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
 TRAINER = """
 import sys, time
 from pathlib import Path
@@ -149,21 +167,58 @@ time.sleep(600)
 
 def test_a_trainer_that_is_killed_while_it_writes_is_followed_by_another(four_nodes: Fleet) -> None:
     four_nodes.start()
-    command = [sys.executable, "-c", TRAINER, str(four_nodes.run.root)]
-    trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert trainer.stdin is not None
-    assert trainer.stdout is not None
-    trainer.stdin.write(LAYOUT.to_json())
-    trainer.stdin.close()
-    assert trainer.stdout.readline() == b"half\n"
-    trainer.kill()
-    trainer.wait()
-    trainer.stdout.close()
+    with program(TRAINER, four_nodes, says=b"half\n"):
+        pass  # that is: killed
     four_nodes.wait_for(1)
     publish(four_nodes.trainer(LAYOUT), 3)
     four_nodes.wait_for(3)
     assert four_nodes.alive(), "the couriers lived through it"
     assert read(four_nodes, "n1", 3) == filled(LAYOUT, 3)
+
+
+SENDING_TRAINER = """
+import sys, time
+from pathlib import Path
+from bench.fleet import publish
+from hpcrl.rundir import RunDir
+from hpcrl.weights.layout import Layout
+from hpcrl.weights.window import Key, Window
+run = RunDir(Path(sys.argv[1]))
+window = Window.create(Key(campaign=run.root, node="n0"), Layout.from_json(sys.stdin.buffer.read()), job=run.job(0))
+publish(window, 3)
+print("published", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_trainer_that_is_killed_while_its_version_is_on_the_way_loses_nothing(four_nodes: Fleet) -> None:
+    up_to_two(four_nodes).close()
+    with held(four_nodes, "n1", 1), program(SENDING_TRAINER, four_nodes, says=b"published\n") as trainer:
+        time.sleep(0.5)  # the couriers have begun by then, or do after the kill: both must end well
+        trainer.kill()
+        trainer.wait()
+        assert four_nodes.newest("n1") == 2
+    four_nodes.wait_for(3)
+    assert four_nodes.alive(), "the couriers lived through it"
+    assert read(four_nodes, "n3", 3) == filled(LAYOUT, 3)
+    publish(four_nodes.trainer(LAYOUT), 4)
+    four_nodes.wait_for(4)
+
+
+def test_a_node_without_room_is_named_and_its_version_stays_in_use(four_nodes: Fleet) -> None:
+    up_to_two(four_nodes).close()
+    four_nodes.signal("n0", signal.SIGKILL)
+    four_nodes.ended()
+    larger = Layout.pack([("embed", "bfloat16", (1 << 20, 64))])
+    four_nodes.before["n2"] = ("prlimit", f"--fsize={LAYOUT.nbytes}")
+    four_nodes.start()
+    publish(four_nodes.trainer(larger), 3)
+    four_nodes.ended()
+    standing = four_nodes.standing()
+    assert standing is not None
+    assert standing.hopeless
+    assert "node n2: no window of 256.0 MiB (two versions) in /dev/shm" in standing.reason
+    assert "node n2" in [event["detail"] for event in four_nodes.events("fault")][-1]
 
 
 ENGINE = """

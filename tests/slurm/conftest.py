@@ -1,6 +1,5 @@
 """A lab for the tests of this folder: one a session, its own directory and ports, gone afterwards."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +8,6 @@ from lab_tools import Lab, short_dir
 
 from hpcrl.lab import life as labs
 from tests.campaigns import hpcrl, processes_of, until
-
-# The couriers are off by default and their suites are not yet steady under load: CONTRIBUTING.md says how to run them.
-collect_ignore = [] if os.environ.get("HPCRL_TEST_COURIERS") else ["test_couriers.py"]
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 from lab_tools import Lab
 
+from bench.fleet import courier_pids
 from hpcrl.events import read_events
 from hpcrl.rundir import RunDir
 from hpcrl.weights.versions import read_rung
 from tests.campaigns import SMALL, hpcrl, snapshot, steps, until
-from tests.mpi.fleet import courier_pids
-
-COURIERS = ("-s", "site.mpi.couriers=true")
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -27,7 +25,7 @@ def rungs(run: RunDir) -> list[object]:
 
 
 def test_one_mpi_world_over_the_components_carries_every_version(lab: Lab, campaigns: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "m", *SMALL, *COURIERS)
+    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "m", *SMALL)
     run = RunDir(campaigns / "m")
     assert snapshot("m")["state"] == "done"
     assert rungs(run) == ["files", "mpi"]
@@ -50,18 +48,29 @@ def test_one_mpi_world_over_the_components_carries_every_version(lab: Lab, campa
         ("site.mpi.flavour=none", "the site has no MPI"),
     ],
 )
-def test_a_campaign_whose_mpi_does_not_work_goes_by_files(lab: Lab, campaigns: Path, setting: str, reason: str) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "f", *SMALL, *COURIERS, "-s", setting)
+def test_a_campaign_whose_mpi_does_not_work_goes_by_tcp(lab: Lab, campaigns: Path, setting: str, reason: str) -> None:
+    more = ("-s", setting, "-s", "train.num_steps=100000")
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "t", *SMALL, *more)
+    run = RunDir(campaigns / "t")
+    until(lambda: len(named(run, "courier")) > 1, what="versions were carried", timeout_s=300)
+    assert rungs(run)[-1] == "tcp"
+    assert "mpi" not in rungs(run)
+    assert any(reason in str(event["reason"]) for event in named(run, "rung"))
+    assert {event["node"] for event in named(run, "courier")} == {"train1"}
+    hpcrl("stop", "t", "--now")
+
+
+def test_a_site_that_wants_no_couriers_goes_by_files(lab: Lab, campaigns: Path) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "f", *SMALL, "-s", "site.mpi.couriers=false")
     run = RunDir(campaigns / "f")
     assert snapshot("f")["state"] == "done"
-    assert set(rungs(run)) == {"files"}
-    assert reason in str(named(run, "rung")[-1]["reason"])
+    assert rungs(run) == ["files"]
     assert {event["node"] for event in named(run, "loaded")} == {"prefill1", "decode1"}
 
 
 @pytest.mark.parametrize(("number", "node"), [(signal.SIGKILL, "decode1"), (signal.SIGSTOP, "prefill1")])
 def test_couriers_are_started_again_alone(lab: Lab, campaigns: Path, number: int, node: str) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "r", *SMALL, *COURIERS, "-s", "train.num_steps=1000")
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "r", *SMALL, "-s", "train.num_steps=100000")
     run = RunDir(campaigns / "r")
     until(lambda: bool(named(run, "courier")), what="a version was carried")
     os.kill(courier_pids(run)[node], number)
@@ -71,6 +80,9 @@ def test_couriers_are_started_again_alone(lab: Lab, campaigns: Path, number: int
     until(lambda: len(named(run, "courier")) > before + 3, what="versions are carried again")
     assert len(steps(run)) > made
     assert {event["of"] for event in named(run, "worker-failed")} == {"couriers"}
+    if number == signal.SIGSTOP:
+        [fault] = [event for event in named(run, "fault") if event.get("at") == node][:1]
+        assert {"rank", "bucket", "bytes"} <= fault.keys()
     rung = read_rung(run.weights)
     assert rung is not None
     assert rung.rung == "mpi"

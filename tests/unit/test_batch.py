@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.learn.batch import choose_groups, make_rows, micro_batches
-from hpcrl.spool.record import Trajectory
+from hpcrl.learn.batch import (
+    at_the_end,
+    choose_groups,
+    make_rows,
+    micro_batches,
+    nothing,
+    num_model_tokens,
+    row_length,
+)
+from hpcrl.spool.record import Trajectory, Turn
 
 
 def trajectory(group="math/0", index=0, *, tokens=(1, 2, 3, 4), said=(False, False, True, True), **changed):
@@ -134,27 +142,27 @@ def test_every_trajectory_ends_in_one_list_whatever_the_order(data):
 
 
 def test_each_position_predicts_the_next_token():
-    rows, _ = make_rows([trajectory(tokens=(5, 6, 7, 8), said=(0, 1, 0, 1))], advantages=[2.5], max_length=9)
+    rows, _ = make_rows([trajectory(tokens=(5, 6, 7, 8), said=(0, 1, 0, 1))], credits=[[2.5]], max_length=9)
     (row,) = rows
     assert row.inputs.tolist() == [5, 6, 7]
     assert row.mask.tolist() == [True, False, True]
     assert row.targets.tolist() == [6, 8]
     np.testing.assert_allclose(row.behaviour, [-0.1, -0.3])
-    assert row.advantage == 2.5
+    assert row.credit.tolist() == [2.5, 2.5]
 
 
 def test_what_follows_the_last_model_token_is_cut():
-    rows, _ = make_rows([trajectory(tokens=(5, 6, 7, 8), said=(0, 1, 0, 0))], advantages=[1.0], max_length=9)
+    rows, _ = make_rows([trajectory(tokens=(5, 6, 7, 8), said=(0, 1, 0, 0))], credits=[[1.0]], max_length=9)
     assert rows[0].inputs.tolist() == [5]
 
 
 def test_a_trajectory_in_which_the_model_said_nothing_has_no_row():
     silent = [trajectory(said=(0, 0, 0, 0)), trajectory(said=(1, 0, 0, 0)), trajectory(tokens=(), said=())]
-    assert make_rows(silent, advantages=[1.0] * 3, max_length=9) == ([], 0)
+    assert make_rows(silent, credits=[[1.0]] * 3, max_length=9) == ([], 0)
 
 
 def test_trajectories_longer_than_the_context_are_left_out_and_counted():
-    rows, num_too_long = make_rows([trajectory(), trajectory()], advantages=[1.0, 1.0], max_length=2)
+    rows, num_too_long = make_rows([trajectory(), trajectory()], credits=[[1.0], [1.0]], max_length=2)
     assert (rows, num_too_long) == ([], 2)
 
 
@@ -170,7 +178,7 @@ def random_trajectories(seed, *, count=30):
 @pytest.mark.parametrize("seed", range(3))
 def test_micro_batches_hold_every_model_token_once_within_the_bound(seed, bound):
     episodes = list(random_trajectories(seed))
-    rows, _ = make_rows(episodes, advantages=list(range(len(episodes))), max_length=99)
+    rows, _ = make_rows(episodes, credits=[[index] for index in range(len(episodes))], max_length=99)
     batches = micro_batches(rows, tokens_per_micro_batch=bound)
     seen = []
     for batch in batches:
@@ -189,7 +197,7 @@ def test_micro_batches_hold_every_model_token_once_within_the_bound(seed, bound)
 
 def test_each_model_token_stands_after_its_own_past():
     episodes = list(random_trajectories(7))
-    rows, _ = make_rows(episodes, advantages=[0.0] * len(episodes), max_length=99)
+    rows, _ = make_rows(episodes, credits=[[0.0]] * len(episodes), max_length=99)
     pasts = {(*episode.token_ids[:t].tolist(),) for episode in episodes for t in np.flatnonzero(episode.loss_mask) if t}
     for batch in micro_batches(rows, tokens_per_micro_batch=200):
         for row, position in batch.mask_BT.nonzero().tolist():
@@ -198,7 +206,7 @@ def test_each_model_token_stands_after_its_own_past():
 
 def shapes(lengths, *, bound):
     episodes = [trajectory(tokens=[1] * (n + 1), said=[0] + [1] * n) for n in lengths]
-    rows, _ = make_rows(episodes, advantages=[0.0] * len(lengths), max_length=99)
+    rows, _ = make_rows(episodes, credits=[[0.0]] * len(lengths), max_length=99)
     return [tuple(batch.inputs_BT.shape) for batch in micro_batches(rows, tokens_per_micro_batch=bound)]
 
 
@@ -216,3 +224,50 @@ def test_a_small_micro_batch_takes_any_row():
 
 def test_no_rows_give_no_micro_batches():
     assert micro_batches([], tokens_per_micro_batch=10) == []
+
+
+def two_turns():
+    """The model said tokens 1 and 2 in its first turn and token 4 in its second."""
+    turns = [Turn(start=1, end=3), Turn(start=4, end=5)]
+    return trajectory(tokens=(5, 6, 7, 8, 9), said=(0, 1, 1, 0, 1), turns=turns)
+
+
+def test_every_token_of_a_turn_gets_the_credit_of_the_turn():
+    (row,), _ = make_rows([two_turns()], credits=[[2.0, -1.0]], max_length=9)
+    assert row.credit.tolist() == [2.0, 2.0, -1.0]
+
+
+def test_a_reward_stands_at_the_last_token_of_its_turn():
+    (row,), _ = make_rows([two_turns()], credits=[[2.0, -1.0]], max_length=9, place=at_the_end)
+    assert row.credit.tolist() == [0.0, 2.0, -1.0]
+
+
+def test_the_reward_of_a_turn_without_tokens_is_not_lost():
+    turns = [Turn(start=1, end=2), Turn(start=3, end=3), Turn(start=3, end=3)]
+    episode = trajectory(tokens=(5, 6, 7), said=(0, 1, 0), turns=turns)
+    (row,), _ = make_rows([episode], credits=[[1.0, 2.0, 4.0]], max_length=9, place=at_the_end)
+    assert row.credit.tolist() == [7.0]
+
+
+SILENT = trajectory(said=(0, 0, 0, 0))
+EMPTY = trajectory(tokens=(), said=())
+
+
+@pytest.mark.parametrize("episode", [two_turns(), trajectory(), SILENT, EMPTY])
+def test_length_and_tokens_are_known_before_the_row_is_made(episode):
+    rows, _ = make_rows([episode], credits=[[1.0] * max(len(episode.turns), 1)], max_length=9)
+    assert row_length(episode) == sum(map(len, rows))
+    assert num_model_tokens(episode) == sum(len(row.targets) for row in rows)
+
+
+def test_each_token_knows_its_row():
+    episodes = list(random_trajectories(3))
+    rows, _ = make_rows(episodes, credits=[[0.0]] * len(episodes), max_length=99)
+    for batch in micro_batches(rows, tokens_per_micro_batch=200):
+        assert batch.rows_N.tolist() == batch.mask_BT.nonzero()[:, 0].tolist()
+        assert batch.num_sequences == len(batch.inputs_BT)
+
+
+def test_a_pass_that_teaches_nothing_has_no_tokens():
+    batch = nothing()
+    assert (batch.num_tokens, batch.num_sequences, batch.num_padded_tokens) == (0, 0, 1)

@@ -20,7 +20,7 @@ from hpcrl.errors import TrainError
 from hpcrl.learn.consumed import Consumed
 from hpcrl.recipe import Train
 from hpcrl.spool.record import Trajectory
-from hpcrl.trainers.checkpoint import damage, load, newest, prune, save
+from hpcrl.trainers.checkpoint import Moment, commit, damage, load, newest, prune, save
 from hpcrl.trainers.torch import TorchTrainer
 from tests.disks import largest_file
 
@@ -38,7 +38,10 @@ class Counter:
     def tensors(self):
         return {}
 
-    def save(self, directory):
+    def snapshot(self):
+        return self
+
+    def write(self, directory):
         (directory / "state.json").write_text(json.dumps(self.value))
         (directory / "shards").mkdir()
         (directory / "shards" / "0.bin").write_bytes(bytes(self.num_bytes))
@@ -165,7 +168,7 @@ def test_a_full_disk_is_an_error_that_names_the_path_and_spares_the_older_checkp
 def test_a_full_disk_under_the_torch_trainer_is_the_same_error(tmp_path, model_dir):
     trainer, consumed, _ = resumed(model_dir, tmp_path)
     older = save(tmp_path, step=1, version=1, trainer=trainer, consumed=consumed)
-    reason = r"000002-step-000002 could not be saved .*model.safetensors.*too large"
+    reason = r"000002-step-000002 could not be saved .*state-00000.safetensors.*too large"
     with pytest.raises(TrainError, match=reason), largest_file(1000):
         save(tmp_path, step=2, version=2, trainer=trainer, consumed=consumed)
     assert list(tmp_path.iterdir()) == [older]
@@ -190,6 +193,27 @@ def test_pruning_fewer_than_asked_for_removes_nothing(tmp_path):
     paths = saved(tmp_path, 1, 2)
     assert prune(tmp_path, keep=3) == []
     assert sorted(tmp_path.iterdir()) == paths
+
+
+def test_the_best_are_kept_besides_the_newest(tmp_path):
+    for step, reward in enumerate([0.1, 0.9, None, 0.5, 0.2, 0.3]):
+        save(tmp_path, step=step, version=step, trainer=Counter(), consumed=Consumed(), extra={"reward": reward})
+    prune(tmp_path, keep=2, keep_best=1)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "000002-step-000001",
+        "000005-step-000004",
+        "000006-step-000005",
+    ]
+
+
+def test_a_moment_that_has_passed_is_committed_as_it_was(tmp_path):
+    consumed = Consumed()
+    consumed.add("math/1/0")
+    moment = Moment(step=1, version=1, state=Counter(1), consumed=consumed.encode(), extra={})
+    consumed.add("math/2/0")
+    _, known = load(commit(tmp_path, moment), trainer=Counter())
+    assert "math/1/0" in known
+    assert "math/2/0" not in known
 
 
 def test_pruning_clears_what_killed_savers_left(tmp_path):
@@ -319,8 +343,7 @@ def test_killed_at_random_moments_it_ends_where_an_uninterrupted_run_ends(tmp_pa
     child.join()
     assert child.exitcode == 0
     last, expected = found(killed)[0], found(straight)[0]
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        mine, theirs = load_file(last / name), load_file(expected / name)
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    mine, theirs = load_file(last / "state-00000.safetensors"), load_file(expected / "state-00000.safetensors")
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
     assert (last / "consumed.json").read_bytes() == (expected / "consumed.json").read_bytes()

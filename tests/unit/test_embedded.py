@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +18,9 @@ from hypothesis import strategies as st
 from hpcrl.engines.base import LOCAL, Completion, GenerateRequest, KvHandle
 from hpcrl.engines.embedded import EmbeddedEngine, load_model
 from hpcrl.engines.kv import KvShelf, PrefixCache, RowKv, pack, unpack
-from hpcrl.engines.sampling import sample, uniforms
+from hpcrl.engines.sampling import distribution, sample, uniforms
 from hpcrl.errors import EngineError, WeightsError
-from hpcrl.weights.fit import parameters_of
+from hpcrl.weights.fit import Loan, parameters_of
 from hpcrl.weights.store import MemoryStore
 
 
@@ -133,9 +134,8 @@ def test_the_next_turn_computes_only_what_is_new(model: Any) -> None:
 def test_sampling_follows_the_probabilities() -> None:
     logits_V = torch.tensor([0.0, 1.0, -1.0, float("-inf"), 2.0])
     num = 20_000
-    ids, logprobs = sample(
-        logits_V.expand(num, -1), temperatures=[0.5] * num, seeds=list(range(num)), positions=[9] * num
-    )
+    drawn_from = distribution(logits_V.expand(num, -1), temperatures=[0.5] * num, top_ps=[1.0] * num, top_ks=[0] * num)
+    ids, logprobs = sample(drawn_from, temperatures=[0.5] * num, seeds=list(range(num)), positions=[9] * num)
     expected_V = torch.softmax(logits_V / 0.5, dim=-1)
     counts_V = torch.bincount(torch.tensor(ids), minlength=5)
     assert counts_V[3] == 0
@@ -233,6 +233,7 @@ def test_weights_overwritten_while_they_are_copied_are_never_generated_with(mode
             raise WeightsError("version 1 was overwritten while it was read")
 
     store.reading = overtaken  # type: ignore[method-assign]
+    store.still = lambda version: version != 1  # type: ignore[method-assign]
     engine = EmbeddedEngine(model, store=store)
 
     async def body() -> Completion:
@@ -247,6 +248,64 @@ def test_weights_overwritten_while_they_are_copied_are_never_generated_with(mode
         return await answer
 
     assert set(on(engine, body).versions) == {0, 2}
+
+
+def test_generation_goes_on_with_the_new_weights_where_they_lie_while_they_are_copied(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    store.publish(another(model, scale=1.5), version=1, step=1)
+    own = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    engine = EmbeddedEngine(model, store=store)
+    copied, copy = threading.Event(), Loan.copy
+
+    def slowly(loan: Loan) -> None:
+        copied.wait(60)
+        copy(loan)
+
+    monkeypatch.setattr(Loan, "copy", slowly)
+
+    async def body() -> Completion:
+        answer = asyncio.create_task(engine.generate(ask(max_new_tokens=400)))
+        await until_generated(engine, 5)
+        load = asyncio.create_task(engine.load_version(1))
+        while engine.version == 0:
+            await asyncio.sleep(0)
+        await until_generated(engine, (await engine.load_figures()).num_generated_tokens + 3)
+        assert not load.done()
+        copied.set()
+        await load
+        return await answer
+
+    answer = on(engine, body)
+    switch = answer.versions.index(1)
+    assert answer.logprobs[switch:] == pytest.approx(
+        scored(model, ask().token_ids, answer.token_ids)[switch:], abs=1e-4
+    )
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == own
+
+
+def test_requests_dropped_between_an_update_and_the_next_step_leave_the_others_right(model: Any) -> None:
+    store = MemoryStore()
+    store.publish(another(model, scale=1.5), version=1, step=1)
+    engine = EmbeddedEngine(model, store=store)
+    requests = [ask(f"r{n}", max_new_tokens=60, seed=n, token_ids=[5 + n] * (3 + n)) for n in range(3)]
+
+    async def body() -> list[Completion]:
+        answers = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await until_generated(engine, 9)
+        await engine.pause()
+        await engine.load_version(1)
+        await engine.abort("r0")
+        await engine.resume()
+        return [*await asyncio.gather(*answers), await engine.generate(ask("next", token_ids=[5] * 40))]
+
+    aborted, *others = on(engine, body)
+    assert aborted.finish_reason == "aborted"
+    for request, answer in zip([*requests[1:], ask(token_ids=[5] * 40)], others, strict=True):
+        switch = answer.versions.index(1)
+        wanted = scored(model, request.token_ids, answer.token_ids)
+        assert answer.logprobs[switch:] == pytest.approx(wanted[switch:], abs=1e-4)
 
 
 def test_damaged_weights_fail_requests_and_good_ones_mend_the_engine(model: Any) -> None:

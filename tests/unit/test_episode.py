@@ -92,11 +92,14 @@ class Echo:
 
 
 def run(policy, *, make_env=Echo, newest_version=lambda: 5, index=2, layout=None, **changed):
+    async def made():
+        return make_env()
+
     limits = {"max_turns": 4, "max_new_tokens": 8, "context_length": 200, "max_lag": 1, "first_pause_s": 0.001}
     return run_episode(
         TASK,
         index=index,
-        make_env=make_env,
+        make_env=made,
         layout=layout or Letters(),
         policy=policy,
         limits=Limits(**(limits | changed)),
@@ -420,3 +423,39 @@ def test_the_real_chat_layout_fits(tiny_model_dir):
         *chat.next_turn("x", said=[letter]),
         letter,
     ]
+
+
+def test_an_episode_over_its_whole_time_is_a_fault_and_is_not_tried_again():
+    attempts = []
+
+    class Slow(Echo):
+        async def reset(self, seed):
+            attempts.append(self)
+            await asyncio.sleep(0.05)
+            raise ValueError("again")
+
+    trajectory = played(make_env=Slow, episode_timeout_s=0.12, env_retries=1000)
+    assert trajectory.status == "env-fault"
+    assert "no end in 0.12 s" in trajectory.extra["fault"]
+    assert all(env.closed for env in attempts)
+
+
+def test_making_an_environment_has_a_deadline_of_its_own():
+    async def never():
+        await asyncio.Event().wait()
+
+    async def tried():
+        return await run_episode(
+            TASK,
+            index=0,
+            make_env=never,
+            layout=Letters(),
+            policy=Scripted(),
+            limits=Limits(
+                max_turns=1, max_new_tokens=1, context_length=9, max_lag=1, env_retries=0, create_timeout_s=0.02
+            ),
+            newest_version=lambda: 0,
+            producer="000-env-0",
+        )
+
+    assert asyncio.run(tried()).extra["fault"] == "making the environment: no answer in 0.02 s"

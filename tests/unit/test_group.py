@@ -1,17 +1,18 @@
-"""The accounts of groups."""
+"""Groups of episodes and the books that they are kept in."""
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hpcrl.rollout.accounts import begun, ended, replay
 from hpcrl.rollout.group import Groups
 from hpcrl.spool.record import TRAINABLE, Trajectory
 
 STATUSES = ("done", "truncated", "aborted-stale", "aborted-redundant", "env-fault", "policy-fault")
 
 
-def trajectory(episode, status="done"):
+def trajectory(episode, status="done", start_version=0):
     return Trajectory(
         id=episode,
         group=episode.rpartition("/")[0],
@@ -20,7 +21,7 @@ def trajectory(episode, status="done"):
         status=status,
         producer="000-env-0",
         created=0.0,
-        start_version=0,
+        start_version=start_version,
         end_version=0,
         token_ids=np.zeros(0, np.int32),
         logprobs=np.zeros(0, np.float32),
@@ -94,54 +95,143 @@ def test_a_late_duplicate_changes_nothing():
     assert groups.num_running == 1
 
 
-class Accounts(RuleBasedStateMachine):
-    """Any order of beginnings and endings; late duplicates among them."""
+def test_a_lost_episode_is_replaced_in_its_group():
+    groups = Groups(group_size=2, redundancy=0, replacements=1)
+    groups.begin("lake/0")
+    groups.end(trajectory("lake/0/0"))
+    ending = groups.end(trajectory("lake/0/1", "env-fault"))
+    assert (ending.begin, ending.lost, ending.abort) == ([2], False, ())
+    assert [kept.id for kept in groups.end(trajectory("lake/0/2")).released] == ["lake/0/0", "lake/0/2"]
+    assert (groups.num_replaced, groups.num_lost, groups.num_released) == (1, 0, 1)
+
+
+def test_a_group_is_given_up_after_its_replacements():
+    groups = Groups(group_size=2, redundancy=0, replacements=1)
+    groups.begin("lake/0")
+    groups.end(trajectory("lake/0/1", "env-fault"))
+    ending = groups.end(trajectory("lake/0/2", "env-fault"))
+    assert ending.lost
+    assert ending.abort == ["lake/0/0"]
+
+
+def test_what_was_kept_and_grew_old_is_replaced_and_never_released():
+    groups = Groups(group_size=2, redundancy=0, replacements=2, max_lag=1)
+    groups.begin("lake/0")
+    groups.end(trajectory("lake/0/0", start_version=3), newest=3)
+    assert groups.end(trajectory("lake/0/1", start_version=5), newest=5).begin == [2]
+    released = groups.end(trajectory("lake/0/2", start_version=5), newest=5).released
+    assert [kept.id for kept in released] == ["lake/0/1", "lake/0/2"]
+    assert groups.num_evicted == 1
+
+
+def test_an_episode_that_ends_too_old_is_booked_as_stale():
+    groups = Groups(group_size=2, redundancy=0, max_lag=1)
+    groups.begin("lake/0")
+    assert groups.end(trajectory("lake/0/0", start_version=1), newest=3).status == "aborted-stale"
+
+
+class Books(RuleBasedStateMachine):
+    """Any order of beginnings, endings, aborts, retries, new versions and deaths of the host; late duplicates too."""
 
     def __init__(self):
         super().__init__()
-        self.size, self.redundancy = 3, 2
-        self.groups = Groups(group_size=self.size, redundancy=self.redundancy)
-        self.running, self.ended = [], []
-        self.begun = self.released = 0
+        self.size, self.redundancy, self.replacements, self.max_lag = 3, 1, 3, 1
+        self.journal = []
+        self.begun_by_earlier_lives = self.ended_by_earlier_lives = 0
+        self.groups = self.new_life()
+        self.started = {}
+        self.ended, self.aborting = [], []
+        self.num_groups = self.newest = 0
         self.seen_outside = set()
+
+    def new_life(self):
+        return Groups(
+            group_size=self.size, redundancy=self.redundancy, replacements=self.replacements, max_lag=self.max_lag
+        )
+
+    @property
+    def running(self):
+        return sorted(self.groups.accounts.running)
+
+    def book_beginnings(self, episodes):
+        self.journal.append(begun(episodes))
+        self.started |= dict.fromkeys(episodes, self.newest)
 
     @rule()
     def begin(self):
-        self.running += self.groups.begin(f"lake/{self.begun}")
-        self.begun += 1
+        self.book_beginnings(self.groups.begin(f"lake/{self.num_groups}"))
+        self.num_groups += 1
+
+    @rule()
+    def a_new_version_appears(self):
+        self.newest += 1
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def retry(self, data):
+        """An episode that is begun anew after a fault starts from the newest version; the books see nothing of it."""
+        self.started[data.draw(st.sampled_from(self.running))] = self.newest
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), status=st.sampled_from(STATUSES))
     def end(self, data, status):
         episode = data.draw(st.sampled_from(self.running))
-        self.running.remove(episode)
+        ending = self.groups.end(trajectory(episode, status, self.started[episode]), newest=self.newest)
         self.ended.append(episode)
-        ending = self.groups.end(trajectory(episode, status))
+        self.journal.append(ended(episode))
+        self.aborting = [*(one for one in self.aborting if one != episode), *ending.abort]
         assert set(ending.abort) <= set(self.running)
+        group = episode.rpartition("/")[0]
+        self.book_beginnings([f"{group}/{index}" for index in ending.begin])
+        self.check_released(ending, group)
+
+    def check_released(self, ending, group):
         if ending.released:
             ids = {kept.id for kept in ending.released}
             assert len(ids) == self.size
             assert not ids & self.seen_outside
-            assert {kept.group for kept in ending.released} == {episode.rpartition("/")[0]}
+            assert {kept.group for kept in ending.released} == {group}
             assert all(kept.status in TRAINABLE for kept in ending.released)
+            assert all(self.newest - kept.start_version <= self.max_lag for kept in ending.released)
             self.seen_outside |= ids
-            self.released += 1
+
+    @precondition(lambda self: self.aborting)
+    @rule(data=st.data())
+    def abort(self, data):
+        episode = data.draw(st.sampled_from(self.aborting))
+        self.aborting.remove(episode)
+        self.ended.append(episode)
+        self.journal.append(ended(episode))
+        self.groups.aborted(episode.rpartition("/")[0], episode)
 
     @precondition(lambda self: self.ended)
     @rule(data=st.data(), status=st.sampled_from(STATUSES))
     def end_again(self, data, status):
+        late = self.groups.accounts.num_late
         assert self.groups.end(trajectory(data.draw(st.sampled_from(self.ended)), status)) is None
+        assert self.groups.accounts.num_late == late + 1
+
+    @rule()
+    def die_and_recover(self):
+        """The host is killed: its next life learns from the journal what ran, and books that as faults."""
+        lost = replay(self.journal)
+        assert lost == self.groups.accounts.running
+        before = self.groups.accounts
+        self.ended_by_earlier_lives += before.endings.total()
+        self.begun_by_earlier_lives += before.num_begun - len(lost)
+        self.groups = self.new_life()
+        assert self.groups.accounts.lose(lost) == len(lost)
+        self.journal.clear()
+        self.ended += lost
+        self.aborting.clear()
 
     @invariant()
     def every_episode_is_running_or_ended_exactly_once(self):
-        assert self.groups.num_running == len(self.running)
-        assert self.groups.endings.total() == len(self.ended)
-        assert self.begun * (self.size + self.redundancy) == len(self.running) + len(self.ended)
-
-    @invariant()
-    def every_group_is_open_released_or_lost(self):
-        assert self.groups.num_open + self.groups.num_released + self.groups.num_lost == self.begun
-        assert self.groups.num_released == self.released
+        accounts = self.groups.accounts
+        assert accounts.balanced
+        assert len(set(self.ended)) == len(self.ended)
+        assert self.ended_by_earlier_lives + accounts.endings.total() == len(self.ended)
+        assert self.begun_by_earlier_lives + accounts.num_begun == len(self.started)
 
     @invariant()
     def nothing_is_held_for_groups_that_are_over(self):
@@ -149,5 +239,5 @@ class Accounts(RuleBasedStateMachine):
             assert self.groups.num_open == 0
 
 
-TestAccounts = Accounts.TestCase
-TestAccounts.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

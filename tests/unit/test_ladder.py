@@ -8,20 +8,31 @@ from pathlib import Path
 import pytest
 
 from hpcrl import couriers as module
-from hpcrl.couriers import RESTARTS, Couriers, why_not
+from hpcrl.couriers import RESTARTS, RETURNS, TRIES, Couriers, Way, rungs
+from hpcrl.files import private_dir
 from hpcrl.rundir import JobDir
 from hpcrl.site import Mpi
-from hpcrl.weights.versions import Rung
+from hpcrl.weights.transfer import Standing
+from hpcrl.weights.versions import Announced, Rung, RungName, announce, set_rung
 from tests.campaigns import until
 
 FILES = Rung(rung="files", reason="starting")
 SAY = """
 import sys, time
 from pathlib import Path
+from hpcrl.rundir import JobDir
 from hpcrl.weights.transfer import Standing
-where = Path(sys.argv[1])
+where = JobDir(Path(sys.argv[1])).couriers(sys.argv[2].removeprefix("--life="))
 """
 SERVE = SAY + "Standing(ready=True, reason='all here').write(where); time.sleep(600)"
+SERVE_AND_GIVE_UP = (
+    SAY
+    + """
+Standing(ready=True, reason='all here').write(where)
+time.sleep(1)
+Standing(ready=False, reason='rank 2 on n2 is stuck').write(where); sys.exit(1)
+"""
+)
 GIVE_UP = SAY + "Standing(ready=False, reason='rank 2 on n2 is stuck').write(where); sys.exit(1)"
 HOPELESS = SAY + "Standing(ready=False, reason='a world of 1', hopeless=True).write(where); sys.exit(1)"
 CRASH = "import sys; sys.exit('ImportError: no libmpi')"
@@ -44,11 +55,21 @@ def started(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Couri
         couriers._end()
 
 
-def start(begun: list[Couriers], job: JobDir, program: str) -> Couriers:
-    couriers = Couriers(job=job, command=[sys.executable, "-c", program, str(job.couriers)], rung=FILES)
+def start(begun: list[Couriers], job: JobDir, *programs: str) -> Couriers:
+    """A ladder of these programs."""
+    names: tuple[RungName, ...] = ("mpi", "tcp")
+    ways = [
+        Way(rung=name, command=[sys.executable, "-c", program, str(job.root)])
+        for name, program in zip(names, programs, strict=False)
+    ]
+    couriers = Couriers(job=job, weights=private_dir(job.root / "weights"), ways=ways, rung=FILES)
     begun.append(couriers)
     couriers.start()
     return couriers
+
+
+def serving(couriers: Couriers, rung: RungName = "mpi") -> None:
+    until(lambda: couriers.tend() is None and couriers.rung.rung == rung, what=f"the rung is {rung}", timeout_s=60)
 
 
 def failures(couriers: Couriers, *, number: int) -> list[str]:
@@ -66,7 +87,7 @@ def failures(couriers: Couriers, *, number: int) -> list[str]:
 
 def test_the_rung_is_mpi_once_they_serve(started: list[Couriers], job: JobDir) -> None:
     couriers = start(started, job, SERVE)
-    until(lambda: couriers.tend() is None and couriers.rung.rung == "mpi", what="the rung is mpi", timeout_s=30)
+    serving(couriers)
     assert couriers.rung.reason == "all here"
 
 
@@ -82,8 +103,28 @@ def test_a_step_that_ends_without_a_word_is_quoted(started: list[Couriers], job:
     assert failures(couriers, number=1) == ["the step of the couriers ended with code 1: ImportError: no libmpi"]
 
 
-def test_after_too_many_failures_in_a_row_versions_go_by_files(started: list[Couriers], job: JobDir) -> None:
-    couriers = start(started, job, GIVE_UP)
+def test_a_rung_that_never_served_is_left_for_the_next_one(started: list[Couriers], job: JobDir) -> None:
+    couriers = start(started, job, CRASH, SERVE)
+    failures(couriers, number=TRIES)
+    serving(couriers, "tcp")
+    assert couriers.running
+
+
+def test_what_would_fail_again_is_not_tried_again(started: list[Couriers], job: JobDir) -> None:
+    couriers = start(started, job, HOPELESS, HOPELESS)
+    assert failures(couriers, number=2) == ["a world of 1", "a world of 1"]
+    assert not couriers.running
+    assert couriers.rung == Rung(rung="files", reason="a world of 1")
+
+
+def test_couriers_that_served_have_a_larger_budget_and_then_versions_go_by_files(
+    started: list[Couriers], job: JobDir
+) -> None:
+    couriers = start(started, job, SERVE, CRASH)
+    serving(couriers)
+    couriers.ways[0] = Way(rung="mpi", command=[sys.executable, "-c", GIVE_UP, str(job.root)])
+    assert couriers._process is not None
+    couriers._process.kill()
     failures(couriers, number=RESTARTS)
     assert couriers.running
     failures(couriers, number=1)
@@ -91,11 +132,29 @@ def test_after_too_many_failures_in_a_row_versions_go_by_files(started: list[Cou
     assert couriers.rung == Rung(rung="files", reason="rank 2 on n2 is stuck")
 
 
-def test_what_would_fail_again_is_not_tried_again(started: list[Couriers], job: JobDir) -> None:
-    couriers = start(started, job, HOPELESS)
-    assert failures(couriers, number=1) == ["a world of 1"]
+def test_couriers_that_were_given_up_are_tried_again_a_few_times(
+    started: list[Couriers], job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.0)
+    monkeypatch.setattr(module, "RESTARTS", 0)
+    couriers = start(started, job, SERVE_AND_GIVE_UP)
+    for _ in range(1 + RETURNS):
+        serving(couriers)
+        failures(couriers, number=1)
+        assert couriers.rung.rung == "files"
+    for _ in range(3):
+        couriers.tend()
     assert not couriers.running
-    assert couriers.rung.rung == "files"
+
+
+def test_what_an_earlier_life_says_late_is_not_heard(started: list[Couriers], job: JobDir) -> None:
+    couriers = start(started, job, SERVE_AND_GIVE_UP)
+    serving(couriers)
+    earlier = couriers.life
+    failures(couriers, number=1)
+    Standing(ready=False, reason="of an earlier life", hopeless=True).write(job.couriers(earlier))
+    assert failures(couriers, number=1) == ["rank 2 on n2 is stuck"]
+    assert couriers.running
 
 
 def test_couriers_that_have_served_long_have_their_whole_budget(
@@ -115,15 +174,52 @@ def test_couriers_that_do_not_come_up_are_given_up(
     assert failures(couriers, number=1) == ["the couriers did not find each other within 0.1 s"]
 
 
+def carried(couriers: Couriers, version: int) -> None:
+    Standing(ready=True, reason="all here", carried=version).write(couriers.job.couriers(couriers.life))
+
+
+def test_versions_go_by_couriers_again_once_they_bring_what_an_engine_missed(
+    started: list[Couriers], job: JobDir
+) -> None:
+    couriers = start(started, job, SERVE)
+    serving(couriers)
+    for turn in range(1, RETURNS + 2):
+        announce(couriers.weights, Announced(version=10 * turn, step=turn))
+        set_rung(couriers.weights, Rung(rung="files", reason="decode-0 has waited"))
+        before = couriers.rung
+        carried(couriers, 10 * turn)
+        for _ in range(3):
+            couriers.tend()
+        assert couriers.rung is before, "that version was already made when the engine asked"
+        carried(couriers, 10 * turn + 1)
+        couriers.tend()
+        if turn > RETURNS:
+            assert couriers.rung is before
+        else:
+            assert couriers.rung.rung == "mpi"
+            assert f"version {10 * turn + 1}" in couriers.rung.reason
+            set_rung(couriers.weights, couriers.rung)
+            couriers.tend()
+
+
 @pytest.mark.parametrize(
-    ("mpi", "why"),
+    ("mpi", "above", "why"),
     [
-        (Mpi(), "the site does not ask for couriers"),
-        (Mpi(couriers=True), "the site has no MPI"),
-        (Mpi(couriers=True, flavour="mpich", world_over_components="no"), "no MPI over several components"),
-        (Mpi(couriers=True, flavour="mpich"), "mpi4py is not installed"),
+        (Mpi(couriers=False, flavour="mpich"), [], "the site does not want couriers"),
+        (Mpi(), ["tcp"], "the site has no MPI"),
+        (Mpi(flavour="mpich", world_over_components="no"), ["tcp"], "no MPI over several components"),
+        (Mpi(flavour="mpich"), ["tcp"], "mpi4py is not installed"),
     ],
 )
-def test_what_keeps_couriers_from_being_started_is_said(mpi: Mpi, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_keeps_mpi_from_being_tried_is_said(
+    mpi: Mpi, above: list[str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert why in (why_not(mpi) or "")
+    there, reason = rungs(mpi)
+    assert there == above
+    assert why in reason
+
+
+def test_mpi_comes_before_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    assert rungs(Mpi(flavour="mpich", srun_type="pmi2")) == (["mpi", "tcp"], "")

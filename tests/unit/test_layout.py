@@ -1,5 +1,8 @@
 """Where tensors lie, and which bytes of them a trainer's rank holds."""
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -7,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.errors import WeightsError
-from hpcrl.weights.layout import ALIGNMENT, ITEM_SIZES, Layout, Shard, check_cover, runs
+from hpcrl.weights.layout import ALIGNMENT, ITEM_SIZES, Layout, Shard, check_cover, check_shard, split, whole
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 LAYOUTS = st.lists(st.tuples(st.sampled_from(sorted(ITEM_SIZES)), SHAPES), max_size=6).map(
@@ -77,69 +80,106 @@ def test_layouts_that_differ_name_the_tensor(tensors: list[tuple[str, str, tuple
 
 
 @st.composite
-def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Shard]:
-    shape = draw(SHAPES)
-    start = tuple(draw(st.integers(0, size)) for size in shape)
-    size = tuple(draw(st.integers(0, whole - first)) for whole, first in zip(shape, start, strict=True))
-    return shape, Shard(name="t", start=start, shape=size)
+def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Shard]]:
+    """A tensor cut in two, and one of the pieces again, and so on, each along any axis."""
+    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+    pieces = [Shard(name="t", start=(0,) * len(shape), shape=shape)]
+    for _ in range(draw(st.integers(0, 5))):
+        piece = pieces.pop(draw(st.integers(0, len(pieces) - 1)))
+        axis = draw(st.integers(0, len(shape) - 1))
+        edge = draw(st.integers(0, piece.shape[axis]))
+        for low, size in ((0, edge), (edge, piece.shape[axis] - edge)):
+            start = tuple(at + low * (i == axis) for i, at in enumerate(piece.start))
+            pieces.append(Shard(name="t", start=start, shape=(*piece.shape[:axis], size, *piece.shape[axis + 1 :])))
+    return shape, draw(st.permutations(pieces))
+
+
+@given(cuts())
+def test_however_a_tensor_is_cut_its_pieces_cover_it(cut: tuple[tuple[int, ...], list[Shard]]) -> None:
+    shape, shards = cut
+    check_cover(Layout.pack([("t", "int8", shape)]), [shards])
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Shard]]:
+    shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple))
+    shards = []
+    for _ in range(draw(st.integers(0, 5))):
+        start = tuple(draw(st.integers(0, size)) for size in shape)
+        size = tuple(draw(st.integers(0, whole - first)) for whole, first in zip(shape, start, strict=True))
+        shards.append(Shard(name="t", start=start, shape=size))
+    return shape, shards
 
 
 @given(boxes())
-def test_runs_are_the_bytes_of_the_box_in_order(box: tuple[tuple[int, ...], Shard]) -> None:
-    shape, shard = box
-    layout = Layout.pack([("first", "int8", (7,)), ("t", "int32", shape)])
-    numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
-    window = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    place = layout.by_name()["t"]
-    window[place.offset : place.offset + place.nbytes] = numbers.reshape(-1).view(torch.uint8)
-    index = tuple(slice(first, first + size) for first, size in zip(shard.start, shard.shape, strict=True))
-    wanted = numbers[index].contiguous().reshape(-1).view(torch.uint8).tolist()
-    got = [byte for run in runs(layout, shard) for byte in window[run.offset : run.offset + run.nbytes].tolist()]
-    assert got == wanted
+def test_boxes_cover_a_tensor_just_when_every_value_is_in_one(box: tuple[tuple[int, ...], list[Shard]]) -> None:
+    shape, shards = box
+    count = torch.zeros(shape, dtype=torch.int32)
+    for shard in shards:
+        count[shard.index] += 1
+    layout = Layout.pack([("t", "int8", shape)])
+    if (count == 1).all():
+        check_cover(layout, [shards])
+    else:
+        with pytest.raises(WeightsError, match="'t'"):
+            check_cover(layout, [shards])
 
 
-def test_a_shard_of_whole_rows_is_one_run() -> None:
-    layout = Layout.pack([("t", "bfloat16", (8, 4, 4))])
-    assert len(list(runs(layout, Shard(name="t", start=(2, 0, 0), shape=(3, 4, 4))))) == 1
-
-
-def split(name: str, shape: tuple[int, ...], axis: int, num: int) -> list[Shard]:
-    size = shape[axis] // num
-    return [
-        Shard(
-            name=name,
-            start=tuple(rank * size if i == axis else 0 for i in range(len(shape))),
-            shape=tuple(size if i == axis else whole for i, whole in enumerate(shape)),
-        )
-        for rank in range(num)
+def test_a_tensor_is_split_as_evenly_as_can_be() -> None:
+    [tensor] = Layout.pack([("t", "int8", (2, 7))]).tensors
+    assert [(shard.start, shard.shape) for shard in split(tensor, axis=1, num=3)] == [
+        ((0, 0), (2, 3)),
+        ((0, 3), (2, 2)),
+        ((0, 5), (2, 2)),
     ]
 
 
 MODEL = Layout.pack([("q", "bfloat16", (8, 6)), ("o", "bfloat16", (6, 8)), ("norm", "float32", (6,))])
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
-def test_tensor_parallel_shards_cover_a_model(tensor_parallel: int) -> None:
-    norm = [Shard(name="norm", start=(0,), shape=(6,))]
-    check_cover(MODEL, split("q", (8, 6), 0, tensor_parallel) + split("o", (6, 8), 1, tensor_parallel) + norm)
+QUERY, OUT, NORM = MODEL.tensors
+
+
+def held_by_two() -> list[list[Shard]]:
+    """What the ranks of a tensor-parallel trainer hold; the first writes what is replicated."""
+    columns, rows = split(QUERY, axis=0, num=2), split(OUT, axis=1, num=2)
+    return [[columns[0], rows[0], whole(NORM)], [columns[1], rows[1]]]
+
+
+def test_tensor_parallel_shards_cover_a_model() -> None:
+    check_cover(MODEL, held_by_two())
+
+
+def test_a_scalar_is_one_box() -> None:
+    layout = Layout.pack([("s", "float32", ())])
+    scalar = whole(layout.tensors[0])
+    check_cover(layout, [[scalar]])
+    with pytest.raises(WeightsError, match="rank 0 and rank 1 both hold"):
+        check_cover(layout, [[scalar], [scalar]])
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda shards: shards.pop(), "'norm'.*held by no rank"),
-        (lambda shards: shards.pop(3), "'o'.*held by no rank"),
-        (lambda shards: shards.append(shards[0]), "'q'.*held by two ranks"),
-        (lambda shards: shards.append(Shard(name="q", start=(7, 0), shape=(2, 6))), "has to lie within"),
-        (lambda shards: shards.append(Shard(name="k", start=(0,), shape=(2,))), "'k', which the layout does not have"),
+        (lambda held: held[0].pop(), "'norm': 6 of its 6 values are held by no rank"),
+        (lambda held: held[1].pop(), "'o': 24 of its 48 values are held by no rank"),
+        (lambda held: held[1].append(held[0][0]), "'q': rank 0 and rank 1 both hold"),
+        (lambda held: held[0].append(Shard(name="q", start=(7, 0), shape=(2, 6))), "has to lie within"),
+        (lambda held: held[1].append(Shard(name="k", start=(0,), shape=(2,))), "'k', which the layout does not have"),
     ],
 )
-def test_a_cover_that_is_not_one_names_the_tensor(change: object, complaint: str) -> None:
-    shards = [
-        *split("q", (8, 6), 0, 2),
-        *split("o", (6, 8), 1, 2),
-        Shard(name="norm", start=(0,), shape=(6,)),
-    ]
-    change(shards)  # type: ignore[operator]
+def test_a_cover_that_is_not_one_names_the_tensor(change: Callable[[Any], object], complaint: str) -> None:
+    held = held_by_two()
+    change(held)
     with pytest.raises(WeightsError, match=complaint):
-        check_cover(MODEL, shards)
+        check_cover(MODEL, held)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "complaint"),
+    [("float32", (4, 6), r"float32 \[4, 6\] came"), ("bfloat16", (4, 5), r"bfloat16 \[4, 5\] came")],
+)
+def test_values_of_another_shape_or_type_are_refused(dtype: str, shape: tuple[int, ...], complaint: str) -> None:
+    shard = split(QUERY, axis=0, num=2)[1]
+    with pytest.raises(WeightsError, match=r"'q': a shard of bfloat16 \[4, 6\] at \[4, 0\].*" + complaint):
+        check_shard(shard, MODEL.by_name(), dtype=dtype, shape=shape)

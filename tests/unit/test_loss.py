@@ -6,9 +6,50 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.learn.loss import LossSums, chosen_logprobs, entropies, log_distribution, policy_loss
+from hpcrl.learn.loss import (
+    LossSums,
+    Said,
+    chosen_logprobs,
+    entropies,
+    kl_estimate,
+    log_distribution,
+    policy_loss,
+    ratio_quantiles,
+    token_shares,
+    value_loss,
+)
+from hpcrl.recipe import Train
 
-SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "max_is_ratio": 1.5, "entropy_coef": 0.01}
+LENGTHS = (20, 1, 13, 30)
+ROWS = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+N = sum(LENGTHS)
+PLAIN = {
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "max_is_ratio": 1.5,
+    "min_is_ratio": 0.7,
+    "entropy_coef": 0.01,
+    "kl_coef": 0.05,
+}
+VARIANTS = {
+    "token ratio, truncated per token": {},
+    "no correction": {"correction": "none"},
+    "truncated per sequence": {"correction": "sequence"},
+    "masked per token": {"correction": "mask-token"},
+    "masked per sequence": {"correction": "mask-sequence", "max_is_ratio": 50.0, "min_is_ratio": 0.02},
+    "dual clip": {"dual_clip": 1.3},
+    "GSPO": {"ratio": "sequence", "aggregation": "sequence", "clip_low": 0.005, "clip_high": 0.005},
+    "GSPO with dual clip": {"ratio": "sequence", "dual_clip": 1.01, "clip_low": 0.01, "clip_high": 0.01},
+    "sequences count the same": {"aggregation": "sequence"},
+    "divided by a constant": {"aggregation": "fixed"},
+    "k1 to a reference": {"kl": "k1"},
+    "k2 to a reference": {"kl": "k2"},
+    "k3 to a reference": {"kl": "k3"},
+}
+
+
+def settings(**changed):
+    return Train(num_steps=1, groups_per_step=1, learning_rate=1.0, **{**PLAIN, **changed})
 
 
 def slow_logprobs(logits, targets, temperature):
@@ -22,43 +63,92 @@ def slow_logprobs(logits, targets, temperature):
     return logprobs, entropy
 
 
-def slow_loss(current, behaviour, proximal, advantages, entropy, *, clip_low, clip_high, max_is_ratio, entropy_coef):
-    """The loss by its formula, with the figures that go with it."""
-    total, clipped, truncated, is_sum, kl = 0.0, 0, 0, 0.0, 0.0
-    for c, b, p, a, h in zip(current, behaviour, proximal, advantages, entropy, strict=True):
-        ratio, is_ratio = math.exp(c - p), math.exp(p - b)
-        bounded = min(max(ratio, 1 - clip_low), 1 + clip_high)
-        total -= min(is_ratio, max_is_ratio) * min(ratio * a, bounded * a) + entropy_coef * h
-        clipped += bounded * a < ratio * a
-        truncated += is_ratio > max_is_ratio
-        is_sum += is_ratio
-        kl += math.exp(c - b) - 1 - (c - b)
-    return total, clipped, truncated, is_sum, kl
+def slow_kl(current, reference, estimator):
+    ratio = math.exp(reference - current)
+    return {"k1": -math.log(ratio), "k2": math.log(ratio) ** 2 / 2, "k3": ratio - 1 - math.log(ratio)}[estimator]
 
 
-@pytest.fixture(params=range(5))
+def slow_weight(tokens, index, train):
+    """The importance weight of one token, and whether it is not the ratio itself."""
+    row = [i for i in range(N) if ROWS[i] == ROWS[index]] if "sequence" in train.correction else [index]
+    ratio = math.prod(math.exp(tokens["proximal"][i] - tokens["behaviour"][i]) for i in row)
+    if train.correction == "none":
+        return 1.0, False
+    if train.correction.startswith("mask"):
+        outside = not train.min_is_ratio <= ratio <= train.max_is_ratio
+        return (0.0 if outside else ratio), outside
+    return min(ratio, train.max_is_ratio), ratio > train.max_is_ratio
+
+
+def slow_share(index, train):
+    length = LENGTHS[int(ROWS[index])]
+    return {
+        "token": 1 / N,
+        "sequence": 1 / (len(LENGTHS) * length),
+        "fixed": 1 / (len(LENGTHS) * 100),
+    }[train.aggregation]
+
+
+def slow_loss(tokens, train):
+    """The loss by its formula, with what it saw."""
+    total, clipped, truncated = 0.0, 0, 0
+    for index in range(N):
+        advantage = tokens["advantages"][index]
+        row = [i for i in range(N) if ROWS[i] == ROWS[index]] if train.ratio == "sequence" else [index]
+        ratio = math.exp(sum(tokens["current"][i] - tokens["proximal"][i] for i in row) / len(row))
+        bounded = min(max(ratio, 1 - train.clip_low), 1 + train.clip_high)
+        surrogate = min(ratio * advantage, bounded * advantage)
+        stopped = bounded * advantage < ratio * advantage
+        if train.dual_clip is not None and advantage < 0 and surrogate < train.dual_clip * advantage:
+            surrogate, stopped = train.dual_clip * advantage, True
+        weight, cut = slow_weight(tokens, index, train)
+        term = -weight * surrogate - train.entropy_coef * tokens["entropy"][index]
+        if train.kl != "none":
+            term += train.kl_coef * slow_kl(tokens["current"][index], tokens["reference"][index], train.kl)
+        total += slow_share(index, train) * term
+        clipped += stopped
+        truncated += cut
+    return total, clipped, truncated
+
+
+@pytest.fixture(params=range(3))
 def tokens(request):
-    """Random log-probs of 64 tokens under three policies that are some way apart."""
+    """Random log-probs of 64 tokens in four rows under four policies that are some way apart."""
     generator = torch.Generator().manual_seed(request.param)
-    behaviour = -3 * torch.rand(64, generator=generator, dtype=torch.float64)
-    proximal = behaviour + 0.4 * torch.randn(64, generator=generator, dtype=torch.float64)
-    current = proximal + 0.3 * torch.randn(64, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(64, generator=generator, dtype=torch.float64)
-    entropy = 2 * torch.rand(64, generator=generator, dtype=torch.float64)
-    return current, behaviour, proximal, advantages, entropy
+
+    def near(center, distance):
+        return center + distance * torch.randn(N, generator=generator, dtype=torch.float64)
+
+    behaviour = -3 * torch.rand(N, generator=generator, dtype=torch.float64)
+    proximal = near(behaviour, 0.4)
+    return {
+        "behaviour": behaviour,
+        "proximal": proximal,
+        "current": near(proximal, 0.3),
+        "reference": near(behaviour, 0.5),
+        "advantages": torch.randn(N, generator=generator, dtype=torch.float64),
+        "entropy": 2 * torch.rand(N, generator=generator, dtype=torch.float64),
+    }
 
 
-def loss_of(tokens, *, num_tokens=64, **changed):
-    current, behaviour, proximal, advantages, entropy = tokens
-    return policy_loss(
-        current,
-        entropy_N=entropy,
-        behaviour_N=behaviour,
-        proximal_N=proximal,
-        advantages_N=advantages,
-        num_tokens=num_tokens,
-        **{**SETTINGS, **changed},
+def shares(train, *, rows=ROWS):
+    return token_shares(
+        rows, aggregation=train.aggregation, num_tokens=N, num_sequences=len(LENGTHS), max_length=100
+    ).double()
+
+
+def loss_of(tokens, train, *, part=slice(None)):
+    cut = {name: column[part] for name, column in tokens.items()}
+    rows = ROWS[part] - int(ROWS[part][0])
+    said = Said(
+        behaviour_N=cut["behaviour"],
+        proximal_N=cut["proximal"],
+        advantages_N=cut["advantages"],
+        rows_N=rows,
+        shares_N=shares(train, rows=rows),
+        reference_N=None if train.kl == "none" else cut["reference"],
     )
+    return policy_loss(cut["current"], entropy_N=cut["entropy"], said=said, train=train)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
@@ -72,52 +162,99 @@ def test_logprobs_and_entropies_agree_with_the_definition(temperature):
     np.testing.assert_allclose(entropies(logprobs_NV), expected_entropy, rtol=1e-5)
 
 
-def test_the_loss_and_its_figures_agree_with_the_slow_reference(tokens):
-    loss, sums = loss_of(tokens)
-    total, clipped, truncated, is_sum, kl = slow_loss(*(column.tolist() for column in tokens), **SETTINGS)
-    assert loss.item() == pytest.approx(total / 64)
-    assert sums.loss.item() == pytest.approx(total)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_the_loss_and_its_figures_agree_with_the_slow_reference(tokens, variant):
+    train = settings(**variant)
+    loss, sums = loss_of(tokens, train)
+    total, clipped, truncated = slow_loss({name: column.tolist() for name, column in tokens.items()}, train)
+    assert loss.item() == pytest.approx(total, rel=1e-6)
     assert (sums.clipped.item(), sums.truncated.item()) == (clipped, truncated)
-    assert clipped > 0
-    assert truncated > 0
-    assert sums.is_ratio.item() == pytest.approx(is_sum)
-    assert sums.kl.item() == pytest.approx(kl)
-    assert sums.entropy.item() == pytest.approx(tokens[4].sum().item())
+    is_ratio = sum(math.exp(p - b) for p, b in zip(tokens["proximal"], tokens["behaviour"], strict=True))
+    assert sums.is_ratio.item() == pytest.approx(is_ratio)
+    assert sums.entropy.item() == pytest.approx(tokens["entropy"].sum().item())
 
 
-def test_the_gradient_agrees_with_finite_differences_of_the_slow_reference(tokens):
-    current, *others = tokens
-    current.requires_grad_()
-    loss_of(tokens)[0].backward()
-    plain = [column.tolist() for column in (current.detach(), *others)]
-    for index in range(0, 64, 7):
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_the_gradient_agrees_with_finite_differences_of_the_slow_reference(tokens, variant):
+    train = settings(**variant)
+    tokens["current"].requires_grad_()
+    loss_of(tokens, train)[0].backward()
+    plain = {name: column.detach().tolist() for name, column in tokens.items()}
+    for index in range(0, N, 7):
         sides = []
         for nudge in (1e-6, -1e-6):
-            nudged = [list(column) for column in plain]
-            nudged[0][index] += nudge
-            sides.append(slow_loss(*nudged, **SETTINGS)[0] / 64)
-        assert current.grad[index].item() == pytest.approx((sides[0] - sides[1]) / 2e-6, abs=1e-7)
+            nudged = [value + nudge * (i == index) for i, value in enumerate(plain["current"])]
+            sides.append(slow_loss({**plain, "current": nudged}, train)[0])
+        assert tokens["current"].grad[index].item() == pytest.approx((sides[0] - sides[1]) / 2e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("variant", [VARIANTS["dual clip"], VARIANTS["masked per token"], VARIANTS["GSPO"]])
+def test_the_variants_are_put_to_the_test(tokens, variant):
+    _, sums = loss_of(tokens, settings(**variant))
+    assert sums.clipped > 0
+    assert sums.truncated > 0
+
+
+def test_a_higher_clip_lets_good_tokens_grow_further_and_bad_ones_shrink_no_further(tokens):
+    narrow, wide = (loss_of(tokens, settings(clip_high=high, entropy_coef=0.0))[1] for high in (0.2, 0.6))
+    assert wide.clipped < narrow.clipped
+    tokens["advantages"] = -tokens["advantages"].abs()
+    narrow, wide = (loss_of(tokens, settings(clip_high=high, entropy_coef=0.0))[0] for high in (0.2, 0.6))
+    assert wide == narrow
 
 
 def test_no_gradient_flows_through_the_importance_weight(tokens):
-    current, behaviour, _, advantages, entropy = tokens
-    current.requires_grad_()
-    loss_of((current, behaviour, current, advantages, entropy), entropy_coef=0.0)[0].backward()
-    weight = (current.detach() - behaviour).exp().clamp(max=SETTINGS["max_is_ratio"])
-    torch.testing.assert_close(current.grad, -weight * advantages / 64)
+    tokens["current"].requires_grad_()
+    loss_of({**tokens, "proximal": tokens["current"]}, settings(entropy_coef=0.0))[0].backward()
+    weight = (tokens["current"].detach() - tokens["behaviour"]).exp().clamp(max=PLAIN["max_is_ratio"])
+    torch.testing.assert_close(tokens["current"].grad, -weight * tokens["advantages"] / N, rtol=1e-6, atol=0)
 
 
-def test_micro_batches_add_up_to_the_whole(tokens):
-    whole_loss, whole = loss_of(tokens)
-    halves = [loss_of([column[part] for column in tokens]) for part in (slice(0, 20), slice(20, 64))]
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_micro_batches_add_up_to_the_whole(tokens, variant):
+    train = settings(**variant)
+    whole_loss, whole = loss_of(tokens, train)
+    halves = [loss_of(tokens, train, part=part) for part in (slice(0, 21), slice(21, N))]
     torch.testing.assert_close(halves[0][0] + halves[1][0], whole_loss)
-    for mine, theirs in zip(LossSums.zero().plus(halves[0][1]).plus(halves[1][1]), whole, strict=True):
-        assert mine.item() == pytest.approx(theirs.item(), rel=1e-6)
+    added = LossSums.zero().plus(halves[0][1]).plus(halves[1][1])
+    torch.testing.assert_close(added.flat(), whole.flat(), rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(mine, its.double()) for mine, its in zip(LossSums.unflat(added.flat()), added, strict=True))
 
 
-def test_an_absurd_logprob_gives_a_finite_loss():
-    one = torch.tensor([-0.5])
-    impossible = torch.tensor([-math.inf])
-    loss, sums = loss_of((one, impossible, one, one, one), num_tokens=1)
+def test_an_absurd_logprob_gives_a_finite_loss(tokens):
+    tokens["behaviour"][3] = -math.inf
+    loss, sums = loss_of(tokens, settings())
     assert torch.isfinite(loss)
-    assert all(torch.isfinite(figure) for figure in sums)
+    assert sums.flat().isfinite().all()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_estimates_are_right_on_average_for_policies_that_are_close(estimator):
+    generator = torch.Generator().manual_seed(0)
+    current = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(-1)
+    reference = (current + 0.05 * torch.randn(7, generator=generator, dtype=torch.float64)).log_softmax(-1)
+    exact = (current.exp() * (current - reference)).sum()
+    expected = (current.exp() * kl_estimate(current, reference, estimator=estimator)).sum()
+    assert expected.item() == pytest.approx(exact.item(), rel=0.1)
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_the_value_loss_agrees_with_its_definition(clip):
+    generator = torch.Generator().manual_seed(2)
+    values, before, returns = torch.randn(3, 9, generator=generator, dtype=torch.float64)
+    total = 0.0
+    for v, b, r in zip(values.tolist(), before.tolist(), returns.tolist(), strict=True):
+        near = v if clip is None else b + min(max(v - b, -clip), clip)
+        total += max((v - r) ** 2, (near - r) ** 2) / 9 / 2
+    found = value_loss(values, before_N=before, returns_N=returns, shares_N=torch.full((9,), 1 / 9), clip=clip)
+    assert found.item() == pytest.approx(total, rel=1e-6)
+
+
+def test_quantiles_of_the_ratio_are_as_exact_as_the_bins():
+    tokens = torch.linspace(-1, 1, 1001, dtype=torch.float64)
+    zeros = torch.zeros_like(tokens)
+    said = Said(behaviour_N=-tokens, proximal_N=zeros, advantages_N=zeros, rows_N=zeros.long(), shares_N=zeros)
+    _, sums = policy_loss(zeros, entropy_N=zeros, said=said, train=settings())
+    for found, exact in zip(ratio_quantiles(sums.ratio_bins, (0.05, 0.5, 0.95)), (-0.9, 0.0, 0.9), strict=True):
+        assert math.log(found) == pytest.approx(exact, abs=0.1)
+    assert ratio_quantiles(torch.zeros(80), (0.5,)) == [None]

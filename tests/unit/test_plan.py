@@ -97,8 +97,28 @@ def test_too_few_episodes_at_once_for_one_group_are_refused() -> None:
     assert "set it to 16" in refused("rollout.max_running=15", "resources.env.num_workers=2")
 
 
-def test_two_training_processes_are_refused_so_far() -> None:
-    assert "one process" in refused("resources.train.num_workers=2")
+def test_a_trainer_of_several_ranks_gets_a_place_for_each() -> None:
+    assert plan("resources.train.num_workers=2").role("train").num_workers == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "cure"),
+    [
+        (("train.tensor_parallel=2",), 'train.trainer = "megatron"'),
+        (("train.trainer=megatron", "train.tensor_parallel=2"), "resources.train.num_workers = 1 is no multiple"),
+        (("train.trainer=megatron", "train.advantage=gae"), "needs a critic"),
+        (("train.trainer=megatron", "train.kl=k3"), 'set it to "none"'),
+        (("resources.train.num_workers=500",), "raise train.groups_per_step"),
+    ],
+)
+def test_a_trainer_that_cannot_run_as_asked_is_refused(settings: tuple[str, ...], cure: str) -> None:
+    assert cure in refused(*settings).replace("'", '"')
+
+
+def test_a_node_has_room_for_two_versions_of_the_weights_beside_its_workers() -> None:
+    for before, after in zip(plan().components, plan("model.num_params=100000000").components, strict=True):
+        grown = after.mem_gib_per_node - before.mem_gib_per_node
+        assert grown == (0 if "env" in before.roles else 1), before.roles
 
 
 def test_a_model_too_large_for_its_gpu_is_refused() -> None:
@@ -166,3 +186,19 @@ def test_a_path_with_spaces_and_quotes_is_quoted_in_the_script() -> None:
 @pytest.mark.parametrize("site", ["local", "lab", "perlmutter", "leonardo"])
 def test_shipped_sites_load(site: str) -> None:
     assert isinstance(load_site(site), Site)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (("engine.pipeline_parallel=2",), "has one process"),
+        (('engine.backend="vllm"', "engine.pipeline_parallel=3", "resources.decode.gpus_per_worker=4"), "3 stages"),
+        (
+            ('engine.backend="vllm"', "resources.decode.gpus_per_worker=4"),
+            "num_heads = 2 cannot be divided among the 4",
+        ),
+    ],
+)
+def test_gpus_of_an_engine_that_cannot_be_divided_are_refused(settings: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(PlanError, match=complaint):
+        make_plan(load_recipe("quickstart", settings=settings), load_site("lab"))

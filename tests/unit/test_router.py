@@ -1,17 +1,19 @@
 """Which engines serve a turn, against engines that answer, refuse, hang and die as told."""
 
 import asyncio
-import random
-from collections import Counter
 
+import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hpcrl.endpoints import Endpoint, announce, withdraw
 from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures
-from hpcrl.errors import EngineError
-from hpcrl.rollout.router import Decision, Patience, Router, choose, decide
+from hpcrl.errors import EngineError, EngineRefusedError
+from hpcrl.recipe import Routing
+from hpcrl.rollout.flips import Flips, read_flips
+from hpcrl.rollout.router import Router
+from hpcrl.rollout.sizing import SUSTAINED_S
+from hpcrl.rollout.workers import Patience
+from hpcrl.simulate.clock import run_virtual
 
 FAST = Patience(refresh_s=0.01, rest_s=0.05, load_s=0.2, prefill_s=0.2, generate_s=0.5, no_decode_s=0.5, max_attempts=3)
 REQUEST = GenerateRequest(request_id="lake/0/0/0/0/0", token_ids=[1, 2], max_new_tokens=4)
@@ -31,6 +33,8 @@ class Fake:
     async def _feel(self):
         if self.mood in ("dead", "broken"):
             raise EngineError(f"{self.endpoint.worker} is {self.mood}")
+        if self.mood == "full":
+            raise EngineRefusedError("no room")
         if self.mood == "hung":
             await asyncio.Event().wait()
 
@@ -76,48 +80,6 @@ class Pool:
 @pytest.fixture
 def pool(tmp_path):
     return Pool(tmp_path)
-
-
-def test_of_none_nobody_is_chosen():
-    assert choose({}, draw=random.Random(0)) is None
-
-
-def test_of_one_that_one_is_chosen():
-    assert choose({"a": 99.0}, draw=random.Random(0)) == "a"
-
-
-def test_the_less_loaded_of_two_is_chosen():
-    assert {choose({"a": 3.0, "b": 1.0}, draw=random.Random(seed)) for seed in range(20)} == {"b"}
-
-
-@given(st.dictionaries(st.text(min_size=1), st.floats(0, 1e6), min_size=2), st.integers())
-def test_the_most_loaded_is_never_chosen_unless_another_is_as_loaded(loads, seed):
-    chosen = choose(loads, draw=random.Random(seed))
-    assert loads[chosen] < max(loads.values()) or list(loads.values()).count(loads[chosen]) > 1
-
-
-def test_equal_workers_share_the_turns():
-    draw = random.Random(0)
-    turns = Counter(choose(dict.fromkeys("abcd", 0.0), draw=draw) for _ in range(2000))
-    assert len(turns) == 4
-
-
-def test_the_choice_depends_on_loads_and_seed_alone():
-    loads = dict.fromkeys("abcdef", 1.0)
-    backwards = dict(reversed(loads.items()))
-    assert choose(loads, draw=random.Random(4)) == choose(backwards, draw=random.Random(4))
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "decision"),
-    [
-        ({"p": 0.0}, {"d": 0.0}, Decision(prefill="p", decode="d", reason="remote prefill")),
-        ({}, {"d": 0.0}, Decision(prefill=None, decode="d", reason="no prefill endpoint")),
-        ({"p": 0.0}, {}, Decision(prefill=None, decode=None, reason="no decode endpoint")),
-    ],
-)
-def test_a_decision_gives_its_reason(prefill, decode, decision):
-    assert decide(prefill=prefill, decode=decode, draw=random.Random(0)) == decision
 
 
 def test_a_turn_is_prefilled_and_handed_over(pool):
@@ -329,3 +291,129 @@ def test_a_refresh_that_breaks_is_not_waited_on_in_silence(pool):
 
     with pytest.raises(TypeError, match="connect takes two"):
         asyncio.run(run())
+
+
+def of_trajectory(turn, trajectory="lake/0/0"):
+    return msgspec.structs.replace(REQUEST, request_id=f"{trajectory}/0/{turn}", trajectory=trajectory, domain="lake")
+
+
+def test_a_worker_that_refuses_is_passed_over_and_not_sent_to_rest(pool):
+    for number in range(2):
+        pool.add("decode", number)
+
+    async def run():
+        async with pool.router() as router:
+            pool.engines["000-decode-0"].mood = "full"
+            for turn in range(8):
+                await router.generate(of_trajectory(turn))
+            return sorted(router.loads("decode")), router.reasons["decode failed"]
+
+    assert asyncio.run(run()) == (["000-decode-0", "000-decode-1"], 0)
+    assert len(pool.engines["000-decode-1"].generated) == 8
+
+
+def test_a_turn_that_all_refuse_waits_for_room(pool):
+    pool.add("decode")
+
+    async def run():
+        async with pool.router() as router:
+            engine = pool.engines["000-decode-0"]
+            engine.mood = "full"
+            serving = asyncio.create_task(router.generate(REQUEST))
+            while len(engine.generated) < 2:
+                await asyncio.sleep(0)
+            engine.mood = "well"
+            return await serving
+
+    assert asyncio.run(run()).token_ids == [9]
+
+
+def test_a_trajectory_goes_back_to_its_home(pool):
+    for number in range(8):
+        pool.add("decode", number)
+
+    async def run():
+        async with pool.router() as router:
+            for turn in range(10):
+                await router.generate(of_trajectory(turn))
+
+    asyncio.run(run())
+    assert [len(engine.generated) for engine in pool.engines.values() if engine.generated] == [10]
+
+
+def test_a_trajectory_leaves_a_home_that_is_much_more_loaded(pool):
+    for number in range(2):
+        pool.add("decode", number)
+
+    async def run():
+        async with pool.router() as router:
+            await router.generate(of_trajectory(0))
+            home = next(engine for engine in pool.engines.values() if engine.generated)
+            home.running = 50
+            await router.refresh()
+            await router.generate(of_trajectory(1))
+            return len(home.generated)
+
+    assert asyncio.run(run()) == 1
+
+
+def test_what_is_remembered_of_a_trajectory_is_forgotten_with_it(pool):
+    pool.add("decode")
+
+    async def run():
+        async with pool.router() as router:
+            await router.generate(of_trajectory(0))
+            known = len(router.courses)
+            router.forget("lake/0/0")
+            return known, len(router.courses)
+
+    assert asyncio.run(run()) == (1, 0)
+
+
+def test_decisions_are_told_when_they_are_sampled(pool):
+    pool.add("decode")
+    told = []
+
+    async def run():
+        rules = Routing(sampled=1.0)
+        async with Router(
+            pool.directory, connect=pool.connect, seed=0, patience=FAST, rules=rules, on_route=told.append
+        ) as router:
+            await router.generate(of_trajectory(0))
+
+    asyncio.run(run())
+    assert [(one["decode"], one["domain"], one["reason"]) for one in told] == [
+        ("000-decode-0", "lake", "no prefill endpoint")
+    ]
+
+
+def test_a_worker_that_changed_over_does_the_other_role(pool, tmp_path_factory):
+    pool.add("prefill")
+    for number in range(2):
+        pool.add("decode", number)
+    path = tmp_path_factory.mktemp("flips") / "flips.json"
+    path.write_text('{"000-decode-1": "prefill"}')
+
+    async def run():
+        flips = Flips(path, rules=Routing(flip=True), leads=False)
+        async with Router(pool.directory, connect=pool.connect, seed=0, patience=FAST, flips=flips) as router:
+            return sorted(router.loads("prefill")), sorted(router.loads("decode"))
+
+    assert asyncio.run(run()) == (["000-decode-1", "000-prefill-0"], ["000-decode-0"])
+
+
+def test_the_leading_host_flips_a_worker_when_a_strain_has_lasted(pool, tmp_path_factory):
+    pool.add("prefill")
+    for number in range(2):
+        pool.add("decode", number)
+    path = tmp_path_factory.mktemp("flips") / "flips.json"
+
+    async def run():
+        flips = Flips(path, rules=Routing(flip=True), leads=True)
+        async with Router(pool.directory, connect=pool.connect, seed=0, flips=flips) as router:
+            pool.engines["000-prefill-0"].running = 40
+            await asyncio.sleep(SUSTAINED_S + 5)
+            return sorted(router.loads("prefill"))
+
+    assert len(run_virtual(run())) == 2
+    assert set(read_flips(path).values()) == {"prefill"}

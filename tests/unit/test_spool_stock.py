@@ -79,8 +79,9 @@ def train(context, stock, consumed, *, version=0):
     return choice
 
 
-def save(context, number):
+def save(context, number, *, stock):
     """A checkpoint that knows of everything until now; only the newest is kept."""
+    stock.note_settled()
     private_dir(context.run.checkpoints)
     for old in context.run.checkpoints.iterdir():
         old.rmdir()
@@ -129,7 +130,7 @@ def test_used_segments_leave_the_spools_and_the_accounts_stay_even(context):
     train(context, stock, consumed)
     play(context, 1, num=1)
     train(context, stock, consumed)
-    stock.covered_by(save(context, 1))
+    stock.covered_by(save(context, 1, stock=stock))
     stock.retire(version=1)
     stock.close()
     assert num_trajectories(context.run.spool("archive")) == GROUP
@@ -142,7 +143,7 @@ def test_used_segments_leave_the_spools_and_the_accounts_stay_even(context):
 def test_nothing_leaves_while_an_older_checkpoint_is_kept(context):
     consumed = Consumed()
     stock = Stock(context, consumed=consumed)
-    save(context, 1)
+    save(context, 1, stock=stock)
     play(context, 0)
     train(context, stock, consumed)
     newest = context.run.checkpoints / "000002-step-000002"
@@ -158,7 +159,7 @@ def test_a_retirement_that_fails_is_told_and_training_goes_on(context, monkeypat
     stock = Stock(context, consumed=consumed)
     play(context, 0)
     train(context, stock, consumed)
-    stock.covered_by(save(context, 1))
+    stock.covered_by(save(context, 1, stock=stock))
     context.run.spool("archive").rmdir()
     context.run.spool("archive").write_text("in the way")
     stock.retire(version=1)

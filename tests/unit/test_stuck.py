@@ -17,7 +17,7 @@ from hpcrl.weights.transfer import (
 )
 
 LAYOUT = Layout.pack([("w", "uint8", (3 * BUCKET_NBYTES,))])
-ANNOUNCED = Announcement(version=7, step=7, layout=LAYOUT, checksums={}, chain=(1, 2))
+ANNOUNCED = Announcement(version=7, step=7, layout=LAYOUT, checksums={}, chain=(1, 2), number=1, nbytes=LAYOUT.nbytes)
 
 
 def watch(*, silent_s: float = 10.0) -> Watch:

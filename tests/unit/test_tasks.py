@@ -10,7 +10,8 @@ from hpcrl.rollout.tasks import TaskStream, next_domain, stable_hash
 
 
 def stream(weights=None, **changed):
-    return TaskStream(weights or {"lake": 1.0}, **({"recipe_seed": 7, "host": 0, "num_hosts": 1} | changed))
+    tasks = TaskStream(**({"recipe_seed": 7, "host": 0, "num_hosts": 1} | changed))
+    return iter(lambda: tasks.draw(weights or {"lake": 1.0}), None)
 
 
 def test_a_task_names_its_group_and_its_episodes():
@@ -53,3 +54,17 @@ def test_equal_domains_take_turns():
 
 def test_the_domain_furthest_behind_comes_next():
     assert next_domain({"a": 1.0, "b": 3.0}, {"a": 1, "b": 1}) == "b"
+
+
+def test_a_domain_that_comes_back_after_a_pause_does_not_take_all_turns():
+    tasks = TaskStream(recipe_seed=7, host=0, num_hosts=1)
+    for _ in range(50):
+        tasks.draw({"a": 1.0})
+    assert [tasks.draw({"a": 1.0, "b": 1.0}).domain for _ in range(4)] == ["a", "b", "a", "b"]
+
+
+def test_new_weights_count_from_when_they_are_given():
+    tasks = TaskStream(recipe_seed=7, host=0, num_hosts=1)
+    for _ in range(50):
+        tasks.draw({"a": 1.0, "b": 1.0})
+    assert Counter(tasks.draw({"a": 3.0, "b": 1.0}).domain for _ in range(40)) == {"a": 30, "b": 10}

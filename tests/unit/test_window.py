@@ -20,6 +20,8 @@ from hpcrl.weights import window as windows
 from hpcrl.weights.layout import Layout
 from hpcrl.weights.store import FileStore, Newest, WindowStore
 from hpcrl.weights.window import SHARED_MEMORY, Key, Window, unlink_recorded, window_key
+from hpcrl.weights.window_file import SLOT_HEADS
+from hpcrl.weights.window_file import SLOT_HEADS
 from tests.disks import largest_file
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -145,7 +147,7 @@ def test_tensors_are_checked_once_on_a_node(run: RunDir, monkeypatch: pytest.Mon
     def refuse(*_: object) -> bytes:
         raise AssertionError("checked again")
 
-    monkeypatch.setattr(windows, "_sum_of", refuse)
+    monkeypatch.setattr(windows, "sum_of", refuse)
     assert content(opened(run), 1) == {1}
 
 
@@ -154,7 +156,7 @@ def test_a_check_that_was_begun_and_never_ended_is_done_by_the_next_reader(
 ) -> None:
     put(made(run), 1)
     reader = opened(run)
-    monkeypatch.setattr(windows, "_sum_of", lambda *_: b"")
+    monkeypatch.setattr(windows, "sum_of", lambda *_: b"")
     with pytest.raises(WeightsError), reader.reading(1):
         pass
     monkeypatch.undo()
@@ -215,11 +217,11 @@ def test_a_header_read_half_old_half_new_is_no_version(run: RunDir) -> None:
     put(writer, 2)
     slot = reader._state_of(2).slot
     for offset in (8, 16, 24, 33):
-        at = windows._SLOT_HEADS[slot] + offset
-        before = writer._head[at]
-        writer._head[at] = before ^ 1
+        at = SLOT_HEADS[slot] + offset
+        before = writer._heads.head[at]
+        writer._heads.head[at] = before ^ 1
         assert newest(reader) == 1
-        writer._head[at] = before
+        writer._heads.head[at] = before
     assert newest(reader) == 2
 
 
@@ -490,6 +492,29 @@ def test_the_guardian_can_clean_up_without_heavy_imports() -> None:
 
 
 # ---- the window as a store
+
+
+def test_what_was_compared_while_it_was_copied_is_not_checked_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WindowStore(key(run), job=run.job(0)).publish({"a": torch.ones(3)}, version=1, step=1)
+
+    def refuse(*_: object) -> bytes:
+        raise AssertionError("checked again")
+
+    monkeypatch.setattr(windows, "sum_of", refuse)
+    with WindowStore(key(run), job=run.job(0)).reading(1) as tensors:
+        assert tensors["a"].tolist() == [1.0] * 3
+
+
+def test_weights_that_change_while_they_are_copied_are_no_version(run: RunDir) -> None:
+    store = WindowStore(key(run), job=run.job(0))
+    store.publish({"a": torch.ones(3), "b": torch.ones(3)}, version=1, step=1)
+    staged = store.stage({"a": torch.ones(3), "b": torch.ones(3)}, version=2, step=2)
+    staged.sums[1] = b"\0" * 16
+    with pytest.raises(WeightsError, match="tensor 'b' arrived with checksum 0000"):
+        store.commit(staged)
+    assert newest(opened(run)) == 1
 
 
 def test_a_model_that_changes_its_tensors_is_refused_by_name(run: RunDir) -> None:

@@ -1,6 +1,7 @@
-"""Couriers of several simulated nodes on one machine, as the tests and the bench run them."""
+"""Couriers of several simulated nodes on one machine, as the bench and the tests run them."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hpcrl.weights.transfer import Standing
 from hpcrl.weights.window import Key, Window, unlink_recorded
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 @dataclass
@@ -29,6 +30,11 @@ class Fleet:
     run: RunDir
     nodes: tuple[str, ...]
     silent_s: float = 10.0
+    wire: str = "mpi"
+    codec: str = "full"
+    before: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What stands before the courier's command on a node."""
+    lives: int = 0
     process: "subprocess.Popen[bytes] | None" = None
 
     @property
@@ -43,23 +49,27 @@ class Fleet:
         self.launch()
         until(lambda: self.standing() is not None or not self.alive(), what="the couriers say how they are")
         standing = self.standing()
-        assert standing is not None, self.log()
-        assert standing.ready, self.log()
+        assert standing is not None, self.account()
+        assert standing.ready, self.account()
 
     def launch(self) -> None:
-        self.job.couriers.unlink(missing_ok=True)
+        """Begin one life of the step; like one of srun's, it ends when one of its ranks does."""
+        self.lives += 1
         arguments = [str(self.run.root), "0", ",".join(self.nodes), self.nodes[0], f"--silent-s={self.silent_s:g}"]
+        arguments += [f"--wire={self.wire}", "--interface=lo", f"--life={self.lives}", f"--codec={self.codec}"]
         courier = [sys.executable, "-m", "hpcrl.weights.courier", *arguments]
-        command = [str(MPIEXEC)]
-        for index, node in enumerate(self.nodes):
-            command += [*([":"] if index else []), "-n", "1", "-env", "SLURMD_NODENAME", node, *courier]
+        commands = {node: [*self.before.get(node, ()), *courier] for node in self.nodes}
         with self.job.log("couriers").open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                _by_mpiexec(commands) if self.wire == "mpi" else _by_shell(commands),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def standing(self) -> Standing | None:
-        return Standing.read(self.job.couriers)
+        return Standing.read(self.job.couriers(str(self.lives)))
 
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
@@ -105,14 +115,27 @@ class Fleet:
         return all(self.newest(node) == version for node in self.nodes[1:])
 
     def wait_for(self, version: int) -> None:
-        """Until every node has a version."""
-        until(lambda: self.arrived(version), what=f"version {version} is everywhere:\n{self.log()}")
+        """Until every node has a version; couriers that have ended bring none."""
+
+        def arrived() -> bool:
+            alive = self.alive()
+            there = self.arrived(version)
+            assert there or alive, f"the couriers ended before version {version} was everywhere: {self.account()}"
+            return there
+
+        until(arrived, what=lambda: f"version {version} is everywhere: {self.account()}")
+
+    def account(self) -> str:
+        """What they had to say, for whoever has to find out why a test failed."""
+        code = None if self.process is None else self.process.poll()
+        newest = {node: self.newest(node) for node in self.nodes}
+        return f"code {code}, {newest}, {self.standing()}, {self.events('fault')}, log:\n{self.log()}"
 
 
 @contextmanager
-def fleet(root: Path, *nodes: str, silent_s: float = 10.0) -> Iterator[Fleet]:
+def fleet(root: Path, *nodes: str, silent_s: float = 10.0, wire: str = "mpi", codec: str = "full") -> Iterator[Fleet]:
     """Couriers for these nodes, not yet started; nothing is left of them."""
-    couriers = Fleet(run=RunDir(root), nodes=nodes, silent_s=silent_s)
+    couriers = Fleet(run=RunDir(root), nodes=nodes, silent_s=silent_s, wire=wire, codec=codec)
     for folder in (couriers.run.events, couriers.run.weights, couriers.job.logs):
         folder.mkdir(parents=True, mode=0o700)
     try:
@@ -121,6 +144,19 @@ def fleet(root: Path, *nodes: str, silent_s: float = 10.0) -> Iterator[Fleet]:
         couriers.stop()
         unlink_recorded(couriers.job)
         shutil.rmtree(root, ignore_errors=True)
+
+
+def _by_mpiexec(commands: dict[str, list[str]]) -> list[str]:
+    command = [str(MPIEXEC)]
+    for index, (node, courier) in enumerate(commands.items()):
+        command += [*([":"] if index else []), "-n", "1", "-env", "SLURMD_NODENAME", node, *courier]
+    return command
+
+
+def _by_shell(commands: dict[str, list[str]]) -> list[str]:
+    """mpiexec leaves the others alone when one ends that never called MPI."""
+    lines = [f"{shlex.join(['env', f'SLURMD_NODENAME={node}', *courier])} &" for node, courier in commands.items()]
+    return ["bash", "-c", "\n".join([*lines, "wait -n", "sleep 0.2", "kill -KILL 0"])]
 
 
 def courier_pids(run: RunDir) -> dict[str, int]:
@@ -139,11 +175,12 @@ def courier_pids(run: RunDir) -> dict[str, int]:
     return found
 
 
-def until(fact: Callable[[], bool], *, what: str, timeout_s: float = WAIT_S) -> None:
+def until(fact: Callable[[], bool], *, what: str | Callable[[], str], timeout_s: float = WAIT_S) -> None:
     """Wait until something holds."""
     deadline = time.monotonic() + timeout_s
     while not fact():
-        assert time.monotonic() < deadline, f"still not so after {timeout_s:g} s: {what}"
+        if time.monotonic() >= deadline:
+            raise AssertionError(f"still not so after {timeout_s:g} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.02)
 
 

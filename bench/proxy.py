@@ -1,0 +1,247 @@
+"""What the OpenAI-compatible proxy costs, against what it stands before, in one run: `python -m bench.proxy`.
+
+    latency    p50 of a call through the proxy: the same tokens asked of the engine straight
+    rate       requests/s through the proxy over an engine that answers at once: a bare server of the same bytes
+
+Calls through the proxy and straight ones take turns, one at a time. `--engine vllm` measures latency on a real vLLM
+engine, as the bar is meant; without it the embedded engine stands in. Both ends of the rate are in processes of their
+own, apart from the client.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from bench.figures import Figure, main
+from hpcrl.engines.base import Completion, GenerateRequest, Part, as_part
+from hpcrl.engines.chat import load_template
+from hpcrl.engines.template import Template
+from hpcrl.recipe import TinyModel
+from hpcrl.rollout.episode import Limits
+from hpcrl.rollout.proxy import Proxy
+from hpcrl.rollout.recording import Recording
+from hpcrl.rollout.saying import Policy
+from hpcrl.rollout.session import Session
+
+BAR_LATENCY = 1.10
+BAR_RATE = 0.4
+NUM_TOKENS = 64
+ASKED = {"model": "hpcrl", "messages": [{"role": "user", "content": "what is 17+25? " * 8}], "max_tokens": NUM_TOKENS}
+CONCURRENT = 32
+
+
+class Instant:
+    """Says the same at once."""
+
+    def __init__(self) -> None:
+        ids = [20 + n for n in range(16)]
+        self._said = Completion(token_ids=ids, logprobs=[-1.0] * 16, versions=[0] * 16, finish_reason="length")
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return self._said
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+        yield as_part(self._said)
+
+
+def _measure(full: bool, *, engine: str) -> list[Figure]:
+    with tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as root:
+        model = _model(Path(root))
+        overhead, straight_ms = asyncio.run(_latency(model, engine=engine, rounds=200 if full else 40))
+        through, bare = _rates(model, seconds=10.0 if full else 4.0)
+    return [
+        Figure(name=f"p50 latency, {engine}: proxy / straight", value=overhead, bar=BAR_LATENCY, better="lower"),
+        Figure(name="p50 latency straight", value=straight_ms, unit="ms"),
+        Figure(name="requests/s: proxy / bare aiohttp", value=through / bare, bar=BAR_RATE),
+        Figure(name="requests/s through the proxy", value=through, unit="/s"),
+    ]
+
+
+def _model(root: Path) -> Path:
+    from hpcrl.engines.tiny import make_tiny_model
+
+    make_tiny_model(root / "model", TinyModel(), seed=0)
+    return root / "model"
+
+
+def _session(template: Template) -> Session:
+    limits = Limits(max_turns=1 << 30, max_new_tokens=NUM_TOKENS, context_length=512, max_lag=1)
+    return Session(
+        name="b/0/0",
+        trajectory="b/0",
+        domain="b",
+        seed=1,
+        limits=limits,
+        recording=Recording(template),
+        newest=lambda: 0,
+        start_version=0,
+    )
+
+
+# Latency
+
+
+async def _latency(model: Path, *, engine: str, rounds: int) -> tuple[float, float]:
+    template = load_template(model)
+    async with _vllm(model) if engine == "vllm" else _embedded(model) as opened:
+        return await _compared(opened, template, rounds=rounds)
+
+
+def _embedded(model: Path) -> AbstractAsyncContextManager[Policy]:
+    from hpcrl.engines.embedded import EmbeddedEngine, load_model
+    from hpcrl.weights.store import MemoryStore
+
+    return EmbeddedEngine(load_model(model, device="cpu"), store=MemoryStore(), prefix_bytes=0)
+
+
+def _vllm(model: Path) -> AbstractAsyncContextManager[Policy]:
+    from hpcrl.engines.vllm import Origin, VllmEngine
+    from hpcrl.engines.vllm_server import Launch
+    from hpcrl.weights.store import MemoryStore
+
+    launch = Launch(model=model, log=model.parent / "vllm.log", dtype="float32", max_model_len=512)
+    return VllmEngine(launch, source=MemoryStore(), origin=Origin(campaign=model.parent, job=0, node="here"))
+
+
+async def _compared(engine: Policy, template: Template, *, rounds: int) -> tuple[float, float]:
+    """The ratio of the medians, and the straight one in ms. The two take turns; the first rounds warm up."""
+    seconds: dict[str, list[float]] = {"proxy": [], "straight": []}
+    async with Proxy(engine, template=template) as proxy, aiohttp.ClientSession() as client:
+        session = _session(template)
+        headers = {"Authorization": f"Bearer {proxy.open(session)}"}
+        ids = template.encode(template.render(ASKED["messages"]))  # type: ignore[arg-type]
+
+        async def through() -> None:
+            async with client.post(f"{proxy.url}/chat/completions", json=ASKED, headers=headers) as http:
+                assert (await http.json())["usage"]["completion_tokens"] <= NUM_TOKENS
+
+        async def straight() -> None:
+            name = f"straight/{len(seconds['straight'])}"
+            await engine.generate(GenerateRequest(request_id=name, token_ids=ids, max_new_tokens=NUM_TOKENS))
+
+        for number in range(rounds + 4):
+            for name, call in (("proxy", through), ("straight", straight))[:: 1 if number % 2 else -1]:
+                took = await _timed(call)
+                if number >= 4:
+                    seconds[name].append(took)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return medians["proxy"] / medians["straight"], medians["straight"] * 1e3
+
+
+async def _timed(call: Callable[[], Awaitable[None]]) -> float:
+    began = time.perf_counter()
+    await call()
+    return time.perf_counter() - began
+
+
+# Rate
+
+
+def _rates(model: Path, *, seconds: float) -> tuple[float, float]:
+    """Requests per second through the proxy and from a bare server, each the median of rounds that take turns."""
+    rates: dict[str, list[float]] = {"proxy": [], "bare": []}
+    servers = {name: _Server(name, model) for name in rates}
+    try:
+        answer = asyncio.run(_one(servers["proxy"]))
+        servers["bare"].pipe.send(answer)
+        for number in range(6):
+            for name in ("proxy", "bare") if number % 2 else ("bare", "proxy"):
+                rate = asyncio.run(_rate(servers[name], seconds=seconds / 6))
+                if number:
+                    rates[name].append(rate)
+    finally:
+        for server in servers.values():
+            server.process.kill()
+            server.process.join()
+    return statistics.median(rates["proxy"]), statistics.median(rates["bare"])
+
+
+class _Server:
+    """A process that answers."""
+
+    def __init__(self, name: str, model: Path) -> None:
+        self.pipe, theirs = multiprocessing.get_context("spawn").Pipe()
+        target = _serve_proxy if name == "proxy" else _serve_bare
+        self.process = multiprocessing.get_context("spawn").Process(target=target, args=(str(model), theirs))
+        self.process.start()
+        self.url, self.key = self.pipe.recv()
+
+
+def _serve_proxy(model: str, pipe: Connection) -> None:
+    async def serve() -> None:
+        template = load_template(Path(model))
+        async with Proxy(Instant(), template=template) as proxy:
+            session = _session(template)
+            pipe.send((f"{proxy.url}/chat/completions", proxy.open(session)))
+            while True:  # an episode has tens of turns, not all that a bench asks
+                await asyncio.sleep(0.05)
+                session.recording.turns.clear()
+                session.recording._answers.clear()
+
+    asyncio.run(serve())
+
+
+def _serve_bare(_: str, pipe: Connection) -> None:
+    answers: list[bytes] = []
+
+    async def answer(http: web.Request) -> web.Response:
+        await http.read()
+        answers or answers.append(pipe.recv())
+        return web.Response(body=answers[0], content_type="application/json")
+
+    async def serve() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", answer)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        pipe.send((f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions", "none"))
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+async def _one(server: _Server) -> bytes:
+    async with aiohttp.ClientSession() as client, client.post(server.url, json=ASKED, headers=_headers(server)) as http:
+        answer: bytes = await http.read()
+        assert http.status == 200, answer
+        return answer
+
+
+async def _rate(server: _Server, *, seconds: float) -> float:
+    body, num = json.dumps(ASKED).encode(), 0
+    end = time.perf_counter() + seconds
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=_headers(server)) as client:
+
+        async def ask() -> None:
+            nonlocal num
+            while time.perf_counter() < end:
+                async with client.post(server.url, data=body) as http:
+                    await http.read()
+                    num += 1
+
+        await asyncio.gather(*(ask() for _ in range(CONCURRENT)))
+    return num / seconds
+
+
+def _headers(server: _Server) -> dict[str, Any]:
+    return {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"}
+
+
+if __name__ == "__main__":
+    wanted = "vllm" if "vllm" in sys.argv else "embedded"
+    sys.argv = [argument for argument in sys.argv if argument not in ("--engine", "vllm", "embedded")]
+    sys.exit(main("proxy", partial(_measure, engine=wanted)))

@@ -1,0 +1,108 @@
+"""What agents ask: recorded calls, or made-up ones of the same shape, as trajectories to replay.
+
+    read_calls    from a CSV file with one row a call: family, session, t_s, input_chars, output_chars
+    synthetic     seeded: coding (long prompts that grow, short replies), service (short ones), math (long replies)
+    repeated      as many trajectories as are wanted, in a seeded order
+
+Lengths in characters are four times those in tokens. The gap between two recorded calls is the tool's time and the
+model's; the model's is taken to be its reply at 100 tokens/s.
+"""
+
+import csv
+import random
+from dataclasses import dataclass
+from itertools import cycle, groupby, islice, pairwise
+from operator import itemgetter
+from pathlib import Path
+
+CHARS_PER_TOKEN = 4
+RECORDED_TOKENS_PER_S = 100.0
+SEED = 20261
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One turn: how long its prompt and reply are, and how long the tool takes after it."""
+
+    num_prompt: int
+    num_new: int
+    pause_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """One trajectory to replay."""
+
+    domain: str
+    calls: tuple[Call, ...]
+
+    def num_fresh(self) -> list[int]:
+        """Tokens of each prompt that the conversation before it does not have."""
+        before = [0, *(call.num_prompt + call.num_new for call in self.calls[:-1])]
+        return [max(1, call.num_prompt - known) for call, known in zip(self.calls, before, strict=True)]
+
+
+def read_calls(path: Path) -> list[Script]:
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    sessions = groupby(rows, key=itemgetter("family", "session"))
+    return [_recorded(family, list(calls)) for (family, _), calls in sessions]
+
+
+def _recorded(family: str, rows: list[dict[str, str]]) -> Script:
+    num_new = [_tokens(row["output_chars"]) for row in rows]
+    times = [float(row["t_s"]) for row in rows]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    pauses = [max(0.0, gap - num / RECORDED_TOKENS_PER_S) for gap, num in zip(gaps, num_new, strict=False)]
+    calls = [
+        Call(num_prompt=_tokens(row["input_chars"]), num_new=num, pause_s=pause)
+        for row, num, pause in zip(rows, num_new, [*pauses, 0.0], strict=True)
+    ]
+    return Script(domain=family, calls=tuple(calls))
+
+
+def _tokens(chars: str) -> int:
+    return max(1, int(chars) // CHARS_PER_TOKEN)
+
+
+def synthetic(num: int = 96, *, seed: int = SEED) -> list[Script]:
+    draw = random.Random(seed)
+    makers = {"coding": _coding, "service": _service, "math": _math}
+    return [Script(domain=name, calls=tuple(makers[name](draw))) for name in islice(cycle(makers), num)]
+
+
+def _coding(draw: random.Random) -> list[Call]:
+    """Prompts grow by what tools print, now and then by a whole file."""
+    num_prompt, calls = draw.randint(1200, 3000), []
+    for _ in range(draw.randint(6, 30)):
+        calls.append(_call(draw, num_prompt, median=90, spread=0.5, pause_s=0.3))
+        num_prompt += calls[-1].num_new + int(min(8000, draw.lognormvariate(5.0, 1.0)))
+    return calls
+
+
+def _service(draw: random.Random) -> list[Call]:
+    num_prompt, calls = draw.randint(10, 60), []
+    for _ in range(draw.randint(3, 40)):
+        calls.append(_call(draw, num_prompt, median=20, spread=0.8, pause_s=0.3))
+        num_prompt += draw.randint(0, 20)
+    return calls
+
+
+def _math(draw: random.Random) -> list[Call]:
+    num_prompt, calls = draw.randint(100, 400), []
+    for _ in range(draw.randint(1, 4)):
+        calls.append(_call(draw, num_prompt, median=1200, spread=0.6, pause_s=0.1))
+        num_prompt += calls[-1].num_new + 50
+    return calls
+
+
+def _call(draw: random.Random, num_prompt: int, *, median: float, spread: float, pause_s: float) -> Call:
+    num_new = min(8000, max(1, int(median * draw.lognormvariate(0, spread))))
+    return Call(num_prompt=num_prompt, num_new=num_new, pause_s=draw.expovariate(1 / pause_s))
+
+
+def repeated(scripts: list[Script], num: int, *, seed: int = SEED) -> list[Script]:
+    """`num` of them, every one as often as the others, shuffled."""
+    many = (scripts * -(-num // len(scripts)))[:num]
+    random.Random(seed).shuffle(many)
+    return many

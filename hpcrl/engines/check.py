@@ -1,0 +1,27 @@
+"""Which requests an engine can serve at all; the others are refused with the numbers."""
+
+from hpcrl.engines.base import TOP_LOGPROBS, GenerateRequest
+from hpcrl.errors import EngineError
+
+
+def check(request: GenerateRequest, *, max_new_tokens: int, context_length: int, vocabulary: int) -> None:
+    """EngineError if the request makes no sense to a model of this context and vocabulary."""
+    num_prompt = len(request.token_ids)
+    wrong = None
+    if not request.token_ids:
+        wrong = "the prompt is empty: send at least one token"
+    elif num_prompt + max_new_tokens > context_length:
+        wrong = (
+            f"{num_prompt} prompt tokens and {max_new_tokens} new ones are {num_prompt + max_new_tokens}, "
+            f"the model's context is {context_length}: shorten the prompt or lower max_new_tokens"
+        )
+    elif not 0 <= min(request.token_ids) <= max(request.token_ids) < vocabulary:
+        wrong = f"token ids must lie in 0..{vocabulary - 1}: was the prompt made with another tokenizer?"
+    elif not 0 <= request.temperature < float("inf"):
+        wrong = f"temperature is {request.temperature}: it must be 0 (greedy) or a positive number"
+    elif not 0 < request.top_p <= 1 or request.top_k < 0:
+        wrong = f"top_p, top_k are {request.top_p}, {request.top_k}: above 0 and at most 1; 0 (all tokens) or more"
+    elif not 0 <= request.top_logprobs <= TOP_LOGPROBS:
+        wrong = f"top_logprobs is {request.top_logprobs}: it must be 0 to {TOP_LOGPROBS}"
+    if wrong is not None:
+        raise EngineError(f"request {request.request_id!r}: {wrong}")

@@ -1,0 +1,90 @@
+"""A model's chat template for whole conversations, as an OpenAI client sends them: roles, tools, tool calls.
+
+Template.render   the text of a conversation, ending where the model starts to speak
+Template.encode   its ids: marks that the template wrote are marks, those in somebody's words are ordinary characters
+Template.spell    ids into text piece by piece, never half a character
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tokenizers.decoders import DecodeStream
+
+from hpcrl.errors import ConfigError
+
+GUARD = "\ufdd0"
+"""Put into a mark that somebody wrote, so that it is none; Unicode keeps this code point out of every text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """One tokenizer and its template; `tokenizer` treats marks in a text as text."""
+
+    tokenizer: Any
+    compiled: jinja2.Template
+    marks: Mapping[str, int]
+    """The special tokens, by their text."""
+    mark: re.Pattern[str]
+    """Finds one, as its only group."""
+    names: Mapping[str, str]
+    """What the template calls some of them, such as `eos_token`."""
+    close: int
+    """Ends the model's turn."""
+    stop_token_ids: tuple[int, ...]
+    source: Path
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> str:
+        """The conversation as the model sees it; ConfigError if the template does not take it."""
+        guarded, guarded_tools = self._guarded(list(messages)), self._guarded(tools)
+        try:
+            return self.compiled.render(messages=guarded, tools=guarded_tools, add_generation_prompt=True, **self.names)
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ConfigError(f"{self.source}: its chat template refuses this conversation: {error}") from error
+
+    def guard(self, text: str) -> str:
+        """The text as `render` puts it into a conversation."""
+        return self.mark.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
+
+    def encode(self, rendered: str) -> list[int]:
+        """The ids of what `render` gave, or of a piece of it."""
+        ids: list[int] = []
+        for piece in self.mark.split(rendered):
+            mark = self.marks.get(piece)
+            ids += self.encode_text(piece.replace(GUARD, "")) if mark is None else [mark]
+        return ids
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of a plain text, in which nothing is a mark."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids) if text else []
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """What the model said, without marks."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def token(self, token_id: int) -> str:
+        """One token, a mark by its name."""
+        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def spell(self) -> Callable[[Sequence[int]], str]:
+        """A function that takes ids as they come and gives the text that is certain now."""
+        stream = DecodeStream(skip_special_tokens=True)
+        return lambda token_ids: "".join(stream.step(self.tokenizer, token) or "" for token in token_ids)
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self.tokenizer.get_vocab_size())
+
+    def _guarded(self, value: Any) -> Any:
+        match value:
+            case str():
+                return self.guard(value)
+            case list():
+                return [self._guarded(item) for item in value]
+            case dict():
+                return {name: self._guarded(item) for name, item in value.items()}
+            case _:
+                return value

@@ -1,0 +1,1 @@
+"""Agent programs to begin with; each is an ordinary program that knows nothing of hpcrl."""

@@ -1,0 +1,39 @@
+"""`python -m hpcrl.envs.examples.sums`: does sums, with the `openai` package and nothing of hpcrl.
+
+It is given {"seed": ..., "max_operand": ...}, asks the model, shows it what was wrong once, and prints its reward.
+"""
+
+import json
+import os
+import random
+import sys
+
+from openai import OpenAI
+
+
+def main() -> int:
+    task = json.loads(sys.stdin.read())
+    draw = random.Random(task["seed"])
+    first, second = (draw.randint(0, task.get("max_operand", 4)) for _ in range(2))
+    client = OpenAI(max_retries=1)  # OPENAI_BASE_URL and OPENAI_API_KEY say where
+    messages = [{"role": "user", "content": f"{first}+{second}=?"}]
+    reward = 0.0
+    for share in (1.0, 0.5):
+        said = ask(client, messages)
+        if said.strip() == str(first + second):
+            reward = share
+            break
+        reward = 0.1 if said.strip().isdecimal() else reward
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "wrong"}]
+    print(json.dumps({"reward": reward}))  # noqa: T201 - this is how it tells
+    return 0
+
+
+def ask(client: OpenAI, messages: list[dict[str, str]]) -> str:
+    """What the model says next."""
+    answer = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)  # type: ignore[arg-type]
+    return answer.choices[0].message.content or ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

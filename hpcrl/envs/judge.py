@@ -1,0 +1,77 @@
+"""A reward from a language model behind an OpenAI-compatible endpoint.
+
+    judge       a reward function: asks the model for a number and brings it to 0..1
+    read_score  the number in what it answered
+
+An endpoint that does not answer, or answers without a number, is asked again; if that does not help the reward fails,
+which says nothing about the agent and is never scored.
+"""
+
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from hpcrl.errors import ConfigError
+from hpcrl.spool.record import Trajectory
+
+RUBRIC = "How well did the assistant do what it was asked in this conversation?"
+LONGEST_TEXT = 32_000
+"""Characters of the end of a conversation that are shown."""
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def judge(
+    trajectory: Trajectory,
+    *,
+    text: str,
+    url: str,
+    model: str,
+    rubric: str = RUBRIC,
+    highest: float = 10.0,
+    key_variable: str = "OPENAI_API_KEY",
+    timeout_s: float = 60.0,
+    attempts: int = 3,
+) -> float:
+    """What a model thinks of a conversation, from 0 to 1.
+
+    url           of the endpoint, up to and with /v1
+    highest       the scale on which the model is asked: 0 to this
+    key_variable  the environment variable that holds the key, where one is needed
+    """
+    del trajectory
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"judge: url = {url!r}: it begins with http:// or https:// and ends with /v1")
+    shown = f"<conversation>\n{text[-LONGEST_TEXT:]}\n</conversation>"
+    asked = f"{rubric}\n\n{shown}\n\nAnswer with one number, 0 to {highest:g}."
+    body = {"model": model, "temperature": 0.0, "messages": [{"role": "user", "content": asked}]}
+    problem: Exception | None = None
+    for attempt in range(attempts):
+        try:
+            return read_score(_ask(f"{url}/chat/completions", body, key_variable, timeout_s), highest=highest)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            problem = error
+            time.sleep(0.5 * 2**attempt * (attempt + 1 < attempts))
+    raise RuntimeError(f"judge: {url} gave no score in {attempts} attempts, the last time: {problem}")
+
+
+def read_score(answer: str, *, highest: float) -> float:
+    """The last number of an answer as a share of the highest; ValueError if there is none or it is off the scale."""
+    numbers = _NUMBER.findall(answer)
+    if not numbers or not 0 <= float(numbers[-1]) <= highest:
+        raise ValueError(f"no number from 0 to {highest:g} in {answer[-200:]!r}")
+    return float(numbers[-1]) / highest
+
+
+def _ask(url: str, body: Mapping[str, Any], key_variable: str, timeout_s: float) -> str:
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(key_variable):
+        headers["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        answer = json.load(response)
+    return str(answer["choices"][0]["message"]["content"])

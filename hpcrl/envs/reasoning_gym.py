@@ -1,0 +1,50 @@
+"""Any task of reasoning-gym: a question of which there is no end, one answer, and a score by the task's own checker.
+
+ReasoningGym    one of its tasks, by name, with that task's options
+answer_in       the answer in what a model said
+"""
+
+import re
+from typing import Any
+
+import reasoning_gym
+
+from hpcrl.envs.base import Step
+from hpcrl.envs.chance import Chance
+from hpcrl.errors import ConfigError
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def answer_in(text: str) -> str:
+    """What stands in the last <answer> tags, else all of it."""
+    tagged = _TAGGED.findall(text)
+    return str(tagged[-1] if tagged else text).strip()
+
+
+class ReasoningGym:
+    """Answer one question of task `task`; the other options are those of the task."""
+
+    def __init__(self, *, task: str, **options: Any) -> None:
+        self._task = task
+        self._options = options
+        self._chance = Chance()
+        try:
+            reasoning_gym.create_dataset(task, size=1, seed=0, **options)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ConfigError(f"ReasoningGym: task = {task!r} with options {options!r}: {error}") from error
+
+    async def reset(self, seed: int) -> str:
+        self._chance.seed(seed)
+        with self._chance.own():
+            self._dataset = reasoning_gym.create_dataset(self._task, size=1, seed=seed, **self._options)
+            self._entry = self._dataset[0]
+        return str(self._entry["question"])
+
+    async def step(self, action: str) -> Step:
+        with self._chance.own():
+            score = float(self._dataset.score_answer(answer=answer_in(action), entry=self._entry))
+        return Step(observation=f"score {score:g}", reward=score, done=True)
+
+    async def close(self) -> None:
+        """Nothing to end: all state lies in this object."""

@@ -1,0 +1,46 @@
+"""The router of an env host, as the recipe asks for it and the campaign's model allows."""
+
+from collections.abc import Callable
+
+from hpcrl.cost import ModelShape, Pace, pace, shape_of
+from hpcrl.endpoints import Endpoint
+from hpcrl.engines.base import Engine
+from hpcrl.events import EventLog
+from hpcrl.files import read_json
+from hpcrl.hardware import GPUS
+from hpcrl.recipe import Recipe
+from hpcrl.rollout.flips import Flips
+from hpcrl.rollout.router import Router
+from hpcrl.rundir import RunDir
+
+
+def make_router(
+    recipe: Recipe, run: RunDir, *, host: int, connect: Callable[[Endpoint], Engine], seed: int, events: EventLog
+) -> Router:
+    """The router of env host `host`; the first host decides which workers change over, where the recipe lets them."""
+    shape = _shape(run)
+
+    def pace_of(endpoint: Endpoint) -> Pace | None:
+        gpu = GPUS.get(endpoint.gpu or "")
+        return pace(gpu, shape=shape, tp=max(1, endpoint.num_gpus)) if gpu and shape else None
+
+    rules = recipe.router
+    may_flip = rules.flip or rules.sizing == "auto"
+    return Router(
+        run.endpoints,
+        connect=connect,
+        seed=seed,
+        rules=rules,
+        weights={name: domain.weight for name, domain in recipe.domains.items()},
+        pace_of=pace_of,
+        flips=Flips(run.flips, rules=rules, leads=host == 0) if may_flip else None,
+        on_route=(lambda decided: events.emit("route", **decided)) if rules.sampled else None,
+    )
+
+
+def _shape(run: RunDir) -> ModelShape | None:
+    """The model's shape, unless its config.json has other words for it: then turns are counted and not reckoned."""
+    try:
+        return shape_of(read_json(run.model / "config.json"))
+    except KeyError:
+        return None

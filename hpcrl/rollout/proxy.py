@@ -1,0 +1,364 @@
+"""The model behind OpenAI's API, for agent programs of an env host: on loopback and on a socket file, one token each.
+
+    Proxy        POST /v1/chat/completions /v1/completions, GET /v1/models, POST /v1/hpcrl/reward
+    Proxy.open   lets a Session in: its token is the program's api key, by which its calls are told from all others
+
+What a program says and hears is recorded in its session as the tokens that they were (hpcrl.rollout.recording).
+A client that hangs up ends its request in the engine. Whatever goes wrong is answered in OpenAI's form.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import math
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from hpcrl.engines.base import GenerateRequest
+from hpcrl.engines.template import Template
+from hpcrl.envs.base import ModelDoor
+from hpcrl.errors import ConfigError, EngineError
+from hpcrl.rollout.answering import Draft, pieces
+from hpcrl.rollout.answers import ChatForm, Form, TextForm, answer_message, head, usage
+from hpcrl.rollout.openai_api import ApiError, ChatRequest, RewardRequest, TextRequest, parsed, plain_messages
+from hpcrl.rollout.recording import Prompt
+from hpcrl.rollout.saying import Policy
+from hpcrl.rollout.session import Session
+from hpcrl.rollout.tool_calls import HERMES, ToolFormat
+
+MAX_BODY_BYTES = 64 << 20
+MODEL = "hpcrl"
+"""What the model is called unless a domain says otherwise."""
+
+
+class Proxy:
+    """Used as `async with Proxy(...) as proxy`; programs are let in by `open` and shut out by `close`."""
+
+    def __init__(self, policy: Policy, *, template: Template, tools: ToolFormat = HERMES, model: str = MODEL) -> None:
+        self.url = ""
+        self.socket = Path()
+        """The same as a file, for sandboxes that have no network."""
+        self._policy = policy
+        self.template = template
+        self._tools = tools
+        self._model = model
+        self._sessions: dict[bytes, Session] = {}
+        self._runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(middlewares=[self._guarded], client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._text)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model}", self._one_model)
+        app.router.add_post("/v1/hpcrl/reward", self._reward)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        self.socket = Path(tempfile.mkdtemp(prefix="hpcrl-")) / "openai.sock"  # 0700, and short enough for a socket
+        await web.UnixSite(self._runner, str(self.socket)).start()
+        listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        await web.SockSite(self._runner, listening).start()
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+        shutil.rmtree(self.socket.parent, ignore_errors=True)
+
+    def open(self, session: Session) -> str:
+        """Let a session's program in; returns its api key."""
+        token = secrets.token_urlsafe(32)
+        self._sessions[_digest(token)] = session
+        return token
+
+    def door(self, token: str) -> ModelDoor:
+        """How a program with this token reaches the model."""
+        return ModelDoor(url=self.url, socket=str(self.socket), api_key=token, model=self._model)
+
+    def close(self, token: str) -> None:
+        """Shut it out, and end what is still being said to it."""
+        session = self._sessions.pop(_digest(token), None)
+        if session is not None:
+            session.close()
+
+    # ---- routes
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        asked = parsed(await http.read(), ChatRequest)
+        session, messages = self._let_in(http, asked.model), plain_messages(asked.messages)
+        tools = asked.tools if asked.tool_choice != "none" else None
+        try:
+            prompt = session.recording.chat(messages, tools=tools)
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+        form = ChatForm(asked, template=self.template, tools=self._tools)
+        return await self._answered(http, session, asked, prompt, form)
+
+    async def _text(self, http: web.Request) -> web.StreamResponse:
+        asked = parsed(await http.read(), TextRequest)
+        session = self._let_in(http, asked.model)
+        prompt = session.recording.text(asked.prompt)
+        ids = prompt.token_ids()
+        if not ids or not 0 <= min(ids) <= max(ids) < self.template.vocabulary_size:
+            known = self.template.vocabulary_size - 1
+            raise ApiError(400, f"the prompt must have tokens, of 0..{known}", param="prompt", code="invalid_value")
+        return await self._answered(http, session, asked, prompt, TextForm(asked, template=self.template))
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def _one_model(self, http: web.Request) -> web.Response:
+        self._check_model(http.match_info["model"])
+        return _json(self._card())
+
+    async def _reward(self, http: web.Request) -> web.Response:
+        reward = parsed(await http.read(), RewardRequest).reward
+        if not math.isfinite(reward):
+            raise ApiError(400, f"reward is {reward}: it must be a finite number", param="reward")
+        self._session(http).reward = reward
+        return _json({"reward": reward})
+
+    def _let_in(self, http: web.Request, model: str) -> Session:
+        self._check_model(model)
+        session = self._session(http)
+        session.admit()
+        return session
+
+    def _check_model(self, model: str) -> None:
+        if model != self._model:
+            why = f"the model {model!r} does not exist: the one here is {self._model!r}"
+            raise ApiError(404, why, code="model_not_found", param="model")
+
+    def _card(self) -> dict[str, Any]:
+        return {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "hpcrl"}
+
+    # ---- answers
+
+    async def _answered(
+        self, http: web.Request, session: Session, asked: ChatRequest | TextRequest, prompt: Prompt, form: Form
+    ) -> web.StreamResponse:
+        stops = list(self.template.stop_token_ids)
+        requests = [session.request(asked, prompt, choice=index, stop_token_ids=stops) for index in range(asked.n or 1)]
+        call = _Call(self, session=session, asked=asked, prompt=prompt, form=form)
+        with _running(session):
+            if asked.stream:
+                return await self._streamed(http, call, requests)
+            choices = await _all([call.whole(request, index) for index, request in enumerate(requests)])
+        session.heed_lag()
+        return _json({**call.head, "choices": choices, "usage": call.usage()})
+
+    async def _streamed(self, http: web.Request, call: "_Call", requests: list[GenerateRequest]) -> web.StreamResponse:
+        """Server-sent events. The first piece is waited for before the status: until then a failure can have one."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            async with contextlib.aclosing(_merged(call, requests)) as chunks:
+                async for chunk in chunks:
+                    if not response.prepared:
+                        await response.prepare(http)
+                    await response.write(_event({**call.head, "object": call.chunk_kind, "choices": [chunk]}))
+        except EngineError as error:
+            if not response.prepared:
+                raise
+            await response.write(_event({"error": self._of_engine(call.session, error).error}))
+        else:
+            call.session.heed_lag()
+            if call.asked.stream_options is not None and call.asked.stream_options.include_usage:
+                last = {**call.head, "object": call.chunk_kind, "choices": [], "usage": call.usage()}
+                await response.write(_event(last))
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    # ---- the door
+
+    @property
+    def _guarded(self) -> Any:
+        @web.middleware
+        async def guarded(http: web.Request, handler: Handler) -> web.StreamResponse:
+            """Nobody gets past without a token, and nothing leaves but in OpenAI's form."""
+            try:
+                self._session(http)
+                return await handler(http)
+            except ApiError as error:
+                return _refused(error)
+            except EngineError as error:
+                return _refused(self._of_engine(self._session(http), error))
+            except web.HTTPException as error:
+                return _refused(ApiError(error.status, error.text or error.reason))
+
+        return guarded
+
+    def _session(self, http: web.Request) -> Session:
+        """Whose call this is."""
+        scheme, _, token = http.headers.get("Authorization", "").partition(" ")
+        session = self._sessions.get(_digest(token)) if scheme == "Bearer" else None
+        if session is None:
+            why = "no program has this api key: each is given its own as OPENAI_API_KEY"
+            raise ApiError(401, why, code="invalid_api_key")
+        return session
+
+    def _of_engine(self, session: Session, error: EngineError) -> ApiError:
+        session.fault = str(error)
+        return ApiError(503, str(error), code="engine_unavailable", kind="server_error")
+
+
+class _Call:
+    """One request being answered, for all of its choices."""
+
+    def __init__(
+        self, proxy: Proxy, *, session: Session, asked: ChatRequest | TextRequest, prompt: Prompt, form: Form
+    ) -> None:
+        self.session, self.asked = session, asked
+        self._form = form
+        self._prompt = prompt
+        self._policy, self._template = proxy._policy, proxy.template
+        self._num_said = 0
+        self.name = f"{form.kind.partition('.')[0]}-{secrets.token_hex(12)}"
+        self.head = head(form.kind, name=self.name, model=asked.model)
+
+    @property
+    def chunk_kind(self) -> str:
+        return f"{self._form.kind}.chunk" if isinstance(self.asked, ChatRequest) else self._form.kind
+
+    def usage(self) -> dict[str, Any]:
+        return usage(num_prompt=len(self._prompt.token_ids()), num_said=self._num_said)
+
+    async def whole(self, request: GenerateRequest, index: int) -> dict[str, Any]:
+        """One choice, recorded."""
+        draft, began = self._draft(), time.monotonic()
+        async for _ in pieces(self._policy, request, draft, at_once=not draft.stops):
+            pass
+        return self._recorded(request, index, draft, began=began)
+
+    async def told(self, request: GenerateRequest, index: int) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of one choice, recorded before the last is told."""
+        draft, began, told = self._draft(), time.monotonic(), 0
+        opening = self._form.opening(index)
+        async with contextlib.aclosing(pieces(self._policy, request, draft, at_once=False)) as parts:
+            async for part in parts:
+                for chunk in opening:
+                    yield chunk
+                opening = []
+                if draft.finish_reason is None:
+                    yield self._form.chunk(index, text=draft.text, told=told, part=part)
+                    told = max(told, self._form.certain(draft.text))
+                    continue
+                self._recorded(request, index, draft, began=began)
+                for chunk in self._form.closing(
+                    index,
+                    text=draft.text,
+                    told=told,
+                    finish_reason=draft.finish_reason,
+                    part=part,
+                    name=self._id(index),
+                ):
+                    yield chunk
+
+    def _recorded(self, request: GenerateRequest, index: int, draft: Draft, *, began: float) -> dict[str, Any]:
+        completion = draft.completion
+        choice = self._form.choice(
+            index,
+            text=draft.text,
+            finish_reason=draft.finish_reason or "length",
+            parts=draft.parts,
+            name=self._id(index),
+        )
+        message = answer_message(choice)
+        self.session.recording.said(
+            self._prompt,
+            completion,
+            answer=plain_messages([message])[0] if message else None,
+            trained=self.session.may_train(request),
+            generate_s=time.monotonic() - began,
+        )
+        self.session.fault = ""
+        self._num_said += len(completion.token_ids)
+        return choice
+
+    def _draft(self) -> Draft:
+        return Draft(self._template, stops=self.asked.stops, silent_ids=self.asked.stop_token_ids or ())
+
+    def _id(self, index: int) -> str:
+        return f"{self.name.rpartition('-')[2]}_{index}"
+
+
+async def _merged(call: _Call, requests: list[GenerateRequest]) -> AsyncGenerator[dict[str, Any], None]:
+    """The chunks of all choices as they come."""
+    if len(requests) == 1:
+        async with contextlib.aclosing(call.told(requests[0], 0)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        return
+    queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+
+    async def fill(index: int, request: GenerateRequest) -> None:
+        async with contextlib.aclosing(call.told(request, index)) as chunks:
+            async for chunk in chunks:
+                queue.put_nowait(chunk)
+
+    async def fill_all() -> None:
+        try:
+            await _all([fill(index, request) for index, request in enumerate(requests)])
+        finally:
+            queue.put_nowait(None)
+
+    filling = asyncio.create_task(fill_all())
+    try:
+        while (one := await queue.get()) is not None:
+            yield one
+        await filling
+    finally:
+        filling.cancel()
+        await asyncio.wait({filling})
+
+
+async def _all(calls: list[Any]) -> list[Any]:
+    """What all of them return; if one fails the others are ended."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+@contextlib.contextmanager
+def _running(session: Session) -> Iterator[None]:
+    """Let the session end this call when it is closed."""
+    task = asyncio.current_task()
+    assert task is not None
+    session.calls.add(task)
+    try:
+        yield
+    finally:
+        session.calls.discard(task)
+
+
+def _digest(token: str) -> bytes:
+    """What tokens are looked up by: how long that takes tells nothing of them."""
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _refused(error: ApiError) -> web.Response:
+    return web.Response(status=error.status, body=error.body, content_type="application/json")
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"

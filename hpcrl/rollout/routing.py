@@ -1,0 +1,98 @@
+"""The choice among engines for one turn. Pure.
+
+Candidate        an engine that comes into question: what waits there, and what the turn would take there
+cheapest         the one where the turn is over first
+two_of           power of two choices: whom to look at
+kind_for         the kind of hardware that an affinity asks for, of those that are there
+serve_s          what a turn takes on hardware of a given pace
+pays_remote      whether another worker should compute the prompt
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from hpcrl.cost import Pace
+from hpcrl.hardware import Gpu
+
+T = TypeVar("T")
+Kind = Literal["compute", "bandwidth"]
+BATCH = 32.0
+"""Sequences decoded together, for sharing out what a step costs whatever their number."""
+LINK_BYTES_PER_S = 25e9
+"""Of one 200 Gbit/s port, over which KV is handed over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An engine that a turn may go to."""
+
+    worker: str
+    wait_s: float
+    """Work ahead of the turn."""
+    serve_s: float
+    """What the turn itself would take; without a cost model everything takes 1."""
+    suits: bool = True
+    """Its hardware is what the turn's domain asks for."""
+    is_home: bool = False
+    """It has the trajectory's KV."""
+
+
+def cheapest(candidates: Sequence[Candidate], *, reluctance: float = 1.0, stay: float = 1.0) -> Candidate | None:
+    """Where the turn is over first.
+
+    Hardware that does not suit must be `reluctance` times faster to be taken, and `stay` times faster than the home:
+    queues even out by themselves, while a prompt that is computed twice is work that nobody gets back.
+    """
+    best, least = None, float("inf")
+    for candidate in candidates:
+        seconds = candidate.wait_s + candidate.serve_s
+        if not candidate.suits:
+            seconds *= reluctance
+        if candidate.is_home:
+            seconds /= stay
+        if seconds < least:
+            best, least = candidate, seconds
+    return best
+
+
+def two_of(workers: Sequence[T], *, draw: random.Random) -> Sequence[T]:
+    """Two at random, or as many as there are.
+
+    The least loaded of all would draw every host at once to the worker that looked idle at the last refresh.
+    """
+    num = len(workers)
+    if num <= 2:
+        return workers
+    first, second = int(draw.random() * num), int(draw.random() * (num - 1))
+    return workers[first], workers[second + (second >= first)]
+
+
+def kind_for(affinity: Kind, kinds: Mapping[str, Gpu]) -> str | None:
+    """The kind with the most FLOP/s, or with the most bandwidth; None if the catalogue knows none of them."""
+
+    def merit(name: str) -> float:
+        gpu = kinds[name]
+        return gpu.bf16_tflops if affinity == "compute" else gpu.memory_tb_per_s
+
+    return max(sorted(kinds), key=merit, default=None)
+
+
+def serve_s(pace: Pace | None, *, num_prompt: int, num_known: int, num_new: float) -> float:
+    """What a turn takes of a worker: the missing part of its prompt, and its share of the steps that say the reply."""
+    if pace is None:
+        return 1.0
+    missing = max(0, num_prompt - num_known)
+    prefill = pace.prefill_s(missing, num_known=num_prompt - missing)
+    return prefill + pace.reply_s(num_new, num_context=num_prompt, batch=BATCH)
+
+
+def pays_remote(*, here: Pace | None, there: Pace | None, wait_s: float, num_prompt: int, num_known: int) -> bool:
+    """Whether a prompt is sooner there by remote prefill than computed where it is decoded; without a model, always."""
+    if here is None or there is None:
+        return True
+    missing = max(0, num_prompt - num_known)
+    local = here.prefill_s(missing, num_known=num_prompt - missing)
+    hand_over = num_prompt * here.shape.kv_bytes_per_token / LINK_BYTES_PER_S
+    return wait_s + there.prefill_s(num_prompt) + hand_over < local

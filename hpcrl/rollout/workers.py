@@ -1,0 +1,119 @@
+"""The engine workers as one env host knows them: who may be chosen, how loaded they are, who rests after failing.
+
+Patience   how long the router waits, and how often it tries again
+Worker     one endpoint: its load, its pace, its failures
+Pools      those that may be chosen now, by role and kind of hardware
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hpcrl.cost import Pace
+from hpcrl.endpoints import Endpoint
+from hpcrl.engines.base import Engine, LoadFigures
+from hpcrl.hardware import GPUS, Gpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long the router waits, and how often it tries again."""
+
+    refresh_s: float = 0.5
+    rest_s: float = 1.0
+    """How long a worker that failed is left out; doubles with every failure that follows."""
+    longest_rest_s: float = 30.0
+    load_s: float = 5.0
+    """How long a worker may take to tell its load."""
+    prefill_s: float = 20.0
+    """After this a turn goes on without remote prefill."""
+    generate_s: float = 600.0
+    """How long one attempt to generate may take."""
+    no_decode_s: float = 300.0
+    """How long a turn waits for a decode worker to appear, or to have room."""
+    max_attempts: int = 4
+    """How many decode workers may fail at one turn."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """One endpoint as this host knows it."""
+
+    endpoint: Endpoint
+    engine: Engine
+    pace: Pace | None
+    """None: nothing is known of its hardware."""
+    role: str
+    """What it does now; a flip changes it."""
+    told: int = 0
+    """Requests that it told it had at the last refresh."""
+    version: int = -1
+    """Of the weights, at the last refresh."""
+    ours_then: int = 0
+    """How many of the requests told were ours."""
+    ours: int = 0
+    """Ours that are there now."""
+    ours_s: float = 0.0
+    """What they take it, all of them."""
+    answers: bool = False
+    """May be chosen: it told its load, and has not failed since."""
+    failures: int = 0
+    """In a row."""
+    rests_until: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.worker
+
+    @property
+    def kind(self) -> str:
+        return self.endpoint.gpu or ""
+
+    @property
+    def load(self) -> float:
+        """Requests there, as far as we know."""
+        return max(0, self.told - self.ours_then) + self.ours
+
+    def wait_s(self, each_s: float) -> float:
+        """Work that lies before it, if the requests of others take `each_s` each."""
+        return self.ours_s + max(0, self.told - self.ours_then) * each_s
+
+    def heard(self, figures: LoadFigures) -> None:
+        self.told = figures.num_running + figures.num_waiting
+        self.version = figures.version
+        self.ours_then = self.ours
+        self.answers = True
+
+    def failed(self, *, now: float, patience: Patience) -> None:
+        self.answers = False
+        if now >= self.rests_until:  # requests that fail together are one failure
+            self.failures += 1
+            doublings = min(self.failures - 1, 16)
+            self.rests_until = now + min(patience.rest_s * 2**doublings, patience.longest_rest_s)
+
+
+@dataclass
+class Pools:
+    """Workers that may be chosen, by role and kind; sorted out once per change and not per turn."""
+
+    by_role: dict[str, dict[str, list[Worker]]] = field(default_factory=dict)
+    gpus: dict[str, dict[str, Gpu]] = field(default_factory=dict)
+    """The kinds of each role that the catalogue knows."""
+
+    def of(self, role: str) -> dict[str, list[Worker]]:
+        return self.by_role.get(role, {})
+
+
+def sorted_out(workers: Iterable[Worker]) -> Pools:
+    """The pools of those that answer."""
+    pools = Pools()
+    for worker in workers:
+        if worker.answers:
+            pools.by_role.setdefault(worker.role, {}).setdefault(worker.kind, []).append(worker)
+    for role, kinds in pools.by_role.items():
+        pools.gpus[role] = {kind: GPUS[kind] for kind in kinds if kind in GPUS}
+    return pools
+
+
+def mean_load(workers: Sequence[Worker]) -> float:
+    """Requests a worker."""
+    return sum(worker.load for worker in workers) / len(workers) if workers else 0.0

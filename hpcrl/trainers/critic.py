@@ -1,0 +1,109 @@
+"""The critic of PPO: it says at each model token what is still to be earned, and so makes advantages of rewards.
+
+Legend  B rows of a micro-batch - N model tokens of a micro-batch, row by row - T model tokens of one row
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpcrl.learn.advantage import SMALLEST_STD, gae
+from hpcrl.learn.batch import MicroBatch
+from hpcrl.learn.loss import token_shares, value_loss
+from hpcrl.recipe import Train
+from hpcrl.trainers.net import Net, load_critic
+from hpcrl.trainers.schedule import learning_rate
+from hpcrl.trainers.world import World
+
+PREFIX = "critic."
+
+
+class Critic:
+    """A model of its own, with the policy's body and a head for one number."""
+
+    def __init__(self, model_dir: Path, *, train: Train, world: World) -> None:
+        self._train = train
+        self._world = world
+        rate = train.critic_learning_rate
+        self.net = Net(load_critic(model_dir), train=train, world=world, learning_rate=rate, prefix=PREFIX)
+        self._judged: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def judged(self, minibatches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
+        """The same micro-batches with advantages for rewards, of mean 0 and variance 1 over all tokens of the step."""
+        with torch.no_grad():
+            found = [[self._judge(micro) for micro in part] for part in minibatches]
+        mean, std = self._moments([advantages_N for part in found for advantages_N, _, _ in part])
+        self._judged.clear()
+        result = []
+        for part, judgements in zip(minibatches, found, strict=True):
+            micros = []
+            for micro, (advantages_N, values_N, returns_N) in zip(part, judgements, strict=True):
+                micros.append(replace(micro, advantages_N=(advantages_N - mean) / (std + SMALLEST_STD)))
+                self._judged[id(micros[-1])] = (values_N, returns_N)
+            result.append(micros)
+        return result
+
+    def learn(self, part: list[MicroBatch], *, num_tokens: float, step: int) -> float:
+        """One optimizer step on the micro-batches of one minibatch that `judged` returned; the loss over all ranks."""
+        total = torch.zeros((), dtype=torch.double, device=self._world.device)
+        for number, micro in enumerate(part):
+            before_N, returns_N = self._judged[id(micro)]
+            with self.net.passes(last=number == len(part) - 1):
+                loss = value_loss(
+                    self._values(micro),
+                    before_N=before_N,
+                    returns_N=returns_N,
+                    shares_N=token_shares(
+                        micro.rows_N, aggregation="token", num_tokens=num_tokens, num_sequences=1, max_length=1
+                    ),
+                    clip=self._train.value_clip,
+                )
+                self.net.backward(loss)
+            total += loss.detach()
+        value = float(self._world.sum(total))
+        if np.isfinite(value) and np.isfinite(self.net.clip()):
+            rate = learning_rate(step, train=self._train, peak=self._train.critic_learning_rate)
+            self.net.step(learning_rate=rate)
+        self.net.optimizer.zero_grad()
+        return value
+
+    def _values(self, micro: MicroBatch) -> Tensor:
+        values_BT = self.net(micro.inputs_BT, use_cache=False).logits.squeeze(-1).float()
+        return values_BT[micro.mask_BT]  # type: ignore[no-any-return]
+
+    def _judge(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Advantages, values and returns at the model tokens."""
+        values_N = self._values(micro)
+        rows = micro.rows_N.cpu().numpy()
+        lengths_B = np.bincount(rows, minlength=len(micro.inputs_BT))
+        advantages_BT = gae(
+            _by_row(values_N, rows, lengths_B),
+            rewards_BT=_by_row(micro.advantages_N, rows, lengths_B),
+            lengths_B=lengths_B.tolist(),
+            gamma=self._train.gamma,
+            lam=self._train.gae_lambda,
+        )
+        inside_BT = np.arange(advantages_BT.shape[1]) < lengths_B[:, None]
+        advantages_N = torch.from_numpy(advantages_BT[inside_BT]).float().to(values_N.device)
+        return advantages_N, values_N, advantages_N + values_N
+
+    def _moments(self, advantages: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation over all tokens of all ranks."""
+        all_N = torch.cat(advantages).double()
+        count = torch.tensor(float(len(all_N)), dtype=torch.double, device=all_N.device)
+        num, total = self._world.sum(torch.stack([count, all_N.sum()])).unbind()
+        mean = total / num
+        spread = self._world.sum((all_N - mean).square().sum())
+        return mean.float(), (spread / num).sqrt().float()
+
+
+def _by_row(values_N: Tensor, rows: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Columns over N as rows of T, zeros behind the last token."""
+    values_BT = np.zeros((len(lengths_B), int(lengths_B.max(initial=0))))
+    columns = np.concatenate([np.arange(length) for length in lengths_B]) if len(rows) else rows
+    values_BT[rows, columns] = values_N.detach().cpu().double().numpy()
+    return values_BT

@@ -1,0 +1,155 @@
+"""One network that is trained: its module on one rank or many, its optimizer, its state.
+
+    Net        policy or critic
+    load_causal, load_critic    from a model directory
+
+On many ranks a network is replicated (DDP) or sharded (FSDP2), as `train.sharding` says; both average gradients, so
+a loss that is this rank's part of a sum is scaled by the number of ranks.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from hpcrl.errors import TrainError
+from hpcrl.recipe import Train
+from hpcrl.trainers.state import Piece, whole_piece
+from hpcrl.trainers.world import World
+from hpcrl.weights.layout import Shard
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PARTS = ("step", *MOMENTS)
+
+
+class Net:
+    """A module over the ranks of a world, with its optimizer."""
+
+    def __init__(self, module: Any, *, train: Train, world: World, learning_rate: float, prefix: str = "") -> None:
+        """`prefix` stands before the names of its tensors in checkpoints."""
+        self.world = world
+        self.prefix = prefix
+        self._max_norm = train.max_grad_norm
+        self._bf16 = train.precision == "bf16"
+        self.module = module.to(world.device).eval()  # eval: no dropout; gradients flow all the same
+        self._outer = _over_ranks(self.module, sharding=train.sharding, world=world)
+        self.parameters: list[Tensor] = list(self.module.parameters())
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=learning_rate, weight_decay=train.weight_decay, fused=True
+        )
+
+    def __call__(self, *inputs: Tensor, **options: Any) -> Any:
+        """A forward pass; every rank of the world makes as many."""
+        model = self._outer if torch.is_grad_enabled() else self.module  # DDP has nothing to say without gradients
+        with torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=self._bf16):
+            return model(*inputs, **options)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of this rank's part of the loss."""
+        (loss * self.world.size).backward()  # type: ignore[no-untyped-call]
+
+    def passes(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro-batch; ranks exchange gradients with the `last` of a step."""
+        if isinstance(self._outer, DistributedDataParallel):
+            return contextlib.nullcontext() if last else self._outer.no_sync()
+        if isinstance(self._outer, FSDPModule):
+            self._outer.set_requires_gradient_sync(last)
+        return contextlib.nullcontext()
+
+    def clip(self) -> float:
+        """The norm of the gradient over all ranks, before it was clipped."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self._max_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def step(self, *, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+
+    def named(self) -> dict[str, Tensor]:
+        # A tied weight has one name here, the first, as in the files that transformers writes.
+        return {self.prefix + name: parameter for name, parameter in self.module.named_parameters()}
+
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's boxes of weights and moments; what all ranks hold is the first one's to give."""
+        for name, parameter in self.named().items():
+            sharded = isinstance(parameter, DTensor)
+            if not sharded and self.world.rank:
+                continue
+            yield from _boxes(name, parameter, part="weight")
+            state = self.optimizer.state.get(parameter, {})
+            for part in MOMENTS if state else ():
+                yield from _boxes(name, state[part], part=part)
+            if state and not self.world.rank:
+                yield whole_piece(name, state["step"], part="step")
+
+    def wanted(self, *, with_moments: bool) -> Iterator[Piece]:
+        """Every box that this rank needs to go on; without moments the optimizer begins anew."""
+        self.optimizer.state.clear()
+        for name, parameter in self.named().items():
+            yield from _boxes(name, parameter.detach(), part="weight")
+            if not with_moments:
+                continue
+            state = self.optimizer.state[parameter]
+            state["step"] = torch.zeros((), device=self.world.device)
+            yield whole_piece(name, state["step"], part="step")
+            for part in MOMENTS:
+                state[part] = torch.zeros_like(parameter.detach())
+                yield from _boxes(name, state[part], part=part)
+
+
+def _boxes(name: str, tensor: Tensor, *, part: str) -> Iterator[Piece]:
+    """What this rank holds of a tensor; nothing where its share is empty."""
+    if not isinstance(tensor, DTensor):
+        yield whole_piece(name, tensor, part=part)
+        return
+    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local()
+    if local.numel():
+        shard = Shard(name=name, start=tuple(map(int, start)), shape=tuple(map(int, shape)))
+        yield Piece(part, shard, tuple(tensor.shape), local)
+
+
+def _over_ranks(module: Any, *, sharding: str, world: World) -> Any:
+    if world.size == 1:
+        return module
+    if sharding == "none":
+        return DistributedDataParallel(module, process_group=world.group, broadcast_buffers=False)
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    layers = set(module._no_split_modules or ())
+    for layer in [part for part in module.modules() if type(part).__name__ in layers]:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def load_causal(model_dir: Path) -> Any:
+    """The language model in a directory, in float32."""
+    return _loaded(model_dir, AutoModelForCausalLM)
+
+
+def load_critic(model_dir: Path) -> Any:
+    """The same body with a head that says one number for each token, at first zero."""
+    with torch.random.fork_rng(devices=[]):  # the head is drawn before it is set to zero
+        critic = _loaded(model_dir, AutoModelForTokenClassification, num_labels=1)
+    with torch.no_grad():
+        for parameter in cast(torch.nn.Module, critic.score).parameters():
+            parameter.zero_()
+    return critic
+
+
+def _loaded(model_dir: Path, kind: Any, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True, **options)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise TrainError(f"model directory {str(model_dir)!r} cannot be loaded: {error}") from error

@@ -1,0 +1,79 @@
+"""The couriers' wire over MPI; nothing else imports mpi4py.
+
+join    bring the ranks together: NoWorldError unless there are as many as were started
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import mpi4py
+
+from hpcrl.weights.link import NAPS_S, Done, Tag
+from hpcrl.weights.transfer import NoWorldError
+
+mpi4py.rc.initialize = False  # only under the watchdog
+mpi4py.rc.finalize = False  # it would wait for ranks that may be gone
+from mpi4py import MPI  # noqa: E402
+
+DATA = max(Tag) + 1
+NAME_BYTES = 256
+
+
+def join(node: str, *, num_ranks: int) -> "tuple[MpiWire, list[str]]":
+    """This rank's wire, and the node of every rank."""
+    MPI.Init_thread(MPI.THREAD_FUNNELED)
+    try:
+        comm = MPI.COMM_WORLD
+        if comm.Get_size() != num_ranks:
+            raise NoWorldError(
+                f"MPI made a world of {comm.Get_size()} where {num_ranks} ranks were started (rank {comm.Get_rank()} "
+                f"on {node}): is site.mpi.srun_type the one that this MPI ({MPI.Get_library_version().split()[0]}) "
+                "is made for?"
+            )
+        return MpiWire(comm), _nodes(comm, node)
+    finally:
+        _forget_segments()
+
+
+class MpiWire:
+    """Polled requests: MPI never blocks us, and takes no core while nothing comes."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self.rank = comm.Get_rank()
+        self._comm = comm
+        self._coming: dict[Tag, deque[tuple[int, bytearray, MPI.Request]]] = {tag: deque() for tag in Tag}
+
+    def tell(self, message: bytes, *, to: int, tag: Tag) -> Done:
+        return self._comm.Isend([message, MPI.BYTE], to, tag).Test
+
+    def heard(self, tag: Tag) -> Iterator[tuple[int, bytes]]:
+        status, coming = MPI.Status(), self._coming[tag]
+        while (message := self._comm.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
+            text = bytearray(status.Get_count(MPI.BYTE))
+            coming.append((status.Get_source(), text, message.Irecv([text, MPI.BYTE])))
+        while coming and coming[0][2].Test():
+            rank, text, _ = coming.popleft()
+            yield rank, bytes(text)
+
+    def send(self, piece: memoryview, *, to: int) -> Done:
+        return self._comm.Isend([piece, MPI.BYTE], to, DATA).Test
+
+    def receive(self, piece: memoryview, *, source: int) -> Done:
+        return self._comm.Irecv([piece, MPI.BYTE], source, DATA).Test
+
+
+def _nodes(comm: MPI.Comm, node: str) -> list[str]:
+    names = bytearray(NAME_BYTES * comm.Get_size())
+    request = comm.Iallgather([node.encode().ljust(NAME_BYTES), MPI.BYTE], [names, MPI.BYTE])
+    while not request.Test():
+        time.sleep(NAPS_S[1])
+    return [names[start : start + NAME_BYTES].decode().rstrip() for start in range(0, len(names), NAME_BYTES)]
+
+
+def _forget_segments() -> None:
+    """Remove the names of MPI's own shared memory, which all ranks have mapped by now: they would outlive a kill -9."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if " /dev/shm/" in line:
+            Path("/dev/shm", line.rpartition("/")[2]).unlink(missing_ok=True)

@@ -1,0 +1,26 @@
+"""A whole campaign whose environment is a program written with the `openai` package."""
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.envs.sandbox import choose
+from hpcrl.errors import EnvFault
+from hpcrl.rundir import RunDir
+from tests.campaigns import hpcrl, processes_of, snapshot, steps, until
+
+pytest.importorskip("openai")
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+def test_a_campaign_trains_on_what_an_agent_program_did(home: Path) -> None:
+    try:
+        sandbox = choose("auto", image=None)
+    except EnvFault:
+        sandbox = "none"
+    settings = ("-s", "train.num_steps=2", "-s", f"domains.sums.options.sandbox={sandbox}")
+    hpcrl("submit", "agent", "--site", "local", "--watch", "--name", "a", *settings, timeout_s=800)
+    seen = snapshot("a")
+    assert (seen["state"], seen["step"]) == ("done", 2)
+    assert len(steps(RunDir(home / "campaigns" / "a"))) == 2
+    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)

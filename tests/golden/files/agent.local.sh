@@ -1,0 +1,6 @@
+#!/bin/bash
+
+set -eu
+umask 077
+
+exec /opt/hpcrl/bin/python -m hpcrl.driver /scratch/someone/hpcrl/agent-1 0

@@ -1,0 +1,141 @@
+"""Tiny models and batches that several test files train on, and what their ranks run."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from hpcrl.recipe import Train
+from hpcrl.spool.record import Trajectory, Turn
+
+VOCABULARY = 32
+CONTEXT = 64
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def make_model(directory, *, family="qwen2", tied=False, seed=0):
+    """A model of four layers, four heads and two KV heads."""
+    kind, model = FAMILIES[family]
+    torch.manual_seed(seed)
+    config = kind(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=tied,
+    )
+    made = model(config)
+    with torch.no_grad():  # norms and biases that are not all one or zero show what is not carried over
+        for parameter in made.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    made.save_pretrained(directory)
+    return directory
+
+
+def trajectory(group, index, *, reward, length, seed=0):
+    """Two turns of random tokens, with log-probs of a policy that is nearly uniform."""
+    rng = np.random.default_rng([seed, index, length])
+    spans = [(length // 4, length // 2), (length * 3 // 4, length)]
+    said = np.zeros(length, dtype=np.bool_)
+    for start, end in spans:
+        said[start:end] = True
+    return Trajectory(
+        id=f"{group}/{index}",
+        group=group,
+        domain="math",
+        seed=seed,
+        status="done",
+        producer="000-env-0",
+        created=0.0,
+        start_version=1,
+        end_version=1,
+        token_ids=rng.integers(0, VOCABULARY, length, dtype=np.int32),
+        logprobs=np.where(said, -np.log(VOCABULARY) + 0.1 * rng.normal(size=length), 0).astype(np.float32),
+        versions=np.ones(length, dtype=np.int32),
+        loss_mask=said,
+        turns=[Turn(start=start, end=end, reward=reward / 2) for start, end in spans],
+        reward=reward,
+    )
+
+
+def batch(step=0, *, num_groups=3, size=4):
+    """Groups of episodes of different lengths and rewards."""
+    rng = np.random.default_rng(step)
+    return [
+        trajectory(
+            f"math/{step * num_groups + number}",
+            index,
+            reward=float(rng.integers(0, 3)),
+            seed=step * num_groups + number,
+            length=int(rng.integers(8, 60)),
+        )
+        for number in range(num_groups)
+        for index in range(size)
+    ]
+
+
+def settings(**changed):
+    plain = {"num_steps": 9, "groups_per_step": 3, "learning_rate": 1e-3, "tokens_per_micro_batch": 128}
+    return Train(**{**plain, **changed})
+
+
+def trained(trainer, *, first=1, last=5):
+    """Losses and gradient norms of some steps, and at the end a few numbers of every weight."""
+    steps = [trainer.train_step(batch(step), step=step, version=step) for step in range(first, last + 1)]
+    weights = {
+        name: [float(tensor.double().sum()), float(tensor.double().square().sum())]
+        for name, tensor in sorted(trainer.tensors().items())
+    }
+    return {
+        "skipped": [metrics.skipped for metrics in steps],
+        "loss": [metrics.loss for metrics in steps],
+        "grad_norm": [metrics.grad_norm for metrics in steps],
+        "entropy": [metrics.entropy for metrics in steps],
+        "value_loss": [metrics.value_loss for metrics in steps],
+        "num_tokens": [metrics.num_tokens for metrics in steps],
+        "weights": weights,
+    }
+
+
+def train_torch(world, model_dir, changed, load_from=None, save_to=None, first=1, last=5):
+    """On one rank of several: train some steps from a checkpoint or from the start, perhaps leaving another."""
+    from hpcrl.trainers.torch import TorchTrainer
+
+    torch.set_num_threads(1)
+    return _train(
+        TorchTrainer(Path(model_dir), settings(**changed), seed=3, world=world), load_from, save_to, first, last
+    )
+
+
+def train_variants(world, model_dir, variants, sharding):
+    """Several short runs one after the other, in processes that are started once."""
+    return [train_torch(world, model_dir, {**changed, "sharding": sharding}) for changed in variants]
+
+
+def train_megatron(world, model_dir, changed, load_from=None, save_to=None, first=1, last=5):
+    """The same with the Megatron trainer."""
+    from hpcrl.trainers.megatron import MegatronTrainer
+
+    torch.set_num_threads(1)
+    trainer = MegatronTrainer(Path(model_dir), settings(**changed), seed=3, world=world)
+    return _train(trainer, load_from, save_to, first, last)
+
+
+def _train(trainer, load_from, save_to, first, last):
+    if load_from is not None:
+        trainer.load(Path(load_from))
+    result = trained(trainer, first=first, last=last)
+    if save_to is not None:
+        Path(save_to).mkdir(exist_ok=True)
+        trainer.snapshot().write(Path(save_to))
+    return result

@@ -1,0 +1,72 @@
+"""The same couriers where MPI does not work: over TCP, by torch.distributed."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from bench.fleet import Fleet, filled, publish
+from hpcrl.weights.layout import Layout
+from hpcrl.weights.window import Window
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
+
+LAYOUT = Layout.pack([("embed", "bfloat16", (1 << 20, 16)), ("norm", "float32", (7,))])
+
+
+def read(couriers: Fleet, node: str, version: int) -> bytes:
+    window = Window.open(couriers.key(node), job=0)
+    assert window is not None
+    with window.reading(version) as data:
+        return bytes(data)
+
+
+def test_versions_reach_every_node_and_another_model_does_too(over_tcp: Fleet) -> None:
+    over_tcp.start()
+    window = over_tcp.trainer(LAYOUT)
+    for version in (1, 2, 3):
+        publish(window, version)
+        over_tcp.wait_for(version)
+        assert read(over_tcp, "n2", version) == filled(LAYOUT, version)
+    window.close()
+    other = Layout.pack([("w", "float32", (1 << 20,))])
+    publish(over_tcp.trainer(other), 4)
+    over_tcp.wait_for(4)
+    assert read(over_tcp, "n1", 4) == filled(other, 4)
+
+
+def test_what_they_meet_by_is_readable_by_the_user_alone(over_tcp: Fleet) -> None:
+    over_tcp.start()
+    meeting = over_tcp.job.meeting("1")
+    assert stat.S_IMODE(meeting.stat().st_mode) == 0o700
+    modes = {stat.S_IMODE(note.stat().st_mode) for note in meeting.iterdir()}
+    assert modes == {0o600}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_courier_that_is_killed_or_stopped_ends_the_step_and_the_next_one_goes_on(
+    over_tcp: Fleet, number: signal.Signals
+) -> None:
+    over_tcp.start()
+    window = over_tcp.trainer(LAYOUT)
+    publish(window, 1)
+    over_tcp.wait_for(1)
+    over_tcp.signal("n2", number)
+    over_tcp.ended()
+    if number == signal.SIGSTOP:
+        assert "rank 2 on n2 has said nothing" in over_tcp.events("fault")[0]["detail"]
+    over_tcp.start()
+    publish(window, 2)
+    over_tcp.wait_for(2)
+
+
+def test_a_courier_on_a_node_of_nobody_says_so(over_tcp: Fleet) -> None:
+    command = [sys.executable, "-m", "hpcrl.weights.courier", str(over_tcp.run.root), "0", "n0,n1", "n0", "--wire=tcp"]
+    stray = subprocess.run(
+        command, env=os.environ | {"SLURMD_NODENAME": "n9"}, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert stray.returncode == 1
+    assert "a courier runs on n9, and they belong on n0, n1" in stray.stderr

@@ -1,0 +1,81 @@
+"""Full or delta, as the link and the codec were measured."""
+
+import numpy as np
+import pytest
+
+from hpcrl.weights import pace as module
+from hpcrl.weights.layout import Layout
+from hpcrl.weights.pace import MEASURED_BY, SAMPLE_EVERY, Codec, Pace
+
+LAYOUT = Layout.pack([("w", "bfloat16", (1 << 20, 2))])
+OLD = np.zeros(LAYOUT.nbytes, np.uint8)
+SLOW, FAST = 1e-3, 1e15
+"""Bytes a second that no coding fails to beat, and that none beats."""
+
+
+def changed(share: float) -> np.ndarray:
+    new = OLD.copy()
+    values = new.view(np.uint16)
+    values[: int(share * len(values))] = 7
+    return new
+
+
+def measured(link_nbytes_per_s: float, *, wants: Codec = "auto") -> Pace:
+    pace = Pace(wants=wants)
+    for _ in range(MEASURED_BY):
+        pace.was_full(LAYOUT.nbytes, LAYOUT.nbytes / link_nbytes_per_s)
+    return pace
+
+
+def choice(pace: Pace, new: np.ndarray) -> tuple[str, str]:
+    return pace.choose(LAYOUT, memoryview(OLD), memoryview(new))
+
+
+@pytest.mark.parametrize("wants", ["full", "delta"])
+def test_what_the_site_wants_is_done(wants: Codec) -> None:
+    assert choice(Pace(wants=wants), changed(0.01)) == (wants, f'site.mpi.codec = "{wants}"')
+
+
+def test_the_first_versions_go_in_full_to_measure_the_link() -> None:
+    pace = Pace(wants="auto")
+    pace.was_full(LAYOUT.nbytes, 1e6)
+    assert choice(pace, changed(0.01)) == ("full", "the link is not measured yet")
+
+
+def test_a_slow_link_gets_deltas_and_says_why() -> None:
+    codec, reason = choice(measured(SLOW), changed(0.01))
+    assert codec == "delta"
+    assert "4.0 MiB in full" in reason
+
+
+def test_a_link_that_is_quicker_than_coding_gets_whole_versions() -> None:
+    assert choice(measured(FAST), changed(0.01))[0] == "full"
+
+
+def test_versions_that_change_everywhere_go_in_full() -> None:
+    assert choice(measured(SLOW), changed(1.0)) == ("full", "a delta would not be smaller")
+
+
+def test_what_a_delta_took_counts_for_the_next_one() -> None:
+    pace = measured(LAYOUT.nbytes)
+    choice(pace, changed(0.01))
+    pace.was_delta(1000, 50.0)
+    assert choice(pace, changed(0.01))[0] == "full"
+
+
+def test_after_some_whole_versions_it_is_looked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = measured(SLOW)
+    assert choice(pace, changed(1.0))[0] == "full"
+    looks = 0
+
+    def count(*_: object) -> tuple[float, int]:
+        nonlocal looks
+        looks += 1
+        return 0.01, LAYOUT.nbytes
+
+    monkeypatch.setattr(module.codec, "sample", count)
+    for _ in range(SAMPLE_EVERY):
+        assert choice(pace, changed(1.0))[0] == "full"
+        pace.was_full(LAYOUT.nbytes, LAYOUT.nbytes / SLOW)
+    assert choice(pace, changed(0.01))[0] == "delta"
+    assert looks == 1

@@ -1,0 +1,57 @@
+"""Equal counts and nearly equal work."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.learn.partition import balanced, imbalance, naive
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=80), st.integers(1, 9))
+def test_every_row_is_in_one_part_and_counts_differ_by_at_most_one(weights, num_parts):
+    parts = balanced(weights, num_parts=num_parts)
+    assert sorted(index for part in parts for index in part) == list(range(len(weights)))
+    counts = [len(part) for part in parts]
+    assert len(parts) == num_parts
+    assert max(counts) - min(counts) <= 1
+
+
+def best_of_two(weights):
+    """The least possible heavier half, by trying every one."""
+    half = len(weights) // 2
+    return min(max(sum(some), sum(weights) - sum(some)) for some in combinations(weights, half))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_parts_are_nearly_as_even_as_the_best_of_all_splits(seed):
+    weights = np.random.default_rng(seed).lognormal(5, 1, 12).round().tolist()
+    parts = balanced(weights, num_parts=2)
+    heavier = max(sum(weights[index] for index in part) for part in parts)
+    assert heavier <= 1.1 * best_of_two(weights)
+
+
+@pytest.mark.parametrize("num_parts", [2, 4, 8])
+def test_long_tailed_lengths_are_split_far_more_evenly_than_in_turn(num_parts):
+    weights = np.random.default_rng(num_parts).lognormal(6, 1, 256).tolist()
+    even = imbalance(weights, balanced(weights, num_parts=num_parts))
+    assert even - 1 < (imbalance(weights, naive(len(weights), num_parts=num_parts)) - 1) / 10
+
+
+def test_one_part_is_everything():
+    assert balanced([3, 1, 2], num_parts=1) == [[0, 1, 2]]
+
+
+def test_more_parts_than_rows_leave_some_empty():
+    assert sorted(map(len, balanced([5.0, 5.0], num_parts=4))) == [0, 0, 1, 1]
+
+
+def test_weights_of_zero_are_even():
+    assert imbalance([0, 0], [[0], [1]]) == 1.0
+
+
+def test_no_parts_are_refused():
+    with pytest.raises(ValueError, match="num_parts is 0"):
+        balanced([1.0], num_parts=0)

@@ -1,0 +1,226 @@
+"""The tree of turns: what is gone on from, what branches, and that no id is ever made from text again."""
+
+import numpy as np
+import pytest
+
+from hpcrl.engines.base import Completion
+from hpcrl.engines.chat import load_template
+from hpcrl.errors import EngineError
+from hpcrl.rollout.recording import EpisodeFacts, Recording, branches_of
+from hpcrl.spool.record import pack, parse_facts
+
+FACTS = EpisodeFacts(
+    id="sums/1/0", group="sums/1", domain="sums", seed=1, status="done", producer="000-env-0", start_version=4
+)
+THINKING = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<agent>"
+    "{{ m['content'].split('!')[-1] if not loop.last else m['content'] }}<eos>"
+    "{% else %}<user>{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<agent>{% endif %}"
+)
+
+
+@pytest.fixture
+def template(tiny_model_dir):
+    return load_template(tiny_model_dir)
+
+
+@pytest.fixture
+def recording(template):
+    return Recording(template)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def agent(text):
+    return {"role": "assistant", "content": text}
+
+
+def ids_of(template, text):
+    return template.encode(text)
+
+
+def say(recording, template, messages, text, *, answer=None, version=4, trained=True, tools=None):
+    """A turn in which the model says `text`, marks included."""
+    prompt = recording.chat(messages, tools=tools)
+    ids = ids_of(template, text)
+    completion = Completion(
+        token_ids=ids,
+        logprobs=[-0.5 - n for n in range(len(ids))],
+        versions=[version] * len(ids),
+        finish_reason="stop",
+    )
+    answered = agent(template.decode(ids)) if answer is None else answer
+    return recording.said(prompt, completion, answer=answered, trained=trained, generate_s=0.25)
+
+
+def text_of(template, trajectory):
+    return "".join(map(template.token, trajectory.token_ids.tolist()))
+
+
+def trajectory_of(recording, *, reward=1.0, choice="longest"):
+    return recording.trajectory(FACTS, reward=reward, choice=choice)
+
+
+def test_a_conversation_that_goes_on_is_one_trajectory(recording, template):
+    say(recording, template, [user("1+1=?")], "=3<eos>")
+    say(recording, template, [user("1+1=?"), agent("=3"), user("no")], "=2<eos>", version=5)
+    trajectory = trajectory_of(recording)
+    assert text_of(template, trajectory) == "<user>1+1=?<agent>=3<eos><user>no<agent>=2<eos>"
+    said = [template.token(t) for t, mine in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if mine]
+    assert said == ["=", "3", "<eos>", "=", "2", "<eos>"]
+    assert list(trajectory.versions[trajectory.loss_mask]) == [4, 4, 4, 5, 5, 5]
+    assert list(trajectory.logprobs[trajectory.loss_mask]) == [-0.5, -1.5, -2.5] * 2
+    assert not trajectory.logprobs[~trajectory.loss_mask].any()
+    assert [(turn.end - turn.start, turn.reward) for turn in trajectory.turns] == [(3, 0.0), (3, 1.0)]
+    assert (trajectory.start_version, trajectory.end_version) == (4, 5)
+    assert "branches" not in trajectory.extra
+
+
+def test_ids_that_no_tokenizer_would_make_are_used_again(recording, template):
+    """The model may spell a word otherwise than the tokenizer does: here with a <pad> that no text shows."""
+    odd = [template.marks["<pad>"], *ids_of(template, "ok"), template.close]
+    prompt = recording.chat([user("a")], tools=None)
+    completion = Completion(token_ids=odd, logprobs=[-1.0] * 4, versions=[4] * 4, finish_reason="stop")
+    recording.said(prompt, completion, answer=agent("ok"), trained=True, generate_s=0.0)
+    following = recording.chat([user("a"), agent("ok"), user("b")], tools=None)
+    assert following.token_ids() == [*prompt.token_ids(), *odd, *ids_of(template, "<user>b<agent>")]
+
+
+def test_an_answer_cut_short_is_closed_by_the_template(recording, template):
+    say(recording, template, [user("a")], "ok")
+    say(recording, template, [user("a"), agent("ok"), user("b")], "x<eos>")
+    trajectory = trajectory_of(recording)
+    assert text_of(template, trajectory) == "<user>a<agent>ok<eos><user>b<agent>x<eos>"
+    closing = trajectory.turns[0].end
+    assert not trajectory.loss_mask[closing], "the model did not say it"
+
+
+def test_changed_history_is_a_branch_at_the_last_turn_kept(recording, template):
+    first = say(recording, template, [user("a")], "one<eos>")
+    say(recording, template, [user("a"), agent("one"), user("b")], "two<eos>")
+    edited = say(recording, template, [user("a"), agent("one"), user("c")], "three<eos>")
+    assert edited.prompt.parent is first
+    trajectory = trajectory_of(recording)
+    assert text_of(template, trajectory) == "<user>a<agent>one<eos><user>c<agent>three<eos>"
+    (branch,) = branches_of(trajectory)
+    assert text_of(template, branch) == "<user>a<agent>one<eos><user>b<agent>two<eos>"
+    assert branch.id == "sums/1/0~1"
+    assert branch.extra == {"branch_of": "sums/1/0", "shares": len("_a_one_") + 1}
+    assert [turn.end - turn.start for turn in branch.turns] == [4, 4]
+
+
+def test_a_changed_answer_of_the_model_is_never_taken_for_its_own(recording, template):
+    say(recording, template, [user("a")], "one<eos>")
+    forged = recording.chat([user("a"), agent("won"), user("b")], tools=None)
+    assert forged.parent is None
+    assert "".join(map(template.token, forged.shown)) == "<user>a<agent>won<eos><user>b<agent>"
+
+
+def test_several_answers_to_one_request_are_branches(recording, template):
+    prompt = [user("a")]
+    say(recording, template, prompt, "x<eos>")
+    say(recording, template, prompt, "yy<eos>")
+    say(recording, template, [*prompt, agent("x"), user("b")], "z<eos>")
+    trajectory = trajectory_of(recording)
+    assert text_of(template, trajectory) == "<user>a<agent>x<eos><user>b<agent>z<eos>"
+    assert [text_of(template, branch) for branch in branches_of(trajectory)] == ["<user>a<agent>yy<eos>"]
+
+
+def test_the_last_conversation_is_trained_if_that_is_wanted(recording, template):
+    say(recording, template, [user("a")], "a long answer<eos>")
+    say(recording, template, [user("sum up")], "x<eos>")
+    assert text_of(template, trajectory_of(recording)).endswith("a long answer<eos>")
+    assert text_of(template, trajectory_of(recording, choice="last")).endswith("sum up<agent>x<eos>")
+
+
+def test_a_template_that_drops_old_thoughts_makes_branches(template, tiny_model_dir):
+    import jinja2
+
+    thinking = type(template)(
+        **{name: getattr(template, name) for name in template.__dataclass_fields__}
+        | {"compiled": jinja2.Environment(autoescape=False).from_string(THINKING)}
+    )
+    recording = Recording(thinking)
+    say(recording, thinking, [user("a")], "hm!one<eos>")
+    second = say(recording, thinking, [user("a"), agent("hm!one"), user("b")], "oh!two<eos>")
+    assert second.prompt.parent is None, "the model is shown another history than the one it made"
+    assert "".join(map(thinking.token, second.prompt.shown)) == "<user>a<agent>one<eos><user>b<agent>"
+    assert len(branches_of(trajectory_of(recording))) == 1
+
+
+def test_a_tool_call_goes_on_as_the_model_wrote_it(recording, template):
+    called = '<tool_call>{"name":"f",  "arguments":{}}</tool_call>'
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    first = say(recording, template, [user("a")], f"{called}<eos>", answer=answer)
+    result = {"role": "tool", "content": "7", "tool_call_id": "c"}
+    following = recording.chat([user("a"), answer, result], tools=None)
+    assert following.parent is first
+    assert "".join(map(template.token, following.shown)) == "<user>7<agent>"
+
+
+def test_marks_in_messages_are_text(recording, template):
+    prompt = recording.chat([user("<eos><agent>I won")], tools=None)
+    assert prompt.token_ids().count(template.close) == 0
+    assert "".join(map(template.token, prompt.token_ids())) == "<user><eos><agent>I won<agent>"
+
+
+def test_marks_in_an_answer_that_is_gone_on_from_stay_what_they_were(recording, template):
+    say(recording, template, [user("a")], "b<eos>")
+    prompt = recording.chat([user("a"), agent("b"), user("<eos>")], tools=None)
+    assert prompt.token_ids().count(template.close) == 1
+
+
+def test_a_plain_completion_goes_on_from_its_text(recording, template):
+    prompt = recording.text("once")
+    ids = template.encode_text(" upon")
+    completion = Completion(token_ids=ids, logprobs=[-1.0] * 5, versions=[4] * 5, finish_reason="length")
+    first = recording.said(prompt, completion, answer=None, trained=True, generate_s=0.0)
+    following = recording.text("once upon a time")
+    assert following.parent is first
+    assert following.token_ids() == template.encode_text("once upon a time")
+    assert recording.text([*prompt.token_ids(), *ids, 9]).parent is first
+    assert recording.text("twice").parent is None
+
+
+def test_turns_sampled_otherwise_are_recorded_and_not_trained(recording, template):
+    say(recording, template, [user("a")], "x<eos>", trained=False)
+    trajectory = trajectory_of(recording)
+    assert not trajectory.loss_mask.any()
+    assert [(turn.start, turn.end) for turn in trajectory.turns] == [(3, 5)]
+
+
+def test_a_torn_completion_is_an_engine_error(recording):
+    torn = Completion(token_ids=[1, 2], logprobs=[0.0], versions=[4, 4], finish_reason="stop")
+    with pytest.raises(EngineError, match="2 tokens, 1 log-probabilities"):
+        recording.said(recording.chat([user("a")], tools=None), torn, answer=None, trained=True, generate_s=0.0)
+
+
+def test_a_record_with_branches_can_be_stored_and_read(recording, template):
+    say(recording, template, [user("a")], "x<eos>")
+    say(recording, template, [user("b")], "y<eos>")
+    trajectory = trajectory_of(recording)
+    packed = pack(trajectory)
+    assert parse_facts(packed.facts).extra["branches"] == trajectory.extra["branches"]
+    (branch,) = branches_of(trajectory)
+    assert [column.dtype for column in (branch.token_ids, branch.logprobs, branch.versions, branch.loss_mask)] == [
+        np.int32,
+        np.float32,
+        np.int32,
+        np.bool_,
+    ]
+
+
+def test_an_episode_that_never_spoke_is_an_empty_record(recording):
+    trajectory = trajectory_of(recording)
+    assert (len(trajectory), trajectory.turns) == (0, [])
+
+
+def test_a_very_long_conversation_is_no_recursion(recording, template):
+    messages = [user("a")]
+    for _ in range(400):
+        say(recording, template, messages, "b<eos>")
+        messages += [agent("b"), user("c")]
+    assert len(trajectory_of(recording).turns) == 400

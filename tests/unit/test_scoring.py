@@ -1,0 +1,178 @@
+"""Where reward tasks run, and when reward jobs begin and end."""
+
+from concurrent.futures import Future
+
+import pytest
+
+from hpcrl.plan import make_plan
+from hpcrl.recipe import Reward, load_recipe
+from hpcrl.rundir import RunDir
+from hpcrl.scoring import SEGMENTS_PER_JOB, Scale, Scoring
+from hpcrl.site import load_site
+from hpcrl.slurm.script import reward_script
+
+
+def scale(**changed):
+    return Scale(**({"max_jobs": 2, "idle_s": 20.0, "patience_s": 60.0} | changed))
+
+
+def test_work_begins_a_job_and_much_work_begins_more_up_to_the_most():
+    assert scale().look(waiting=1, jobs=0, now=0) == "begin"
+    assert scale().look(waiting=SEGMENTS_PER_JOB, jobs=1, now=0) is None
+    assert scale().look(waiting=SEGMENTS_PER_JOB + 1, jobs=1, now=0) == "begin"
+    assert scale().look(waiting=1000, jobs=2, now=0) is None
+
+
+def test_jobs_end_after_they_have_been_idle_and_not_before():
+    rule = scale()
+    assert rule.look(waiting=0, jobs=1, now=100) is None
+    assert rule.look(waiting=0, jobs=1, now=119) is None
+    assert rule.look(waiting=0, jobs=1, now=120) == "end"
+
+
+def test_work_in_between_counts_as_not_idle():
+    rule = scale()
+    rule.look(waiting=0, jobs=1, now=100)
+    rule.look(waiting=3, jobs=1, now=110)
+    assert rule.look(waiting=0, jobs=1, now=121) is None
+
+
+def test_without_jobs_there_is_nothing_to_end():
+    rule = scale()
+    rule.look(waiting=0, jobs=0, now=0)
+    assert rule.look(waiting=0, jobs=0, now=1000) is None
+
+
+class ManagerLost(Exception):
+    """As Parsl's."""
+
+
+class Workers:
+    """Reward workers that do nothing until they are told to."""
+
+    def __init__(self):
+        self.tasks = []
+        self.jobs = 0
+
+    def score(self, segment, *, elastic):
+        self.tasks.append((segment, elastic, Future()))
+        return self.tasks[-1][2]
+
+    def num_reward_jobs(self):
+        return self.jobs
+
+    def begin_reward_job(self):
+        self.jobs += 1
+
+    def end_reward_jobs(self):
+        self.jobs = 0
+
+
+SEGMENT = "000-env-0-00000000-8-0123abcd.h5"
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path)
+    for name in ("rollouts", "scored"):
+        run.spool(name).mkdir(parents=True)
+    (run.spool("rollouts") / SEGMENT).touch()
+    return run
+
+
+@pytest.fixture
+def spent():
+    return []
+
+
+@pytest.fixture
+def events():
+    return []
+
+
+@pytest.fixture
+def make(run, spent, events):
+    def scoring(*, elastic=True, **reward):
+        return Scoring(
+            run=run,
+            reward=Reward(**reward),
+            elastic=elastic,
+            emit=lambda event, **fields: events.append((event, fields)),
+            spend=lambda what, why: spent.append(what),
+        )
+
+    return scoring
+
+
+def test_a_sealed_segment_becomes_one_task(make):
+    workers, scoring = Workers(), make()
+    scoring.tend(workers)
+    scoring.tend(workers)
+    assert [(segment, elastic) for segment, elastic, _ in workers.tasks] == [(SEGMENT, True)]
+    assert workers.jobs == 1
+
+
+def test_without_reward_jobs_all_is_scored_on_spare_cores(make):
+    workers = Workers()
+    make(elastic=False).tend(workers)
+    assert [(segment, elastic) for segment, elastic, _ in workers.tasks] == [(SEGMENT, False)]
+    assert workers.jobs == 0
+
+
+def test_what_a_preempted_job_lost_is_scored_again_and_costs_no_attempt(make, spent, events):
+    workers, scoring = Workers(), make()
+    scoring.tend(workers)
+    workers.tasks[0][2].set_exception(ManagerLost("gone"))
+    scoring.tend(workers)
+    assert len(workers.tasks) == 2
+    assert spent == []
+    assert events[-1][0] == "fault"
+
+
+def test_a_task_that_fails_costs_an_attempt(make, spent):
+    workers, scoring = Workers(), make()
+    scoring.tend(workers)
+    workers.tasks[0][2].set_exception(RuntimeError("no"))
+    scoring.tend(workers)
+    assert spent == [f"the scoring of {SEGMENT}"]
+
+
+def test_what_no_reward_job_takes_goes_to_spare_cores(make):
+    workers, scoring = Workers(), make(patience_s=1e-9)
+    scoring.tend(workers)
+    scoring.looked = 0.0
+    scoring.tend(workers)
+    assert [elastic for _, elastic, _ in workers.tasks] == [True, False]
+
+
+def test_no_job_is_held_while_there_is_no_work(make, run):
+    (run.spool("scored") / SEGMENT).touch()
+    workers, scoring = Workers(), make(idle_s=1e-9)
+    workers.jobs = 1
+    scoring.tend(workers)
+    scoring.looked = 0.0
+    scoring.tend(workers)
+    assert (workers.tasks, workers.jobs) == ([], 0)
+
+
+ELASTIC = ("reward.placement=elastic",)
+
+
+def test_reward_jobs_go_to_the_preemptible_partition():
+    plan = make_plan(load_recipe("quickstart", settings=ELASTIC), load_site("lab"))
+    assert plan.reward_jobs.partition == "preempt"
+    assert "--partition=preempt" in plan.reward_jobs.slurm_flags
+
+
+def test_a_site_without_one_falls_back_to_spare_cores_and_says_so():
+    plan = make_plan(load_recipe("quickstart", settings=ELASTIC), load_site("perlmutter", settings=("account=m1",)))
+    assert plan.reward_jobs is None
+    assert any("no preemptible CPU partition" in fallback for fallback in plan.fallbacks)
+
+
+def test_a_reward_job_is_one_node_and_is_not_requeued(tmp_path):
+    plan = make_plan(load_recipe("quickstart", settings=ELASTIC), load_site("lab"))
+    text = reward_script(plan, run=RunDir(tmp_path / "c"), job=0, name="r", command=["python", "-m", "a b"])
+    assert "#SBATCH --no-requeue\n" in text
+    assert "#SBATCH --nodes=1\n" in text
+    assert text.endswith("exec python -m 'a b'\n")

@@ -1,0 +1,334 @@
+"""A trainer of several ranks fills one window: real processes that talk over gloo."""
+
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+from hpcrl.errors import WeightsError
+from hpcrl.events import EventLog
+from hpcrl.rundir import RunDir
+from hpcrl.weights import shards as shards_module
+from hpcrl.weights.layout import Layout, Shard, split, whole
+from hpcrl.weights.publisher import Publisher
+from hpcrl.weights.shards import Shards, ShardStore, exchange_over
+from hpcrl.weights.store import FileStore, WindowStore
+from hpcrl.weights.versions import listed, newest_version
+from hpcrl.weights.window import Key, Window, unlink_recorded
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["hpcrl.weights.shards"])
+HIDDEN, KV = 64, 16
+LAYOUT = Layout.pack(
+    [
+        ("embed", "bfloat16", (50, HIDDEN)),
+        ("0.q", "bfloat16", (HIDDEN, HIDDEN)),
+        ("0.k", "bfloat16", (KV, HIDDEN)),
+        ("0.v", "bfloat16", (KV, HIDDEN)),
+        ("0.o", "bfloat16", (HIDDEN, HIDDEN)),
+        ("1.q", "bfloat16", (HIDDEN, HIDDEN)),
+        ("1.k", "bfloat16", (KV, HIDDEN)),
+        ("1.v", "bfloat16", (KV, HIDDEN)),
+        ("1.o", "bfloat16", (HIDDEN, HIDDEN)),
+        ("norm", "float32", (HIDDEN,)),
+        ("scale", "float32", ()),
+    ]
+)
+
+
+def full(version: int) -> dict[str, torch.Tensor]:
+    """All tensors of a version, as one rank that held everything would have them."""
+    dice = torch.Generator().manual_seed(version)
+    return {t.name: torch.randn(t.shape, generator=dice).to(getattr(torch, t.dtype)) for t in LAYOUT.tensors}
+
+
+def held_tp_pp(rank: int, version: int) -> Shards:
+    """TP 2 x PP 2: ranks 0 and 1 have layer 0, ranks 2 and 3 have layer 1; q, k, v are one fused tensor of a rank."""
+    place, all_of, stage, half = LAYOUT.by_name(), full(version), rank // 2, rank % 2
+    qkv = [split(place[f"{stage}.{name}"], axis=0, num=2)[half] for name in "qkv"]
+    fused = torch.cat([all_of[shard.name][shard.index] for shard in qkv])
+    held = list(zip(qkv, fused.split([shard.shape[0] for shard in qkv]), strict=True))
+    rows = [split(place[f"{stage}.o"], axis=1, num=2)[half]]
+    if stage == 0:
+        rows.append(split(place["embed"], axis=0, num=2)[half])
+    elif half == 0:
+        rows += [whole(place["norm"]), whole(place["scale"])]
+    return held + [(shard, all_of[shard.name][shard.index]) for shard in rows]
+
+
+def held_dp(rank: int, version: int) -> Shards:
+    """Replicas: one rank writes them."""
+    return [(whole(place), full(version)[place.name]) for place in LAYOUT.tensors] if rank == 0 else []
+
+
+def held_fsdp(rank: int, version: int) -> Shards:
+    """Every tensor in rows over three ranks; the scalar is the first one's."""
+    held = [split(place, axis=0, num=3)[rank] for place in LAYOUT.tensors if place.shape]
+    scalars = [whole(place) for place in LAYOUT.tensors if not place.shape and rank == 0]
+    return [(shard, full(version)[shard.name][shard.index]) for shard in held + scalars]
+
+
+def key(run: RunDir) -> Key:
+    return Key(campaign=run.root, node="n", directory=run.root.parent)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDir]:
+    run = RunDir(tmp_path / "campaign")
+    run.events.mkdir(parents=True)
+    yield run
+    unlink_recorded(run.job(0))
+
+
+Work = Callable[[ShardStore, int, RunDir], Any]
+
+
+def rank_of(work: Work, root: Path, rank: int, world: int, port: int, answers: Any) -> None:
+    """The life of a rank: meet the others, work, tell what came of it."""
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    run = RunDir(root)
+    store = ShardStore(key(run), job=run.job(0), layout=LAYOUT, rank=rank, exchange=exchange_over())
+    try:
+        answer = work(store, rank, run)
+    except WeightsError as error:
+        answer = f"refused: {error}"
+    except RuntimeError:  # gloo, when another rank is gone
+        answer = "left alone"
+    answers.put((rank, answer))
+
+
+def ranks(work: Work, run: RunDir, world: int, *, num_answers: int | None = None) -> dict[int, Any]:
+    """What each of `world` ranks came to."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    answers = SERVER.Queue()
+    processes = [
+        SERVER.Process(target=rank_of, args=(work, run.root, rank, world, port, answers)) for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    found = dict(answers.get(timeout=240) for _ in range(world if num_answers is None else num_answers))
+    for process in processes:
+        process.join(timeout=60)
+        process.kill()
+        process.join()
+    return found
+
+
+def seen(run: RunDir, version: int) -> bool:
+    """Is this version in the window, checked, with the values it should have?"""
+    got = WindowStore(key(run), job=run.job(0)).load(version)
+    return list(got) == list(full(version)) and all(torch.equal(got[name], t) for name, t in full(version).items())
+
+
+# ---- how ranks hold a model
+
+
+def publish_three(held: Callable[[int, int], Shards], store: ShardStore, rank: int) -> Any:
+    manifests = []
+    for version in (1, 2, 5):
+        store.stage(held(rank, version), version=version, step=version)
+        if rank == 0:
+            manifests.append(store.commit())
+    store.close()
+    return [(manifest.version, len(manifest.checksums)) for manifest in manifests]
+
+
+def with_tp_pp(store: ShardStore, rank: int, run: RunDir) -> Any:
+    return publish_three(held_tp_pp, store, rank)
+
+
+def with_dp(store: ShardStore, rank: int, run: RunDir) -> Any:
+    return publish_three(held_dp, store, rank)
+
+
+def with_fsdp(store: ShardStore, rank: int, run: RunDir) -> Any:
+    return publish_three(held_fsdp, store, rank)
+
+
+@pytest.mark.parametrize(("work", "world"), [(with_tp_pp, 4), (with_dp, 2), (with_fsdp, 3)])
+def test_however_ranks_hold_a_model_the_window_holds_it_whole(run: RunDir, work: Work, world: int) -> None:
+    answers = ranks(work, run, world)
+    assert answers == {rank: [] for rank in range(world)} | {
+        0: [(version, len(LAYOUT.tensors)) for version in (1, 2, 5)]
+    }
+    assert seen(run, 2)
+    assert seen(run, 5)
+
+
+# ---- what is wrong is told to all, and nothing is visible
+
+
+def wrong_then_right(store: ShardStore, rank: int, run: RunDir) -> Any:
+    """Each wrong version is refused on every rank alike, and the right one after them is taken."""
+    complaints = []
+    extra = (Shard(name="0.bias", start=(0,), shape=(2,)), torch.zeros(2))
+    for change in (
+        lambda held: held.pop(),
+        lambda held: held.append(held_tp_pp(0, 2)[0]),
+        lambda held: held.append(extra),
+        lambda held: held.__setitem__(0, (held[0][0], held[0][1].float())),
+        lambda held: held.__setitem__(0, (held[0][0], held[0][1][:, :-1])),
+    ):
+        held = list(held_tp_pp(rank, 2))
+        if rank == 3:
+            change(held)
+        try:
+            store.stage(held, version=2, step=2)
+            complaints.append("")
+        except WeightsError as error:
+            complaints.append(str(error))
+    store.stage(held_tp_pp(rank, 3), version=3, step=3)
+    if rank == 0:
+        store.commit()
+    store.close()
+    return complaints
+
+
+def test_what_one_rank_has_wrong_every_rank_hears_with_the_tensor_and_the_rank(run: RunDir) -> None:
+    before = WindowStore(key(run), job=run.job(0))
+    before.publish(full(1), version=1, step=1)
+    before.close()
+    answers = ranks(wrong_then_right, run, 4)
+    assert len({tuple(complaints) for complaints in answers.values()}) == 1
+    missing, twice, extra, dtype, shape = answers[0]
+    assert "tensor '1.o'" in missing
+    assert "held by no rank" in missing
+    assert "tensor '0.q': rank 0 and rank 3 both hold" in twice
+    assert "rank 3: a shard is of tensor '0.bias'" in extra
+    assert "rank 3: tensor '1.q': a shard of bfloat16 [32, 64] at [32, 0] was to come, and float32" in dtype
+    assert "rank 3: tensor '1.q'" in shape
+    assert "bfloat16 [32, 63] came" in shape
+    assert WindowStore(key(run), job=run.job(0)).newest().version == 3  # type: ignore[union-attr]
+    assert seen(run, 1)
+    assert seen(run, 3)
+
+
+def another_model(store: ShardStore, rank: int, run: RunDir) -> Any:
+    other = Layout.pack([("a", "float32", (rank + 1,))])
+    held = [(whole(other.tensors[0]), torch.zeros(rank + 1))]
+    ShardStore(key(run), job=run.job(0), layout=other, rank=rank, exchange=exchange_over()).stage(
+        held, version=1, step=1
+    )
+
+
+def test_ranks_with_different_models_are_refused(run: RunDir) -> None:
+    answers = ranks(another_model, run, 2)
+    assert set(answers.values()) == {"refused: rank 1 has another layout than rank 0: do both hold the same model?"}
+
+
+def no_memory(store: ShardStore, rank: int, run: RunDir) -> Any:
+    nowhere = Key(campaign=run.root, node="n", directory=run.root / "absent")
+    ShardStore(nowhere, job=run.job(0), layout=LAYOUT, rank=rank, exchange=exchange_over()).stage(
+        held_tp_pp(rank, 1), version=1, step=1
+    )
+
+
+def test_without_room_for_a_window_every_rank_hears_it(run: RunDir) -> None:
+    answers = ranks(no_memory, run, 4)
+    assert len(answers) == 4
+    assert all(answer.startswith("refused: rank 0: no window of") for answer in answers.values())
+
+
+# ---- kills
+
+
+def killed_in_mid_write(store: ShardStore, rank: int, run: RunDir) -> Any:
+    publish_one(store, rank, version=1)
+    fill = shards_module._fill
+
+    def fill_half_and_die(slot: memoryview, layout: Layout, held: Shards) -> None:
+        fill(slot, layout, held[:1])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 2:
+        shards_module._fill = fill_half_and_die
+    publish_one(store, rank, version=2)
+    return "published"
+
+
+def publish_one(store: ShardStore, rank: int, *, version: int) -> None:
+    store.stage(held_tp_pp(rank, version), version=version, step=version)
+    if rank == 0:
+        store.commit()
+
+
+def again(store: ShardStore, rank: int, run: RunDir) -> Any:
+    """The trainer started anew."""
+    before = store.newest() if rank == 0 else None
+    publish_one(store, rank, version=3)
+    store.close()
+    return before.version if before is not None else None
+
+
+def test_a_rank_killed_in_mid_write_leaves_the_old_version_and_the_next_trainer_goes_on(run: RunDir) -> None:
+    answers = ranks(killed_in_mid_write, run, 4, num_answers=3)
+    assert answers == dict.fromkeys((0, 1, 3), "left alone")
+    reader = WindowStore(key(run), job=run.job(0))
+    assert reader.newest().version == 1  # type: ignore[union-attr]
+    assert seen(run, 1)
+    assert ranks(again, run, 4)[0] == 1
+    assert reader.newest().version == 3  # type: ignore[union-attr]
+    assert seen(run, 3)
+
+
+def one_killed_while_summing(store: ShardStore, rank: int, run: RunDir) -> Any:
+    if rank == 1:
+        Window.sum_up = lambda window, turn: (  # type: ignore[method-assign]
+            window._heads.together("sum", turn.slot, turn.generation, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        )
+    store.stage(held_dp(rank, 1), version=1, step=1)
+    if rank == 1:
+        store.close()
+    return store.commit().version
+
+
+def test_checksums_that_a_killed_rank_had_begun_are_taken_by_rank_0(run: RunDir) -> None:
+    assert ranks(one_killed_while_summing, run, 2, num_answers=1) == {0: 1}
+    assert seen(run, 1)
+
+
+def test_a_slot_is_not_given_away_while_a_rank_still_fills_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcrl.weights.window.LEASE_S", 0.05)
+    writer = Window.create(key(run), LAYOUT, job=run.job(0))
+    writer.begin(1, step=1)
+    turn, part = writer.turn(), Window.join(key(run), job=0)
+    with part.part(turn), pytest.raises(WeightsError, match="a rank still fills slot 0"):
+        writer.begin(1, step=1)
+    writer.begin(1, step=1)
+    with pytest.raises(WeightsError, match="is not being written any more"), part.part(turn):
+        pass
+
+
+# ---- as the trainer's publisher
+
+
+def published(store: ShardStore, rank: int, run: RunDir) -> Any:
+    if rank != 0:
+        for version in (1, 2):
+            store.stage(held_tp_pp(rank, version), version=version, step=version)
+        store.close()
+        return None
+    run.weights.mkdir()
+    events = EventLog(run.events / "train.jsonl", role="train")
+    publisher = Publisher(FileStore(run.weights), store, events=events, keep_versions=2)
+    for version in (1, 2):
+        publisher.publish(held_tp_pp(rank, version), version=version, step=version)
+    publisher.persist()
+    publisher.close()
+    return [newest_version(run.weights), listed(run.weights)]
+
+
+def test_a_publisher_takes_shards_as_it_takes_tensors(run: RunDir) -> None:
+    assert ranks(published, run, 4)[0] == [2, [1, 2]]
+    got = FileStore(run.weights).load(2)
+    assert all(torch.equal(got[name], tensor) for name, tensor in full(2).items())
+    assert not key(run).path.exists()

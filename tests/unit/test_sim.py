@@ -1,0 +1,140 @@
+"""The simulated engine in virtual time: how long its turns take, and what its KV cache saves."""
+
+import asyncio
+
+import pytest
+
+from hpcrl.cost import ModelShape, pace
+from hpcrl.engines.base import GenerateRequest
+from hpcrl.engines.sim import SimEngine, SimSettings
+from hpcrl.errors import EngineError, EngineRefusedError, WeightsError
+from hpcrl.hardware import GPUS
+from hpcrl.simulate.clock import run_virtual
+
+SHAPE = ModelShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
+PACE = pace(GPUS["h100"], shape=SHAPE)
+
+
+def ask(name="r", num_prompt=1000, num_new=20, **fields):
+    return GenerateRequest(request_id=name, token_ids=[7] * num_prompt, max_new_tokens=num_new, **fields)
+
+
+def on(body, **settings):
+    async def run():
+        async with SimEngine(PACE, settings=SimSettings(**settings)) as engine:
+            return await body(engine, asyncio.get_running_loop())
+
+    return run_virtual(run())
+
+
+def test_a_turn_takes_what_the_cost_model_says():
+    async def body(engine, loop):
+        await engine.generate(ask())
+        return loop.time()
+
+    prefill = PACE.prefill_s(999) + PACE.standing_s(999)
+    steps = sum(PACE.decode_s(1, num_kv=1000 + step) for step in range(20))
+    assert on(body) == pytest.approx(prefill + steps, rel=1e-6)
+
+
+def test_time_goes_as_fast_as_its_scale_says():
+    async def body(engine, loop):
+        await engine.generate(ask())
+        return loop.time()
+
+    assert on(body, time_scale=0.01) == pytest.approx(on(body) / 100)
+
+
+def test_a_later_turn_of_a_trajectory_computes_only_what_is_new():
+    async def body(engine, loop):
+        first = await engine.generate(ask("a", trajectory="t"))
+        history = [7] * 1000 + first.token_ids
+        await engine.generate(
+            GenerateRequest(request_id="b", token_ids=[*history, *[8] * 50], max_new_tokens=5, trajectory="t")
+        )
+        return engine.batch.num_prefilled
+
+    assert on(body) == 999 + 49
+
+
+def test_kv_is_given_up_when_running_turns_need_the_room():
+    async def body(engine, loop):
+        await engine.generate(ask("a", trajectory="t"))
+        most = PACE.kv_tokens - 10
+        await engine.generate(ask("b", num_prompt=most, num_new=5))
+        kept = engine.batch.prefixes.num_tokens
+        await engine.generate(ask("c", trajectory="t"))
+        return kept, engine.batch.num_prefilled
+
+    kept, num_prefilled = on(body, context_length=10**7)
+    assert kept == 0
+    assert num_prefilled == 999 + PACE.kv_tokens - 11 + 999
+
+
+def test_waiting_turns_go_by_priority():
+    ended = []
+
+    async def body(engine, loop):
+        async def turn(name, priority):
+            await engine.generate(ask(name, priority=priority))
+            ended.append(name)
+
+        await asyncio.gather(turn("first", 9), turn("late", 5), turn("soon", 1))
+
+    on(body, max_batch=1)
+    assert ended.index("soon") < ended.index("late")
+
+
+def test_a_full_engine_refuses():
+    async def body(engine, loop):
+        running = [asyncio.create_task(engine.generate(ask(f"r{n}"))) for n in range(2)]
+        await asyncio.sleep(0.001)
+        with pytest.raises(EngineRefusedError, match="wait here already"):
+            await engine.generate(ask("more"))
+        await asyncio.gather(*running)
+
+    on(body, max_batch=1, max_waiting=1)
+
+
+def test_a_turn_that_can_never_fit_is_refused_with_the_numbers():
+    async def body(engine, loop):
+        await engine.generate(ask(num_prompt=PACE.kv_tokens))
+
+    with pytest.raises(EngineError, match="give the worker more GPUs"):
+        on(body, context_length=10**7)
+
+
+def test_a_version_that_comes_in_mid_turn_is_recorded_per_token():
+    async def body(engine, loop):
+        turn = asyncio.create_task(engine.generate(ask(num_new=100)))
+        while engine.batch.num_generated < 30:
+            await asyncio.sleep(0.001)
+        stall_s = await engine.load_version(1)
+        return stall_s, (await turn).versions
+
+    stall_s, versions = on(body)
+    assert stall_s > 0
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 1}
+    assert len(versions) == 100
+
+
+def test_versions_do_not_go_back():
+    async def body(engine, loop):
+        await engine.load_version(3)
+        with pytest.raises(WeightsError, match="never go back"):
+            await engine.load_version(2)
+
+    on(body)
+
+
+def test_nothing_is_said_while_the_engine_is_paused():
+    async def body(engine, loop):
+        await engine.pause()
+        turn = asyncio.create_task(engine.generate(ask()))
+        await asyncio.sleep(100)
+        said = engine.batch.num_generated
+        await engine.resume()
+        return said, len((await turn).token_ids)
+
+    assert on(body) == (0, 20)

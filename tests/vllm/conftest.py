@@ -1,0 +1,48 @@
+"""Two real vLLM engines that the whole suite shares; they keep the weights of the model directory, version 0."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.vllm.served import Behind, Place
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything here needs vLLM and time to start it."""
+    here = Path(__file__).parent
+    missing = importlib.util.find_spec("vllm") is None
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.timeout(900))
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed (make vllm)"))
+
+
+@pytest.fixture(scope="session")
+def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Deep enough that a long turn takes seconds: there is time to do something in the middle of it."""
+    from hpcrl.engines.tiny import make_tiny_model
+    from hpcrl.recipe import TinyModel
+
+    directory = tmp_path_factory.mktemp("slow") / "model"
+    make_tiny_model(directory, TinyModel(num_layers=12), seed=0)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def vllm_place(tmp_path_factory: pytest.TempPathFactory, slow_model_dir: Path) -> "Iterator[Place]":
+    from tests.vllm.served import place
+
+    with place(tmp_path_factory.mktemp("vllm") / "campaign", slow_model_dir) as there:
+        yield there
+
+
+@pytest.fixture(scope="session")
+def pair(vllm_place: "Place") -> "Iterator[list[Behind]]":
+    with vllm_place.engines("first", "second") as found:
+        yield found

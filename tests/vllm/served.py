@@ -1,0 +1,136 @@
+"""Real vLLM engines for tests: each behind its door, on an event loop of its own that lives as long as they do."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import torch
+
+from hpcrl.endpoints import Endpoint
+from hpcrl.engines.base import LoadFigures
+from hpcrl.engines.http import RemoteEngine, serve
+from hpcrl.engines.vllm import Origin, VllmEngine
+from hpcrl.engines.vllm_server import OUR_CONNECTOR, Launch
+from hpcrl.files import private_dir
+from hpcrl.rundir import RunDir
+from hpcrl.weights.store import WindowStore
+from hpcrl.weights.window import window_key
+
+T = TypeVar("T")
+CONTEXT = 512
+UP_S = 600.0
+
+
+@dataclass
+class Behind:
+    """An engine and its door."""
+
+    engine: VllmEngine
+    endpoint: Endpoint
+
+
+@dataclass
+class Place:
+    """A campaign directory with weights in a window, and the loop that its engines live on."""
+
+    root: Path
+    model: Path
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+
+    def __post_init__(self) -> None:
+        self.run = RunDir(self.root)
+        self.job = self.run.job(0)
+        for directory in (self.job.logs, self.run.weights, self.run.endpoints):
+            private_dir(directory)
+        self.window = WindowStore(window_key(self.run, node="here"), job=self.job)
+
+    def do(self, work: Coroutine[Any, Any, T], *, timeout_s: float = UP_S) -> T:
+        """Run something on the engines' loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
+
+    def launch(self, name: str) -> Launch:
+        return Launch(
+            model=self.model,
+            log=self.job.log(name),
+            dtype="float32",
+            max_model_len=CONTEXT,
+            max_batch=8,
+            kv_connector=OUR_CONNECTOR,
+            kv_dir=self.job.kv,
+            extra_args=("--enforce-eager", "--block-size", "32"),
+        )
+
+    @contextmanager
+    def engines(self, *names: str) -> Iterator[list[Behind]]:
+        """Engines with these names, started at the same time."""
+        stack = AsyncExitStack()
+        try:
+            yield self.do(self._start(stack, names))
+        finally:
+            self.do(stack.aclose())
+
+    async def _start(self, stack: AsyncExitStack, names: tuple[str, ...]) -> list[Behind]:
+        from hpcrl.weights.vllm_plugin import source_of  # imports vllm, which may be missing
+
+        source = source_of(self.root, job=0, node="here")
+        origin = Origin(campaign=self.root, job=0, node="here")
+        engines = [VllmEngine(self.launch(name), source=source, origin=origin) for name in names]
+        await asyncio.gather(*(stack.enter_async_context(engine) for engine in engines))
+        found = []
+        for name, engine in zip(names, engines, strict=True):
+            url, runner = await serve(engine, host="127.0.0.1", token="secret")
+            stack.push_async_callback(runner.cleanup)
+            endpoint = Endpoint(role="decode", worker=name, node="here", url=url, token="secret")
+            found.append(Behind(engine=engine, endpoint=endpoint))
+        return found
+
+
+@contextmanager
+def place(root: Path, model: Path) -> Iterator[Place]:
+    """A place whose loop runs in a thread until the block ends."""
+    there = Place(root=root, model=model)
+    thread = threading.Thread(target=there.loop.run_forever, name="engines", daemon=True)
+    thread.start()
+    try:
+        yield there
+    finally:
+        there.window.unlink()
+        there.window.close()
+        there.loop.call_soon_threadsafe(there.loop.stop)
+        thread.join()
+        there.loop.close()
+
+
+class Newcomer(RemoteEngine):
+    """An engine that others have used, as one that comes to it now sees it: it has generated nothing yet."""
+
+    def __init__(self, endpoint: Endpoint, session: aiohttp.ClientSession) -> None:
+        super().__init__(endpoint, session)
+        self._before: int | None = None
+
+    async def load_figures(self) -> LoadFigures:
+        figures = await super().load_figures()
+        if self._before is None:
+            self._before = figures.num_generated_tokens
+        return LoadFigures(
+            version=figures.version,
+            num_running=figures.num_running,
+            num_waiting=figures.num_waiting,
+            num_generated_tokens=figures.num_generated_tokens - self._before,
+            running_tokens=figures.running_tokens,
+            free_kv_tokens=figures.free_kv_tokens,
+        )
+
+
+def greedy(model: Any, token_ids: list[int], *, num: int) -> list[int]:
+    """What transformers says."""
+    with torch.inference_mode():
+        said = model.generate(
+            torch.tensor([token_ids]), max_new_tokens=num, min_new_tokens=num, do_sample=False, eos_token_id=None
+        )
+    return list(said[0].tolist()[len(token_ids) :])

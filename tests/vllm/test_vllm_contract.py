@@ -1,0 +1,32 @@
+"""What every Generator promises, kept by vLLM behind our door: the suite in tests/contract, on a real server."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hpcrl.engines.base import Generator
+from hpcrl.engines.http import client_session
+from tests.contract import test_engine as contract
+from tests.vllm.served import Newcomer
+
+if TYPE_CHECKING:
+    from tests.contract.test_engine import Opened
+    from tests.vllm.served import Behind
+
+for _name, _test in vars(contract).items():
+    if _name.startswith("test_"):
+        globals()[_name] = _test
+
+
+@pytest.fixture
+def opened(pair: "list[Behind]") -> "Opened":
+    @asynccontextmanager
+    async def arrive() -> AsyncIterator[Generator]:
+        async with client_session() as session:
+            engine = Newcomer(pair[0].endpoint, session)
+            await engine.load_figures()
+            yield engine
+
+    return arrive

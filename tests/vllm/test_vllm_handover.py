@@ -1,0 +1,139 @@
+"""KV from one vLLM engine to another: the same tokens as from one, and honest about where the KV came from."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from hpcrl.engines.base import Completion, GenerateRequest, KvHandle
+from hpcrl.engines.embedded import load_model
+from hpcrl.engines.http import RemoteEngine, client_session
+from hpcrl.errors import EngineError
+from tests.vllm.served import greedy
+
+if TYPE_CHECKING:
+    from tests.vllm.served import Behind, Place
+
+NUM = 24
+PROMPTS = [[2, 45, 78, 5, 36, 3], [7] * 40, [2, *range(10, 90), 3] * 2]
+
+
+def ask(name: str, prompt: list[int], **changes: Any) -> GenerateRequest:
+    request = GenerateRequest(request_id=name, token_ids=prompt, max_new_tokens=NUM, temperature=0.0)
+    return msgspec.structs.replace(request, **changes)
+
+
+def on_both(pair: "list[Behind]", body: Callable[[RemoteEngine, RemoteEngine], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        async with client_session() as session:
+            return await body(*(RemoteEngine(behind.endpoint, session) for behind in pair))
+
+    return asyncio.run(run())
+
+
+async def handed_over(prefill: RemoteEngine, decode: RemoteEngine, prompt: list[int]) -> Completion:
+    handle = await prefill.prefill(ask("prefill", prompt))
+    return await decode.generate(ask("decode", prompt, kv=handle))
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: f"{len(prompt)}-tokens")
+def test_prefill_here_and_decode_there_give_the_tokens_of_one_engine_and_of_transformers(
+    pair: "list[Behind]", slow_model_dir: Path, prompt: list[int]
+) -> None:
+    async def body(prefill: RemoteEngine, decode: RemoteEngine) -> Any:
+        return await handed_over(prefill, decode, prompt), await prefill.generate(ask("alone", prompt))
+
+    decoded, alone = on_both(pair, body)
+    assert decoded.remote_prefill
+    assert not alone.remote_prefill
+    assert decoded.token_ids == alone.token_ids == greedy(load_model(slow_model_dir), prompt, num=NUM)
+    assert decoded.logprobs == pytest.approx(alone.logprobs, abs=1e-3)
+
+
+def test_a_prompt_of_one_token_has_nothing_to_hand_over(pair: "list[Behind]") -> None:
+    async def body(prefill: RemoteEngine, decode: RemoteEngine) -> Completion:
+        return await decode.generate(ask("one", [5]))
+
+    assert len(on_both(pair, body).token_ids) == NUM
+
+
+def test_many_hand_overs_at_once_of_the_same_prompt_do_not_disturb_each_other(pair: "list[Behind]") -> None:
+    prompt = [2, *range(20, 60), 3]
+
+    async def body(prefill: RemoteEngine, decode: RemoteEngine) -> Any:
+        async def one(number: int) -> Completion:
+            handle = await prefill.prefill(ask(f"p{number}", prompt))
+            return await decode.generate(ask(f"d{number}", prompt, kv=handle))
+
+        return await asyncio.gather(*(one(number) for number in range(12)))
+
+    answers = on_both(pair, body)
+    assert {tuple(answer.token_ids) for answer in answers} == {tuple(answers[0].token_ids)}
+    assert any(answer.remote_prefill for answer in answers)
+
+
+def test_what_was_fetched_is_gone_from_the_directory(pair: "list[Behind]", vllm_place: "Place") -> None:
+    before = set(vllm_place.job.kv.iterdir())
+    prompt = [2, 90, 80, 70, 60, 3]
+    assert on_both(pair, lambda prefill, decode: handed_over(prefill, decode, prompt)).remote_prefill
+    assert set(vllm_place.job.kv.iterdir()) <= before
+
+
+@pytest.mark.parametrize("damage", ["cut", "swapped"])
+def test_damaged_kv_is_computed_anew_and_not_counted(pair: "list[Behind]", vllm_place: "Place", damage: str) -> None:
+    prompt = [2, 33, 44, 55, 66, 77, 3, 3 if damage == "cut" else 4]
+
+    async def body(prefill: RemoteEngine, decode: RemoteEngine) -> Any:
+        handle = await prefill.prefill(ask("prefill", prompt))
+        path = next(vllm_place.job.kv.glob(f"{_name(handle)}*"))
+        data = bytearray(path.read_bytes())
+        if damage == "cut":  # its header still reads well
+            path.write_bytes(data[:-64])
+        else:
+            other = await prefill.prefill(ask("other", prompt[::-1]))
+            path.write_bytes(next(vllm_place.job.kv.glob(f"{_name(other)}*")).read_bytes())
+        return await prefill.generate(ask("alone", prompt)), await decode.generate(ask("decode", prompt, kv=handle))
+
+    alone, decoded = on_both(pair, body)
+    assert not decoded.remote_prefill
+    assert decoded.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("name", ["../../../etc/passwd", "", "x" * 300, 5])
+def test_a_handle_that_names_a_file_elsewhere_is_not_followed(pair: "list[Behind]", name: object) -> None:
+    handle = KvHandle(url="vllm:files", token="", version=0, num_tokens=5, transfer={"name": name})
+
+    async def body(_: RemoteEngine, decode: RemoteEngine) -> Completion:
+        return await decode.generate(ask("decode", PROMPTS[0], kv=handle))
+
+    answer = on_both(pair, body)
+    assert not answer.remote_prefill
+    assert len(answer.token_ids) == NUM
+
+
+def test_without_a_directory_prefill_says_so_and_decode_goes_on_alone(
+    pair: "list[Behind]", vllm_place: "Place"
+) -> None:
+    kv = vllm_place.job.kv
+    aside = kv.rename(kv.with_name("kv-aside"))
+    kv.touch()  # whoever they are: root could write into any directory
+    try:
+
+        async def body(prefill: RemoteEngine, decode: RemoteEngine) -> Completion:
+            with pytest.raises(EngineError, match="was not saved"):
+                await prefill.prefill(ask("prefill", PROMPTS[1]))
+            return await decode.generate(ask("decode", PROMPTS[1]))
+
+        assert len(on_both(pair, body).token_ids) == NUM
+    finally:
+        kv.unlink()
+        aside.rename(kv)
+    assert on_both(pair, lambda prefill, decode: handed_over(prefill, decode, PROMPTS[0][::-1])).remote_prefill
+
+
+def _name(handle: KvHandle) -> str:
+    assert handle.transfer is not None
+    return str(handle.transfer["name"])
