@@ -24,7 +24,7 @@ check: $(VENV)/.dev
 	$(BIN)/shellcheck jobs/*.sh jobs/lab/*.sh .ci/run
 	$(BIN)/codespell
 
-bench: $(VENV)/.bench
+bench: $(VENV)/.bench $(VENV)/.vllm
 	$(BIN)/python -m bench
 
 clean:

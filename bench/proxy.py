@@ -2,6 +2,7 @@
 
     latency    p50 of a call through the proxy: the same tokens asked of the engine straight
     rate       requests/s through the proxy over an engine that answers at once: a bare server of the same bytes
+    CPU        of the bare server for a request : of the proxy; the same as the rate where nobody else wants the cores
 
 Calls through the proxy and straight ones take turns, one at a time. `--engine vllm` measures latency on a real vLLM
 engine, as the bar is meant; without it the embedded engine stands in. Both ends of the rate are in processes of their
@@ -11,6 +12,7 @@ own, apart from the client.
 import asyncio
 import json
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
@@ -61,12 +63,13 @@ def _measure(full: bool, *, engine: str) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as root:
         model = _model(Path(root))
         overhead, straight_ms = asyncio.run(_latency(model, engine=engine, rounds=200 if full else 40))
-        through, bare = _rates(model, seconds=10.0 if full else 4.0)
+        through, bare, cpu = _rates(model, seconds=20.0 if full else 8.0)
     return [
         Figure(name=f"p50 latency, {engine}: proxy / straight", value=overhead, bar=BAR_LATENCY, better="lower"),
         Figure(name="p50 latency straight", value=straight_ms, unit="ms"),
         Figure(name="requests/s: proxy / bare aiohttp", value=through / bare, bar=BAR_RATE),
         Figure(name="requests/s through the proxy", value=through, unit="/s"),
+        Figure(name="CPU per request: bare aiohttp / proxy", value=cpu),
     ]
 
 
@@ -110,10 +113,9 @@ def _embedded(model: Path) -> AbstractAsyncContextManager[Policy]:
 def _vllm(model: Path) -> AbstractAsyncContextManager[Policy]:
     from hpcrl.engines.vllm import Origin, VllmEngine
     from hpcrl.engines.vllm_server import Launch
-    from hpcrl.weights.store import MemoryStore
 
     launch = Launch(model=model, log=model.parent / "vllm.log", dtype="float32", max_model_len=512)
-    return VllmEngine(launch, source=MemoryStore(), origin=Origin(campaign=model.parent, job=0, node="here"))
+    return VllmEngine(launch, origin=Origin(campaign=model.parent, job=0, node="here"))
 
 
 async def _compared(engine: Policy, template: Template, *, rounds: int) -> tuple[float, float]:
@@ -150,23 +152,32 @@ async def _timed(call: Callable[[], Awaitable[None]]) -> float:
 # Rate
 
 
-def _rates(model: Path, *, seconds: float) -> tuple[float, float]:
-    """Requests per second through the proxy and from a bare server, each the median of rounds that take turns."""
+def _rates(model: Path, *, seconds: float) -> tuple[float, float, float]:
+    """Requests per second through the proxy and from a bare server, each the median of rounds that take turns.
+
+    The third is the ratio of what both take of their cores for a request.
+    """
     rates: dict[str, list[float]] = {"proxy": [], "bare": []}
+    cpu_s = {"proxy": 0.0, "bare": 0.0}
+    num = {"proxy": 0.0, "bare": 0.0}
     servers = {name: _Server(name, model) for name in rates}
     try:
         answer = asyncio.run(_one(servers["proxy"]))
         servers["bare"].pipe.send(answer)
         for number in range(6):
             for name in ("proxy", "bare") if number % 2 else ("bare", "proxy"):
-                rate = asyncio.run(_rate(servers[name], seconds=seconds / 6))
+                before = servers[name].cpu_s()
+                rate = asyncio.run(_rate(servers[name], seconds=seconds / 12))
                 if number:
                     rates[name].append(rate)
+                    cpu_s[name] += servers[name].cpu_s() - before
+                    num[name] += rate * seconds / 12
     finally:
         for server in servers.values():
             server.process.kill()
             server.process.join()
-    return statistics.median(rates["proxy"]), statistics.median(rates["bare"])
+    each = {name: cpu_s[name] / num[name] for name in rates}
+    return statistics.median(rates["proxy"]), statistics.median(rates["bare"]), each["bare"] / each["proxy"]
 
 
 class _Server:
@@ -178,6 +189,11 @@ class _Server:
         self.process = multiprocessing.get_context("spawn").Process(target=target, args=(str(model), theirs))
         self.process.start()
         self.url, self.key = self.pipe.recv()
+
+    def cpu_s(self) -> float:
+        """What it has had of the processors so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _serve_proxy(model: str, pipe: Connection) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.figures import Figure, main
-from bench.routing.fleet import Fleet, Run, lower_bound_s, replay
+from bench.routing.fleet import Fleet, Run, lower_bound_s, replay, settled_bound_s
 from bench.routing.serving import errors, fit, read_points
 from bench.routing.workload import Call, Script, read_calls, repeated, synthetic
 from hpcrl.endpoints import Endpoint
@@ -62,6 +62,10 @@ def _policy_figures(scripts: list[Script], *, full: bool) -> list[Figure]:
         ),
         *(_over(name, run, router) for name, run in runs.items()),
         Figure(name="makespan: router / bound", value=router.makespan_s / bound_s, bar=BAR_BOUND, better="lower"),
+        Figure(
+            name="router / bound where a trajectory stays with one kind of GPU",
+            value=router.makespan_s / settled_bound_s(scripts, fleet),
+        ),
         *(Figure(name=f"{name} / bound", value=run.makespan_s / bound_s) for name, run in runs.items()),
         Figure(name="router: prompt tokens computed", value=router.prefilled_share, unit="share"),
     ]

@@ -30,7 +30,6 @@ from hpcrl.recipe import TinyModel
 from hpcrl.rundir import RunDir
 from hpcrl.weights.fit import parameters_of
 from hpcrl.weights.store import WindowStore
-from hpcrl.weights.vllm_plugin import source_of
 from hpcrl.weights.window import window_key
 
 BAR = 5.0
@@ -63,7 +62,7 @@ async def _measure(root: Path, *, rounds: int) -> list[Figure]:
     origin = Origin(campaign=run.root, job=0, node="here")
     ours, theirs, copies = [], [], []
     try:
-        async with VllmEngine(launch, source=source_of(run.root, job=0, node="here"), origin=origin) as engine:
+        async with VllmEngine(launch, origin=origin) as engine:
             for version in range(1, rounds + 1):
                 window.publish(tensors, version=version, step=version)
                 ours.append(await _silence(engine, engine.load_version(version)))

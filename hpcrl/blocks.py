@@ -40,7 +40,7 @@ class Jobs(ExecutionProvider):
         path = self._job.root / f"{job_name}.sh"
         publish(path, self._script(job_name, command.split("\n")))
         try:
-            id = side.begin(path)
+            id = side.begin(path, record=self._job.reward_jobs)
         except SlurmError:
             return None
         self._begun.append(id)

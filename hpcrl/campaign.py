@@ -111,7 +111,7 @@ def _check_user_code(asked: Request) -> None:
     try:
         done = subprocess.run(
             command,
-            input=msgspec.json.encode(asked.recipe.domains),
+            input=msgspec.json.encode(asked.recipe),
             capture_output=True,
             check=False,
             timeout=CHECK_TIMEOUT_S,

@@ -2,6 +2,7 @@
 
 find(kind, name)        the file meant by `quickstart` or `my/recipe.toml`
 load_table(kind, name)  its table, with `extends` resolved and `-s key=value` applied
+nearest(name, names)    "did you mean ...? "
 to_struct(table, type)  the struct, or a ConfigError that names the key, the value and the nearest known name
 """
 
@@ -61,7 +62,7 @@ def find(kind: Kind, name: str, *, beside: Path | None = None) -> Path:
             return candidate
     names = known_names(kind)
     raise ConfigError(
-        f"no {kind[:-1]} {name!r}: {_nearest(name, names)}known by name: {', '.join(names) or 'none'}; "
+        f"no {kind[:-1]} {name!r}: {nearest(name, names)}known by name: {', '.join(names) or 'none'}; "
         f"a path must name a .toml file (your own go to {user_folder(kind)})"
     )
 
@@ -161,10 +162,11 @@ def _unknown_key(source: str, trail: tuple[str, ...], key: str, known: Iterable[
     where = ".".join((*trail, key))
     names = sorted(known)
     table = f"[{'.'.join(trail)}]" if trail else "the top level"
-    return f"{source}: unknown key {where!r}: {_nearest(key, names)}{table} takes {', '.join(names)}"
+    return f"{source}: unknown key {where!r}: {nearest(key, names)}{table} takes {', '.join(names)}"
 
 
-def _nearest(name: str, names: Sequence[str]) -> str:
+def nearest(name: str, names: Sequence[str]) -> str:
+    """A question for a message: the known name that a wrong one was likely meant to be; empty if none is near."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}? " if close else ""
 

@@ -20,7 +20,7 @@ import msgspec
 
 from hpcrl.couriers import Couriers, rungs
 from hpcrl.endpoints import address_of, this_node
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import HpcrlError, SlurmError
 from hpcrl.events import EventLog
 from hpcrl.files import discard, last_line, private_dir, publish
 from hpcrl.plan import Plan
@@ -37,6 +37,7 @@ from hpcrl.rundir import JobDir, RunDir
 from hpcrl.scoring import Scoring
 from hpcrl.site import Site
 from hpcrl.slurm.allocation import read_allocation, scrub
+from hpcrl.slurm.side import cancel_recorded
 from hpcrl.weights import versions
 from hpcrl.weights.versions import Rung
 from hpcrl.weights.window import unlink_recorded
@@ -85,6 +86,7 @@ def _guard(driver: int, job: JobDir, *, answer: int) -> int:
     wait_for_descendants(timeout_s=CLOSE_GRACE_S)
     end_descendants(grace_s=CLOSE_GRACE_S)
     unlink_recorded(job)
+    _cancel_recorded(job)
     code = os.waitstatus_to_exitcode(status)
     verdict = os.read(answer, 1 << 16)  # nobody else holds the other end any more
     if verdict:
@@ -93,6 +95,14 @@ def _guard(driver: int, job: JobDir, *, answer: int) -> int:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         publish(job.outcome, _verdict("failed", f"the driver {how}"))
     return code if code >= 0 else 128 - code
+
+
+def _cancel_recorded(job: JobDir) -> None:
+    """Reward jobs that a killed driver left: a queued one could wait for days, to find nobody to work for."""
+    try:
+        cancel_recorded(job.reward_jobs)
+    except SlurmError as error:
+        print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
 
 
 def _drive(run: RunDir, job: JobDir, *, answer: int) -> int:
@@ -180,6 +190,8 @@ class Driver:
         self.events.emit("layout", layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes)
         if allocation.job_id is not None:
             scrub(os.environ)
+        for number in self.run.job_numbers():  # where a whole node died, nobody was left to end them
+            _cancel_recorded(self.run.job(number))
         runtime = Runtime(
             self.plan,
             run=self.run,

@@ -9,7 +9,8 @@
     ├── SpoolError        trajectories could not be written or read
     ├── WeightsError      a version of the weights could not be published or loaded
     ├── EngineError       an engine could not serve a request
-    │   └── EngineRefusedError  it would, but is full: the request is offered to the next one
+    │   ├── EngineRefusedError  it would, but is full: the request is offered to the next one
+    │   └── EngineAnswerError   it answered what cannot be an answer
     ├── EnvFault          the environment's infrastructure failed: retried, never scored
     └── TrainError        training cannot go on
 
@@ -55,6 +56,10 @@ class EngineError(HpcrlError):
 
 class EngineRefusedError(EngineError):
     """An engine has no room for a request now; nothing is wrong with either."""
+
+
+class EngineAnswerError(EngineError):
+    """An engine answered, but what it said cannot be an answer."""
 
 
 class EnvFault(HpcrlError):

@@ -6,6 +6,7 @@ import msgspec
 
 from hpcrl import cost
 from hpcrl.affinity import Choice, Demand, choose
+from hpcrl.config import nearest
 from hpcrl.errors import PlanError
 from hpcrl.hardware import GPUS
 from hpcrl.recipe import ROLES, Recipe, Resources, RoleName
@@ -97,6 +98,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
     """Map roles to partitions and check all that can be checked before queueing."""
     _check_resources(recipe)
     _check_rollout(recipe)
+    _check_router(recipe)
     _check_engine(recipe)
     _check_trainer(recipe)
     _check_isolation(recipe)
@@ -351,6 +353,19 @@ def _check_rollout(recipe: Recipe) -> None:
             f"rollout.max_running = {rollout.max_running} cannot hold one group of {rollout.group_size} (and "
             f"{rollout.redundancy} extra) episodes on each of {num_hosts} env workers: set it to {least} or more"
         )
+
+
+def _check_router(recipe: Recipe) -> None:
+    """A table of affinities speaks of the recipe's domains and of the rest."""
+    if recipe.router.affinity == "auto":
+        return
+    known = sorted({*recipe.domains, "default"})
+    for name in recipe.router.affinity:
+        if name not in known:
+            raise PlanError(
+                f"router.affinity.{name}: there is no domain {name!r}: {nearest(name, known)}"
+                f"known are {', '.join(known)}"
+            )
 
 
 def _check_isolation(recipe: Recipe) -> None:

@@ -85,7 +85,7 @@ def end_descendants(*, grace_s: float) -> int:
     first = descendants()
     _signal_all(first, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while _reap() or descendants():
+    while _reap() or descendants() or _reap():  # one that ends in between is still to be collected
         if time.monotonic() > deadline:
             _signal_all(descendants(), signal.SIGKILL)
         time.sleep(0.05)

@@ -153,6 +153,11 @@ class JobDir:
         return self.root / "windows"
 
     @property
+    def reward_jobs(self) -> Path:
+        """Ids of the reward jobs that this job began, a line each: what may be cancelled after it."""
+        return self.root / "reward-jobs"
+
+    @property
     def kv(self) -> Path:
         """KV on its way from prefill to decode engines, where they have nothing faster."""
         return self.root / "kv"

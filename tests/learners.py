@@ -6,8 +6,16 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from hpcrl.events import EventLog
 from hpcrl.recipe import Train
+from hpcrl.rundir import RunDir
 from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.trainers.lead import Leader, follow
+from hpcrl.trainers.staging import shard_store
+from hpcrl.weights.publisher import Publisher
+from hpcrl.weights.store import FileStore
+from hpcrl.weights.versions import Rung, read_rung
+from hpcrl.weights.window import Key
 
 VOCABULARY = 32
 CONTEXT = 64
@@ -139,3 +147,48 @@ def _train(trainer, load_from, save_to, first, last):
         Path(save_to).mkdir(exist_ok=True)
         trainer.snapshot().write(Path(save_to))
     return result
+
+
+def publish_parts(world, model_dir, root, trainer, changed, window_dir):
+    """All ranks publish two versions, led by rank 0; what engines find then, and how often weights were gathered."""
+    torch.set_num_threads(1)
+    if trainer == "megatron":
+        from hpcrl.trainers.megatron import MegatronTrainer as Kind
+    else:
+        from hpcrl.trainers.torch import TorchTrainer as Kind
+    mine = Kind(Path(model_dir), settings(**changed), world=world)
+    num_gathered = 0
+    gather = mine.tensors
+
+    def counted():
+        nonlocal num_gathered
+        num_gathered += 1
+        return gather()
+
+    mine.tensors = counted
+    run = RunDir(Path(root))
+    run.weights.mkdir(exist_ok=True)
+    key = Key(campaign=run.root, node="n", directory=Path(window_dir))
+    if world.rank:
+        store = shard_store(mine, key, job=run.job(0))
+        follow(mine, train=settings(), spool=run.spool("scored"), store=store)
+        return num_gathered
+    leader = Leader(mine, train=settings(), seed=0, spool=run.spool("scored"), checkpoints=run.checkpoints)
+    store = leader.window(key, job=run.job(0))
+    publisher = Publisher(
+        FileStore(run.weights),
+        store,
+        events=EventLog(run.events / "t.jsonl", job=0, role="train", worker="train-0", node="n", partition="p"),
+        keep_versions=4,
+    )
+    publisher.take_rung(Rung(rung="window", reason="a test"))
+    for version in (1, 2):
+        publisher.publish(leader.boxes(), version=version, step=version, whole=leader.tensors)
+    publisher.persist()
+    publisher.close()
+    expected, published = leader.tensors(), FileStore(run.weights).load(2)
+    leader.close()
+    same = expected.keys() == published.keys() and all(
+        torch.equal(published[name], expected[name]) for name in expected
+    )
+    return {"same": same, "num_gathered": num_gathered - 1, "rung": read_rung(run.weights).rung}

@@ -3,6 +3,7 @@
     Fleet           how many workers of which GPU, with how many slots
     replay          run scripts to their ends under a policy -> Run
     lower_bound_s   max(work / capacity per pool, the longest trajectory)
+    settled_bound_s the same where every trajectory stays with one kind of GPU
 
 Every policy sees the same scripts and the same engines, which keep KV between turns. hpcrl's router runs as it does in
 a campaign: several env hosts, endpoint files, cached loads. Its rivals are given exact loads, without delay.
@@ -11,7 +12,7 @@ a campaign: several env hosts, endpoint files, cached loads. Its rivals are give
 import asyncio
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import cycle
@@ -23,7 +24,7 @@ import msgspec
 from bench.routing.workload import Script
 from hpcrl.cost import ModelShape, Pace, pace
 from hpcrl.endpoints import Endpoint, announce
-from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures
+from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures, Part
 from hpcrl.engines.sim import SimEngine, SimSettings
 from hpcrl.hardware import GPUS
 from hpcrl.recipe import Routing
@@ -90,6 +91,9 @@ class Scripted:
             return await self.engine.generate(msgspec.structs.replace(request, max_new_tokens=num_new))
         finally:
             self.num_ours -= 1
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+        return self.engine.stream(request)
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
         return await self.engine.prefill(request)
@@ -222,28 +226,45 @@ async def _trajectory(script: Script, number: int, policy: Policy, pool: list[in
 
 def lower_bound_s(scripts: list[Script], fleet: Fleet) -> float:
     """Every turn where it is cheapest, all slots full, no KV computed twice, nothing ever waiting for anything."""
-    return max(_shared_out_s(scripts, fleet), max(_alone_s(script, fleet) for script in scripts))
+    turns = [turn for script in scripts for turn in _turns_s(script, fleet)]
+    return max(_shared_out_s(turns, fleet), max(_alone_s(script, fleet) for script in scripts))
 
 
-def _shared_out_s(scripts: list[Script], fleet: Fleet) -> float:
-    """Turns, fractions of them too, shared out between two pools so that both end at once."""
-    paces = [fleet.pace(gpu) for gpu in fleet.workers]
-    turns = [
-        [_turn_s(one, call.num_prompt, fresh, call.num_new, fleet.max_batch) for one in paces]
+def settled_bound_s(scripts: list[Script], fleet: Fleet) -> float:
+    """The bound of schedules that compute no KV twice and hand none over: a trajectory stays with one kind of GPU.
+
+    Its turns are then one piece of work. Fractions of trajectories are still shared out, and KV has room without end,
+    so no such schedule is faster; one that moves a trajectory, and computes its prompt anew, may be.
+    """
+    lives = [
+        [sum(turn[number] for turn in _turns_s(script, fleet)) for number in range(len(fleet.workers))]
         for script in scripts
-        for call, fresh in zip(script.calls, script.num_fresh(), strict=True)
     ]
+    return max(_shared_out_s(lives, fleet), max(_alone_s(script, fleet) for script in scripts))
+
+
+def _shared_out_s(pieces: list[list[float]], fleet: Fleet) -> float:
+    """Pieces of work, fractions of them too, shared out between two pools so that both end at once."""
     sizes = list(fleet.workers.values())
     if len(sizes) == 1:
-        return sum(turn[0] for turn in turns) / sizes[0]
-    turns.sort(key=lambda turn: turn[0] / turn[1])
-    first, second = 0.0, sum(turn[1] for turn in turns) / sizes[1]
-    for here, there in turns:
+        return sum(piece[0] for piece in pieces) / sizes[0]
+    pieces = sorted(pieces, key=lambda piece: piece[0] / piece[1])
+    first, second = 0.0, sum(piece[1] for piece in pieces) / sizes[1]
+    for here, there in pieces:
         if first + here / sizes[0] >= second - there / sizes[1]:
             share = (second - first) / (here / sizes[0] + there / sizes[1])
             return first + share * here / sizes[0]
         first, second = first + here / sizes[0], second - there / sizes[1]
     return first
+
+
+def _turns_s(script: Script, fleet: Fleet) -> list[list[float]]:
+    """What each turn takes on each kind of GPU."""
+    paces = [fleet.pace(gpu) for gpu in fleet.workers]
+    return [
+        [_turn_s(one, call.num_prompt, fresh, call.num_new, fleet.max_batch) for one in paces]
+        for call, fresh in zip(script.calls, script.num_fresh(), strict=True)
+    ]
 
 
 def _turn_s(one: Pace, num_prompt: int, fresh: int, num_new: int, batch: int) -> float:

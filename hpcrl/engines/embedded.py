@@ -9,7 +9,7 @@ The batch itself is hpcrl.engines.batch.
 
 import asyncio
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -77,7 +77,7 @@ class EmbeddedEngine:
         self._shelf = KvShelf(ttl_s=shelf_ttl_s, max_bytes=shelf_bytes)
         self._rows: dict[str, Row] = {}
         self._answers: dict[Row, asyncio.Future[None]] = {}
-        self._waiting: deque[Row] = deque()
+        self._waiting: list[Row] = []
         self._unwanted: set[Row] = set()
         self._paused = False
         self._wake = asyncio.Event()
@@ -215,7 +215,7 @@ class EmbeddedEngine:
             if request.kv is not None:
                 row.kv = await self._handed_over(request.kv)
             if not row.is_done:
-                self._waiting.append(row)
+                insort(self._waiting, row, key=lambda other: other.priority)  # equals keep their order
                 self._wake.set()
             await answer
         finally:
@@ -243,6 +243,7 @@ class EmbeddedEngine:
             top_p=request.top_p,
             top_k=request.top_k,
             top_logprobs=request.top_logprobs,
+            priority=request.priority,
         )
 
     async def _handed_over(self, handle: KvHandle) -> RowKv | None:
@@ -288,12 +289,12 @@ class EmbeddedEngine:
         """Drop what nobody wants any more, then, unless paused, one step of the batch."""
         if self._unwanted:
             dropped, self._unwanted = self._unwanted, set()
-            self._waiting = deque(row for row in self._waiting if row not in dropped)
+            self._waiting = [row for row in self._waiting if row not in dropped]
             await self._in_thread(lambda: self._batch.drop(dropped))
             self._answer(dropped)
         if not self._stands_still:
             room = self._max_batch - len(self._batch.rows)
-            joining = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+            joining, self._waiting = self._waiting[:room], self._waiting[room:]
             self._answer(await self._in_thread(lambda: self._batch.advance(joining)))
             self._stepped.set()
             self._stepped = asyncio.Event()

@@ -7,7 +7,7 @@ Template.spell    ids into text piece by piece, never half a character
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from hpcrl.errors import ConfigError
 
 GUARD = "\ufdd0"
 """Put into a mark that somebody wrote, so that it is none; Unicode keeps this code point out of every text."""
+LONGEST_BETWEEN, MOST_BETWEEN = 16, 1024
+"""Characters of a piece whose ids are remembered, and how many pieces are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class Template:
     """Ends the model's turn."""
     stop_token_ids: tuple[int, ...]
     source: Path
+    between: dict[str, list[int]] = field(default_factory=dict)
+    """Ids of the short texts that the template itself writes between marks: they come in every conversation."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> str:
         """The conversation as the model sees it; ConfigError if the template does not take it."""
@@ -54,8 +58,18 @@ class Template:
         ids: list[int] = []
         for piece in self.mark.split(rendered):
             mark = self.marks.get(piece)
-            ids += self.encode_text(piece.replace(GUARD, "")) if mark is None else [mark]
+            ids += self._encode_piece(piece) if mark is None else [mark]
         return ids
+
+    def _encode_piece(self, piece: str) -> list[int]:
+        if len(piece) > LONGEST_BETWEEN:
+            return self.encode_text(piece.replace(GUARD, ""))
+        known = self.between.get(piece)
+        if known is None:
+            known = self.encode_text(piece.replace(GUARD, ""))
+            if len(self.between) < MOST_BETWEEN:
+                self.between[piece] = known
+        return known
 
     def encode_text(self, text: str) -> list[int]:
         """The ids of a plain text, in which nothing is a mark."""

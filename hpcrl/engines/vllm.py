@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +23,6 @@ from hpcrl.engines.check import check
 from hpcrl.engines.vllm_answers import chunk_of, completion_of, figures_of, limits_of, sampling_of
 from hpcrl.engines.vllm_server import Launch, VllmServer
 from hpcrl.errors import EngineError, WeightsError
-from hpcrl.weights.store import WeightSource
 
 GENERATE = "/inference/v1/generate"
 UPDATE_S = 600.0
@@ -40,7 +38,7 @@ HANDLE = "vllm:"
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where vLLM's own processes find the versions that `source` shows us."""
+    """Where vLLM's own processes find versions."""
 
     campaign: Path
     job: int
@@ -58,11 +56,10 @@ class _Serving:
 class VllmEngine:
     """Use it as `async with VllmEngine(...) as engine`: vLLM is up when the block begins and gone when it ends."""
 
-    def __init__(self, launch: Launch, *, source: WeightSource, origin: Origin) -> None:
+    def __init__(self, launch: Launch, *, origin: Origin) -> None:
         self.version = launch.version
         self.server = VllmServer(launch)
         self._launch = launch
-        self._source = source
         self._origin = origin
         self._serving: dict[str, _Serving] = {}
         self._names = itertools.count()
@@ -187,26 +184,27 @@ class VllmEngine:
         """Found, checked and compared with the model while generation goes on; then it stands still for the load."""
         if version < self.version:
             raise WeightsError(f"version {version} is older than {self.version}, which is loaded: never go back")
-        with ExitStack() as reading:
-            await asyncio.to_thread(reading.enter_context, self._source.reading(version))
-            await self._look(version)
-            async with self._switching:
-                began = time.monotonic()
-                await self._pause()
-                await self._load(version)
-                if not self._paused:
-                    await self.server.post("/resume", limit_s=SHORT_S)
-                return time.monotonic() - began
+        await self._make_ready(version)
+        async with self._switching:
+            began = time.monotonic()
+            await self._pause()
+            await self._load(version)
+            if not self._paused:
+                await self.server.post("/resume", limit_s=SHORT_S)
+            return time.monotonic() - began
 
-    async def _look(self, version: int) -> None:
+    async def _make_ready(self, version: int) -> None:
         """WeightsError, in the words of vLLM's worker, if the version cannot be loaded; nothing has changed then."""
         where = {"campaign": str(self._origin.campaign), "job": self._origin.job, "node": self._origin.node}
         try:
-            await self.server.post(
-                "/init_weight_transfer_engine", {"init_info": where | {"version": version}}, limit_s=UPDATE_S
-            )
+            path = self.server.new_answer()
+            info = where | {"version": version, "answer": str(path)}
+            await self.server.post("/init_weight_transfer_engine", {"init_info": info}, limit_s=UPDATE_S)
+            said = await self.server.answers(path, limit_s=UPDATE_S)
         except EngineError as error:
-            raise WeightsError(f"version {version} does not fit and is not loaded: {error}") from error
+            raise WeightsError(f"version {version} is not loaded: {error}") from error
+        if any(said):
+            raise WeightsError(f"version {version} does not fit and is not loaded: {max(said)}")
 
     async def _load(self, version: int) -> None:
         """Swap the weights of a server that stands still; if that fails it goes on standing still."""

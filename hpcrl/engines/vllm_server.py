@@ -9,6 +9,7 @@ reinforcement learning (pause, new weights, abort) ask nobody for a key.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -31,10 +32,13 @@ from hpcrl.files import last_line, private_dir
 from hpcrl.processes import end_group
 
 POLL_S = 0.5
+ANSWER_POLL_S = 0.02
 FIRST_TOKEN_S = 300.0
 HEALTH_S = 60.0
 """How long a server may take to say that it is well."""
 MAX_SILENCES = 3
+STEP_S = 1800.0
+"""How long vLLM waits for a step of its worker processes; its own 300 s have been too little on a crowded machine."""
 END_S = 15.0
 MAX_SCRATCH_BYTES = 68
 """A socket's path has at most 107, and vLLM's own sockets have names of 36."""
@@ -111,6 +115,8 @@ def environment(launch: Launch, *, scratch: Path, inherited: Mapping[str, str]) 
         "VLLM_RPC_BASE_PATH": str(scratch),
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(round(launch.start_s)),
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(round(STEP_S)),
         "VLLM_CPU_KVCACHE_SPACE": str(launch.cpu_kv_gib),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # which cores are ours is Slurm's to say
         "HF_HUB_OFFLINE": "1",
@@ -126,6 +132,7 @@ class VllmServer:
         self._scratch: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._http: aiohttp.ClientSession | None = None
+        self._asked = itertools.count()
 
     async def __aenter__(self) -> Self:
         launch = self.launch
@@ -162,6 +169,27 @@ class VllmServer:
         """Leave the version where our KV connector looks for it when caches are reset."""
         assert self._scratch is not None
         (self._scratch / "version").write_text(str(version))
+
+    def new_answer(self) -> Path:
+        """Where the server's worker processes can leave answers for `answers`."""
+        assert self._scratch is not None
+        return self._scratch / f"answer-{next(self._asked)}"
+
+    async def answers(self, path: Path, *, limit_s: float) -> list[str]:
+        """What they left, the one of rank R at PATH.R, as soon as all have."""
+        num_ranks = self.launch.tensor_parallel * self.launch.pipeline_parallel
+        left = [path.with_name(f"{path.name}.{rank}") for rank in range(num_ranks)]
+        deadline = time.monotonic() + limit_s
+        while missing := [one for one in left if not one.exists()]:
+            self._check_alive()
+            if time.monotonic() > deadline:
+                ranks = ", ".join(one.suffix[1:] for one in missing)
+                raise EngineError(f"no answer from rank {ranks} in {limit_s:g} s: see {self.launch.log}")
+            await asyncio.sleep(ANSWER_POLL_S)
+        said = [one.read_text() for one in left]
+        for one in left:
+            one.unlink()
+        return said
 
     async def post(self, path: str, body: Any = None, *, limit_s: float | None = None, **query: str) -> Any:
         """Ask a route; EngineError with its own words if it refuses, or if nobody answers."""

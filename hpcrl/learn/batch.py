@@ -43,16 +43,28 @@ def choose_groups(
     max_lag: int,
     consumed: Container[str],
 ) -> Choice:
-    """The oldest complete groups, once there are enough of them; the order of `available` does not matter."""
+    """The oldest complete groups, once there are enough of them; the order of `available` does not matter.
+
+    Groups arrive with exactly `group_size` members, so one whose member cannot be used is given up as a whole: nobody
+    makes another in its place, and what waited for it would count as work that training still has to do.
+    """
     groups: dict[str, list[Trajectory]] = {}
-    stale, rest = [], []
+    lost: dict[str, list[Trajectory]] = {}
+    rest: list[Trajectory] = []
     for trajectory in _distinct(available, consumed=consumed):
         if not _usable(trajectory) or version - trajectory.start_version > max_lag:
-            stale.append(trajectory)
+            lost.setdefault(trajectory.group, []).append(trajectory)
         elif trajectory.reward is None:
             rest.append(trajectory)
         else:
             groups.setdefault(trajectory.group, []).append(trajectory)
+    stale: list[Trajectory] = []
+    for name, members in lost.items():
+        if len(members) + len(groups.get(name, ())) >= group_size > len(groups.get(name, ())):
+            stale += [*members, *groups.pop(name, ())]
+            continue
+        for trajectory in members:  # what failed stays until its group is all there: it says that there is no hope
+            (stale if version - trajectory.start_version > max_lag else rest).append(trajectory)
     complete = [name for name, members in groups.items() if len(members) >= group_size][:groups_per_step]
     chosen = []
     if len(complete) == groups_per_step:

@@ -21,7 +21,7 @@ docs/learning.md names the paper of every choice.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -104,6 +104,39 @@ def chosen_logprobs(logprobs_NV: Tensor, targets_N: Tensor) -> Tensor:
 def entropies(logprobs_NV: Tensor) -> Tensor:
     """The entropy of the distribution that each token came from, in nats."""
     return -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+
+
+def judged(logits_NV: Tensor, targets_N: Tensor, *, temperature: float, train: Train) -> tuple[Tensor, Tensor]:
+    """The log-prob of each token that was said, and the entropy of the distribution that it came from.
+
+    Without an entropy bonus nobody asks for the entropy's gradient, and then it costs a dot product.
+    """
+    if train.entropy_coef:
+        logprobs_NV = log_distribution(logits_NV, temperature=temperature)
+        return chosen_logprobs(logprobs_NV, targets_N), entropies(logprobs_NV)
+    scaled_NV = logits_NV.float() if temperature == 1.0 else logits_NV.float() / temperature
+    logprobs_N, entropy_N = _Judged.apply(scaled_NV, targets_N)  # type: ignore[no-untyped-call]
+    return logprobs_N, entropy_N
+
+
+class _Judged(torch.autograd.Function):
+    """Makes the probabilities once: the entropy needs them now and the gradient later."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+        chances_NV = logprobs_NV.exp()
+        entropy_N = -torch.linalg.vecdot(chances_NV, logprobs_NV)
+        ctx.save_for_backward(chances_NV, targets_N)
+        ctx.mark_non_differentiable(entropy_N)
+        return chosen_logprobs(logprobs_NV, targets_N), entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        chances_NV, targets_N = ctx.saved_tensors
+        grad_N1 = grads[0].unsqueeze(-1)
+        grad_NV = chances_NV * -grad_N1
+        return grad_NV.scatter_add_(-1, targets_N.unsqueeze(-1), grad_N1), None
 
 
 def policy_loss(logprobs_N: Tensor, *, entropy_N: Tensor, said: Said, train: Train) -> tuple[Tensor, LossSums]:

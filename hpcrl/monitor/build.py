@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hpcrl.monitor.fold import Job, Progress, Worker
+from hpcrl.monitor.fold import Job, Progress, Rewards, Worker
 from hpcrl.monitor.jobs import BEAT_S, JobVerdict
 from hpcrl.monitor.snapshot import (
     ComponentView,
     Detail,
+    DomainView,
     EpisodesView,
     JobView,
     RoleDetail,
@@ -20,6 +21,8 @@ from hpcrl.monitor.snapshot import (
 from hpcrl.monitor.state import State, component_state
 from hpcrl.recipe import ROLES
 from hpcrl.slurm.status import expand_nodes
+
+_ENDINGS = ("done", "truncated", "aborted_stale", "aborted_redundant", "env_fault", "policy_fault")
 
 
 class Campaign(msgspec.Struct, kw_only=True):
@@ -110,6 +113,8 @@ def build(facts: Facts) -> Snapshot:
         step=next(reversed(progress.steps), 0),
         num_steps=facts.recipe.train.num_steps if facts.recipe else None,
         episodes=_episodes(progress, living),
+        accounts={status: getattr(progress.totals, status) for status in _ENDINGS},
+        domains={name: _domain(progress.domains[name]) for name in sorted(progress.domains)},
         reward_mean=[step.reward_mean for step in progress.steps.values()],
         tokens_per_s=round(_tokens_per_s(facts), 1),
         spools=_spools(facts),
@@ -166,6 +171,14 @@ def _episodes(progress: Progress, living: Sequence[Worker]) -> EpisodesView:
         aborted=totals.aborted_stale + totals.aborted_redundant,
         faulted=totals.env_fault + totals.policy_fault,
         running=sum(worker.episodes.running for worker in living if worker.episodes),
+    )
+
+
+def _domain(rewards: Rewards) -> DomainView:
+    return DomainView(
+        scored=rewards.num,
+        reward_mean=rewards.total / rewards.num if rewards.num else None,
+        reward_recent=sum(rewards.recent) / len(rewards.recent) if rewards.recent else None,
     )
 
 

@@ -1,7 +1,7 @@
 """Events folded into what a campaign has done: no I/O, and each event costs the same however long the history."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,6 +16,7 @@ from hpcrl.monitor.vocabulary import (
     Loaded,
     Published,
     Resumed,
+    Scored,
     Step,
     WorkerEnded,
     WorkerFailed,
@@ -26,6 +27,8 @@ from hpcrl.monitor.vocabulary import (
 
 RATE_WINDOW_S = 60.0
 KEPT_NOTES = 50
+KEPT_REWARDS = 256
+"""Of each domain: what its mean of late is of."""
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +88,20 @@ class Job:
 
 
 @dataclass
+class Rewards:
+    """What the trajectories of one domain have earned."""
+
+    num: int = 0
+    total: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REWARDS))
+
+    def add(self, rewards: Sequence[float]) -> None:
+        self.num += len(rewards)
+        self.total += sum(rewards)
+        self.recent.extend(rewards)
+
+
+@dataclass
 class TokenRate:
     """Generated tokens by second, over the window only."""
 
@@ -116,6 +133,8 @@ class Progress:
     steps: dict[int, Step] = field(default_factory=dict)
     """One per step, in order of steps; those that a resume went back behind are gone."""
     totals: Totals = field(default_factory=Totals)
+    domains: dict[str, Rewards] = field(default_factory=dict)
+    """Rewards by domain, also of what was not trained on; a segment that was scored twice counts twice."""
     rate: TokenRate = field(default_factory=TokenRate)
     jobs: dict[int, Job] = field(default_factory=dict)
     notes: deque[Note] = field(default_factory=lambda: deque(maxlen=KEPT_NOTES))
@@ -125,8 +144,8 @@ class Progress:
         """Take in one event."""
         job = self._job(event)
         match event:
-            case Episodes():  # first, and without a note: nearly all lines of a campaign are these
-                self._count(self._worker(event), event)
+            case Episodes() | Scored():  # first, and without a note: nearly all lines of a campaign are these
+                self._count(event)
                 return
             case JobStarted():
                 job.started, job.end_time, job.node = event.time, event.end_time, event.node or ""
@@ -193,7 +212,15 @@ class Progress:
             self.num_notes += 1
             self.notes.append(Note(time=event.time, text=" ".join(text.split()), bad=bad))
 
-    def _count(self, worker: Worker, now: Episodes) -> None:
+    def _count(self, event: Episodes | Scored) -> None:
+        worker = self._worker(event)
+        if isinstance(event, Episodes):
+            self._count_episodes(worker, event)
+            return
+        for domain, rewards in event.rewards.items():
+            self.domains.setdefault(domain, Rewards()).add(rewards)
+
+    def _count_episodes(self, worker: Worker, now: Episodes) -> None:
         before = worker.episodes or Episodes(time=now.time)
         added = [getattr(now, name) - getattr(before, name) for name in COUNTERS]
         if min(added) < 0:  # a new process of this worker counts from zero

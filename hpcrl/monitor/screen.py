@@ -172,11 +172,20 @@ def _figure_rows(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     detail, episodes = snapshot.detail, snapshot.episodes
     ended = f"{episodes.done:,} done   {episodes.aborted:,} aborted   {episodes.faulted:,} faulted"
     yield "episodes", f"{episodes.running:,} running   {ended}"
+    if len(snapshot.domains) > 1:
+        yield "domains", "   ".join(_domains(snapshot))
     yield "tokens", "   ".join(_tokens(snapshot))
     yield "waiting", "   ".join(f"{spool.depth:,} in {spool.name}" for spool in snapshot.spools)
     yield "weights", "   ".join(_weights(snapshot))
     if detail.last_step is not None:
         yield "learning", "   ".join(_learning(snapshot))
+
+
+def _domains(snapshot: Snapshot) -> Iterator[str]:
+    """The rewards of late of each domain, and of how many trajectories so far."""
+    for name, domain in snapshot.domains.items():
+        if domain.reward_recent is not None:
+            yield f"{name} {domain.reward_recent:.3f} ({domain.scored:,})"
 
 
 def _tokens(snapshot: Snapshot) -> Iterator[str]:

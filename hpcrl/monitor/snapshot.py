@@ -38,6 +38,16 @@ class EpisodesView(msgspec.Struct, frozen=True, kw_only=True):
     running: int
 
 
+class DomainView(msgspec.Struct, frozen=True, kw_only=True):
+    """What the trajectories of one domain have earned, also those that were not trained on."""
+
+    scored: int
+    reward_mean: float | None
+    """Of all of them."""
+    reward_recent: float | None
+    """Of the last 256."""
+
+
 class SpoolView(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     depth: int
@@ -93,6 +103,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int | None
     """How many the recipe asks for."""
     episodes: EpisodesView
+    accounts: dict[str, int]
+    """How the episodes that have ended did so; they sum to those of `episodes` that do not run."""
+    domains: dict[str, DomainView]
     reward_mean: list[float | None]
     """One per step; a step that was repeated after a resume counts as it was done last."""
     tokens_per_s: float

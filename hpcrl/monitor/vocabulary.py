@@ -78,6 +78,13 @@ class Episodes(_Event, frozen=True, kw_only=True):
     turns: Count = 0
 
 
+class Scored(_Event, frozen=True, kw_only=True):
+    """One segment of trajectories has its rewards."""
+
+    rewards: dict[str, list[float]] = {}
+    """By domain."""
+
+
 class Published(_Event, frozen=True, kw_only=True):
     version: Count
 
@@ -143,6 +150,7 @@ Event = (
     | WorkerEnded
     | WorkerFailed
     | Episodes
+    | Scored
     | Published
     | Loaded
     | Step

@@ -3,17 +3,17 @@
 import asyncio
 import contextlib
 import os
-import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from hpcrl.endpoints import Endpoint
 from hpcrl.engines.base import Engine, GenerateRequest, Part
-from hpcrl.engines.chat import Chat, load_chat, load_template
+from hpcrl.engines.chat import load_chat, load_template
 from hpcrl.engines.http import RemoteEngine, client_session
-from hpcrl.envs.base import make_program
+from hpcrl.envs.base import Env, make_program
+from hpcrl.envs.pool import open_env
 from hpcrl.errors import SpoolError
 from hpcrl.files import read_json
 from hpcrl.recipe import Domain
@@ -24,13 +24,14 @@ from hpcrl.rollout.assembly import make_router
 from hpcrl.rollout.budget import FaultBudget
 from hpcrl.rollout.courses import whose
 from hpcrl.rollout.curriculum import Curriculum
-from hpcrl.rollout.episode import Limits, run_episode
+from hpcrl.rollout.episode import Layout, Limits, now, run_episode
 from hpcrl.rollout.group import Ending, Groups
 from hpcrl.rollout.journal import Journal
 from hpcrl.rollout.program import run_program
 from hpcrl.rollout.proxy import Proxy
 from hpcrl.rollout.router import Router
 from hpcrl.rollout.tasks import Task, TaskStream, stable_hash
+from hpcrl.spool.batching import BatchWriter
 from hpcrl.spool.names import Listing, counted
 from hpcrl.spool.record import Status, Trajectory
 from hpcrl.spool.spool import Batching, DiskSpoolWriter
@@ -60,12 +61,21 @@ async def _host(context: Context) -> None:
         async with make_router(
             context.recipe, context.run, host=context.index, connect=connect, seed=seed, events=context.events
         ) as router:
-            host = Host(context, router=router, chat=load_chat(context.run.model))
+            host = Host(context, router=router, layout=load_chat(context.run.model), rollouts=_on_disk(context))
             async with contextlib.AsyncExitStack() as stack:
                 if host.agenda.programs:
                     proxy = Proxy(host, template=load_template(context.run.model))
                     host.proxy = await stack.enter_async_context(proxy)
                 await host.live()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """The spool "rollouts" as an env worker uses it."""
+
+    writer: BatchWriter
+    num_sealed: Callable[[], int]
+    """How many trajectories of all env workers are durable."""
 
 
 @dataclass
@@ -74,7 +84,9 @@ class Host:
 
     context: Context
     router: Router
-    chat: Chat
+    layout: Layout
+    rollouts: Rollouts
+    open_env: Callable[[str, Domain], Awaitable[Env]] = open_env
     proxy: Proxy | None = None
     """Of agent programs, if there are any."""
     version: int = 0
@@ -89,7 +101,7 @@ class Host:
     reported_at: float = 0.0
 
     def __post_init__(self) -> None:
-        context, rollout, spool = self.context, self.context.recipe.rollout, self.context.recipe.spool
+        context, rollout = self.context, self.context.recipe.rollout
         self.groups = Groups(
             group_size=rollout.group_size,
             redundancy=rollout.redundancy,
@@ -112,20 +124,10 @@ class Host:
             episodes_per_group=rollout.group_size + rollout.redundancy,
             cpus=context.role_plan.cpus_per_worker,
             mem_gib=context.role_plan.mem_gib_per_worker,
+            open_env=self.open_env,
         )
         self.curriculum = Curriculum.of(context.recipe, events=context.run.events)
         self.journal = Journal(context.run.journal(context.index))
-        self.sealed = Listing(context.run.spool("rollouts"))
-        self.spool = DiskSpoolWriter(
-            context.run.spool("rollouts"),
-            producer=context.name,
-            batching=Batching(
-                max_bytes=spool.max_segment_mib << 20,
-                max_count=rollout.group_size * 64,
-                max_age_s=spool.seal_after_s,
-            ),
-            compression=spool.compression,
-        )
 
     async def live(self) -> None:
         """Admit, seal, report, until the job ends; then abort what runs and seal what is there."""
@@ -133,14 +135,14 @@ class Host:
         while not self.context.draining:
             self.version = max(self.version, newest_version(self.context.run.weights) or 0)
             self._begin_groups()
-            await self._seal(self.spool.flush_due)
+            await self._seal(self.rollouts.writer.flush_due)
             self._report()
             await asyncio.sleep(POLL_S)
         for task in self.episodes.values():
             task.cancel()
         await asyncio.gather(*self.episodes.values(), return_exceptions=True)
         await self.agenda.close()
-        await self._seal(self.spool.close)
+        await self._seal(self.rollouts.writer.close)
         self.reported_at = 0.0
         self._report()
         self.journal.close()
@@ -154,11 +156,11 @@ class Host:
 
     def _begin_groups(self) -> None:
         """Begin as many groups as may begin now, by the weights of the curriculum if there is one."""
-        if self.curriculum is not None and (weights := self.curriculum.weights(now=time.monotonic())) is not None:
+        if self.curriculum is not None and (weights := self.curriculum.weights(now=now())) is not None:
             self.agenda.reweigh(weights)
             self.context.events.emit("curriculum", weights=weights)
         for _ in range(self._admitted()):
-            task = self.agenda.next(now=time.monotonic())
+            task = self.agenda.next(now=now())
             if task is None:
                 return
             self._begin(task)
@@ -166,7 +168,7 @@ class Host:
     def _admitted(self) -> int:
         """How many groups may begin now. What is durable and not settled by the trainer waits in the spools."""
         rollout, train = self.context.recipe.rollout, self.context.recipe.train
-        waiting = counted(self.sealed.names()) - self._settled()
+        waiting = self.rollouts.num_sealed() - self._settled()
         under_way = self.groups.num_open + self.num_unsealed // rollout.group_size
         admitted = admitted_groups(
             host=self.context.index,
@@ -207,7 +209,7 @@ class Host:
         try:
             async with self.agenda.place(task):
                 trajectory = await self._run(task, index)
-            while not self.spool.has_room:  # the disk is slower than we are, or full: hold still
+            while not self.rollouts.writer.has_room:  # the disk is slower than we are, or full: hold still
                 await asyncio.sleep(POLL_S)
         except asyncio.CancelledError:
             self.groups.aborted(task.group, episode)
@@ -236,7 +238,7 @@ class Host:
             task,
             index=index,
             make_env=lambda: self.agenda.env(task),
-            layout=self.chat,
+            layout=self.layout,
             policy=self,
             limits=self._limits(domain),
             newest_version=lambda: self.version,
@@ -251,7 +253,7 @@ class Host:
         self.by_domain.setdefault(trajectory.domain, Counter())[ending.status] += 1
         self._judge(trajectory, ending)
         for kept in ending.released:
-            self.spool.append(kept)
+            self.rollouts.writer.append(kept)
         self.num_unsealed += len(ending.released)
         for episode in ending.abort:
             self.episodes[episode].cancel()
@@ -267,7 +269,7 @@ class Host:
         if fault:
             self.context.events.emit("fault", what=ending.status, detail=fault, id=trajectory.id)
         failed = trajectory.status == "env-fault"
-        pause_s = self.agenda.ended(trajectory.domain, fault=failed, now=time.monotonic())
+        pause_s = self.agenda.ended(trajectory.domain, fault=failed, now=now())
         if pause_s is not None:
             env = self.context.recipe.domains[trajectory.domain].env
             detail = f"{env} is paused for {pause_s:g} s: too many faults (rollout.max_env_faults), the last: {fault}"
@@ -289,9 +291,6 @@ class Host:
                 self.num_tokens += len(piece.token_ids)
                 yield piece
 
-    async def abort(self, request_id: str) -> None:
-        await self.router.abort(request_id)
-
     def _limits(self, domain: Domain) -> Limits:
         rollout = self.context.recipe.rollout
         return Limits(
@@ -310,14 +309,15 @@ class Host:
     async def _seal(self, flush: Callable[[], list[str]]) -> None:
         """Make trajectories durable in a thread. A full disk loses nothing that is held; it is asked less and less."""
         try:
-            self.num_unsealed -= len(await asyncio.to_thread(flush))
+            sealed = await asyncio.to_thread(flush)
         except SpoolError as error:
             self.context.events.emit("fault", what="spool", detail=str(error))
+        else:
+            self.num_unsealed -= len(sealed)  # not in one line with the wait: episodes end meanwhile and add to it
 
     def _report(self) -> None:
         """The accounts so far, when they changed."""
-        now = time.monotonic()
-        if now - self.reported_at < REPORT_S:
+        if now() - self.reported_at < REPORT_S:
             return
         endings = self.groups.endings
         counts = {
@@ -334,7 +334,17 @@ class Host:
         if counts != self.reported:
             self.context.events.emit("episodes", **counts)
             self.reported = counts
-        self.reported_at = now
+        self.reported_at = now()
+
+
+def _on_disk(context: Context) -> Rollouts:
+    rollout, spool, directory = context.recipe.rollout, context.recipe.spool, context.run.spool("rollouts")
+    batching = Batching(
+        max_bytes=spool.max_segment_mib << 20, max_count=rollout.group_size * 64, max_age_s=spool.seal_after_s
+    )
+    listing = Listing(directory)
+    writer = DiskSpoolWriter(directory, producer=context.name, batching=batching, compression=spool.compression)
+    return Rollouts(writer=writer, num_sealed=lambda: counted(listing.names()))
 
 
 _STATUSES: tuple[Status, ...] = ("done", "truncated", "aborted-stale", "aborted-redundant", "env-fault", "policy-fault")

@@ -60,7 +60,7 @@ def engine_of(
         case "embedded":
             return _embedded(context, source, session=session)
         case "vllm":
-            return _vllm(context, source)
+            return _vllm(context)
 
 
 def _embedded(
@@ -76,7 +76,7 @@ def _embedded(
     )
 
 
-def _vllm(context: Context, source: WeightSource) -> AbstractAsyncContextManager[WorkerEngine]:
+def _vllm(context: Context) -> AbstractAsyncContextManager[WorkerEngine]:
     from hpcrl.engines.vllm import Origin, VllmEngine
 
     origin = Origin(campaign=context.run.root, job=context.job.number, node=this_node())
@@ -88,7 +88,7 @@ def _vllm(context: Context, source: WeightSource) -> AbstractAsyncContextManager
         job=context.job,
         log=context.job.log(f"{context.role}-{context.index}-vllm"),
     )
-    return VllmEngine(launch, source=source, origin=origin)
+    return VllmEngine(launch, origin=origin)
 
 
 def vllm_launch(

@@ -1,5 +1,6 @@
 """Role train: whole groups from "scored" make a step, a step makes a version; a checkpoint knows what it consumed."""
 
+import math
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,19 +13,23 @@ import msgspec
 from hpcrl.endpoints import this_node
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.errors import TrainError
+from hpcrl.hardware import GPUS
 from hpcrl.learn.consumed import Consumed
 from hpcrl.processes import EXIT_DONE, EXIT_DRAINED
 from hpcrl.roles.context import Context
 from hpcrl.roles.stock import Stock
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.base import StepMetrics, Trainer
+from hpcrl.trainers.figures import flops_used
 from hpcrl.trainers.lead import Leader, Ranked, follow
+from hpcrl.trainers.staging import shard_store
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import World, join, leave
 from hpcrl.weights.publisher import Publisher
+from hpcrl.weights.shards import ShardStore
 from hpcrl.weights.store import FileStore, WindowStore
 from hpcrl.weights.versions import Rung
-from hpcrl.weights.window import window_key
+from hpcrl.weights.window import Key, window_key
 
 POLL_S = 0.05
 
@@ -41,7 +46,8 @@ def run(context: Context) -> int:
         world.wait()
         mine = _trainer(context, world)
         if world.rank:
-            follow(mine, train=context.recipe.train, spool=context.run.spool("scored"))
+            store = shard_store(mine, _window(context), job=context.job)
+            follow(mine, train=context.recipe.train, spool=context.run.spool("scored"), store=store)
             return EXIT_DONE
         return _lead(context, mine)
     finally:
@@ -98,6 +104,10 @@ class Learner:
     leader: Leader | None
     """The same, where other ranks wait for orders."""
     publisher: Publisher
+    num_params: int
+    """Weights of the model."""
+    shared: bool
+    """Every rank publishes its own part of the weights."""
     stock: Stock
     consumed: Consumed
     step: int
@@ -116,9 +126,10 @@ class Learner:
     def begin_or_resume(cls, context: Context, mine: Ranked) -> "Learner":
         """From the newest whole checkpoint, or from the initial weights; either way a version is published."""
         run = context.run
-        publisher = _publisher(context)
         consumed, step, version = Consumed(), 0, 0
         leader = _leader(context, mine) if mine.world.size > 1 else None
+        shared = leader.window(_window(context), job=context.job) if leader is not None else None
+        publisher = _publisher(context, shared)
         trainer: Trainer = leader or cast(Trainer, mine)
         found = checkpoint.newest(
             run.checkpoints,
@@ -136,6 +147,8 @@ class Learner:
             trainer=trainer,
             leader=leader,
             publisher=publisher,
+            num_params=sum(math.prod(shape) for shape in mine.shapes().values()),
+            shared=shared is not None,
             stock=stock,
             consumed=consumed,
             step=step,
@@ -164,15 +177,22 @@ class Learner:
         self.consumed.update(trajectory.id for trajectory in choice.chosen)
         self.step += 1
         self.version += 1
+        began = time.monotonic()
         self.publish()
+        times = metrics.times | {"publish": round(time.monotonic() - began, 6), "wait": round(wait_s, 6)}
         self.stock.trained()
-        self.context.events.emit("step", **msgspec.structs.asdict(metrics), wait_s=round(wait_s, 4))
+        told = msgspec.structs.asdict(metrics) | {"times": times, "mfu": self.mfu(metrics)}
+        self.context.events.emit("step", **told, wait_s=round(wait_s, 4))
         self.heed(metrics)
         if self.step % recipe.train.checkpoint_every_steps == 0:
             self.begin_checkpoint()
             self.stock.retire(version=self.version)
         self.waiting_since = time.monotonic()
         return True
+
+    def mfu(self, metrics: StepMetrics) -> float | None:
+        """The share that the step had of what the trainer's GPUs can do; None without GPUs."""
+        return flops_used(metrics, num_params=self.num_params, peak_flops=_peak_flops(self.context))
 
     def heed(self, metrics: StepMetrics) -> None:
         """A step that changed nothing is told; too many in a row end the campaign."""
@@ -197,7 +217,12 @@ class Learner:
 
     def publish(self) -> None:
         """Give the weights to every engine."""
-        self.publisher.publish(self.trainer.tensors(), version=self.version, step=self.step)
+        if self.shared:
+            assert self.leader is not None
+            boxes, whole = self.leader.boxes(), self.trainer.tensors
+            self.publisher.publish(boxes, version=self.version, step=self.step, whole=whole)
+        else:
+            self.publisher.publish(self.trainer.tensors(), version=self.version, step=self.step)
 
     def finish(self) -> None:
         """The last checkpoint; the newest version is in files when this returns."""
@@ -210,10 +235,7 @@ class Learner:
         self.stock.close()
 
     def begin_checkpoint(self) -> None:
-        """Trainer state and consumed ids, in one commit; training stands still for the copy in memory alone.
-
-        Several ranks write together, while training stands still.
-        """
+        """Trainer state and consumed ids, in one commit; training stands still for the copy in memory alone."""
         if self.saved_step == self.step:
             return
         self.settle_checkpoint()
@@ -228,11 +250,7 @@ class Learner:
         self.stock.note_settled()
         self.publisher.persist()
         self.saved_step = self.step
-        if self.leader is None:
-            stall_s = time.monotonic() - began
-            self.saving = self.background.submit(self._commit, moment, began, stall_s)
-        else:
-            self._commit(moment, began, None)
+        self.saving = self.background.submit(self._commit, moment, began, time.monotonic() - began)
 
     def settle_checkpoint(self) -> None:
         """Wait for the checkpoint that is being written; what went wrong with it is raised here."""
@@ -240,7 +258,7 @@ class Learner:
         if saving is not None:
             saving.result()
 
-    def _commit(self, moment: checkpoint.Moment, began: float, stall_s: float | None) -> None:
+    def _commit(self, moment: checkpoint.Moment, began: float, stall_s: float) -> None:
         train = self.context.recipe.train
         saved = checkpoint.commit(self.context.run.checkpoints, moment)
         checkpoint.prune(self.context.run.checkpoints, keep=train.keep_checkpoints, keep_best=train.keep_best)
@@ -251,19 +269,32 @@ class Learner:
             step=moment.step,
             version=moment.version,
             wall_s=round(wall_s, 4),
-            stall_s=round(wall_s if stall_s is None else stall_s, 4),
+            stall_s=round(stall_s, 4),
         )
 
 
 def _leader(context: Context, mine: Ranked) -> Leader:
     recipe = context.recipe
-    return Leader(mine, train=recipe.train, seed=recipe.seed, spool=context.run.spool("scored"))
+    spool, checkpoints = context.run.spool("scored"), context.run.checkpoints
+    return Leader(mine, train=recipe.train, seed=recipe.seed, spool=spool, checkpoints=checkpoints)
 
 
-def _publisher(context: Context) -> Publisher:
+def _peak_flops(context: Context) -> float:
+    """Of all GPUs of the trainer together, in bf16; 0 where it has none."""
+    role = context.plan.role("train")
+    gpu = context.plan.components[role.component].gpu
+    num = role.gpus_per_worker * role.num_workers
+    return GPUS[gpu].bf16_tflops * 1e12 * num if gpu is not None else 0.0
+
+
+def _window(context: Context) -> Key:
+    return window_key(context.run, node=this_node())
+
+
+def _publisher(context: Context, shared: ShardStore | None) -> Publisher:
     """Where versions go; on one machine every worker sees the window of its node."""
     run = context.run
-    window = WindowStore(window_key(run, node=this_node()), job=context.job)
+    window = shared or WindowStore(_window(context), job=context.job)
     files = FileStore(run.weights)
     publisher = Publisher(files, window, events=context.events, keep_versions=context.recipe.train.keep_versions)
     if context.plan.layout == "local":

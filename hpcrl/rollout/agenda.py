@@ -6,8 +6,9 @@ has a process of its own has a place too, for the memory that the plan gives the
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 
 from hpcrl.cost import env_places
 from hpcrl.envs.base import Env, is_program
@@ -34,8 +35,9 @@ class Agenda:
         episodes_per_group: int,
         cpus: int,
         mem_gib: float,
+        open_env: Callable[[str, Domain], Awaitable[Env]] = open_env,
     ) -> None:
-        """`cpus` and `mem_gib`: what this host has, its environments included."""
+        """`cpus` and `mem_gib`: what this host has, its environments included; `open_env` makes one of a domain."""
         self.programs = {name for name, domain in domains.items() if is_program(domain.env)}
         """Domains whose environment drives the model itself; nothing of those is made ahead."""
         self._domains = domains
@@ -53,7 +55,13 @@ class Agenda:
             ahead=groups_ahead * episodes_per_group if isolated else 0,
         )
         self._pools = {
-            name: _pool(name, domain, cpus=cpus, places=self._places if name in isolated else None)
+            name: Pool(
+                partial(open_env, name, domain),
+                create_timeout_s=domain.create_timeout_s,
+                reset_timeout_s=domain.reset_timeout_s,
+                most_starting=STARTING_PER_CPU * cpus,
+                places=self._places if name in isolated else None,
+            )
             for name, domain in domains.items()
         }
 
@@ -104,13 +112,3 @@ class Agenda:
             num_ahead += 1
             if self._groups_ahead and task.domain not in self.programs:
                 self._pools[task.domain].prepare(task.seed, count=self._episodes_per_group)
-
-
-def _pool(name: str, domain: Domain, *, cpus: int, places: Places | None) -> Pool:
-    return Pool(
-        lambda: open_env(name, domain),
-        create_timeout_s=domain.create_timeout_s,
-        reset_timeout_s=domain.reset_timeout_s,
-        most_starting=STARTING_PER_CPU * cpus,
-        places=places,
-    )

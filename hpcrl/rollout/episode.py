@@ -1,12 +1,13 @@
 """One episode on its own timeline: reset, then generate and step, turn by turn, to a trajectory exact to the token.
 
-    Layout, Policy   what an episode needs of the chat layout and of whatever generates (a router, an engine)
-    Limits           how long, how far and how stale an episode may be
-    run_episode      runs it; what goes wrong in its environment or its engines is a status, not an exception
+    Layout        what an episode needs of the chat layout
+    Limits        how long, how far and how stale an episode may be
+    run_episode   runs it; what goes wrong in its environment or its engines is a status, not an exception
 
 Ids are appended as they came and never made from text again. An infrastructure fault begins the episode anew, after
 a pause; if none of the attempts gets through, its status is `env-fault`. An action that the environment does not
-like is an ordinary step. Only cancelling ends an episode without a trajectory: the caller knows why.
+like is an ordinary step. Only cancelling ends an episode without a trajectory: the caller knows why. Time is that of
+the event loop, so that an episode runs in virtual time as it does in real time.
 """
 
 import asyncio
@@ -21,15 +22,14 @@ import numpy as np
 from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.envs.base import Env, Step
 from hpcrl.errors import EngineError, EnvFault
+from hpcrl.rollout.saying import Speaker, say
 from hpcrl.rollout.tasks import Task, stable_hash
 from hpcrl.spool.record import Status, Trajectory, Turn
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 5.0
-"""How long an environment may take to close, and an engine to abort, before it is left alone."""
+"""How long an environment may take to close before it is left alone."""
 LONGEST_PAUSE_S = 60.0
-MAX_INTERRUPTIONS = 8
-"""How often one turn is continued after an engine gave it up half said."""
 
 
 class Layout(Protocol):
@@ -43,14 +43,6 @@ class Layout(Protocol):
     def next_turn(self, observation: str, *, said: Sequence[int]) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
-
-
-class Policy(Protocol):
-    """Whatever generates: a Router, or an engine in the same process."""
-
-    async def generate(self, request: GenerateRequest) -> Completion: ...
-
-    async def abort(self, request_id: str) -> None: ...
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,14 +70,14 @@ async def run_episode(
     index: int,
     make_env: Callable[[], Awaitable[Env]],
     layout: Layout,
-    policy: Policy,
+    policy: Speaker,
     limits: Limits,
     newest_version: Callable[[], int],
     producer: str,
 ) -> Trajectory:
     """Run the group's episode `index` to its end."""
     fault = ""
-    end = time.monotonic() + limits.episode_timeout_s
+    end = now() + limits.episode_timeout_s
     for attempt in range(limits.env_retries + 1):
         if attempt:
             await asyncio.sleep(pause_s(limits.first_pause_s, attempt=attempt, episode=task.episode(index)))
@@ -103,6 +95,11 @@ async def run_episode(
         else:
             return draft.finished(status, fault=fault, attempts=attempt + 1)
     return draft.finished("env-fault", fault=fault, attempts=attempt + 1)
+
+
+def now() -> float:
+    """The time of the event loop."""
+    return asyncio.get_running_loop().time()
 
 
 def pause_s(first_s: float, *, attempt: int, episode: str) -> float:
@@ -181,7 +178,7 @@ class _Attempt:
         *,
         number: int,
         layout: Layout,
-        policy: Policy,
+        policy: Speaker,
         limits: Limits,
         newest: Callable[[], int],
     ) -> None:
@@ -194,9 +191,9 @@ class _Attempt:
 
     async def to_the_end(self, env: Env) -> Status:
         draft, limits = self._draft, self._limits
-        began = time.monotonic()
+        began = now()
         observation = await _within(env.reset(draft.task.seed), limits.reset_timeout_s, f"{draft.id}: reset")
-        draft.reset_s = time.monotonic() - began
+        draft.reset_s = now() - began
         shown = self._layout.first_turn(_checked_text(observation, draft.id))
         if len(shown) >= limits.context_length:
             raise EnvFault(f"{draft.id}: the first observation has {len(shown)} tokens, the model sees {self._room}")
@@ -218,12 +215,11 @@ class _Attempt:
 
     async def _turn(self, env: Env, turn: int) -> tuple[Step, list[int]]:
         """Let the model speak and the environment answer; returns the answer and the ids that were said."""
-        draft = self._draft
+        draft, began = self._draft, now()
         start = len(draft.token_ids)
-        began = time.monotonic()
-        remote_prefill = await self._speak(turn)
-        spoken = time.monotonic()
-        said = draft.token_ids[start:]
+        completion = await say(self._policy, self._request(turn))
+        draft.said(completion)
+        spoken, said = now(), completion.token_ids
         stops = self._layout.stop_token_ids
         action = self._layout.decode(said[:-1] if said and said[-1] in stops else said)
         step = await _within(env.step(action), self._limits.step_timeout_s, f"{draft.id}: step {turn}")
@@ -234,40 +230,22 @@ class _Attempt:
                 end=len(draft.token_ids),
                 reward=step.reward,
                 generate_s=spoken - began,
-                step_s=time.monotonic() - spoken,
-                remote_prefill=remote_prefill,
+                step_s=now() - spoken,
+                remote_prefill=completion.remote_prefill,
             )
         )
         return step, said
 
-    async def _speak(self, turn: int) -> bool:
-        """Append what the model says in this turn; what an engine gave up half said goes on, perhaps elsewhere."""
+    def _request(self, turn: int) -> GenerateRequest:
         draft, limits = self._draft, self._limits
-        to_say = min(limits.max_new_tokens, self._room)
-        remote_prefill = False
-        for part in range(MAX_INTERRUPTIONS + 1):
-            request = GenerateRequest(
-                request_id=f"{draft.id}/{self._number}/{turn}/{part}",
-                token_ids=list(draft.token_ids),
-                max_new_tokens=to_say,
-                temperature=limits.temperature,
-                seed=stable_hash(draft.task.seed, draft.id, self._number, turn, part, bits=63),
-                stop_token_ids=list(self._layout.stop_token_ids),
-            )
-            completion = await self._generate(request)
-            draft.said(completion)
-            remote_prefill |= completion.remote_prefill
-            to_say -= len(completion.token_ids)
-            if completion.finish_reason != "aborted" or to_say <= 0:
-                return remote_prefill
-        raise EngineError(f"{draft.id}: engines gave up turn {turn} {MAX_INTERRUPTIONS + 1} times: see their events")
-
-    async def _generate(self, request: GenerateRequest) -> Completion:
-        try:
-            return await self._policy.generate(request)
-        except asyncio.CancelledError:
-            await _quietly(self._policy.abort(request.request_id))
-            raise
+        return GenerateRequest(
+            request_id=f"{draft.id}/{self._number}/{turn}",
+            token_ids=list(draft.token_ids),
+            max_new_tokens=min(limits.max_new_tokens, self._room),
+            temperature=limits.temperature,
+            seed=stable_hash(draft.task.seed, draft.id, self._number, turn, bits=63),
+            stop_token_ids=list(self._layout.stop_token_ids),
+        )
 
 
 class _OutOfTime(Exception):
@@ -275,9 +253,9 @@ class _OutOfTime(Exception):
 
 
 async def _until(end: float, run: Coroutine[Any, Any, Status], what: str) -> Status:
-    """An attempt's status, if it ends before `end` (monotonic)."""
+    """An attempt's status, if it ends before `end`, by the loop's time."""
     try:
-        async with asyncio.timeout_at(asyncio.get_running_loop().time() + end - time.monotonic()) as limit:
+        async with asyncio.timeout_at(end) as limit:
             return await run
     except TimeoutError:
         assert limit.expired(), "what an attempt raises is an EnvFault or an EngineError"

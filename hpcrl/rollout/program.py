@@ -6,12 +6,11 @@ environment's fault; being stale ends the program at once, as does cancelling.
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 
 from hpcrl.envs.base import ModelDoor, Program
 from hpcrl.errors import EnvFault, HpcrlError
-from hpcrl.rollout.episode import Limits, pause_s
+from hpcrl.rollout.episode import Limits, now, pause_s
 from hpcrl.rollout.proxy import Proxy
 from hpcrl.rollout.recording import EpisodeFacts, Recording
 from hpcrl.rollout.session import Session
@@ -30,7 +29,7 @@ async def run_program(
     producer: str,
 ) -> Trajectory:
     """Run the group's episode `index` to its end."""
-    fault, end = "", time.monotonic() + limits.episode_timeout_s
+    fault, end = "", now() + limits.episode_timeout_s
     for attempt in range(limits.env_retries + 1):
         if attempt:
             await asyncio.sleep(pause_s(limits.first_pause_s, attempt=attempt, episode=task.episode(index)))
@@ -44,10 +43,11 @@ async def run_program(
             newest=newest_version,
             start_version=newest_version(),
         )
-        reward, now = await _attempt(make_program, session, proxy, seconds=end - time.monotonic())
+        began = now()
+        reward, problem = await _attempt(make_program, session, proxy, seconds=end - now())
         status = _status(session, reward)
-        fault = now or fault
-        if status != "env-fault" or time.monotonic() >= end:
+        fault = problem or fault
+        if status != "env-fault" or now() >= end:
             break
     facts = EpisodeFacts(
         id=task.episode(index),
@@ -57,6 +57,8 @@ async def run_program(
         status=status,
         producer=producer,
         start_version=session.start_version,
+        began=began,
+        ended=now(),
         extra={"fault": fault, "attempts": attempt + 1} if fault else {},
     )
     return session.recording.trajectory(facts, reward=reward or 0.0, choice=session.trains)

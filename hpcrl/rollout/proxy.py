@@ -27,9 +27,10 @@ from aiohttp.typedefs import Handler
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.template import Template
 from hpcrl.envs.base import ModelDoor
-from hpcrl.errors import ConfigError, EngineError
+from hpcrl.errors import ConfigError, EngineAnswerError, EngineError
 from hpcrl.rollout.answering import Draft, pieces
 from hpcrl.rollout.answers import ChatForm, Form, TextForm, answer_message, head, usage
+from hpcrl.rollout.episode import now
 from hpcrl.rollout.openai_api import ApiError, ChatRequest, RewardRequest, TextRequest, parsed, plain_messages
 from hpcrl.rollout.recording import Prompt
 from hpcrl.rollout.saying import Policy
@@ -209,6 +210,8 @@ class Proxy:
 
     def _of_engine(self, session: Session, error: EngineError) -> ApiError:
         session.fault = str(error)
+        if isinstance(error, EngineAnswerError):
+            return ApiError(502, str(error), code="engine_answer", kind="server_error")
         return ApiError(503, str(error), code="engine_unavailable", kind="server_error")
 
 
@@ -235,14 +238,14 @@ class _Call:
 
     async def whole(self, request: GenerateRequest, index: int) -> dict[str, Any]:
         """One choice, recorded."""
-        draft, began = self._draft(), time.monotonic()
+        draft, began = self._draft(), now()
         async for _ in pieces(self._policy, request, draft, at_once=not draft.stops):
             pass
         return self._recorded(request, index, draft, began=began)
 
     async def told(self, request: GenerateRequest, index: int) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of one choice, recorded before the last is told."""
-        draft, began, told = self._draft(), time.monotonic(), 0
+        draft, began, told = self._draft(), now(), 0
         opening = self._form.opening(index)
         async with contextlib.aclosing(pieces(self._policy, request, draft, at_once=False)) as parts:
             async for part in parts:
@@ -279,7 +282,8 @@ class _Call:
             completion,
             answer=plain_messages([message])[0] if message else None,
             trained=self.session.may_train(request),
-            generate_s=time.monotonic() - began,
+            began=began,
+            generate_s=now() - began,
         )
         self.session.fault = ""
         self._num_said += len(completion.token_ids)

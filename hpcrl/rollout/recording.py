@@ -23,7 +23,7 @@ import numpy as np
 
 from hpcrl.engines.base import Completion
 from hpcrl.engines.template import Template
-from hpcrl.errors import ConfigError, EngineError
+from hpcrl.errors import ConfigError, EngineAnswerError
 from hpcrl.spool.record import Status, Trajectory, Turn
 
 Message = dict[str, Any]
@@ -74,6 +74,8 @@ class Said:
     """All that was said, without marks."""
     trained: bool
     """False if it was sampled otherwise than training assumes."""
+    began: float
+    """When it was asked for, by the clock of the episode."""
     generate_s: float
 
     def token_ids(self) -> list[int]:
@@ -159,11 +161,18 @@ class Recording:
     # ---- answers
 
     def said(
-        self, prompt: Prompt, completion: Completion, *, answer: Message | None, trained: bool, generate_s: float
+        self,
+        prompt: Prompt,
+        completion: Completion,
+        *,
+        answer: Message | None,
+        trained: bool,
+        began: float,
+        generate_s: float,
     ) -> Said:
         """Record an answer, which the client knows as the message `answer`."""
         if not len(completion.token_ids) == len(completion.logprobs) == len(completion.versions):
-            raise EngineError(
+            raise EngineAnswerError(
                 f"the engine gave {len(completion.token_ids)} tokens, {len(completion.logprobs)} log-probabilities and "
                 f"{len(completion.versions)} versions: one of each per token is needed"
             )
@@ -173,6 +182,7 @@ class Recording:
             completion=completion,
             text=self._template.decode(completion.token_ids),
             trained=trained,
+            began=began,
             generate_s=generate_s,
         )
         self.turns.append(said)
@@ -198,10 +208,10 @@ class Recording:
         """The record of the episode. Its reward is given to the last turn."""
         leaf = self.trained(choice)
         path = leaf.path() if leaf else []
-        columns, turns = _columns(path), list(_turns(path))
+        columns, turns = _columns(path), list(_turns(path, ended=facts.ended))
         if turns:
             turns[-1] = msgspec.structs.replace(turns[-1], reward=reward)
-        others = [_branch(other.path(), path) for other in self.leaves() if other is not leaf]
+        others = [_branch(other.path(), path, ended=facts.ended) for other in self.leaves() if other is not leaf]
         extra = dict(facts.extra)
         if others:
             extra["branches"] = msgspec.to_builtins(others)
@@ -217,7 +227,7 @@ class Recording:
             start_version=min([facts.start_version, *said]),
             end_version=said[-1] if said else facts.start_version,
             turns=turns,
-            reset_s=facts.reset_s,
+            reset_s=max(0.0, path[0].began - facts.began) if path else 0.0,
             extra=extra,
             **columns,
         )
@@ -233,7 +243,9 @@ class EpisodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     status: Status
     producer: str
     start_version: int
-    reset_s: float = 0.0
+    began: float
+    """When its program was started, and when it ended: `reset_s` is the time until it asked for the first time."""
+    ended: float
     extra: dict[str, Any] = {}
 
 
@@ -260,13 +272,13 @@ def _whole(trajectory: Trajectory, branch: Branch, *, number: int) -> Trajectory
     )
 
 
-def _branch(path: list[Said], trained: list[Said]) -> Branch:
+def _branch(path: list[Said], trained: list[Said], *, ended: float) -> Branch:
     num_common = sum(1 for mine, theirs in zip(path, trained, strict=False) if mine is theirs)
     common = sum(_num_tokens(turn) for turn in path[:num_common])
     if num_common < len(path) and num_common < len(trained):
         common += _num_alike(path[num_common].prompt.shown, trained[num_common].prompt.shown)
     own = {name: column[common:].tolist() for name, column in _columns(path).items()}
-    turns = [turn for turn in _turns(path) if turn.start >= common]
+    turns = [turn for turn in _turns(path, ended=ended) if turn.start >= common]
     return Branch(shares=common, turns=turns, **own)
 
 
@@ -294,13 +306,16 @@ def _columns(path: list[Said]) -> dict[str, Any]:
     }
 
 
-def _turns(path: list[Said]) -> Iterator[Turn]:
+def _turns(path: list[Said], *, ended: float) -> Iterator[Turn]:
+    """What the program did between an answer and its next question is the step of that turn."""
     place = 0
-    for turn in path:
+    asked_next = [*(turn.began for turn in path[1:]), ended]
+    for turn, then in zip(path, asked_next, strict=False):
         start = place + len(turn.prompt.shown)
         place = start + len(turn.completion.token_ids)
         prefilled = turn.completion.remote_prefill
-        yield Turn(start=start, end=place, generate_s=turn.generate_s, remote_prefill=prefilled)
+        step_s = max(0.0, then - turn.began - turn.generate_s)
+        yield Turn(start=start, end=place, generate_s=turn.generate_s, step_s=step_s, remote_prefill=prefilled)
 
 
 def _num_tokens(turn: Said) -> int:

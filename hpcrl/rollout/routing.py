@@ -89,10 +89,13 @@ def serve_s(pace: Pace | None, *, num_prompt: int, num_known: int, num_new: floa
 
 
 def pays_remote(*, here: Pace | None, there: Pace | None, wait_s: float, num_prompt: int, num_known: int) -> bool:
-    """Whether a prompt is sooner there by remote prefill than computed where it is decoded; without a model, always."""
+    """Whether a prompt is sooner there by remote prefill than computed where it is decoded; without a model, always.
+
+    There it takes a step of its own, which reads all weights; here it rides along in a step that is done anyway.
+    """
     if here is None or there is None:
         return True
     missing = max(0, num_prompt - num_known)
     local = here.prefill_s(missing, num_known=num_prompt - missing)
     hand_over = num_prompt * here.shape.kv_bytes_per_token / LINK_BYTES_PER_S
-    return wait_s + there.prefill_s(num_prompt) + hand_over < local
+    return wait_s + there.standing_s(num_prompt) + there.prefill_s(num_prompt) + hand_over < local

@@ -1,6 +1,7 @@
 """One turn of the model said to its end, though engines give it up half said: what was said goes on elsewhere.
 
-Policy      whatever generates: a Router, or an engine in the same process
+Speaker     whatever generates: a Router, or an engine in the same process
+Policy      one that can also tell a turn while it is said
 say, tell   the turn as a whole, and piece by piece
 """
 
@@ -18,15 +19,19 @@ MAX_INTERRUPTIONS = 8
 """How often one turn is continued after an engine gave it up half said."""
 
 
-class Policy(Protocol):
-    """Whatever generates a turn and can tell it while it is said."""
+class Speaker(Protocol):
+    """Whatever generates a turn; a caller that is cancelled takes its request with it."""
 
     async def generate(self, request: GenerateRequest) -> Completion: ...
+
+
+class Policy(Speaker, Protocol):
+    """One that can also tell a turn while it is said."""
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]: ...
 
 
-async def say(policy: Policy, request: GenerateRequest) -> Completion:
+async def say(policy: Speaker, request: GenerateRequest) -> Completion:
     """The whole turn; EngineError if no engine can say it. Being cancelled hangs up, which ends the request there."""
     said: list[Part] = []
     for part in range(MAX_INTERRUPTIONS + 1):

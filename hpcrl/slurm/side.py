@@ -1,6 +1,7 @@
 """Small jobs beside the campaign's own: one node each, preemptible, there only while there is work for them.
 
 begin, alive, cancel    through sbatch, squeue and scancel; only ids that `begin` gave are ever asked about or ended
+cancel_recorded         what a driver began that could not end it any more
 """
 
 import os
@@ -13,9 +14,12 @@ from hpcrl.errors import SlurmError
 TIMEOUT_S = 30.0
 
 
-def begin(script: Path) -> str:
-    """Hand a script to Slurm; returns the id of its job."""
-    return _ask(["sbatch", "--parsable", str(script)]).strip().partition(";")[0]
+def begin(script: Path, *, record: Path) -> str:
+    """Hand a script to Slurm; returns the id of its job, which is in `record` by then."""
+    id = _ask(["sbatch", "--parsable", str(script)]).strip().partition(";")[0]
+    with os.fdopen(os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
+        file.write(f"{id}\n")
+    return id
 
 
 def alive(ids: Sequence[str]) -> dict[str, bool] | None:
@@ -35,6 +39,18 @@ def cancel(ids: Iterable[str]) -> None:
     wanted = list(ids)
     if wanted:
         _ask(["scancel", *wanted])
+
+
+def cancel_recorded(record: Path) -> None:
+    """End the jobs in `record` that still wait or run; SlurmError if Slurm does not answer."""
+    try:
+        ids = record.read_text().split()
+    except FileNotFoundError:
+        return
+    left = alive(ids)
+    if left is None:
+        raise SlurmError(f"squeue did not say which jobs of {record} are left: scancel {' '.join(ids)}")
+    cancel(left)
 
 
 def _ask(command: list[str]) -> str:

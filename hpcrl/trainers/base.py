@@ -63,6 +63,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the busiest rank over the mean."""
     tokens_per_s: float = 0.0
     """Model tokens."""
+    times: dict[str, float] = {}
+    """Seconds of the step: dealing, making rows, learning."""
 
 
 class Writable(Protocol):

@@ -1,6 +1,7 @@
 """The figures of a training step, from what was sampled and from what learning saw."""
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,19 @@ from hpcrl.learn.deal import Deal
 from hpcrl.learn.loss import LossSums, ratio_quantiles
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.base import StepMetrics
+
+
+class Laps:
+    """Where the time of a step goes: each `end` names what took the time since the one before."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def end(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = round(now - self._last, 6)
+        self._last = now
 
 
 @dataclass
@@ -63,9 +77,10 @@ class Learned:
 
 
 def step_metrics(
-    trajectories: Sequence[Trajectory], *, dealt: Deal, learned: Learned, step: int, version: int, step_s: float
+    trajectories: Sequence[Trajectory], *, dealt: Deal, learned: Learned, step: int, version: int, laps: Laps
 ) -> StepMetrics:
     """What a training step is told as."""
+    step_s = sum(laps.seconds.values())
     return StepMetrics(
         step=step,
         version=version,
@@ -75,7 +90,15 @@ def step_metrics(
         **learned.figures(),
         tokens_per_s=round(learned.num_tokens / step_s, 1) if step_s > 0 else 0.0,
         step_s=round(step_s, 6),
+        times=laps.seconds,
     )
+
+
+def flops_used(metrics: StepMetrics, *, num_params: int, peak_flops: float) -> float | None:
+    """MFU: what a step's tokens need (6 a weight and token) over what the GPUs could do meanwhile; None without any."""
+    if not peak_flops or not metrics.step_s:
+        return None
+    return round(6 * num_params * metrics.num_padded_tokens / (metrics.step_s * peak_flops), 4)
 
 
 def _sampled(trajectories: Sequence[Trajectory], *, version: int) -> dict[str, Any]:

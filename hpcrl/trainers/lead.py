@@ -7,23 +7,31 @@ Every rank maps its own rows from the spool; an order is a few kB of JSON.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
 from torch import Tensor
 
-from hpcrl.errors import TrainError
+from hpcrl.errors import TrainError, WeightsError
 from hpcrl.learn.batch import Row
 from hpcrl.learn.deal import Item, Share, deal, rows_of
 from hpcrl.recipe import Train
+from hpcrl.rundir import JobDir
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.segment import read_segment
 from hpcrl.trainers.base import StepMetrics, Writable, check_trainable
-from hpcrl.trainers.figures import Learned, step_metrics
+from hpcrl.trainers.figures import Laps, Learned, step_metrics
+from hpcrl.trainers.parts import Together, begun, leave
+from hpcrl.trainers.staging import boxes, shard_store
+from hpcrl.trainers.state import Piece
 from hpcrl.trainers.world import World
+from hpcrl.weights.layout import Shard
+from hpcrl.weights.shards import ShardStore
+from hpcrl.weights.window import Key
 
 WAIT_EVERY_S = 10.0
 
@@ -43,6 +51,8 @@ class Ranked(Protocol):
     def vocabulary_size(self) -> int: ...
     def learn(self, parts: list[list[Row]], *, step: int, skipped: str | None = None) -> Learned: ...
     def tensors(self) -> dict[str, Tensor]: ...
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+    def shards(self) -> Iterator[Piece]: ...
     def snapshot(self) -> Writable: ...
     def load(self, directory: Path) -> None: ...
 
@@ -50,8 +60,9 @@ class Ranked(Protocol):
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What rank 0 wants all ranks to do now."""
 
-    do: Literal["learn", "tensors", "write", "load", "wait", "end"]
+    do: Literal["learn", "tensors", "stage", "snapshot", "load", "wait", "end"]
     step: int = 0
+    version: int = 0
     skipped: str | None = None
     shares: list[Share] = []
     directory: str = ""
@@ -60,17 +71,18 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Leader:
     """Rank 0's trainer, on behalf of all ranks."""
 
-    def __init__(self, mine: Ranked, *, train: Train, seed: int, spool: Path) -> None:
+    def __init__(self, mine: Ranked, *, train: Train, seed: int, spool: Path, checkpoints: Path) -> None:
         self.segment_of: Callable[[Trajectory], str] = lambda _: ""
         """Where a trajectory of the spool lies; known once there is a reader."""
         self._mine = mine
         self._train = train
         self._seed = seed
         self._spool = spool
+        self._checkpoints = checkpoints
         self._told = time.monotonic()
 
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
-        began = time.perf_counter()
+        laps = Laps()
         check_trainable(trajectories, vocabulary_size=self._mine.vocabulary_size)
         dealt = deal(
             trajectories,
@@ -83,26 +95,39 @@ class Leader:
         )
         order = Order(do="learn", step=step, skipped=dealt.skipped, shares=dealt.shares)
         self._tell(order)
-        learned = _learned(self._mine, order, train=self._train, spool=self._spool)
-        step_s = time.perf_counter() - began
-        return step_metrics(trajectories, dealt=dealt, learned=learned, step=step, version=version, step_s=step_s)
+        laps.end("deal")
+        parts = _rows(self._mine, order, train=self._train, spool=self._spool)
+        laps.end("rows")
+        learned = self._mine.learn(parts, step=step, skipped=order.skipped)
+        laps.end("learn")
+        return step_metrics(trajectories, dealt=dealt, learned=learned, step=step, version=version, laps=laps)
 
     def tensors(self) -> dict[str, Tensor]:
         self._tell(Order(do="tensors"))
         return self._mine.tensors()
 
+    def window(self, key: Key, *, job: JobDir) -> ShardStore | None:
+        """What all ranks publish by, each its part; None where they are on several nodes. Called once, at the start."""
+        return shard_store(
+            self._mine,
+            key,
+            job=job,
+            tell=lambda version, step: self._tell(Order(do="stage", version=version, step=step)),
+        )
+
+    def boxes(self) -> list[tuple[Shard, Tensor]]:
+        """What rank 0 puts into that window."""
+        return boxes(self._mine)
+
     def snapshot(self) -> Writable:
-        return _Together(self)
+        """Every rank copies its part in memory and writes it behind; whoever writes this waits for them all."""
+        directory = begun(self._checkpoints)
+        self._tell(Order(do="snapshot", directory=str(directory)))
+        return Together(self._mine.snapshot(), directory, self._mine.world.size)
 
     def load(self, directory: Path) -> None:
         self._tell(Order(do="load", directory=str(directory)))
         self._mine.load(directory)
-
-    def write(self, directory: Path) -> None:
-        """All ranks write; whoever calls this holds up training until they have."""
-        self._tell(Order(do="write", directory=str(directory)))
-        self._mine.snapshot().write(directory)
-        self._mine.world.wait()
 
     def tend(self) -> None:
         """Now and then while there is nothing to train on: a rank that hears nothing for long gives up."""
@@ -118,38 +143,37 @@ class Leader:
         self._told = time.monotonic()
 
 
-@dataclass(frozen=True)
-class _Together:
-    """The state of all ranks, written by all of them."""
-
-    leader: Leader
-
-    def write(self, directory: Path) -> None:
-        self.leader.write(directory)
-
-
-def follow(mine: Ranked, *, train: Train, spool: Path) -> None:
-    """Do what rank 0 orders until the end."""
+def follow(mine: Ranked, *, train: Train, spool: Path, store: ShardStore | None = None) -> None:
+    """Do what rank 0 orders until the end; `store` is this rank's end of the window, where there is one."""
+    behind, writing = ThreadPoolExecutor(1, "checkpoint"), None
     while True:
         order = msgspec.json.decode(mine.world.hear(b""), type=Order)
         match order.do:
             case "learn":
-                _learned(mine, order, train=train, spool=spool)
+                mine.learn(_rows(mine, order, train=train, spool=spool), step=order.step, skipped=order.skipped)
             case "tensors":
                 mine.tensors()
-            case "write":
-                mine.snapshot().write(Path(order.directory))
-                mine.world.wait()
+            case "stage":
+                assert store is not None, "all ranks have one, or none"
+                with suppress(WeightsError):  # rank 0 has met it too, and publishes in another way from now on
+                    store.stage(boxes(mine), version=order.version, step=order.step)
+            case "snapshot":
+                if writing is not None:
+                    writing.result()
+                writing = behind.submit(leave, mine.snapshot(), Path(order.directory), rank=mine.world.rank)
             case "load":
                 mine.load(Path(order.directory))
             case "end":
+                behind.shutdown()
+                if store is not None:
+                    store.close()
                 return
 
 
-def _learned(mine: Ranked, order: Order, *, train: Train, spool: Path) -> Learned:
+def _rows(mine: Ranked, order: Order, *, train: Train, spool: Path) -> list[list[Row]]:
+    """This rank's rows of each minibatch."""
     share = order.shares[mine.share]
-    parts = rows_of(share, fetch=lambda items: fetch(items, spool=spool), train=train, max_length=mine.max_length)
-    return mine.learn(parts, step=order.step, skipped=order.skipped)
+    return rows_of(share, fetch=lambda items: fetch(items, spool=spool), train=train, max_length=mine.max_length)
 
 
 def fetch(items: Sequence[Item], *, spool: Path) -> list[Trajectory]:

@@ -10,7 +10,6 @@ the loss; what it saw is summed over all ranks. The loss is a sum over all data-
 are added up and not averaged. Plain AdamW on float32: Megatron's own optimizer and DDP need CUDA streams.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,11 +25,11 @@ from torch import Tensor
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import MicroBatch, Row, micro_batches, nothing, of_one_shape
 from hpcrl.learn.deal import deal, rows_of
-from hpcrl.learn.loss import LossSums, Said, chosen_logprobs, entropies, log_distribution, policy_loss, token_shares
+from hpcrl.learn.loss import LossSums, Said, chosen_logprobs, judged, log_distribution, policy_loss, token_shares
 from hpcrl.recipe import Train
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.base import Snapshot, StepMetrics, check_trainable
-from hpcrl.trainers.figures import Learned, step_metrics
+from hpcrl.trainers.figures import Laps, Learned, step_metrics
 from hpcrl.trainers.megatron_cpu import adapted
 from hpcrl.trainers.megatron_model import build
 from hpcrl.trainers.megatron_names import Rank, links
@@ -81,7 +80,7 @@ class MegatronTrainer:
         return int(self._part.config.max_position_embeddings)
 
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
-        began = time.perf_counter()
+        laps = Laps()
         check_trainable(trajectories, vocabulary_size=self.vocabulary_size)
         dealt = deal(
             trajectories,
@@ -91,6 +90,7 @@ class MegatronTrainer:
             step=step,
             max_length=self.max_length,
         )
+        laps.end("deal")
         by_id = {trajectory.id: trajectory for trajectory in trajectories}
         parts = rows_of(
             dealt.shares[self.share],
@@ -98,9 +98,10 @@ class MegatronTrainer:
             train=self._train,
             max_length=self.max_length,
         )
+        laps.end("rows")
         learned = self.learn(parts, step=step, skipped=dealt.skipped)
-        step_s = time.perf_counter() - began
-        return step_metrics(trajectories, dealt=dealt, learned=learned, step=step, version=version, step_s=step_s)
+        laps.end("learn")
+        return step_metrics(trajectories, dealt=dealt, learned=learned, step=step, version=version, laps=laps)
 
     def learn(self, parts: list[list[Row]], *, step: int, skipped: str | None = None) -> Learned:
         """One optimizer step per minibatch; the first that is not finite is not taken and ends the training step."""
@@ -130,11 +131,15 @@ class MegatronTrainer:
     def tensors(self) -> dict[str, Tensor]:
         """The whole weights on every rank: all ranks must call this together."""
         found: dict[str, Tensor] = {}
-        for name, shape in self._shapes().items():
+        for name, shape in self.shapes().items():
             found[name] = torch.zeros(shape, device=self.world.device)
         for piece in self.shards():
             found[piece.shard.name][_box(piece.shard)] = piece.tensor
         return {name: self.world.sum(tensor) for name, tensor in found.items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every canonical tensor of the model, whoever holds it."""
+        return {link.name: link.whole for link in links(self._part.dims, Rank())}
 
     def shards(self) -> Iterator[Piece]:
         """The boxes of the weights that this rank gives, each value once over all ranks."""
@@ -146,14 +151,10 @@ class MegatronTrainer:
 
     def load(self, directory: Path) -> None:
         saved = wholes(directory)
-        check_same(saved, self._shapes(), directory)
+        check_same(saved, self.shapes(), directory)
         with_moments = any(part == MOMENTS[0] for part, _ in saved)
         with torch.no_grad():
             fill(list(self._wanted(with_moments=with_moments)), directory)
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every canonical tensor of the model, whoever holds it."""
-        return {link.name: link.whole for link in links(self._part.dims, Rank())}
 
     def _pieces(self) -> Iterator[Piece]:
         if self._part.data_rank:
@@ -204,7 +205,8 @@ class MegatronTrainer:
         """Log-probs before the first optimizer step; they stay on the last stage, where they are needed."""
 
         def kept(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, Tensor]:
-            logprobs_N = chosen_logprobs(self._logprobs(micro, logits_BTV), micro.targets_N)
+            logprobs_NV = log_distribution(self._at_tokens(micro, logits_BTV), temperature=self._temperature)
+            logprobs_N = chosen_logprobs(logprobs_NV, micro.targets_N)
             return logprobs_N.sum(), logprobs_N
 
         with torch.no_grad():
@@ -218,8 +220,8 @@ class MegatronTrainer:
         before = iter(proximal)
 
         def scored(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, LossSums]:
-            logprobs_NV = self._logprobs(micro, logits_BTV)
-            logprobs_N = chosen_logprobs(logprobs_NV, micro.targets_N)
+            logits_NV = self._at_tokens(micro, logits_BTV)
+            logprobs_N, entropy_N = judged(logits_NV, micro.targets_N, temperature=self._temperature, train=self._train)
             proximal_N = next(before)
             if self._train.proximal == "behaviour":
                 proximal_N = micro.behaviour_N
@@ -237,7 +239,7 @@ class MegatronTrainer:
                 rows_N=micro.rows_N,
                 shares_N=shares_N,
             )
-            loss, sums = policy_loss(logprobs_N, entropy_N=entropies(logprobs_NV), said=said, train=self._train)
+            loss, sums = policy_loss(logprobs_N, entropy_N=entropy_N, said=said, train=self._train)
             return loss * len(part), sums  # the schedule divides by the number of micro-batches
 
         total = LossSums.zero(self.world.device)
@@ -273,10 +275,10 @@ class MegatronTrainer:
             )
         return list(found)
 
-    def _logprobs(self, micro: MicroBatch, logits_BTV: Tensor) -> Tensor:
-        """Log-probs of the whole vocabulary at the micro-batch's model tokens."""
+    def _at_tokens(self, micro: MicroBatch, logits_BTV: Tensor) -> Tensor:
+        """Logits of the whole vocabulary at the micro-batch's model tokens."""
         logits_NV = gather_from_tensor_model_parallel_region(logits_BTV[micro.mask_BT])
-        return log_distribution(logits_NV[:, : self._part.dims.vocab], temperature=self._temperature)
+        return logits_NV[:, : self._part.dims.vocab]  # type: ignore[no-any-return]
 
     def _exchange_gradients(self) -> None:
         """What every rank that holds a parameter must agree on."""

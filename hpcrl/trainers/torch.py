@@ -10,7 +10,6 @@ minibatches are drawn from (seed, step), and no step touches torch's global gene
 generator state. Many ranks give the same numbers up to the order of sums.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from hpcrl.learn.loss import (
     LossSums,
     Said,
     chosen_logprobs,
-    entropies,
+    judged,
     log_distribution,
     policy_loss,
     token_shares,
@@ -33,7 +32,7 @@ from hpcrl.recipe import Train
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.base import Snapshot, StepMetrics, check_trainable
 from hpcrl.trainers.critic import Critic
-from hpcrl.trainers.figures import Learned, step_metrics
+from hpcrl.trainers.figures import Laps, Learned, step_metrics
 from hpcrl.trainers.net import Net, load_causal
 from hpcrl.trainers.schedule import learning_rate
 from hpcrl.trainers.state import Piece, check_same, fill, wholes
@@ -84,7 +83,7 @@ class TorchTrainer:
         return int(self._config.max_position_embeddings)
 
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
-        began = time.perf_counter()
+        laps = Laps()
         check_trainable(trajectories, vocabulary_size=self.vocabulary_size)
         dealt = deal(
             trajectories,
@@ -94,6 +93,7 @@ class TorchTrainer:
             step=step,
             max_length=self.max_length,
         )
+        laps.end("deal")
         by_id = {trajectory.id: trajectory for trajectory in trajectories}
         parts = rows_of(
             dealt.shares[self.share],
@@ -101,9 +101,10 @@ class TorchTrainer:
             train=self._train,
             max_length=self.max_length,
         )
+        laps.end("rows")
         learned = self.learn(parts, step=step, skipped=dealt.skipped)
-        step_s = time.perf_counter() - began
-        return step_metrics(trajectories, dealt=dealt, learned=learned, step=step, version=version, step_s=step_s)
+        laps.end("learn")
+        return step_metrics(trajectories, dealt=dealt, learned=learned, step=step, version=version, laps=laps)
 
     def learn(self, parts: list[list[Row]], *, step: int, skipped: str | None = None) -> Learned:
         """One optimizer step per minibatch; the first that is not finite is not taken and ends the training step.
@@ -140,6 +141,10 @@ class TorchTrainer:
             name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             for name, tensor in ((name, parameter.detach()) for name, parameter in self._policy.named().items())
         }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the model, whoever holds it."""
+        return {name: tuple(parameter.shape) for name, parameter in self._policy.named().items()}
 
     def shards(self) -> Iterator[Piece]:
         """The boxes of the weights that this rank gives, each value once over all ranks."""
@@ -187,10 +192,9 @@ class TorchTrainer:
                 if self._train.proximal == "behaviour":
                     proximal_N = micro.behaviour_N
                 elif moves:
-                    proximal_N = chosen_logprobs(self._logprobs(micro), micro.targets_N)
+                    proximal_N = self._logprobs(micro)
                 if self._reference is not None:
-                    reference_NV = self._logprobs(micro, model=self._reference)
-                    reference_N = chosen_logprobs(reference_NV, micro.targets_N)
+                    reference_N = self._logprobs(micro, model=self._reference)
                 yield proximal_N, reference_N
 
     def _accumulate(
@@ -206,10 +210,9 @@ class TorchTrainer:
         for number, (micro, (proximal_N, reference_N)) in enumerate(zip(part, before, strict=True)):
             last = number == len(part) - 1
             with self._policy.passes(last=last):
-                logprobs_NV = self._logprobs(micro)
-                logprobs_N = chosen_logprobs(logprobs_NV, micro.targets_N)
-                with torch.set_grad_enabled(self._train.entropy_coef > 0):
-                    entropy_N = entropies(logprobs_NV)
+                logprobs_N, entropy_N = judged(
+                    self._logits(micro), micro.targets_N, temperature=self._temperature, train=self._train
+                )
                 said = Said(
                     behaviour_N=micro.behaviour_N,
                     proximal_N=logprobs_N.detach() if proximal_N is None else proximal_N,
@@ -230,13 +233,18 @@ class TorchTrainer:
         return total if self.world.size == 1 else LossSums.unflat(self.world.sum(total.flat()))
 
     def _logprobs(self, micro: MicroBatch, *, model: torch.nn.Module | Net | None = None) -> Tensor:
-        """Log-probs of the vocabulary at the micro-batch's model tokens; no logits are made for other columns."""
+        """Log-probs of the micro-batch's model tokens."""
+        logprobs_NV = log_distribution(self._logits(micro, model=model), temperature=self._temperature)
+        return chosen_logprobs(logprobs_NV, micro.targets_N)
+
+    def _logits(self, micro: MicroBatch, *, model: torch.nn.Module | Net | None = None) -> Tensor:
+        """Logits at the micro-batch's model tokens; none are made for columns without."""
         kept_K = micro.mask_BT.any(0).nonzero().squeeze(-1)
         if not len(kept_K):
             kept_K = kept_K.new_zeros(1)  # a pass that teaches nothing still passes through every layer
         # No attention mask: the padding is on the right of a causal model, and without a mask attention is fastest.
         logits_BKV = (model or self._policy)(micro.inputs_BT, logits_to_keep=kept_K, use_cache=False).logits
-        return log_distribution(logits_BKV[micro.mask_BT[:, kept_K]], temperature=self._temperature)
+        return logits_BKV[micro.mask_BT[:, kept_K]]  # type: ignore[no-any-return]
 
 
 def counts_of(part: Minibatch) -> list[float]:

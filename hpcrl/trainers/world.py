@@ -46,6 +46,8 @@ class World:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
     group: Any = None
     """torch's group of these ranks; None for all of them."""
+    cpu_group: Any = None
+    """The same ranks over gloo, where `group` is NCCL's; None where it is gloo's itself."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, on each."""
@@ -99,7 +101,8 @@ def join(meeting: Path, *, environ: Mapping[str, str] = os.environ) -> World:
         world_size=size,
         timeout=datetime.timedelta(seconds=STEP_TIMEOUT_S),
     )
-    return World(rank=rank, size=size, device=device)
+    cpu_group = dist.new_group(backend="gloo") if device.type == "cuda" else None
+    return World(rank=rank, size=size, device=device, cpu_group=cpu_group)
 
 
 def leave(world: World) -> None:

@@ -6,8 +6,8 @@
     tend      between steps: heed an engine that cannot see the window
     close     wait for what is behind
 
-When the window fails, versions go by files from then on: a campaign never dies of its weight plane. Only where each
-rank of a trainer holds a part, and none has the whole to write to files, such a failure is raised.
+When the window fails, versions go by files from then on: a campaign never dies of its weight plane. Where each rank of
+a trainer holds a part, `whole` gathers them then, and not before.
 """
 
 import time
@@ -74,15 +74,17 @@ class Publisher:
         set_rung(self._files.directory, rung)
         self._events.emit("rung", rung=rung.rung, reason=rung.reason)
 
-    def publish(self, weights: Any, *, version: int, step: int) -> None:
-        """Give the weights to every engine; the tensors may change when this returns."""
+    def publish(self, weights: Any, *, version: int, step: int, whole: Callable[[], Tensors] | None = None) -> None:
+        """Give the weights to every engine; the tensors may change when this returns.
+
+        `whole` gives all tensors where `weights` are the shards of a rank; without it they cannot go by files.
+        """
         self._wait()
         began = time.monotonic()
-        commit = self._staged(weights, version=version, step=step)
+        commit = self._staged(weights, version=version, step=step, can_be_whole=whole is not None)
         if commit is None:
-            assert isinstance(weights, dict), "else _staged has raised"
             announce(self._files.directory, Announced(version=version, step=step))
-            self._write(weights, version=version, step=step)
+            self._write(weights if whole is None else whole(), version=version, step=step)
             self._published(version=version, step=step, began=began, stall_s=time.monotonic() - began)
         else:
             stall_s = time.monotonic() - began
@@ -111,7 +113,7 @@ class Publisher:
             self._window.unlink()
             self._window.close()
 
-    def _staged(self, weights: Any, *, version: int, step: int) -> Callable[[], Manifest] | None:
+    def _staged(self, weights: Any, *, version: int, step: int, can_be_whole: bool) -> Callable[[], Manifest] | None:
         """What makes visible what is in the window now; None: there is no window, from now on."""
         if self._window is None:
             return None
@@ -119,7 +121,7 @@ class Publisher:
         try:
             staged = window.stage(weights, version=version, step=step)
         except WeightsError as error:
-            if not isinstance(weights, dict):  # no rank has the whole of it to write to files
+            if not (can_be_whole or isinstance(weights, dict)):  # nobody has the whole of it to write to files
                 raise
             window.close()
             self._window = None

@@ -21,7 +21,7 @@ from hpcrl.weights import codec
 from hpcrl.weights.checksums import HASH_THREADS
 from hpcrl.weights.layout import Placed
 from hpcrl.weights.link import Link, Tag
-from hpcrl.weights.transfer import Announcement, LostError, NoRoomError, Report
+from hpcrl.weights.transfer import Announcement, LostError, NoRoomError, Report, buckets
 from hpcrl.weights.versions import Manifest
 from hpcrl.weights.window import Key, Window
 
@@ -130,7 +130,8 @@ class Receiver:
         assert announced.base is not None, "it is a delta"
         window, slot = self._begin(announced)
         with window.glancing(announced.base) as old:  # nobody but us writes here
-            slot[:] = old
+            for piece in buckets(len(slot)):  # a copy holds the GIL
+                slot[piece] = old[piece]
         codec.apply(memoryview(delta), slot, announced.layout, base=announced.base)
         return window.commit(announced.checksums)
 

@@ -29,7 +29,6 @@ from hpcrl.errors import WeightsError
 from hpcrl.files import discard, private_dir, publish, staged
 from hpcrl.rundir import JobDir
 from hpcrl.weights.checksums import for_each_tensor
-from hpcrl.weights.checksums import for_each_tensor
 from hpcrl.weights.layout import Layout, Placed
 from hpcrl.weights.versions import (
     Manifest,

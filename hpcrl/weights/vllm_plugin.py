@@ -3,14 +3,21 @@
 vLLM calls `register` in each of its processes. Its workers then map the window of their node, or read files, as the
 embedded engine does; vLLM's own loader cuts out what a tensor-parallel rank wants. An update has two halves:
 
-    /init_weight_transfer_engine    look at a version while tokens are generated: is it whole, does it fit?
-    /update_weights                 between pause and resume: load it
+    /init_weight_transfer_engine    begin to make a version ready, in a thread beside the one that generates: is it
+                                    whole, does it fit? On CPUs it is also loaded, into a twin of the model
+    /update_weights                 between pause and resume: use it
 
-so that whatever is wrong with a version is found while the old one is still in use.
+so that whatever is wrong with a version is found while the old one is still in use, and generation stands still for
+as little as can be.
 """
 
 import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +28,29 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from hpcrl.errors import WeightsError
+from hpcrl.files import publish
 from hpcrl.rundir import JobDir, RunDir
 from hpcrl.weights.fit import check_fit, parameters_of
 from hpcrl.weights.store import FileStore, Newest, Tensors, WeightSource, WindowStore
+from hpcrl.weights.vllm_twin import Twin
 from hpcrl.weights.window import window_key
 
 NAME = "hpcrl"
+POLITE = 10
+"""How much nicer than the one that generates the thread is that makes a version ready."""
 log = logging.getLogger("vllm.hpcrl")
 
 
 @dataclass
 class Look(WeightTransferInitInfo):
-    """Where versions are, and which one is going to be loaded."""
+    """Where versions are, which one is going to be loaded, and where to say that it can be."""
 
     campaign: str
     job: int
     node: str
     version: int
+    answer: str
+    """Rank R leaves a file ANSWER.R when it is done: empty, or what is wrong with the version."""
 
 
 @dataclass
@@ -69,45 +82,79 @@ class VersionEngine(WeightTransferEngine[Look, Load]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._source: WeightSource | None = None
-        self._where: tuple[str, int, str] | None = None
+        self._rank = int(vllm_config.parallel_config.rank)
+        self._has_room = torch.device(device).type == "cpu" and vllm_config.quant_config is None
+        """For weights twice over; a GPU's memory is full of KV."""
         self._expected = _expected(self.model_config.hf_config)
+        self._looking: threading.Thread | None = None
+        self._ready: tuple[int, Callable[[], None]] | None = None
+        """A version that was found good, and what makes the model compute with it."""
+        self._reading = ExitStack()
+        """Open for as long as what is ready lies where the trainer left it."""
 
     def init_transfer_engine(self, init_info: Look) -> None:
-        """Look at a version: WeightsError names the tensor that is damaged, missing, extra or of another shape."""
-        where = (init_info.campaign, init_info.job, init_info.node)
-        if where != self._where:
-            self._source = source_of(Path(init_info.campaign), job=init_info.job, node=init_info.node)
-            self._where = where
-        assert self._source is not None
-        with self._source.reading(init_info.version) as tensors:
-            self._check(tensors)
+        """Begin to make a version ready; the answer comes in a file."""
+        arguments = (init_info, self._looking)
+        self._looking = threading.Thread(target=self._answer, args=arguments, name="weights", daemon=True)
+        self._looking.start()
 
     def start_weight_update(self) -> None:
-        """Nothing: the layers are taken apart and put together again in one go, when the tensors are at hand."""
+        """Nothing: all is done in one go, when the version is ready."""
 
     def receive_weights(self, update_info: Load) -> None:
-        """Load a version; whatever goes wrong from here on, the layers are whole again, but of two versions."""
-        if self._source is None:
-            raise WeightsError(f"version {update_info.version} cannot be loaded: it was not looked at before")
-        with self._source.reading(update_info.version) as tensors:
-            self._check(tensors)
-            initialize_layerwise_reload(self.model)
-            try:
-                self.model.load_weights(iter(tensors.items()))
-            finally:
-                finalize_layerwise_reload(self.model, self.model_config)
+        """Use the version that is ready."""
+        ready, self._ready = self._ready, None
+        if ready is None or ready[0] != update_info.version:
+            raise WeightsError(f"version {update_info.version} cannot be loaded: it was not made ready before")
+        with self._reading:
+            ready[1]()
 
     def finish_weight_update(self) -> None:
         """Nothing: `receive_weights` has finished."""
 
     def shutdown(self) -> None:
-        """Forget the source; a window is let go with its last reader."""
-        self._source = self._where = None
+        """Forget what is ready; a window is let go with its last reader."""
+        self._ready = None
+        with suppress(WeightsError):  # it was overwritten, and nobody wants it
+            self._reading.close()
 
-    def _check(self, tensors: Tensors) -> None:
-        if self._expected is not None:
-            check_fit({name: _outline(tensor) for name, tensor in tensors.items()}, self._expected)
+    def _answer(self, look: Look, previous: threading.Thread | None) -> None:
+        """The life of a thread: make a version ready and say so."""
+        if previous is not None:
+            previous.join()
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POLITE)
+        self.shutdown()
+        said = ""
+        try:
+            self._ready = look.version, self._made_ready(look)
+        except WeightsError as error:
+            said = str(error)
+        except Exception as error:  # whatever it is, the other end waits for an answer
+            log.exception("version %d cannot be made ready", look.version)
+            said = repr(error)
+        publish(Path(f"{look.answer}.{self._rank}"), said.encode())
+
+    def _made_ready(self, look: Look) -> Callable[[], None]:
+        """WeightsError names the tensor that is damaged, missing, extra or of another shape."""
+        source = source_of(Path(look.campaign), job=look.job, node=look.node)
+        with ExitStack() as reading:
+            tensors = reading.enter_context(source.reading(look.version))
+            if self._expected is not None:
+                check_fit({name: _outline(tensor) for name, tensor in tensors.items()}, self._expected)
+            if self._has_room:
+                twin = Twin(self.model)
+                twin.fill(tensors.items(), model_config=self.model_config)
+                return twin.take_over
+            self._reading = reading.pop_all()
+            return partial(self._load, tensors)
+
+    def _load(self, tensors: Tensors) -> None:
+        """From where they lie. Whatever goes wrong, the layers are whole again, but of two versions."""
+        initialize_layerwise_reload(self.model)
+        try:
+            self.model.load_weights(iter(tensors.items()))
+        finally:
+            finalize_layerwise_reload(self.model, self.model_config)
 
 
 def _expected(hf_config: Any) -> Tensors | None:

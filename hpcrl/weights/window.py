@@ -12,7 +12,8 @@ The writer fills the slot that does not hold the newest version, so that one sta
              with window.reading(manifest.version) as slot: ...     # checked, and not overwritten meanwhile
 
 A reader holds a lock on its slot, which ends with the process; the writer waits for it LEASE_S at most, and then the
-reader's `reading` ends with WeightsError. Every tensor is checked, once on a node. The file is described in
+reader's `reading` ends with WeightsError. Every tensor is checked, once on a node: by the writer, if it knows the
+checksums of what it has copied from, else by the first readers. The file is described in
 hpcrl.weights.window_file, what a slot says of itself in hpcrl.weights.slot_heads.
 """
 
@@ -40,6 +41,7 @@ __all__ = ["SHARED_MEMORY", "Key", "Turn", "Window", "unlink_recorded", "window_
 LEASE_S = 10.0
 """How long the writer waits for a reader of the slot it needs; a stopped reader does not stop the training."""
 LEASE_NAP_S = 0.001
+TOUCH_NBYTES = 64 << 20
 End = Literal["writer", "part", "reader"]
 
 
@@ -177,7 +179,8 @@ class Window:
         """Make the version begun visible, complete, with the checksums of what lies in the slot.
 
         `sums`: those, in the layout's order, if the caller computed them while filling; else they are computed here.
-        `checksums`: what another node sent; WeightsError names the first tensor that differs, and nothing is visible.
+        `checksums`: of what was to come into it; WeightsError names the first tensor that differs, and nothing is
+        visible. A version that was compared so is checked: readers need not do it again.
         """
         assert self._writing is not None, "begin comes before commit"
         if sums is None:
@@ -186,6 +189,7 @@ class Window:
         done = State(**{**vars(self._writing), "created": time.time(), "sums": joined})
         if checksums is not None:
             self._compare(done, checksums)
+            self._heads.mark_all("check", done.slot, done.generation)
         self._heads.write(done)
         self._writing = None
         self._drop_write_lease()
@@ -202,7 +206,9 @@ class Window:
         lease = self._lease(window_file.PART_LOCKS[turn.slot], exclusive=False, wait_s=LEASE_S)
         try:
             if lease is None or self._heads.generation(turn.slot) != turn.generation - 1:
-                raise WeightsError(f"version {turn.version} in {self.path} is not being written any more: take the next")
+                raise WeightsError(
+                    f"version {turn.version} in {self.path} is not being written any more: take the next"
+                )
             yield self._bytes_of(turn.slot)
         finally:
             self._release(lease)
@@ -249,6 +255,17 @@ class Window:
         finally:
             self._release(lease)
 
+    @contextlib.contextmanager
+    def glancing(self, version: int) -> Iterator[memoryview]:
+        """As `unchecked`, and the writer waits for nobody: what was read may be of another version.
+
+        WeightsError on the way out if it was.
+        """
+        state = self._state_of(version)
+        yield self._bytes_of(state.slot).toreadonly()
+        if self._heads.generation(state.slot) != state.generation:
+            raise WeightsError(f"version {version} in {self.path} was overwritten while it was read: take the newest")
+
     def still(self, version: int) -> bool:
         """Is this version there, whole, at this moment?"""
         return version in self.versions()
@@ -267,14 +284,17 @@ class Window:
             slots = mmap.mmap(
                 fd,
                 max(2 * places.slot_nbytes, 1),
-                flags=mmap.MAP_SHARED | mmap.MAP_POPULATE,
+                flags=mmap.MAP_SHARED,
                 prot=mmap.PROT_READ | (0 if end == "reader" else mmap.PROT_WRITE),
                 offset=places.head_nbytes,
             )
+            _touch(slots)
         except BaseException:
             os.close(fd)
             raise
-        return cls(path=path, layout=layout, job=job, end=end, _fd=fd, _heads=SlotHeads(head, layout, places), _slots=slots)
+        return cls(
+            path=path, layout=layout, job=job, end=end, _fd=fd, _heads=SlotHeads(head, layout, places), _slots=slots
+        )
 
     def _bytes_of(self, slot: int) -> memoryview:
         start = slot * self._heads.places.slot_nbytes
@@ -313,7 +333,7 @@ class Window:
             if (seen := _sum_in(state, index).hex()) != wanted[name]:
                 raise WeightsError(
                     f"version {state.version}: tensor {name!r} arrived with checksum {seen}, {wanted[name]} was sent: "
-                    "the transfer is damaged; the version before it stays in use"
+                    "it was damaged, or changed, on the way; the version before it stays in use"
                 )
 
     def _await_parts(self, slot: int) -> None:
@@ -348,6 +368,16 @@ class Window:
     def _release(lease: int | None) -> None:
         if lease is not None:
             os.close(lease)
+
+
+def _touch(slots: mmap.mmap) -> None:
+    """Map all pages now, so that no copy waits for it later; in pieces, for MAP_POPULATE would hold the GIL for all.
+
+    A read is enough for a writer too: the pages are the file's, and nobody is told of writing to them.
+    """
+    with memoryview(slots) as pages:
+        for start in range(0, len(pages), TOUCH_NBYTES):
+            bytes(pages[start : start + TOUCH_NBYTES : mmap.PAGESIZE])
 
 
 def _sum_in(state: State, index: int) -> bytes:

@@ -10,6 +10,15 @@ from pathlib import Path
 from aiohttp import web
 
 BEHAVIOUR = os.environ.get("FAKE_VLLM", "well")
+UPDATE = (
+    "/pause",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/resume",
+)
+"""What is asked in an update while nothing is generated, in this order."""
 TOKEN = {"token_id": 1, "logprob": -0.5, "top_logprobs": []}
 SAID = {
     "token_ids": [1],
@@ -42,6 +51,14 @@ async def well(_: web.Request) -> web.Response:
     return web.Response()
 
 
+async def make_ready(request: web.Request) -> web.Response:
+    """The answer comes in files, of as many ranks as there are; rank 1 is the one that finds something."""
+    info = (await request.json())["init_info"]
+    for rank, said in enumerate(("", os.environ.get("FAKE_VLLM_SAYS", ""))):
+        Path(f"{info['answer']}.{rank}").write_text(said)
+    return await accept(request)
+
+
 async def accept(request: web.Request) -> web.Response:
     with Path(os.environ["FAKE_VLLM_LOG"]).open("a") as log:
         log.write(request.path + "\n")
@@ -57,7 +74,8 @@ def main() -> None:
     app.router.add_get("/health", well)
     app.router.add_get("/metrics", lambda _: web.Response(text=METRICS))
     app.router.add_post("/inference/v1/generate", generate)
-    for path in ("/update_weight_version", "/abort_requests", "/pause", "/resume"):
+    app.router.add_post("/init_weight_transfer_engine", make_ready)
+    for path in ("/update_weight_version", "/abort_requests", *UPDATE):
         app.router.add_post(path, accept)
     arguments = sys.argv[1:]
     Path(os.environ["FAKE_VLLM_LOG"]).write_text(json.dumps(arguments) + "\n")

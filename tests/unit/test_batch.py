@@ -99,10 +99,23 @@ def test_more_episodes_than_the_group_needs_are_given_up_with_the_first_ones_kep
 
 
 @pytest.mark.parametrize("changed", [{"status": "env-fault"}, {"status": "aborted-stale"}, {"reward": float("nan")}])
-def test_an_episode_that_cannot_be_trained_on_does_not_fill_its_group(changed):
+def test_a_group_with_an_episode_that_cannot_be_trained_on_is_given_up(changed):
     bad = trajectory("math/0", 3, **changed)
-    choice = choose([*group("math/0", size=3), bad])
-    assert (choice.chosen, choice.stale) == ([], [bad])
+    choice = choose([*group("math/0", size=3), bad, *group("math/1")])
+    assert set(ids(choice.stale)) == {f"math/0/{index}" for index in range(4)}
+    assert set(ids(choice.chosen)) == {f"math/1/{index}" for index in range(4)}
+
+
+def test_the_members_of_a_group_without_hope_that_come_later_are_given_up_too():
+    first = choose([trajectory("math/0", 3, status="env-fault"), trajectory("math/0", 0)])
+    assert first.stale == []
+    later = choose([*first.rest, trajectory("math/0", 1), trajectory("math/0", 2)])
+    assert (len(later.stale), later.rest) == (4, [])
+
+
+def test_what_is_too_old_does_not_wait_for_the_rest_of_its_group():
+    old = trajectory("math/0", 3, status="env-fault", start_version=0)
+    assert choose([old], version=2, max_lag=1).stale == [old]
 
 
 def test_an_unscored_episode_waits():

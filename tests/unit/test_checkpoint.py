@@ -226,7 +226,6 @@ def test_pruning_clears_what_killed_savers_left(tmp_path):
 # SIGKILL: a child trains for real and commits every step; it is killed at random moments and begun again.
 
 NUM_STEPS = 120
-NUM_KILLS = 10
 
 
 def train_and_save(model_dir, directory, acknowledged):
@@ -323,16 +322,17 @@ def wait_for_commits(log, child, *, more):
         time.sleep(0.001)
 
 
-def test_killed_at_random_moments_it_ends_where_an_uninterrupted_run_ends(tmp_path, begin, model_dir):
+@pytest.mark.parametrize("num_kills", [10, pytest.param(60, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+def test_killed_at_random_moments_it_ends_where_an_uninterrupted_run_ends(tmp_path, begin, model_dir, num_kills):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     child = begin(straight, tmp_path / "straight.log")
     child.join()
     assert child.exitcode == 0
     dice, log = random.Random(5), tmp_path / "killed.log"
     log.touch()
-    for _ in range(NUM_KILLS):
+    for _ in range(num_kills):
         child = begin(killed, log)
-        wait_for_commits(log, child, more=dice.randint(0, 7))
+        wait_for_commits(log, child, more=dice.randint(0, 70 // num_kills))
         time.sleep(dice.uniform(0, 0.02))
         child.kill()
         child.join()

@@ -75,6 +75,23 @@ def test_an_env_that_breaks_the_interpreter_is_refused(
     assert nothing_left(home)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tests.curricula:nowhere", "tests.curricula has no 'nowhere'"),
+        ("tests.curricula:empty", "ZeroDivisionError"),
+    ],
+)
+def test_a_curriculum_that_cannot_be_used_is_refused(
+    home: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    message = refused("submit", "quickstart", "--site", "local", "-s", f"rollout.curriculum={name}")
+    assert "rollout.curriculum" in message
+    assert said in message
+    assert nothing_left(home)
+
+
 def test_missing_slurm_commands_are_named(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     message = refused("submit", "quickstart", "--site", "perlmutter", "-s", "site.account=m1")

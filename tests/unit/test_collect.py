@@ -69,7 +69,7 @@ def test_the_json_has_exactly_the_fields_of_the_contract(campaign: SyntheticCamp
 
     assert set(printed) == {
         "name", "state", "recipe", "site", "created", "jobs", "roles", "version", "step", "num_steps", "episodes",
-        "reward_mean", "tokens_per_s", "spools",
+        "accounts", "domains", "reward_mean", "tokens_per_s", "spools",
     }  # fmt: skip
     assert printed["name"] == "quickstart-1"
     assert (printed["recipe"], printed["site"], printed["created"]) == ("quickstart", "lab", T0)
@@ -80,6 +80,21 @@ def test_the_json_has_exactly_the_fields_of_the_contract(campaign: SyntheticCamp
     assert printed["episodes"] == {"done": 0, "aborted": 0, "faulted": 0, "running": 0}
     assert printed["spools"] == [{"name": "rollouts", "depth": 0}, {"name": "scored", "depth": 0}]
     assert (printed["step"], printed["num_steps"], printed["version"], printed["reward_mean"]) == (1, 10, 1, [0.1])
+
+
+def test_the_json_has_the_rewards_and_the_accounts_of_a_campaign(campaign: SyntheticCampaign) -> None:
+    running(campaign).emit("env-0", "episodes", running=2, done=5, truncated=1, aborted_stale=2, env_fault=1)
+    campaign.emit("reward-0", "scored", num=2, rewards={"sums": [1.0, 0.0]})
+    campaign.emit("reward-0", "scored", num=300, rewards={"sums": [1.0] * 300})
+
+    printed = json.loads(to_json(collector(campaign).poll()))
+
+    assert printed["accounts"] == {
+        "done": 5, "truncated": 1, "aborted_stale": 2, "aborted_redundant": 0, "env_fault": 1, "policy_fault": 0,
+    }  # fmt: skip
+    sums = printed["domains"]["sums"]
+    assert (sums["scored"], sums["reward_recent"]) == (302, 1.0)
+    assert sums["reward_mean"] == pytest.approx(301 / 302)
 
 
 def test_a_campaign_without_a_job_is_planned_with_the_workers_of_its_plan(campaign: SyntheticCampaign) -> None:

@@ -372,6 +372,26 @@ def test_a_paused_engine_keeps_its_requests(model: Any) -> None:
     assert [len(answer.token_ids) for answer in on(engine, body)] == [400, 12]
 
 
+def test_where_requests_wait_the_lowest_priority_goes_first_and_equals_in_their_order(model: Any) -> None:
+    engine = EmbeddedEngine(model, store=MemoryStore(), max_batch=1)
+    ended: list[str] = []
+
+    async def served(name: str, priority: int) -> None:
+        await engine.generate(msgspec.structs.replace(ask(name), priority=priority))
+        ended.append(name)
+
+    async def body() -> None:
+        await engine.pause()
+        turns = [asyncio.create_task(served(*turn)) for turn in (("last", 2), ("b", 1), ("c", 1), ("first", 0))]
+        while (await engine.load_figures()).num_waiting < len(turns):
+            await asyncio.sleep(0)
+        await engine.resume()
+        await asyncio.gather(*turns)
+
+    on(engine, body)
+    assert ended == ["first", "b", "c", "last"]
+
+
 def test_requests_can_be_aborted_while_the_engine_is_paused(model: Any) -> None:
     engine = EmbeddedEngine(model, store=MemoryStore())
 

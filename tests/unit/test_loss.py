@@ -11,6 +11,7 @@ from hpcrl.learn.loss import (
     Said,
     chosen_logprobs,
     entropies,
+    judged,
     kl_estimate,
     log_distribution,
     policy_loss,
@@ -258,3 +259,28 @@ def test_quantiles_of_the_ratio_are_as_exact_as_the_bins():
     for found, exact in zip(ratio_quantiles(sums.ratio_bins, (0.05, 0.5, 0.95)), (-0.9, 0.0, 0.9), strict=True):
         assert math.log(found) == pytest.approx(exact, abs=0.1)
     assert ratio_quantiles(torch.zeros(80), (0.5,)) == [None]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_what_is_judged_in_one_go_is_what_autograd_finds(temperature):
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(6, 11, generator=generator, requires_grad=True)
+    targets, weights = torch.arange(6), torch.linspace(-1, 2, 6)
+    at_once, entropy = judged(logits, targets, temperature=temperature, train=settings(entropy_coef=0.0))
+    (found,) = torch.autograd.grad((at_once * weights).sum(), logits)
+    distribution = log_distribution(logits, temperature=temperature)
+    slowly = chosen_logprobs(distribution, targets)
+    (expected,) = torch.autograd.grad((slowly * weights).sum(), logits)
+    torch.testing.assert_close(at_once, slowly)
+    torch.testing.assert_close(entropy, entropies(distribution.detach()))
+    torch.testing.assert_close(found, expected)
+    assert not entropy.requires_grad
+
+
+def test_with_an_entropy_bonus_the_entropy_is_differentiated():
+    logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    _, entropy = judged(logits, torch.arange(3), temperature=1.0, train=settings(entropy_coef=0.1))
+    (slope,) = torch.autograd.grad(entropy.sum(), logits)
+    chances = logits.detach().softmax(-1)
+    expected = -chances * (chances.log() + entropies(chances.log()).unsqueeze(-1))
+    torch.testing.assert_close(slope, expected)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcrl.weights import pace as module
+from hpcrl.weights import codec as module
 from hpcrl.weights.layout import Layout
 from hpcrl.weights.pace import MEASURED_BY, SAMPLE_EVERY, Codec, Pace
 
@@ -28,7 +28,7 @@ def measured(link_nbytes_per_s: float, *, wants: Codec = "auto") -> Pace:
 
 
 def choice(pace: Pace, new: np.ndarray) -> tuple[str, str]:
-    return pace.choose(LAYOUT, memoryview(OLD), memoryview(new))
+    return pace.choose(LAYOUT, OLD.data, new.data)
 
 
 @pytest.mark.parametrize("wants", ["full", "delta"])
@@ -73,7 +73,7 @@ def test_after_some_whole_versions_it_is_looked_anew(monkeypatch: pytest.MonkeyP
         looks += 1
         return 0.01, LAYOUT.nbytes
 
-    monkeypatch.setattr(module.codec, "sample", count)
+    monkeypatch.setattr(module, "sample", count)
     for _ in range(SAMPLE_EVERY):
         assert choice(pace, changed(1.0))[0] == "full"
         pace.was_full(LAYOUT.nbytes, LAYOUT.nbytes / SLOW)

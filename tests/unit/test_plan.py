@@ -97,6 +97,18 @@ def test_too_few_episodes_at_once_for_one_group_are_refused() -> None:
     assert "set it to 16" in refused("rollout.max_running=15", "resources.env.num_workers=2")
 
 
+def test_isolated_environments_that_memory_bounds_are_told_of() -> None:
+    said = plan("domains.lake.isolation=process", "resources.env.mem_gib_per_worker=5").warnings
+    assert any("8 isolated environments run at once, not rollout.max_running = 96" in line for line in said)
+    roomy = plan("domains.lake.isolation=process", "rollout.max_running=8", "resources.env.mem_gib_per_worker=5")
+    assert not any("isolated" in line for line in roomy.warnings)
+
+
+def test_an_isolated_environment_that_fits_nowhere_is_refused() -> None:
+    message = refused("domains.lake.isolation=sandbox", "domains.lake.env_memory_gib=4")
+    assert "raise it to 5 or more" in message
+
+
 def test_a_trainer_of_several_ranks_gets_a_place_for_each() -> None:
     assert plan("resources.train.num_workers=2").role("train").num_workers == 2
 

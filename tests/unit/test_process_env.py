@@ -3,6 +3,8 @@
 import asyncio
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -156,3 +158,11 @@ def test_an_environment_inside_walls_plays_as_it_would_outside():
     first, answered = played(make, reset, lambda env: env.step("calc 2*3"))
     assert first.endswith("=?")
     assert answered.observation == "6"
+
+
+@pytest.mark.parametrize("module", ["hpcrl.envs.served", "hpcrl.envs.repair", "hpcrl.envs.arithmetic"])
+def test_a_process_of_an_environment_loads_nothing_heavy_of_ours(module):
+    heavy = "{'numpy', 'torch', 'aiohttp', 'h5py', 'transformers', 'parsl'}"
+    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LONG_S)
+    assert done.stdout.strip() == "[]"

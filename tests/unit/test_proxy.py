@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.engines.base import Completion, Part
 from hpcrl.engines.chat import load_template
-from hpcrl.errors import EngineError
+from hpcrl.errors import EngineAnswerError, EngineError
 from hpcrl.rollout.episode import Limits
 from hpcrl.rollout.proxy import Proxy
 from hpcrl.rollout.recording import Recording
@@ -259,6 +259,11 @@ def test_engines_that_fail_are_a_server_error_and_remembered(template):
 
 def test_an_engine_that_fails_before_the_first_piece_of_a_stream_has_a_status(template):
     assert refused(template, EngineError("gone"), stream=True)[0] == 503
+
+
+def test_an_answer_of_an_engine_that_is_none_is_a_bad_gateway(template):
+    status, body = refused(template, EngineAnswerError("2 tokens, 1 log-probability"))
+    assert (status, body["code"], body["type"]) == (502, "engine_answer", "server_error")
 
 
 def test_what_an_engine_left_half_said_goes_on(template):

@@ -10,7 +10,15 @@ from hpcrl.rollout.recording import EpisodeFacts, Recording, branches_of
 from hpcrl.spool.record import pack, parse_facts
 
 FACTS = EpisodeFacts(
-    id="sums/1/0", group="sums/1", domain="sums", seed=1, status="done", producer="000-env-0", start_version=4
+    id="sums/1/0",
+    group="sums/1",
+    domain="sums",
+    seed=1,
+    status="done",
+    producer="000-env-0",
+    start_version=4,
+    began=10.0,
+    ended=20.0,
 )
 THINKING = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<agent>"
@@ -41,7 +49,7 @@ def ids_of(template, text):
     return template.encode(text)
 
 
-def say(recording, template, messages, text, *, answer=None, version=4, trained=True, tools=None):
+def say(recording, template, messages, text, *, answer=None, version=4, trained=True, tools=None, began=11.0):
     """A turn in which the model says `text`, marks included."""
     prompt = recording.chat(messages, tools=tools)
     ids = ids_of(template, text)
@@ -52,7 +60,7 @@ def say(recording, template, messages, text, *, answer=None, version=4, trained=
         finish_reason="stop",
     )
     answered = agent(template.decode(ids)) if answer is None else answer
-    return recording.said(prompt, completion, answer=answered, trained=trained, generate_s=0.25)
+    return recording.said(prompt, completion, answer=answered, trained=trained, began=began, generate_s=0.25)
 
 
 def text_of(template, trajectory):
@@ -83,7 +91,7 @@ def test_ids_that_no_tokenizer_would_make_are_used_again(recording, template):
     odd = [template.marks["<pad>"], *ids_of(template, "ok"), template.close]
     prompt = recording.chat([user("a")], tools=None)
     completion = Completion(token_ids=odd, logprobs=[-1.0] * 4, versions=[4] * 4, finish_reason="stop")
-    recording.said(prompt, completion, answer=agent("ok"), trained=True, generate_s=0.0)
+    recording.said(prompt, completion, answer=agent("ok"), trained=True, began=0.0, generate_s=0.0)
     following = recording.chat([user("a"), agent("ok"), user("b")], tools=None)
     assert following.token_ids() == [*prompt.token_ids(), *odd, *ids_of(template, "<user>b<agent>")]
 
@@ -177,7 +185,7 @@ def test_a_plain_completion_goes_on_from_its_text(recording, template):
     prompt = recording.text("once")
     ids = template.encode_text(" upon")
     completion = Completion(token_ids=ids, logprobs=[-1.0] * 5, versions=[4] * 5, finish_reason="length")
-    first = recording.said(prompt, completion, answer=None, trained=True, generate_s=0.0)
+    first = recording.said(prompt, completion, answer=None, trained=True, began=0.0, generate_s=0.0)
     following = recording.text("once upon a time")
     assert following.parent is first
     assert following.token_ids() == template.encode_text("once upon a time")
@@ -194,8 +202,9 @@ def test_turns_sampled_otherwise_are_recorded_and_not_trained(recording, templat
 
 def test_a_torn_completion_is_an_engine_error(recording):
     torn = Completion(token_ids=[1, 2], logprobs=[0.0], versions=[4, 4], finish_reason="stop")
+    prompt = recording.chat([user("a")], tools=None)
     with pytest.raises(EngineError, match="2 tokens, 1 log-probabilities"):
-        recording.said(recording.chat([user("a")], tools=None), torn, answer=None, trained=True, generate_s=0.0)
+        recording.said(prompt, torn, answer=None, trained=True, began=0.0, generate_s=0.0)
 
 
 def test_a_record_with_branches_can_be_stored_and_read(recording, template):
@@ -224,3 +233,11 @@ def test_a_very_long_conversation_is_no_recursion(recording, template):
         say(recording, template, messages, "b<eos>")
         messages += [agent("b"), user("c")]
     assert len(trajectory_of(recording).turns) == 400
+
+
+def test_what_the_program_does_between_its_questions_is_the_time_of_its_steps(recording, template):
+    say(recording, template, [user("a")], "x<eos>", began=12.0)
+    say(recording, template, [user("a"), agent("x"), user("b")], "y<eos>", began=15.0)
+    trajectory = trajectory_of(recording)
+    assert trajectory.reset_s == 2.0
+    assert [(turn.generate_s, turn.step_s) for turn in trajectory.turns] == [(0.25, 2.75), (0.25, 4.75)]

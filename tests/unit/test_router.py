@@ -5,9 +5,11 @@ import asyncio
 import msgspec
 import pytest
 
+from hpcrl.cost import ModelShape, pace
 from hpcrl.endpoints import Endpoint, announce, withdraw
-from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures
+from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures, Part
 from hpcrl.errors import EngineError, EngineRefusedError
+from hpcrl.hardware import GPUS
 from hpcrl.recipe import Routing
 from hpcrl.rollout.flips import Flips, read_flips
 from hpcrl.rollout.router import Router
@@ -26,6 +28,8 @@ class Fake:
         self.endpoint = endpoint
         self.mood = "well"
         self.running = 0
+        self.pieces = []
+        self.breaks = False
         self.generated = []
         self.prefilled = []
         self.aborted = []
@@ -42,6 +46,13 @@ class Fake:
         self.generated.append(request)
         await self._feel()
         return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason="length")
+
+    async def stream(self, request):
+        for token_ids in self.pieces:
+            num = len(token_ids)
+            yield Part(token_ids=token_ids, logprobs=[-1.0] * num, versions=[0] * num)
+        if self.breaks:
+            raise EngineError("the connection was lost")
 
     async def prefill(self, request):
         self.prefilled.append(request)
@@ -417,3 +428,126 @@ def test_the_leading_host_flips_a_worker_when_a_strain_has_lasted(pool, tmp_path
 
     assert len(run_virtual(run())) == 2
     assert set(read_flips(path).values()) == {"prefill"}
+
+
+def test_a_domain_is_served_by_the_hardware_that_the_recipe_names(pool):
+    pool.add("decode", 0, gpu="h100")
+    pool.add("decode", 1, gpu="h20")
+
+    async def run():
+        rules = Routing(affinity={"lake": "compute", "default": "bandwidth"})
+        async with Router(pool.directory, connect=pool.connect, seed=0, patience=FAST, rules=rules) as router:
+            for number in range(4):
+                lake, sums = (
+                    msgspec.structs.replace(REQUEST, request_id=f"{name}/{number}/0/0/0/0", domain=name)
+                    for name in ("lake", "sums")
+                )
+                await router.generate(lake)
+                await router.generate(sums)
+
+    asyncio.run(run())
+    served = {name: {one.domain for one in engine.generated} for name, engine in pool.engines.items()}
+    assert served == {"000-decode-0": {"lake"}, "000-decode-1": {"sums"}}
+
+
+@pytest.mark.parametrize(("choice", "num_prefilled"), [("always", 1), ("never", 0)])
+def test_remote_prefill_is_what_the_recipe_says(pool, choice, num_prefilled):
+    pool.add("prefill")
+    pool.add("decode")
+
+    async def run():
+        rules = Routing(remote_prefill=choice)
+        async with Router(pool.directory, connect=pool.connect, seed=0, patience=FAST, rules=rules) as router:
+            await router.generate(REQUEST)
+
+    asyncio.run(run())
+    assert len(pool.engines["000-prefill-0"].prefilled) == num_prefilled
+    assert len(pool.engines["000-decode-0"].generated) == 1
+
+
+@pytest.mark.parametrize(("num_prompt", "num_prefilled"), [(2, 0), (20_000, 1)])
+def test_auto_prefills_elsewhere_what_is_sooner_there(pool, num_prompt, num_prefilled):
+    pool.add("prefill", gpu="h100")
+    pool.add("decode", gpu="h20")
+    shape = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
+
+    async def run():
+        async with Router(
+            pool.directory,
+            connect=pool.connect,
+            seed=0,
+            patience=FAST,
+            rules=Routing(remote_prefill="auto"),
+            pace_of=lambda endpoint: pace(GPUS[endpoint.gpu], shape=shape),
+        ) as router:
+            await router.generate(msgspec.structs.replace(REQUEST, token_ids=[1] * num_prompt))
+
+    asyncio.run(run())
+    assert len(pool.engines["000-prefill-0"].prefilled) == num_prefilled
+
+
+def test_sizing_by_the_cost_model_moves_a_worker_to_the_role_that_lacks_one(pool, tmp_path_factory):
+    pool.add("prefill", gpu="h20")
+    for number in range(5):
+        pool.add("decode", number, gpu="h20")
+    shape = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
+    path = tmp_path_factory.mktemp("flips") / "flips.json"
+    rules = Routing(sizing="auto")
+
+    async def run():
+        async with Router(
+            pool.directory,
+            connect=pool.connect,
+            seed=0,
+            rules=rules,
+            pace_of=lambda endpoint: pace(GPUS[endpoint.gpu], shape=shape),
+            flips=Flips(path, rules=rules, leads=True),
+        ) as router:
+            await router.generate(msgspec.structs.replace(REQUEST, token_ids=[1] * 20_000))  # long prompt, short reply
+            await asyncio.sleep(SUSTAINED_S + 5)
+            return len(router.loads("prefill"))
+
+    assert run_virtual(run()) == 2
+
+
+def test_a_streamed_turn_is_told_as_it_is_said(pool):
+    pool.add("decode")
+
+    async def run():
+        async with pool.router() as router:
+            pool.engines["000-decode-0"].pieces = [[3], [4, 5]]
+            return [piece.token_ids async for piece in router.stream(REQUEST)]
+
+    assert asyncio.run(run()) == [[3], [4, 5]]
+
+
+def test_what_was_told_before_an_engine_failed_is_kept_and_the_turn_ends_there(pool):
+    for number in range(2):
+        pool.add("decode", number)
+
+    async def run():
+        async with pool.router() as router:
+            for engine in pool.engines.values():
+                engine.pieces, engine.breaks = [[3]], True
+            heard = []
+            completion = await router.generate(REQUEST, hear=heard.append)
+            return completion.token_ids, completion.finish_reason, len(heard), len(router.loads("decode"))
+
+    assert asyncio.run(run()) == ([3], "aborted", 1, 1)
+
+
+def test_an_engine_that_fails_before_it_says_anything_is_replaced_by_the_next(pool):
+    for number in range(2):
+        pool.add("decode", number)
+
+    async def run():
+        async with pool.router() as router:
+            first, second = pool.engines.values()
+            first.breaks, second.pieces = True, [[7]]
+            return [(await router.generate(again(number), hear=lambda _: None)).token_ids for number in range(4)]
+
+    assert asyncio.run(run()) == [[7]] * 4
+
+
+def again(number):
+    return msgspec.structs.replace(REQUEST, request_id=f"lake/{number}/0/0/0/0")

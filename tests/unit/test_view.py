@@ -234,3 +234,18 @@ def test_campaigns_are_listed_for_people_and_for_scripts(tmp_path: Path, capsys:
     assert '"state": "done"' in capsys.readouterr().out
     assert list_campaigns([], as_json=False) == 0
     assert capsys.readouterr().out.startswith("no campaigns yet")
+
+
+def test_rewards_are_shown_by_domain_where_there_are_several(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    campaign.emit("reward-0", "scored", num=3, rewards={"sums": [1.0, 0.0], "game": [-1.0]})
+    campaign.emit("reward-1", "scored", num=1, rewards={"sums": [0.5]})
+
+    assert any("domains   game -1.000 (1)   sums 0.500 (3)" in line for line in text_of(collector(campaign).poll()))
+
+
+def test_one_domain_needs_no_line_of_its_own(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    campaign.emit("reward-0", "scored", num=1, rewards={"sums": [1.0]})
+
+    assert not any(line.startswith("domains") for line in text_of(collector(campaign).poll()))

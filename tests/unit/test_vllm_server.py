@@ -1,6 +1,7 @@
 """The life of a vLLM server as we see it, with a program that poses as one: started, ill, silent, gone."""
 
 import asyncio
+import dataclasses
 import itertools
 import os
 import signal
@@ -17,10 +18,9 @@ from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.vllm import Origin, VllmEngine
 from hpcrl.engines.vllm_answers import figures_of
 from hpcrl.engines.vllm_server import Launch, command, environment
-from hpcrl.errors import EngineError
+from hpcrl.errors import EngineError, WeightsError
 from hpcrl.processes import descendants
-from hpcrl.weights.store import MemoryStore
-from tests.fakes.vllm_server import METRICS
+from tests.fakes.vllm_server import METRICS, UPDATE
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "fakes" / "vllm_server.py"))
 REQUEST = GenerateRequest(request_id="r", token_ids=[1, 2], max_new_tokens=1)
@@ -43,7 +43,7 @@ def launch(tmp_path: Path, scratch: Path, tiny_model_dir: Path, monkeypatch: pyt
 def with_engine(launch: Launch, body: Callable[[VllmEngine], Awaitable[Any]]) -> Any:
     async def run() -> Any:
         origin = Origin(campaign=Path("/none"), job=0, node="n")
-        async with VllmEngine(launch, source=MemoryStore(), origin=origin) as engine:
+        async with VllmEngine(launch, origin=origin) as engine:
             return await body(engine)
 
     return asyncio.run(run())
@@ -166,6 +166,37 @@ def test_a_temporary_directory_too_deep_for_sockets_is_refused(
     with pytest.raises(EngineError, match="set TMPDIR to a shorter path"):
         with_engine(launch, lambda engine: engine.generate(REQUEST))
     assert not list(deep.iterdir())
+
+
+def test_a_version_is_made_ready_before_generation_stops_and_every_rank_is_waited_for(
+    launch: Launch, tmp_path: Path
+) -> None:
+    two_ranks = dataclasses.replace(launch, tensor_parallel=2)
+
+    async def body(engine: VllmEngine) -> int:
+        await engine.load_version(7)
+        return engine.version
+
+    assert with_engine(two_ranks, body) == 7
+    assert asked_for(tmp_path)[-1 - len(UPDATE) :] == ["/init_weight_transfer_engine", *UPDATE]
+
+
+def test_a_version_that_one_rank_refuses_is_named_and_generation_does_not_stop(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_SAYS", "tensor 'x' is damaged")
+
+    async def body(engine: VllmEngine) -> int:
+        with pytest.raises(WeightsError, match="version 7 does not fit and is not loaded: tensor 'x' is damaged"):
+            await engine.load_version(7)
+        return engine.version
+
+    assert with_engine(dataclasses.replace(launch, tensor_parallel=2), body) == 0
+    assert "/pause" not in asked_for(tmp_path)
+
+
+def asked_for(tmp_path: Path) -> list[str]:
+    return (tmp_path / "asked").read_text().splitlines()
 
 
 def test_prefill_without_a_connector_is_refused(launch: Launch) -> None:

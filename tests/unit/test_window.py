@@ -21,7 +21,6 @@ from hpcrl.weights.layout import Layout
 from hpcrl.weights.store import FileStore, Newest, WindowStore
 from hpcrl.weights.window import SHARED_MEMORY, Key, Window, unlink_recorded, window_key
 from hpcrl.weights.window_file import SLOT_HEADS
-from hpcrl.weights.window_file import SLOT_HEADS
 from tests.disks import largest_file
 
 SPAWN = multiprocessing.get_context("spawn")

@@ -1,4 +1,8 @@
-"""Two real vLLM engines that the whole suite shares; they keep the weights of the model directory, version 0."""
+"""Two real vLLM engines that the whole suite shares, since each takes half a minute to start.
+
+The first keeps the weights of the model directory, version 0, and lives as long as the suite. The second is the one
+that weights are tried on, and that is killed: so the files have an order, in which each finds it as it needs it.
+"""
 
 import importlib.util
 from collections.abc import Iterator
@@ -9,6 +13,8 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.vllm.served import Behind, Place
+
+ORDER = ("test_vllm_contract", "test_vllm_handover", "test_vllm_weights", "test_vllm_elsewhere")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,6 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(900))
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed (make vllm)"))
+    items.sort(key=lambda item: ORDER.index(item.path.stem) if item.path.stem in ORDER else -1)
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +37,7 @@ def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from hpcrl.recipe import TinyModel
 
     directory = tmp_path_factory.mktemp("slow") / "model"
-    make_tiny_model(directory, TinyModel(num_layers=12), seed=0)
+    make_tiny_model(directory, TinyModel(num_layers=12, context_length=2048), seed=0)
     return directory
 
 

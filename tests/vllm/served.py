@@ -23,6 +23,7 @@ from hpcrl.weights.window import window_key
 
 T = TypeVar("T")
 CONTEXT = 512
+"""Of the engine that the contract suite uses; the others have time for longer turns."""
 UP_S = 600.0
 
 
@@ -58,7 +59,7 @@ class Place:
             model=self.model,
             log=self.job.log(name),
             dtype="float32",
-            max_model_len=CONTEXT,
+            max_model_len=CONTEXT if name == "first" else None,
             max_batch=8,
             kv_connector=OUR_CONNECTOR,
             kv_dir=self.job.kv,
@@ -75,11 +76,8 @@ class Place:
             self.do(stack.aclose())
 
     async def _start(self, stack: AsyncExitStack, names: tuple[str, ...]) -> list[Behind]:
-        from hpcrl.weights.vllm_plugin import source_of  # imports vllm, which may be missing
-
-        source = source_of(self.root, job=0, node="here")
         origin = Origin(campaign=self.root, job=0, node="here")
-        engines = [VllmEngine(self.launch(name), source=source, origin=origin) for name in names]
+        engines = [VllmEngine(self.launch(name), origin=origin) for name in names]
         await asyncio.gather(*(stack.enter_async_context(engine) for engine in engines))
         found = []
         for name, engine in zip(names, engines, strict=True):
@@ -127,10 +125,8 @@ class Newcomer(RemoteEngine):
         )
 
 
-def greedy(model: Any, token_ids: list[int], *, num: int) -> list[int]:
-    """What transformers says."""
+def greedy(model: Any, prompt: list[int], said: list[int]) -> list[int]:
+    """What transformers says after the prompt and each beginning of `said`: the same tokens, if that was greedy too."""
     with torch.inference_mode():
-        said = model.generate(
-            torch.tensor([token_ids]), max_new_tokens=num, min_new_tokens=num, do_sample=False, eos_token_id=None
-        )
-    return list(said[0].tolist()[len(token_ids) :])
+        logits_QV = model(torch.tensor([prompt + said])).logits[0]
+    return list(logits_QV[len(prompt) - 1 : -1].argmax(-1).tolist())

@@ -6,10 +6,13 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from hpcrl.endpoints import announce
 from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.engines.embedded import load_model
 from hpcrl.engines.http import RemoteEngine, client_session
+from hpcrl.errors import EngineError
 from hpcrl.rollout.router import Patience, Router
 from tests.vllm.served import greedy
 
@@ -17,36 +20,42 @@ if TYPE_CHECKING:
     from tests.vllm.served import Behind, Place
 
 PROMPT = [2, 45, 78, 5, 36, 3]
-NUM = 300
+NUM = 400
 
 
 def test_turns_of_a_killed_engine_are_finished_elsewhere(
     pair: "list[Behind]", vllm_place: "Place", slow_model_dir: Path, tmp_path: Path
 ) -> None:
-    with vllm_place.engines("doomed") as (doomed,):
-        announce(tmp_path, doomed.endpoint)
+    other, doomed = pair
+    announce(tmp_path, doomed.endpoint)
 
-        async def body() -> list[Completion]:
-            async with (
-                client_session() as session,
-                Router(
-                    tmp_path,
-                    connect=lambda endpoint: RemoteEngine(endpoint, session),
-                    seed=0,
-                    patience=Patience(refresh_s=0.1, max_attempts=20),
-                ) as router,
-            ):
-                turns = [asyncio.create_task(router.generate(request(number))) for number in range(4)]
-                while vllm_place.do(doomed.engine.load_figures()).num_running < len(turns):
-                    await asyncio.sleep(0.05)
-                announce(tmp_path, pair[1].endpoint)
-                await router.refresh()
-                os.killpg(doomed.engine.server.pid, signal.SIGKILL)
-                return list(await asyncio.gather(*turns))
+    async def body() -> list[Completion]:
+        async with (
+            client_session() as session,
+            Router(
+                tmp_path,
+                connect=lambda endpoint: RemoteEngine(endpoint, session),
+                seed=0,
+                patience=Patience(refresh_s=0.1, max_attempts=20),
+            ) as router,
+        ):
+            turns = [asyncio.create_task(router.generate(request(number))) for number in range(4)]
+            while vllm_place.do(doomed.engine.load_figures()).num_running < len(turns):
+                await asyncio.sleep(0.05)
+            announce(tmp_path, other.endpoint)
+            await router.refresh()
+            os.killpg(doomed.engine.server.pid, signal.SIGKILL)
+            return list(await asyncio.gather(*turns))
 
-        answers = asyncio.run(body())
-    expected = greedy(load_model(slow_model_dir), PROMPT, num=NUM)
-    assert [answer.token_ids for answer in answers] == [expected] * 4
+    answers = asyncio.run(body())
+    model = load_model(slow_model_dir)
+    for answer in answers:
+        assert (len(answer.token_ids), set(answer.versions)) == (NUM, {0})
+        assert answer.token_ids == greedy(model, PROMPT, answer.token_ids)
+    with pytest.raises(EngineError, match="the vLLM server ended"):
+        vllm_place.do(doomed.engine.failed())
+    with pytest.raises(EngineError, match="did not answer"):
+        vllm_place.do(doomed.engine.generate(request(5)))
 
 
 def request(number: int) -> GenerateRequest:

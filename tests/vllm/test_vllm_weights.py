@@ -1,7 +1,6 @@
 """New weights in a running vLLM engine: exact, recorded per token, and refused when something is wrong with them."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,30 +10,31 @@ import torch
 
 from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.engines.embedded import load_model
-from hpcrl.errors import EngineError, WeightsError
+from hpcrl.errors import WeightsError
 from hpcrl.weights.fit import parameters_of
 from hpcrl.weights.store import FileStore
 from hpcrl.weights.versions import tensors_file
-from tests.vllm.served import greedy, place
+from tests.vllm.served import greedy
 
 if TYPE_CHECKING:
     from tests.vllm.served import Behind, Place
 
 PROMPT = [2, 45, 78, 5, 36, 3]
+LONG = 1500
+"""Tokens of a turn that is still going on when an update has come through."""
 EMBEDDING = "model.embed_tokens.weight"
 
 
-@pytest.fixture(scope="module")
-def own_place(tmp_path_factory: pytest.TempPathFactory, slow_model_dir: Path) -> "Iterator[Place]":
-    """A campaign whose versions only this module publishes."""
-    with place(tmp_path_factory.mktemp("updates") / "campaign", slow_model_dir) as there:
-        yield there
+@pytest.fixture
+def updated(pair: "list[Behind]") -> "Behind":
+    return pair[1]
 
 
-@pytest.fixture(scope="module")
-def updated(own_place: "Place") -> "Iterator[Behind]":
-    with own_place.engines("updated") as (found,):
-        yield found
+@pytest.fixture
+def version(updated: "Behind", vllm_place: "Place") -> int:
+    """The next one; a file with the last may have been refused."""
+    newest = FileStore(vllm_place.run.weights).newest()
+    return max(updated.engine.version, newest.version if newest else 0) + 1
 
 
 @pytest.fixture
@@ -56,46 +56,43 @@ def stir(model: Any, *, seed: int) -> dict[str, torch.Tensor]:
     return parameters_of(model)
 
 
-def next_version(updated: "Behind") -> int:
-    return updated.engine.version + 1
-
-
 def test_a_turn_goes_on_through_an_update_and_every_token_has_its_version(
-    own_place: "Place", updated: "Behind", model: Any
+    vllm_place: "Place", updated: "Behind", model: Any, version: int
 ) -> None:
-    engine, version = updated.engine, next_version(updated)
-    before = load_model(own_place.model, device="cpu")
-    own_place.window.publish(stir(model, seed=version), version=version, step=version)
+    """The first update of this engine: before it, it has the weights of the model directory."""
+    engine = updated.engine
+    before = load_model(vllm_place.model, device="cpu")
+    vllm_place.window.publish(stir(model, seed=version), version=version, step=version)
 
     async def body() -> Completion:
-        turn = asyncio.create_task(engine.generate(ask("long", max_new_tokens=480)))
         start = (await engine.load_figures()).num_generated_tokens
+        turn = asyncio.create_task(engine.generate(ask("long", max_new_tokens=LONG)))
         while (await engine.load_figures()).num_generated_tokens < start + 10:
             await asyncio.sleep(0.01)
         await engine.load_version(version)
         return await turn
 
-    answer = own_place.do(body())
-    assert answer.finish_reason == "length"
-    assert answer.versions == sorted(answer.versions), "versions never go back"
-    assert set(answer.versions) == {version - 1, version}
+    assert engine.version == 0
+    answer = vllm_place.do(body())
+    assert (answer.finish_reason, len(answer.token_ids)) == ("length", LONG)
     switch = answer.versions.index(version)
-    if version == 1:
-        assert answer.token_ids[:switch] == greedy(before, PROMPT, num=switch)
-    after = greedy(model, PROMPT + answer.token_ids[:switch], num=len(answer.token_ids) - switch)
-    assert answer.token_ids[switch:] == after, "from the switch on, as if all had been computed with the new weights"
+    assert answer.versions == [0] * switch + [version] * (LONG - switch)
+    assert switch >= 10
+    assert answer.token_ids[:switch] == greedy(before, PROMPT, answer.token_ids[:switch])
+    said = greedy(model, PROMPT, answer.token_ids)
+    assert answer.token_ids[switch:] == said[switch:], "from the switch on, as if all had been computed anew"
 
 
 def test_a_stream_tells_the_version_of_each_piece_through_an_update(
-    own_place: "Place", updated: "Behind", model: Any
+    vllm_place: "Place", updated: "Behind", model: Any, version: int
 ) -> None:
-    engine, version = updated.engine, next_version(updated)
-    own_place.window.publish(stir(model, seed=version), version=version, step=version)
+    engine, old = updated.engine, updated.engine.version
+    vllm_place.window.publish(stir(model, seed=version), version=version, step=version)
 
     async def body() -> list[int]:
         told: list[int] = []
         loading = None
-        async for piece in engine.stream(ask("streamed", max_new_tokens=480)):
+        async for piece in engine.stream(ask("streamed", max_new_tokens=LONG)):
             told += piece.versions
             if loading is None and len(told) >= 10:
                 loading = asyncio.create_task(engine.load_version(version))
@@ -103,39 +100,41 @@ def test_a_stream_tells_the_version_of_each_piece_through_an_update(
         await loading
         return told
 
-    told = own_place.do(body())
-    assert len(told) == 480
-    assert set(told) == {version - 1, version}
+    told = vllm_place.do(body())
+    assert len(told) == LONG
+    assert set(told) == {old, version}
 
 
 def test_new_requests_are_answered_by_the_new_weights_as_by_transformers(
-    own_place: "Place", updated: "Behind", model: Any
+    vllm_place: "Place", updated: "Behind", model: Any, version: int
 ) -> None:
-    engine, version = updated.engine, next_version(updated)
-    own_place.do(engine.generate(ask("fill the prefix cache", token_ids=PROMPT * 20)))
-    own_place.window.publish(stir(model, seed=version), version=version, step=version)
-    own_place.do(engine.load_version(version))
-    answer = own_place.do(engine.generate(ask("new", token_ids=PROMPT * 20)))
-    assert answer.token_ids == greedy(model, PROMPT * 20, num=30)
+    engine = updated.engine
+    vllm_place.do(engine.generate(ask("fill the prefix cache", token_ids=PROMPT * 20)))
+    vllm_place.window.publish(stir(model, seed=version), version=version, step=version)
+    vllm_place.do(engine.load_version(version))
+    answer = vllm_place.do(engine.generate(ask("new", token_ids=PROMPT * 20)))
+    assert answer.token_ids == greedy(model, PROMPT * 20, answer.token_ids)
     assert set(answer.versions) == {version}
 
 
-def test_kv_of_the_version_before_is_not_used(own_place: "Place", updated: "Behind", model: Any) -> None:
-    engine, version = updated.engine, next_version(updated)
-    handle = own_place.do(engine.prefill(ask("prefill")))
-    assert handle.version == version - 1
-    own_place.window.publish(stir(model, seed=version), version=version, step=version)
-    own_place.do(engine.load_version(version))
+def test_kv_of_the_version_before_is_not_used(vllm_place: "Place", updated: "Behind", model: Any, version: int) -> None:
+    engine, old = updated.engine, updated.engine.version
+    handle = vllm_place.do(engine.prefill(ask("prefill")))
+    assert handle.version == old
+    vllm_place.window.publish(stir(model, seed=version), version=version, step=version)
+    vllm_place.do(engine.load_version(version))
     forged = msgspec.structs.replace(handle, version=version)
     for name, kv in (("honest", handle), ("forged", forged)):
-        answer = own_place.do(engine.generate(ask(name, kv=kv)))
+        answer = vllm_place.do(engine.generate(ask(name, kv=kv)))
         assert not answer.remote_prefill
-        assert answer.token_ids == greedy(model, PROMPT, num=30)
+        assert answer.token_ids == greedy(model, PROMPT, answer.token_ids)
 
 
-def test_a_paused_engine_loads_and_stays_paused(own_place: "Place", updated: "Behind", model: Any) -> None:
-    engine, version = updated.engine, next_version(updated)
-    own_place.window.publish(stir(model, seed=version), version=version, step=version)
+def test_a_paused_engine_loads_and_stays_paused(
+    vllm_place: "Place", updated: "Behind", model: Any, version: int
+) -> None:
+    engine = updated.engine
+    vllm_place.window.publish(stir(model, seed=version), version=version, step=version)
 
     async def body() -> tuple[bool, Completion]:
         await engine.pause()
@@ -146,23 +145,21 @@ def test_a_paused_engine_loads_and_stays_paused(own_place: "Place", updated: "Be
         await engine.resume()
         return paused, await turn
 
-    paused, answer = own_place.do(body())
+    paused, answer = vllm_place.do(body())
     assert paused
     assert set(answer.versions) == {version}
 
 
-def test_a_version_older_than_the_one_in_use_is_refused(own_place: "Place", updated: "Behind") -> None:
+def test_a_version_older_than_the_one_in_use_is_refused(vllm_place: "Place", updated: "Behind") -> None:
     with pytest.raises(WeightsError, match="never go back"):
-        own_place.do(updated.engine.load_version(updated.engine.version - 1))
+        vllm_place.do(updated.engine.load_version(updated.engine.version - 1))
 
 
 @pytest.mark.parametrize("wrong", ["missing", "extra", "shape", "damaged", "absent"])
 def test_a_version_that_cannot_be_loaded_is_named_and_the_old_one_stays(
-    own_place: "Place", updated: "Behind", model: Any, wrong: str
+    vllm_place: "Place", updated: "Behind", model: Any, version: int, wrong: str
 ) -> None:
-    engine, store = updated.engine, FileStore(own_place.run.weights)
-    newest = store.newest()
-    version = max(engine.version, newest.version if newest else 0) + 1
+    engine, store = updated.engine, FileStore(vllm_place.run.weights)
     tensors = stir(model, seed=version)
     match wrong:
         case "missing":
@@ -174,30 +171,30 @@ def test_a_version_that_cannot_be_loaded_is_named_and_the_old_one_stays(
     if wrong != "absent":
         store.publish(tensors, version=version, step=version)
     if wrong == "damaged":
-        path = tensors_file(own_place.run.weights, version)
+        path = tensors_file(vllm_place.run.weights, version)
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-    before = own_place.do(engine.generate(ask("before")))
+    before = vllm_place.do(engine.generate(ask("before")))
     named = {"extra": "model.foreign.weight", "damaged": "checksum", "absent": f"version {version} is not"}
     with pytest.raises(WeightsError, match=named.get(wrong, EMBEDDING)):
-        own_place.do(engine.load_version(version))
-    after = own_place.do(engine.generate(ask("after")))
+        vllm_place.do(engine.load_version(version))
+    after = vllm_place.do(engine.generate(ask("after")))
     assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
 
 
-def test_the_engine_goes_on_when_weights_come_by_files(own_place: "Place", updated: "Behind", model: Any) -> None:
-    engine, store = updated.engine, FileStore(own_place.run.weights)
-    newest = store.newest()
-    version = max(engine.version, newest.version if newest else 0) + 1
+def test_the_engine_goes_on_when_weights_come_by_files(
+    vllm_place: "Place", updated: "Behind", model: Any, version: int
+) -> None:
+    engine, store = updated.engine, FileStore(vllm_place.run.weights)
     store.publish(stir(model, seed=version), version=version, step=version)
-    own_place.do(engine.load_version(version))
-    answer = own_place.do(engine.generate(ask("files")))
-    assert answer.token_ids == greedy(model, PROMPT, num=30)
+    vllm_place.do(engine.load_version(version))
+    answer = vllm_place.do(engine.generate(ask("files")))
+    assert answer.token_ids == greedy(model, PROMPT, answer.token_ids)
     assert set(answer.versions) == {version}
 
 
-def test_an_aborted_request_gives_its_kv_back(own_place: "Place", updated: "Behind") -> None:
+def test_an_aborted_request_gives_its_kv_back(vllm_place: "Place", updated: "Behind") -> None:
     engine = updated.engine
 
     async def body() -> tuple[int, int, Completion]:
@@ -209,30 +206,8 @@ def test_an_aborted_request_gives_its_kv_back(own_place: "Place", updated: "Behi
         await engine.generate(ask("next", max_new_tokens=1))  # a step, so that vLLM counts again
         return held, (await engine.load_figures()).running_tokens, await turn
 
-    held, left, answer = own_place.do(body())
+    held, left, answer = vllm_place.do(body())
     assert answer.finish_reason == "aborted"
     assert len(answer.token_ids) < 250
     assert held >= len(PROMPT) * 40
     assert left == 0
-
-
-def test_a_server_that_is_killed_is_an_engine_error_and_the_worker_hears_of_it(
-    own_place: "Place", updated: "Behind"
-) -> None:
-    """The last test of the module: it ends the engine."""
-    import os
-    import signal
-
-    engine = updated.engine
-
-    async def body() -> None:
-        turn = asyncio.create_task(engine.generate(ask("lost", max_new_tokens=480)))
-        while not (await engine.load_figures()).num_running:
-            await asyncio.sleep(0.01)
-        os.killpg(engine.server.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="did not answer"):
-            await turn
-        with pytest.raises(EngineError, match="the vLLM server ended"):
-            await engine.failed()
-
-    own_place.do(body())

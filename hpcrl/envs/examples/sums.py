@@ -31,7 +31,7 @@ def main() -> int:
 
 def ask(client: OpenAI, messages: list[dict[str, str]]) -> str:
     """What the model says next."""
-    answer = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
     return answer.choices[0].message.content or ""
 
 

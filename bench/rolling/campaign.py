@@ -1,0 +1,339 @@
+"""A campaign of one real env host: simulated engines serve it, a trainer that only takes time consumes what it makes.
+
+    Setting      what is run
+    run          runs it, in virtual time unless told otherwise -> Outcome
+
+Everything of the host is what a campaign runs: admission, agenda, pools, episodes, groups, accounts, journal, router.
+Its spool is in memory, its trainer chooses groups as the real one does.
+"""
+
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from pathlib import Path
+from statistics import mean
+from typing import NoReturn
+
+import msgspec
+
+from bench.rolling.world import Lengths, Lockstep, Plays, World
+from bench.routing.fleet import MODEL_8B
+from hpcrl.cost import pace
+from hpcrl.endpoints import Endpoint, announce
+from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures, Part
+from hpcrl.engines.sim import SimEngine, SimSettings
+from hpcrl.envs.base import Env
+from hpcrl.events import EventLog
+from hpcrl.files import publish_json
+from hpcrl.hardware import GPUS
+from hpcrl.learn.batch import Choice, choose_groups
+from hpcrl.plan import make_plan
+from hpcrl.recipe import Domain, RolloutMode, load_recipe
+from hpcrl.roles.context import Context
+from hpcrl.roles.env import Host, Rollouts
+from hpcrl.rollout.router import Router
+from hpcrl.rundir import RunDir
+from hpcrl.simulate.clock import run_virtual
+from hpcrl.site import load_site
+from hpcrl.spool.record import Status, Trajectory
+from hpcrl.spool.spool import Batching, MemorySpool, MemorySpoolReader, MemorySpoolWriter
+from hpcrl.weights import versions
+
+LOOK_S = 0.1
+"""How often the trainer looks for a batch."""
+CONTEXT = 131072
+LONGEST_REPLY = 8192
+RECIPE = """
+name = "bench"
+description = "What bench.rollout runs."
+
+[model.tiny]
+
+[domains.world]
+env = "bench.rolling.world:World"
+max_turns = 10000
+step_timeout_s = 100000.0
+episode_timeout_s = 100000.0
+
+[rollout]
+group_size = {group_size}
+redundancy = {redundancy}
+mode = "{mode}"
+max_lag = {max_lag}
+max_running = {max_running}
+max_new_tokens = {longest_reply}
+
+[train]
+num_steps = {num_steps}
+groups_per_step = {groups_per_step}
+learning_rate = 1e-3
+
+[job]
+walltime_min = 30
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is run."""
+
+    plays: Plays
+    num_steps: int
+    mode: RolloutMode = "async"
+    lockstep: bool = False
+    """Every turn of a batch waits for the slowest of its episodes."""
+    groups_per_step: int = 32
+    group_size: int = 8
+    redundancy: int = 0
+    max_running: int = 256
+    max_lag: int = 1
+    train_s: float = 0.0
+    reward_s: float = 0.0
+    """Of each trajectory, on workers of their own: as many as are needed."""
+    reward_in_place_s: float = 0.0
+    """Of each trajectory, in the place of its episode."""
+    num_gpus: int = 4
+    max_batch: int = 64
+    """Of each; together they have a place for every episode that runs."""
+    broken: Callable[[int], bool] = lambda _: False
+    """Which environments, by the order in which they are made, hang in reset."""
+
+
+@dataclass
+class Outcome:
+    """What came of it."""
+
+    step_ends: list[float] = field(default_factory=list)
+    """When each training step was over."""
+    endings: Counter[Status] = field(default_factory=Counter)
+    num_said: int = 0
+    """Tokens of groups in which nothing runs any more."""
+    num_kept: int = 0
+    """Those of them that were trained on, or may be yet."""
+    cpu_s: float = 0.0
+    """What it took this process to run it."""
+
+    @property
+    def step_s(self) -> float:
+        """Of a step once the campaign has settled in: the first is left out."""
+        return mean(self.steps_s)
+
+    @property
+    def steps_s(self) -> list[float]:
+        return [end - before for before, end in pairwise(self.step_ends)]
+
+    @property
+    def thrown_share(self) -> float:
+        return 1 - self.num_kept / self.num_said
+
+
+def run(setting: Setting) -> Outcome:
+    """Run it in virtual time."""
+    began = time.process_time()
+    outcome = run_virtual(_steps(setting))
+    outcome.cpu_s = time.process_time() - began
+    return outcome
+
+
+async def _steps(setting: Setting) -> Outcome:
+    async with opened(setting) as stage:
+        trainer = Trainer(setting, stage)
+        training = asyncio.create_task(trainer.run())
+        await asyncio.wait({training, stage.living}, return_when=asyncio.FIRST_COMPLETED)
+        await training if training.done() else stage.living.result()
+        outcome = trainer.outcome
+        outcome.endings = stage.host.groups.endings.copy()
+        under_way = {episode.rpartition("/")[0] for episode in stage.host.episodes}
+        ended = {name: num for name, num in stage.num_said.items() if name.rpartition("/")[0] not in under_way}
+        outcome.num_said = sum(ended.values())
+        outcome.num_kept = sum(ended.get(name, 0) for name in stage.sealed() - trainer.thrown)
+    return outcome
+
+
+@dataclass
+class Stage:
+    """A host that lives, and what it speaks to."""
+
+    host: Host
+    run: RunDir
+    spool: MemorySpool
+    engines: list[SimEngine]
+    num_said: Counter[str]
+    """Tokens by episode."""
+    living: "asyncio.Task[None]"
+
+    def sealed(self) -> set[str]:
+        """The episodes whose trajectories are in the spool."""
+        return {packed.id for packed in self.spool.durable}
+
+
+@contextlib.asynccontextmanager
+async def opened(setting: Setting) -> AsyncIterator[Stage]:
+    """A host and its engines, until the end of the block."""
+    async with contextlib.AsyncExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hpcrl-bench-")))
+        context = _context(root, setting)
+        said: Counter[str] = Counter()
+        engines = [await stack.enter_async_context(_engine(setting)) for _ in range(setting.num_gpus)]
+        served = {f"000-decode-{index}": Served(engine, said) for index, engine in enumerate(engines)}
+        for name in served:
+            endpoint = Endpoint(role="decode", worker=name, node="n", url=name, token="t", gpu="h800", num_gpus=1)
+            announce(context.run.endpoints, endpoint)
+        one = pace(GPUS["h800"], shape=MODEL_8B)
+        router = await stack.enter_async_context(
+            Router(context.run.endpoints, connect=lambda at: served[at.worker], seed=0, pace_of=lambda _: one)
+        )
+        spool = MemorySpool()
+        host = Host(context, router=router, layout=Lengths(), rollouts=_in(spool), open_env=_opener(setting))
+        living = asyncio.create_task(host.live(), name="host")
+        yield Stage(host=host, run=context.run, spool=spool, engines=engines, num_said=said, living=living)
+        context.ending.set()
+        await living
+
+
+def _engine(setting: Setting) -> SimEngine:
+    settings = SimSettings(max_batch=setting.max_batch, context_length=CONTEXT)
+    return SimEngine(pace(GPUS["h800"], shape=MODEL_8B), settings=settings)
+
+
+def _in(spool: MemorySpool) -> Rollouts:
+    clock = asyncio.get_running_loop().time
+    writer = MemorySpoolWriter(spool, batching=Batching(max_age_s=LOOK_S), clock=clock)
+    return Rollouts(writer=writer, num_sealed=lambda: len(spool.durable))
+
+
+def _opener(setting: Setting) -> Callable[[str, Domain], Awaitable[Env]]:
+    numbers, lockstep = count(), Lockstep() if setting.lockstep else None
+
+    async def open_env(_: str, __: Domain) -> Env:
+        number = next(numbers)
+        if setting.broken(number):
+            return Hanging()
+        return World(setting.plays, random.Random(number), last_s=setting.reward_in_place_s, lockstep=lockstep)
+
+    return open_env
+
+
+class Hanging:
+    """An environment whose reset never ends."""
+
+    async def reset(self, seed: int) -> str:
+        await asyncio.sleep(1e9)
+        raise AssertionError("its time is limited")
+
+    async def step(self, action: str) -> NoReturn:
+        raise AssertionError("it was never reset")
+
+    async def close(self) -> None: ...
+
+
+class Served:
+    """A simulated engine that says as much as the prompt asks for, and counts it."""
+
+    def __init__(self, engine: SimEngine, num_said: Counter[str]) -> None:
+        self._engine = engine
+        self._num_said = num_said
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        asked = msgspec.structs.replace(request, max_new_tokens=request.token_ids[-1])
+        completion = await self._engine.generate(asked)
+        self._num_said[request.trajectory] += len(completion.token_ids)
+        return completion
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+        return self._engine.stream(request)
+
+    async def prefill(self, request: GenerateRequest) -> KvHandle:
+        return await self._engine.prefill(request)
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def load_figures(self) -> LoadFigures:
+        return await self._engine.load_figures()
+
+
+class Trainer:
+    """Consumes batches as the real one does, and only takes time."""
+
+    def __init__(self, setting: Setting, stage: Stage) -> None:
+        self.outcome = Outcome()
+        self.thrown: set[str] = set()
+        """Trajectories that came too late."""
+        self._setting = setting
+        self._stage = stage
+        self._reader = MemorySpoolReader(stage.spool)
+        self._scoring: list[tuple[float, Trajectory]] = []
+        self._waiting: list[Trajectory] = []
+        self._consumed: set[str] = set()
+        self._version = 0
+        self._told = 0
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while len(self.outcome.step_ends) < self._setting.num_steps:
+            choice = self._choose(now=loop.time())
+            self._waiting = choice.rest
+            self.thrown.update(one.id for one in choice.stale)
+            if not choice.chosen:
+                self._settle()
+                await asyncio.sleep(LOOK_S)
+                continue
+            await asyncio.sleep(self._setting.train_s)
+            self._consumed.update(one.id for one in choice.chosen)
+            await self._publish()
+            self._settle()
+            self.outcome.step_ends.append(loop.time())
+
+    def _choose(self, *, now: float) -> Choice:
+        """The next batch, of what has its reward."""
+        self._scoring += [(now + self._setting.reward_s, one) for one in self._reader.poll()]
+        scored = [msgspec.structs.replace(one, reward=1.0) for ready, one in self._scoring if ready <= now]
+        self._scoring = [(ready, one) for ready, one in self._scoring if ready > now]
+        return choose_groups(
+            [*self._waiting, *scored],
+            groups_per_step=self._setting.groups_per_step,
+            group_size=self._setting.group_size,
+            version=self._version,
+            max_lag=self._setting.max_lag,
+            consumed=self._consumed,
+        )
+
+    async def _publish(self) -> None:
+        self._version += 1
+        versions.announce(self._stage.run.weights, versions.Announced(version=self._version, step=self._version))
+        await asyncio.gather(*(engine.load_version(self._version) for engine in self._stage.engines))
+
+    def _settle(self) -> None:
+        num = len(self._consumed) + len(self.thrown)
+        if num != self._told:
+            self._told = num
+            publish_json(self._stage.run.settled, {"num": num})
+
+
+def _context(root: Path, setting: Setting) -> Context:
+    """A campaign directory with all that a host reads."""
+    asked = {name: getattr(setting, name) for name in setting.__dataclass_fields__}
+    (root / "bench.toml").write_text(RECIPE.format(**asked, longest_reply=LONGEST_REPLY))
+    recipe, site = load_recipe(str(root / "bench.toml")), load_site("local")
+    run = RunDir(root / "campaign")
+    for directory in (run.events, run.endpoints, run.weights, run.model, run.task_blocks, run.job(0).root):
+        directory.mkdir(parents=True)
+    publish_json(run.model / "config.json", {"max_position_embeddings": CONTEXT})
+    versions.announce(run.weights, versions.Announced(version=0, step=0))
+    return Context(
+        run=run,
+        job=run.job(0),
+        role="env",
+        index=0,
+        recipe=recipe,
+        site=site,
+        plan=make_plan(recipe, site),
+        events=EventLog(run.events / "000-env-0.jsonl", job=0, role="env", worker="000-env-0", node="n"),
+    )

@@ -1,0 +1,98 @@
+"""Ten thousand episodes at once on one env host, in real time: what they cost in memory, CPU and answers of the loop.
+
+measure    runs a crowd in a process of its own -> Crowd
+"""
+
+import asyncio
+import gc
+import multiprocessing
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from bench.rolling.campaign import Setting, opened
+from bench.rolling.world import plain
+
+GROUP_SIZE = 8
+SAMPLE_S = 0.01
+STEP_S = 20.0
+"""Mean time of an environment's step; a light episode waits for most of its life."""
+NUM_TURNS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crowd:
+    """What was measured of it."""
+
+    num_running: int
+    """The most that ran at once."""
+    num_done: int
+    lag_p99_s: float
+    bytes_per_episode: float
+    cpu_per_episode_s: float
+
+
+def measure(num: int) -> Crowd:
+    """As many light episodes as asked for, all at once, to their ends."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_run, args=(num, theirs))
+    process.start()
+    theirs.close()
+    try:
+        crowd: Crowd = ours.recv()
+    finally:
+        process.join()
+    return crowd
+
+
+def _run(num: int, pipe: Connection) -> None:
+    pipe.send(asyncio.run(_crowd(num)))
+
+
+async def _crowd(num: int) -> Crowd:
+    setting = Setting(
+        plays=plain(mean_s=STEP_S, sigma_s=STEP_S / 4, num_turns=NUM_TURNS),
+        num_steps=1,
+        groups_per_step=num // GROUP_SIZE,
+        max_running=num,
+        max_lag=0,
+        mode="sync",
+        max_batch=1024,
+    )
+    gc.collect()
+    before, cpu = _resident(), time.process_time()
+    async with opened(setting) as stage:
+        lags: list[float] = []
+        watching = asyncio.create_task(_watch(lags))
+        most, most_bytes = 0, 0
+        while len(stage.spool.durable) < num:
+            await asyncio.sleep(0.5)
+            if stage.living.done():
+                stage.living.result()
+            most = max(most, stage.host.groups.num_running)
+            most_bytes = max(most_bytes, _resident() - before)
+        watching.cancel()
+        cpu = time.process_time() - cpu
+    lags.sort()
+    return Crowd(
+        num_running=most,
+        num_done=num,
+        lag_p99_s=lags[int(len(lags) * 0.99)],
+        bytes_per_episode=most_bytes / num,
+        cpu_per_episode_s=cpu / num,
+    )
+
+
+async def _watch(lags: list[float]) -> None:
+    """How late the loop is, again and again."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + SAMPLE_S
+        await asyncio.sleep(SAMPLE_S)
+        lags.append(loop.time() - due)
+
+
+def _resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

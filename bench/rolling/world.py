@@ -1,0 +1,140 @@
+"""Environments that only take time, and a layout in which they say how long each reply is.
+
+Play        what one episode asks for: the length of each observation and reply, and the time of each step
+Plays       makes the play of an episode from its task's seed
+World       an environment that does it
+Lockstep    what makes a batch of worlds wait for its slowest at every turn
+Lengths     the layout: the last token of a prompt is the length of the reply
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from bench.routing.workload import Script
+from hpcrl.envs.base import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One turn of a play."""
+
+    num_shown: int
+    num_said: int
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Play:
+    """One episode."""
+
+    turns: Sequence[Turn]
+    reset_s: float = 0.0
+
+
+Plays = Callable[[int, random.Random], Play]
+"""The play of an episode: the same task for a seed, and luck of its own."""
+
+
+def plain(*, mean_s: float, sigma_s: float, num_turns: int = 5, reset_s: float = 0.0) -> Plays:
+    """So many turns of 200 tokens seen and 100 said; steps take a normal time, and never less than none."""
+
+    def play(_: int, luck: random.Random) -> Play:
+        turns = [
+            Turn(num_shown=200, num_said=100, step_s=max(0.0, luck.gauss(mean_s, sigma_s))) for _ in range(num_turns)
+        ]
+        return Play(turns=turns, reset_s=reset_s)
+
+    return play
+
+
+def recorded(scripts: Sequence[Script]) -> Plays:
+    """The agents' calls as they were recorded; all episodes of a task are the same run."""
+    plays = [
+        Play(
+            turns=[
+                Turn(num_shown=fresh, num_said=call.num_new, step_s=call.pause_s)
+                for call, fresh in zip(script.calls, script.num_fresh(), strict=True)
+            ]
+        )
+        for script in scripts
+    ]
+    return lambda seed, _: plays[seed % len(plays)]
+
+
+@dataclass
+class Lockstep:
+    """Those who play, and those of them who have their step behind them."""
+
+    playing: set["World"] = field(default_factory=set)
+    arrived: set["World"] = field(default_factory=set)
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def wait(self, world: "World") -> None:
+        self.arrived.add(world)
+        opened = self.opened
+        self.look()
+        await opened.wait()
+
+    def look(self) -> None:
+        """Let all go on if all are there."""
+        if self.arrived >= self.playing:
+            self.arrived.clear()
+            self.opened.set()
+            self.opened = asyncio.Event()
+
+
+class World:
+    """Use it as an environment."""
+
+    def __init__(self, plays: Plays, luck: random.Random, *, last_s: float = 0.0, lockstep: Lockstep | None = None):
+        """`last_s`: what the last step takes besides, such as a reward that is worked out in the episode's place."""
+        self._plays = plays
+        self._luck = luck
+        self._last_s = last_s
+        self._lockstep = lockstep
+        self._turns: list[Turn] = []
+
+    async def reset(self, seed: int) -> str:
+        play = self._plays(seed, self._luck)
+        await asyncio.sleep(play.reset_s)
+        self._turns = list(play.turns)
+        return self._shown()
+
+    async def step(self, _: str) -> Step:
+        turn = self._turns.pop(0)
+        if self._lockstep is not None:  # not before: one that was made ahead of need plays in the next batch
+            self._lockstep.playing.add(self)
+        if not self._turns:
+            await asyncio.sleep(turn.step_s + self._last_s)
+            return Step(observation="", reward=1.0, done=True)
+        await asyncio.sleep(turn.step_s)
+        if self._lockstep is not None:
+            await self._lockstep.wait(self)
+        return Step(observation=self._shown())
+
+    async def close(self) -> None:
+        if self._lockstep is not None:
+            self._lockstep.playing.discard(self)
+            self._lockstep.arrived.discard(self)
+            self._lockstep.look()
+
+    def _shown(self) -> str:
+        return f"{self._turns[0].num_shown} {self._turns[0].num_said}"
+
+
+class Lengths:
+    """Lays out an observation that is two numbers: its own length, and that of the reply."""
+
+    stop_token_ids: Sequence[int] = ()
+
+    def first_turn(self, observation: str) -> list[int]:
+        num_shown, num_said = map(int, observation.split())
+        return [*([1] * (num_shown - 1)), num_said]
+
+    def next_turn(self, observation: str, *, said: Sequence[int]) -> list[int]:
+        return self.first_turn(observation)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return ""

@@ -1,0 +1,103 @@
+"""A twin of a vLLM model: new weights are loaded and packed into it while the model is in use, then change places.
+
+    Twin(model)    layers of its own that share everything but weights with those of the model
+    fill           load a version into it, by vLLM's own loaders; takes its time
+    take_over      give the model what was loaded; takes none
+
+For models on CPUs: there is memory for weights twice over, and what vLLM does after loading, to pack them for the
+processor's kernels, takes longer than anything else in an update.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+"""Attributes of a module that its twin has for itself."""
+WRAPPED = "online_process_loader"
+"""What vLLM calls the loaders that it puts around those of a layer while that is reloaded."""
+
+
+class _Pair(NamedTuple):
+    layer: torch.nn.Module
+    twin: torch.nn.Module
+    shared: dict[str, Any]
+    """What both had when the twin was made."""
+
+
+class Twin:
+    """Between `fill` and `take_over` it holds a whole version; it is used once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._pairs: dict[torch.nn.Module, _Pair] = {}
+        self._tensors: dict[torch.Tensor, torch.Tensor] = {}
+        self._model: Any = self._twin_of(model)
+
+    def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], *, model_config: Any) -> None:
+        """Load all weights, under the names that the trainer gives them; nothing of the model changes."""
+        initialize_layerwise_reload(self._model)
+        self._model.load_weights(iter(tensors))
+        finalize_layerwise_reload(self._model, model_config)
+
+    def take_over(self) -> None:
+        """Let the model compute with what was loaded; call it between two steps."""
+        for layer, twin, shared in self._pairs.values():
+            for mine, its in ((layer._parameters, twin._parameters), (layer._buffers, twin._buffers)):
+                for name, tensor in mine.items():
+                    if tensor is not None and (loaded := its.get(name)) is not None:
+                        tensor.data = loaded.data
+            for name, value in vars(twin).items():  # packed weights among them
+                if name not in OWN and value is not shared.get(name):
+                    layer.__dict__[name] = value
+
+    def _twin_of(self, layer: torch.nn.Module) -> torch.nn.Module:
+        """The same module once more, and so all below it; what appears twice in the model does in its twin."""
+        if layer in self._pairs:
+            return self._pairs[layer].twin
+        twin: torch.nn.Module = type(layer).__new__(type(layer))
+        shared = dict(vars(layer))
+        self._pairs[layer] = _Pair(layer, twin, shared)
+        twin.__dict__.update(shared)
+        twin.__dict__["_non_persistent_buffers_set"] = set(layer._non_persistent_buffers_set)
+        for kind in ("_parameters", "_buffers"):
+            own = vars(layer)[kind]
+            twin.__dict__[kind] = {name: None if held is None else self._copy_of(held) for name, held in own.items()}
+        below = layer._modules.items()
+        twin.__dict__["_modules"] = {name: None if part is None else self._twin_of(part) for name, part in below}
+        self._describe(layer, twin)
+        return twin
+
+    def _describe(self, layer: torch.nn.Module, twin: torch.nn.Module) -> None:
+        """Tell vLLM's loaders what the twin looks like before it is packed: as the layer did."""
+        info, known = get_layerwise_info(twin), get_layerwise_info(layer)
+        info.restore_device = known.restore_device
+        params, buffers = known.restore_metadata
+        info.restore_metadata = (
+            {name: _outline(tensor) for name, tensor in params.items()},
+            {name: _outline(tensor) for name, tensor in buffers.items()},
+        )
+
+    def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in self._tensors:
+            self._tensors[tensor] = _like(tensor, tensor.data.clone())
+        return self._tensors[tensor]
+
+
+def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """`data`, with the type of `tensor` and what vLLM's loaders have written on it."""
+    made = data.detach()
+    made.__class__ = type(tensor)
+    made.__dict__ = dict(vars(tensor))
+    return made
+
+
+def _outline(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory; if the model itself was reloaded before, its loader still leads there."""
+    outline = _like(tensor, tensor.data)
+    made: Any = outline
+    while getattr(getattr(made, "weight_loader", None), "__name__", "") == WRAPPED:
+        made.weight_loader = made.weight_loader.__wrapped__
+    return outline

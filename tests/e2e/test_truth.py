@@ -1,0 +1,33 @@
+"""What training is for: from a seed, the tiny model earns what neither chance nor an untrained model does.
+
+The lag is exact: every batch but the first few was sampled `alpha` versions before it is trained on.
+"""
+
+import dataclasses
+import statistics
+
+import pytest
+
+from tests.truth import LAKE, SUMS, at_random, learned
+
+LESSONS = {"lake": LAKE, "sums": SUMS}
+LAST = 10
+"""Steps whose mean counts: one batch is noisy."""
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("alpha", [0, 4])
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_tiny_model_passes_a_bar_that_chance_and_the_untrained_model_do_not(tmp_path, name, alpha):
+    lesson = LESSONS[name]
+    rewards = learned(lesson, tmp_path / "model", alpha=alpha)
+    assert at_random(lesson) < lesson.bar
+    assert rewards[0] < lesson.bar
+    assert statistics.mean(rewards[-LAST:]) > lesson.bar
+
+
+def test_the_same_seed_gives_the_same_curve(tmp_path):
+    short = dataclasses.replace(LAKE, num_steps=4)
+    first, again = (learned(short, tmp_path / "model", alpha=1) for _ in range(2))
+    assert first == again
+    assert len(set(first)) > 1

@@ -1,0 +1,21 @@
+"""Rewards that take their time, and rewards that fail."""
+
+import time
+
+from hpcrl.spool.record import Trajectory
+
+
+def after(trajectory: Trajectory, *, seconds: float) -> float:
+    """1, after a while: so that a test can act while a reward is being given."""
+    del trajectory
+    time.sleep(seconds)
+    return 1.0
+
+
+def of_every_other_group(trajectory: Trajectory) -> float:
+    """Fails for one member of every other group."""
+    domain, group, index = trajectory.id.split("/")
+    del domain
+    if int(group) % 2 and int(index) == 0:
+        raise LookupError("this one cannot be scored")
+    return 1.0

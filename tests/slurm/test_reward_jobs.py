@@ -1,0 +1,139 @@
+"""Reward jobs on a real Slurm: there while there is work, gone after it, and nothing is lost with one."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab_tools import Lab
+
+from hpcrl.events import read_events
+from hpcrl.processes import start_ticks
+from hpcrl.rundir import RunDir
+from hpcrl.spool.names import Listing
+from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+ELASTIC = (*SMALL, "-s", "reward.placement=elastic", "-s", "reward.idle_s=3", "-s", "reward.patience_s=300")
+ENV_NODES = {"env1", "env2", "env3"}
+
+
+def slow(seconds: float) -> tuple[str, ...]:
+    """Settings of a reward that takes so long for each trajectory."""
+    reward = "domains.lake.reward=tests.odd_rewards:after"
+    return ("-s", reward, "-s", f"domains.lake.reward_options.seconds={seconds}")
+
+
+@pytest.fixture
+def our_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Campaigns find the tests' own rewards."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+def reward_jobs(lab: Lab, *states: str) -> dict[str, str]:
+    """Nodes of the jobs on the preemptible partition, by id; of all that Slurm still knows, or in these states."""
+    rows = [row.split("|") for row in lab.run("squeue", "-h", "-o", "%A|%T|%N", "--partition=preempt").splitlines()]
+    return {id: node for id, state, node in rows if not states or state in states}
+
+
+def events(run: RunDir, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run.events) if event["event"] == name]
+
+
+def ended(run: RunDir) -> str:
+    """How the campaign's job ended; reward jobs take their time to start where much runs beside them."""
+    until(run.job(0).outcome.exists, what="the job has ended", timeout_s=400)
+    return str(outcome(run)["outcome"])
+
+
+def is_scored(run: RunDir) -> Callable[[], bool]:
+    """Whether all that was played has been scored."""
+    spools = [Listing(run.spool(name)) for name in ("rollouts", "scored")]
+    return lambda: len({frozenset(spool.present()) for spool in spools}) == 1
+
+
+def driver_of(run: RunDir, job: int = 0) -> int:
+    """The driver's process: it beats in the name of the job's driver."""
+    mark = f"hpcrl.driver\0{run.root}\0{job}\0".encode()
+    found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is(entry, mark)]
+    return max(found, key=lambda pid: (start_ticks(pid) or 0, pid))  # the guardian began before it
+
+
+def _is(entry: Path, mark: bytes) -> bool:
+    try:
+        return (entry / "cmdline").read_bytes().endswith(mark)
+    except OSError:
+        return False
+
+
+def test_a_reward_job_comes_with_the_work_and_goes_after_it(lab: Lab, campaigns: Path, our_code: None) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "e", *ELASTIC, *slow(0.02), "-s", "rollout.mode=sync")
+    run = RunDir(campaigns / "e")
+    until(lambda: bool(reward_jobs(lab)), what="a reward job is there")
+    assert ended(run) == "done"
+    until(lambda: not reward_jobs(lab), what="no reward job is left", timeout_s=60)
+    scored_on = {(event["partition"], event["node"]) for event in events(run, "scored")}
+    assert {partition for partition, _ in scored_on} == {"preempt"}
+    assert {node for _, node in scored_on} <= ENV_NODES
+    started = [event for event in events(run, "worker-started") if event["role"] == "env"]
+    assert {event["node"] for event in started} <= ENV_NODES
+    assert not [fault for fault in events(run, "fault") if fault["what"] == "reward"]
+
+
+def test_a_reward_job_without_work_is_gone_while_the_campaign_goes_on(
+    lab: Lab, campaigns: Path, our_code: None
+) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "i", *ELASTIC, *slow(0.01), "-s", "train.num_steps=1000")
+    run = RunDir(campaigns / "i")
+    until(lambda: len(events(run, "scored")) > 0, what="a segment was scored")
+    trainer = [event for event in events(run, "worker-started") if event["role"] == "train"]
+    os.kill(trainer[-1]["pid"], signal.SIGSTOP)  # nothing is consumed any more, so that in the end nothing is played
+    try:
+        until(is_scored(run), what="all is scored")
+        until(lambda: not reward_jobs(lab), what="no reward job is left", timeout_s=60)
+        assert not run.job(0).outcome.exists()
+        assert snapshot("i")["state"] == "running"
+    finally:
+        os.kill(trainer[-1]["pid"], signal.SIGCONT)
+    num = len(steps(run))
+    until(lambda: len(steps(run)) > num + 2, what="training goes on, with a reward job that came back")
+    hpcrl("stop", "--now", "i")
+
+
+def test_what_a_preempted_reward_job_had_begun_is_scored_all_the_same(
+    lab: Lab, campaigns: Path, our_code: None, tmp_path: Path
+) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "p", *ELASTIC, *slow(0.1))
+    run = RunDir(campaigns / "p")
+    until(lambda: bool(events(run, "scored")) and bool(reward_jobs(lab, "RUNNING")), what="a reward job is at work")
+    victim, node = next(iter(reward_jobs(lab, "RUNNING").items()))
+    rest = 16 - int(lab.run("squeue", "-h", "-o", "%C", "--partition=env", f"--nodelist={node}") or 0)
+    greedy = ("--partition=env", f"--nodelist={node}", f"--cpus-per-task={rest}", "--mem=100M", "--time=5")
+    taker = lab.submit(tmp_path, "sleep 20", *greedy)
+    until(lambda: victim not in reward_jobs(lab, "RUNNING", "PENDING"), what="the reward job was preempted")
+    assert lab.accounted(victim, "-D")[0]["State"].startswith("PREEMPTED")
+    assert ended(run) == "done"
+    lab.run("scancel", taker)
+    made = [step["step"] for step in steps(run)]
+    assert made == [1, 2, 3, 4]
+    scored = [event["segment"] for event in events(run, "scored")]
+    assert len(scored) == len(set(scored)), "a segment is scored once"
+
+
+def test_a_killed_driver_leaves_no_reward_job_in_the_queue(
+    lab: Lab, campaigns: Path, our_code: None, home: Path
+) -> None:
+    lab.run("scontrol", "update", "PartitionName=preempt", "State=DOWN")  # what is submitted there waits
+    try:
+        hpcrl("submit", "quickstart", "--site", "lab", "--name", "k", *ELASTIC, *slow(0.01))
+        run = RunDir(campaigns / "k")
+        until(lambda: bool(reward_jobs(lab, "PENDING")), what="a reward job waits")
+        os.kill(driver_of(run), signal.SIGKILL)
+        assert ended(run) == "failed"
+        until(lambda: not reward_jobs(lab), what="it was taken out of the queue", timeout_s=60)
+        until(lambda: not processes_of(home), what="no process is left", timeout_s=60)
+    finally:
+        lab.run("scontrol", "update", "PartitionName=preempt", "State=UP")

@@ -1,0 +1,80 @@
+"""What a recipe says of routing: checked before queueing, and heard by the router of an env host."""
+
+import json
+
+import pytest
+
+from hpcrl.endpoints import Endpoint, announce
+from hpcrl.engines.base import Completion, GenerateRequest, LoadFigures
+from hpcrl.errors import PlanError
+from hpcrl.events import EventLog, read_events
+from hpcrl.plan import make_plan
+from hpcrl.recipe import load_recipe
+from hpcrl.rollout.assembly import make_router
+from hpcrl.rundir import RunDir
+from hpcrl.simulate.clock import run_virtual
+from hpcrl.site import load_site
+
+CONFIG = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+REQUEST = GenerateRequest(
+    request_id="lake/0/0/0/0/0", token_ids=[1] * 4, max_new_tokens=4, domain="lake", trajectory="t"
+)
+
+
+def test_an_affinity_for_a_domain_that_is_not_there_is_refused_with_the_nearest_name():
+    recipe = load_recipe("quickstart", settings=('router.affinity={lakes="compute"}',))
+    with pytest.raises(PlanError, match=r"no domain 'lakes': did you mean 'lake'\?"):
+        make_plan(recipe, load_site("lab"))
+
+
+def test_affinities_for_a_domain_and_for_the_rest_are_fine():
+    settings = ('router.affinity={lake="compute", default="bandwidth"}',)
+    assert make_plan(load_recipe("quickstart", settings=settings), load_site("lab")).roles
+
+
+class Answering:
+    """An engine that has one word."""
+
+    async def generate(self, request):
+        return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason="length")
+
+    async def load_figures(self):
+        return LoadFigures(version=0, num_running=0, num_waiting=0, num_generated_tokens=0)
+
+
+def routed(tmp_path, config):
+    """The one decision that a router made by a recipe tells of a turn."""
+    run = RunDir(tmp_path)
+    for path in (run.endpoints, run.events, run.model):
+        path.mkdir(parents=True)
+    (run.model / "config.json").write_text(json.dumps(config))
+    endpoint = Endpoint(role="decode", worker="000-decode-0", node="n", url="u", token="t", gpu="h20", num_gpus=1)
+    announce(run.endpoints, endpoint)
+    recipe = load_recipe("quickstart", settings=("router.sampled=1.0",))
+
+    async def turn():
+        log = EventLog(run.events / "env.jsonl", role="env")
+        async with make_router(recipe, run, host=0, connect=lambda _: Answering(), seed=0, events=log) as router:
+            await router.generate(REQUEST)
+        log.close()
+
+    run_virtual(turn())
+    (told,) = [event for event in read_events(run.events) if event["event"] == "route"]
+    return told
+
+
+def test_the_router_of_a_recipe_reckons_with_the_model_and_the_gpu(tmp_path):
+    told = routed(tmp_path, CONFIG)
+    assert told["decode"] == "000-decode-0"
+    assert 0 < told["serve_s"] < 1
+
+
+def test_a_model_in_other_words_is_counted_and_not_reckoned(tmp_path):
+    assert routed(tmp_path, {"n_embd": 8})["serve_s"] == 1.0
