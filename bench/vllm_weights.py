@@ -4,7 +4,9 @@ ours      our weight-transfer engine: checked while tokens are generated, then l
 theirs    vLLM's own pause, reload_weights from files that are already on disk and in the page cache, resume
 
 Both keep the running requests and compute their KV anew. The same server does both in turns, and one stream of tokens
-is watched; its longest silence while weights change is what counts.
+is watched; its longest silence while weights change is what counts. On a CPU a step is a pass over all weights, and no
+silence is shorter than the step that ends before the pause and the one that computes KV anew after it; so the time from
+pause to resume, and the usual time between two tokens, are told besides.
 """
 
 import asyncio
@@ -60,7 +62,7 @@ async def _measure(root: Path, *, rounds: int) -> list[Figure]:
         model=run.model, log=job.log("vllm"), dtype="float32", extra_args=("--enforce-eager", "--block-size", "32")
     )
     origin = Origin(campaign=run.root, job=0, node="here")
-    ours, theirs, copies = [], [], []
+    ours, theirs, copies = [], [], []  # of both: how long the stream was silent, from pause to resume, between tokens
     try:
         async with VllmEngine(launch, origin=origin) as engine:
             for version in range(1, rounds + 1):
@@ -72,17 +74,25 @@ async def _measure(root: Path, *, rounds: int) -> list[Figure]:
         window.unlink()
         window.close()
     size = f"{sum(tensor.nbytes for tensor in tensors.values()) / 1e6:.0f} MB"
-    mine, other, copy = median(ours), median(theirs), median(copies)
+    mine, my_pause, usual = map(median, zip(*ours, strict=True))
+    other, other_pause, _ = map(median, zip(*theirs, strict=True))
+    copy = median(copies)
     return [
         Figure(name=f"longest silence, {size}: vLLM's reload from disk / ours", value=other / mine, bar=BAR),
         Figure(name="longest silence: ours / one memcpy of the weights", value=mine / copy, better="lower"),
+        Figure(name="pause to resume: vLLM's reload from disk / ours", value=other_pause / my_pause),
         Figure(name="longest silence: ours", value=1e3 * mine, unit="ms", better="lower"),
         Figure(name="longest silence: vLLM's reload from disk", value=1e3 * other, unit="ms", better="lower"),
+        Figure(name="pause to resume: ours", value=1e3 * my_pause, unit="ms", better="lower"),
+        Figure(name="between two tokens, usually", value=1e3 * usual, unit="ms", better="lower"),
     ]
 
 
-async def _silence(engine: VllmEngine, update: Awaitable[object]) -> float:
-    """The longest time between two tokens of a stream while an update runs in the middle of it."""
+async def _silence(engine: VllmEngine, update: Awaitable[float]) -> tuple[float, float, float]:
+    """The longest time between two tokens of a stream while an update runs in the middle of it.
+
+    And the time from pause to resume, as the update tells, and the median time between two tokens.
+    """
     heard: list[float] = []
     request = GenerateRequest(request_id="watched", token_ids=PROMPT, max_new_tokens=2000, temperature=0.0)
 
@@ -94,23 +104,26 @@ async def _silence(engine: VllmEngine, update: Awaitable[object]) -> float:
     while len(heard) < 20:
         await asyncio.sleep(0.01)
     began = time.monotonic()
-    await update
+    paused_s = await update
     ended = time.monotonic()
     while heard[-1] < ended:
         await asyncio.sleep(0.01)
     await engine.abort("watched")
     await listening
     during = [moment for moment in heard if moment >= began - CALM_S]
-    return max(after - before for before, after in pairwise(during))
+    gaps = [after - before for before, after in pairwise(during)]
+    return max(gaps), paused_s, median(gaps)
 
 
-async def _reload(engine: VllmEngine, disk: Path) -> None:
+async def _reload(engine: VllmEngine, disk: Path) -> float:
     """What vLLM offers by itself."""
     server = engine.server
+    began = time.monotonic()
     await server.post("/pause", mode="keep", clear_cache="false")
     await server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(disk)}})
     await server.post("/reset_prefix_cache", reset_running_requests="true")
     await server.post("/resume")
+    return time.monotonic() - began
 
 
 def _copy_s(tensors: dict[str, torch.Tensor]) -> float:

@@ -131,7 +131,7 @@ def test_a_loaded_trainer_goes_on_as_the_saved_one(make, tmp_path):
     metrics = []
     for trainer in (saved, loaded):
         steps = [trainer.train_step(batch(step), step=step, version=step) for step in (1, 2)]
-        metrics.append([msgspec.structs.replace(step, step_s=0.0, tokens_per_s=0.0) for step in steps])
+        metrics.append([msgspec.structs.replace(step, step_s=0.0, times={}, tokens_per_s=0.0) for step in steps])
     assert metrics[0] == metrics[1]
     assert same(saved.tensors(), loaded.tensors())
 
