@@ -1,4 +1,7 @@
-"""`make_plan(recipe, site) -> Plan`: pure, same input, same bytes; every cross-check of the two lives here."""
+"""`make_plan(recipe, site) -> Plan`: pure, same input, same bytes; what concerns both of them is checked here.
+
+Whether a recipe agrees with itself is `hpcrl.checks`' business.
+"""
 
 from typing import Literal
 
@@ -6,10 +9,10 @@ import msgspec
 
 from hpcrl import cost
 from hpcrl.affinity import Choice, Demand, choose
-from hpcrl.config import nearest
+from hpcrl.checks import check_recipe
 from hpcrl.errors import PlanError
 from hpcrl.hardware import GPUS
-from hpcrl.recipe import ROLES, Recipe, Resources, RoleName
+from hpcrl.recipe import Recipe, Resources, RoleName
 from hpcrl.site import Partition, Site
 
 Layout = Literal["hetjob", "local"]
@@ -96,12 +99,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_plan(recipe: Recipe, site: Site) -> Plan:
     """Map roles to partitions and check all that can be checked before queueing."""
-    _check_resources(recipe)
-    _check_rollout(recipe)
-    _check_router(recipe)
-    _check_engine(recipe)
-    _check_trainer(recipe)
-    _check_isolation(recipe)
+    check_recipe(recipe)
     layout, reason, doubt = _layout(site)
     choices = _place(recipe, site)
     account = _accounts(site, choices)
@@ -304,104 +302,6 @@ def _reward_jobs(recipe: Recipe, site: Site) -> tuple[RewardJobs | None, list[st
         return jobs, []
     why = f"site {site.name} has no preemptible CPU partition that holds one of their workers"
     return None, [f"rewards wanted jobs of their own, got spare cores: {why}"]
-
-
-def _check_resources(recipe: Recipe) -> None:
-    for role in ROLES:
-        resources: Resources = getattr(recipe.resources, role)
-        if resources.affinity == "cpu" and resources.gpus_per_worker:
-            raise PlanError(
-                f'resources.{role} asks for {resources.gpus_per_worker} GPUs a worker with affinity = "cpu": '
-                'choose affinity = "compute" or "bandwidth", or gpus_per_worker = 0'
-            )
-
-
-def _check_trainer(recipe: Recipe) -> None:
-    """The ranks of the trainer: as many as its parallelism needs, and each with something to do."""
-    train, ranks = recipe.train, recipe.resources.train.num_workers
-    shared = train.tensor_parallel * train.pipeline_parallel
-    if train.trainer == "torch" and shared > 1:
-        raise PlanError(
-            f"train.tensor_parallel = {train.tensor_parallel} and train.pipeline_parallel = {train.pipeline_parallel} "
-            'are for trainer "megatron": set them to 1, or train.trainer = "megatron"'
-        )
-    if ranks % shared:
-        raise PlanError(
-            f"resources.train.num_workers = {ranks} is no multiple of train.tensor_parallel x pipeline_parallel = "
-            f"{shared}: set it to {-(-ranks // shared) * shared}"
-        )
-    if train.trainer == "megatron":
-        refused = {"kl": (train.kl, "none"), "sharding": (train.sharding, "none")}
-        for name, (seen, known) in refused.items():
-            if seen != known:
-                raise PlanError(f'train.{name} = {seen!r} is not for trainer "megatron": set it to {known!r}')
-        if train.advantage == "gae":
-            raise PlanError('train.advantage = "gae" needs a critic, which trainer "megatron" has not: use "torch"')
-    batch = train.groups_per_step * recipe.rollout.group_size
-    if batch < (ranks // shared) * train.num_minibatches:
-        raise PlanError(
-            f"a step has {batch} trajectories for {ranks // shared} ranks x train.num_minibatches = "
-            f"{train.num_minibatches}: raise train.groups_per_step or lower the others"
-        )
-
-
-def _check_rollout(recipe: Recipe) -> None:
-    rollout, num_hosts = recipe.rollout, recipe.resources.env.num_workers
-    least = (rollout.group_size + rollout.redundancy) * num_hosts
-    if rollout.max_running < least:
-        raise PlanError(
-            f"rollout.max_running = {rollout.max_running} cannot hold one group of {rollout.group_size} (and "
-            f"{rollout.redundancy} extra) episodes on each of {num_hosts} env workers: set it to {least} or more"
-        )
-
-
-def _check_router(recipe: Recipe) -> None:
-    """A table of affinities speaks of the recipe's domains and of the rest."""
-    if recipe.router.affinity == "auto":
-        return
-    known = sorted({*recipe.domains, "default"})
-    for name in recipe.router.affinity:
-        if name not in known:
-            raise PlanError(
-                f"router.affinity.{name}: there is no domain {name!r}: {nearest(name, known)}"
-                f"known are {', '.join(known)}"
-            )
-
-
-def _check_isolation(recipe: Recipe) -> None:
-    """Every isolated environment fits into an env worker's memory at least once."""
-    env = recipe.resources.env
-    for name, domain in recipe.domains.items():
-        if domain.isolation != "none" and not cost.env_places(env.mem_gib_per_worker, each_gib=domain.env_memory_gib):
-            least = cost.ENV_HOST_GIB + domain.env_memory_gib
-            raise PlanError(
-                f"resources.env.mem_gib_per_worker = {env.mem_gib_per_worker:g} holds no environment of "
-                f"domains.{name}.env_memory_gib = {domain.env_memory_gib:g} beside the worker itself: raise it to "
-                f"{least:g} or more"
-            )
-
-
-def _check_engine(recipe: Recipe) -> None:
-    """The GPUs of an engine worker are divided into stages, and a model's heads among the GPUs of a stage."""
-    engine, tiny = recipe.engine, recipe.model.tiny
-    if engine.backend != "vllm" and engine.pipeline_parallel != 1:
-        raise PlanError(
-            f'engine.pipeline_parallel = {engine.pipeline_parallel} with engine.backend = "{engine.backend}", which '
-            'has one process: set it to 1, or choose backend = "vllm"'
-        )
-    for role in ("prefill", "decode"):
-        gpus = getattr(recipe.resources, role).gpus_per_worker
-        if gpus % engine.pipeline_parallel:
-            raise PlanError(
-                f"resources.{role}.gpus_per_worker = {gpus} cannot be divided into engine.pipeline_parallel = "
-                f"{engine.pipeline_parallel} stages: make one a multiple of the other"
-            )
-        per_stage = max(gpus // engine.pipeline_parallel, 1)
-        if engine.backend == "vllm" and tiny is not None and tiny.num_heads % per_stage:
-            raise PlanError(
-                f"model.tiny.num_heads = {tiny.num_heads} cannot be divided among the {per_stage} GPUs of a {role} "
-                f"worker's stage: lower resources.{role}.gpus_per_worker"
-            )
 
 
 def _check_walltime(recipe: Recipe, site: Site, components: list[Component]) -> None:
