@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -43,6 +44,7 @@ ELASTIC = "reward-jobs"
 PARTITION = "HPCRL_PARTITION"
 HEARTBEAT_S = 5
 LOST_AFTER_S = 20
+KERNEL_END_S = 10.0
 WORKER = "hpcrl.roles.__main__:work"
 SCORE = "hpcrl.roles.reward:score"
 
@@ -292,13 +294,19 @@ class Runtime:
             steps.cancel_all()
         if self._reward_jobs is not None:
             self._reward_jobs.cancel_all()
-        if self._kernel is not None:
-            self._kernel.cleanup()
+        self._end_kernel()
         for steps in self._steps.values():
             steps.wait(deadline=deadline)
         if isinstance(self._reward_jobs, Steps):
             self._reward_jobs.wait(deadline=deadline)
         self._end_trainer(grace_s=deadline - time.monotonic())
+
+    def _end_kernel(self) -> None:
+        """Parsl waits for ever for an interchange that was killed: what it leaves is the guardian's to end."""
+        if self._kernel is not None:
+            ending = threading.Thread(target=self._kernel.cleanup, name="parsl's end", daemon=True)
+            ending.start()
+            ending.join(KERNEL_END_S)
 
     def _submit(self, executor: str, function: str, *args: Any) -> "Future[None]":
         assert self._kernel is not None

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hpcrl.files import read_json
@@ -71,6 +72,19 @@ def test_a_killed_driver_takes_everything_with_it_and_the_campaign_resumes(run_o
     seen = snapshot("k")
     assert (seen["state"], seen["step"], len(seen["jobs"])) == ("done", 4, 2)
     assert num_consumed_groups(run) == 4 * 2  # a group trained on twice would be counted once
+
+
+def test_a_job_whose_interchanges_were_killed_still_ends_when_asked(run_of: Any) -> None:
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "i", *SMALL, "-s", "train.num_steps=400")
+    run = run_of("i")
+    until(lambda: len(steps(run)) >= 1, what="a step was made")
+    below = psutil.Process(driver_of(run)).children(recursive=True)
+    interchanges = [process for process in below if any("interchange" in word for word in process.cmdline())]
+    assert interchanges
+    for process in interchanges:
+        process.kill()
+    hpcrl("stop", "--now", "i")
+    assert outcome(run)["outcome"] in ("stopped", "failed")
 
 
 def test_workers_that_die_are_replaced(run_of: Any) -> None:
