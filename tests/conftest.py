@@ -28,13 +28,17 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def must_run(report: pytest.TestReport | pytest.CollectReport) -> bool:
+    return isinstance(report, pytest.CollectReport) or any(mark in report.keywords for mark in MUST_RUN_IN_CI)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """In CI a suite that was skipped as a whole did not pass."""
+    """In CI a suite that was skipped as a whole did not pass, nor did a module that could not be imported."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if not os.environ.get("CI") or reporter is None:
         return
-    skipped = [r for r in reporter.stats.get("skipped", []) if any(mark in r.keywords for mark in MUST_RUN_IN_CI)]
+    skipped = [r for r in reporter.stats.get("skipped", []) if must_run(r)]
     if skipped:
         reporter.write_line(f"{len(skipped)} tests were skipped that CI must run: {skipped[0].nodeid}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
