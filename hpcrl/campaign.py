@@ -1,25 +1,20 @@
-"""Campaigns, seen from the login node: create, submit, list, stop, resume. Light: no torch, parsl, h5py, mpi4py.
+"""Campaigns, seen from the login node: create, submit, list, stop, resume. Light: no torch, parsl, h5py, mpi4py."""
 
-Campaigns are found by name under ~/.hpcrl/campaigns ($HPCRL_HOME moves it). Where a site keeps them on another file
-system, that name is a symbolic link; making the directory or the link is what reserves the name.
-"""
-
-import contextlib
 import os
-import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from hpcrl.errors import CampaignError, ConfigError, HpcrlError
-from hpcrl.files import discard, private_dir, publish, publish_json, read_json, sync_directory
+from hpcrl import home
+from hpcrl.errors import CampaignError, ConfigError
+from hpcrl.files import discard, private_dir, publish, publish_json, read_json
 from hpcrl.plan import Plan, make_plan
 from hpcrl.processes import is_alive
 from hpcrl.recipe import Recipe, load_recipe
@@ -31,7 +26,6 @@ from hpcrl.slurm.script import batch_script
 T = TypeVar("T")
 CHECK_TIMEOUT_S = 120
 ENDING_S = 30.0
-FORBIDDEN_IN_PATHS = "\n\r"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,19 +56,19 @@ def _with_absolute_model(recipe: Recipe) -> Recipe:
 
 def script_of(asked: Request, *, name: str) -> str:
     """The batch script as `hpcrl plan` shows it; submitting only fills in the campaign's own path."""
-    run = RunDir(_root_of(asked.site) / name)
+    run = RunDir(home.root_of(asked.site) / name)
     return batch_script(asked.plan, run=run, job=0, python=_python(asked.site), exports=_exports().items())
 
 
 def submit(asked: Request, *, name: str | None = None) -> RunDir:
     """Check the user's code, make the campaign's directory, submit its first job; on failure leave nothing."""
     check(asked)
-    run = _reserve(asked, name)
+    run = home.reserve(name, stem=asked.recipe.name, site=asked.site)
     try:
         _describe(run, asked)
         _start_job(run, asked, number=0)
     except BaseException:
-        _release(run)
+        home.release(run)
         raise
     return run
 
@@ -84,14 +78,14 @@ def dry_run(asked: Request) -> str:
     check(asked)
     if asked.site.scheduler == "local":
         return "nothing to ask: the site has no scheduler"
-    run = _reserve(asked, None)
+    run = home.reserve(None, stem=asked.recipe.name, site=asked.site)
     try:
         _describe(run, asked)
         job = _job_dir(run, 0)
         publish(job.script, script_of(asked, name=run.name), mode=0o700)
         return slurm.test_only(job.script, site=asked.site)
     finally:
-        _release(run)
+        home.release(run)
 
 
 def check(asked: Request) -> None:
@@ -132,7 +126,7 @@ def _check_user_code(asked: Request) -> None:
 
 def resume(name: str) -> RunDir:
     """Go on from the last checkpoint in a new job."""
-    run = find(name)
+    run = home.find(name)
     asked = Request(recipe=_read(run.recipe, Recipe), site=_read(run.site, Site), plan=_read(run.plan, Plan))
     number = run.job_numbers()[-1]
     _refuse_while_alive(run, run.job(number), asked.site)
@@ -163,7 +157,7 @@ def _refuse_while_alive(run: RunDir, job: JobDir, site: Site) -> None:
 
 def stop(name: str, *, how: Callable[[RunDir, JobDir, Site], str]) -> str:
     """Ask a campaign to end in one of two ways (`gently`, `at_once`); says what was done."""
-    run = find(name)
+    run = home.find(name)
     last = run.job(run.job_numbers()[-1])
     if last.outcome.exists():
         outcome = read_json(last.outcome)
@@ -229,25 +223,6 @@ def _command() -> str:
     """How the user calls hpcrl: by name where that works, else as it was just called."""
     called = Path(sys.argv[0])
     return os.path.relpath(called) if called.name == "hpcrl" and not shutil.which("hpcrl") else "hpcrl"
-
-
-def find(name: str) -> RunDir:
-    """The campaign of a name or of a path."""
-    candidates = [_home() / name, Path(name)] if "/" not in name else [Path(name)]
-    for path in candidates:
-        if (path / "campaign.json").is_file():
-            return RunDir(path.resolve())
-    known = ", ".join(run.name for run in everyone()[:8])
-    raise CampaignError(f"no campaign {name!r}: {'there are ' + known if known else 'there is none yet'} (`hpcrl ls`)")
-
-
-def everyone() -> list[RunDir]:
-    """All campaigns of this user, newest first."""
-    home = _home()
-    if not home.is_dir():
-        return []
-    found = [RunDir(path.resolve()) for path in home.iterdir() if (path / "campaign.json").is_file()]
-    return sorted(found, key=lambda run: -float(read_json(run.campaign)["created"]))
 
 
 def submitted(job: JobDir) -> slurm.Submitted:
@@ -322,51 +297,6 @@ def _describe(run: RunDir, asked: Request) -> None:
 def _folders(run: RunDir) -> list[Path]:
     spools = [run.spool(name) for name in SPOOLS]
     return [run.events, run.endpoints, run.weights, run.checkpoints, run.task_blocks, *spools]
-
-
-def _reserve(asked: Request, name: str | None) -> RunDir:
-    """A fresh directory for the campaign; without a name, the recipe's with the next free number."""
-    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        raise CampaignError(f"--name {name!r}: letters, digits, '.', '_' and '-' only, at most 64 of them")
-    home = private_dir(_home())
-    for candidate in [name] if name else _numbered(asked.recipe.name, home):
-        path = _root_of(asked.site) / candidate
-        with contextlib.suppress(FileExistsError):
-            if path.parent != home:
-                (home / candidate).symlink_to(path)
-                private_dir(path.parent)
-            path.mkdir(mode=0o700)
-            sync_directory(path.parent)
-            return RunDir(path)
-    raise CampaignError(f"there is a campaign {name!r} already: choose another --name, or `hpcrl resume {name}`")
-
-
-def _numbered(stem: str, home: Path) -> Iterator[str]:
-    taken = {path.name for path in home.iterdir()}
-    number = 1
-    while True:
-        if f"{stem}-{number}" not in taken:
-            yield f"{stem}-{number}"
-        number += 1
-
-
-def _release(run: RunDir) -> None:
-    discard(run.root)
-    link = _home() / run.name
-    if link.is_symlink():
-        link.unlink()
-
-
-def _home() -> Path:
-    return Path(os.environ.get("HPCRL_HOME") or Path.home() / ".hpcrl") / "campaigns"
-
-
-def _root_of(site: Site) -> Path:
-    root = Path(slurm.expand(site.campaigns_dir)) if site.campaigns_dir else _home()
-    absolute = root.absolute()
-    if any(character in str(absolute) for character in FORBIDDEN_IN_PATHS):
-        raise HpcrlError(f"campaigns cannot lie in {str(absolute)!r}: a batch script cannot name it; set $HPCRL_HOME")
-    return absolute
 
 
 def _python(site: Site) -> str:

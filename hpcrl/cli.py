@@ -14,6 +14,7 @@ from hpcrl.errors import HpcrlError
 if TYPE_CHECKING:
     from hpcrl.plan import Plan
     from hpcrl.recipe import Recipe
+    from hpcrl.rundir import RunDir
 
 EXIT_USAGE = 2
 EXIT_CAMPAIGN_FAILED = 1
@@ -170,21 +171,21 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from hpcrl import campaign
+    from hpcrl import home
     from hpcrl.monitor.view import list_campaigns
 
-    return list_campaigns(campaign.everyone(), as_json=arguments.json)
+    return list_campaigns(home.everyone(), as_json=arguments.json)
 
 
 def _monitor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from hpcrl import campaign
+    from hpcrl import campaign, home
     from hpcrl.monitor.collect import Collector, slurm_at
     from hpcrl.monitor.snapshot import to_json
     from hpcrl.monitor.view import show_once, watch
 
-    run = campaign.find(arguments.campaign)
+    run = home.find(arguments.campaign)
     collector = Collector(run, ask=slurm_at(campaign.site_of(run)))
     if arguments.json:
         sys.stdout.write(to_json(collector.poll()).decode())
@@ -199,11 +200,11 @@ def _watch(name: str) -> int:
     """Follow a campaign to its end and say what came of it."""
     from rich.console import Console
 
-    from hpcrl import campaign
+    from hpcrl import campaign, home
     from hpcrl.monitor.collect import Collector, slurm_at
     from hpcrl.monitor.view import watch
 
-    run = campaign.find(name)
+    run = home.find(name)
     collector = Collector(run, ask=slurm_at(campaign.site_of(run)))
     snapshot = watch(collector, console=Console(highlight=False), until_done=True)
     for line in campaign.closing_words(run, state=snapshot.state, rewards=snapshot.reward_mean):
@@ -212,9 +213,9 @@ def _watch(name: str) -> int:
 
 
 def _logs(arguments: argparse.Namespace) -> int:
-    from hpcrl import campaign
+    from hpcrl import home
 
-    run = campaign.find(arguments.campaign)
+    run = home.find(arguments.campaign)
     job = run.job(run.job_numbers()[-1])
     role = {"driver": "batch"}.get(arguments.role, arguments.role)
     logs = sorted(job.logs.glob(f"{role}*.log" if role else "*.log"))
@@ -246,13 +247,11 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 
 def _traj(arguments: argparse.Namespace) -> int:
-    """Become an interpreter that can read segments: this one, or the one that the campaign's jobs run with."""
-    from importlib.util import find_spec
+    """Become an interpreter that can read segments."""
+    from hpcrl import home
 
-    from hpcrl import campaign
-
-    run = campaign.find(arguments.campaign)
-    python = sys.executable if find_spec("h5py") else campaign.site_of(run).python or sys.executable
+    run = home.find(arguments.campaign)
+    python = _python_with("h5py", run)
     sys.stdout.flush()
     try:
         os.execv(python, [python, "-m", "hpcrl.traj", str(run.root), *arguments.words[1:]])
@@ -261,16 +260,29 @@ def _traj(arguments: argparse.Namespace) -> int:
         raise HpcrlError(f"{python!r} cannot be run here ({error.strerror}), and reads trajectories: {cure}") from error
 
 
-def _export(arguments: argparse.Namespace) -> int:
-    """Run where there is torch: this interpreter, or the one that the campaign's jobs run with."""
+def _python_with(module: str, run: "RunDir") -> str:
+    """This interpreter if it has the module, else the one that the campaign's jobs run with."""
     from importlib.util import find_spec
 
     from hpcrl import campaign
 
-    run = campaign.find(arguments.campaign)
-    python = sys.executable if find_spec("torch") else campaign.site_of(run).python or sys.executable
+    return sys.executable if find_spec(module) else campaign.site_of(run).python or sys.executable
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    """Run where there is torch."""
+    from hpcrl import home
+
+    run = home.find(arguments.campaign)
     step = [] if arguments.step is None else [str(arguments.step)]
-    words = [python, "-m", "hpcrl.trainers.export", str(run.root), str(arguments.hf.absolute()), *step]
+    words = [
+        _python_with("torch", run),
+        "-m",
+        "hpcrl.trainers.export",
+        str(run.root),
+        str(arguments.hf.absolute()),
+        *step,
+    ]
     return subprocess.run(words, check=False).returncode
 
 

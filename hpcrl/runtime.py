@@ -7,12 +7,11 @@ one step with it), or as a process group on a machine without a scheduler. Task 
 import importlib
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,9 @@ import parsl
 from parsl.config import Config
 from parsl.executors import HighThroughputExecutor
 from parsl.jobs.error_handlers import noop_error_handler
-from parsl.jobs.states import JobState, JobStatus
 from parsl.providers.base import ExecutionProvider
 
-from hpcrl.blocks import Jobs
+from hpcrl.blocks import Jobs, Steps
 from hpcrl.couriers import Couriers, Way
 from hpcrl.files import publish
 from hpcrl.plan import Component, Plan, RewardJobs, RolePlan
@@ -76,93 +74,6 @@ def call(function: str, *args: Any) -> Any:
     """Run `package.module:name` in a worker; tasks travel as names, so the driver imports no role."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)(*args)
-
-
-class Steps(ExecutionProvider):
-    """Parsl blocks as steps of a job that runs already: one node of the component each."""
-
-    def __init__(self, *, prefixes: Mapping[str, Sequence[str]], log_dir: Path, first: int | None = None) -> None:
-        """`prefixes`: for each node, what stands before a command so that it runs there; `first`: blocks at first."""
-        self.max_blocks = len(prefixes)
-        self.init_blocks = self.max_blocks if first is None else first
-        self.min_blocks = 0
-        self.nodes_per_block = 1
-        self.parallelism = 1.0
-        self.cores_per_node = self.mem_per_node = None
-        self.script_dir = str(log_dir)
-        self.resources: dict[object, Any] = {}
-        self._nodes = list(prefixes)
-        self._prefixes = list(prefixes.values())
-        self._running: list[subprocess.Popen[bytes] | None] = [None] * len(prefixes)
-        self._log_dir = log_dir
-        self._all: dict[str, subprocess.Popen[bytes]] = {}
-
-    def submit(self, command: str, tasks_per_node: int, job_name: str = "block") -> str | None:
-        """Start the worker pool on the first node that has none."""
-        del tasks_per_node
-        slot = next(
-            (i for i, process in enumerate(self._running) if process is None or process.poll() is not None), None
-        )
-        if slot is None:
-            return None
-        with (self._log_dir / f"{job_name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [*self._prefixes[slot], *command.split("\n")],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self._running[slot] = process
-        self._all[str(process.pid)] = process
-        return str(process.pid)
-
-    def status(self, job_ids: Sequence[object]) -> list[JobStatus]:
-        return [self._status(self._all[str(job_id)]) for job_id in job_ids]
-
-    def cancel(self, job_ids: Sequence[object]) -> list[bool]:
-        """End the process groups of these blocks; srun passes the signal on to its step."""
-        for job_id in job_ids:
-            process = self._all[str(job_id)]
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-        return [True for _ in job_ids]
-
-    def num_running(self) -> int:
-        """Blocks that have not ended."""
-        return sum(process.poll() is None for process in self._all.values())
-
-    def cancel_all(self) -> None:
-        """End every block."""
-        self.cancel(list(self._all))
-
-    def wait(self, *, deadline: float) -> None:
-        """Give ended blocks until `deadline` (monotonic), then kill what is left of them."""
-        for process in self._all.values():
-            end_group(process, grace_s=deadline - time.monotonic())
-
-    def lost(self) -> list[str]:
-        """Nodes whose block has ended."""
-        processes = zip(self._nodes, self._running, strict=True)
-        return [node for node, process in processes if process is not None and process.poll() is not None]
-
-    @property
-    def label(self) -> str:
-        return "steps"
-
-    @property
-    def status_polling_interval(self) -> int:
-        return 5
-
-    @staticmethod
-    def _status(process: subprocess.Popen[bytes]) -> JobStatus:
-        match process.poll():
-            case None:
-                return JobStatus(JobState.RUNNING)
-            case 0:
-                return JobStatus(JobState.COMPLETED)
-            case code:
-                return JobStatus(JobState.FAILED, exit_code=code)
 
 
 class Runtime:
