@@ -2,7 +2,8 @@
 
 balance       tokens of the busiest rank over the mean, Karmarkar-Karp and in turn
 loop          `TorchTrainer.train_step` beside a bare loop over the same micro-batches of the same model
-checkpoint    how long training stands still for a checkpoint, at one in ten steps
+checkpoint    ten steps with a checkpoint, written behind them, beside ten without
+data path     ranks that read their own rows beside a controller that scatters: see bench/data_path.py
 
 python -m bench.learning [--full]
 """
@@ -12,19 +13,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from bench import figures
+from bench import data_path, figures
 from bench.figures import Figure
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.learn.batch import MicroBatch, make_rows, micro_batches
+from hpcrl.learn.consumed import Consumed
 from hpcrl.learn.partition import balanced, imbalance, naive
 from hpcrl.recipe import TinyModel, Train
 from hpcrl.spool.record import Trajectory
+from hpcrl.trainers import checkpoint
 from hpcrl.trainers.net import load_causal
 from hpcrl.trainers.torch import TorchTrainer
 
@@ -36,7 +40,10 @@ LENGTH = 256
 
 def measure(full: bool) -> list[Figure]:
     torch.set_num_threads(1)
-    return [*balance(), *costs(rounds=24 if full else 8)]
+    with tempfile.TemporaryDirectory() as scratch:
+        pair = _Pair(Path(scratch))
+        costs = [loop(pair, rounds=60 if full else 24), *checkpoints(pair, rounds=8 if full else 3)]
+    return [*balance(), *costs, *data_path.measure(full)]
 
 
 def balance() -> list[Figure]:
@@ -53,30 +60,61 @@ def balance() -> list[Figure]:
     ]
 
 
-def costs(*, rounds: int) -> list[Figure]:
-    """Our step and the bare one in turn, so that both have the same machine; medians."""
-    with tempfile.TemporaryDirectory() as scratch:
-        model_dir = Path(scratch) / "model"
+class _Pair:
+    """Our trainer and the bare loop, on the same model."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.checkpoints = scratch / "checkpoints"
+        model_dir = scratch / "model"
         make_tiny_model(model_dir, TinyModel(hidden_size=128, num_layers=2, context_length=LENGTH), seed=0)
-        train = Train(num_steps=100, groups_per_step=4, learning_rate=1e-4, tokens_per_micro_batch=2048)
-        trainer = TorchTrainer(model_dir, train)
-        bare = _Bare(model_dir, train)
-        ours, theirs, stalls = [], [], []
-        for step in range(-1, rounds):
-            episodes = _episodes(step + 1)
-            mine = _seconds(partial(trainer.train_step, episodes, step=1, version=0))
-            its = _seconds(partial(bare.step, _micros(episodes, train)))
-            stall = _seconds(trainer.snapshot)
-            if step >= 0:  # the first round warms up
-                ours.append(mine)
-                theirs.append(its)
-                stalls.append(stall)
-    overhead = statistics.median(mine / its for mine, its in zip(ours, theirs, strict=True))
-    exposed = statistics.median(stalls) / (EVERY * statistics.median(ours))
+        self.train = Train(num_steps=100, groups_per_step=4, learning_rate=1e-4, tokens_per_micro_batch=2048)
+        self.ours = TorchTrainer(model_dir, self.train)
+        self.bare = _Bare(model_dir, self.train)
+
+
+def loop(pair: _Pair, *, rounds: int) -> Figure:
+    """Our step and the bare one, each first as often as the other; the median of the rounds' ratios."""
+    ratios = []
+    for number in range(rounds):
+        episodes = _episodes(number)
+        micros = _micros(episodes, pair.train)  # the bare loop is given what ours has to make of the episodes
+        works: list[Callable[[], object]] = [
+            partial(pair.ours.train_step, episodes, step=1, version=0),
+            partial(pair.bare.step, micros),
+        ]
+        first = number % 2
+        seconds = {index: _seconds(works[index]) for index in (first, 1 - first)}
+        if number > 1:  # the first two warm up
+            ratios.append(seconds[0] / seconds[1])
+    return Figure(name="our step over a bare one", value=statistics.median(ratios), bar=1.05, better="lower")
+
+
+def checkpoints(pair: _Pair, *, rounds: int) -> list[Figure]:
+    """What the step waits for, and what the writing behind it costs besides, both as shares of the ten steps."""
+    stalls, plain, saving = [], [], []
+    with ThreadPoolExecutor(1) as behind:
+        for number in range(2 * rounds):
+            saved = number % 2 == 1
+            began, writing = time.perf_counter(), None
+            for step in range(EVERY):
+                pair.ours.train_step(_episodes(step), step=1, version=0)
+                if saved and not step:
+                    stall = time.perf_counter()
+                    writing = behind.submit(checkpoint.commit, pair.checkpoints, _moment(pair.ours, number))
+                    stalls.append(time.perf_counter() - stall)
+            if writing is not None:
+                writing.result()
+            (saving if saved else plain).append(time.perf_counter() - began)
+    exposed = statistics.median(stalls) / statistics.median(plain)
+    all_told = statistics.median(mine / its for mine, its in zip(saving, plain, strict=True))
     return [
-        Figure(name="our step over a bare one", value=overhead, bar=1.05, better="lower"),
         Figure(name="share that a checkpoint every 10 steps stops", value=exposed, bar=0.05, better="lower"),
+        Figure(name="10 steps with a checkpoint over 10 without", value=all_told, better="lower"),
     ]
+
+
+def _moment(trainer: TorchTrainer, step: int) -> checkpoint.Moment:
+    return checkpoint.Moment(step=step, version=step, state=trainer.snapshot(), consumed=Consumed().encode(), extra={})
 
 
 class _Bare:

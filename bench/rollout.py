@@ -15,14 +15,14 @@ one of the above.
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from bench.figures import Figure, main
 from bench.rolling import crowd
-from bench.rolling.campaign import Outcome, Setting, run
+from bench.rolling.campaign import Setting, run_all
 from bench.rolling.world import Plays, plain, recorded
 from bench.routing.workload import read_calls, synthetic
 from hpcrl.recipe import RolloutMode
@@ -39,17 +39,18 @@ BAR_CONTROL = 1.3
 MEAN_S = 10.0
 CROWD = 10_000
 WHOLE, QUARTER = 32, 8
-"""Groups that a step consumes: RollArt's, and a quarter of them for a quick run, with a quarter of the engines."""
+"""Groups that a step consumes: RollArt's, and a quarter of them with a quarter of the engines where it matters less."""
 
 
 def measure(full: bool, *, calls: Path | None, only: str | None) -> list[Figure]:
+    num_steps = 11 if full else 4
     parts: dict[str, Callable[[], list[Figure]]] = {
-        "latency": partial(_latency, WHOLE if full else QUARTER, num_steps=11 if full else 5),
-        "redundancy": partial(_redundancy, WHOLE if full else QUARTER, num_steps=11 if full else 5),
-        "reset": partial(_reset, WHOLE if full else QUARTER),
-        "alpha": partial(_alpha, calls=calls, full=full),
-        "reward": partial(_reward, WHOLE if full else QUARTER, num_steps=11),
-        "crowd": _crowd,
+        "latency": partial(_latency, list(BAR_LATENCY) if full else [1, 5, 10], num_steps=num_steps),
+        "redundancy": partial(_redundancy, WHOLE if full else QUARTER, (8, 10, 12) if full else (8, 12)),
+        "reset": partial(_reset, QUARTER),
+        "alpha": partial(_alpha, range(1, 7) if full else (1, 2), calls=calls, num_steps=12 if full else 7),
+        "reward": partial(_reward, QUARTER, num_steps=11),
+        "crowd": partial(_crowd, step_s=20.0 if full else 12.0),
     }
     chosen = [only] if only else list(parts)
     return [figure for name in chosen for figure in parts[name]()]
@@ -63,98 +64,108 @@ def _settings(groups: int, *, plays: Plays, num_steps: int, mode: RolloutMode = 
     )
 
 
-def _latency(groups: int, *, num_steps: int) -> list[Figure]:
-    figures = []
-    for sigma, bar in BAR_LATENCY.items():
-        plays = plain(mean_s=MEAN_S, sigma_s=sigma)
-        settings = _settings(groups, plays=plays, num_steps=num_steps)
-        batch = run(replace(settings, mode="sync", lockstep=True)).step_s
-        own = run(settings).step_s
-        figures.append(Figure(name=f"N(10 s, {sigma} s): batch-synchronous / async", value=batch / own, bar=bar))
+def _latency(sigmas: Sequence[int], *, num_steps: int) -> list[Figure]:
+    """At the scale of the bars: the more episodes there are, the slower is the slowest."""
+    widest = _settings(WHOLE, plays=plain(mean_s=MEAN_S, sigma_s=sigmas[-1]), num_steps=num_steps)
     modes: tuple[RolloutMode, ...] = ("sync", "one-step-off")
-    for mode in modes:  # of the widest: own timelines, but whole batches
-        whole = run(replace(settings, mode=mode)).step_s
-        figures.append(Figure(name=f"N(10 s, {sigma} s): mode {mode} / async", value=whole / own))
+    settings = [replace(widest, mode=mode) for mode in modes]  # their own timelines, but whole batches
+    for sigma in sigmas:
+        own = replace(widest, plays=plain(mean_s=MEAN_S, sigma_s=sigma))
+        settings += [replace(own, mode="sync", lockstep=True), own]
+    seconds = [outcome.step_s for outcome in run_all(settings)]
+    figures = [
+        Figure(
+            name=f"N(10 s, {sigma} s): batch-synchronous / async",
+            value=seconds[2 * number + 2] / seconds[2 * number + 3],
+            bar=BAR_LATENCY[sigma],
+        )
+        for number, sigma in enumerate(sigmas)
+    ]
+    figures += [
+        Figure(name=f"N(10 s, {sigmas[-1]} s): mode {mode} / async", value=seconds[number] / seconds[-1])
+        for number, mode in enumerate(modes)
+    ]
     return figures
 
 
-def _redundancy(whole: int, *, num_steps: int) -> list[Figure]:
-    """The widest of the latencies. A step consumes `whole` groups of 8; more of them run at once, or larger ones."""
+def _redundancy(whole: int, sizes: Sequence[int], *, num_steps: int = 6) -> list[Figure]:
+    """The widest of the latencies. A step consumes `whole` groups of 8; more of them run at once, or larger ones.
+
+    The bar is for steps that wait for their batch, whose stragglers are what redundancy is against: on timelines of
+    their own episodes wait for none, and only what is played in vain is left to see.
+    """
     plays = plain(mean_s=MEAN_S, sigma_s=max(BAR_LATENCY))
-
-    def step_s(groups: int, size: int, mode: RolloutMode) -> float:
-        settings = _settings(whole, plays=plays, num_steps=num_steps, mode=mode)
-        return run(replace(settings, redundancy=size - 8, max_running=groups * size, max_batch=108)).step_s
-
+    counts = sorted({whole, whole * 17 // 16, whole * 18 // 16})
+    modes: tuple[RolloutMode, ...] = ("sync", "async")
+    cells = [(mode, groups, size) for mode in modes for groups in counts for size in sizes]
+    settings = [
+        replace(
+            _settings(whole, plays=plays, num_steps=num_steps, mode=mode),
+            redundancy=size - 8,
+            spare_groups=groups - whole,
+            max_running=groups * size,
+            max_batch=108,
+        )
+        for mode, groups, size in cells
+    ]
+    seconds = dict(zip(cells, (outcome.step_s for outcome in run_all(settings)), strict=True))
     figures = []
-    more: dict[RolloutMode, tuple[int, ...]] = {"async": (whole, whole * 17 // 16, whole * 18 // 16), "sync": (whole,)}
-    for mode, counts in more.items():
-        cells = {(groups, size): step_s(groups, size, mode) for groups in sorted(set(counts)) for size in (8, 10, 12)}
-        base = cells.pop((whole, 8))
-        figures += [Figure(name=f"{mode}: {whole} x 8 / {g} x {s}", value=base / own) for (g, s), own in cells.items()]
-        bar = BAR_REDUNDANCY if mode == "async" else None
-        figures.append(Figure(name=f"{mode}: {whole} x 8 / best cell", value=base / min(cells.values()), bar=bar))
+    for mode in modes:
+        base = seconds.pop((mode, whole, 8))
+        own = {(groups, size): value for (kind, groups, size), value in seconds.items() if kind == mode}
+        figures += [
+            Figure(name=f"{mode}: {whole} x 8 / {g} x {s}", value=base / value) for (g, s), value in own.items()
+        ]
+        bar = BAR_REDUNDANCY if mode == "sync" else None
+        figures.append(Figure(name=f"{mode}: {whole} x 8 / best cell", value=base / min(own.values()), bar=bar))
     return figures
 
 
 def _reset(groups: int) -> list[Figure]:
     plays = plain(mean_s=MEAN_S, sigma_s=5, reset_s=MEAN_S)
-
-    def steps(mode: RolloutMode, *, broken: int = -1) -> Outcome:
-        settings = _settings(groups, plays=plays, num_steps=11, mode=mode)
-        return run(replace(settings, broken=lambda number: number == broken))
-
-    figures = []
+    in_the_sixth_step = groups * 8 * 5 + 3
     modes: tuple[RolloutMode, ...] = ("async", "sync")
+    settings = []
     for mode in modes:
-        healthy, failing = steps(mode), steps(mode, broken=groups * 8 * 5 + 3)  # in the sixth step
-        slowest = max(failing.steps_s) / max(healthy.steps_s)
+        healthy = _settings(groups, plays=plays, num_steps=11, mode=mode)
+        settings += [healthy, replace(healthy, broken=lambda number: number == in_the_sixth_step)]
+    outcomes = run_all(settings)
+    figures = []
+    for mode, healthy_one, failing in zip(modes, outcomes[::2], outcomes[1::2], strict=True):
+        slowest, mean = max(failing.steps_s) / max(healthy_one.steps_s), failing.step_s / healthy_one.step_s
         bar = BAR_RESET if mode == "async" else None
-        figures.append(
-            Figure(name=f"{mode}: slowest step, one failing reset / none", value=slowest, bar=bar, better="lower")
-        )
-        figures.append(
-            Figure(name=f"{mode}: mean step, the same", value=failing.step_s / healthy.step_s, better="lower")
-        )
+        figures += [
+            Figure(name=f"{mode}: slowest step, one failing reset / none", value=slowest, bar=bar, better="lower"),
+            Figure(name=f"{mode}: mean step, the same", value=mean, better="lower"),
+        ]
     return figures
 
 
-def _alpha(*, calls: Path | None, full: bool) -> list[Figure]:
+def _alpha(alphas: Sequence[int], *, calls: Path | None, num_steps: int) -> list[Figure]:
     """As many episodes at once as a step consumes. Training takes no time: versions come as fast as they can."""
-    plays = recorded(read_calls(calls) if calls else synthetic())
+    setting = Setting(
+        plays=recorded(read_calls(calls) if calls else synthetic()),
+        num_steps=num_steps,
+        groups_per_step=16,
+        group_size=4,
+        max_running=64,
+        num_gpus=1,
+    )
     figures = []
-    for alpha in range(1, 7):
-        setting = Setting(
-            plays=plays,
-            num_steps=20 if full else 8,
-            max_lag=alpha,
-            groups_per_step=16,
-            group_size=4,
-            max_running=64,
-            num_gpus=1,
-        )
-        outcome = run(setting)
-        bar = BAR_THROWN if alpha == 1 else None
+    for alpha, outcome in zip(alphas, run_all([replace(setting, max_lag=alpha) for alpha in alphas]), strict=True):
+        thrown, bar = outcome.thrown_share, BAR_THROWN if alpha == 1 else None
         figures += [
             Figure(name=f"alpha {alpha}: step", value=outcome.step_s, unit="s", better="lower"),
-            Figure(
-                name=f"alpha {alpha}: tokens thrown away",
-                value=outcome.thrown_share,
-                unit="share",
-                bar=bar,
-                better="lower",
-            ),
+            Figure(name=f"alpha {alpha}: tokens thrown away", value=thrown, unit="share", bar=bar, better="lower"),
         ]
     return figures
 
 
 def _reward(groups: int, *, num_steps: int) -> list[Figure]:
     """A reward that takes as long as a step of the environment."""
-    plays = plain(mean_s=MEAN_S, sigma_s=5)
-    settings = _settings(groups, plays=plays, num_steps=num_steps)
-    none = run(settings).step_s
-    elsewhere = run(replace(settings, reward_s=MEAN_S)).step_s
-    in_place = run(replace(settings, reward_in_place_s=MEAN_S)).step_s
+    settings = _settings(groups, plays=plain(mean_s=MEAN_S, sigma_s=5), num_steps=num_steps)
+    ways = [settings, replace(settings, reward_s=MEAN_S), replace(settings, reward_in_place_s=MEAN_S)]
+    none, elsewhere, in_place = (outcome.step_s for outcome in run_all(ways))
     return [
         Figure(
             name="time that waits for rewards, offloaded",
@@ -167,8 +178,8 @@ def _reward(groups: int, *, num_steps: int) -> list[Figure]:
     ]
 
 
-def _crowd() -> list[Figure]:
-    few, many = crowd.measure(CROWD // 10), crowd.measure(CROWD)
+def _crowd(*, step_s: float) -> list[Figure]:
+    few, many = crowd.measure(CROWD // 10, step_s=step_s / 4), crowd.measure(CROWD, step_s=step_s)
     control = many.cpu_per_episode_s / few.cpu_per_episode_s
     return [
         Figure(name="episodes running at once", value=many.num_running, unit=""),

@@ -14,19 +14,20 @@ import os
 import random
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 from bench.figures import Figure, main
-from bench.routing.fleet import Fleet, Run, lower_bound_s, replay, settled_bound_s
+from bench.routing.fleet import Fleet, Run, crowded_s, longest_first, lower_bound_s, replay, settled_bound_s
 from bench.routing.serving import errors, fit, read_points
 from bench.routing.workload import Call, Script, read_calls, repeated, synthetic
 from hpcrl.endpoints import Endpoint
 from hpcrl.engines.base import Completion, GenerateRequest, LoadFigures
 from hpcrl.recipe import Routing
 from hpcrl.rollout.courses import Courses
-from hpcrl.rollout.router import Ask, decide
+from hpcrl.rollout.deciding import Ask, Known, decide
 from hpcrl.rollout.workers import Worker, sorted_out
 
 BAR_RIVALS = 1.3
@@ -51,9 +52,10 @@ def measure(full: bool, *, files: argparse.Namespace) -> list[Figure]:
 
 def _policy_figures(scripts: list[Script], *, full: bool) -> list[Figure]:
     fleet = Fleet(workers={"h100": 2, "h20": 4} if full else {"h100": 1, "h20": 2})
-    scripts = repeated(scripts, 2400 if full else 240)
+    scripts = repeated(scripts, 2400 if full else 720)
     runs = {name: replay(scripts, fleet, policy=name) for name in ("round-robin", "least-loaded", "power of two")}
     router = replay(scripts, fleet, policy="router")
+    told = replay(longest_first(scripts, fleet), fleet, policy="router")
     best = min(runs["round-robin"].makespan_s, runs["least-loaded"].makespan_s)
     bound_s = lower_bound_s(scripts, fleet)
     return [
@@ -66,6 +68,8 @@ def _policy_figures(scripts: list[Script], *, full: bool) -> list[Figure]:
             name="router / bound where a trajectory stays with one kind of GPU",
             value=router.makespan_s / settled_bound_s(scripts, fleet),
         ),
+        Figure(name="router that is told the lengths, longest begun first / bound", value=told.makespan_s / bound_s),
+        Figure(name="longest trajectory in full batches / bound", value=crowded_s(scripts, fleet) / bound_s),
         *(Figure(name=f"{name} / bound", value=run.makespan_s / bound_s) for name, run in runs.items()),
         Figure(name="router: prompt tokens computed", value=router.prefilled_share, unit="share"),
     ]
@@ -76,25 +80,40 @@ def _over(name: str, run: Run, router: Run) -> Figure:
 
 
 def _hardware_figures(*, full: bool) -> list[Figure]:
-    """The same episodes on each pool; lengths are guesses within what RollArt tells of turns and tokens."""
+    """The same episodes on each pool, as many at once as the KV of both can hold; any of them may run in any batch.
+
+    Lengths are guesses within what RollArt tells of turns and tokens.
+    """
     figures = []
     for task, published in ROLLART.items():
         scripts = repeated([_episode(task, random.Random(seed)) for seed in range(16)], 512 if full else 128)
-        h800, h20 = (
-            replay(scripts, Fleet(workers=workers), policy="router").makespan_s for workers in ({"h800": 2}, {"h20": 6})
-        )
-        ratio = h800 / h20
+        pools = [Fleet(workers=workers, max_batch=256) for workers in ({"h800": 2}, {"h20": 6})]
+        in_flight = min(len(scripts), *(pool.num_kept(scripts) for pool in pools))
+        pools = [replace(pool, in_flight=in_flight, max_batch=in_flight) for pool in pools]
+        h800, h20 = (replay(scripts, pool, policy="router").makespan_s for pool in pools)
         figures += [
-            Figure(name=f"{task}: 2 H800 / 6 H20", value=ratio),
+            Figure(name=f"{task}: 2 H800 / 6 H20", value=h800 / h20),
             Figure(
                 name=f"{task}: that / RollArt's {published:.2f}, off by",
-                value=abs(ratio / published - 1),
+                value=abs(h800 / h20 / published - 1),
                 unit="share",
                 bar=0.2,
                 better="lower",
             ),
+            _bounds(task, scripts, pools),
+            _bounds(f"{task}, were no KV kept between turns", [_without_kv(script) for script in scripts], pools),
         ]
     return figures
+
+
+def _bounds(name: str, scripts: list[Script], pools: list[Fleet]) -> Figure:
+    h800, h20 = (lower_bound_s(scripts, pool) for pool in pools)
+    return Figure(name=f"{name}: the same of the lower bounds", value=h800 / h20)
+
+
+def _without_kv(script: Script) -> Script:
+    """Every turn as a trajectory of its own would be: nothing of its prompt is known."""
+    return replace(script, forgets=True)
 
 
 def _episode(task: str, draw: random.Random) -> Script:
@@ -133,7 +152,7 @@ def _decision_us(num_running: int) -> float:
         worker = Worker(endpoint, _Silent(), fleet.pace(gpu), role)  # type: ignore[arg-type]
         worker.heard(LoadFigures(version=0, num_running=draw.randrange(32), num_waiting=0, num_generated_tokens=0))
         workers[worker.name] = worker
-    courses, pools, names = Courses(weights={}), sorted_out(workers.values()), list(workers)
+    courses, known, names = Courses(weights={}), Known(sorted_out(workers.values()), workers, rules), list(workers)
     requests = [
         GenerateRequest(
             request_id=f"lake/{n}/0/0/0", token_ids=[1] * 64, max_new_tokens=64, trajectory=f"{n}", domain="lake"
@@ -144,13 +163,15 @@ def _decision_us(num_running: int) -> float:
     for request in requests:
         course = courses.begin_turn(request, now=0)
         course.home, course.num_kept, course.version = draw.choice(names), 48, 0
+        course.held_at, course.held = course.home, 48
         courses.end_turn(course, request, completion, seconds=1.0)
     seconds = []
     for request in draw.choices(requests, k=4000):
         began = time.perf_counter()
         course = courses.begin_turn(request, now=1)
-        ask = Ask(request.domain, len(request.token_ids), courses.reply_tokens(request), course)
-        decide(ask, pools, workers=workers, rules=rules, draw=draw)
+        num_prompt = len(request.token_ids)
+        ask = Ask(request.domain, num_prompt, courses.reply_tokens(request), course, num_held=num_prompt)
+        decide(ask, known, draw=draw)
         seconds.append(time.perf_counter() - began)
         courses.end_turn(course, request, None, seconds=1.0)
     return median(seconds) * 1e6

@@ -4,19 +4,21 @@ ours      our weight-transfer engine: checked while tokens are generated, then l
 theirs    vLLM's own pause, reload_weights from files that are already on disk and in the page cache, resume
 
 Both keep the running requests and compute their KV anew. The same server does both in turns, and one stream of tokens
-is watched; its longest silence while weights change is what counts. On a CPU a step is a pass over all weights, and no
-silence is shorter than the step that ends before the pause and the one that computes KV anew after it; so the time from
-pause to resume, and the usual time between two tokens, are told besides.
+is watched; its longest silence while weights change is what counts. No silence is shorter than the step that computes
+KV anew, which on a CPU takes the longer the more tokens the stream has: so it is a short one, of as many tokens for
+both; what a step over so many takes by itself is told too, as are the times from pause to resume and between tokens.
 """
 
 import asyncio
+import random
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -37,8 +39,8 @@ from hpcrl.weights.window import window_key
 BAR = 5.0
 SHAPE = TinyModel(hidden_size=1024, num_layers=8, num_heads=8, num_kv_heads=2, context_length=2048)
 PROMPT = [2, 45, 78, 5, 36, 3]
-CALM_S = 1.0
-"""Tokens that are awaited before and after an update."""
+NUM_BEFORE = 5
+"""Tokens that the stream has when our update begins; when theirs does, it has as many as when ours has come through."""
 
 
 def measure(full: bool) -> list[Figure]:
@@ -62,20 +64,22 @@ async def _measure(root: Path, *, rounds: int) -> list[Figure]:
         model=run.model, log=job.log("vllm"), dtype="float32", extra_args=("--enforce-eager", "--block-size", "32")
     )
     origin = Origin(campaign=run.root, job=0, node="here")
-    ours, theirs, copies = [], [], []  # of both: how long the stream was silent, from pause to resume, between tokens
+    ours, theirs, copies, anew = [], [], [], []
     try:
         async with VllmEngine(launch, origin=origin) as engine:
             for version in range(1, rounds + 1):
                 window.publish(tensors, version=version, step=version)
-                ours.append(await _silence(engine, engine.load_version(version)))
-                theirs.append(await _silence(engine, _reload(engine, disk)))
+                ours.append(await _silence(engine, engine.load_version(version), after=NUM_BEFORE))
+                theirs.append(await _silence(engine, _reload(engine, disk), after=ours[-1].num_heard))
                 copies.append(_copy_s(tensors))
+                anew.append(await _first_token_s(engine, num_tokens=len(PROMPT) + ours[-1].num_heard))
     finally:
         window.unlink()
         window.close()
     size = f"{sum(tensor.nbytes for tensor in tensors.values()) / 1e6:.0f} MB"
-    mine, my_pause, usual = map(median, zip(*ours, strict=True))
-    other, other_pause, _ = map(median, zip(*theirs, strict=True))
+    mine, my_pause = median(seen.silence_s for seen in ours), median(seen.paused_s for seen in ours)
+    other, other_pause = median(seen.silence_s for seen in theirs), median(seen.paused_s for seen in theirs)
+    usual = median(seen.usual_s for seen in ours)
     copy = median(copies)
     return [
         Figure(name=f"longest silence, {size}: vLLM's reload from disk / ours", value=other / mine, bar=BAR),
@@ -84,15 +88,26 @@ async def _measure(root: Path, *, rounds: int) -> list[Figure]:
         Figure(name="longest silence: ours", value=1e3 * mine, unit="ms", better="lower"),
         Figure(name="longest silence: vLLM's reload from disk", value=1e3 * other, unit="ms", better="lower"),
         Figure(name="pause to resume: ours", value=1e3 * my_pause, unit="ms", better="lower"),
+        Figure(name="KV of as many tokens, computed by itself", value=1e3 * median(anew), unit="ms", better="lower"),
         Figure(name="between two tokens, usually", value=1e3 * usual, unit="ms", better="lower"),
     ]
 
 
-async def _silence(engine: VllmEngine, update: Awaitable[float]) -> tuple[float, float, float]:
-    """The longest time between two tokens of a stream while an update runs in the middle of it.
+class Seen(NamedTuple):
+    """What a listener had of an update."""
 
-    And the time from pause to resume, as the update tells, and the median time between two tokens.
-    """
+    silence_s: float
+    """The longest time between two tokens from the beginning of the update until the first token after it."""
+    paused_s: float
+    """From pause to resume, as the update says."""
+    usual_s: float
+    """Between two tokens, median."""
+    num_heard: int
+    """Tokens until the end of the update."""
+
+
+async def _silence(engine: VllmEngine, update: Coroutine[Any, Any, float], *, after: int) -> Seen:
+    """Run an update in the middle of a stream, after so many tokens."""
     heard: list[float] = []
     request = GenerateRequest(request_id="watched", token_ids=PROMPT, max_new_tokens=2000, temperature=0.0)
 
@@ -101,18 +116,26 @@ async def _silence(engine: VllmEngine, update: Awaitable[float]) -> tuple[float,
             heard.append(time.monotonic())
 
     listening = asyncio.create_task(listen())
-    while len(heard) < 20:
-        await asyncio.sleep(0.01)
+    while len(heard) < after:
+        await asyncio.sleep(0.001)
     began = time.monotonic()
     paused_s = await update
-    ended = time.monotonic()
-    while heard[-1] < ended:
-        await asyncio.sleep(0.01)
+    ended, num_heard = time.monotonic(), len(heard)
+    while heard[-1] < ended or len(heard) < num_heard + NUM_BEFORE:
+        await asyncio.sleep(0.001)
     await engine.abort("watched")
     await listening
-    during = [moment for moment in heard if moment >= began - CALM_S]
-    gaps = [after - before for before, after in pairwise(during)]
-    return max(gaps), paused_s, median(gaps)
+    gaps = list(pairwise(heard))
+    during = [later - earlier for earlier, later in gaps if later > began and earlier < ended]
+    return Seen(max(during), paused_s, median(later - earlier for earlier, later in gaps), num_heard)
+
+
+async def _first_token_s(engine: VllmEngine, *, num_tokens: int) -> float:
+    """What the KV of a prompt takes that nobody has asked before."""
+    prompt = [random.randrange(2, 64) for _ in range(num_tokens)]
+    began = time.monotonic()
+    await engine.generate(GenerateRequest(request_id="anew", token_ids=prompt, max_new_tokens=1, temperature=0.0))
+    return time.monotonic() - began
 
 
 async def _reload(engine: VllmEngine, disk: Path) -> float:

@@ -2,8 +2,10 @@
 
 from hpcrl import cost
 from hpcrl.config import nearest
+from hpcrl.dag import problems_of
 from hpcrl.errors import PlanError
-from hpcrl.recipe import ROLES, Recipe, Resources
+from hpcrl.hardware import GPUS
+from hpcrl.recipe import ROLES, Engine, Recipe, Resources, Simulated
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -14,6 +16,8 @@ def check_recipe(recipe: Recipe) -> None:
     _check_engine(recipe)
     _check_trainer(recipe)
     _check_isolation(recipe)
+    _check_evaluation(recipe)
+    _check_pipeline(recipe)
 
 
 def _check_resources(recipe: Recipe) -> None:
@@ -41,12 +45,17 @@ def _check_trainer(recipe: Recipe) -> None:
             f"{shared}: set it to {-(-ranks // shared) * shared}"
         )
     if train.trainer == "megatron":
-        refused = {"kl": (train.kl, "none"), "sharding": (train.sharding, "none")}
-        for name, (seen, known) in refused.items():
-            if seen != known:
+        plain = {"kl": "none", "sharding": "none", "rows": "padded", "lora_rank": 0}
+        for name, known in plain.items():
+            if (seen := getattr(train, name)) != known:
                 raise PlanError(f'train.{name} = {seen!r} is not for trainer "megatron": set it to {known!r}')
         if train.advantage == "gae":
             raise PlanError('train.advantage = "gae" needs a critic, which trainer "megatron" has not: use "torch"')
+    if train.lora_rank and train.sharding == "full":
+        raise PlanError(
+            f'train.lora_rank = {train.lora_rank} with train.sharding = "full": adapters are small and whole on every '
+            'rank; set sharding = "none"'
+        )
     batch = train.groups_per_step * recipe.rollout.group_size
     if batch < (ranks // shared) * train.num_minibatches:
         raise PlanError(
@@ -91,6 +100,38 @@ def _check_isolation(recipe: Recipe) -> None:
             )
 
 
+def _check_evaluation(recipe: Recipe) -> None:
+    """Something is trained on, what is held out is evaluated, and the end of training waits less long than a stall."""
+    evaluation, held_out = recipe.evaluation, [name for name, domain in recipe.domains.items() if domain.held_out]
+    if len(held_out) == len(recipe.domains):
+        raise PlanError(f"every domain is held out ({', '.join(held_out)}): there is nothing left to train on")
+    for where, names in (("domains", evaluation.domains), ("options", evaluation.options)):
+        for name in names:
+            if name not in recipe.domains:
+                known = list(recipe.domains)
+                raise PlanError(
+                    f"evaluation.{where} names {name!r}: {nearest(name, known)}the domains are {', '.join(known)}"
+                )
+    chosen = evaluation.domains or list(recipe.domains)
+    idle = [name for name in held_out if name not in chosen or not evaluation.every_versions]
+    if idle:
+        raise PlanError(
+            f"domains.{idle[0]} is held out and never evaluated: set evaluation.every_versions, and name it in "
+            "evaluation.domains if that names any"
+        )
+    if evaluation.every_versions and evaluation.patience_s >= recipe.job.stall_timeout_min * 60:
+        raise PlanError(
+            f"evaluation.patience_s = {evaluation.patience_s:g} is no less than job.stall_timeout_min = "
+            f"{recipe.job.stall_timeout_min:g}: the job would be ended as stalled; lower the first or raise the second"
+        )
+
+
+def _check_pipeline(recipe: Recipe) -> None:
+    """The user's nodes fit into the pipeline."""
+    if recipe.train.pipeline and (wrong := problems_of(recipe.train)):
+        raise PlanError("; ".join(wrong))
+
+
 def _check_engine(recipe: Recipe) -> None:
     """The GPUs of an engine worker are divided into stages, and a model's heads among the GPUs of a stage."""
     engine, tiny = recipe.engine, recipe.model.tiny
@@ -99,6 +140,7 @@ def _check_engine(recipe: Recipe) -> None:
             f'engine.pipeline_parallel = {engine.pipeline_parallel} with engine.backend = "{engine.backend}", which '
             'has one process: set it to 1, or choose backend = "vllm"'
         )
+    _check_simulated(engine)
     for role in ("prefill", "decode"):
         gpus = getattr(recipe.resources, role).gpus_per_worker
         if gpus % engine.pipeline_parallel:
@@ -112,3 +154,16 @@ def _check_engine(recipe: Recipe) -> None:
                 f"model.tiny.num_heads = {tiny.num_heads} cannot be divided among the {per_stage} GPUs of a {role} "
                 f"worker's stage: lower resources.{role}.gpus_per_worker"
             )
+
+
+def _check_simulated(engine: Engine) -> None:
+    if engine.sim != Simulated() and engine.backend != "sim":
+        raise PlanError(
+            f'engine.sim is set, and engine.backend is "{engine.backend}": choose backend = "sim", or take it away'
+        )
+    if engine.sim.gpu is not None and engine.sim.gpu not in GPUS:
+        known = sorted(GPUS)
+        raise PlanError(
+            f"engine.sim.gpu = {engine.sim.gpu!r} is not in the catalogue: {nearest(engine.sim.gpu, known)}"
+            f"known are {', '.join(known)}"
+        )

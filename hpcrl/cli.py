@@ -56,7 +56,9 @@ def _add_asking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     plan = commands.add_parser("plan", help="show what would be asked of a site, and what it costs")
     _add_request(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    plan.add_argument("--dag", choices=["text", "dot"], nargs="?", const="text", help="print the learning pipeline")
+    plan.add_argument(
+        "--dag", choices=["text", "dot", "mermaid"], nargs="?", const="text", help="print the learning pipeline"
+    )
     plan.set_defaults(run=_plan)
     submit = commands.add_parser("submit", help="start a campaign")
     _add_request(submit)
@@ -143,13 +145,9 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _show_dag(recipe: "Recipe", *, how: str) -> None:
-    from hpcrl.learn import dag
+    from hpcrl import dag
 
-    train = recipe.train
-    pipeline = dag.ready(
-        advantage=train.advantage, kl=train.kl, proximal=train.proximal, num_minibatches=train.num_minibatches
-    )
-    _say(dag.dot(pipeline) if how == "dot" else dag.picture(pipeline))
+    _say(dag.PICTURES[how](dag.pipeline_of(recipe.train)))
 
 
 def _submit(arguments: argparse.Namespace) -> int:
@@ -326,6 +324,8 @@ def _show_plan(plan: "Plan", script: str) -> None:
         each = (str(role.num_workers), gpus, str(role.cpus_per_worker), f"{role.mem_gib_per_worker:g}")
         table.add_row(role.role, *where, *each)
     console.print(table)
+    for size in plan.sizes:
+        console.print(f"sizes     {size}", soft_wrap=True)
     for fallback in plan.fallbacks:
         console.print(f"[yellow]fallback[/]  {fallback}", soft_wrap=True)
     for warning in plan.warnings:

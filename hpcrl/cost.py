@@ -1,7 +1,7 @@
 """What a plan costs, what a model needs, and how long a GPU takes over it, before a node-hour is spent. Pure.
 
     engine_memory_gib, train_memory_gib, ...     memory and charge of a plan
-    ModelShape, shape_of                         what of a model decides its speed; read from its config.json
+    ModelShape, shape_of, usual_shape            what of a model decides its speed: read or guessed
     Pace, pace                                   seconds that one worker takes, by its GPUs and the model
 
 A roofline with four fitted coefficients: `python -m bench.router` says how far it is off on GPUs it was not fitted on.
@@ -111,6 +111,18 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         num_expert=layers * experts * 3 * hidden * inner,
         num_experts=experts,
         experts_per_token=config.get("num_experts_per_tok", 0) if experts else 0,
+    )
+
+
+def usual_shape(num_params: int) -> ModelShape:
+    """What dense models of this size look like, where only the size is known: Qwen's and Llama's, within a third."""
+    billions = num_params / 1e9
+    return ModelShape(
+        num_layers=max(1, round(19 * billions**0.32)),
+        num_heads=max(1, round(13 * billions**0.42)),
+        num_kv_heads=8,
+        head_dim=128,
+        num_dense=num_params,
     )
 
 

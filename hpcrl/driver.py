@@ -33,6 +33,7 @@ from hpcrl.processes import (
     wait_for_descendants,
 )
 from hpcrl.recipe import Recipe, RoleName
+from hpcrl.reporter import Reporter, wanted
 from hpcrl.rundir import JobDir, RunDir
 from hpcrl.scoring import Scoring
 from hpcrl.site import Site
@@ -145,6 +146,7 @@ class Driver:
     events: EventLog
     workers: list[Worker] = field(default_factory=list)
     couriers: Couriers | None = None
+    reporter: Reporter | None = None
     failures: Counter[str] = field(default_factory=Counter)
     drain_reason: str | None = None
     drain_deadline: float = float("inf")
@@ -204,10 +206,14 @@ class Driver:
             self._start_couriers(runtime)
             runtime.start()
             self._start_workers(runtime)
+            if wanted(self.recipe.metrics):
+                self.reporter = Reporter(self.run, self.job, emit=self.events.emit)
             outcome, reason = self._supervise(runtime, end_time=allocation.end_time)
         finally:
             self._close_couriers()
             runtime.close(grace_s=CLOSE_GRACE_S)
+            if self.reporter is not None:
+                self.reporter.close()
         self.events.emit("job-ended", outcome=outcome, reason=reason)
         return outcome, reason
 
@@ -272,6 +278,8 @@ class Driver:
     def _mend(self, runtime: "Runtime", *, trainer_code: int | None) -> None:
         """Begin anew what has ended before its time, within a budget each."""
         self._tend_couriers()
+        if self.reporter is not None:
+            self.reporter.tend()
         if trainer_code is not None:
             self._worker_failed("train-0", f"exit code {trainer_code}: {last_line(self.job.log('train-0'))}")
             runtime.start_trainer()

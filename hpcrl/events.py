@@ -48,7 +48,8 @@ class EventReader:
     """When each file (by its name without .jsonl) was last written or touched, as of the last call."""
     unreadable: dict[str, str] = field(default_factory=dict)
     """Why a file could not be read at the last call."""
-    _offsets: dict[str, int] = field(default_factory=dict)
+    offsets: dict[str, int] = field(default_factory=dict)
+    """How many bytes of each file have been read; whoever keeps them can go on there in another process."""
 
     def poll(self) -> Iterator[dict[str, Any]]:
         """New events, file by file; a line still being written waits for the next call."""
@@ -65,14 +66,14 @@ class EventReader:
         """The complete lines that were added to one file."""
         facts = path.stat()
         self.touched[path.stem] = facts.st_mtime
-        offset = self._offsets.get(path.name, 0)
+        offset = self.offsets.get(path.name, 0)
         if facts.st_size <= offset or not stat.S_ISREG(facts.st_mode):
             return b""
         with path.open("rb") as file:
             file.seek(offset)
             data = file.read()
         end = data.rfind(b"\n") + 1
-        self._offsets[path.name] = offset + end
+        self.offsets[path.name] = offset + end
         return data[:end]
 
 

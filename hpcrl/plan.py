@@ -14,6 +14,7 @@ from hpcrl.errors import PlanError
 from hpcrl.hardware import GPUS
 from hpcrl.recipe import Recipe, Resources, RoleName
 from hpcrl.site import Partition, Site
+from hpcrl.sizes import sized
 
 Layout = Literal["hetjob", "local"]
 
@@ -79,6 +80,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     layout_reason: str
     components: list[Component]
     roles: list[RolePlan]
+    sizes: list[str]
+    """What was chosen for want of a figure in the recipe, and why."""
     fallbacks: list[str]
     warnings: list[str]
     cost: Cost
@@ -101,6 +104,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
     """Map roles to partitions and check all that can be checked before queueing."""
     check_recipe(recipe)
     layout, reason, doubt = _layout(site)
+    recipe, sizes = sized(recipe, gpus=_engine_gpus(recipe, site))
     choices = _place(recipe, site)
     account = _accounts(site, choices)
     if layout == "local":
@@ -123,6 +127,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         layout_reason=reason,
         components=components,
         roles=roles,
+        sizes=sizes,
         fallbacks=[*(choice.fallback for choice in choices.values() if choice.fallback), *shortfall],
         warnings=[*doubt, *_warnings(site, components), *_idle_gpus(components, roles), *_few_places(recipe)],
         cost=_cost(recipe, site, components),
@@ -160,6 +165,16 @@ def _place(recipe: Recipe, site: Site) -> dict[RoleName, Choice]:
         if not on_one_machine:
             taken[choice.partition] = taken.get(choice.partition, 0) + choice.nodes
     return choices
+
+
+def _engine_gpus(recipe: Recipe, site: Site) -> dict[RoleName, str | None]:
+    """The GPUs that one worker of each role would get."""
+    found: dict[RoleName, str | None] = {}
+    one, _ = sized(recipe, gpus={})
+    for role in ("prefill", "decode"):
+        choice = choose(_demand(role, one, one_machine=site.scheduler == "local"), site, taken={})
+        found[role] = site.partitions[choice.partition].gpu if choice.gpus_per_worker else None
+    return found
 
 
 def _demand(role: RoleName, recipe: Recipe, *, one_machine: bool) -> Demand:

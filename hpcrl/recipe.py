@@ -65,7 +65,15 @@ class Domain(Table, frozen=True, kw_only=True):
     """With isolation: how much CPU time the environment may use in an episode."""
     weight: Annotated[float, Meta(gt=0)] = 1.0
     """Share of the tasks that come from this domain, relative to the others."""
+    held_out: bool = False
+    """Never trained on, only evaluated ([evaluation])."""
     max_turns: Count = 16
+    usual_prompt_tokens: Count = 256
+    """What an observation has, or a question: only the planner reckons with it."""
+    usual_reply_tokens: Count | None = None
+    """What the model says in a turn, for the planner; without it, as much as it may."""
+    max_new_tokens: Count | None = None
+    """Tokens the model may generate in one turn, where that is to be other than rollout.max_new_tokens."""
     create_timeout_s: Seconds = 60.0
     reset_timeout_s: Seconds = 60.0
     step_timeout_s: Seconds = 60.0
@@ -84,6 +92,8 @@ class Rollout(Table, frozen=True, kw_only=True):
     """Episodes on their own timelines; or whole batches, one ahead of training; or none before training is done."""
     redundancy: CountOrZero = 0
     """Extra episodes per group; the first `group_size` to finish are kept, the rest are aborted."""
+    spare_groups: CountOrZero = 0
+    """In modes that wait: extra groups per batch; the first that training needs are kept, the rest are aborted."""
     replacements: CountOrZero = 8
     """How many lost episodes of a group are begun anew before the whole group is given up."""
     groups_ahead: CountOrZero = 1
@@ -118,11 +128,23 @@ class Spool(Table, frozen=True, kw_only=True):
     """Files are left alone for so long after their last use: readers on other machines may have them mapped."""
 
 
+class Simulated(Table, frozen=True, kw_only=True):
+    """What the simulated engine pretends to be; it says tokens at random, as fast as the cost model says."""
+
+    gpu: Name | None = None
+    """A GPU type of the catalogue; without it, the one that the worker has, or an H100."""
+    config: str | None = None
+    """A config.json of the model that it is as slow as; without it, the campaign's own."""
+    speed: Annotated[float, Meta(gt=0)] = 1.0
+    """Simulated seconds in a second."""
+
+
 class Engine(Table, frozen=True, kw_only=True):
     """Which inference engine serves prefill and decode."""
 
-    backend: Literal["embedded", "vllm"] = "embedded"
-    """embedded: transformers in the worker's own process - vllm: a vLLM server per worker (docs/vllm.md)."""
+    backend: Literal["embedded", "vllm", "sim"] = "embedded"
+    """embedded: transformers in the worker's own process - vllm: a vLLM server per worker (docs/vllm.md) - sim: none
+    that thinks, for trying out how a campaign of any size runs (docs/routing.md)."""
     max_batch: Count = 64
     """Sequences decoded together by one decode worker."""
     max_model_len: Count | None = None
@@ -137,6 +159,7 @@ class Engine(Table, frozen=True, kw_only=True):
     """With vLLM: how long a server may take until it generates."""
     vllm_args: list[str] = []
     """With vLLM: further arguments of its server."""
+    sim: Simulated = Simulated()
 
 
 class Routing(Table, frozen=True, kw_only=True):
@@ -158,12 +181,27 @@ class Routing(Table, frozen=True, kw_only=True):
     """Domains that used more than their weight let the others go first."""
     keep_kv: bool = True
     """Tell engines for how long the KV of a trajectory is worth keeping between its turns."""
+    hold_back: bool = True
+    """A new trajectory waits while the KV of those that run fills all engines: what they drop is computed twice."""
     flip: bool = False
     """A worker changes over between prefill and decode when one of them is overloaded for long."""
     sizing: Literal["recipe", "auto"] = "recipe"
     """auto: workers change over towards the split that the cost model wants for the turns seen."""
     sampled: Share = 0.0
     """Share of the decisions that are told as events."""
+
+
+class PipelineNode(Table, frozen=True, kw_only=True):
+    """A node of the learning pipeline: one of the user's, or what one of ours is to take. docs/learning.md."""
+
+    function: UserCode | None = None
+    """Called with the results of its inputs, in their order."""
+    inputs: list[Name] = []
+    """Names of other nodes."""
+    role: Literal["policy", "reference", "critic", "reward", "rollout"] | None = None
+    """Whose work it is; the user's nodes are the policy's: the trainer runs them."""
+    options: dict[str, Any] = {}
+    """Passed to the function as keyword arguments."""
 
 
 class Train(Table, frozen=True, kw_only=True):
@@ -221,6 +259,12 @@ class Train(Table, frozen=True, kw_only=True):
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     tokens_per_micro_batch: Count = 16384
     """Padded tokens in one forward pass; gradients accumulate over as many as a step needs."""
+    rows: Literal["padded", "packed"] = "padded"
+    """In a forward pass: a row for each trajectory, or all of them in one row, each seeing only itself."""
+    lora_rank: CountOrZero = 0
+    """Above 0 only adapters of this rank are trained, on all linear layers (LoRA, needs the package peft)."""
+    lora_alpha: Annotated[float, Meta(gt=0)] = 32.0
+    """What an adapter adds counts lora_alpha / lora_rank."""
     num_minibatches: Count = 1
     """Optimizer steps per training step, each on a part of its trajectories; above 1 the policy moves in between."""
     max_skipped_steps: Count = 5
@@ -228,8 +272,37 @@ class Train(Table, frozen=True, kw_only=True):
     checkpoint_every_steps: Count = 10
     keep_checkpoints: Count = 2
     keep_best: CountOrZero = 0
-    """Checkpoints kept besides the newest: those with the highest mean reward."""
+    """Checkpoints kept besides the newest: those with the highest mean reward, of evaluations if there are any."""
     keep_versions: Count = 4
+    pipeline: dict[Name, PipelineNode] = {}
+    """Nodes besides those of `advantage` and the loss, by name."""
+
+
+class Evaluation(Table, frozen=True, kw_only=True):
+    """What is measured now and then on tasks that are never trained on, with the newest weights. docs/learning.md."""
+
+    every_versions: CountOrZero = 0
+    """0: never. The first evaluation is of the weights that training begins with."""
+    num_episodes: Count = 64
+    """Of each domain: the same tasks every time, with seeds that no training task has."""
+    domains: list[Name] = []
+    """Which; none named: all."""
+    options: dict[Name, dict[str, Any]] = {}
+    """By domain, what its environment is given besides its options or in place of them, such as a test split."""
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    """0: the likeliest token every time."""
+    patience_s: Seconds = 600.0
+    """How long the end of training waits for the last evaluation."""
+
+
+class Metrics(Table, frozen=True, kw_only=True):
+    """Where the figures of every step go besides the events, under CAMPAIGN/metrics. docs/learning.md."""
+
+    tensorboard: bool = False
+    """Event files for TensorBoard; needs Python package tensorboard."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """A run of Weights & Biases, offline for `wandb sync` later; needs Python package wandb."""
+    wandb_project: str = "hpcrl"
 
 
 class Resources(Table, frozen=True, kw_only=True):
@@ -243,14 +316,28 @@ class Resources(Table, frozen=True, kw_only=True):
     """compute: FLOP/s first (prefill, training) - bandwidth: memory bandwidth first (decode) - cpu: no GPU."""
 
 
+class EngineResources(Resources, frozen=True, kw_only=True):
+    """The same of prefill and decode."""
+
+    num_workers: CountOrZero = 0
+    """0: the planner chooses, by the model's size, the GPUs, and the domains' usual lengths; 1 where it cannot."""
+
+
 class ComputeResources(Resources, frozen=True, kw_only=True):
-    """The same, with the defaults of prefill and train."""
+    """The same, with the defaults of train."""
 
     gpus_per_worker: CountOrZero = 1
     affinity: Affinity = "compute"
 
 
-class BandwidthResources(Resources, frozen=True, kw_only=True):
+class PrefillResources(EngineResources, frozen=True, kw_only=True):
+    """The same, with the defaults of prefill."""
+
+    gpus_per_worker: CountOrZero = 1
+    affinity: Affinity = "compute"
+
+
+class DecodeResources(EngineResources, frozen=True, kw_only=True):
     """The same, with the defaults of decode."""
 
     gpus_per_worker: CountOrZero = 1
@@ -280,8 +367,8 @@ class RoleResources(Table, frozen=True, kw_only=True):
     """Resources of the five roles; each has its own defaults, also when its table is given in part."""
 
     env: Resources = Resources()
-    prefill: ComputeResources = ComputeResources()
-    decode: BandwidthResources = BandwidthResources()
+    prefill: PrefillResources = PrefillResources()
+    decode: DecodeResources = DecodeResources()
     reward: RewardResources = RewardResources()
     train: ComputeResources = ComputeResources()
 
@@ -308,6 +395,8 @@ class Recipe(Table, frozen=True, kw_only=True):
     domains: Annotated[dict[Name, Domain], Meta(min_length=1)]
     rollout: Rollout
     train: Train
+    evaluation: Evaluation = Evaluation()
+    metrics: Metrics = Metrics()
     spool: Spool = Spool()
     reward: Reward = Reward()
     engine: Engine = Engine()

@@ -11,6 +11,8 @@ CAMPAIGN/
   model/                   architecture and tokenizer, as transformers reads them
   spools/rollouts|scored|archive/  trajectories: as played, with rewards, and those that training is done with
   weights/                 versions of the weights
+  evaluations/             what was measured on held-out tasks
+  metrics/                 the events' figures for TensorBoard and the like, where the recipe asks for it
   checkpoints/             trainer state and what it consumed
 """
 
@@ -80,6 +82,14 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def evaluations(self) -> Path:
+        return self.root / "evaluations"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics"
+
+    @property
     def settled(self) -> Path:
         return self.root / "settled.json"
 
@@ -90,6 +100,14 @@ class RunDir:
     def journal(self, host: int) -> Path:
         """What env host `host` has under way, whatever job it runs in."""
         return self.root / "task-blocks" / f"{host}-under-way.jsonl"
+
+    def word(self, host: int) -> Path:
+        """How far training may go without making too old what env host `host` has under way."""
+        return self.root / "task-blocks" / f"{host}-word.json"
+
+    def words(self) -> list[Path]:
+        """Those of all env hosts."""
+        return sorted(self.task_blocks.glob("*-word.json"))
 
     def spool(self, name: str) -> Path:
         return self.root / "spools" / name

@@ -69,3 +69,17 @@ def processes_of(home: Path) -> list[str]:
         except OSError:
             continue
     return found
+
+
+def driver_of(run: RunDir) -> int:
+    """The guardian's only child that is the driver."""
+    guardian = read_json(run.job(0).submitted)["pid"]
+    children = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
+    return int(children[0])
+
+
+def num_consumed_groups(run: RunDir) -> int:
+    """Groups in the newest checkpoint's account of what was trained on."""
+    newest = sorted(run.checkpoints.iterdir())[-1]
+    runs = read_json(newest / "consumed.json")["runs"]
+    return sum(end - start for pairs in runs.values() for start, end in pairs)

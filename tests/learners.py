@@ -1,5 +1,7 @@
 """Tiny models and batches that several test files train on, and what their ranks run."""
 
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -7,11 +9,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hpcrl.events import EventLog
+from hpcrl.learn.consumed import Consumed
 from hpcrl.recipe import Train
 from hpcrl.rundir import RunDir
 from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.trainers.checkpoint import load, newest, save
 from hpcrl.trainers.lead import Leader, follow
 from hpcrl.trainers.staging import shard_store
+from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.weights.publisher import Publisher
 from hpcrl.weights.store import FileStore
 from hpcrl.weights.versions import Rung, read_rung
@@ -117,8 +122,6 @@ def trained(trainer, *, first=1, last=5):
 
 def train_torch(world, model_dir, changed, load_from=None, save_to=None, first=1, last=5):
     """On one rank of several: train some steps from a checkpoint or from the start, perhaps leaving another."""
-    from hpcrl.trainers.torch import TorchTrainer
-
     torch.set_num_threads(1)
     return _train(
         TorchTrainer(Path(model_dir), settings(**changed), seed=3, world=world), load_from, save_to, first, last
@@ -155,7 +158,7 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir):
     if trainer == "megatron":
         from hpcrl.trainers.megatron import MegatronTrainer as Kind
     else:
-        from hpcrl.trainers.torch import TorchTrainer as Kind
+        Kind = TorchTrainer
     mine = Kind(Path(model_dir), settings(**changed), world=world)
     num_gathered = 0
     gather = mine.tensors
@@ -192,3 +195,42 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir):
         torch.equal(published[name], expected[name]) for name in expected
     )
     return {"same": same, "num_gathered": num_gathered - 1, "rung": read_rung(run.weights).rung}
+
+
+def lead_steps(world, model_dir, spool, checkpoints, last, dies_at=None):
+    """Lead steps over what lies in the spool, a checkpoint after each; perhaps be killed in the middle of one."""
+    torch.set_num_threads(1)
+    train = settings()
+    mine = TorchTrainer(Path(model_dir), train, seed=3, world=world)
+    if world.rank:
+        follow(mine, train=train, spool=Path(spool))
+        return None
+    leader = Leader(mine, train=train, seed=3, spool=Path(spool), checkpoints=Path(checkpoints))
+    leader.segment_of = lambda episode: segment_of_step(int(episode.group.partition("/")[2]) // 3)
+    leader.upcoming = lambda version: batch(version + 1) if version < last else []
+    path = newest(Path(checkpoints), report=_refuse_damage)
+    step, consumed = 0, Consumed()
+    if path is not None:
+        manifest, consumed = load(path, trainer=leader)
+        step = manifest.step
+    losses = {}
+    while step < last:
+        episodes = batch(step + 1)
+        assert not any(episode.id in consumed for episode in episodes)
+        if step + 1 == dies_at:  # its order is out, and the next step's rows are on their way
+            mine.learn = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        losses[step + 1] = leader.train_step(episodes, step=step + 1, version=step).loss
+        step += 1
+        consumed.update(episode.id for episode in episodes)
+        save(Path(checkpoints), step=step, version=step, trainer=leader, consumed=consumed)
+    leader.close()
+    return losses
+
+
+def segment_of_step(step):
+    """The segment that holds what a step trains on."""
+    return f"000-env-0-{step:08d}-12-0123abcd.h5"
+
+
+def _refuse_damage(path, why):
+    raise AssertionError(f"{path}: {why}")

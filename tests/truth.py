@@ -55,6 +55,15 @@ LAKE = Lesson(
     bar=0.5,
     train={"learning_rate": 5e-3},
 )
+LAKE_4X4 = Lesson(
+    make=lambda: FrozenLake(map="4x4", start="random", show="position"),
+    letters="LDRU",
+    max_turns=10,
+    num_steps=120,
+    groups=12,
+    bar=0.5,
+    train={"learning_rate": 2e-3},
+)
 SUMS = Lesson(
     make=lambda: Arithmetic(num_terms=2, max_operand=2, operators="+"),
     letters="0123456789=calc+-* ",

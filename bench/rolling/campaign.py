@@ -1,7 +1,8 @@
 """A campaign of one real env host: simulated engines serve it, a trainer that only takes time consumes what it makes.
 
     Setting      what is run
-    run          runs it, in virtual time unless told otherwise -> Outcome
+    run          runs it, in virtual time -> Outcome
+    run_all      runs several, a process each, as many at once as there are cores
 
 Everything of the host is what a campaign runs: admission, agenda, pools, episodes, groups, accounts, journal, router.
 Its spool is in memory, its trainer chooses groups as the real one does.
@@ -9,11 +10,13 @@ Its spool is in memory, its trainer chooses groups as the real one does.
 
 import asyncio
 import contextlib
+import multiprocessing
+import os
 import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
@@ -37,6 +40,7 @@ from hpcrl.plan import make_plan
 from hpcrl.recipe import Domain, RolloutMode, load_recipe
 from hpcrl.roles.context import Context
 from hpcrl.roles.env import Host, Rollouts
+from hpcrl.rollout.awaited import go_on
 from hpcrl.rollout.router import Router
 from hpcrl.rundir import RunDir
 from hpcrl.simulate.clock import run_virtual
@@ -64,6 +68,7 @@ episode_timeout_s = 100000.0
 [rollout]
 group_size = {group_size}
 redundancy = {redundancy}
+spare_groups = {spare_groups}
 mode = "{mode}"
 max_lag = {max_lag}
 max_running = {max_running}
@@ -91,6 +96,7 @@ class Setting:
     groups_per_step: int = 32
     group_size: int = 8
     redundancy: int = 0
+    spare_groups: int = 0
     max_running: int = 256
     max_lag: int = 1
     train_s: float = 0.0
@@ -139,6 +145,21 @@ def run(setting: Setting) -> Outcome:
     outcome = run_virtual(_steps(setting))
     outcome.cpu_s = time.process_time() - began
     return outcome
+
+
+def run_all(settings: Sequence[Setting]) -> list[Outcome]:
+    """Run them side by side: in virtual time none is the slower for it."""
+    global _settings
+    _settings = settings
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:  # forked: plays are functions in functions
+        return pool.map(_run_number, range(len(settings)), chunksize=1)
+
+
+_settings: Sequence[Setting] = ()
+
+
+def _run_number(number: int) -> Outcome:
+    return run(_settings[number])
 
 
 async def _steps(setting: Setting) -> Outcome:
@@ -273,7 +294,7 @@ class Trainer:
         self._waiting: list[Trajectory] = []
         self._consumed: set[str] = set()
         self._version = 0
-        self._told = 0
+        self._told: dict[str, int] = {}
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -296,7 +317,7 @@ class Trainer:
         self._scoring += [(now + self._setting.reward_s, one) for one in self._reader.poll()]
         scored = [msgspec.structs.replace(one, reward=1.0) for ready, one in self._scoring if ready <= now]
         self._scoring = [(ready, one) for ready, one in self._scoring if ready > now]
-        return choose_groups(
+        choice = choose_groups(
             [*self._waiting, *scored],
             groups_per_step=self._setting.groups_per_step,
             group_size=self._setting.group_size,
@@ -304,6 +325,9 @@ class Trainer:
             max_lag=self._setting.max_lag,
             consumed=self._consumed,
         )
+        if choice.chosen and not go_on([self._stage.run.word(0)], version=self._version + 1):
+            return choice._replace(chosen=[], rest=[*choice.chosen, *choice.rest])
+        return choice
 
     async def _publish(self) -> None:
         self._version += 1
@@ -311,10 +335,10 @@ class Trainer:
         await asyncio.gather(*(engine.load_version(self._version) for engine in self._stage.engines))
 
     def _settle(self) -> None:
-        num = len(self._consumed) + len(self.thrown)
-        if num != self._told:
-            self._told = num
-            publish_json(self._stage.run.settled, {"num": num})
+        told = {"num": len(self._consumed) + len(self.thrown), "version": self._version}
+        if told != self._told:
+            self._told = told
+            publish_json(self._stage.run.settled, told)
 
 
 def _context(root: Path, setting: Setting) -> Context:

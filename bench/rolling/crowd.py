@@ -16,9 +16,11 @@ from bench.rolling.world import plain
 
 GROUP_SIZE = 8
 SAMPLE_S = 0.01
-STEP_S = 20.0
-"""Mean time of an environment's step; a light episode waits for most of its life."""
 NUM_TURNS = 3
+NUM_SHOWN, NUM_SAID = 40, 20
+"""Tokens of a turn."""
+PER_ENGINE = 1250
+"""Episodes; all their KV has room there, so that it is the env host that is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +35,10 @@ class Crowd:
     cpu_per_episode_s: float
 
 
-def measure(num: int) -> Crowd:
-    """As many light episodes as asked for, all at once, to their ends."""
+def measure(num: int, *, step_s: float) -> Crowd:
+    """As many light episodes as asked for, all at once, to their ends; they wait `step_s` for each step, on average."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_run, args=(num, theirs))
+    process = multiprocessing.get_context("spawn").Process(target=_run, args=(num, step_s, theirs))
     process.start()
     theirs.close()
     try:
@@ -46,23 +48,25 @@ def measure(num: int) -> Crowd:
     return crowd
 
 
-def _run(num: int, pipe: Connection) -> None:
-    pipe.send(asyncio.run(_crowd(num)))
+def _run(num: int, step_s: float, pipe: Connection) -> None:
+    pipe.send(asyncio.run(_crowd(num, step_s=step_s)))
 
 
-async def _crowd(num: int) -> Crowd:
+async def _crowd(num: int, *, step_s: float) -> Crowd:
     setting = Setting(
-        plays=plain(mean_s=STEP_S, sigma_s=STEP_S / 4, num_turns=NUM_TURNS),
+        plays=plain(mean_s=step_s, sigma_s=step_s / 4, num_turns=NUM_TURNS, num_shown=NUM_SHOWN, num_said=NUM_SAID),
         num_steps=1,
         groups_per_step=num // GROUP_SIZE,
         max_running=num,
         max_lag=0,
         mode="sync",
-        max_batch=1024,
+        num_gpus=-(-num // PER_ENGINE),
+        max_batch=PER_ENGINE,
     )
     gc.collect()
-    before, cpu = _resident(), time.process_time()
+    before = _resident()
     async with opened(setting) as stage:
+        cpu = time.process_time()
         lags: list[float] = []
         watching = asyncio.create_task(_watch(lags))
         most, most_bytes = 0, 0

@@ -37,12 +37,21 @@ Plays = Callable[[int, random.Random], Play]
 """The play of an episode: the same task for a seed, and luck of its own."""
 
 
-def plain(*, mean_s: float, sigma_s: float, num_turns: int = 5, reset_s: float = 0.0) -> Plays:
-    """So many turns of 200 tokens seen and 100 said; steps take a normal time, and never less than none."""
+def plain(
+    *,
+    mean_s: float,
+    sigma_s: float,
+    num_turns: int = 5,
+    reset_s: float = 0.0,
+    num_shown: int = 200,
+    num_said: int = 100,
+) -> Plays:
+    """So many turns of so many tokens; steps take a normal time, and never less than none."""
 
     def play(_: int, luck: random.Random) -> Play:
         turns = [
-            Turn(num_shown=200, num_said=100, step_s=max(0.0, luck.gauss(mean_s, sigma_s))) for _ in range(num_turns)
+            Turn(num_shown=num_shown, num_said=num_said, step_s=max(0.0, luck.gauss(mean_s, sigma_s)))
+            for _ in range(num_turns)
         ]
         return Play(turns=turns, reset_s=reset_s)
 

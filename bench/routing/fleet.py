@@ -4,6 +4,7 @@
     replay          run scripts to their ends under a policy -> Run
     lower_bound_s   max(work / capacity per pool, the longest trajectory)
     settled_bound_s the same where every trajectory stays with one kind of GPU
+    crowded_s       the longest trajectory in full batches
 
 Every policy sees the same scripts and the same engines, which keep KV between turns. hpcrl's router runs as it does in
 a campaign: several env hosts, endpoint files, cached loads. Its rivals are given exact loads, without delay.
@@ -46,13 +47,22 @@ class Fleet:
     workers: dict[str, int]
     shape: ModelShape = MODEL_8B
     max_batch: int = 32
+    in_flight: int | None = None
+    """Trajectories; None: as many as fill all slots while some of them wait for their environments."""
 
     def num_running(self, scripts: list[Script]) -> int:
-        """Trajectories in flight: as many as fill all slots while some of them wait for their environments."""
-        paces = [self.pace(gpu) for gpu in self.workers]
-        lives = [_life_s(script, paces[0], batch=self.max_batch) for script in scripts]
+        if self.in_flight is not None:
+            return self.in_flight
+        first = self.pace(next(iter(self.workers)))
+        lives = [_crowded_s(script, first, batch=self.max_batch) for script in scripts]
         idle = sum(call.pause_s for script in scripts for call in script.calls) / sum(lives)
         return int(self.max_batch * sum(self.workers.values()) / (1 - idle))
+
+    def num_kept(self, scripts: list[Script]) -> int:
+        """How many of these trajectories the KV of all workers holds at their full lengths."""
+        room = sum(num * self.pace(gpu).kv_tokens for gpu, num in self.workers.items())
+        ends = [script.calls[-1].num_prompt + script.calls[-1].num_new for script in scripts]
+        return int(room / (sum(ends) / len(ends)))
 
     def pace(self, gpu: str) -> Pace:
         return pace(GPUS[gpu], shape=self.shape)
@@ -276,6 +286,29 @@ def _turn_s(one: Pace, num_prompt: int, fresh: int, num_new: int, batch: int) ->
 def _alone_s(script: Script, fleet: Fleet) -> float:
     """A trajectory that has the better worker for itself."""
     return min(_life_s(script, fleet.pace(gpu), batch=1) for gpu in fleet.workers)
+
+
+def crowded_s(scripts: list[Script], fleet: Fleet) -> float:
+    """What the longest trajectory takes from the first second on, on the best worker, in the full batches that
+    `lower_bound_s` reckons the others with: no schedule has both."""
+    paces = [fleet.pace(gpu) for gpu in fleet.workers]
+    return max(min(_crowded_s(script, one, batch=fleet.max_batch) for one in paces) for script in scripts)
+
+
+def longest_first(scripts: list[Script], fleet: Fleet) -> list[Script]:
+    """In the order in which one would begin them who knew how long they will be."""
+    one = fleet.pace(next(iter(fleet.workers)))
+    return sorted(scripts, key=lambda script: _crowded_s(script, one, batch=fleet.max_batch), reverse=True)
+
+
+def _crowded_s(script: Script, one: Pace, *, batch: int) -> float:
+    """From begin to end in a batch of others like it."""
+    return sum(
+        call.pause_s
+        + one.prefill_s(fresh - 1, num_known=call.num_prompt - fresh)
+        + call.num_new * one.decode_s(batch, num_kv=batch * (call.num_prompt + call.num_new / 2))
+        for call, fresh in zip(script.calls, script.num_fresh(), strict=True)
+    )
 
 
 def _life_s(script: Script, one: Pace, *, batch: int) -> float:

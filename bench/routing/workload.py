@@ -35,9 +35,13 @@ class Script:
 
     domain: str
     calls: tuple[Call, ...]
+    forgets: bool = False
+    """For bounds only: nothing is known of a prompt from the turns before it."""
 
     def num_fresh(self) -> list[int]:
         """Tokens of each prompt that the conversation before it does not have."""
+        if self.forgets:
+            return [call.num_prompt for call in self.calls]
         before = [0, *(call.num_prompt + call.num_new for call in self.calls[:-1])]
         return [max(1, call.num_prompt - known) for call, known in zip(self.calls, before, strict=True)]
 

@@ -120,6 +120,8 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of KV that the running requests hold."""
     free_kv_tokens: int | None = None
     """Tokens of KV that there is room for; None if the engine cannot tell."""
+    num_places: int | None = None
+    """Requests that it serves at once, at most; the others wait."""
 
 
 class Generator(Protocol):

@@ -39,8 +39,6 @@ class Row:
     top_p: float = 1.0
     top_k: int = 0
     top_logprobs: int = 0
-    priority: int = 0
-    """Where rows wait for a place, less goes first."""
     kv: RowKv | None = None
     """Before it joins: KV to begin with. After a row of 0 new tokens has left: its result."""
     logprobs: list[float] = field(default_factory=list)

@@ -1,7 +1,17 @@
-"""Which requests an engine can serve at all; the others are refused with the numbers."""
+"""Which requests an engine can serve at all; the others are refused with the numbers.
+
+check          a request and a model's context and vocabulary
+check_speaks   a request for words, not for KV only
+check_fit      a model directory: its tokenizer must not have ids that the model does not know
+"""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
 
 from hpcrl.engines.base import TOP_LOGPROBS, GenerateRequest
 from hpcrl.errors import EngineError
+from hpcrl.files import read_json
 
 
 def check(request: GenerateRequest, *, max_new_tokens: int, context_length: int, vocabulary: int) -> None:
@@ -25,3 +35,27 @@ def check(request: GenerateRequest, *, max_new_tokens: int, context_length: int,
         wrong = f"top_logprobs is {request.top_logprobs}: it must be 0 to {TOP_LOGPROBS}"
     if wrong is not None:
         raise EngineError(f"request {request.request_id!r}: {wrong}")
+
+
+def check_speaks(request: GenerateRequest) -> None:
+    """EngineError if nothing may be said."""
+    if request.max_new_tokens < 1:
+        raise EngineError(f"max_new_tokens is {request.max_new_tokens}: ask for at least 1")
+
+
+def check_fit(model: Path) -> None:
+    """EngineError if prompts made with the tokenizer in `model` may have ids beyond the model's vocabulary."""
+    path = model / "tokenizer.json"
+    config = read_json(model / "config.json")
+    known = config.get("text_config", config).get("vocab_size")
+    if known is None or not path.is_file():  # whoever needs them says so
+        return
+    try:
+        highest = max(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values(), default=-1)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise EngineError(f"{path} is no tokenizer: {error}") from error
+    if highest >= known:
+        raise EngineError(
+            f"the tokenizer {path} has ids up to {highest}, and the model beside it knows 0..{known - 1}: "
+            "save the model with its own tokenizer, or with larger embeddings"
+        )

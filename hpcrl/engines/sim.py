@@ -2,32 +2,42 @@
 
     SimEngine     a Generator, Streamer and Updatable; what it says is drawn from the request's seed and prompt
     SimSettings   how large it is, and how fast its time goes
+    simulated     the engine that a campaign has with engine.backend = "sim"
 
 Continuous batching with chunked prefill, a bounded KV cache, KV kept between the turns of a trajectory, a waiting
 queue by priority. It asks its event loop for the time: on hpcrl.simulate.clock a fleet's hour takes seconds, exactly.
 """
 
 import asyncio
-import heapq
 import math
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
 import xxhash
 
-from hpcrl.cost import Pace
+from hpcrl.cost import Pace, pace, shape_of
 from hpcrl.engines.base import LOCAL, Completion, FetchKv, GenerateRequest, KvHandle, LoadFigures, Part, joined
-from hpcrl.engines.check import check
+from hpcrl.engines.check import check_fit, check_speaks
 from hpcrl.engines.simbatch import SimBatch, SimRow, drawn_reply
+from hpcrl.engines.turns import Steps, Turns
+from hpcrl.engines.vllm_answers import limits_of
 from hpcrl.errors import EngineError, EngineRefusedError, WeightsError
+from hpcrl.files import read_json
+from hpcrl.hardware import GPUS
 from hpcrl.weights.store import WeightSource
 
 LINK_BYTES_PER_S = 25e9
 """Between two workers (one 200 Gbit/s port), for handed-over KV and for new weights."""
+LEAST_TOP_P = 1e-6
+"""Below this there is one token to draw from, whatever the vocabulary."""
+LATEST_S = 0.1
+"""Timers that are later than this are not made up for: the machine is too busy for this engine's clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +53,37 @@ class SimSettings:
     """Decoded and prefilled in one step, at most."""
     time_scale: float = 1.0
     """Seconds that a simulated second takes."""
+
+
+def simulated(
+    model: Path,
+    *,
+    gpu: str,
+    num_gpus: int,
+    config: Path | None = None,
+    speed: float = 1.0,
+    max_batch: int = 64,
+    max_model_len: int | None = None,
+    store: WeightSource | None = None,
+    fetch_kv: FetchKv | None = None,
+) -> "SimEngine":
+    """An engine for the prompts of the model in `model`, as slow as one of `config` (or that one) on such GPUs."""
+    check_fit(model)
+    limits = limits_of(model, max_model_len=max_model_len)
+    path = config or model / "config.json"
+    try:
+        one = pace(GPUS[gpu], shape=shape_of(read_json(path)), tp=max(1, num_gpus))
+    except (OSError, KeyError, ValueError) as error:
+        raise EngineError(f"{path} does not say how fast its model is ({error!r}): set engine.sim.config") from error
+    if not one.kv_tokens:
+        raise EngineError(f"the model of {path} does not fit into {num_gpus} {gpu}: give the worker more GPUs")
+    settings = SimSettings(
+        vocabulary=limits.num_tokens_known,
+        context_length=limits.context_length,
+        max_batch=max_batch,
+        time_scale=1 / speed,
+    )
+    return SimEngine(one, settings=settings, store=store, fetch_kv=fetch_kv)
 
 
 class _Kv(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,31 +112,19 @@ class SimEngine:
         self._settings = settings
         self._store = store
         self._fetch_kv = fetch_kv
-        self._rows: dict[str, SimRow] = {}
-        self._answers: dict[SimRow, asyncio.Future[None]] = {}
-        self._waiting: list[tuple[int, int, SimRow]] = []
-        self._num_come = 0
-        self._unwanted: list[SimRow] = []
+        self._turns = Turns(Steps(can_step=self._can_step, step=self._step, drop=self._drop))
         self._shelf: dict[str, _Kv] = {}
-        self._paused = False
-        self._wake = asyncio.Event()
-        self._stepped = asyncio.Event()
-        self._between_steps = asyncio.Lock()
-        self._loop_task: asyncio.Task[None] | None = None
+        self._late_s = 0.0
+        """By how much the steps so far took longer than they should."""
 
     async def __aenter__(self) -> Self:
-        self._loop_task = asyncio.create_task(self._run(), name="simulated steps")
+        self._turns.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._loop_task is not None
-        self._loop_task.cancel()
-        await asyncio.wait({self._loop_task})
-        for row in self._answers:
-            row.failure = row.failure or "the engine was stopped"
-        self._answer(list(self._answers))
+        await self._turns.stop()
 
     @property
     def version(self) -> int:
@@ -103,39 +132,26 @@ class SimEngine:
 
     async def failed(self) -> None:
         """Wait until the engine cannot go on, and raise why."""
-        assert self._loop_task is not None
-        await asyncio.shield(self._loop_task)
+        await self._turns.failed()
 
     # ---- Generator and Streamer
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        row = self._speaking(request)
-        await self._finish(row, request)
-        return joined([self._part(row, start=0, end=row.num_said)])
+        check_speaks(request)
+        row = self._row(request, max_new_tokens=request.max_new_tokens)
+        await self._turns.finish(row, request, prepare=partial(self._fetch, row, request))
+        return joined([self._part(row, 0, row.num_said)])
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
-        row = self._speaking(request)
-        finish = asyncio.create_task(self._finish(row, request), name=request.request_id)
-        told = 0
-        try:
-            while not finish.done():
-                stepped = asyncio.create_task(self._stepped.wait())
-                await asyncio.wait({finish, stepped}, return_when=asyncio.FIRST_COMPLETED)
-                stepped.cancel()
-                known = self.batch.num_said(row)
-                if known > told and not row.is_done:
-                    yield self._part(row, start=told, end=known)
-                    told = known
-            finish.result()
-            yield self._part(row, start=told, end=row.num_said)
-        finally:
-            finish.cancel()
-            await asyncio.wait({finish})
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+        check_speaks(request)
+        row = self._row(request, max_new_tokens=request.max_new_tokens)
+        prepare = partial(self._fetch, row, request)
+        return self._turns.told(row, request, num_said=self.batch.num_said, part=self._part, prepare=prepare)
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
         """Compute the KV of all tokens but the last, and hold it until it is fetched."""
-        row = self._admissible(request, max_new_tokens=0)
-        await self._finish(row, request)
+        row = self._row(request, max_new_tokens=0)
+        await self._turns.finish(row, request)
         if row.finish_reason == "aborted":
             raise EngineError(f"prefill of request {request.request_id!r} was aborted")
         name = secrets.token_urlsafe(16)
@@ -148,31 +164,26 @@ class SimEngine:
         return None if kv is None else msgspec.json.encode(kv)
 
     async def abort(self, request_id: str) -> None:
-        row = self._rows.get(request_id)
-        if row is not None:
-            self._drop_soon(row)
-            await asyncio.wait([self._answers[row]])
+        await self._turns.abort(request_id)
 
     async def load_figures(self) -> LoadFigures:
         return LoadFigures(
             version=self.batch.version,
             num_running=len(self.batch),
-            num_waiting=len(self._waiting),
+            num_waiting=self._turns.num_waiting,
             num_generated_tokens=self.batch.num_generated,
             running_tokens=self.batch.num_kv_tokens,
             free_kv_tokens=self.batch.num_free,
+            num_places=self._settings.max_batch,
         )
 
     # ---- Updatable
 
     async def pause(self) -> None:
-        self._paused = True
-        async with self._between_steps:
-            pass
+        await self._turns.pause()
 
     async def resume(self) -> None:
-        self._paused = False
-        self._wake.set()
+        self._turns.resume()
 
     async def load_version(self, version: int) -> float:
         """Stand still for as long as the weights take over the link."""
@@ -183,27 +194,18 @@ class SimEngine:
             raise WeightsError(f"version {version} is older than {self.version}, which is loaded: never go back")
         shape = self._pace.shape
         stall_s = shape.num_params * shape.weight_bytes / LINK_BYTES_PER_S
-        async with self._between_steps:
+        async with self._turns.between_steps:
             await self._pass(stall_s)
             self.batch.load(version)
-        self._wake.set()
+        self._turns.wake()
         return stall_s * self._settings.time_scale
 
     # ---- the life of a request
 
-    def _speaking(self, request: GenerateRequest) -> SimRow:
-        if request.max_new_tokens < 1:
-            raise EngineError(f"max_new_tokens is {request.max_new_tokens}: ask for at least 1")
-        return self._admissible(request, max_new_tokens=request.max_new_tokens)
-
-    def _admissible(self, request: GenerateRequest, *, max_new_tokens: int) -> SimRow:
+    def _row(self, request: GenerateRequest, *, max_new_tokens: int) -> SimRow:
         """The row of a request that can be served; EngineError says what is wrong with any other."""
         settings = self._settings
-        if self._loop_task is None or self._loop_task.done():
-            raise EngineError("the engine is not running: its worker has to be started anew")
-        if request.request_id in self._rows:
-            raise EngineError(f"request_id {request.request_id!r} is being served already: give each turn its own")
-        check(
+        self._turns.admit(
             request,
             max_new_tokens=max_new_tokens,
             context_length=settings.context_length,
@@ -216,8 +218,8 @@ class SimEngine:
                 "beside the weights: give the worker more GPUs"
             )
         free = settings.max_batch - len(self.batch)  # those who wait for the next step only are not in the way
-        if settings.max_waiting is not None and len(self._waiting) >= settings.max_waiting + free:
-            raise EngineRefusedError(f"{len(self._waiting)} requests wait here already")
+        if settings.max_waiting is not None and self._turns.num_waiting >= settings.max_waiting + free:
+            raise EngineRefusedError(f"{self._turns.num_waiting} requests wait here already")
         reply, stops = drawn_reply(
             seed=_reply_seed(request),
             num=max_new_tokens,
@@ -233,24 +235,8 @@ class SimEngine:
             tells_top=request.top_logprobs > 0,
         )
 
-    async def _finish(self, row: SimRow, request: GenerateRequest) -> None:
-        """Put a row through the batch; a caller that goes away takes it out."""
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._rows[request.request_id], self._answers[row] = row, answer
-        try:
-            if request.kv is not None:
-                row.handed_over = await self._fetched(request.kv, row)
-            if not row.is_done:
-                self._num_come += 1
-                heapq.heappush(self._waiting, (request.priority, self._num_come, row))
-                self._wake.set()
-            await answer
-        finally:
-            del self._rows[request.request_id], self._answers[row]
-            if not row.is_done:
-                self._drop_soon(row)
-        if row.failure:
-            raise EngineError(f"request {request.request_id!r}: {row.failure}")
+    async def _fetch(self, row: SimRow, request: GenerateRequest) -> None:
+        row.handed_over = request.kv is not None and await self._fetched(request.kv, row)
 
     async def _fetched(self, handle: KvHandle, row: SimRow) -> bool:
         """Get handed-over KV; False if it cannot be used, whatever the reason, and the prompt is computed here."""
@@ -267,7 +253,7 @@ class SimEngine:
             await self._pass(len(kv.token_ids) * self._pace.shape.kv_bytes_per_token / LINK_BYTES_PER_S)
         return kv is not None and kv.version == self.version and kv.token_ids == row.prompt[:-1]
 
-    def _part(self, row: SimRow, *, start: int, end: int) -> Part:
+    def _part(self, row: SimRow, start: int, end: int) -> Part:
         is_last = row.is_done and end == row.num_said
         logprob = -math.log(self._settings.vocabulary)
         return Part(
@@ -279,56 +265,29 @@ class SimEngine:
             top=[{token: logprob} for token in row.reply[start:end]] if row.tells_top else [],
         )
 
-    def _drop_soon(self, row: SimRow) -> None:
-        self._unwanted.append(row)
-        self._wake.set()
-
     # ---- steps
 
-    async def _run(self) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while self._unwanted or (not self._paused and (self._waiting or self.batch)):
-                async with self._between_steps:
-                    await self._turn()
+    def _can_step(self) -> bool:
+        return bool(self._turns.num_waiting or self.batch)
 
-    async def _turn(self) -> None:
-        """Drop what nobody wants any more, then, unless paused, one step of the batch."""
-        if self._unwanted:
-            dropped, self._unwanted = self._unwanted, []
-            self._waiting = [entry for entry in self._waiting if entry[2] not in dropped]
-            heapq.heapify(self._waiting)
-            for row in dropped:
-                if not row.is_done:
-                    self.batch.drop(row, now=self._now)
-            self._answer(dropped)
-        if self._paused:
-            return
-        self._admit()
-        if self.batch:
-            seconds = self.batch.begin_step()
-            self.busy_s += seconds
-            await self._pass(seconds)
-            done = self.batch.end_step(now=self._now)
-            self._stepped.set()
-            self._stepped = asyncio.Event()
-            self._answer(done)
+    async def _step(self) -> list[SimRow]:
+        self._let_in()
+        seconds = self.batch.begin_step()
+        self.busy_s += seconds
+        await self._pass_step(seconds)
+        return self.batch.end_step(now=self._now)
 
-    def _admit(self) -> None:
-        """Let those in that wait, in their order, as far as there is room for all that they may come to say."""
-        while self._waiting and len(self.batch) < self._settings.max_batch:
-            row = self._waiting[0][2]
+    async def _drop(self, rows: Collection[SimRow]) -> None:
+        for row in rows:
+            if not row.is_done:
+                self.batch.drop(row, now=self._now)
+
+    def _let_in(self) -> None:
+        """Those that wait, in their order, as far as there is room for all that they may come to say."""
+        while len(self.batch) < self._settings.max_batch and (row := self._turns.next_waiting()) is not None:
             if row.num_reserved > self.batch.num_free:
                 return
-            heapq.heappop(self._waiting)
-            self.batch.join(row, now=self._now)
-
-    def _answer(self, rows: list[SimRow]) -> None:
-        for row in rows:
-            answer = self._answers.get(row)
-            if answer is not None and not answer.done():
-                answer.set_result(None)
+            self.batch.join(self._turns.take_waiting(), now=self._now)
 
     @property
     def _now(self) -> float:
@@ -337,8 +296,16 @@ class SimEngine:
     async def _pass(self, seconds: float) -> None:
         await asyncio.sleep(seconds * self._settings.time_scale)
 
+    async def _pass_step(self, seconds: float) -> None:
+        """What a timer was late is taken off the next step, so that a thousand short ones take what they should."""
+        loop = asyncio.get_running_loop()
+        began, wanted_s = loop.time(), seconds * self._settings.time_scale - self._late_s
+        await asyncio.sleep(max(0.0, wanted_s))
+        self._late_s = min(loop.time() - began - wanted_s, LATEST_S)
+
 
 def _reply_seed(request: GenerateRequest) -> int:
-    """What the reply depends on: prompt and, unless it is greedy, seed."""
+    """What the reply depends on: prompt and, unless only the likeliest token may be drawn, seed."""
     prompt = msgspec.msgpack.encode(request.token_ids)
-    return int(xxhash.xxh3_64_intdigest(prompt, seed=request.seed % 2**64 if request.temperature else 0))
+    is_greedy = request.temperature == 0 or request.top_k == 1 or request.top_p < LEAST_TOP_P
+    return int(xxhash.xxh3_64_intdigest(prompt, seed=0 if is_greedy else request.seed % 2**64))

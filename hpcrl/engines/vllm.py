@@ -19,12 +19,14 @@ import msgspec
 
 from hpcrl.engines import kv_files
 from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures, Part
-from hpcrl.engines.check import check
+from hpcrl.engines.check import check, check_speaks
 from hpcrl.engines.vllm_answers import chunk_of, completion_of, figures_of, limits_of, sampling_of
 from hpcrl.engines.vllm_server import Launch, VllmServer
 from hpcrl.errors import EngineError, WeightsError
 
 GENERATE = "/inference/v1/generate"
+SWITCH = "/hpcrl/switch"
+"""Our own route (hpcrl.weights.vllm_switch)."""
 UPDATE_S = 600.0
 """How long a worker of vLLM may take to load a version."""
 SHORT_S = 60.0
@@ -97,8 +99,7 @@ class VllmEngine:
     # ---- Generator
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        if request.max_new_tokens < 1:
-            raise EngineError(f"max_new_tokens is {request.max_new_tokens}: ask for at least 1")
+        check_speaks(request)
         with self._served(request, max_new_tokens=request.max_new_tokens) as name:
             handed = self._handed_over(request.kv)
             answer = await self.server.post(GENERATE, self._body(request, name=name, transfer=handed))
@@ -107,8 +108,7 @@ class VllmEngine:
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
         """The pieces of a turn; each has the version that was in use when it came, and the last one is compared."""
-        if request.max_new_tokens < 1:
-            raise EngineError(f"max_new_tokens is {request.max_new_tokens}: ask for at least 1")
+        check_speaks(request)
         told: list[int] = []
         with self._served(request, max_new_tokens=request.max_new_tokens) as name:
             handed = self._handed_over(request.kv)
@@ -165,6 +165,7 @@ class VllmEngine:
             num_generated_tokens=figures.num_generated_tokens - self._generated_before,
             running_tokens=round(figures.kv_tokens * figures.kv_used_share),
             free_kv_tokens=round(figures.kv_tokens * (1 - figures.kv_used_share)),
+            num_places=self._launch.max_batch,
         )
 
     # ---- Updatable
@@ -187,7 +188,6 @@ class VllmEngine:
         await self._make_ready(version)
         async with self._switching:
             began = time.monotonic()
-            await self._pause()
             await self._load(version)
             if not self._paused:
                 await self.server.post("/resume", limit_s=SHORT_S)
@@ -207,20 +207,16 @@ class VllmEngine:
             raise WeightsError(f"version {version} does not fit and is not loaded: {max(said)}")
 
     async def _load(self, version: int) -> None:
-        """Swap the weights of a server that stands still; if that fails it goes on standing still."""
+        """Let the server stand still and switch; if that fails it goes on standing still."""
         self._torn = True
+        self.server.tell_version(version)
         try:
-            await self.server.post("/start_weight_update", limit_s=SHORT_S)
-            await self.server.post("/update_weights", {"update_info": {"version": version}}, limit_s=UPDATE_S)
-            await self.server.post("/finish_weight_update", {"weight_version": str(version)}, limit_s=UPDATE_S)
-            self.server.tell_version(version)
-            await self.server.post(
-                "/reset_prefix_cache", limit_s=SHORT_S, reset_running_requests="true", reset_external="true"
-            )
+            await self.server.post(SWITCH, {"version": version}, limit_s=UPDATE_S)
         except EngineError as error:
             raise WeightsError(
                 f"version {version} was loaded in part, the engine waits for another: {error}"
             ) from error
+        await asyncio.sleep(0)  # a stream whose last piece of the old version came just before takes it first
         self._torn = False
         self.version = version
 

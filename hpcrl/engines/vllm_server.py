@@ -26,6 +26,7 @@ from typing import Any, Self
 import aiohttp
 
 from hpcrl.engines.base import TOP_LOGPROBS
+from hpcrl.engines.check import check_fit
 from hpcrl.engines.vllm_answers import chunks_of
 from hpcrl.errors import EngineError
 from hpcrl.files import last_line, private_dir
@@ -138,6 +139,7 @@ class VllmServer:
         launch = self.launch
         if not (launch.model / "config.json").is_file():
             raise EngineError(f"{launch.model} holds no model (there is no config.json): see model.path in the recipe")
+        await asyncio.to_thread(check_fit, launch.model)
         self._scratch = Path(tempfile.mkdtemp(prefix="vllm-"))  # 0700; short, since a socket's path is
         try:
             if len(bytes(self._scratch)) > MAX_SCRATCH_BYTES:

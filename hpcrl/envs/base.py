@@ -5,7 +5,6 @@ It may be written with plain or with `async` methods; `adapt` gives the async fo
 Whatever it raises is an infrastructure fault (retried, never scored): an agent's bad action is a normal step.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ import msgspec
 
 from hpcrl.envs.threads import OwnThread
 from hpcrl.errors import ConfigError
+from hpcrl.user_code import load_code
 
 if TYPE_CHECKING:  # it needs numpy, which would double what an environment in a process of its own takes to start
     from hpcrl.spool.record import Trajectory
@@ -74,23 +74,6 @@ Reward = Callable[["Trajectory"], float | dict[str, float]]
 def env_reward(trajectory: "Trajectory") -> float:
     """The sum of what the environment gave, turn by turn."""
     return float(sum(turn.reward for turn in trajectory.turns))
-
-
-def load_code(name: str, *, what: str) -> Any:
-    """The object that `package.module:name` names; `what` says in messages where the name stands."""
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(
-            f"{what} = {name!r}: importing {module_name} failed ({type(error).__name__}: {error}): "
-            "install it in the environment that runs hpcrl, or mend the name"
-        ) from error
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))[:12])
-        raise ConfigError(f"{what} = {name!r}: {module_name} has no {attribute!r}; it has {public}") from None
 
 
 def make_env(name: str, options: dict[str, Any], *, what: str) -> Env:

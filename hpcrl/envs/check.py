@@ -1,15 +1,17 @@
-"""`python -m hpcrl.envs.check < recipe.json`: can all the user's code that a recipe names be used here?
+"""`python -m hpcrl.envs.check < recipe.json`: can all the user's code and all packages that it names be used here?
 
 A process of its own, so that the login-node side stays light and user code that breaks breaks only this.
 """
 
 import sys
+from importlib.util import find_spec
 
 import msgspec
 
-from hpcrl.envs.base import load_code, make_env
+from hpcrl.envs.base import make_env
 from hpcrl.errors import ConfigError
 from hpcrl.recipe import Recipe
+from hpcrl.user_code import load_code
 
 
 def main() -> int:
@@ -18,7 +20,11 @@ def main() -> int:
         for name, domain in recipe.domains.items():
             load_code(domain.reward, what=f"domains.{name}.reward")
             make_env(domain.env, domain.options, what=f"domains.{name}.env")
+            if more := recipe.evaluation.options.get(name):
+                make_env(domain.env, {**domain.options, **more}, what=f"evaluation.options.{name}")
         _check_curriculum(recipe)
+        _check_metrics(recipe)
+        _check_pipeline(recipe)
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201 - this is the program's answer
         return 2
@@ -32,10 +38,36 @@ def _check_curriculum(recipe: Recipe) -> None:
         return
     hook = load_code(name, what="rollout.curriculum")
     try:
-        dict(hook({domain: [] for domain in recipe.domains}))
+        dict(hook({name: [] for name, domain in recipe.domains.items() if not domain.held_out}))
     except Exception as error:
         cure = "it is called with the recent rewards of each domain, none at first, and gives weights by domain"
         raise ConfigError(f"rollout.curriculum = {name!r}: {type(error).__name__}: {error}: {cure}") from error
+
+
+def _check_metrics(recipe: Recipe) -> None:
+    metrics = recipe.metrics
+    for package, asked in (("tensorboard", metrics.tensorboard), ("wandb", metrics.wandb != "off")):
+        if asked and find_spec(package) is None:
+            raise ConfigError(
+                f"[metrics] asks for {package}, and {sys.executable} has no such package: "
+                f"pip install 'hpcrl[{package}]' there, or take it out of [metrics]"
+            )
+
+
+def _check_pipeline(recipe: Recipe) -> None:
+    for name, node in recipe.train.pipeline.items():
+        what = f"train.pipeline.{name}.function"
+        if node.function is not None and not callable(load_code(node.function, what=what)):
+            raise ConfigError(f"{what} = {node.function!r} is no function")
+
+
+def check_packages(recipe: Recipe) -> None:
+    """What only some recipes need, and only some installations have."""
+    if recipe.train.lora_rank and find_spec("peft") is None:
+        raise ConfigError(
+            f"train.lora_rank = {recipe.train.lora_rank} needs the package peft, which {sys.executable} has not: "
+            "pip install 'hpcrl[lora]' there, or set it to 0"
+        )
 
 
 if __name__ == "__main__":

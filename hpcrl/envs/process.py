@@ -121,7 +121,8 @@ class ProcessEnv:
             raise EnvFault(f"{self._name}: it does not speak our protocol: {error}") from error
         self._busy = False
         if answer.error is not None:
-            raise EnvFault(f"{self._name}: {answer.error}")
+            full = ": it filled the memory that it has, env_memory_gib" * answer.error.startswith("MemoryError")
+            raise EnvFault(f"{self._name}: {answer.error.rstrip(': ')}{full}")
         return answer
 
     async def _why_it_ended(self) -> str:
@@ -149,7 +150,7 @@ class ProcessEnv:
         self._num_printed += len(data)
         self._last_printed = (self._last_printed + data)[-KEPT_OUTPUT:]
         if self._num_printed > MAX_OUTPUT:
-            self._given_up = f"it printed more than {MAX_OUTPUT >> 20} MiB"
+            self._given_up = f"it printed more than {MAX_OUTPUT >> 20} MiB: let it print less, or to a file"
             self._kill()
         elif not data:
             self._deafen()

@@ -3,6 +3,7 @@
     choose_groups    the trajectories of the next step, those that can never be used, and the rest
     make_rows        trajectories -> shifted rows, cut after the last model token
     micro_batches    rows -> padded micro-batches of similar length
+    packed_batches   rows -> micro-batches of one row, in which they lie behind each other
 
 Legend  B rows of a micro-batch - T positions, padded on the right - N model tokens of a micro-batch
 Dtypes  token ids int64 - log-probs and advantages float32 - masks bool
@@ -187,11 +188,13 @@ class MicroBatch:
     behaviour_N: Tensor
     advantages_N: Tensor
     rows_N: Tensor
-    """The row that each token stands in."""
+    """The trajectory that each token is from; where rows are padded, the row that it stands in."""
+    positions_BT: Tensor | None = None
+    """Where rows are packed: each position's place in its own trajectory, which sees nothing of the others."""
 
     @property
     def num_sequences(self) -> int:
-        """Rows with tokens that train."""
+        """Trajectories with tokens that train."""
         return int(self.rows_N.max()) + 1 if len(self.rows_N) else 0
 
     @property
@@ -204,7 +207,8 @@ class MicroBatch:
         return self.inputs_BT.numel()
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        return MicroBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        there = {name: tensor.to(device) for name, tensor in vars(self).items() if tensor is not None}
+        return MicroBatch(**there)
 
 
 WORTH_A_PASS = 1 / 8
@@ -231,6 +235,21 @@ def _belongs(row: Row, batch: Sequence[Row], *, bound: int) -> bool:
     return fits and not (wasteful and longest * len(batch) >= WORTH_A_PASS * bound)
 
 
+def packed_batches(rows: Sequence[Row], *, tokens_per_micro_batch: int) -> list[MicroBatch]:
+    """As few micro-batches as first-fit finds, the longest row first; one longer than the bound goes alone."""
+    batches: list[list[Row]] = []
+    sizes: list[int] = []
+    for row in sorted(rows, key=len, reverse=True):
+        place = next((at for at, size in enumerate(sizes) if size + len(row) <= tokens_per_micro_batch), None)
+        if place is None:
+            batches.append([row])
+            sizes.append(len(row))
+        else:
+            batches[place].append(row)
+            sizes[place] += len(row)
+    return [_packed(batch) for batch in batches]
+
+
 def _padded(rows: Sequence[Row]) -> MicroBatch:
     """One micro-batch. Padding is any valid token: on the right of a causal model it changes nothing before it."""
     shape = (len(rows), max(map(len, rows)))
@@ -239,15 +258,31 @@ def _padded(rows: Sequence[Row]) -> MicroBatch:
     for index, row in enumerate(rows):
         inputs_BT[index, : len(row)] = row.inputs
         mask_BT[index, : len(row)] = row.mask
-    counts = [len(row.targets) for row in rows]
+    return MicroBatch(inputs_BT=torch.from_numpy(inputs_BT), mask_BT=torch.from_numpy(mask_BT), **_columns(rows))
+
+
+def _packed(rows: Sequence[Row]) -> MicroBatch:
+    """One micro-batch without padding: transformers sees where positions begin anew, and lets nothing look beyond."""
+    inputs_T = np.concatenate([row.inputs for row in rows]).astype(np.int64)
+    positions_T = np.concatenate([np.arange(len(row)) for row in rows])
+    mask_T = np.concatenate([row.mask for row in rows])
     return MicroBatch(
-        inputs_BT=torch.from_numpy(inputs_BT),
-        mask_BT=torch.from_numpy(mask_BT),
-        targets_N=torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64)),
-        behaviour_N=torch.from_numpy(np.concatenate([row.behaviour for row in rows]).astype(np.float32)),
-        advantages_N=torch.from_numpy(np.concatenate([row.credit for row in rows]).astype(np.float32)),
-        rows_N=torch.from_numpy(np.arange(len(rows)).repeat(counts)),
+        inputs_BT=torch.from_numpy(inputs_T)[None],
+        mask_BT=torch.from_numpy(mask_T)[None],
+        positions_BT=torch.from_numpy(positions_T)[None],
+        **_columns(rows),
     )
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Those over N."""
+    counts = [len(row.targets) for row in rows]
+    return {
+        "targets_N": torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64)),
+        "behaviour_N": torch.from_numpy(np.concatenate([row.behaviour for row in rows]).astype(np.float32)),
+        "advantages_N": torch.from_numpy(np.concatenate([row.credit for row in rows]).astype(np.float32)),
+        "rows_N": torch.from_numpy(np.arange(len(rows)).repeat(counts)),
+    }
 
 
 def of_one_shape(micro: MicroBatch, *, rows: int, length: int) -> MicroBatch:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from hpcrl.learn.advantage import Rewards, credits, indices_by_group, turn_rewards
-from hpcrl.learn.batch import Row, at_the_end, make_rows, num_model_tokens, row_length, spread
+from hpcrl.learn.advantage import Rewards, indices_by_group
+from hpcrl.learn.batch import Row, at_the_end, make_rows, row_length, spread
 from hpcrl.learn.partition import balanced, imbalance
+from hpcrl.learn.pipeline import credited, reworked
 from hpcrl.recipe import Train
 from hpcrl.spool.record import Trajectory
 
@@ -56,7 +57,7 @@ def deal(
     segment_of: Callable[[Trajectory], str] = lambda _: "",
 ) -> Deal:
     """Who trains on what; minibatches are drawn from (seed, step), so equal input gives equal shares."""
-    values = credits_of(trajectories, train)
+    trajectories, values = credited(trajectories, train)
     if not all(np.isfinite(credit).all() for credit in values):
         return _nobody(num_ranks, "a reward is not finite")
     lengths = [row_length(trajectory) for trajectory in trajectories]
@@ -73,14 +74,6 @@ def deal(
             share.append([_item(trajectories[index], values[index], segment_of) for index in mine])
     too_long = sum(length > max_length for length in lengths)
     return Deal(shares=shares, skipped=None, num_too_long=too_long, imbalance=round(worst, 4))
-
-
-def credits_of(trajectories: Sequence[Trajectory], train: Train) -> list[Rewards]:
-    """What the trajectories are dealt out with: advantages, or rewards where a critic makes advantages of them."""
-    if train.advantage == "gae":
-        return [turn_rewards(trajectory) for trajectory in trajectories]
-    counts = [num_model_tokens(trajectory) for trajectory in trajectories]
-    return credits(trajectories, advantage=train.advantage, gamma=train.gamma, num_tokens_N=counts)
 
 
 def minibatches(kept: Sequence[int], *, num: int, seed: int, step: int) -> list[list[int]]:
@@ -101,7 +94,7 @@ def rows_of(
     for items in share:
         credit = [item.credit for item in items]
         rows, _ = make_rows(fetch(items), credits=credit, max_length=max_length, place=place)
-        parts.append(rows)
+        parts.append(reworked(rows, train))
     return parts
 
 

@@ -12,6 +12,7 @@ from hpcrl.monitor.snapshot import (
     Detail,
     DomainView,
     EpisodesView,
+    EvaluationView,
     JobView,
     RoleDetail,
     RoleView,
@@ -116,6 +117,10 @@ def build(facts: Facts) -> Snapshot:
         accounts={status: getattr(progress.totals, status) for status in _ENDINGS},
         domains={name: _domain(progress.domains[name]) for name in sorted(progress.domains)},
         reward_mean=[step.reward_mean for step in progress.steps.values()],
+        evaluations=[
+            EvaluationView(version=told.version, reward_mean=told.reward_mean, num_episodes=told.num_episodes)
+            for told in progress.evaluations.values()
+        ],
         tokens_per_s=round(_tokens_per_s(facts), 1),
         spools=_spools(facts),
         detail=_detail(facts, workers, living),

@@ -9,6 +9,7 @@ import msgspec
 from hpcrl.monitor.vocabulary import (
     Draining,
     Episodes,
+    Evaluation,
     Event,
     Fault,
     JobEnded,
@@ -132,6 +133,8 @@ class Progress:
     version: int = 0
     steps: dict[int, Step] = field(default_factory=dict)
     """One per step, in order of steps; those that a resume went back behind are gone."""
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    """By number, in the order in which they were told."""
     totals: Totals = field(default_factory=Totals)
     domains: dict[str, Rewards] = field(default_factory=dict)
     """Rewards by domain, also of what was not trained on; a segment that was scored twice counts twice."""
@@ -147,6 +150,8 @@ class Progress:
             case Episodes() | Scored():  # first, and without a note: nearly all lines of a campaign are these
                 self._count(event)
                 return
+            case Evaluation(number=number) if self.evaluations.setdefault(number, event) is not event:
+                return  # told again by a worker that died right after it had told it
             case JobStarted():
                 job.started, job.end_time, job.node = event.time, event.end_time, event.node or ""
                 job.ended = job.draining = None  # a requeued job starts again under its old number

@@ -35,7 +35,8 @@ def render(snapshot: Snapshot, *, height: int = HEIGHT) -> RenderableType:
     trouble = [
         Text(problem, style="magenta", overflow="ellipsis", no_wrap=True) for problem in snapshot.detail.problems
     ]
-    used = 3 + _num_header_lines(snapshot) + 2 + 1 + len(snapshot.roles) + _num_figures(snapshot)
+    num_curves = 2 + bool(snapshot.evaluations)
+    used = 3 + _num_header_lines(snapshot) + num_curves + 1 + len(snapshot.roles) + _num_figures(snapshot)
     room = max(height - used - min(len(trouble), 2) - 1, 2)
     return Group(*_spaced([*parts, _notes(snapshot, room=room)]), *trouble[:2])
 
@@ -119,6 +120,9 @@ def _curves(snapshot: Snapshot) -> RenderableType:
     rewards = known(snapshot.reward_mean)
     ends = f"{rewards[0]:.3f} -> {rewards[-1]:.3f}" if rewards else "no step yet"
     grid.add_row("reward", Sparkline(rewards), ends)
+    if measured := [(one.reward_mean, one.version) for one in snapshot.evaluations if one.reward_mean is not None]:
+        rewards, (best, version) = [reward for reward, _ in measured], max(measured)
+        grid.add_row("held out", Sparkline(rewards), f"{rewards[-1]:.3f}, best {best:.3f} at version {version}")
     return grid
 
 

@@ -48,6 +48,16 @@ class DomainView(msgspec.Struct, frozen=True, kw_only=True):
     """Of the last 256."""
 
 
+class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured on held-out tasks."""
+
+    version: int
+    """The newest weights when it began."""
+    reward_mean: float | None
+    """None: no episode could be scored."""
+    num_episodes: int
+
+
 class SpoolView(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     depth: int
@@ -108,6 +118,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     domains: dict[str, DomainView]
     reward_mean: list[float | None]
     """One per step; a step that was repeated after a resume counts as it was done last."""
+    evaluations: list[EvaluationView]
+    """In the order in which they were made."""
     tokens_per_s: float
     """Generated: over the last minute while a job runs, else over all the time that jobs ran."""
     spools: list[SpoolView]

@@ -108,6 +108,17 @@ class Step(_Event, frozen=True, kw_only=True):
     wait_s: float | None = None
 
 
+class Evaluation(_Event, frozen=True, kw_only=True):
+    """Held-out tasks were played; one that is told again has the same number."""
+
+    number: Count
+    version: Count = 0
+    """The newest weights when it began."""
+    reward_mean: float | None = None
+    num_episodes: Count = 0
+    num_faults: Count = 0
+
+
 class Retired(_Event, frozen=True, kw_only=True):
     """Trajectories that nothing needs any more left the spools."""
 
@@ -154,6 +165,7 @@ Event = (
     | Published
     | Loaded
     | Step
+    | Evaluation
     | Retired
     | Resumed
     | Checkpoint
@@ -207,6 +219,10 @@ def _plain_training(event: Event) -> str | None:
             return f"training goes on from the checkpoint of step {event.step}"
         case Step(skipped=str(why)):
             return f"step {event.step} left the weights alone" + _because(why)
+        case Evaluation(reward_mean=float(mean)):
+            return f"evaluation of version {event.version}: mean reward {mean:.3f} in {event.num_episodes} episodes"
+        case Evaluation():
+            return f"evaluation of version {event.version}: not one of {event.num_faults} episodes could be scored"
         case Checkpoint():
             return f"checkpoint at step {event.step} (version {event.version})"
         case Retired():

@@ -2,38 +2,45 @@
 
 import asyncio
 import contextlib
-import os
+import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from hpcrl.endpoints import Endpoint
 from hpcrl.engines.base import Engine, GenerateRequest, Part
 from hpcrl.engines.chat import load_chat, load_template
 from hpcrl.engines.http import RemoteEngine, client_session
-from hpcrl.envs.base import Env, make_program
+from hpcrl.envs.base import Env, is_program, make_program
 from hpcrl.envs.pool import open_env
 from hpcrl.errors import SpoolError
 from hpcrl.files import read_json
+from hpcrl.learn.evaluations import Evaluations
 from hpcrl.recipe import Domain
 from hpcrl.roles.context import Context
-from hpcrl.rollout.admission import admitted_groups, in_batches, lag_of, share
+from hpcrl.rollout.admission import share
 from hpcrl.rollout.agenda import Agenda
 from hpcrl.rollout.assembly import make_router
+from hpcrl.rollout.awaited import Telling, UnderWay
 from hpcrl.rollout.budget import FaultBudget
 from hpcrl.rollout.courses import whose
 from hpcrl.rollout.curriculum import Curriculum
 from hpcrl.rollout.episode import Layout, Limits, now, run_episode
+from hpcrl.rollout.evaluation import Doing, Evaluator
+from hpcrl.rollout.gate import Gate
 from hpcrl.rollout.group import Ending, Groups
-from hpcrl.rollout.journal import Journal
+from hpcrl.rollout.journal import Journal, reserve_block
 from hpcrl.rollout.program import run_program
 from hpcrl.rollout.proxy import Proxy
 from hpcrl.rollout.router import Router
-from hpcrl.rollout.tasks import Task, TaskStream, stable_hash
+from hpcrl.rollout.scorer import load_reward, parts_of
+from hpcrl.rollout.tasks import Task, TaskStream, is_held_out, stable_hash
 from hpcrl.spool.batching import BatchWriter
 from hpcrl.spool.names import Listing, counted
-from hpcrl.spool.record import Status, Trajectory
+from hpcrl.spool.record import TRAINABLE, Status, Trajectory
 from hpcrl.spool.spool import Batching, DiskSpoolWriter
 from hpcrl.weights.versions import newest_version
 
@@ -99,6 +106,7 @@ class Host:
     episodes: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
     reported: dict[str, Any] = field(default_factory=dict)
     reported_at: float = 0.0
+    under_way: UnderWay = field(default_factory=UnderWay)
 
     def __post_init__(self) -> None:
         context, rollout = self.context, self.context.recipe.rollout
@@ -117,7 +125,7 @@ class Host:
                 recipe_seed=context.recipe.seed,
                 host=context.index,
                 num_hosts=self.num_hosts,
-                start=_reserve_tasks(context),
+                start=reserve_block(context.run.task_blocks, host=context.index) * TASKS_PER_BLOCK,
             ),
             budget=FaultBudget(most=rollout.max_env_faults),
             groups_ahead=rollout.groups_ahead,
@@ -127,20 +135,27 @@ class Host:
             open_env=self.open_env,
         )
         self.curriculum = Curriculum.of(context.recipe, events=context.run.events)
+        self.gate = Gate(context.recipe, host=context.index, num_hosts=self.num_hosts)
         self.journal = Journal(context.run.journal(context.index))
+        self.telling = Telling(context.run.word(context.index))
+        self.evaluator = _evaluator(self) if context.recipe.evaluation.every_versions else None
 
     async def live(self) -> None:
         """Admit, seal, report, until the job ends; then abort what runs and seal what is there."""
         self._recover()
         while not self.context.draining:
             self.version = max(self.version, newest_version(self.context.run.weights) or 0)
-            self._begin_groups()
+            await self._begin_groups()
+            self._evaluate()
+            self._tell()
             await self._seal(self.rollouts.writer.flush_due)
             self._report()
             await asyncio.sleep(POLL_S)
         for task in self.episodes.values():
             task.cancel()
         await asyncio.gather(*self.episodes.values(), return_exceptions=True)
+        if self.evaluator is not None:
+            await self.evaluator.close()
         await self.agenda.close()
         await self._seal(self.rollouts.writer.close)
         self.reported_at = 0.0
@@ -154,44 +169,37 @@ class Host:
             detail = f"{num_lost} episodes were lost with an earlier life of this env worker"
             self.context.events.emit("fault", what="env-fault", detail=detail)
 
-    def _begin_groups(self) -> None:
+    async def _begin_groups(self) -> None:
         """Begin as many groups as may begin now, by the weights of the curriculum if there is one."""
         if self.curriculum is not None and (weights := self.curriculum.weights(now=now())) is not None:
             self.agenda.reweigh(weights)
             self.context.events.emit("curriculum", weights=weights)
-        for _ in range(self._admitted()):
+        waiting = self.rollouts.num_sealed() - self._settled()
+        admitted = self.gate.admitted(self.groups, num_unsealed=self.num_unsealed, num_waiting=waiting)
+        if admitted and self.gate.waits and self.router.oldest_version() < self.version:
+            await self.router.refresh()  # its engines are not there yet: a batch is of the newest version, all of it
+            return
+        for _ in range(self.gate.opened(admitted, self.groups)):
             task = self.agenda.next(now=now())
             if task is None:
                 return
             self._begin(task)
+            await asyncio.sleep(0)  # thousands may begin at once: those that run already want their turn too
 
-    def _admitted(self) -> int:
-        """How many groups may begin now. What is durable and not settled by the trainer waits in the spools."""
-        rollout, train = self.context.recipe.rollout, self.context.recipe.train
-        waiting = self.rollouts.num_sealed() - self._settled()
-        under_way = self.groups.num_open + self.num_unsealed // rollout.group_size
-        admitted = admitted_groups(
-            host=self.context.index,
-            num_hosts=self.num_hosts,
-            max_running=rollout.max_running,
-            episodes_per_group=rollout.group_size + rollout.redundancy,
-            running_episodes=self.groups.num_running,
-            running_groups=under_way,
-            max_lag=lag_of(rollout.mode, max_lag=rollout.max_lag),
-            version=0,  # what the trainer consumed is in neither count, so that both begin anew at every step
-            groups_per_step=train.groups_per_step,
-            accepted_groups=max(waiting, 0) // rollout.group_size,
-        )
-        if rollout.mode != "one-step-off":
-            return admitted
-        batch = share(train.groups_per_step, host=self.context.index, num_hosts=self.num_hosts)
-        return in_batches(admitted, under_way=under_way, batch=batch)
+    def _evaluate(self) -> None:
+        """Go on with the evaluation, if there is one, in the room that training leaves."""
+        if self.evaluator is not None:
+            most = share(self.context.recipe.rollout.max_running, host=self.context.index, num_hosts=self.num_hosts)
+            self.evaluator.tend(version=self.version, room=most - self.groups.num_running, now=now())
 
     def _settled(self) -> int:
+        """How many are settled; a version that is on its way out is known by it."""
         try:
-            return int(read_json(self.context.run.settled)["num"])
+            settled = read_json(self.context.run.settled)
         except FileNotFoundError:
             return 0
+        self.version = max(self.version, int(settled["version"]))
+        return int(settled["num"])
 
     def _begin(self, task: Task) -> None:
         """Begin a group; its episodes go their own ways from here."""
@@ -202,6 +210,7 @@ class Host:
     def _begin_episodes(self, task: Task, indices: Iterable[int]) -> None:
         for index in indices:
             episode = task.episode(index)
+            self.under_way.begin(episode, version=self.version)
             self.episodes[episode] = asyncio.create_task(self._episode(task, index), name=episode)
 
     async def _episode(self, task: Task, index: int) -> None:
@@ -212,7 +221,9 @@ class Host:
             while not self.rollouts.writer.has_room:  # the disk is slower than we are, or full: hold still
                 await asyncio.sleep(POLL_S)
         except asyncio.CancelledError:
+            self.under_way.drop(episode)
             self.groups.aborted(task.group, episode)
+            self.agenda.closed(task)
             self.journal.ended(episode, running=self.groups.accounts.running)
             return
         finally:
@@ -221,32 +232,54 @@ class Host:
         self._book(task, trajectory)
 
     async def _run(self, task: Task, index: int) -> Trajectory:
-        """Turn by turn, or as the agent program wants it."""
+        """An episode of training."""
         domain = self.context.recipe.domains[task.domain]
-        if task.domain in self.agenda.programs:
+        return await self._run_in(
+            domain, task, index, make_env=lambda: self.agenda.env(task), limits=self._limits(domain)
+        )
+
+    async def play_held_out(self, task: Task, index: int, name: str, domain: Domain) -> Trajectory:
+        """An episode of an evaluation: no version is too old for it."""
+        limits = msgspec.structs.replace(
+            self._limits(domain), max_lag=sys.maxsize, temperature=self.context.recipe.evaluation.temperature
+        )
+        try:
+            async with self.agenda.place(msgspec.structs.replace(task, domain=name)):
+                return await self._run_in(
+                    domain, task, index, make_env=lambda: self.open_env(name, domain), limits=limits
+                )
+        finally:
+            self.router.forget(task.episode(index))
+
+    async def _run_in(
+        self, domain: Domain, task: Task, index: int, *, make_env: Callable[[], Awaitable[Env]], limits: Limits
+    ) -> Trajectory:
+        """Turn by turn, or as the agent program wants it."""
+        if is_program(domain.env):
             assert self.proxy is not None
             return await run_program(
                 task,
                 index=index,
-                make_program=lambda: make_program(domain.env, domain.options, what=f"domains.{task.domain}.env"),
+                make_program=lambda: make_program(domain.env, domain.options, what=f"the environment of {task.domain}"),
                 proxy=self.proxy,
-                limits=self._limits(domain),
+                limits=limits,
                 newest_version=lambda: self.version,
                 producer=self.context.name,
             )
         return await run_episode(
             task,
             index=index,
-            make_env=lambda: self.agenda.env(task),
+            make_env=make_env,
             layout=self.layout,
             policy=self,
-            limits=self._limits(domain),
+            limits=limits,
             newest_version=lambda: self.version,
             producer=self.context.name,
         )
 
     def _book(self, task: Task, trajectory: Trajectory) -> None:
         ending = self.groups.end(trajectory, newest=self.version)
+        self._follow(trajectory.id, ending)
         if ending is None:
             return
         self.journal.ended(trajectory.id, running=self.groups.accounts.running)
@@ -255,13 +288,34 @@ class Host:
         for kept in ending.released:
             self.rollouts.writer.append(kept)
         self.num_unsealed += len(ending.released)
-        for episode in ending.abort:
+        for episode in [*ending.abort, *self._spared(ending)]:
             self.episodes[episode].cancel()
         if ending.begin:
             self.journal.begun([task.episode(index) for index in ending.begin])
             self._begin_episodes(task, ending.begin)
         if ending.released or ending.lost:
             self.agenda.closed(task)
+
+    def _spared(self, ending: Ending) -> list[str]:
+        """The episodes of the groups to spare, once the batch has what it needs."""
+        if not (ending.released and self.gate.released()):
+            return []
+        aborted, dropped = self.groups.give_up()
+        for episode in dropped:
+            self.under_way.drop(episode)
+        return aborted
+
+    def _follow(self, episode: str, ending: Ending | None) -> None:
+        """Know what of a group is still under way."""
+        if ending is None or ending.status not in TRAINABLE:
+            self.under_way.drop(episode)
+        else:
+            self.under_way.keep(episode)
+        if ending is not None:
+            for kept in ending.released:
+                self.under_way.leave(kept.id)
+            for dropped in ending.dropped:
+                self.under_way.drop(dropped)
 
     def _judge(self, trajectory: Trajectory, ending: Ending) -> None:
         """Name a fault in an event; an environment that has too many of them is left alone for a while."""
@@ -276,26 +330,29 @@ class Host:
             self.context.events.emit("fault", what="env-paused", detail=detail, domain=trajectory.domain)
 
     async def generate(self, request: GenerateRequest) -> Any:
-        """One turn, through the router, counted."""
+        """One turn, through the router, counted; those of evaluations are not."""
         completion = await self.router.generate(whose(request))
-        self.num_turns += 1
-        self.num_tokens += len(completion.token_ids)
-        self.num_remote_prefills += completion.remote_prefill
+        if not is_held_out(whose(request).domain):
+            self.num_turns += 1
+            self.num_tokens += len(completion.token_ids)
+            self.num_remote_prefills += completion.remote_prefill
+            self.under_way.acted(whose(request).trajectory, version=min(completion.versions, default=self.version))
         return completion
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
         """The same, told while it is said."""
-        self.num_turns += 1
+        counted = not is_held_out(whose(request).domain)
+        self.num_turns += counted
         async with contextlib.aclosing(self.router.stream(whose(request))) as pieces:
             async for piece in pieces:
-                self.num_tokens += len(piece.token_ids)
+                self.num_tokens += len(piece.token_ids) * counted
                 yield piece
 
     def _limits(self, domain: Domain) -> Limits:
         rollout = self.context.recipe.rollout
         return Limits(
             max_turns=domain.max_turns,
-            max_new_tokens=rollout.max_new_tokens,
+            max_new_tokens=domain.max_new_tokens or rollout.max_new_tokens,
             context_length=self.context_length,
             max_lag=rollout.max_lag,
             temperature=rollout.temperature,
@@ -314,6 +371,13 @@ class Host:
             self.context.events.emit("fault", what="spool", detail=str(error))
         else:
             self.num_unsealed -= len(sealed)  # not in one line with the wait: episodes end meanwhile and add to it
+            for episode in sealed:
+                self.under_way.drop(episode)
+
+    def _tell(self) -> None:
+        """Ask training not to make too old what is under way, as far as that is worth it."""
+        max_lag = self.context.recipe.rollout.max_lag
+        self.telling.tell(self.under_way.limit(newest=self.version, max_lag=max_lag), now=now())
 
     def _report(self) -> None:
         """The accounts so far, when they changed."""
@@ -337,6 +401,30 @@ class Host:
         self.reported_at = now()
 
 
+def _evaluator(host: Host) -> Evaluator:
+    """This host's evaluator. Scores are computed here, each in a thread: there are few of them."""
+    context = host.context
+    model, domains = context.run.model, context.recipe.domains
+    rewards = {name: load_reward(name, domain, model=model) for name, domain in domains.items()}
+
+    async def score(name: str, trajectory: Trajectory) -> float:
+        return sum(parts_of(await asyncio.to_thread(rewards[name], trajectory)).values())
+
+    return Evaluator(
+        context.recipe,
+        host=context.index,
+        num_hosts=host.num_hosts,
+        job=context.job.number,
+        record=Evaluations(context.run.evaluations),
+        doing=Doing(
+            play=host.play_held_out,
+            score=score,
+            emit=context.events.emit,
+            served=host.router.oldest_version,
+        ),
+    )
+
+
 def _on_disk(context: Context) -> Rollouts:
     rollout, spool, directory = context.recipe.rollout, context.recipe.spool, context.run.spool("rollouts")
     batching = Batching(
@@ -348,16 +436,3 @@ def _on_disk(context: Context) -> Rollouts:
 
 
 _STATUSES: tuple[Status, ...] = ("done", "truncated", "aborted-stale", "aborted-redundant", "env-fault", "policy-fault")
-
-
-def _reserve_tasks(context: Context) -> int:
-    """The first number of a block of tasks that no host and no earlier life of this one has used."""
-    directory = context.run.task_blocks
-    block = 0
-    while True:
-        try:
-            os.close(os.open(directory / f"{context.index}-{block}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        except FileExistsError:
-            block += 1
-        else:
-            return block * TASKS_PER_BLOCK

@@ -4,7 +4,6 @@ A task may run twice (a lost worker, a preempted node): the twin has one name, a
 """
 
 import functools
-import inspect
 import math
 import os
 from collections.abc import Callable
@@ -12,11 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.engines.chat import load_chat
-from hpcrl.envs.base import Reward, load_code
 from hpcrl.errors import HpcrlError, SpoolError
-from hpcrl.recipe import Domain
 from hpcrl.roles.context import PARTITION, Context, log_to, open_context
+from hpcrl.rollout.scorer import load_reward, parts_of
 from hpcrl.rundir import RunDir
 from hpcrl.spool.batching import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from hpcrl.spool.quarantine import quarantine
@@ -76,13 +73,15 @@ def _context(campaign: str, job_number: int) -> Context:
 
 def _scorer(context: Context, *, seen: dict[str, list[float]]) -> Callable[[Trajectory], Trajectory]:
     """The transformation of one trajectory; what cannot be trained on is passed through unscored."""
-    rewards = {name: _load(name, domain, context) for name, domain in context.recipe.domains.items()}
+    rewards = {
+        name: load_reward(name, domain, model=context.run.model) for name, domain in context.recipe.domains.items()
+    }
 
     def scored(trajectory: Trajectory) -> Trajectory:
         if trajectory.status not in TRAINABLE:
             return trajectory
         try:
-            parts = _parts(rewards[trajectory.domain](trajectory))
+            parts = parts_of(rewards[trajectory.domain](trajectory))
         except Exception as error:  # noqa: BLE001 - a user's reward may raise anything; one episode must not end a run
             return _faulted(trajectory, f"{type(error).__name__}: {error}", context)
         total = math.fsum(parts.values())
@@ -99,22 +98,3 @@ def _faulted(trajectory: Trajectory, why: str, context: Context) -> Trajectory:
     name = context.recipe.domains[trajectory.domain].reward
     context.events.emit("fault", what="reward", detail=f"{name} on {trajectory.id}: {why}", id=trajectory.id)
     return msgspec.structs.replace(trajectory, status="env-fault")
-
-
-def _load(name: str, domain: Domain, context: Context) -> Reward:
-    """The reward function of a domain with its options; one with a parameter `text` is given what was said and seen."""
-    reward: Callable[..., float | dict[str, float]] = load_code(domain.reward, what=f"domains.{name}.reward")
-    reward = functools.partial(reward, **domain.reward_options)
-    if "text" not in inspect.signature(reward).parameters:
-        return reward
-    decode = _decoder(context.run.model)
-    return lambda trajectory: reward(trajectory, text=decode(trajectory.token_ids.tolist()))
-
-
-@functools.cache
-def _decoder(model: Path) -> Callable[[list[int]], str]:
-    return load_chat(model).decode
-
-
-def _parts(value: float | dict[str, float]) -> dict[str, float]:
-    return {key: float(part) for key, part in value.items()} if isinstance(value, dict) else {"reward": float(value)}

@@ -25,6 +25,7 @@ from hpcrl.weights.window import window_key
 if TYPE_CHECKING:
     from hpcrl.engines.vllm_server import Launch
 
+DEFAULT_SIMULATED = "h100"
 POLL_S = 0.1
 FAULT_PAUSE_S = 1.0
 BEHIND_S = 30.0
@@ -61,6 +62,8 @@ def engine_of(
             return _embedded(context, source, session=session)
         case "vllm":
             return _vllm(context)
+        case "sim":
+            return _simulated(context, source, session=session)
 
 
 def _embedded(
@@ -74,6 +77,32 @@ def _embedded(
         max_batch=context.recipe.engine.max_batch,
         fetch_kv=kv_fetcher(session),
     )
+
+
+def _simulated(
+    context: Context, source: WeightSource, *, session: ClientSession
+) -> AbstractAsyncContextManager[WorkerEngine]:
+    from hpcrl.engines.sim import simulated
+
+    engine = context.recipe.engine
+    return simulated(
+        context.run.model,
+        gpu=_gpu(context) or "",
+        num_gpus=context.role_plan.gpus_per_worker,
+        config=Path(engine.sim.config) if engine.sim.config else None,
+        speed=engine.sim.speed,
+        max_batch=engine.max_batch,
+        max_model_len=engine.max_model_len,
+        store=source,
+        fetch_kv=kv_fetcher(session),
+    )
+
+
+def _gpu(context: Context) -> str | None:
+    """What the worker computes on, or pretends to."""
+    engine = context.recipe.engine
+    has = context.plan.components[context.role_plan.component].gpu
+    return (engine.sim.gpu or has or DEFAULT_SIMULATED) if engine.backend == "sim" else has
 
 
 def _vllm(context: Context) -> AbstractAsyncContextManager[WorkerEngine]:
@@ -127,7 +156,7 @@ async def _announced(engine: WorkerEngine, follower: "Follower", context: Contex
         url=url,
         token=token,
         job=context.job.number,
-        gpu=context.plan.components[role.component].gpu,
+        gpu=_gpu(context),
         num_gpus=role.gpus_per_worker,
     )
     endpoints.announce(context.run.endpoints, endpoint)

@@ -1,7 +1,7 @@
 """The trainer's stock of trajectories: what is new, what waits for its group, what is settled, what may be retired.
 
 A trajectory is settled once it neither waits nor is trained on: it was used, dropped, or had come a second time. Env
-hosts read how many are (settled.json) and begin as many new ones.
+hosts read how many are, and of which version on (settled.json), and begin as many new ones.
 """
 
 import threading
@@ -13,6 +13,7 @@ from hpcrl.files import publish_json
 from hpcrl.learn.batch import Choice, choose_groups
 from hpcrl.learn.consumed import Consumed
 from hpcrl.roles.context import Context
+from hpcrl.rollout.awaited import go_on
 from hpcrl.spool.names import counted
 from hpcrl.spool.quarantine import quarantine
 from hpcrl.spool.reader import DiskSpoolReader
@@ -32,7 +33,8 @@ class Stock:
         self._reader = DiskSpoolReader(self._shelves.scored, on_damage=self._damaged, consumed=consumed)
         self._waiting: list[Trajectory] = []
         self._num_training = 0
-        self._told: int | None = None
+        self._version = 0
+        self._told: dict[str, int] = {}
         self._settled = Settled(grace_s=context.recipe.spool.retire_after_s)
         self._times_damaged: Counter[str] = Counter()
         self._accounts = threading.Lock()
@@ -43,25 +45,39 @@ class Stock:
         """Finish what a crash cut short. Nothing counts as settled until the books are made anew, which is safe."""
         recover(
             self._shelves,
-            lower=lambda _: publish_json(self._context.run.settled, {"num": 0}),
+            lower=lambda _: publish_json(self._context.run.settled, {"num": 0, "version": 0}),
             compression=self._context.recipe.spool.compression,
         )
 
     def choose(self, *, version: int) -> Choice:
         """The trajectories of the next step, if there are enough; `trained` must follow."""
-        recipe = self._context.recipe
         with self._accounts:
-            choice = choose_groups(
-                [*self._waiting, *self._reader.poll()],
-                groups_per_step=recipe.train.groups_per_step,
-                group_size=recipe.rollout.group_size,
-                version=version,
-                max_lag=recipe.rollout.max_lag,
-                consumed=self._consumed,
-            )
-            self._waiting, self._num_training = choice.rest, len(choice.chosen)
+            choice = self._choice([*self._waiting, *self._reader.poll()], version=version)
+            if choice.chosen and not go_on(self._context.run.words(), version=version + 1):
+                choice = choice._replace(chosen=[], rest=[*choice.chosen, *choice.rest])
+            self._version, self._waiting, self._num_training = version, choice.rest, len(choice.chosen)
             self._tell_settled()
         return choice
+
+    def gather(self) -> None:
+        """Read what has come, while a step runs in another thread; nothing is chosen yet."""
+        with self._accounts:
+            self._waiting = [*self._waiting, *self._reader.poll()]
+
+    def upcoming(self, version: int) -> list[Trajectory]:
+        """What `choose` would choose for this version if nothing came any more; it never waits for `gather`."""
+        return self._choice(self._waiting, version=version).chosen
+
+    def _choice(self, available: list[Trajectory], *, version: int) -> Choice:
+        recipe = self._context.recipe
+        return choose_groups(
+            available,
+            groups_per_step=recipe.train.groups_per_step,
+            group_size=recipe.rollout.group_size,
+            version=version,
+            max_lag=recipe.rollout.max_lag,
+            consumed=self._consumed,
+        )
 
     def segment_of(self, trajectory: Trajectory) -> str:
         """The segment of "scored" that holds a trajectory that was chosen."""
@@ -69,10 +85,10 @@ class Stock:
         assert name is not None, "what waits to be trained on is not retired"
         return name
 
-    def trained(self) -> None:
-        """The step is made and its version is out: what it used is settled."""
+    def trained(self, *, version: int) -> None:
+        """The step is made and its version is on its way out: what it used is settled."""
         with self._accounts:
-            self._num_training = 0
+            self._version, self._num_training = version, 0
             self._tell_settled()
 
     def note_settled(self) -> None:
@@ -128,9 +144,10 @@ class Stock:
 
     def _tell_settled(self) -> None:
         num = self._reader.num_passed - len(self._waiting) - self._num_training
-        if num != self._told:
-            publish_json(self._context.run.settled, {"num": num})
-            self._told = num
+        told = {"num": num, "version": self._version}
+        if told != self._told:
+            publish_json(self._context.run.settled, told)
+            self._told = told
 
     def _damaged(self, path: Path, why: str) -> None:
         """The reader has put it aside, so it is scored again; what comes out damaged twice is not tried once more."""

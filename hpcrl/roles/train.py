@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.errors import TrainError
 from hpcrl.hardware import GPUS
 from hpcrl.learn.consumed import Consumed
+from hpcrl.learn.evaluations import Evaluations, due, score_of
 from hpcrl.processes import EXIT_DONE, EXIT_DRAINED
 from hpcrl.roles.context import Context
 from hpcrl.roles.stock import Stock
@@ -32,6 +34,7 @@ from hpcrl.weights.versions import Rung
 from hpcrl.weights.window import Key, window_key
 
 POLL_S = 0.05
+EVALUATION_POLL_S = 0.5
 
 
 def run(context: Context) -> int:
@@ -63,6 +66,7 @@ def _lead(context: Context, mine: Ranked) -> int:
         if not learner.try_step():
             learner.tend()
             time.sleep(POLL_S)
+    learner.await_evaluation()
     learner.finish()
     return EXIT_DONE
 
@@ -120,6 +124,8 @@ class Learner:
     saving: "Future[None] | None" = None
     """The checkpoint that is being written."""
     background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
+    reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "spool"))
+    """Reads what comes while a step runs."""
     waiting_since: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -141,7 +147,7 @@ class Learner:
             context.events.emit("resumed", step=step, version=version, checkpoint=found.name)
         stock = Stock(context, consumed=consumed)
         if leader is not None:
-            leader.segment_of = stock.segment_of
+            leader.segment_of, leader.upcoming = stock.segment_of, stock.upcoming
         learner = cls(
             context=context,
             trainer=trainer,
@@ -173,14 +179,16 @@ class Learner:
         if not choice.chosen:
             return False
         wait_s = time.monotonic() - self.waiting_since
+        gathering = self.reading.submit(self.stock.gather)
         metrics = self.trainer.train_step(choice.chosen, step=self.step + 1, version=self.version)
+        gathering.result()
         self.consumed.update(trajectory.id for trajectory in choice.chosen)
         self.step += 1
         self.version += 1
         began = time.monotonic()
         self.publish()
         times = metrics.times | {"publish": round(time.monotonic() - began, 6), "wait": round(wait_s, 6)}
-        self.stock.trained()
+        self.stock.trained(version=self.version)
         told = msgspec.structs.asdict(metrics) | {"times": times, "mfu": self.mfu(metrics)}
         self.context.events.emit("step", **told, wait_s=round(wait_s, 4))
         self.heed(metrics)
@@ -215,6 +223,19 @@ class Learner:
         if self.leader is not None:
             self.leader.tend()
 
+    def await_evaluation(self) -> None:
+        """Training is done: the last evaluation may end first, if it is not too slow and the job is not."""
+        evaluation = self.context.recipe.evaluation
+        record, every = Evaluations(self.context.run.evaluations), evaluation.every_versions
+        deadline = time.monotonic() + evaluation.patience_s
+        while every and due(record.last(), newest=self.version, every=every) and not self.context.draining:
+            if time.monotonic() > deadline:
+                detail = f"the evaluation of version {self.version} did not end in {evaluation.patience_s:g} s"
+                self.context.events.emit("fault", what="evaluation", detail=detail)
+                return
+            self.tend()
+            self.context.pause(EVALUATION_POLL_S)
+
     def publish(self) -> None:
         """Give the weights to every engine."""
         if self.shared:
@@ -229,6 +250,7 @@ class Learner:
         self.begin_checkpoint()
         self.settle_checkpoint()
         self.background.shutdown()
+        self.reading.shutdown()
         if self.leader is not None:
             self.leader.close()
         self.publisher.close()
@@ -261,7 +283,12 @@ class Learner:
     def _commit(self, moment: checkpoint.Moment, began: float, stall_s: float) -> None:
         train = self.context.recipe.train
         saved = checkpoint.commit(self.context.run.checkpoints, moment)
-        checkpoint.prune(self.context.run.checkpoints, keep=train.keep_checkpoints, keep_best=train.keep_best)
+        checkpoint.prune(
+            self.context.run.checkpoints,
+            keep=train.keep_checkpoints,
+            keep_best=train.keep_best,
+            score=_score(self.context),
+        )
         self.stock.covered_by(saved)
         wall_s = time.monotonic() - began
         self.context.events.emit(
@@ -271,6 +298,15 @@ class Learner:
             wall_s=round(wall_s, 4),
             stall_s=round(stall_s, 4),
         )
+
+
+def _score(context: Context) -> Callable[[checkpoint.Checkpoint], float | None]:
+    """How good a checkpoint is: by evaluations if the recipe has any, else by the rewards of its last step."""
+    every = context.recipe.evaluation.every_versions
+    if not every:
+        return checkpoint.noted_reward
+    results = Evaluations(context.run.evaluations).results()
+    return lambda manifest: score_of(manifest.version, results, every=every)
 
 
 def _leader(context: Context, mine: Ranked) -> Leader:

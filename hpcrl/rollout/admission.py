@@ -4,6 +4,7 @@ capacity         RollArt's and AReaL's formula, in whatever unit the caller coun
 admitted_groups  the same in whole groups, for one of several env hosts
 lag_of           how far ahead of training a mode lets episodes begin
 in_batches       a whole batch or nothing, for the mode that waits for the last episode of each
+with_spare       the same with groups to spare, of which the slowest are not waited for
 share            one host's part of a whole; the parts sum to the whole
 """
 
@@ -61,6 +62,11 @@ def lag_of(mode: RolloutMode, *, max_lag: int) -> int:
 def in_batches(admitted: int, *, under_way: int, batch: int) -> int:
     """One host's batch once nothing of the last one is under way: its slowest episode holds up all that follow."""
     return 0 if under_way else min(admitted, batch)
+
+
+def with_spare(admitted: int, *, under_way: int, spare: int, room: int) -> int:
+    """A batch, with as many groups more as there is room for; later ones only stand in for what was lost of it."""
+    return admitted if under_way or not admitted else max(admitted, min(admitted + spare, room))
 
 
 def share(whole: int, *, host: int, num_hosts: int) -> int:

@@ -45,7 +45,7 @@ class Agenda:
         self._budget = budget
         self._groups_ahead = groups_ahead
         self._episodes_per_group = episodes_per_group
-        self._weights = {name: domain.weight for name, domain in domains.items()}
+        self._weights = {name: domain.weight for name, domain in domains.items() if not domain.held_out}
         self._ahead: deque[Task] = deque()
         isolated = {name for name, domain in domains.items() if domain.isolation != "none"}
         self._with_process = isolated | self.programs

@@ -1,6 +1,7 @@
 """The router of an env host, as the recipe asks for it and the campaign's model allows."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from hpcrl.cost import ModelShape, Pace, pace, shape_of
 from hpcrl.endpoints import Endpoint
@@ -18,7 +19,7 @@ def make_router(
     recipe: Recipe, run: RunDir, *, host: int, connect: Callable[[Endpoint], Engine], seed: int, events: EventLog
 ) -> Router:
     """The router of env host `host`; the first host decides which workers change over, where the recipe lets them."""
-    shape = _shape(run)
+    shape = _shape(Path(recipe.engine.sim.config or run.model / "config.json"))
 
     def pace_of(endpoint: Endpoint) -> Pace | None:
         gpu = GPUS.get(endpoint.gpu or "")
@@ -38,9 +39,9 @@ def make_router(
     )
 
 
-def _shape(run: RunDir) -> ModelShape | None:
+def _shape(config: Path) -> ModelShape | None:
     """The model's shape, unless its config.json has other words for it: then turns are counted and not reckoned."""
     try:
-        return shape_of(read_json(run.model / "config.json"))
+        return shape_of(read_json(config))
     except KeyError:
         return None

@@ -15,6 +15,7 @@ import msgspec
 from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.rollout.keeping import Pauses, keep_s
 from hpcrl.rollout.priority import NUM_LEVELS, Credits, level
+from hpcrl.rollout.tasks import is_held_out
 
 RECENT = 0.05
 """Weight of the newest turn in running means."""
@@ -24,11 +25,16 @@ RECENT = 0.05
 class Course:
     """One trajectory so far."""
 
+    domain: str = ""
     home: str | None = None
     """The decode worker that has its KV."""
     prefill_home: str | None = None
     num_kept: int = 0
     """Tokens whose KV is there."""
+    held_at: str | None = None
+    """The worker whose KV it takes room of, from the moment that its first turn is sent there ..."""
+    held: int = 0
+    """... and how many tokens that is counted as."""
     version: int = -1
     """Of the weights that the KV is of."""
     attained_tokens: float = 0.0
@@ -51,6 +57,8 @@ class _DomainSeen:
     reply_tokens: float | None = None
     prompt_tokens: float = 0.0
     """Of a turn, those whose KV had to be computed."""
+    kept_tokens: float = 0.0
+    """What a trajectory keeps between two turns."""
     pauses: Pauses = field(default_factory=Pauses)
 
 
@@ -70,7 +78,9 @@ class Courses:
 
     def begin_turn(self, request: GenerateRequest, *, now: float) -> Course:
         """The course of the request's trajectory, whose environment has just answered."""
-        course = self._courses.setdefault(request.trajectory, Course()) if request.trajectory else Course()
+        course = Course(request.domain)
+        if request.trajectory:
+            course = self._courses.setdefault(request.trajectory, course)
         self._demanding[request.domain] += 1
         if course.ended_at is not None:
             self._domain(request.domain).pauses.add(now - course.ended_at)
@@ -88,6 +98,7 @@ class Courses:
         domain, num_new = self._domain(request.domain), max(0, len(request.token_ids) - course.num_kept)
         domain.reply_tokens = _mean(domain.reply_tokens, num_said)
         domain.prompt_tokens = _mean(domain.prompt_tokens or None, num_new)
+        domain.kept_tokens = _mean(domain.kept_tokens or None, len(request.token_ids) + num_said)
         served = num_new + num_said
         self._token_s = _mean(self._token_s, seconds / max(1, served))
         fair_s = served * self._token_s
@@ -96,13 +107,17 @@ class Courses:
         course.waited_s += max(0.0, seconds - fair_s)
         self.credits.spend(request.domain, served)
 
-    def forget(self, trajectory: str) -> None:
-        self._courses.pop(trajectory, None)
+    def forget(self, trajectory: str) -> Course | None:
+        return self._courses.pop(trajectory, None)
 
     def reply_tokens(self, request: GenerateRequest) -> float:
         """How long the reply will likely be: as long as the domain's replies are."""
         usual = self._domain(request.domain).reply_tokens
         return request.max_new_tokens if usual is None else min(usual, request.max_new_tokens)
+
+    def room_for(self, course: Course, *, num_tokens: int) -> int:
+        """What a trajectory of now `num_tokens` should be counted as: young ones grow to what is usual."""
+        return max(num_tokens, round(self._domain(course.domain).kept_tokens))
 
     def usual_turn(self) -> tuple[float, float]:
         """Tokens to prefill and to decode of a turn, over all domains."""
@@ -117,7 +132,7 @@ class Courses:
 
     def behind(self, domain: str) -> int:
         """What is added to the level of a domain's turns: more than any level if it used up its credit."""
-        self.credits.replenish([name for name, num in self._demanding.items() if num > 0])
+        self.credits.replenish([name for name, num in self._demanding.items() if num > 0 and not is_held_out(name)])
         return 0 if self.credits.has_credit(domain) else NUM_LEVELS
 
     def keep_s(self, domain: str, *, saving_s: float) -> float:

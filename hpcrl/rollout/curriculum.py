@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.envs.base import load_code
 from hpcrl.errors import ConfigError
 from hpcrl.events import EventReader
 from hpcrl.recipe import Recipe
+from hpcrl.user_code import load_code
 
 ASK_EVERY_S = 10.0
 KEPT = 256
@@ -42,7 +42,7 @@ class Curriculum:
         return cls(
             load_code(name, what="rollout.curriculum"),
             name=name,
-            weights={domain: table.weight for domain, table in recipe.domains.items()},
+            weights={domain: table.weight for domain, table in recipe.domains.items() if not table.held_out},
             events=EventReader(events, pattern="*-reward-*.jsonl"),
         )
 

@@ -192,7 +192,9 @@ class _Attempt:
     async def to_the_end(self, env: Env) -> Status:
         draft, limits = self._draft, self._limits
         began = now()
-        observation = await _within(env.reset(draft.task.seed), limits.reset_timeout_s, f"{draft.id}: reset")
+        observation = await _within(
+            env.reset(draft.task.seed), limits.reset_timeout_s, f"{draft.id}: reset", "reset_timeout_s"
+        )
         draft.reset_s = now() - began
         shown = self._layout.first_turn(_checked_text(observation, draft.id))
         if len(shown) >= limits.context_length:
@@ -215,14 +217,14 @@ class _Attempt:
 
     async def _turn(self, env: Env, turn: int) -> tuple[Step, list[int]]:
         """Let the model speak and the environment answer; returns the answer and the ids that were said."""
-        draft, began = self._draft, now()
+        draft, limits, began = self._draft, self._limits, now()
         start = len(draft.token_ids)
         completion = await say(self._policy, self._request(turn))
         draft.said(completion)
         spoken, said = now(), completion.token_ids
         stops = self._layout.stop_token_ids
         action = self._layout.decode(said[:-1] if said and said[-1] in stops else said)
-        step = await _within(env.step(action), self._limits.step_timeout_s, f"{draft.id}: step {turn}")
+        step = await _within(env.step(action), limits.step_timeout_s, f"{draft.id}: step {turn}", "step_timeout_s")
         step = _checked_step(step, draft.id)
         draft.turn(
             Turn(
@@ -273,8 +275,8 @@ async def _with_env(
         await _quietly(env.close())
 
 
-async def _within(call: Awaitable[T], seconds: float, what: str) -> T:
-    """The environment's answer; one that is late or raises is a fault.
+async def _within(call: Awaitable[T], seconds: float, what: str, knob: str = "") -> T:
+    """The environment's answer; one that is late or raises is a fault. `knob` says what sets its time.
 
     A call that is late is left behind and not waited for: code that hangs may also ignore being cancelled.
     """
@@ -286,9 +288,11 @@ async def _within(call: Awaitable[T], seconds: float, what: str) -> T:
             task.cancel()
             task.add_done_callback(_forget)
     if not task.done():
-        raise EnvFault(f"{what}: no answer in {seconds:g} s")
+        raise EnvFault(f"{what}: no answer in {f'{knob} = ' * bool(knob)}{seconds:g} s")
     try:
         return task.result()
+    except EnvFault as error:
+        raise EnvFault(f"{what}: {error}") from error
     except (Exception, asyncio.CancelledError) as error:
         raise EnvFault(f"{what}: {type(error).__name__}: {error}") from error
 

@@ -30,6 +30,8 @@ class Ending:
     """Indices of the episodes of the same group that are begun in place of lost ones."""
     lost: bool = False
     """The group is given up."""
+    dropped: Sequence[str] = ()
+    """Episodes of the same group that had been kept, in vain: grown too old, or the group is given up."""
 
 
 @dataclass
@@ -113,6 +115,12 @@ class Groups:
         if not members.running:
             del self._groups[group]
 
+    def give_up(self) -> tuple[list[str], list[str]]:
+        """Close every group that is open: nobody needs it; returns the episodes to abort and those kept in vain."""
+        still_open = [group for group in self._groups.values() if not group.closed]
+        dropped = [kept.id for group in still_open for kept in group.kept]
+        return [episode for group in still_open for episode in self._close(group)], dropped
+
     def _heading(self, group: _Group, trajectory: Trajectory, *, newest: int) -> Status:
         """Under what an ending is booked: too late for its group, too old for training, or as it says itself."""
         status = trajectory.status
@@ -128,19 +136,21 @@ class Groups:
         if group.closed:
             return Ending(status=status)
         fresh = [kept for kept in group.kept if not self._is_stale(kept, newest=newest)]
-        self.num_evicted += len(group.kept) - len(fresh)
+        evicted = [kept.id for kept in group.kept if self._is_stale(kept, newest=newest)]
+        self.num_evicted += len(evicted)
         group.kept = fresh
         missing = self._group_size - len(fresh) - len(group.running)
         if len(fresh) == self._group_size:
             self.num_released += 1
             released = sorted(fresh, key=lambda kept: _index(kept.id))
-            return Ending(status=status, released=released, abort=self._close(group))
+            return Ending(status=status, released=released, abort=self._close(group), dropped=evicted)
         if missing <= 0:
-            return Ending(status=status)
+            return Ending(status=status, dropped=evicted)
         if group.num_begun + missing > self._most:
             self.num_lost += 1
-            return Ending(status=status, abort=self._close(group), lost=True)
-        return Ending(status=status, begin=self._replace(name, group, missing))
+            dropped = [*evicted, *(kept.id for kept in fresh)]
+            return Ending(status=status, abort=self._close(group), lost=True, dropped=dropped)
+        return Ending(status=status, begin=self._replace(name, group, missing), dropped=evicted)
 
     def _replace(self, name: str, group: _Group, missing: int) -> list[int]:
         """Begin `missing` more episodes of a group, under numbers that were never used in it."""

@@ -1,5 +1,8 @@
 """What an env host has under way, on disk: so that its next life can book what this one did not live to book.
 
+    Journal          what runs
+    reserve_block    a block of task numbers that no host and no earlier life of this one has used
+
 A line is one write(2) on an O_APPEND descriptor: after a kill, all of it is there but at most a torn last line.
 """
 
@@ -54,3 +57,15 @@ class Journal:
         publish(self._path, json.dumps(begun(running)) + "\n")
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._size = 0
+
+
+def reserve_block(directory: Path, *, host: int) -> int:
+    """The number of a block that is this host's from now on."""
+    block = 0
+    while True:
+        try:
+            os.close(os.open(directory / f"{host}-{block}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            block += 1
+        else:
+            return block

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 NUM_LEVELS = 16
+HELD_OUT_LEVEL = 2 * NUM_LEVELS
+"""Turns of evaluations go behind all others, also those of domains without credit."""
 FIRST_LEVEL_TOKENS = 512
 """Service up to this is level 0; every level above is twice as wide."""
 STARVED = 2.0

@@ -16,7 +16,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,9 +28,8 @@ from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.template import Template
 from hpcrl.envs.base import ModelDoor
 from hpcrl.errors import ConfigError, EngineAnswerError, EngineError
-from hpcrl.rollout.answering import Draft, pieces
-from hpcrl.rollout.answers import ChatForm, Form, TextForm, answer_message, head, usage
-from hpcrl.rollout.episode import now
+from hpcrl.rollout.answers import ChatForm, Form, TextForm
+from hpcrl.rollout.calls import Call, all_of, merged
 from hpcrl.rollout.openai_api import ApiError, ChatRequest, RewardRequest, TextRequest, parsed, plain_messages
 from hpcrl.rollout.recording import Prompt
 from hpcrl.rollout.saying import Policy
@@ -151,19 +150,19 @@ class Proxy:
     ) -> web.StreamResponse:
         stops = list(self.template.stop_token_ids)
         requests = [session.request(asked, prompt, choice=index, stop_token_ids=stops) for index in range(asked.n or 1)]
-        call = _Call(self, session=session, asked=asked, prompt=prompt, form=form)
+        call = Call(session=session, asked=asked, prompt=prompt, form=form, policy=self._policy, template=self.template)
         with _running(session):
             if asked.stream:
                 return await self._streamed(http, call, requests)
-            choices = await _all([call.whole(request, index) for index, request in enumerate(requests)])
+            choices = await all_of([call.whole(request, index) for index, request in enumerate(requests)])
         session.heed_lag()
         return _json({**call.head, "choices": choices, "usage": call.usage()})
 
-    async def _streamed(self, http: web.Request, call: "_Call", requests: list[GenerateRequest]) -> web.StreamResponse:
+    async def _streamed(self, http: web.Request, call: Call, requests: list[GenerateRequest]) -> web.StreamResponse:
         """Server-sent events. The first piece is waited for before the status: until then a failure can have one."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            async with contextlib.aclosing(_merged(call, requests)) as chunks:
+            async with contextlib.aclosing(merged(call, requests)) as chunks:
                 async for chunk in chunks:
                     if not response.prepared:
                         await response.prepare(http)
@@ -213,130 +212,6 @@ class Proxy:
         if isinstance(error, EngineAnswerError):
             return ApiError(502, str(error), code="engine_answer", kind="server_error")
         return ApiError(503, str(error), code="engine_unavailable", kind="server_error")
-
-
-class _Call:
-    """One request being answered, for all of its choices."""
-
-    def __init__(
-        self, proxy: Proxy, *, session: Session, asked: ChatRequest | TextRequest, prompt: Prompt, form: Form
-    ) -> None:
-        self.session, self.asked = session, asked
-        self._form = form
-        self._prompt = prompt
-        self._policy, self._template = proxy._policy, proxy.template
-        self._num_said = 0
-        self.name = f"{form.kind.partition('.')[0]}-{secrets.token_hex(12)}"
-        self.head = head(form.kind, name=self.name, model=asked.model)
-
-    @property
-    def chunk_kind(self) -> str:
-        return f"{self._form.kind}.chunk" if isinstance(self.asked, ChatRequest) else self._form.kind
-
-    def usage(self) -> dict[str, Any]:
-        return usage(num_prompt=len(self._prompt.token_ids()), num_said=self._num_said)
-
-    async def whole(self, request: GenerateRequest, index: int) -> dict[str, Any]:
-        """One choice, recorded."""
-        draft, began = self._draft(), now()
-        async for _ in pieces(self._policy, request, draft, at_once=not draft.stops):
-            pass
-        return self._recorded(request, index, draft, began=began)
-
-    async def told(self, request: GenerateRequest, index: int) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of one choice, recorded before the last is told."""
-        draft, began, told = self._draft(), now(), 0
-        opening = self._form.opening(index)
-        async with contextlib.aclosing(pieces(self._policy, request, draft, at_once=False)) as parts:
-            async for part in parts:
-                for chunk in opening:
-                    yield chunk
-                opening = []
-                if draft.finish_reason is None:
-                    yield self._form.chunk(index, text=draft.text, told=told, part=part)
-                    told = max(told, self._form.certain(draft.text))
-                    continue
-                self._recorded(request, index, draft, began=began)
-                for chunk in self._form.closing(
-                    index,
-                    text=draft.text,
-                    told=told,
-                    finish_reason=draft.finish_reason,
-                    part=part,
-                    name=self._id(index),
-                ):
-                    yield chunk
-
-    def _recorded(self, request: GenerateRequest, index: int, draft: Draft, *, began: float) -> dict[str, Any]:
-        completion = draft.completion
-        choice = self._form.choice(
-            index,
-            text=draft.text,
-            finish_reason=draft.finish_reason or "length",
-            parts=draft.parts,
-            name=self._id(index),
-        )
-        message = answer_message(choice)
-        self.session.recording.said(
-            self._prompt,
-            completion,
-            answer=plain_messages([message])[0] if message else None,
-            trained=self.session.may_train(request),
-            began=began,
-            generate_s=now() - began,
-        )
-        self.session.fault = ""
-        self._num_said += len(completion.token_ids)
-        return choice
-
-    def _draft(self) -> Draft:
-        return Draft(self._template, stops=self.asked.stops, silent_ids=self.asked.stop_token_ids or ())
-
-    def _id(self, index: int) -> str:
-        return f"{self.name.rpartition('-')[2]}_{index}"
-
-
-async def _merged(call: _Call, requests: list[GenerateRequest]) -> AsyncGenerator[dict[str, Any], None]:
-    """The chunks of all choices as they come."""
-    if len(requests) == 1:
-        async with contextlib.aclosing(call.told(requests[0], 0)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-        return
-    queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-
-    async def fill(index: int, request: GenerateRequest) -> None:
-        async with contextlib.aclosing(call.told(request, index)) as chunks:
-            async for chunk in chunks:
-                queue.put_nowait(chunk)
-
-    async def fill_all() -> None:
-        try:
-            await _all([fill(index, request) for index, request in enumerate(requests)])
-        finally:
-            queue.put_nowait(None)
-
-    filling = asyncio.create_task(fill_all())
-    try:
-        while (one := await queue.get()) is not None:
-            yield one
-        await filling
-    finally:
-        filling.cancel()
-        await asyncio.wait({filling})
-
-
-async def _all(calls: list[Any]) -> list[Any]:
-    """What all of them return; if one fails the others are ended."""
-    if len(calls) == 1:
-        return [await calls[0]]
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
 
 @contextlib.contextmanager

@@ -1,13 +1,10 @@
 """Which engines serve a turn: a library in every env host, no process in between.
 
-    decide    the choice for one turn, from what is known: pure but for the random draw
     Router    the endpoints known now, their loads, and `generate`: prefill, hand over, decode, or elsewhere
 
-Two workers of every kind of hardware are drawn, the trajectory's home is added, and the turn goes where it would be
-over first: work that waits there, plus the turn itself by the cost model, which knows what of the prompt that worker
-has already computed. Loads are asked for in batches every `refresh_s` and corrected by what was sent since. A worker
-is chosen once it has told its load; one that fails is left out for a while that doubles, and then until it tells its
-load again. One that refuses is full, not broken: the turn is offered to the next.
+The choice itself is in hpcrl.rollout.deciding. Loads are asked for in batches every `refresh_s` and corrected by what
+was sent since. A worker is chosen once it has told its load; one that fails is left out for a while that doubles, and
+then until it tells its load again. One that refuses is full, not broken: the turn is offered to the next.
 Prefill is an offer: if it is absent, late, full or failing, the decode worker computes the prompt itself.
 """
 
@@ -16,9 +13,9 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -28,126 +25,16 @@ from hpcrl.engines.base import Completion, Engine, GenerateRequest, KvHandle, Pa
 from hpcrl.errors import EngineError, EngineRefusedError
 from hpcrl.recipe import Routing
 from hpcrl.rollout.courses import Course, Courses
+from hpcrl.rollout.deciding import Ask, Decision, Known, decide, must_yield
 from hpcrl.rollout.flips import Flips
-from hpcrl.rollout.routing import Candidate, cheapest, kind_for, pays_remote, serve_s, two_of
-from hpcrl.rollout.workers import Patience, Pools, Worker, sorted_out
+from hpcrl.rollout.priority import HELD_OUT_LEVEL
+from hpcrl.rollout.tasks import domain_of, is_held_out
+from hpcrl.rollout.workers import Patience, Worker, sorted_out
 
 Connect = Callable[[Endpoint], Engine]
 Hear = Callable[[Part], None]
-Reason = Literal["remote prefill", "no prefill endpoint", "prefill stays", "no decode endpoint"]
 DEFAULT_PATIENCE = Patience()
 DEFAULT_RULES = Routing()
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What a decision needs to know of a turn."""
-
-    domain: str
-    num_prompt: int
-    num_new: float
-    """How long the reply will likely be."""
-    course: Course
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Where one turn goes, by worker name, and why."""
-
-    prefill: str | None
-    decode: str | None
-    reason: Reason
-    wait_s: float = 0.0
-    serve_s: float = 0.0
-    """What it is thought to take the decode worker; 1 without a cost model."""
-    is_home: bool = False
-
-
-def decide(
-    ask: Ask,
-    pools: Pools,
-    *,
-    workers: dict[str, Worker],
-    rules: Routing,
-    draw: random.Random,
-    refused: Container[str] = (),
-) -> Decision:
-    """Choose among the workers of both roles; those in `refused` had no room."""
-    home = workers.get(ask.course.home or "") if rules.home else None
-    chosen = _choice(ask, "decode", pools, home=home, rules=rules, draw=draw, refused=refused)
-    if chosen is None:
-        return Decision(prefill=None, decode=None, reason="no decode endpoint")
-    ahead, reason = _prefill(ask, chosen.worker, pools, workers=workers, rules=rules, draw=draw)
-    is_home = chosen.worker == ask.course.home
-    return Decision(ahead, chosen.worker, reason, wait_s=chosen.wait_s, serve_s=chosen.serve_s, is_home=is_home)
-
-
-def _choice(
-    ask: Ask,
-    role: str,
-    pools: Pools,
-    *,
-    home: Worker | None,
-    rules: Routing,
-    draw: random.Random,
-    refused: Container[str],
-) -> Candidate | None:
-    """The best of two of each kind and the home."""
-    kinds = pools.of(role)
-    wanted = _wanted_kind(ask.domain, role, pools, rules=rules)
-    drawn = [worker for kind in kinds.values() for worker in two_of(kind, draw=draw)]
-    if home is not None and home.answers and home.role == role:
-        drawn.append(home)
-    fit = [worker for worker in drawn if worker.name not in refused]
-    if not fit:  # bad luck with the draw: look at all
-        fit = [worker for kind in kinds.values() for worker in kind if worker.name not in refused]
-    candidates = [_candidate(ask, worker, wanted=wanted, is_home=worker is home) for worker in fit]
-    return cheapest(candidates, reluctance=rules.reluctance, stay=rules.stay)
-
-
-def _candidate(ask: Ask, worker: Worker, *, wanted: str | None, is_home: bool) -> Candidate:
-    num_known = _num_known(ask, worker)
-    seconds = serve_s(worker.pace, num_prompt=ask.num_prompt, num_known=num_known, num_new=ask.num_new)
-    if worker.pace is None and num_known:  # nothing to reckon with: the KV is worth half a request
-        seconds /= 2
-    suits = wanted is None or worker.kind == wanted
-    return Candidate(worker.name, worker.wait_s(seconds), seconds, suits, is_home)
-
-
-def _num_known(ask: Ask, worker: Worker) -> int:
-    """Tokens of the prompt whose KV the worker should have, of weights that it still has."""
-    course = ask.course
-    if worker.name not in (course.home, course.prefill_home) or worker.version > course.version:
-        return 0
-    return min(course.num_kept, ask.num_prompt - 1)
-
-
-def _wanted_kind(domain: str, role: str, pools: Pools, *, rules: Routing) -> str | None:
-    if rules.affinity == "auto":
-        return None
-    affinity = rules.affinity.get(domain) or rules.affinity.get("default")
-    return kind_for(affinity, pools.gpus.get(role, {})) if affinity else None
-
-
-def _prefill(
-    ask: Ask, decode: str, pools: Pools, *, workers: dict[str, Worker], rules: Routing, draw: random.Random
-) -> tuple[str | None, Reason]:
-    """The worker that computes the prompt, if another than the decode worker should."""
-    if rules.remote_prefill == "never":
-        return None, "prefill stays"
-    before = ask.course.prefill_home
-    home = workers.get(before) if rules.home and before else None
-    chosen = _choice(ask, "prefill", pools, home=home, rules=rules, draw=draw, refused=())
-    if chosen is None:
-        return None, "no prefill endpoint"
-    if rules.remote_prefill == "auto":
-        here, there = workers[decode], workers[chosen.worker]
-        known = _num_known(ask, here)
-        if not pays_remote(
-            here=here.pace, there=there.pace, wait_s=chosen.wait_s, num_prompt=ask.num_prompt, num_known=known
-        ):
-            return None, "prefill stays"
-    return chosen.worker, "remote prefill"
 
 
 def _no_pace(_: Endpoint) -> Pace | None:
@@ -186,7 +73,9 @@ class Router:
         self._on_route = on_route
         self._draw = random.Random(seed)
         self._workers: dict[str, Worker] = {}
-        self._pools = Pools()
+        self._room = asyncio.Event()
+        """Set and replaced when a trajectory has ended, for those that are held back."""
+        self._sort_out()
         self._serving: dict[str, Worker] = {}
         self._refreshing: asyncio.Task[None] | None = None
 
@@ -213,6 +102,8 @@ class Router:
         finally:
             course.ended_at = _now()
             self.courses.end_turn(course, request, completion, seconds=course.ended_at - began)
+            if not request.trajectory:
+                self._let_go(course)
         course.num_kept = len(request.token_ids) + len(completion.token_ids) - 1
         course.version = completion.versions[-1] if completion.versions else course.version
         return completion
@@ -238,7 +129,8 @@ class Router:
 
     def forget(self, trajectory: str) -> None:
         """A trajectory has ended."""
-        self.courses.forget(trajectory)
+        if (course := self.courses.forget(trajectory)) is not None:
+            self._let_go(course)
 
     async def refresh(self) -> None:
         """Read the announced endpoints and ask each that is not resting for its load."""
@@ -255,12 +147,22 @@ class Router:
 
     def loads(self, role: str) -> dict[str, float]:
         """The workers of a role that may be chosen now, with their loads."""
-        return {worker.name: worker.load for kind in self._pools.of(role).values() for worker in kind}
+        return {worker.name: worker.load for kind in self._known.pools.of(role).values() for worker in kind}
+
+    def oldest_version(self) -> int:
+        """Of the weights that decode workers serve, as they told last; -1 without any."""
+        serving = [worker for kind in self._known.pools.of("decode").values() for worker in kind]
+        return min((worker.version for worker in serving), default=-1)
 
     def decide(self, request: GenerateRequest, course: Course, *, refused: Container[str] = ()) -> Decision:
         """Where a turn would go now."""
-        ask = Ask(request.domain, len(request.token_ids), self.courses.reply_tokens(request), course)
-        return decide(ask, self._pools, workers=self._workers, rules=self._rules, draw=self._draw, refused=refused)
+        num_new, num_held = self.courses.reply_tokens(request), self._num_held(request, course)
+        ask = Ask(domain_of(request.domain), len(request.token_ids), num_new, course, num_held)
+        if must_yield(ask, self._known):
+            self.reasons["KV given up"] += 1
+            self._let_go(course)
+            course.num_kept = 0
+        return decide(ask, self._known, draw=self._draw, refused=refused)
 
     # ---- endpoints and loads
 
@@ -287,7 +189,7 @@ class Router:
             await self.refresh()
 
     def _sort_out(self) -> None:
-        self._pools = sorted_out(self._workers.values())
+        self._known = Known(sorted_out(self._workers.values()), self._workers, self._rules)
 
     # ---- a turn
 
@@ -298,6 +200,7 @@ class Router:
         while len(failures) < self._patience.max_attempts:
             decision = await self._decision(request, course, refused=refused, deadline=deadline)
             self._note(request, decision)
+            self._hold(course, decision.decode, num_tokens=self._num_held(request, course))
             ready = self._ranked(request, course)
             kv = await self._prefill(decision, ready, course) if decision.prefill else None
             worker = self._workers.get(decision.decode or "")
@@ -327,19 +230,29 @@ class Router:
             decision = self.decide(request, course, refused=refused)
             if decision.decode is not None:
                 return decision
+            if self._refreshing is not None and self._refreshing.done():
+                self._refreshing.result()  # a router that does not refresh would wait for nothing
+            if decision.reason == "no room for KV":  # the others go on, and end some time
+                self.reasons["held back"] += 1
+                await self._room_or_refresh()
+                continue
             if _now() > deadline:
                 full = f", {len(refused)} of them full" if refused else ""
                 raise EngineError(
                     f"no decode worker in {self._directory} that answers{full}, for {self._patience.no_decode_s:g} s: "
                     "see the logs of role decode"
                 )
-            if self._refreshing is not None and self._refreshing.done():
-                self._refreshing.result()  # a router that does not refresh would wait for nothing
             await asyncio.sleep(min(0.1, self._patience.refresh_s))
             refused.clear()
 
+    async def _room_or_refresh(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._room.wait(), self._patience.refresh_s)
+
     def _ranked(self, request: GenerateRequest, course: Course) -> GenerateRequest:
         """The request with its place in the queues of engines."""
+        if is_held_out(request.domain):
+            return msgspec.structs.replace(request, priority=HELD_OUT_LEVEL)
         priority = self.courses.level(course) if self._rules.priority == "least-attained" else 0
         if self._rules.fair_domains:
             priority += self.courses.behind(request.domain)
@@ -417,6 +330,24 @@ class Router:
             worker.ours -= 1
             worker.ours_s = worker.ours_s - seconds if worker.ours else 0.0
             self._serving.pop(request.request_id, None)
+
+    def _hold(self, course: Course, name: str | None, *, num_tokens: int) -> None:
+        """Count a trajectory's KV at this worker and nowhere else."""
+        if (before := self._workers.get(course.held_at or "")) is not None:
+            before.ours_held = max(0, before.ours_held - course.held)
+            before.ours_holding = max(0, before.ours_holding - 1)
+        course.held_at, course.held = name, num_tokens
+        if (now := self._workers.get(name or "")) is not None:
+            now.ours_held += num_tokens
+            now.ours_holding += 1
+
+    def _let_go(self, course: Course) -> None:
+        self._hold(course, None, num_tokens=0)
+        self._room.set()
+        self._room = asyncio.Event()
+
+    def _num_held(self, request: GenerateRequest, course: Course) -> int:
+        return self.courses.room_for(course, num_tokens=len(request.token_ids))
 
     def _failed(self, worker: Worker) -> None:
         self.reasons[f"{worker.role} failed"] += 1

@@ -1,7 +1,8 @@
 """The choice among engines for one turn. Pure.
 
-Candidate        an engine that comes into question: what waits there, and what the turn would take there
-cheapest         the one where the turn is over first
+Candidate        an engine that comes into question: what the turn takes of it, and how dear its time is
+cheapest         the one where the turn costs least
+price            how dear an engine's time is
 two_of           power of two choices: whom to look at
 kind_for         the kind of hardware that an affinity asks for, of those that are there
 serve_s          what a turn takes on hardware of a given pace
@@ -20,6 +21,8 @@ T = TypeVar("T")
 Kind = Literal["compute", "bandwidth"]
 BATCH = 32.0
 """Sequences decoded together, for sharing out what a step costs whatever their number."""
+STEEPNESS = 8
+"""At 0.8 of the places an engine's time is dearer by a sixth, at 1.0 twice and at 1.2 five times as dear."""
 LINK_BYTES_PER_S = 25e9
 """Of one 200 Gbit/s port, over which KV is handed over."""
 
@@ -29,10 +32,11 @@ class Candidate:
     """An engine that a turn may go to."""
 
     worker: str
-    wait_s: float
-    """Work ahead of the turn."""
     serve_s: float
-    """What the turn itself would take; without a cost model everything takes 1."""
+    """What the turn would take of it; without a cost model everything takes 1."""
+    price: float = 1.0
+    wait_s: float = 0.0
+    """Work that is sure to be done before it."""
     suits: bool = True
     """Its hardware is what the turn's domain asks for."""
     is_home: bool = False
@@ -40,21 +44,31 @@ class Candidate:
 
 
 def cheapest(candidates: Sequence[Candidate], *, reluctance: float = 1.0, stay: float = 1.0) -> Candidate | None:
-    """Where the turn is over first.
+    """Where the turn costs least.
 
-    Hardware that does not suit must be `reluctance` times faster to be taken, and `stay` times faster than the home:
+    Hardware that does not suit must be `reluctance` times cheaper to be taken, and `stay` times cheaper than the home:
     queues even out by themselves, while a prompt that is computed twice is work that nobody gets back.
     """
     best, least = None, float("inf")
     for candidate in candidates:
-        seconds = candidate.wait_s + candidate.serve_s
+        cost = (candidate.wait_s + candidate.serve_s) * candidate.price
         if not candidate.suits:
-            seconds *= reluctance
+            cost *= reluctance
         if candidate.is_home:
-            seconds /= stay
-        if seconds < least:
-            best, least = candidate, seconds
+            cost /= stay
+        if cost < least:
+            best, least = candidate, cost
     return best
+
+
+def price(fullness: float) -> float:
+    """How dear an engine's time is when so much of its places or of its KV is taken.
+
+    An engine with free places decodes one sequence more in nearly the same step, so that hardware decides; one without
+    makes everybody wait. A steep power of the load is what keeps online assignment to unlike machines near the best
+    (Awerbuch et al., FOCS 1995): each kind gets the turns that it is relatively best at, and all of them fill up.
+    """
+    return 1.0 + fullness**STEEPNESS
 
 
 def two_of(workers: Sequence[T], *, draw: random.Random) -> Sequence[T]:

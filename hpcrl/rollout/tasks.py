@@ -4,6 +4,7 @@ Task          what the agent is asked
 TaskStream    the tasks of one env host, without end
 next_domain   the domain furthest behind its weight
 stable_hash   the same number in every process and on every machine
+held_out      a task that is never trained on
 """
 
 import hashlib
@@ -11,6 +12,11 @@ from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
+
+HELD_OUT = "held-out:"
+"""Before the domain of such tasks; no domain of a recipe has a colon."""
+NUM_SEEDS = 1 << 31
+"""Seeds of training tasks are below, those of held-out tasks are not."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +59,21 @@ class TaskStream:
         self._begun[domain] += 1
         number, self._next = self._next, self._next + self._num_hosts
         return Task(domain=domain, number=number, seed=stable_hash(self._recipe_seed, domain, number, bits=31))
+
+
+def held_out(domain: str, *, recipe_seed: int, round: int, index: int) -> Task:
+    """Held-out task `index` of a domain: the same in every round, and no seed of training's."""
+    seed = NUM_SEEDS + stable_hash(recipe_seed, HELD_OUT + domain, index, bits=31)
+    return Task(domain=HELD_OUT + domain, number=round, seed=seed)
+
+
+def is_held_out(domain: str) -> bool:
+    return domain.startswith(HELD_OUT)
+
+
+def domain_of(name: str) -> str:
+    """The recipe's domain that a task's domain stands for."""
+    return name.removeprefix(HELD_OUT)
 
 
 def next_domain(weights: Mapping[str, float], begun: Mapping[str, int]) -> str:

@@ -13,6 +13,13 @@ from hpcrl.endpoints import Endpoint
 from hpcrl.engines.base import Engine, LoadFigures
 from hpcrl.hardware import GPUS, Gpu
 
+USUAL_PLACES = 32
+"""Of an engine that does not tell."""
+ROOM = 0.9
+"""Of an engine's KV, what trajectories should hold: the rest is for replies, and for KV that nobody needs any more."""
+RECENT = 0.1
+"""Weight of the newest refresh in running means."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
@@ -46,14 +53,23 @@ class Worker:
     """What it does now; a flip changes it."""
     told: int = 0
     """Requests that it told it had at the last refresh."""
+    places: int = USUAL_PLACES
+    """Requests that it serves at once."""
     version: int = -1
     """Of the weights, at the last refresh."""
     ours_then: int = 0
     """How many of the requests told were ours."""
+    usual_told: float = 0.0
+    """The same as a running mean over refreshes, and those of them that were ours."""
+    usual_ours: float = 0.0
     ours: int = 0
     """Ours that are there now."""
     ours_s: float = 0.0
     """What they take it, all of them."""
+    ours_held: int = 0
+    """Tokens of KV that our trajectories have there or will, also those whose environments are at work."""
+    ours_holding: int = 0
+    """How many trajectories that is."""
     answers: bool = False
     """May be chosen: it told its load, and has not failed since."""
     failures: int = 0
@@ -77,10 +93,25 @@ class Worker:
         """Work that lies before it, if the requests of others take `each_s` each."""
         return self.ours_s + max(0, self.told - self.ours_then) * each_s
 
+    def fullness(self, *, num_held: float) -> float:
+        """With one request more: of its places, or of the KV that it has room for, if trajectories hold `num_held`."""
+        return max((self.load + 1) / self.places, self.kv_fullness(num_held=num_held))
+
+    def kv_fullness(self, *, num_held: float) -> float:
+        return num_held / (ROOM * self.pace.kv_tokens) if self.pace and self.pace.kv_tokens else 0.0
+
+    def held(self, *, ours: int, each: int) -> float:
+        """What trajectories hold if this host's hold `ours`: those of others are like them, or hold `each`."""
+        others = max(0.0, self.usual_told - self.usual_ours)
+        return ours + others * (ours / self.usual_ours if self.usual_ours >= 1 else each)
+
     def heard(self, figures: LoadFigures) -> None:
         self.told = figures.num_running + figures.num_waiting
         self.version = figures.version
+        self.places = figures.num_places or USUAL_PLACES
         self.ours_then = self.ours
+        self.usual_told += RECENT * (self.told - self.usual_told)
+        self.usual_ours += RECENT * (self.ours - self.usual_ours)
         self.answers = True
 
     def failed(self, *, now: float, patience: Patience) -> None:

@@ -133,16 +133,24 @@ def load(path: Path, *, trainer: Trainer) -> tuple[Checkpoint, Consumed]:
     return manifest, Consumed.decode((path / CONSUMED).read_bytes())
 
 
-def prune(directory: Path, *, keep: int, keep_best: int = 0) -> list[Path]:
+def noted_reward(manifest: Checkpoint) -> float | None:
+    """The mean reward that a checkpoint was noted with."""
+    reward = manifest.extra.get("reward")
+    return float(reward) if isinstance(reward, int | float) else None
+
+
+def prune(
+    directory: Path, *, keep: int, keep_best: int = 0, score: Callable[[Checkpoint], float | None] = noted_reward
+) -> list[Path]:
     """Remove all but the `keep` newest checkpoints whose files are all there, and what killed savers left behind.
 
-    Besides those, the `keep_best` with the highest `extra["reward"]` stay: to be exported, not to resume from.
+    Besides those, the `keep_best` with the highest `score` stay: to be exported, not to resume from.
     For the one process that saves here: a temporary name belongs to nobody else.
     """
     committed = _committed(directory)
     whole = [index for index, path in enumerate(committed) if _missing(path) is None]
     removed = committed[: whole[-keep]] if len(whole) >= keep else []
-    best = set(sorted(removed, key=_reward, reverse=True)[:keep_best])
+    best = set(sorted(removed, key=lambda path: _scored(path, score), reverse=True)[:keep_best])
     removed = [path for path in removed if path not in best]
     for path in removed:
         path.rename(path.with_name(f".{path.name}.pruned.tmp"))  # half removed must not look like a checkpoint
@@ -188,13 +196,13 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def _reward(path: Path) -> float:
-    """The mean reward that a checkpoint was noted with; one without is no better than any."""
+def _scored(path: Path, score: Callable[[Checkpoint], float | None]) -> float:
+    """How good a checkpoint is; one of which nothing is known is no better than any."""
     try:
-        reward = _decode((path / MANIFEST).read_bytes()).extra.get("reward")
+        value = score(_decode((path / MANIFEST).read_bytes()))
     except (OSError, ValueError):
         return -math.inf
-    return float(reward) if isinstance(reward, int | float) else -math.inf
+    return -math.inf if value is None else value
 
 
 def _missing(path: Path) -> str | None:

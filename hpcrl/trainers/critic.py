@@ -30,7 +30,8 @@ class Critic:
         self._world = world
         rate = train.critic_learning_rate
         self.net = Net(load_critic(model_dir), train=train, world=world, learning_rate=rate, prefix=PREFIX)
-        self._judged: dict[int, tuple[Tensor, Tensor]] = {}
+        self._judged: list[list[tuple[MicroBatch, Tensor, Tensor]]] = []
+        """By minibatch: each micro-batch with its values and returns."""
 
     def judged(self, minibatches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
         """The same micro-batches with advantages for rewards, of mean 0 and variance 1 over all tokens of the step."""
@@ -40,19 +41,23 @@ class Critic:
         self._judged.clear()
         result = []
         for part, judgements in zip(minibatches, found, strict=True):
-            micros = []
-            for micro, (advantages_N, values_N, returns_N) in zip(part, judgements, strict=True):
-                micros.append(replace(micro, advantages_N=(advantages_N - mean) / (std + SMALLEST_STD)))
-                self._judged[id(micros[-1])] = (values_N, returns_N)
-            result.append(micros)
+            self._judged.append(
+                [(micro, values_N, returns_N) for micro, (_, values_N, returns_N) in zip(part, judgements, strict=True)]
+            )
+            result.append(
+                [
+                    replace(micro, advantages_N=(advantages_N - mean) / (std + SMALLEST_STD))
+                    for micro, (advantages_N, _, _) in zip(part, judgements, strict=True)
+                ]
+            )
         return result
 
-    def learn(self, part: list[MicroBatch], *, num_tokens: float, step: int) -> float:
-        """One optimizer step on the micro-batches of one minibatch that `judged` returned; the loss over all ranks."""
+    def learn(self, number: int, *, num_tokens: float, step: int) -> float:
+        """One optimizer step on a minibatch, by its number, of those that were judged; the loss over all ranks."""
         total = torch.zeros((), dtype=torch.double, device=self._world.device)
-        for number, micro in enumerate(part):
-            before_N, returns_N = self._judged[id(micro)]
-            with self.net.passes(last=number == len(part) - 1):
+        part = self._judged[number]
+        for at, (micro, before_N, returns_N) in enumerate(part):
+            with self.net.passes(last=at == len(part) - 1):
                 loss = value_loss(
                     self._values(micro),
                     before_N=before_N,
@@ -72,14 +77,15 @@ class Critic:
         return value
 
     def _values(self, micro: MicroBatch) -> Tensor:
-        values_BT = self.net(micro.inputs_BT, use_cache=False).logits.squeeze(-1).float()
+        said = self.net(micro.inputs_BT, position_ids=micro.positions_BT, use_cache=False).logits
+        values_BT = said.squeeze(-1).float()
         return values_BT[micro.mask_BT]  # type: ignore[no-any-return]
 
     def _judge(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Advantages, values and returns at the model tokens."""
         values_N = self._values(micro)
         rows = micro.rows_N.cpu().numpy()
-        lengths_B = np.bincount(rows, minlength=len(micro.inputs_BT))
+        lengths_B = np.bincount(rows, minlength=1)  # by trajectory, however these lie in rows
         advantages_BT = gae(
             _by_row(values_N, rows, lengths_B),
             rewards_BT=_by_row(micro.advantages_N, rows, lengths_B),

@@ -18,13 +18,16 @@ from hpcrl.trainers.state import whole_tensors, wholes
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
+NOT_THE_MODEL = ("critic.", "lora.")
+"""Prefixes of what a checkpoint holds besides the model: see critic.py and lora.py."""
+
 
 def export(run: RunDir, target: Path, *, step: int | None = None) -> Path:
     """Write the newest whole checkpoint, or that of a step; returns the checkpoint. `target` must not exist."""
     if target.exists():
         raise TrainError(f"{target} exists already: choose another directory, or remove it")
     source = _chosen(run, step)
-    names = [name for part, name in wholes(source) if part == "weight" and not name.startswith("critic.")]
+    names = [name for part, name in wholes(source) if part == "weight" and not name.startswith(NOT_THE_MODEL)]
     tensors = whole_tensors(source, names=names)
     dtypes = _dtypes(run.model)
     with staged(target) as temporary:

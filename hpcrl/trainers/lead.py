@@ -18,16 +18,18 @@ from torch import Tensor
 
 from hpcrl.errors import TrainError, WeightsError
 from hpcrl.learn.batch import Row
-from hpcrl.learn.deal import Item, Share, deal, rows_of
+from hpcrl.learn.deal import Deal, Item, Share, deal, rows_of
 from hpcrl.recipe import Train
 from hpcrl.rundir import JobDir
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.segment import read_segment
-from hpcrl.trainers.base import StepMetrics, Writable, check_trainable
-from hpcrl.trainers.figures import Laps, Learned, step_metrics
+from hpcrl.trainers.ahead import Ahead
+from hpcrl.trainers.base import StepMetrics, Writable
+from hpcrl.trainers.figures import Learned
 from hpcrl.trainers.parts import Together, begun, leave
 from hpcrl.trainers.staging import boxes, shard_store
 from hpcrl.trainers.state import Piece
+from hpcrl.trainers.steps import train_step
 from hpcrl.trainers.world import World
 from hpcrl.weights.layout import Shard
 from hpcrl.weights.shards import ShardStore
@@ -65,6 +67,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: int = 0
     skipped: str | None = None
     shares: list[Share] = []
+    ahead: list[Share] = []
+    """Of the next step, as far as can be guessed."""
     directory: str = ""
 
 
@@ -74,17 +78,40 @@ class Leader:
     def __init__(self, mine: Ranked, *, train: Train, seed: int, spool: Path, checkpoints: Path) -> None:
         self.segment_of: Callable[[Trajectory], str] = lambda _: ""
         """Where a trajectory of the spool lies; known once there is a reader."""
+        self.upcoming: Callable[[int], Sequence[Trajectory]] = lambda _: ()
+        """What the step that begins with this version will probably train on; all ranks read it ahead."""
         self._mine = mine
         self._train = train
         self._seed = seed
         self._spool = spool
         self._checkpoints = checkpoints
         self._told = time.monotonic()
+        self._ahead = _ahead(mine, train=train, spool=spool)
 
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
-        laps = Laps()
-        check_trainable(trajectories, vocabulary_size=self._mine.vocabulary_size)
-        dealt = deal(
+        return train_step(
+            self._mine,
+            trajectories,
+            train=self._train,
+            seed=self._seed,
+            step=step,
+            version=version,
+            rows=lambda dealt: self._shared_out(dealt, step=step, version=version),
+            segment_of=self.segment_of,
+        )
+
+    def _shared_out(self, dealt: Deal, *, step: int, version: int) -> list[list[Row]]:
+        """Tell every rank its share, and what the next step's will probably be; rank 0's own rows."""
+        ahead = self._guessed(step=step + 1, version=version + 1)
+        self._tell(Order(do="learn", step=step, skipped=dealt.skipped, shares=dealt.shares, ahead=ahead))
+        return _rows(self._ahead, dealt.shares, ahead, share=self._mine.share)
+
+    def _guessed(self, *, step: int, version: int) -> list[Share]:
+        """The shares of a step that is not chosen yet; none where there is nothing to guess from, or no such step."""
+        trajectories = self.upcoming(version) if step <= self._train.num_steps else ()
+        if not trajectories:
+            return []
+        guess = deal(
             trajectories,
             train=self._train,
             num_ranks=self._mine.num_shares,
@@ -93,14 +120,7 @@ class Leader:
             max_length=self._mine.max_length,
             segment_of=self.segment_of,
         )
-        order = Order(do="learn", step=step, skipped=dealt.skipped, shares=dealt.shares)
-        self._tell(order)
-        laps.end("deal")
-        parts = _rows(self._mine, order, train=self._train, spool=self._spool)
-        laps.end("rows")
-        learned = self._mine.learn(parts, step=step, skipped=order.skipped)
-        laps.end("learn")
-        return step_metrics(trajectories, dealt=dealt, learned=learned, step=step, version=version, laps=laps)
+        return guess.shares
 
     def tensors(self) -> dict[str, Tensor]:
         self._tell(Order(do="tensors"))
@@ -137,6 +157,7 @@ class Leader:
     def close(self) -> None:
         """The others may go."""
         self._tell(Order(do="end"))
+        self._ahead.close()
 
     def _tell(self, order: Order) -> None:
         self._mine.world.hear(msgspec.json.encode(order))
@@ -146,11 +167,13 @@ class Leader:
 def follow(mine: Ranked, *, train: Train, spool: Path, store: ShardStore | None = None) -> None:
     """Do what rank 0 orders until the end; `store` is this rank's end of the window, where there is one."""
     behind, writing = ThreadPoolExecutor(1, "checkpoint"), None
+    ahead = _ahead(mine, train=train, spool=spool)
     while True:
         order = msgspec.json.decode(mine.world.hear(b""), type=Order)
         match order.do:
             case "learn":
-                mine.learn(_rows(mine, order, train=train, spool=spool), step=order.step, skipped=order.skipped)
+                rows = _rows(ahead, order.shares, order.ahead, share=mine.share)
+                mine.learn(rows, step=order.step, skipped=order.skipped)
             case "tensors":
                 mine.tensors()
             case "stage":
@@ -165,15 +188,26 @@ def follow(mine: Ranked, *, train: Train, spool: Path, store: ShardStore | None 
                 mine.load(Path(order.directory))
             case "end":
                 behind.shutdown()
+                ahead.close()
                 if store is not None:
                     store.close()
                 return
 
 
-def _rows(mine: Ranked, order: Order, *, train: Train, spool: Path) -> list[list[Row]]:
-    """This rank's rows of each minibatch."""
-    share = order.shares[mine.share]
-    return rows_of(share, fetch=lambda items: fetch(items, spool=spool), train=train, max_length=mine.max_length)
+def _ahead(mine: Ranked, *, train: Train, spool: Path) -> Ahead:
+    """This rank's reading of its shares."""
+
+    def read(share: Share) -> list[list[Row]]:
+        return rows_of(share, fetch=lambda items: fetch(items, spool=spool), train=train, max_length=mine.max_length)
+
+    return Ahead(read)
+
+
+def _rows(reading: Ahead, shares: list[Share], ahead: list[Share], *, share: int) -> list[list[Row]]:
+    """A rank's rows of this step; those of the next are on their way when this returns."""
+    rows = reading.rows(shares[share])
+    reading.begin(ahead[share] if ahead else [])
+    return rows
 
 
 def fetch(items: Sequence[Item], *, spool: Path) -> list[Trajectory]:

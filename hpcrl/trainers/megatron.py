@@ -1,7 +1,7 @@
 """The Megatron trainer: tensor, pipeline and data parallelism of megatron-core, the same numbers as `torch`.
 
-    train_step = deal over the data-parallel ranks -> this rank's rows -> learn
-    learn      = micro-batches of one shape -> Megatron's schedule -> gradients over the ranks -> clip, step
+    together     this rank's rows -> micro-batches of one shape
+    gradients    Megatron's schedule over them, then gradients over the ranks; steps.py has the order of things
 
 Legend  B rows of a micro-batch - T positions - N model tokens - V vocabulary, this rank's part until it is gathered
 
@@ -10,7 +10,7 @@ the loss; what it saw is summed over all ranks. The loss is a sum over all data-
 are added up and not averaged. Plain AdamW on float32: Megatron's own optimizer and DDP need CUDA streams.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,23 +24,23 @@ from torch import Tensor
 
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import MicroBatch, Row, micro_batches, nothing, of_one_shape
-from hpcrl.learn.deal import deal, rows_of
-from hpcrl.learn.loss import LossSums, Said, chosen_logprobs, judged, log_distribution, policy_loss, token_shares
+from hpcrl.learn.loss import LossSums, chosen_logprobs, log_distribution
 from hpcrl.recipe import Train
 from hpcrl.spool.record import Trajectory
-from hpcrl.trainers.base import Snapshot, StepMetrics, check_trainable
-from hpcrl.trainers.figures import Laps, Learned, step_metrics
+from hpcrl.trainers.base import Snapshot, StepMetrics
+from hpcrl.trainers.figures import Learned
 from hpcrl.trainers.megatron_cpu import adapted
 from hpcrl.trainers.megatron_model import build
 from hpcrl.trainers.megatron_names import Rank, links
 from hpcrl.trainers.net import MOMENTS
-from hpcrl.trainers.schedule import learning_rate
 from hpcrl.trainers.state import WEIGHT, Piece, check_same, fill, wholes
-from hpcrl.trainers.torch import counts_of, reason_to_skip
+from hpcrl.trainers.steps import Before, Minibatch, Totals, learn, rows_in_memory, scored, totals_of, train_step
 from hpcrl.trainers.world import World
 from hpcrl.weights.layout import Shard
 
 STEP = "step"
+_Judge = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
+"""What the last stage makes of a micro-batch's logits: a loss, and something to be kept."""
 
 
 class MegatronTrainer:
@@ -80,53 +80,12 @@ class MegatronTrainer:
         return int(self._part.config.max_position_embeddings)
 
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
-        laps = Laps()
-        check_trainable(trajectories, vocabulary_size=self.vocabulary_size)
-        dealt = deal(
-            trajectories,
-            train=self._train,
-            num_ranks=self.num_shares,
-            seed=self._seed,
-            step=step,
-            max_length=self.max_length,
-        )
-        laps.end("deal")
-        by_id = {trajectory.id: trajectory for trajectory in trajectories}
-        parts = rows_of(
-            dealt.shares[self.share],
-            fetch=lambda items: [by_id[item.id] for item in items],
-            train=self._train,
-            max_length=self.max_length,
-        )
-        laps.end("rows")
-        learned = self.learn(parts, step=step, skipped=dealt.skipped)
-        laps.end("learn")
-        return step_metrics(trajectories, dealt=dealt, learned=learned, step=step, version=version, laps=laps)
+        rows = rows_in_memory(trajectories, share=self.share, train=self._train, max_length=self.max_length)
+        return train_step(self, trajectories, train=self._train, seed=self._seed, step=step, version=version, rows=rows)
 
     def learn(self, parts: list[list[Row]], *, step: int, skipped: str | None = None) -> Learned:
         """One optimizer step per minibatch; the first that is not finite is not taken and ends the training step."""
-        rate = learning_rate(step, train=self._train, peak=self._train.learning_rate)
-        learned = Learned(LossSums.zero(self.world.device), skipped=skipped, learning_rate=rate)
-        if skipped is not None:
-            return learned
-        minibatches, counts = self._together(parts)
-        learned.num_tokens, learned.num_padded_tokens = int(counts[:, 0].sum()), int(counts[:, 3].sum())
-        learned.skipped = reason_to_skip(counts)
-        if learned.skipped is not None:
-            return learned
-        moves = len(minibatches) > 1
-        before = [self._proximal(part) if moves else _unmoved(part) for part in minibatches]
-        for part, proximal, (num_tokens, num_sequences, *_) in zip(minibatches, before, counts.tolist(), strict=True):
-            sums = self._accumulate(part, proximal, num_tokens=num_tokens, num_sequences=num_sequences)
-            learned.add(sums, norm=self._clip())
-            if learned.skipped is None:
-                for group in self._optimizer.param_groups:
-                    group["lr"] = rate
-                self._optimizer.step()
-            self._optimizer.zero_grad()
-            if learned.skipped is not None:
-                break
-        return learned
+        return learn(self, parts, train=self._train, world=self.world, step=step, skipped=skipped)
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole weights on every rank: all ranks must call this together."""
@@ -186,12 +145,11 @@ class MegatronTrainer:
                 yield Piece(part, shard, link.whole, state[part][link.rows])
             yield Piece(STEP, Shard(name=link.name, start=(), shape=()), (), state["step"])
 
-    def _together(self, parts: list[list[Row]]) -> tuple[list[list[MicroBatch]], Tensor]:
+    def together(self, parts: list[list[Row]]) -> tuple[list[Minibatch], list[Totals]]:
         """Micro-batches of one shape, as many on every rank, and what all of them have of each minibatch."""
         bound = self._train.tokens_per_micro_batch
         minibatches = [micro_batches(rows, tokens_per_micro_batch=bound) for rows in parts]
-        counts = torch.tensor([counts_of(part) for part in minibatches], dtype=torch.double).reshape(-1, 4)
-        counts = self.world.sum(counts.to(self.world.device)).cpu() / (self.world.size / self._part.num_data)
+        totals = totals_of(minibatches, world=self.world, times=self.world.size / self._part.num_data)
         same = []
         for part in minibatches:
             num = self.world.max(len(part))
@@ -199,71 +157,75 @@ class MegatronTrainer:
             rows = self.world.max(max(len(micro.inputs_BT) for micro in filled))
             length = self.world.max(max(micro.inputs_BT.shape[1] for micro in filled))
             same.append([of_one_shape(micro, rows=rows, length=length).to(self.world.device) for micro in filled])
-        return same, counts
+        return same, totals
 
-    def _proximal(self, part: list[MicroBatch]) -> list[Tensor | None]:
+    def gradients(self, minibatches: list[Minibatch]) -> list[Callable[[Totals], LossSums]]:
+        """For each minibatch what adds its gradient."""
+        moves = len(minibatches) > 1 and self._train.proximal == "recomputed"
+        before = [self._proximal(part) if moves else _unmoved(part) for part in minibatches]
+        return [partial(self._accumulate, part, known) for part, known in zip(minibatches, before, strict=True)]
+
+    def take(self, number: int, *, rate: float | None, totals: Totals, step: int) -> None:
+        """The optimizer step; with no rate the gradient is only forgotten."""
+        if rate is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _proximal(self, part: Minibatch) -> list[Before]:
         """Log-probs before the first optimizer step; they stay on the last stage, where they are needed."""
 
-        def kept(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, Tensor]:
+        def kept(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, Before]:
             logprobs_NV = log_distribution(self._at_tokens(micro, logits_BTV), temperature=self._temperature)
             logprobs_N = chosen_logprobs(logprobs_NV, micro.targets_N)
-            return logprobs_N.sum(), logprobs_N
+            return logprobs_N.sum(), Before(logprobs_N)
 
         with torch.no_grad():
-            found: list[Tensor | None] = list(self._scheduled(part, kept, forward_only=True))
+            found: list[Before] = list(self._scheduled(part, kept, forward_only=True))
         return found or _unmoved(part)
 
-    def _accumulate(
-        self, part: list[MicroBatch], proximal: list[Tensor | None], *, num_tokens: float, num_sequences: float
-    ) -> LossSums:
+    def _accumulate(self, part: Minibatch, before: list[Before], totals: Totals) -> LossSums:
         """Add the gradient of one optimizer step, on all ranks."""
-        before = iter(proximal)
+        known = iter(before)
 
-        def scored(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, LossSums]:
-            logits_NV = self._at_tokens(micro, logits_BTV)
-            logprobs_N, entropy_N = judged(logits_NV, micro.targets_N, temperature=self._temperature, train=self._train)
-            proximal_N = next(before)
-            if self._train.proximal == "behaviour":
-                proximal_N = micro.behaviour_N
-            shares_N = token_shares(
-                micro.rows_N,
-                aggregation=self._train.aggregation,
-                num_tokens=num_tokens,
-                num_sequences=num_sequences,
+        def judge(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, LossSums]:
+            loss, sums = scored(
+                micro,
+                self._at_tokens(micro, logits_BTV),
+                before=next(known),
+                totals=totals,
+                train=self._train,
+                temperature=self._temperature,
                 max_length=self.max_length,
             )
-            said = Said(
-                behaviour_N=micro.behaviour_N,
-                proximal_N=logprobs_N.detach() if proximal_N is None else proximal_N,
-                advantages_N=micro.advantages_N,
-                rows_N=micro.rows_N,
-                shares_N=shares_N,
-            )
-            loss, sums = policy_loss(logprobs_N, entropy_N=entropy_N, said=said, train=self._train)
             return loss * len(part), sums  # the schedule divides by the number of micro-batches
 
         total = LossSums.zero(self.world.device)
-        for sums in self._scheduled(part, scored, forward_only=False):
+        for sums in self._scheduled(part, judge, forward_only=False):
             total = total.plus(sums)
         if self._part.rank.tp or not self._part.rank.is_last:
             total = LossSums.zero(self.world.device)  # said once, by the first rank of the last stage
         self._exchange_gradients()
         return LossSums.unflat(self.world.sum(total.flat()))
 
-    def _scheduled(self, part: list[MicroBatch], judge: Any, *, forward_only: bool) -> list[Any]:
+    def _scheduled(self, part: Minibatch, judge: _Judge, *, forward_only: bool) -> list[Any]:
         """Megatron's schedule over the stages; the second thing that `judge` returns, on the last stage."""
+
+        def judged(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, Any]:
+            with self._cast(False):
+                return judge(micro, logits_BTV)
 
         def forward(batches: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Any]:
             micro = next(batches)
             rows, length = micro.inputs_BT.shape
             positions_BT = torch.arange(length, device=self.world.device).expand(rows, length)
-            bf16 = self._train.precision == "bf16"
-            with torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=bf16):
-                output = module(micro.inputs_BT, positions_BT, _causal(length, self.world.device))
-            return output, partial(judge, micro)
+            output = module(micro.inputs_BT, positions_BT, _causal(length, self.world.device))
+            return output, partial(judged, micro)
 
         rows, length = part[0].inputs_BT.shape
-        with adapted():
+        # The backward pass is in here too: Megatron's layers multiply there in the precision that is current.
+        with adapted(), self._cast(self._train.precision == "bf16"):
             found = get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=iter(part),
@@ -274,6 +236,9 @@ class MegatronTrainer:
                 forward_only=forward_only,
             )
         return list(found)
+
+    def _cast(self, enabled: bool) -> torch.autocast:
+        return torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=enabled)
 
     def _at_tokens(self, micro: MicroBatch, logits_BTV: Tensor) -> Tensor:
         """Logits of the whole vocabulary at the micro-batch's model tokens."""
@@ -295,7 +260,7 @@ class MegatronTrainer:
             name = "embedding.word_embeddings.weight" if rank.is_first else "output_layer.weight"
             dist.all_reduce(self._parameters[name].grad, group=parallel_state.get_embedding_group())
 
-    def _clip(self) -> float:
+    def clip(self) -> float:
         """The norm of the whole model's gradient, before it was clipped; every value counts once."""
         total = torch.zeros((), dtype=torch.double, device=self.world.device)
         if not self._part.data_rank:
@@ -311,9 +276,9 @@ class MegatronTrainer:
         return norm
 
 
-def _unmoved(part: list[MicroBatch]) -> list[Tensor | None]:
-    """No proximal log-probs: they are the current ones."""
-    return [None for _ in part]
+def _unmoved(part: Minibatch) -> list[Before]:
+    """No proximal log-probs: they are the current ones, or those of the policy that acted."""
+    return [Before() for _ in part]
 
 
 def _causal(length: int, device: torch.device) -> Tensor:
@@ -326,7 +291,9 @@ def _box(shard: Shard) -> tuple[slice, ...]:
 
 
 def _check_known(train: Train) -> None:
-    for name, seen, known in (("kl", train.kl, "none"), ("sharding", train.sharding, "none")):
+    plain = {"kl": "none", "sharding": "none", "rows": "padded", "lora_rank": 0}
+    for name, known in plain.items():
+        seen = getattr(train, name)
         if seen != known:
             raise TrainError(f'train.{name} = {seen!r} is not for trainer "megatron": set it to {known!r}')
     if train.advantage == "gae":

@@ -113,6 +113,7 @@ def _transformer(config: Any, dims: Dims, rank: Rank, train: Train) -> Transform
         kv_channels=dims.head,
         tensor_model_parallel_size=rank.num_tp,
         pipeline_model_parallel_size=rank.num_pp,
+        # Megatron's layers hand on what their last product is in, so stages do too.
         pipeline_dtype=torch.bfloat16 if train.precision == "bf16" else torch.float32,
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,

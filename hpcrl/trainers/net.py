@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hpcrl.errors import TrainError
 from hpcrl.recipe import Train
+from hpcrl.trainers import lora
 from hpcrl.trainers.state import Piece, whole_piece
 from hpcrl.trainers.world import World
 from hpcrl.weights.layout import Shard
@@ -44,7 +45,7 @@ class Net:
         self._bf16 = train.precision == "bf16"
         self.module = module.to(world.device).eval()  # eval: no dropout; gradients flow all the same
         self._outer = _over_ranks(self.module, sharding=train.sharding, world=world)
-        self.parameters: list[Tensor] = list(self.module.parameters())
+        self.parameters: list[Tensor] = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=learning_rate, weight_decay=train.weight_decay, fused=True
         )
@@ -78,11 +79,29 @@ class Net:
         self.optimizer.step()
 
     def named(self) -> dict[str, Tensor]:
+        """What is trained."""
         # A tied weight has one name here, the first, as in the files that transformers writes.
-        return {self.prefix + name: parameter for name, parameter in self.module.named_parameters()}
+        return {
+            self.prefix + name: parameter
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def weights(self) -> dict[str, Tensor]:
+        """What the model is, by the names of its directory; adapters are merged into copies."""
+        if lora.is_adapted(self.module):
+            with torch.no_grad():
+                return dict(lora.merged(self.module))
+        return {name: parameter.detach() for name, parameter in self.named().items()}
+
+    def weight_pieces(self) -> Iterator[Piece]:
+        """This rank's boxes of those."""
+        for name, tensor in self.weights().items():
+            if isinstance(tensor, DTensor) or not self.world.rank:
+                yield from _boxes(name, tensor, part="weight")
 
     def pieces(self) -> Iterator[Piece]:
-        """This rank's boxes of weights and moments; what all ranks hold is the first one's to give."""
+        """This rank's boxes of what is trained and its moments; what all ranks hold is the first one's to give."""
         for name, parameter in self.named().items():
             sharded = isinstance(parameter, DTensor)
             if not sharded and self.world.rank:

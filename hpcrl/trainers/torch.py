@@ -1,7 +1,7 @@
 """The torch trainer: a transformers causal LM, AdamW, on one rank or many (DDP or FSDP2).
 
-    train_step = deal -> this rank's rows -> learn
-    learn      = micro-batches -> for each minibatch: accumulate, clip, step
+    together     this rank's rows -> micro-batches
+    gradients    what adds the gradient of each minibatch; steps.py has the order of things
 
 Legend  B rows of a micro-batch - T positions - K positions that anyone trains on - N model tokens - V vocabulary
 
@@ -10,35 +10,28 @@ minibatches are drawn from (seed, step), and no step touches torch's global gene
 generator state. Many ranks give the same numbers up to the order of sums.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hpcrl.learn.batch import MicroBatch, Row, micro_batches, nothing
-from hpcrl.learn.deal import deal, rows_of
-from hpcrl.learn.loss import (
-    LossSums,
-    Said,
-    chosen_logprobs,
-    judged,
-    log_distribution,
-    policy_loss,
-    token_shares,
-)
+from hpcrl.learn.batch import MicroBatch, Row, micro_batches, nothing, packed_batches
+from hpcrl.learn.loss import LossSums, chosen_logprobs, log_distribution
 from hpcrl.recipe import Train
 from hpcrl.spool.record import Trajectory
-from hpcrl.trainers.base import Snapshot, StepMetrics, check_trainable
+from hpcrl.trainers import lora
+from hpcrl.trainers.base import Snapshot, StepMetrics
 from hpcrl.trainers.critic import Critic
-from hpcrl.trainers.figures import Laps, Learned, step_metrics
+from hpcrl.trainers.figures import Learned
 from hpcrl.trainers.net import Net, load_causal
-from hpcrl.trainers.schedule import learning_rate
 from hpcrl.trainers.state import Piece, check_same, fill, wholes
+from hpcrl.trainers.steps import Before, Minibatch, Totals, learn, rows_in_memory, scored, totals_of, train_step
 from hpcrl.trainers.world import ALONE, World
 
-Minibatch = list[MicroBatch]
+Gradient = Callable[[Totals], LossSums]
 
 
 class TorchTrainer:
@@ -58,8 +51,12 @@ class TorchTrainer:
         self._seed = seed
         self._temperature = temperature
         self.world = world
-        self._policy = Net(load_causal(model_dir), train=train, world=world, learning_rate=train.learning_rate)
-        self._config = self._policy.module.config
+        module, prefix = load_causal(model_dir), ""
+        self._config = module.config
+        if train.lora_rank:
+            module = lora.with_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
+            prefix = lora.PREFIX
+        self._policy = Net(module, train=train, world=world, learning_rate=train.learning_rate, prefix=prefix)
         self._critic = Critic(model_dir, train=train, world=world) if train.advantage == "gae" else None
         self._reference = None if train.kl == "none" else load_causal(model_dir).to(world.device).eval()
 
@@ -83,81 +80,45 @@ class TorchTrainer:
         return int(self._config.max_position_embeddings)
 
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
-        laps = Laps()
-        check_trainable(trajectories, vocabulary_size=self.vocabulary_size)
-        dealt = deal(
-            trajectories,
-            train=self._train,
-            num_ranks=self.num_shares,
-            seed=self._seed,
-            step=step,
-            max_length=self.max_length,
-        )
-        laps.end("deal")
-        by_id = {trajectory.id: trajectory for trajectory in trajectories}
-        parts = rows_of(
-            dealt.shares[self.share],
-            fetch=lambda items: [by_id[item.id] for item in items],
-            train=self._train,
-            max_length=self.max_length,
-        )
-        laps.end("rows")
-        learned = self.learn(parts, step=step, skipped=dealt.skipped)
-        laps.end("learn")
-        return step_metrics(trajectories, dealt=dealt, learned=learned, step=step, version=version, laps=laps)
+        rows = rows_in_memory(trajectories, share=self.share, train=self._train, max_length=self.max_length)
+        return train_step(self, trajectories, train=self._train, seed=self._seed, step=step, version=version, rows=rows)
 
     def learn(self, parts: list[list[Row]], *, step: int, skipped: str | None = None) -> Learned:
         """One optimizer step per minibatch; the first that is not finite is not taken and ends the training step.
 
         `parts` are this rank's rows of each minibatch; every rank calls this with as many.
         """
-        rate = learning_rate(step, train=self._train, peak=self._train.learning_rate)
-        learned = Learned(LossSums.zero(self.world.device), skipped=skipped, learning_rate=rate)
-        if skipped is not None:
-            return learned
-        minibatches, counts = self._together(parts)
-        learned.num_tokens, learned.num_padded_tokens = int(counts[:, 0].sum()), int(counts[:, 3].sum())
-        learned.skipped = reason_to_skip(counts)
-        if learned.skipped is not None:
-            return learned
-        if self._critic is not None:
-            minibatches = self._critic.judged(minibatches)
-        before = [list(self._before(part, moves=len(minibatches) > 1)) for part in minibatches]
-        for part, said, (num_tokens, num_sequences, *_) in zip(minibatches, before, counts.tolist(), strict=True):
-            sums = self._accumulate(part, said, num_tokens=num_tokens, num_sequences=num_sequences)
-            learned.add(sums, norm=self._policy.clip())
-            if learned.skipped is None:
-                self._policy.step(learning_rate=rate)
-            self._policy.optimizer.zero_grad()
-            if learned.skipped is not None:
-                break
-            if self._critic is not None:
-                learned.value_losses.append(self._critic.learn(part, num_tokens=num_tokens, step=step))
-        return learned
+        return learn(self, parts, train=self._train, world=self.world, step=step, skipped=skipped)
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole weights on every rank; where they are sharded, all ranks must call this together."""
         return {
             name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            for name, tensor in ((name, parameter.detach()) for name, parameter in self._policy.named().items())
+            for name, tensor in self._policy.weights().items()
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model, whoever holds it."""
-        return {name: tuple(parameter.shape) for name, parameter in self._policy.named().items()}
+        return {name: tuple(tensor.shape) for name, tensor in self._policy.weights().items()}
 
     def shards(self) -> Iterator[Piece]:
         """The boxes of the weights that this rank gives, each value once over all ranks."""
-        return (piece for piece in self._policy.pieces() if piece.part == "weight")
+        return self._policy.weight_pieces()
 
     def snapshot(self) -> Snapshot:
-        """This rank's part of the state, apart from what the next step changes."""
-        return Snapshot(rank=self.world.rank, pieces=[piece.copied() for net in self._nets() for piece in net.pieces()])
+        """This rank's part of the state, apart from what the next step changes.
+
+        With adapters the merged weights are there too: a checkpoint is always a model that can be exported.
+        """
+        pieces = [piece.copied() for net in self._nets() for piece in net.pieces()]
+        if self._train.lora_rank:
+            pieces += [piece.copied() for piece in self._policy.weight_pieces()]
+        return Snapshot(rank=self.world.rank, pieces=pieces)
 
     def load(self, directory: Path) -> None:
         saved = wholes(directory)
         mine = {name: tuple(tensor.shape) for net in self._nets() for name, tensor in net.named().items()}
-        check_same(saved, mine, directory)
+        check_same(saved, self.shapes() | mine, directory)
         with_moments = any(part == "exp_avg" for part, _ in saved)
         with torch.no_grad():
             fill([piece for net in self._nets() for piece in net.wanted(with_moments=with_moments)], directory)
@@ -165,69 +126,61 @@ class TorchTrainer:
     def _nets(self) -> list[Net]:
         return [self._policy] if self._critic is None else [self._policy, self._critic.net]
 
-    def _together(self, parts: list[list[Row]]) -> tuple[list[Minibatch], Tensor]:
-        """Micro-batches, as many of each minibatch on every rank, and what all ranks have of each minibatch.
-
-        The counts are model tokens, sequences, values that are not finite, and padded tokens.
-        """
-        bound = self._train.tokens_per_micro_batch
-        minibatches = [micro_batches(rows, tokens_per_micro_batch=bound) for rows in parts]
-        counts = torch.tensor([counts_of(part) for part in minibatches], dtype=torch.double).reshape(-1, 4)
-        counts = self.world.sum(counts.to(self.world.device)).cpu()
+    def together(self, parts: list[list[Row]]) -> tuple[list[Minibatch], list[Totals]]:
+        """Micro-batches, as many of each minibatch on every rank, and what all ranks have of each minibatch."""
+        make = packed_batches if self._train.rows == "packed" else micro_batches
+        minibatches = [make(rows, tokens_per_micro_batch=self._train.tokens_per_micro_batch) for rows in parts]
+        totals = totals_of(minibatches, world=self.world)
         if self.world.size > 1:
             most = [self.world.max(len(part)) for part in minibatches]
             minibatches = [
                 part + [nothing() for _ in range(num - len(part))] for part, num in zip(minibatches, most, strict=True)
             ]
-        return [[micro.to(self.world.device) for micro in part] for part in minibatches], counts
+        return [[micro.to(self.world.device) for micro in part] for part in minibatches], totals
 
-    def _before(self, part: Minibatch, *, moves: bool) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """Proximal and reference log-probs of each micro-batch, taken before the first optimizer step.
+    def gradients(self, minibatches: list[Minibatch]) -> list[Gradient]:
+        """For each minibatch what adds its gradient."""
+        if self._critic is not None:
+            minibatches = self._critic.judged(minibatches)
+        moves = len(minibatches) > 1
+        before = [[self._before(micro, moves=moves) for micro in part] for part in minibatches]
+        return [partial(self._accumulate, part, known) for part, known in zip(minibatches, before, strict=True)]
 
-        The proximal ones are None where the policy cannot have moved since: they are the current ones then.
-        """
+    def clip(self) -> float:
+        """The norm of the gradient over all ranks, before it was clipped."""
+        return self._policy.clip()
+
+    def take(self, number: int, *, rate: float | None, totals: Totals, step: int) -> float | None:
+        """The optimizer step of minibatch `number`; with no rate its gradient is only forgotten."""
+        if rate is not None:
+            self._policy.step(learning_rate=rate)
+        self._policy.optimizer.zero_grad()
+        if rate is None or self._critic is None:
+            return None
+        return self._critic.learn(number, num_tokens=totals.num_tokens, step=step)
+
+    def _before(self, micro: MicroBatch, *, moves: bool) -> Before:
+        """The proximal log-probs are not needed where the policy cannot have moved since."""
         with torch.no_grad():
-            for micro in part:
-                proximal_N = reference_N = None
-                if self._train.proximal == "behaviour":
-                    proximal_N = micro.behaviour_N
-                elif moves:
-                    proximal_N = self._logprobs(micro)
-                if self._reference is not None:
-                    reference_N = self._logprobs(micro, model=self._reference)
-                yield proximal_N, reference_N
+            wanted = moves and self._train.proximal == "recomputed"
+            proximal_N = self._logprobs(micro) if wanted else None
+            reference_N = self._logprobs(micro, model=self._reference) if self._reference is not None else None
+        return Before(proximal_N, reference_N)
 
-    def _accumulate(
-        self,
-        part: Minibatch,
-        before: list[tuple[Tensor | None, Tensor | None]],
-        *,
-        num_tokens: float,
-        num_sequences: float,
-    ) -> LossSums:
-        """Add the gradient of one optimizer step, every token weighing its share whatever its micro-batch and rank."""
+    def _accumulate(self, part: Minibatch, before: list[Before], totals: Totals) -> LossSums:
+        """Add the gradient of one optimizer step; ranks exchange theirs with its last micro-batch."""
         total = LossSums.zero(self.world.device)
-        for number, (micro, (proximal_N, reference_N)) in enumerate(zip(part, before, strict=True)):
-            last = number == len(part) - 1
-            with self._policy.passes(last=last):
-                logprobs_N, entropy_N = judged(
-                    self._logits(micro), micro.targets_N, temperature=self._temperature, train=self._train
+        for number, (micro, known) in enumerate(zip(part, before, strict=True)):
+            with self._policy.passes(last=number == len(part) - 1):
+                loss, sums = scored(
+                    micro,
+                    self._logits(micro),
+                    before=known,
+                    totals=totals,
+                    train=self._train,
+                    temperature=self._temperature,
+                    max_length=self.max_length,
                 )
-                said = Said(
-                    behaviour_N=micro.behaviour_N,
-                    proximal_N=logprobs_N.detach() if proximal_N is None else proximal_N,
-                    advantages_N=micro.advantages_N,
-                    rows_N=micro.rows_N,
-                    shares_N=token_shares(
-                        micro.rows_N,
-                        aggregation=self._train.aggregation,
-                        num_tokens=num_tokens,
-                        num_sequences=num_sequences,
-                        max_length=self.max_length,
-                    ),
-                    reference_N=reference_N,
-                )
-                loss, sums = policy_loss(logprobs_N, entropy_N=entropy_N, said=said, train=self._train)
                 self._policy.backward(loss)
             total = total.plus(sums)
         return total if self.world.size == 1 else LossSums.unflat(self.world.sum(total.flat()))
@@ -243,25 +196,7 @@ class TorchTrainer:
         if not len(kept_K):
             kept_K = kept_K.new_zeros(1)  # a pass that teaches nothing still passes through every layer
         # No attention mask: the padding is on the right of a causal model, and without a mask attention is fastest.
-        logits_BKV = (model or self._policy)(micro.inputs_BT, logits_to_keep=kept_K, use_cache=False).logits
+        logits_BKV = (model or self._policy)(
+            micro.inputs_BT, position_ids=micro.positions_BT, logits_to_keep=kept_K, use_cache=False
+        ).logits
         return logits_BKV[micro.mask_BT[:, kept_K]]  # type: ignore[no-any-return]
-
-
-def counts_of(part: Minibatch) -> list[float]:
-    """Model tokens, sequences, values that are not finite, and padded tokens."""
-    columns = [column for micro in part for column in (micro.behaviour_N, micro.advantages_N)]
-    return [
-        float(sum(micro.num_tokens for micro in part)),
-        float(sum(micro.num_sequences for micro in part)),
-        float(sum(int((~column.isfinite()).sum()) for column in columns)),
-        float(sum(micro.num_padded_tokens for micro in part)),
-    ]
-
-
-def reason_to_skip(counts: Tensor) -> str | None:
-    """What can be told from the input alone, before the first of several minibatches moves the weights."""
-    if not len(counts) or not counts[:, 0].sum():
-        return "no trainable tokens"
-    if counts[:, 2].sum():
-        return "a reward or a stored log-prob is not finite"
-    return None

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -45,17 +45,8 @@ __all__ = ["FileStore", "Manifest", "MemoryStore", "Newest", "WeightSource", "We
 
 Tensors = dict[str, torch.Tensor]
 CHUNK_BYTES = 512 << 10
-"""Hashed, copied, hashed: what is read and what is written fit a core's cache together."""
+"""Copied and hashed: what was written is still in a core's cache when it is read again."""
 warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nor is anything written to it
-
-
-class Staged(NamedTuple):
-    """What was copied into a slot, and lies there now."""
-
-    checksums: dict[str, str]
-    """Of the tensors that were given."""
-    sums: list[bytes]
-    """Of what the slot holds."""
 
 
 class WeightSource(Protocol):
@@ -192,8 +183,8 @@ class WindowStore:
     def publish(self, tensors: Tensors, *, version: int, step: int) -> Manifest:
         return self.commit(self.stage(tensors, version=version, step=step))
 
-    def stage(self, tensors: Tensors, *, version: int, step: int) -> Staged:
-        """Copy the weights into the slot, hashing both ends on the way; the tensors may change afterwards."""
+    def stage(self, tensors: Tensors, *, version: int, step: int) -> list[bytes]:
+        """Copy the weights into the slot; the tensors may change afterwards. The checksums of what lies there now."""
         layout = Layout.of(tensors)
         if self._window is None or self._window.end != "writer":
             self.close()
@@ -202,10 +193,11 @@ class WindowStore:
         slot = self._window.begin(version, step=step)
         return _copy(tensors, slot, layout)
 
-    def commit(self, staged: Staged) -> Manifest:
-        """Make what was staged visible, if it is what was given; safe in another thread than `stage`."""
+    def commit(self, sums: list[bytes]) -> Manifest:
+        """Make visible what was staged with these checksums; safe in another thread than `stage`."""
         assert self._window is not None, "stage comes before commit"
-        return self._window.commit(staged.checksums, sums=staged.sums)
+        names = (tensor.name for tensor in self._window.layout.tensors)
+        return self._window.commit({name: one.hex() for name, one in zip(names, sums, strict=True)}, sums=sums)
 
     def prune(self, *, keep: int) -> None:
         """Nothing to do: a window holds two versions."""
@@ -290,32 +282,32 @@ def tensors_in(slot: memoryview, layout: Layout) -> Tensors:
     }
 
 
-def _copy(tensors: Tensors, slot: memoryview, layout: Layout) -> Staged:
-    """Copy all tensors into a slot on a few threads."""
-    sent, sums = [b""] * len(layout.tensors), [b""] * len(layout.tensors)
+def _copy(tensors: Tensors, slot: memoryview, layout: Layout) -> list[bytes]:
+    """Copy all tensors into a slot on a few threads; the checksums of what lies there now."""
+    sums = [b""] * len(layout.tensors)
     flat = torch.frombuffer(slot, dtype=torch.uint8) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
 
     def copy(index: int, placed: Placed) -> None:
         target = flat[placed.offset : placed.offset + placed.nbytes]
         source = tensors[placed.name].detach()
-        if source.device.type != "cpu" or not source.is_contiguous():
+        if source.device.type == "cpu" and source.is_contiguous():
+            sums[index] = _copy_and_hash(source.reshape(-1).view(torch.uint8).numpy(), target.numpy())
+        else:
             target.view(source.dtype).view(source.shape).copy_(source)
-            source = target
-        sent[index], sums[index] = _copy_and_hash(source.reshape(-1).view(torch.uint8).numpy(), target.numpy())
+            sums[index] = xxhash.xxh3_128_digest(target.numpy().data)
 
     for_each_tensor(layout, copy)
-    return Staged(checksums={t.name: digest.hex() for t, digest in zip(layout.tensors, sent, strict=True)}, sums=sums)
+    return sums
 
 
-def _copy_and_hash(source: Any, target: Any) -> tuple[bytes, bytes]:
-    """Copy bytes; the checksums of what was there and of what is here, taken while the cache holds both."""
-    sent, here = xxhash.xxh3_128(), xxhash.xxh3_128()
+def _copy_and_hash(source: Any, target: Any) -> bytes:
+    """Copy bytes; the checksum of what is there now, taken piece by piece while the cache holds it."""
+    there = xxhash.xxh3_128()
     for start in range(0, len(source), CHUNK_BYTES):
-        there, piece = source[start : start + CHUNK_BYTES], target[start : start + CHUNK_BYTES]
-        sent.update(there)
-        np.copyto(piece, there)
-        here.update(piece)
-    return sent.digest(), here.digest()
+        piece = target[start : start + CHUNK_BYTES]
+        np.copyto(piece, source[start : start + CHUNK_BYTES])
+        there.update(piece)
+    return there.digest()
 
 
 def _manifest(tensors: Tensors, *, version: int, step: int) -> Manifest:

@@ -5,15 +5,15 @@ embedded engine does; vLLM's own loader cuts out what a tensor-parallel rank wan
 
     /init_weight_transfer_engine    begin to make a version ready, in a thread beside the one that generates: is it
                                     whole, does it fit? On CPUs it is also loaded, into a twin of the model
-    /update_weights                 between pause and resume: use it
+    /hpcrl/switch                   between pause and resume: use it (hpcrl.weights.vllm_switch)
 
 so that whatever is wrong with a version is found while the old one is still in use, and generation stands still for
 as little as can be.
 """
 
 import logging
-import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ from hpcrl.weights.vllm_twin import Twin
 from hpcrl.weights.window import window_key
 
 NAME = "hpcrl"
-POLITE = 10
-"""How much nicer than the one that generates the thread is that makes a version ready."""
+SETTLE_S = 1.0
+"""How long the memory of the version before is left alone: running requests are computed anew first."""
 log = logging.getLogger("vllm.hpcrl")
 
 
@@ -86,7 +86,10 @@ class VersionEngine(WeightTransferEngine[Look, Load]):
         self._has_room = torch.device(device).type == "cpu" and vllm_config.quant_config is None
         """For weights twice over; a GPU's memory is full of KV."""
         self._expected = _expected(self.model_config.hf_config)
-        self._looking: threading.Thread | None = None
+        self._source: tuple[tuple[str, int, str], WeightSource] | None = None
+        """A window that is mapped already is not mapped again: that holds up whoever generates."""
+        self._beside: threading.Thread | None = None
+        """The newest of those that work beside the one that generates; each waits for the one before."""
         self._ready: tuple[int, Callable[[], None]] | None = None
         """A version that was found good, and what makes the model compute with it."""
         self._reading = ExitStack()
@@ -94,9 +97,7 @@ class VersionEngine(WeightTransferEngine[Look, Load]):
 
     def init_transfer_engine(self, init_info: Look) -> None:
         """Begin to make a version ready; the answer comes in a file."""
-        arguments = (init_info, self._looking)
-        self._looking = threading.Thread(target=self._answer, args=arguments, name="weights", daemon=True)
-        self._looking.start()
+        self._do_beside(lambda: self._answer(init_info))
 
     def start_weight_update(self) -> None:
         """Nothing: all is done in one go, when the version is ready."""
@@ -118,11 +119,20 @@ class VersionEngine(WeightTransferEngine[Look, Load]):
         with suppress(WeightsError):  # it was overwritten, and nobody wants it
             self._reading.close()
 
-    def _answer(self, look: Look, previous: threading.Thread | None) -> None:
-        """The life of a thread: make a version ready and say so."""
-        if previous is not None:
-            previous.join()
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POLITE)
+    def _do_beside(self, work: Callable[[], None]) -> None:
+        """In a thread, when the work before it is done; no nicer than others, or it would be sent away with the GIL."""
+        before = self._beside
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            work()
+
+        self._beside = threading.Thread(target=run, name="weights", daemon=True)
+        self._beside.start()
+
+    def _answer(self, look: Look) -> None:
+        """Make a version ready and say so."""
         self.shutdown()
         said = ""
         try:
@@ -136,17 +146,30 @@ class VersionEngine(WeightTransferEngine[Look, Load]):
 
     def _made_ready(self, look: Look) -> Callable[[], None]:
         """WeightsError names the tensor that is damaged, missing, extra or of another shape."""
-        source = source_of(Path(look.campaign), job=look.job, node=look.node)
         with ExitStack() as reading:
-            tensors = reading.enter_context(source.reading(look.version))
+            tensors = reading.enter_context(self._source_of(look).reading(look.version))
             if self._expected is not None:
                 check_fit({name: _outline(tensor) for name, tensor in tensors.items()}, self._expected)
             if self._has_room:
                 twin = Twin(self.model)
                 twin.fill(tensors.items(), model_config=self.model_config)
-                return twin.take_over
+                return partial(self._take_over, twin)
             self._reading = reading.pop_all()
             return partial(self._load, tensors)
+
+    def _source_of(self, look: Look) -> WeightSource:
+        where = (look.campaign, look.job, look.node)
+        if self._source is None or self._source[0] != where:
+            self._source = where, source_of(Path(look.campaign), job=look.job, node=look.node)
+        return self._source[1]
+
+    def _take_over(self, twin: Twin) -> None:
+        def let_go() -> None:
+            time.sleep(SETTLE_S)
+            twin.let_go()
+
+        twin.take_over()
+        self._do_beside(let_go)
 
     def _load(self, tensors: Tensors) -> None:
         """From where they lie. Whatever goes wrong, the layers are whole again, but of two versions."""

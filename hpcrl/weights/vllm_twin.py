@@ -2,13 +2,15 @@
 
     Twin(model)    layers of its own that share everything but weights with those of the model
     fill           load a version into it, by vLLM's own loaders; takes its time
-    take_over      give the model what was loaded; takes none
+    take_over      give the model what was loaded, and keep what it had; takes none
+    let_go         give back the memory of that, little by little
 
 For models on CPUs: there is memory for weights twice over, and what vLLM does after loading, to pack them for the
 processor's kernels, takes longer than anything else in an update.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,8 @@ OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """Attributes of a module that its twin has for itself."""
 WRAPPED = "online_process_loader"
 """What vLLM calls the loaders that it puts around those of a layer while that is reloaded."""
+NAP_S = 0.002
+"""Between two pieces of memory that are given back: meanwhile nobody else in the process can run Python."""
 
 
 class _Pair(NamedTuple):
@@ -44,14 +48,37 @@ class Twin:
 
     def take_over(self) -> None:
         """Let the model compute with what was loaded; call it between two steps."""
+        for tensor, loaded in self._replaced():
+            tensor.data, loaded.data = loaded.data, tensor.data
         for layer, twin, shared in self._pairs.values():
+            for name, value in list(vars(twin).items()):  # packed weights among them
+                if name not in OWN and value is not shared.get(name):
+                    twin.__dict__[name] = shared.get(name)
+                    layer.__dict__[name] = value
+
+    def let_go(self) -> None:
+        """After `take_over`: forget what the model had. It would take as long as a step or two to do it at once."""
+        for _, loaded in self._replaced():
+            loaded.data = loaded.data.new_empty(0)
+            time.sleep(NAP_S)
+        for _, twin, shared in self._pairs.values():
+            for name, value in list(vars(twin).items()):
+                if name not in OWN and value is shared.get(name):
+                    del twin.__dict__[name]
+            shared.clear()
+            time.sleep(NAP_S)
+
+    def _replaced(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor of the model with the one that was loaded for it, once."""
+        seen: set[tuple[int, int]] = set()
+        for layer, twin, _ in self._pairs.values():
             for mine, its in ((layer._parameters, twin._parameters), (layer._buffers, twin._buffers)):
                 for name, tensor in mine.items():
-                    if tensor is not None and (loaded := its.get(name)) is not None:
-                        tensor.data = loaded.data
-            for name, value in vars(twin).items():  # packed weights among them
-                if name not in OWN and value is not shared.get(name):
-                    layer.__dict__[name] = value
+                    loaded = its.get(name)
+                    if tensor is None or loaded is None or (id(tensor), id(loaded)) in seen:
+                        continue
+                    seen.add((id(tensor), id(loaded)))
+                    yield tensor, loaded
 
     def _twin_of(self, layer: torch.nn.Module) -> torch.nn.Module:
         """The same module once more, and so all below it; what appears twice in the model does in its twin."""

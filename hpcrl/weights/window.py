@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 from hpcrl.errors import WeightsError
 from hpcrl.files import private_dir, publish
 from hpcrl.rundir import JobDir
-from hpcrl.weights import window_file
+from hpcrl.weights import remains, window_file
 from hpcrl.weights.checksums import SUM_BYTES, sum_of
 from hpcrl.weights.layout import Layout
 from hpcrl.weights.slot_heads import SlotHeads, State
@@ -86,6 +86,7 @@ class Window:
                 return window
             window.close()
         window_file.remove(key.path)
+        remains.sweep(key.directory)
         window_file.make(key.path, layout, job=job.number)
         try:
             return cls._map(key.path, end="writer")
@@ -278,6 +279,8 @@ class Window:
         fd = window_file.open_own(path)
         try:
             job, layout, places = window_file.identify(fd)
+            if not window_file.try_lock(fd, window_file.LIFE_LOCK, exclusive=False):
+                raise UnusableError  # it is being removed: everybody who had it is dead
             if end == "writer":
                 window_file.take_writer_lock(fd, path)
             head = mmap.mmap(fd, places.head_nbytes)

@@ -2,7 +2,7 @@
 
     Key, window_key    which window: user, campaign, node
     make, identify     a new one under its name - what there is under a name
-    try_lock, unlock   bytes of the file that stand for its writer, and for who uses a slot
+    try_lock, unlock   bytes of the file that stand for its writer, who uses a slot, and who has it open
     unlink_recorded    remove the windows of a job whose processes are gone
 
 A header page, the layout, for each slot the checksums and the marks of its tensors, then the two slots (`Places`).
@@ -26,13 +26,17 @@ from hpcrl.weights.checksums import SUM_BYTES
 from hpcrl.weights.layout import Layout
 
 SHARED_MEMORY = Path("/dev/shm")
-MAGIC = b"hpcrlWN2"
+MAGIC = b"hpcrlWN3"
 _HEAD = struct.Struct("=8sQQQQ16s")
 """Magic, job, writer's pid, bytes of the layout, bytes of a slot, digest of the layout."""
 WRITER_LOCK = 0
 SLOT_LOCKS = (1, 2)
 PART_LOCKS = (3, 4)
 """Shared by the processes that fill a slot together with the writer."""
+LIFE_LOCK = 5
+"""Shared by all who have the window open; without it they are dead (hpcrl.weights.remains)."""
+FRESH = ".new"
+"""What the name of a window ends with until it is complete."""
 SLOT_HEADS = (1024, 2048)
 """Where the header page says what a slot holds."""
 
@@ -117,6 +121,7 @@ def make(path: Path, layout: Layout, *, job: int) -> None:
     fd = -1
     try:
         fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try_lock(fd, LIFE_LOCK, exclusive=False)
         os.posix_fallocate(fd, 0, places.nbytes)  # a page that cannot be had is an error now, not SIGBUS later
         head = (MAGIC, job, os.getpid(), len(described), places.slot_nbytes, bytes.fromhex(layout.digest()))
         os.pwrite(fd, _HEAD.pack(*head), 0)
@@ -218,7 +223,7 @@ def unlink_recorded(job: JobDir) -> list[str]:
         path = Path(record.read_text())
         if path.name != record.name:  # not written to its end: the window was not made either
             continue
-        ours = [there for there in (path, _fresh(path)) if _is_ours(there)]
+        ours = [there for there in (path, _fresh(path)) if is_ours(there)]
         for there in ours:
             there.unlink(missing_ok=True)
         if ours:
@@ -226,7 +231,7 @@ def unlink_recorded(job: JobDir) -> list[str]:
     return removed
 
 
-def _is_ours(path: Path) -> bool:
+def is_ours(path: Path) -> bool:
     """Is it a file of this user? A link, or what another user put in its place, is left alone."""
     try:
         facts = path.lstat()
@@ -237,7 +242,7 @@ def _is_ours(path: Path) -> bool:
 
 def _fresh(path: Path) -> Path:
     """What a window is called until it is complete."""
-    return path.with_name(path.name + ".new")
+    return path.with_name(path.name + FRESH)
 
 
 def _pages(nbytes: int) -> int:

@@ -1,8 +1,8 @@
-"""What every Generator promises, on the embedded and the simulated engine, in this process and behind the HTTP door."""
+"""What every Engine promises, on the embedded and the simulated engine, in this process and behind the HTTP door."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from hpcrl.cost import ModelShape, pace
 from hpcrl.endpoints import Endpoint
-from hpcrl.engines.base import GenerateRequest, Generator
+from hpcrl.engines.base import Completion, Engine, GenerateRequest, Part, joined
 from hpcrl.engines.embedded import EmbeddedEngine, load_model
 from hpcrl.engines.http import RemoteEngine, client_session, kv_fetcher, serve
 from hpcrl.engines.sim import SimEngine, SimSettings
@@ -19,39 +19,41 @@ from hpcrl.errors import EngineError
 from hpcrl.hardware import GPUS
 from hpcrl.weights.store import MemoryStore
 
-Opened = Callable[[], AbstractAsyncContextManager[Generator]]
+Opened = Callable[[], AbstractAsyncContextManager[Engine]]
 PROMPT = [2, 45, 78, 5, 36, 3]
+PLACES = 8
+"""Requests that each of these engines serves at once."""
 
 
 @asynccontextmanager
-async def in_process(model: Any) -> AsyncIterator[Generator]:
-    async with EmbeddedEngine(model, store=MemoryStore(), max_batch=8) as engine:
+async def in_process(model: Any) -> AsyncIterator[Engine]:
+    async with EmbeddedEngine(model, store=MemoryStore(), max_batch=PLACES) as engine:
         yield engine
 
 
 @asynccontextmanager
-async def over_http(model: Any) -> AsyncIterator[Generator]:
+async def over_http(model: Any) -> AsyncIterator[Engine]:
     async with (
         client_session() as session,
-        EmbeddedEngine(model, store=MemoryStore(), max_batch=8, fetch_kv=kv_fetcher(session)) as engine,
+        EmbeddedEngine(model, store=MemoryStore(), max_batch=PLACES, fetch_kv=kv_fetcher(session)) as engine,
     ):
         url, runner = await serve(engine, host="127.0.0.1", token="secret")
         yield RemoteEngine(Endpoint(role="decode", worker="w", node="n", url=url, token="secret"), session)
         await runner.cleanup()
 
 
-SIM = SimSettings(vocabulary=100, context_length=512, max_batch=8)
+SIM = SimSettings(vocabulary=100, context_length=512, max_batch=PLACES)
 SIM_PACE = pace(GPUS["h20"], shape=ModelShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, num_dense=90000))
 
 
 @asynccontextmanager
-async def simulated(_: Any) -> AsyncIterator[Generator]:
+async def simulated(_: Any) -> AsyncIterator[Engine]:
     async with SimEngine(SIM_PACE, settings=SIM, store=MemoryStore()) as engine:
         yield engine
 
 
 @asynccontextmanager
-async def simulated_over_http(_: Any) -> AsyncIterator[Generator]:
+async def simulated_over_http(_: Any) -> AsyncIterator[Engine]:
     async with (
         client_session() as session,
         SimEngine(SIM_PACE, settings=SIM, store=MemoryStore(), fetch_kv=kv_fetcher(session)) as engine,
@@ -76,7 +78,7 @@ def ask(request_id: str = "r", **changes: Any) -> GenerateRequest:
     return msgspec.structs.replace(request, **changes)
 
 
-def on(opened: Opened, body: Callable[[Generator], Awaitable[Any]]) -> Any:
+def on(opened: Opened, body: Callable[[Engine], Awaitable[Any]]) -> Any:
     async def run() -> Any:
         async with opened() as engine:
             return await body(engine)
@@ -84,7 +86,7 @@ def on(opened: Opened, body: Callable[[Generator], Awaitable[Any]]) -> Any:
     return asyncio.run(run())
 
 
-async def until_running(engine: Generator) -> None:
+async def until_running(engine: Engine) -> None:
     while (await engine.load_figures()).num_generated_tokens == 0:
         await asyncio.sleep(0.001)
 
@@ -98,7 +100,7 @@ def test_a_completion_has_one_logprob_and_one_version_per_token(opened: Opened) 
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_gives_others(opened: Opened) -> None:
-    async def body(engine: Generator) -> list[list[int]]:
+    async def body(engine: Engine) -> list[list[int]]:
         answers = [await engine.generate(ask(seed=seed, max_new_tokens=20)) for seed in (7, 7, 8)]
         return [answer.token_ids for answer in answers]
 
@@ -107,7 +109,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_gives_others(opene
 
 
 def test_generation_ends_with_the_first_stop_token(opened: Opened) -> None:
-    async def body(engine: Generator) -> Any:
+    async def body(engine: Engine) -> Any:
         free = await engine.generate(ask(max_new_tokens=20))
         stop = free.token_ids[5]
         return free, stop, await engine.generate(ask(max_new_tokens=20, stop_token_ids=[stop]))
@@ -138,7 +140,7 @@ def test_a_request_that_makes_no_sense_is_refused(opened: Opened, changes: dict[
 
 
 def test_a_request_id_in_use_is_refused(opened: Opened) -> None:
-    async def body(engine: Generator) -> None:
+    async def body(engine: Engine) -> None:
         first = asyncio.create_task(engine.generate(ask(max_new_tokens=400)))
         await until_running(engine)
         with pytest.raises(EngineError, match="served already"):
@@ -149,7 +151,7 @@ def test_a_request_id_in_use_is_refused(opened: Opened) -> None:
 
 
 def test_an_aborted_request_answers_with_what_it_has(opened: Opened) -> None:
-    async def body(engine: Generator) -> Any:
+    async def body(engine: Engine) -> Any:
         answer = asyncio.create_task(engine.generate(ask(max_new_tokens=500)))
         await until_running(engine)
         await engine.abort("r")
@@ -165,7 +167,7 @@ def test_aborting_an_unknown_request_does_nothing(opened: Opened) -> None:
 
 
 def test_a_caller_that_goes_away_takes_its_request_with_it(opened: Opened) -> None:
-    async def body(engine: Generator) -> None:
+    async def body(engine: Engine) -> None:
         lost = asyncio.create_task(engine.generate(ask("lost", max_new_tokens=500)))
         await until_running(engine)
         lost.cancel()
@@ -177,7 +179,7 @@ def test_a_caller_that_goes_away_takes_its_request_with_it(opened: Opened) -> No
 
 
 def test_more_requests_than_the_batch_holds_are_all_answered(opened: Opened) -> None:
-    async def body(engine: Generator) -> list[int]:
+    async def body(engine: Engine) -> list[int]:
         answers = await asyncio.gather(
             *[engine.generate(ask(f"r{n}", seed=n, max_new_tokens=1 + n)) for n in range(30)]
         )
@@ -187,7 +189,7 @@ def test_more_requests_than_the_batch_holds_are_all_answered(opened: Opened) -> 
 
 
 def test_decoding_from_handed_over_kv_gives_the_tokens_of_one_engine(opened: Opened) -> None:
-    async def body(engine: Generator) -> Any:
+    async def body(engine: Engine) -> Any:
         alone = await engine.generate(ask("alone", temperature=0.0, max_new_tokens=20))
         handle = await engine.prefill(ask("prefill", temperature=0.0))
         assert handle.num_tokens == len(PROMPT) - 1
@@ -201,7 +203,7 @@ def test_decoding_from_handed_over_kv_gives_the_tokens_of_one_engine(opened: Ope
 
 
 def test_a_handle_answers_once_and_then_the_prompt_is_computed_anew(opened: Opened) -> None:
-    async def body(engine: Generator) -> Any:
+    async def body(engine: Engine) -> Any:
         handle = await engine.prefill(ask("prefill"))
         return [await engine.generate(ask(f"decode-{n}", kv=handle)) for n in range(2)]
 
@@ -211,7 +213,7 @@ def test_a_handle_answers_once_and_then_the_prompt_is_computed_anew(opened: Open
 
 
 def test_kv_of_another_version_or_of_another_prompt_is_not_used(opened: Opened) -> None:
-    async def body(engine: Generator) -> Any:
+    async def body(engine: Engine) -> Any:
         alone = await engine.generate(ask("alone"))
         stale = msgspec.structs.replace(await engine.prefill(ask("p")), version=1)
         foreign = await engine.prefill(ask("q", token_ids=[2, 50, 51, 52, 53, 3]))
@@ -224,9 +226,126 @@ def test_kv_of_another_version_or_of_another_prompt_is_not_used(opened: Opened) 
 
 
 def test_an_idle_engine_says_so(opened: Opened) -> None:
-    async def body(engine: Generator) -> Any:
+    async def body(engine: Engine) -> Any:
         await engine.generate(ask())
         return await engine.load_figures()
 
     figures = on(opened, body)
     assert (figures.version, figures.num_running, figures.num_waiting, figures.num_generated_tokens) == (0, 0, 0, 6)
+
+
+async def told(engine: Engine, request: GenerateRequest) -> list[Part]:
+    return [piece async for piece in engine.stream(request)]
+
+
+def test_a_stream_tells_in_pieces_what_would_have_been_answered(opened: Opened) -> None:
+    async def body(engine: Engine) -> tuple[Completion, list[Part]]:
+        whole = await engine.generate(ask("whole", seed=3, max_new_tokens=60))
+        return whole, await told(engine, ask("told", seed=3, max_new_tokens=60))
+
+    whole, pieces = on(opened, body)
+    assert len(pieces) > 1
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    for piece in pieces:
+        assert len(piece.token_ids) == len(piece.logprobs) == len(piece.versions)
+    assert joined(pieces).token_ids == whole.token_ids
+    assert joined(pieces).versions == whole.versions
+    assert joined(pieces).logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+
+
+def test_a_stream_ends_with_the_stop_token(opened: Opened) -> None:
+    async def body(engine: Engine) -> tuple[Completion, list[Part]]:
+        free = await engine.generate(ask("free", max_new_tokens=20))
+        return free, await told(engine, ask("told", max_new_tokens=20, stop_token_ids=[free.token_ids[5]]))
+
+    free, pieces = on(opened, body)
+    assert pieces[-1].finish_reason == "stop"
+    assert joined(pieces).token_ids == free.token_ids[: free.token_ids.index(free.token_ids[5]) + 1]
+
+
+def test_who_stops_listening_in_the_middle_of_a_stream_takes_the_request_with_him(opened: Opened) -> None:
+    async def body(engine: Engine) -> None:
+        async with aclosing(engine.stream(ask(max_new_tokens=500))) as pieces:
+            async for _ in pieces:
+                break
+        while (await engine.load_figures()).num_running:
+            await asyncio.sleep(0.001)
+        assert (await engine.load_figures()).num_generated_tokens < 500
+        assert len((await engine.generate(ask(max_new_tokens=4))).token_ids) == 4  # the name is free again
+
+    on(opened, body)
+
+
+def test_a_stream_that_is_aborted_says_so(opened: Opened) -> None:
+    async def body(engine: Engine) -> list[Part]:
+        pieces = []
+        async for piece in engine.stream(ask(max_new_tokens=500)):
+            pieces.append(piece)
+            if len(pieces) == 1:
+                await engine.abort("r")
+        return pieces
+
+    pieces = on(opened, body)
+    assert pieces[-1].finish_reason == "aborted"
+    assert 0 < len(joined(pieces).token_ids) < 500
+
+
+def test_a_stream_of_a_request_that_makes_no_sense_is_refused(opened: Opened) -> None:
+    with pytest.raises(EngineError, match="500 prompt tokens and 13 new ones"):
+        on(opened, lambda engine: told(engine, ask(token_ids=[5] * 500, max_new_tokens=13)))
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-9}])
+def test_where_one_token_is_left_to_draw_from_it_is_the_likeliest(opened: Opened, narrow: dict[str, Any]) -> None:
+    async def body(engine: Engine) -> list[list[int]]:
+        greedy = await engine.generate(ask("greedy", temperature=0.0, max_new_tokens=12))
+        drawn = await engine.generate(ask("drawn", seed=5, max_new_tokens=12, **narrow))
+        return [greedy.token_ids, drawn.token_ids]
+
+    greedy, drawn = on(opened, body)
+    assert drawn == greedy
+
+
+@pytest.mark.parametrize("wrong", [{"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}])
+def test_a_choice_among_no_tokens_is_refused(opened: Opened, wrong: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match="top_p, top_k"):
+        on(opened, lambda engine: engine.generate(ask(**wrong)))
+
+
+def test_where_all_places_are_taken_the_smaller_number_goes_first(opened: Opened) -> None:
+    async def body(engine: Engine) -> list[str]:
+        for attempt in range(20):
+            ended, all_waited = await _order(engine, name=f"{attempt}")
+            if all_waited:
+                return ended
+        raise AssertionError("never were all places taken for long enough to ask for one more")
+
+    assert on(opened, body) == ["urgent", "middle", "patient"]
+
+
+async def _order(engine: Engine, *, name: str) -> tuple[list[str], bool]:
+    """Who was answered first of three that come, in the wrong order, to a full engine; and whether it was full."""
+    ended: list[str] = []
+
+    async def turn(kind: str, priority: int, num: int) -> None:
+        await engine.generate(ask(f"{name}-{kind}", priority=priority, max_new_tokens=num))
+        ended.append(kind)
+
+    async def all_at_once(turns: Iterable[Any]) -> list[asyncio.Task[None]]:
+        return [asyncio.create_task(each) for each in turns]
+
+    fill = await all_at_once(turn(f"long-{n}", 0, 260 + 30 * n) for n in range(PLACES))
+    while (await engine.load_figures()).num_running < PLACES and not ended:
+        await asyncio.sleep(0.001)
+    late = await all_at_once(
+        turn(kind, priority, 20) for kind, priority in (("patient", 9), ("middle", 4), ("urgent", 1))
+    )
+    while (await engine.load_figures()).num_waiting < len(late) and not ended:
+        await asyncio.sleep(0.001)
+    was_full = not ended
+    await asyncio.gather(*fill, *late)
+    return [kind for kind in ended if not kind.startswith("long")], was_full
+
+
+def test_an_engine_tells_how_many_it_serves_at_once(opened: Opened) -> None:
+    assert on(opened, lambda engine: engine.load_figures()).num_places == PLACES

@@ -13,8 +13,21 @@ from hpcrl.errors import TrainError
 from hpcrl.recipe import Train
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.torch import TorchTrainer
+from hpcrl.trainers.world import ALONE
 
-MAKERS = {"torch": TorchTrainer}
+
+def packed(model_dir, train, **options):
+    return TorchTrainer(model_dir, msgspec.structs.replace(train, rows="packed"), **options)
+
+
+def megatron(model_dir, train, **options):
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    from hpcrl.trainers.megatron import MegatronTrainer
+
+    return MegatronTrainer(model_dir, msgspec.structs.replace(train, trainer="megatron"), world=ALONE, **options)
+
+
+MAKERS = {"torch": TorchTrainer, "packed": packed, "megatron": megatron}
 VOCABULARY = 32
 CONTEXT = 64
 

@@ -10,7 +10,17 @@ import pytest
 
 from hpcrl.files import read_json
 from hpcrl.rundir import RunDir
-from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+from tests.campaigns import (
+    SMALL,
+    driver_of,
+    hpcrl,
+    num_consumed_groups,
+    outcome,
+    processes_of,
+    snapshot,
+    steps,
+    until,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -30,20 +40,6 @@ def pid_of(run: RunDir, role: str) -> int:
 
     started = [e for e in read_events(run.events) if e["event"] == "worker-started" and e["role"] == role]
     return int(started[-1]["pid"])
-
-
-def driver_of(run: RunDir) -> int:
-    """The guardian's only child that is the driver."""
-    guardian = read_json(run.job(0).submitted)["pid"]
-    children = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
-    return int(children[0])
-
-
-def num_consumed_groups(run: RunDir) -> int:
-    """Groups in the newest checkpoint's account of what was trained on."""
-    newest = sorted(run.checkpoints.iterdir())[-1]
-    runs = read_json(newest / "consumed.json")["runs"]
-    return sum(end - start for pairs in runs.values() for start, end in pairs)
 
 
 def test_the_quickstart_learns_and_leaves_nothing_running(run_of: Any) -> None:

@@ -24,14 +24,21 @@ def campaigns(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize(("mode", "most"), [("sync", 0), ("one-step-off", 1)])
 def test_a_mode_that_waits_comes_to_its_end_though_rewards_fail(campaigns: Path, mode: str, most: int) -> None:
-    failing = ("-s", "domains.lake.reward=tests.odd_rewards:of_every_other_group", "-s", f"rollout.mode={mode}")
+    """With a group to spare in each batch, too."""
+    failing = (
+        "-s",
+        "domains.lake.reward=tests.odd_rewards:of_every_other_group",
+        "-s",
+        f"rollout.mode={mode}",
+        "-s",
+        "rollout.spare_groups=1",
+    )
     hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", mode, *SMALL, *failing)
     run = RunDir(campaigns / mode)
     assert snapshot(mode)["state"] == "done"
     made = steps(run)
     assert [step["num_trajectories"] for step in made] == [8] * 4
-    # One more than episodes begin ahead: an engine may serve the version before for a moment after a new one is out.
-    assert max(step["lag_max"] for step in made) <= most + 1
+    assert max(step["lag_max"] for step in made) <= most
     faults = [event["id"] for event in read_events(run.events) if event["event"] == "fault"]
     assert faults, "rewards failed"
     assert all(int(name.split("/")[1]) % 2 for name in faults)

@@ -1,5 +1,7 @@
-"""A whole campaign whose trainer is two ranks: they publish together, save together, and are exported as one model."""
+"""Whole campaigns whose trainer is two ranks: they publish together, save together, and are exported as one model."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hpcrl.events import read_events
 from hpcrl.rundir import RunDir
-from tests.campaigns import SMALL, hpcrl, snapshot
+from tests.campaigns import SMALL, driver_of, hpcrl, num_consumed_groups, outcome, processes_of, snapshot, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 TWO = ("-s", "resources.train.num_workers=2", "-s", 'train.sharding="full"', "-s", "train.checkpoint_every_steps=2")
@@ -24,3 +26,17 @@ def test_two_ranks_train_publish_and_save_together(home: Path, tmp_path: Path) -
     assert len(list(newest.glob("state-*.safetensors"))) == 2
     hpcrl("export", "two", "--hf", str(tmp_path / "model"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.model_type == "qwen2"
+
+
+def test_killed_while_the_next_step_is_read_ahead_they_train_on_every_group_once(home: Path) -> None:
+    every = ("-s", "train.num_steps=6", "-s", "train.checkpoint_every_steps=1")
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "k", *SMALL, *TWO, *every)
+    run = RunDir(home / "campaigns" / "k")
+    until(lambda: len(steps(run)) >= 2, what="two steps were made", timeout_s=240)
+    os.kill(driver_of(run), signal.SIGKILL)
+    assert "killed by signal 9" in outcome(run)["reason"]
+    until(lambda: not processes_of(home), what="nothing is left", timeout_s=60)
+    hpcrl("resume", "k", "--watch")
+    seen = snapshot("k")
+    assert (seen["state"], seen["step"], len(seen["jobs"])) == ("done", 6, 2)
+    assert num_consumed_groups(run) == 6 * 2  # a group trained on twice would be counted once

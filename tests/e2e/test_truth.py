@@ -8,9 +8,9 @@ import statistics
 
 import pytest
 
-from tests.truth import LAKE, SUMS, at_random, learned
+from tests.truth import LAKE, LAKE_4X4, SUMS, at_random, learned
 
-LESSONS = {"lake": LAKE, "sums": SUMS}
+LESSONS = {"lake": LAKE, "lake of 4x4": LAKE_4X4, "sums": SUMS}
 LAST = 10
 """Steps whose mean counts: one batch is noisy."""
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

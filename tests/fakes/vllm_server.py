@@ -10,15 +10,8 @@ from pathlib import Path
 from aiohttp import web
 
 BEHAVIOUR = os.environ.get("FAKE_VLLM", "well")
-UPDATE = (
-    "/pause",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    "/reset_prefix_cache",
-    "/resume",
-)
-"""What is asked in an update while nothing is generated, in this order."""
+UPDATE = ("/hpcrl/switch", "/resume")
+"""What is asked in an update once it is made ready, in this order."""
 TOKEN = {"token_id": 1, "logprob": -0.5, "top_logprobs": []}
 SAID = {
     "token_ids": [1],
@@ -75,7 +68,7 @@ def main() -> None:
     app.router.add_get("/metrics", lambda _: web.Response(text=METRICS))
     app.router.add_post("/inference/v1/generate", generate)
     app.router.add_post("/init_weight_transfer_engine", make_ready)
-    for path in ("/update_weight_version", "/abort_requests", *UPDATE):
+    for path in ("/update_weight_version", "/abort_requests", "/pause", *UPDATE):
         app.router.add_post(path, accept)
     arguments = sys.argv[1:]
     Path(os.environ["FAKE_VLLM_LOG"]).write_text(json.dumps(arguments) + "\n")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.rollout.admission import admitted_groups, capacity, share
+from hpcrl.rollout.admission import admitted_groups, capacity, share, with_spare
 
 counts = st.integers(0, 10_000)
 
@@ -91,3 +91,13 @@ def test_what_a_dead_host_does_not_produce_falls_to_the_others():
 def test_a_host_outside_the_count_has_no_share(host):
     with pytest.raises(AssertionError, match="of 2"):
         share(3, host=host, num_hosts=2)
+
+
+def test_a_batch_begins_with_groups_to_spare_as_far_as_there_is_room() -> None:
+    assert with_spare(8, under_way=0, spare=2, room=12) == 10
+    assert with_spare(8, under_way=0, spare=2, room=9) == 9
+
+
+def test_what_stands_in_for_lost_groups_has_none_to_spare() -> None:
+    assert with_spare(1, under_way=3, spare=2, room=12) == 1
+    assert with_spare(0, under_way=0, spare=2, room=12) == 0

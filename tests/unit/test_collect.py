@@ -69,7 +69,7 @@ def test_the_json_has_exactly_the_fields_of_the_contract(campaign: SyntheticCamp
 
     assert set(printed) == {
         "name", "state", "recipe", "site", "created", "jobs", "roles", "version", "step", "num_steps", "episodes",
-        "accounts", "domains", "reward_mean", "tokens_per_s", "spools",
+        "accounts", "domains", "reward_mean", "evaluations", "tokens_per_s", "spools",
     }  # fmt: skip
     assert printed["name"] == "quickstart-1"
     assert (printed["recipe"], printed["site"], printed["created"]) == ("quickstart", "lab", T0)
@@ -614,3 +614,17 @@ def as_another_user(top: Path, closed: list[Path]) -> Iterator[None]:
             os.seteuid(0)
         for path, mode in modes.items():
             path.chmod(mode)
+
+
+def test_an_evaluation_that_is_told_twice_counts_once(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    for number, version, mean in ((0, 0, 0.1), (1, 50, 0.4), (1, 50, 0.4), (2, 100, None)):
+        campaign.emit(
+            "env-0", "evaluation", number=number, version=version, reward_mean=mean, num_episodes=8, num_faults=0
+        )
+    snapshot = collector(campaign).poll()
+    assert [(one.version, one.reward_mean) for one in snapshot.evaluations] == [(0, 0.1), (50, 0.4), (100, None)]
+    told = [note.text for note in snapshot.detail.notes if "evaluation" in note.text]
+    assert len(told) == 3
+    assert told[1] == "evaluation of version 50: mean reward 0.400 in 8 episodes"
+    assert "not one" in told[2]

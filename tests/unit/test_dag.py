@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcrl.learn.dag import Node, depths, dot, linearised, picture, problems, ready
+from hpcrl.dag import Node, depths, dot, linearised, mermaid, picture, problems, ready
 
 READY = {
     "grpo": {"advantage": "grpo"},
@@ -38,7 +38,7 @@ def test_nodes_of_one_depth_run_one_after_the_other_as_they_were_declared():
 
 
 def test_only_the_trainers_nodes_are_its_workers():
-    assert linearised(ready(advantage="grpo")) == ["deal", "rows", "update"]
+    assert linearised(ready(advantage="grpo")) == ["advantage", "deal", "rows", "update"]
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,4 @@ def test_the_picture_shows_every_node_and_the_order():
     assert all(name in shown for name in pipeline)
     assert shown.endswith("deal -> rows -> values -> reference -> proximal -> update -> update-critic")
     assert '"rows" -> "update";' in dot(pipeline)
+    assert "  rows --> update" in mermaid(pipeline).splitlines()

@@ -1,7 +1,9 @@
 """The HTTP door of an engine: who may pass, what it says to nonsense, and what its other end makes of silence."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -9,10 +11,11 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from hpcrl.endpoints import Endpoint
-from hpcrl.engines.base import LOCAL, Completion, GenerateRequest, KvHandle, LoadFigures
+from hpcrl.endpoints import Endpoint, announce
+from hpcrl.engines.base import LOCAL, Completion, GenerateRequest, KvHandle, LoadFigures, Part, as_part
 from hpcrl.engines.http import RemoteEngine, client_session, kv_fetcher, serve
-from hpcrl.errors import EngineError
+from hpcrl.errors import EngineError, EngineRefusedError
+from hpcrl.rollout.router import Router
 
 REQUEST = GenerateRequest(request_id="r", token_ids=[1, 2], max_new_tokens=1)
 ROUTES = [("POST", "/generate"), ("POST", "/prefill"), ("POST", "/abort"), ("GET", "/load"), ("GET", "/kv/x")]
@@ -37,6 +40,9 @@ class Scripted:
                 finally:
                     self.gone.set()
         return Completion(token_ids=[7], logprobs=[-0.5], versions=[3], finish_reason="length")
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+        yield as_part(await self.generate(request))
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
         return KvHandle(url=LOCAL + "abc", token="", version=3, num_tokens=1)
@@ -211,3 +217,54 @@ def test_an_address_that_cannot_be_listened_on_is_an_engine_error() -> None:
 
     with pytest.raises(EngineError, match=r"cannot listen on 203\.0\.113\.1"):
         asyncio.run(run())
+
+
+class Full(Scripted):
+    """Has no room for anything."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__()
+        self.status, self.num_asked = status, 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.num_asked += 1
+        if self.status == 503:
+            raise EngineRefusedError("8 requests wait here already")
+        raise web.HTTPTooManyRequests(text="slowly")
+
+
+@pytest.mark.parametrize("status", [503, 429])
+def test_a_turn_that_one_door_has_no_room_for_is_served_behind_another(tmp_path: Path, status: int) -> None:
+    async def run() -> tuple[Completion, int, dict[str, int]]:
+        full, free = Full(status), Scripted()
+        async with AsyncExitStack() as stack:
+            session = await stack.enter_async_context(client_session())
+            for number, engine in enumerate((full, free)):
+                url, runner = await serve(engine, host="127.0.0.1", token="right")
+                stack.push_async_callback(runner.cleanup)
+                name = f"000-decode-{number}"
+                announce(tmp_path, Endpoint(role="decode", worker=name, node="n", url=url, token="right"))
+            router = Router(tmp_path, connect=lambda endpoint: RemoteEngine(endpoint, session), seed=0)
+            await stack.enter_async_context(router)
+            while not full.num_asked:
+                answer = await router.generate(REQUEST)
+            return answer, full.num_asked, router.reasons
+
+    answer, num_asked, reasons = asyncio.run(run())
+    assert answer.token_ids == [7]
+    assert (num_asked, reasons["decode refused"], reasons["decode failed"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"{", b"[]", b'{"request_id": 7}', b"\xff\xfe", b'{"request_id": "r", "token_ids": "x"}']
+)
+@pytest.mark.parametrize("path", ["/generate", "/stream", "/prefill", "/abort"])
+def test_malformed_json_reaches_no_engine_on_any_route(path: str, sent: bytes) -> None:
+    async def body(engine: Scripted, url: str, session: aiohttp.ClientSession) -> tuple[int, Any]:
+        async with session.post(url + path, data=sent, headers={"Authorization": "Bearer right"}) as http:
+            return http.status, await http.json()
+
+    status, answered = behind_door(body)
+    assert status == 400
+    assert list(answered) == ["error"]
+    assert "\n" not in answered["error"]

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from hpcrl.roles.env import Host
+from hpcrl.rollout.awaited import UnderWay
 
 
 def test_what_ends_while_a_segment_is_written_stays_counted() -> None:
     async def run() -> int:
-        host: Any = SimpleNamespace(num_unsealed=4)
+        host: Any = SimpleNamespace(num_unsealed=4, under_way=UnderWay())
         writing, written = threading.Event(), threading.Event()
 
         def flush() -> list[str]:

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.envs.arithmetic import Arithmetic, correct, evaluate
-from hpcrl.envs.base import Step, adapt, env_reward, load_code, make_env
+from hpcrl.envs.base import Step, adapt, env_reward, make_env
 from hpcrl.envs.gymnasium_text import INVALID_COST, FrozenLake, Taxi, goal_and_way, success
 from hpcrl.errors import ConfigError
 from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.user_code import load_code
 
 SMALL = {"map": ["SFF", "FHF", "FFG"], "show": "position"}
 

@@ -46,6 +46,31 @@ def test_the_first_to_finish_are_released_by_index_and_the_rest_aborted():
     assert groups.num_running == 2
 
 
+def test_what_a_batch_does_not_need_is_given_up():
+    groups = Groups(group_size=2, redundancy=0)
+    groups.begin("lake/0")
+    groups.begin("lake/1")
+    groups.end(trajectory("lake/0/0"))
+    groups.end(trajectory("lake/0/1"))
+    groups.end(trajectory("lake/1/1"))
+    assert groups.give_up() == (["lake/1/0"], ["lake/1/1"])
+    groups.aborted("lake/1", "lake/1/0")
+    assert (groups.num_open, groups.num_running, groups.num_lost) == (0, 0, 0)
+    assert groups.endings == {"done": 3, "aborted-redundant": 1}
+
+
+def test_what_was_kept_in_vain_is_named():
+    groups = Groups(group_size=2, redundancy=0, max_lag=1)
+    groups.begin("lake/0")
+    groups.end(trajectory("lake/0/0"))
+    ending = groups.end(trajectory("lake/0/1", "env-fault"))
+    assert (ending.lost, ending.dropped) == (True, ["lake/0/0"])
+    again = Groups(group_size=2, redundancy=1, max_lag=1)
+    again.begin("lake/1")
+    again.end(trajectory("lake/1/0"))
+    assert again.end(trajectory("lake/1/1", start_version=2), newest=2).dropped == ["lake/1/0"]
+
+
 def test_an_episode_that_finishes_too_late_is_booked_as_redundant():
     groups = Groups(group_size=1, redundancy=1)
     groups.begin("lake/0")

@@ -36,3 +36,14 @@ def test_it_learns_what_torch_learns_and_resumes_on_another_parallelism(family, 
     same(last, expected, steps=slice(4, 5))
     for name, numbers in expected["weights"].items():
         assert last["weights"][name] == pytest.approx(numbers, rel=RELATIVE, abs=1e-5), name
+
+
+@pytest.mark.parametrize("parallel", [TP2, PP2], ids=["tp2", "pp2"])
+def test_bf16_steps_stay_near_those_of_torch(parallel, tmp_path):
+    model_dir = str(make_model(tmp_path / "model"))
+    changed = {"precision": "bf16", "num_minibatches": 2}
+    expected = train_torch(ALONE, model_dir, changed, last=2)
+    found = run(2, "tests.learners:train_megatron", model_dir, parallel | changed, None, None, 1, 2)[0]
+    assert found["skipped"] == [None, None]
+    for name in ("entropy", "grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=0.05), name

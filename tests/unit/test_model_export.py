@@ -5,12 +5,48 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hpcrl.errors import TrainError
+from hpcrl.learn.batch import make_rows, micro_batches
 from hpcrl.learn.consumed import Consumed
 from hpcrl.rundir import RunDir
 from hpcrl.trainers.checkpoint import save
 from hpcrl.trainers.export import export
 from hpcrl.trainers.torch import TorchTrainer
-from tests.learners import batch, make_model, settings
+from tests.learners import CONTEXT, batch, make_model, settings
+
+
+def logprobs_of(model, rows):
+    """By transformers, one row at a time, in the model's own precision."""
+    found = []
+    with torch.no_grad():
+        for row in rows:
+            logits = model(torch.from_numpy(row.inputs.astype("int64"))[None]).logits[0].float()
+            said = logits.log_softmax(-1)[torch.from_numpy(row.mask.copy())]
+            found += said.gather(-1, torch.from_numpy(row.targets.astype("int64"))[:, None]).squeeze(-1).tolist()
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_it_gives_the_trainers_logprobs_within_the_error_of_its_precision(tmp_path, dtype, close):
+    torch.set_num_threads(1)
+    run = RunDir(tmp_path / "campaign")
+    make_model(run.model)
+    AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32).to(dtype).save_pretrained(run.model)
+    trainer = TorchTrainer(run.model, settings(learning_rate=1e-2), seed=1)
+    fresh = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
+    for step in (1, 2, 3):
+        trainer.train_step(batch(step), step=step, version=step)
+    save(run.checkpoints, step=3, version=3, trainer=trainer, consumed=Consumed())
+    export(run, tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert model.dtype == dtype
+    episodes = batch(4)
+    rows, _ = make_rows(episodes, credits=[[0.0, 0.0]] * len(episodes), max_length=CONTEXT)
+    with torch.no_grad():
+        # in the order of the rows: each is a micro-batch of its own
+        mine = [trainer._logprobs(micro_batches([row], tokens_per_micro_batch=1)[0]) for row in rows]
+    trained = torch.cat(mine).tolist()
+    assert logprobs_of(model, rows) == pytest.approx(trained, abs=close)
+    assert max(abs(a - b) for a, b in zip(logprobs_of(fresh, rows), trained, strict=True)) > 0.1  # it had moved
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])

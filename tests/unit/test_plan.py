@@ -128,7 +128,9 @@ def test_a_trainer_that_cannot_run_as_asked_is_refused(settings: tuple[str, ...]
 
 
 def test_a_node_has_room_for_two_versions_of_the_weights_beside_its_workers() -> None:
-    for before, after in zip(plan().components, plan("model.num_params=100000000").components, strict=True):
+    one_each = ("resources.prefill.num_workers=1", "resources.decode.num_workers=1")
+    sized = plan("model.num_params=100000000", *one_each)
+    for before, after in zip(plan().components, sized.components, strict=True):
         grown = after.mem_gib_per_node - before.mem_gib_per_node
         assert grown == (0 if "env" in before.roles else 1), before.roles
 
@@ -214,3 +216,63 @@ def test_shipped_sites_load(site: str) -> None:
 def test_gpus_of_an_engine_that_cannot_be_divided_are_refused(settings: tuple[str, ...], complaint: str) -> None:
     with pytest.raises(PlanError, match=complaint):
         make_plan(load_recipe("quickstart", settings=settings), load_site("lab"))
+
+
+LARGE = (
+    "model.num_params=8000000000",
+    "resources.train.gpus_per_worker=4",
+    "rollout.max_running=512",
+    "domains.lake.max_turns=40",
+    "domains.lake.usual_prompt_tokens=500",
+    "domains.lake.usual_reply_tokens=60",
+)
+
+
+def on_gpus(*settings: str) -> Plan:
+    return make_plan(
+        load_recipe("quickstart", settings=(*LARGE, *settings)), load_site("perlmutter", settings=("account=m1",))
+    )
+
+
+def workers(found: Plan) -> tuple[int, int]:
+    return found.role("prefill").num_workers, found.role("decode").num_workers
+
+
+def test_the_planner_chooses_how_many_prefill_and_decode_and_says_why() -> None:
+    found = on_gpus()
+    prefill, decode = workers(found)
+    assert prefill >= 1
+    assert decode >= 8  # max_batch is 64
+    assert [f"decode has {decode} workers" in found.sizes[0], f"prefill has {prefill} workers" in found.sizes[1]] == [
+        True,
+        True,
+    ]
+
+
+def test_longer_prompts_want_more_prefill_and_more_episodes_more_decode() -> None:
+    prefill, decode = workers(on_gpus())
+    assert workers(on_gpus("domains.lake.usual_prompt_tokens=1000"))[0] > prefill
+    assert workers(on_gpus("rollout.max_running=1024"))[1] == 2 * decode
+
+
+def test_what_the_recipe_says_of_workers_stays() -> None:
+    assert workers(on_gpus("resources.prefill.num_workers=3", "resources.decode.num_workers=5")) == (3, 5)
+    found = on_gpus("resources.decode.num_workers=2")
+    assert workers(found)[1] == 2
+    assert len(found.sizes) == 1
+
+
+def test_where_nothing_is_known_of_the_model_there_is_one_of_each() -> None:
+    assert workers(plan()) == (1, 1)
+    assert plan().sizes == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "cure"),
+    [
+        (('engine.sim.gpu="h20"',), 'choose backend = "sim"'),
+        (('engine.backend="sim"', 'engine.sim.gpu="h99"'), "is not in the catalogue"),
+    ],
+)
+def test_a_simulated_engine_that_makes_no_sense_is_refused(settings: tuple[str, ...], cure: str) -> None:
+    assert cure in refused(*settings)

@@ -1,6 +1,7 @@
 """Which engines serve a turn, against engines that answer, refuse, hang and die as told."""
 
 import asyncio
+import dataclasses
 
 import msgspec
 import pytest
@@ -551,3 +552,31 @@ def test_an_engine_that_fails_before_it_says_anything_is_replaced_by_the_next(po
 
 def again(number):
     return msgspec.structs.replace(REQUEST, request_id=f"lake/{number}/0/0/0/0")
+
+
+def test_a_turn_that_is_held_back_goes_on_when_a_trajectory_ends(pool):
+    pool.add("decode")
+    small = pace(GPUS["h20"], shape=ModelShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, num_dense=90000))
+    small = dataclasses.replace(small, kv_tokens=20)
+
+    async def run():
+        router = Router(pool.directory, connect=pool.connect, seed=0, patience=FAST, pace_of=lambda _: small)
+        async with router:
+            await router.generate(of_trajectory(0))
+            (worker,) = router._workers.values()
+            held = worker.ours_held, worker.ours_holding
+            other = msgspec.structs.replace(of_trajectory(0, "other"), token_ids=[1] * 19)
+            waiting = asyncio.create_task(router.generate(other))
+            while not router.reasons["held back"]:
+                await asyncio.sleep(0)
+            was_waiting = not waiting.done()
+            router.forget("lake/0/0")
+            await waiting
+            router.forget("other")
+            return held, was_waiting, (worker.ours_held, worker.ours_holding)
+
+    held, was_waiting, left = asyncio.run(run())
+    assert held[1] == 1
+    assert held[0] > 0
+    assert was_waiting
+    assert left == (0, 0)

@@ -11,7 +11,7 @@ from hpcrl.cost import ModelShape, pace
 from hpcrl.hardware import GPUS
 from hpcrl.rollout.keeping import MIN_SAMPLES, Pauses, keep_s
 from hpcrl.rollout.priority import NUM_LEVELS, Credits, level
-from hpcrl.rollout.routing import Candidate, cheapest, kind_for, pays_remote, serve_s, two_of
+from hpcrl.rollout.routing import Candidate, cheapest, kind_for, pays_remote, price, serve_s, two_of
 from hpcrl.rollout.sizing import SUSTAINED_S, Strain, split, strain, to_flip, to_grow
 
 SHAPE = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
@@ -22,13 +22,25 @@ def test_of_none_nobody_is_chosen():
     assert cheapest([]) is None
 
 
-def test_the_turn_goes_where_it_is_over_first():
-    busy, slow = Candidate("busy", wait_s=5, serve_s=1), Candidate("slow", wait_s=1, serve_s=4)
+def test_the_turn_goes_where_it_costs_least():
+    busy, slow = Candidate("busy", serve_s=1, wait_s=5), Candidate("slow", serve_s=4, wait_s=1)
     assert cheapest([busy, slow]) is slow
+    full, free = Candidate("full", serve_s=1, price=price(1.2)), Candidate("free", serve_s=3, price=price(0.8))
+    assert cheapest([full, free]) is free
+
+
+@given(st.floats(0, 4), st.floats(0, 4))
+def test_the_fuller_an_engine_the_dearer_its_time(one, other):
+    assert (price(one) <= price(other)) == (one <= other) or price(one) == price(other)
+
+
+def test_among_engines_with_free_places_hardware_decides_and_among_full_ones_the_load_does():
+    assert price(0.5) < 1.01 * price(0.1)
+    assert price(1.3) > 2 * price(1.1)
 
 
 def test_hardware_that_does_not_suit_has_to_be_much_faster():
-    suits, other = Candidate("suits", wait_s=3, serve_s=1), Candidate("other", wait_s=2, serve_s=1, suits=False)
+    suits, other = Candidate("suits", serve_s=4), Candidate("other", serve_s=3, suits=False)
     assert cheapest([suits, other], reluctance=2.0) is suits
     assert cheapest([suits, other], reluctance=1.2) is other
 

@@ -1,18 +1,28 @@
 """The simulated engine in virtual time: how long its turns take, and what its KV cache saves."""
 
 import asyncio
+import json
 
 import pytest
 
 from hpcrl.cost import ModelShape, pace
 from hpcrl.engines.base import GenerateRequest
-from hpcrl.engines.sim import SimEngine, SimSettings
+from hpcrl.engines.sim import SimEngine, SimSettings, simulated
 from hpcrl.errors import EngineError, EngineRefusedError, WeightsError
 from hpcrl.hardware import GPUS
 from hpcrl.simulate.clock import run_virtual
 
 SHAPE = ModelShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
 PACE = pace(GPUS["h100"], shape=SHAPE)
+LARGE = {
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+}
+"""70 billion weights."""
 
 
 def ask(name="r", num_prompt=1000, num_new=20, **fields):
@@ -138,3 +148,36 @@ def test_nothing_is_said_while_the_engine_is_paused():
         return said, len((await turn).token_ids)
 
     assert on(body) == (0, 20)
+
+
+def test_an_engine_of_a_campaign_takes_the_models_words_and_the_pace_of_the_hardware(tiny_model_dir, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LARGE | {"num_hidden_layers": 8}))
+
+    async def last_token_at(gpu, speed):
+        async with simulated(tiny_model_dir, gpu=gpu, num_gpus=1, config=config, speed=speed) as engine:
+            answer = await engine.generate(ask(num_prompt=300, num_new=100))
+            assert set(answer.token_ids) <= set(range(100))
+            with pytest.raises(EngineError, match="context is 512"):
+                await engine.generate(ask(num_prompt=500))
+            return asyncio.get_running_loop().time()
+
+    slow, fast, twice = (
+        run_virtual(last_token_at(*each)) for each in (("a100-80", 1.0), ("h100", 1.0), ("a100-80", 2.0))
+    )
+    assert fast < slow
+    assert twice == pytest.approx(slow / 2)
+
+
+def test_a_model_that_does_not_say_how_large_it_is_is_refused_with_the_cure(tiny_model_dir, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    with pytest.raises(EngineError, match=r"config.json does not say .* set engine.sim.config"):
+        simulated(tiny_model_dir, gpu="h100", num_gpus=1, config=config)
+
+
+def test_a_model_that_does_not_fit_its_gpus_is_refused(tiny_model_dir, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LARGE))
+    with pytest.raises(EngineError, match="does not fit into 1 h100"):
+        simulated(tiny_model_dir, gpu="h100", num_gpus=1, config=config)

@@ -10,6 +10,7 @@ from hpcrl.files import private_dir, read_json
 from hpcrl.learn.consumed import Consumed
 from hpcrl.recipe import Spool, load_recipe
 from hpcrl.roles.stock import Stock
+from hpcrl.rollout.awaited import Telling
 from hpcrl.rundir import SPOOLS, RunDir
 from hpcrl.spool import retention
 from hpcrl.spool.names import announce, listed, num_trajectories
@@ -75,7 +76,7 @@ def train(context, stock, consumed, *, version=0):
     """One step on whatever there is."""
     choice = stock.choose(version=version)
     consumed.update(one.id for one in choice.chosen)
-    stock.trained()
+    stock.trained(version=1)
     return choice
 
 
@@ -100,8 +101,54 @@ def test_what_is_trained_on_is_settled_when_the_step_is_made(context):
     play(context, 0)
     assert len(stock.choose(version=0).chosen) == GROUP
     assert settled(context) == 0
-    stock.trained()
+    stock.trained(version=1)
     assert settled(context) == GROUP
+
+
+def test_who_reads_what_is_settled_knows_from_which_version_on(context):
+    consumed = Consumed()
+    stock = Stock(context, consumed=consumed)
+    play(context, 0)
+    train(context, stock, consumed)
+    assert read_json(context.run.settled) == {"num": GROUP, "version": 1}
+
+
+def test_a_step_waits_for_what_its_version_would_make_too_old_and_its_batch_stays(context):
+    stock = Stock(context, consumed=Consumed())
+    private_dir(context.run.task_blocks)
+    telling = Telling(context.run.word(0))
+    telling.tell(0, now=0.0)
+    play(context, 0)
+    choice = stock.choose(version=0)
+    assert choice.chosen == []
+    assert len(choice.rest) == GROUP
+    assert settled(context) == 0
+    telling.tell(1, now=0.0)
+    assert len(stock.choose(version=0).chosen) == GROUP
+
+
+def test_what_is_gathered_while_a_step_runs_is_chosen_as_if_it_were_read_then(context):
+    play(context, 0)
+    gathered, plain = (Stock(context, consumed=Consumed()) for _ in range(2))
+    gathered.gather()
+    play(context, 1)
+    guess = gathered.upcoming(0)
+    assert [one.id for one in guess] == [f"lake/0/{index}" for index in range(GROUP)]
+    for _ in range(2):
+        mine, theirs = (stock.choose(version=0) for stock in (gathered, plain))
+        assert [one.id for one in mine.chosen] == [one.id for one in theirs.chosen]
+    assert [one.id for one in mine.chosen] == [f"lake/1/{index}" for index in range(GROUP)]
+
+
+def test_what_is_gathered_or_guessed_at_is_not_settled(context):
+    stock = Stock(context, consumed=Consumed())
+    play(context, 0)
+    stock.gather()
+    assert len(stock.upcoming(0)) == GROUP
+    assert stock.upcoming(99) == []
+    stock.trained(version=0)
+    assert settled(context) == 0
+    assert stock._reader.finished(stock._waiting) == []  # no checkpoint takes it for done
 
 
 def test_what_waits_for_its_group_is_not_settled_and_what_is_stale_is(context):

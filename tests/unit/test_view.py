@@ -249,3 +249,14 @@ def test_one_domain_needs_no_line_of_its_own(tmp_path: Path) -> None:
     campaign.emit("reward-0", "scored", num=1, rewards={"sums": [1.0]})
 
     assert not any(line.startswith("domains") for line in text_of(collector(campaign).poll()))
+
+
+def test_what_was_measured_on_held_out_tasks_has_a_line_of_its_own(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    assert not any("held out" in line for line in text_of(collector(campaign).poll()))
+    for number, mean in enumerate((0.1, 0.8, 0.5)):
+        campaign.emit("env-0", "evaluation", number=number, version=10 * number, reward_mean=mean, num_episodes=8)
+    lines = text_of(collector(campaign).poll())
+    (line,) = [line for line in lines if line.startswith("held out")]
+    assert line.endswith("0.500, best 0.800 at version 10")
+    assert len(lines) <= 24

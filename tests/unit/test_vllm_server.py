@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 import itertools
+import json
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -15,6 +17,8 @@ from typing import Any
 import pytest
 
 from hpcrl.engines.base import GenerateRequest
+from hpcrl.engines.embedded import load_model
+from hpcrl.engines.sim import simulated
 from hpcrl.engines.vllm import Origin, VllmEngine
 from hpcrl.engines.vllm_answers import figures_of
 from hpcrl.engines.vllm_server import Launch, command, environment
@@ -157,6 +161,22 @@ def test_a_directory_without_a_model_is_refused_before_anything_is_started(launc
     assert not (tmp_path / "asked").exists()
 
 
+def test_a_tokenizer_that_does_not_fit_its_model_is_refused_by_name_before_anything_is_started(
+    launch: Launch, tmp_path: Path
+) -> None:
+    model = tmp_path / "odd"
+    shutil.copytree(launch.model, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
+    with pytest.raises(EngineError, match=r"odd/tokenizer.json has ids up to 99, and the model .* knows 0\.\.49"):
+        with_engine(_changed(launch, model=model), lambda engine: engine.generate(REQUEST))
+    assert not (tmp_path / "asked").exists()
+    with pytest.raises(EngineError, match="has ids up to 99"):
+        load_model(model)
+    with pytest.raises(EngineError, match="has ids up to 99"):
+        simulated(model, gpu="h100", num_gpus=1)
+
+
 def test_a_temporary_directory_too_deep_for_sockets_is_refused(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +212,7 @@ def test_a_version_that_one_rank_refuses_is_named_and_generation_does_not_stop(
         return engine.version
 
     assert with_engine(dataclasses.replace(launch, tensor_parallel=2), body) == 0
-    assert "/pause" not in asked_for(tmp_path)
+    assert not {*UPDATE, "/pause"} & {*asked_for(tmp_path)}
 
 
 def asked_for(tmp_path: Path) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
+import msgspec
 import torch
 
 from hpcrl.endpoints import Endpoint
@@ -115,18 +116,21 @@ class Newcomer(RemoteEngine):
         figures = await super().load_figures()
         if self._before is None:
             self._before = figures.num_generated_tokens
-        return LoadFigures(
-            version=figures.version,
-            num_running=figures.num_running,
-            num_waiting=figures.num_waiting,
-            num_generated_tokens=figures.num_generated_tokens - self._before,
-            running_tokens=figures.running_tokens,
-            free_kv_tokens=figures.free_kv_tokens,
-        )
+        return msgspec.structs.replace(figures, num_generated_tokens=figures.num_generated_tokens - self._before)
+
+
+TIE = 1e-3
+"""Two logits this close, in units of their spread, are one: engines sum in different orders."""
 
 
 def greedy(model: Any, prompt: list[int], said: list[int]) -> list[int]:
-    """What transformers says after the prompt and each beginning of `said`: the same tokens, if that was greedy too."""
+    """What transformers says after the prompt and each beginning of `said`: the same tokens, if that was greedy too.
+
+    Of tokens that tie, it is the one that was said.
+    """
     with torch.inference_mode():
-        logits_QV = model(torch.tensor([prompt + said])).logits[0]
-    return list(logits_QV[len(prompt) - 1 : -1].argmax(-1).tolist())
+        logits_QV = model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
+    said_Q = torch.tensor(said)
+    behind_Q = logits_QV.amax(-1) - logits_QV.gather(-1, said_Q[:, None])[:, 0]
+    tied_Q = behind_Q < TIE * logits_QV.std(-1)
+    return list(torch.where(tied_Q, said_Q, logits_QV.argmax(-1)).tolist())

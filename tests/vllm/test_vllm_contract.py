@@ -1,4 +1,4 @@
-"""What every Generator promises, kept by vLLM behind our door: the suite in tests/contract, on a real server."""
+"""What every Engine promises, kept by vLLM behind our door: the suite in tests/contract, on a real server."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpcrl.engines.base import Generator
+from hpcrl.engines.base import Engine
 from hpcrl.engines.http import client_session
 from tests.contract import test_engine as contract
 from tests.vllm.served import Newcomer
@@ -23,7 +23,7 @@ for _name, _test in vars(contract).items():
 @pytest.fixture
 def opened(pair: "list[Behind]") -> "Opened":
     @asynccontextmanager
-    async def arrive() -> AsyncIterator[Generator]:
+    async def arrive() -> AsyncIterator[Engine]:
         async with client_session() as session:
             engine = Newcomer(pair[0].endpoint, session)
             await engine.load_figures()

@@ -13,14 +13,15 @@ from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.engines.embedded import load_model
 from hpcrl.engines.http import RemoteEngine, client_session
 from hpcrl.errors import EngineError
-from hpcrl.rollout.router import Patience, Router
+from hpcrl.rollout.router import Router
+from hpcrl.rollout.workers import Patience
 from tests.vllm.served import greedy
 
 if TYPE_CHECKING:
     from tests.vllm.served import Behind, Place
 
 PROMPT = [2, 45, 78, 5, 36, 3]
-NUM = 400
+NUM = 500
 
 
 def test_turns_of_a_killed_engine_are_finished_elsewhere(
@@ -42,6 +43,7 @@ def test_turns_of_a_killed_engine_are_finished_elsewhere(
             turns = [asyncio.create_task(router.generate(request(number))) for number in range(4)]
             while vllm_place.do(doomed.engine.load_figures()).num_running < len(turns):
                 await asyncio.sleep(0.05)
+            vllm_place.do(doomed.engine.pause())  # none of them ends before the engine does
             announce(tmp_path, other.endpoint)
             await router.refresh()
             os.killpg(doomed.engine.server.pid, signal.SIGKILL)

@@ -1,11 +1,13 @@
 """KV from one vLLM engine to another: the same tokens as from one, and honest about where the KV came from."""
 
 import asyncio
+import resource
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 import pytest
 
 from hpcrl.engines.base import Completion, GenerateRequest, KvHandle
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from tests.vllm.served import Behind, Place
 
 NUM = 24
+LOG_GROWTH = 16 << 10
+KV_BYTES_PER_TOKEN = 2 * 4 * 32 * 4
+"""A lower bound, for the models of these tests."""
 PROMPTS = [[2, 45, 78, 5, 36, 3], [7] * 40, [2, *range(10, 90), 3] * 2]
 
 
@@ -133,6 +138,27 @@ def test_without_a_directory_prefill_says_so_and_decode_goes_on_alone(
         kv.unlink()
         aside.rename(kv)
     assert on_both(pair, lambda prefill, decode: handed_over(prefill, decode, PROMPTS[0][::-1])).remote_prefill
+
+
+def test_where_the_directory_is_full_prefill_says_so_and_decode_goes_on_alone(pair: "list[Behind]") -> None:
+    prompt = [2, *range(10, 90), 3] * 4
+    prefills = [psutil.Process(pair[0].engine.server.pid), *psutil.Process(pair[0].engine.server.pid).children(True)]
+    limit = pair[0].engine.server.launch.log.stat().st_size + LOG_GROWTH
+    assert limit < len(prompt) * KV_BYTES_PER_TOKEN, "the KV of the prompt would fit"
+
+    async def body(prefill: RemoteEngine, decode: RemoteEngine) -> Completion:
+        with pytest.raises(EngineError, match="was not saved"):
+            await prefill.prefill(ask("prefill", prompt))
+        return await decode.generate(ask("decode", prompt))
+
+    for process in prefills:  # a file that must not grow is refused as one for which there is no room
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        assert len(on_both(pair, body).token_ids) == NUM
+    finally:
+        for process in prefills:
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    assert on_both(pair, lambda prefill, decode: handed_over(prefill, decode, prompt)).remote_prefill
 
 
 def _name(handle: KvHandle) -> str:

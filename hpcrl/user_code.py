@@ -1,0 +1,23 @@
+"""The user's code: what a recipe names as `package.module:name`."""
+
+import importlib
+from typing import Any
+
+from hpcrl.errors import ConfigError
+
+
+def load_code(name: str, *, what: str) -> Any:
+    """The object that `package.module:name` names; `what` says in messages where the name stands."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"{what} = {name!r}: importing {module_name} failed ({type(error).__name__}: {error}): "
+            "install it in the environment that runs hpcrl, or mend the name"
+        ) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))[:12])
+        raise ConfigError(f"{what} = {name!r}: {module_name} has no {attribute!r}; it has {public}") from None

@@ -1,0 +1,106 @@
+"""What the dead have left in the shared memory of a node, and nothing else.
+
+    sweep     remove windows that nobody has open, and the segments that a ledger names whose keeper is dead
+    Ledger    a keeper's list of the segments that the processes below it have made (vLLM's do, and forget them when
+              they are killed); it lies in shared memory too, for who comes after a keeper that was killed
+
+Who lives holds a lock, on its window or on its ledger; locks end with processes, in whatever container these were. What
+is of another user, of the last minute, or by its first bytes no file of this kind is left alone.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from hpcrl.weights.window_file import FRESH, LIFE_LOCK, MAGIC, SHARED_MEMORY, is_ours, try_lock
+
+YOUNG_S = 60.0
+"""A file that was touched so lately may have an owner that is just about to lock it."""
+LEDGER_MAGIC = b"hpcrlLG1"
+_SEGMENT = re.compile(r"(?:psm_|sem\.mp-)[\w.-]+")
+"""What Python's multiprocessing calls its memory and its semaphores."""
+_MAPPED = re.compile(r"\S+ \S+ \S+ \S+ (\d+)\s+(/\S+)")
+
+
+def sweep(directory: Path = SHARED_MEMORY) -> list[str]:
+    """Remove what the dead have left; the names of what is gone."""
+    removed = []
+    for path in sorted(directory.glob(f"hpcrl-{os.getuid()}-*")):
+        if not is_ours(path) or _age_s(path) < YOUNG_S:
+            continue
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            begins = os.pread(fd, len(MAGIC), 0)
+            if begins not in (MAGIC, LEDGER_MAGIC) and not path.name.endswith(FRESH):
+                continue
+            # the lock is held until it is gone: nobody comes to life meanwhile, unless under a new file of that name
+            if try_lock(fd, LIFE_LOCK, exclusive=True) and path.samefile(f"/proc/self/fd/{fd}"):
+                removed += _remove_segments(fd, directory) if begins == LEDGER_MAGIC else []
+                path.unlink(missing_ok=True)
+                removed.append(path.name)
+        finally:
+            os.close(fd)
+    return removed
+
+
+class Ledger:
+    """Segments in shared memory that this process removes at its end, or that others do once it is dead."""
+
+    def __init__(self, directory: Path = SHARED_MEMORY) -> None:
+        self._directory = directory
+        self._path = directory / f"hpcrl-{os.getuid()}-ledger-{os.getpid()}-{time.monotonic_ns()}"
+        self._fd: int | None = None
+        self._noted: set[str] = set()
+
+    def note(self, pids: Iterable[int]) -> None:
+        """Take down what these processes have mapped."""
+        new = {line for pid in pids for line in _mapped_by(pid, self._directory)} - self._noted
+        if not new:
+            return
+        if self._fd is None:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try_lock(self._fd, LIFE_LOCK, exclusive=False)
+            os.write(self._fd, LEDGER_MAGIC + b"\n")
+        os.write(self._fd, "".join(f"{line}\n" for line in sorted(new)).encode())
+        self._noted |= new
+
+    def clear(self) -> list[str]:
+        """Remove what was taken down and is still there, for when those processes are gone; the names."""
+        if self._fd is None:
+            return []
+        removed = _remove_segments(self._fd, self._directory)
+        self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = None
+        return removed
+
+
+def _mapped_by(pid: int, directory: Path) -> Iterator[str]:
+    """A line for each segment that a process has mapped: its name and its inode."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:  # it has ended
+        return
+    for line in maps.splitlines():
+        found = _MAPPED.fullmatch(line)
+        if found and Path(found[2]).parent == directory and _SEGMENT.fullmatch(Path(found[2]).name):
+            yield f"{Path(found[2]).name} {found[1]}"
+
+
+def _remove_segments(ledger: int, directory: Path) -> list[str]:
+    """Those that are still the same files; a name may have been used again."""
+    removed = []
+    for line in os.pread(ledger, os.fstat(ledger).st_size, 0).decode(errors="replace").splitlines()[1:]:
+        name, _, inode = line.partition(" ")
+        path = directory / name
+        if _SEGMENT.fullmatch(name) and is_ours(path) and str(path.lstat().st_ino) == inode:
+            path.unlink(missing_ok=True)
+            removed.append(name)
+    return removed
+
+
+def _age_s(path: Path) -> float:
+    facts = path.lstat()
+    return time.time() - max(facts.st_mtime, facts.st_ctime)

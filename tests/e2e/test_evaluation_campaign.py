@@ -1,0 +1,70 @@
+"""Held-out tasks in whole campaigns: measured beside training, apart from it, and over a crash."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.events import read_events
+from hpcrl.files import read_json
+from hpcrl.rollout.tasks import NUM_SEEDS, is_held_out
+from hpcrl.rundir import SPOOLS, RunDir
+from hpcrl.spool.segment import read_segment
+from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def campaigns(home: Path) -> Iterator[Path]:
+    yield home / "campaigns"
+    for run in (home / "campaigns").iterdir():
+        hpcrl("stop", "--now", run.name, check=False)
+    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)
+
+
+def evaluations(run: RunDir) -> list[dict[str, Any]]:
+    return [event for event in read_events(run.events) if event["event"] == "evaluation"]
+
+
+def test_held_out_tasks_are_measured_every_few_versions_and_never_trained_on(campaigns: Path) -> None:
+    asked = ("-s", "evaluation.every_versions=2", "-s", "evaluation.num_episodes=6", "-s", "evaluation.temperature=0")
+    best = ("-s", "train.checkpoint_every_steps=1", "-s", "train.keep_best=1", "-s", "train.keep_checkpoints=1")
+    hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "e", *SMALL, *asked, *best)
+    run, seen = RunDir(campaigns / "e"), snapshot("e")
+    told = evaluations(run)
+    assert [event["number"] for event in told] == list(range(len(told)))
+    versions = [event["version"] for event in told]
+    assert versions == sorted(set(versions))
+    assert versions[-1] == steps(run)[-1]["step"] == 4, "training waits for the last one"
+    assert all(event["num_episodes"] == 6 and event["num_faults"] == 0 for event in told)
+    assert told[-1]["oldest"] == told[-1]["newest"] == 4
+    assert [(one["version"], one["reward_mean"]) for one in seen["evaluations"]] == [
+        (event["version"], event["reward_mean"]) for event in told
+    ]
+    assert "held out" in hpcrl("monitor", "e", "--once").stdout
+    stored = [facts for name in SPOOLS for path in run.spool(name).glob("*.h5") for facts in read_segment(path).facts]
+    assert stored
+    assert not [facts.id for facts in stored if is_held_out(facts.domain) or facts.seed >= NUM_SEEDS]
+    assert len(list(run.checkpoints.glob("0*"))) == 2, "the newest, and the best of the others"
+
+
+def test_an_evaluation_that_a_crash_cut_short_is_made_anew_and_none_counts_twice(campaigns: Path) -> None:
+    asked = ("-s", "evaluation.every_versions=100", "-s", "evaluation.num_episodes=400")
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "x", *SMALL, *asked, "-s", "train.num_steps=12")
+    run = RunDir(campaigns / "x")
+    until((run.evaluations / "round.json").exists, what="an evaluation was begun")
+    guardian = read_json(run.job(0).submitted)["pid"]
+    driver = int(Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()[0])
+    os.kill(driver, signal.SIGKILL)
+    assert outcome(run)["outcome"] == "failed"
+    assert evaluations(run) == []
+    hpcrl("resume", "x", "--watch")
+    assert snapshot("x")["state"] == "done"
+    told = evaluations(run)
+    assert [(event["number"], event["job"], event["num_episodes"]) for event in told] == [(1, 1, 400)]
+    assert not (run.evaluations / "000000.json").exists()
+    assert [one["num_episodes"] for one in snapshot("x")["evaluations"]] == [400]

@@ -1,0 +1,76 @@
+"""A whole campaign with nodes of the user's, whose figures are shown elsewhere; what shows them may be killed."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpcrl.files import read_json
+from hpcrl.rundir import RunDir
+from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+RECIPE = """
+name = "nodes"
+extends = "quickstart"
+
+[metrics]
+tensorboard = true
+
+[train.pipeline.shape]
+function = "tests.nodes:shaped"
+inputs = ["score"]
+role = "policy"
+
+[train.pipeline.advantage]
+inputs = ["shape"]
+
+[train.pipeline.weigh]
+function = "tests.nodes:first_tokens_only"
+inputs = ["rows"]
+role = "policy"
+
+[train.pipeline.update]
+inputs = ["weigh"]
+"""
+
+
+@pytest.fixture
+def campaigns(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Campaigns find the tests' own nodes; afterwards nothing may be left of any."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    yield home / "campaigns"
+    for run in (home / "campaigns").iterdir():
+        hpcrl("stop", "--now", run.name, check=False)
+    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)
+
+
+def reader_of(run: RunDir) -> psutil.Process | None:
+    """The process that feeds the sinks."""
+    guardian = psutil.Process(read_json(run.job(0).submitted)["pid"])
+    found = [process for process in guardian.children(recursive=True) if "hpcrl.metrics" in process.cmdline()]
+    return found[0] if found else None
+
+
+def test_figures_are_shown_though_their_reader_was_killed(campaigns: Path, tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    recipe = tmp_path / "nodes.toml"
+    recipe.write_text(RECIPE)
+    hpcrl("submit", str(recipe), "--site", "local", "--name", "m", *SMALL, "-s", "train.num_steps=30")
+    run = RunDir(campaigns / "m")
+    until((run.metrics / "read.json").exists, what="the reader has read")
+    reader = reader_of(run)
+    assert reader is not None
+    os.kill(reader.pid, signal.SIGKILL)
+    assert outcome(run)["outcome"] == "done"
+    assert snapshot("m")["state"] == "done"
+    shown = events.EventAccumulator(str(run.metrics / "tensorboard"))
+    shown.Reload()
+    seen = {one.step: one.value for one in shown.Scalars("reward/reward_mean")}
+    told = {step["step"]: pytest.approx(step["reward_mean"], abs=1e-6) for step in steps(run)}
+    assert len(told) == 30
+    assert seen == told

@@ -1,0 +1,77 @@
+"""Both trainers on one GPU: the numbers of the CPU, a checkpoint that goes on elsewhere, an export that loads."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hpcrl.learn.consumed import Consumed
+from hpcrl.rundir import RunDir
+from hpcrl.trainers.checkpoint import save
+from hpcrl.trainers.export import export
+from hpcrl.trainers.torch import TorchTrainer
+from hpcrl.trainers.world import ALONE, World
+from tests.learners import batch, make_model, settings, train_torch
+
+CLOSE = 1e-3
+"""Relative: the sums of a GPU have another order."""
+NUM_STEPS = 3
+
+
+def gpu() -> World:
+    return World(device=torch.device("cuda", 0))
+
+
+@pytest.fixture(params=["torch", "megatron"])
+def make(request, run):
+    """A trainer on the GPU, by what the recipe changes."""
+    if request.param == "torch":
+        return lambda **changed: TorchTrainer(run.model, settings(**changed), seed=3, world=gpu())
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("needs megatron-core")
+    from hpcrl.trainers.megatron import MegatronTrainer
+
+    return lambda **changed: MegatronTrainer(run.model, settings(trainer="megatron", **changed), seed=3, world=gpu())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    directory = RunDir(tmp_path / "campaign")
+    make_model(directory.model)
+    return directory
+
+
+def test_the_steps_are_those_of_the_cpu(make, run):
+    expected = train_torch(ALONE, run.model, {"num_minibatches": 2}, last=NUM_STEPS)
+    trainer = make(num_minibatches=2)
+    for step in range(NUM_STEPS):
+        metrics = trainer.train_step(batch(step + 1), step=step + 1, version=step + 1)
+        assert metrics.skipped is None
+        assert metrics.loss == pytest.approx(expected["loss"][step], rel=CLOSE, abs=1e-5)
+        assert metrics.grad_norm == pytest.approx(expected["grad_norm"][step], rel=CLOSE)
+
+
+def test_bf16_steps_stay_near_those_of_the_cpu(make, run):
+    expected = train_torch(ALONE, run.model, {}, last=1)
+    metrics = make(precision="bf16").train_step(batch(1), step=1, version=1)
+    assert metrics.skipped is None
+    assert metrics.entropy == pytest.approx(expected["entropy"][0], rel=0.02)
+    assert metrics.grad_norm == pytest.approx(expected["grad_norm"][0], rel=0.2)
+
+
+def test_a_checkpoint_goes_on_on_the_cpu_and_its_export_is_what_was_trained(make, run, tmp_path):
+    trainer = make()
+    trainer.train_step(batch(1), step=1, version=0)
+    path = save(run.checkpoints, step=1, version=1, trainer=trainer, consumed=Consumed())
+    export(run, tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    exported = dict(model.named_parameters())
+    assert all(torch.equal(exported[name], tensor.cpu()) for name, tensor in trainer.tensors().items())
+    on_cpu = TorchTrainer(run.model, settings(), seed=3)
+    on_cpu.load(path)
+    trainer.load(path)
+    here, there = (one.train_step(batch(2), step=2, version=1) for one in (on_cpu, trainer))
+    assert here.loss == pytest.approx(there.loss, rel=CLOSE, abs=1e-5)
+    assert here.grad_norm == pytest.approx(there.grad_norm, rel=CLOSE)

@@ -1,0 +1,55 @@
+"""Pipeline nodes as a user would write them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from hpcrl.learn.batch import Row
+from hpcrl.spool.record import Trajectory
+
+
+def shaped(trajectories: Sequence[Trajectory], *, per_token: float = 0.01) -> list[Trajectory]:
+    """Reward shaping: every token costs a little."""
+    return [
+        msgspec.structs.replace(one, reward=(one.reward or 0.0) - per_token * int(one.loss_mask.sum()))
+        for one in trajectories
+    ]
+
+
+def against_the_best(trajectories: Sequence[Trajectory]) -> list[float]:
+    """A custom advantage: how far an episode is from the best of its group."""
+    best: dict[str, float] = {}
+    for one in trajectories:
+        best[one.group] = max(best.get(one.group, -np.inf), one.reward or 0.0)
+    return [(one.reward or 0.0) - best[one.group] for one in trajectories]
+
+
+def doubled(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """A node after the advantages."""
+    return [2 * each for each in advantages]
+
+
+def first_tokens_only(rows: Sequence[Row], *, keep: int = 4) -> list[Row]:
+    """A node on rows: only the first tokens of each trajectory are learned from."""
+    return [replace(row, credit=np.where(np.arange(len(row.credit)) < keep, row.credit, 0.0)) for row in rows]
+
+
+def too_few(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    return list(trajectories)[:-1]
+
+
+def nothing(rows: Sequence[Row]) -> None:
+    """It forgot to return."""
+
+
+def broken(trajectories: Sequence[Trajectory]) -> list[float]:
+    raise KeyError("weight")
+
+
+def wrong_turns(trajectories: Sequence[Trajectory]) -> list[list[float]]:
+    return [[1.0] * (len(one.turns) + 1) for one in trajectories]
+
+
+NO_FUNCTION = 3

@@ -1,0 +1,70 @@
+"""How many groups an env host lets begin, mode by mode: steps of four groups of two."""
+
+import pytest
+
+from hpcrl.recipe import load_recipe
+from hpcrl.rollout.gate import Gate
+from hpcrl.rollout.group import Groups
+
+
+def gate_of(mode, *, spare=0, max_running=100, host=0, num_hosts=1):
+    settings = {
+        "rollout.mode": mode,
+        "rollout.spare_groups": spare,
+        "rollout.group_size": 2,
+        "rollout.max_lag": 1,
+        "rollout.max_running": max_running,
+        "train.groups_per_step": 4,
+    }
+    recipe = load_recipe("quickstart", settings=tuple(f"{name}={value}" for name, value in settings.items()))
+    return Gate(recipe, host=host, num_hosts=num_hosts)
+
+
+def groups_of(num):
+    groups = Groups(group_size=2, redundancy=0)
+    for number in range(num):
+        groups.begin(f"lake/{number}")
+    return groups
+
+
+@pytest.mark.parametrize(("mode", "ahead"), [("sync", 4), ("one-step-off", 4), ("async", 8)])
+def test_at_first_a_mode_that_waits_begins_one_batch_and_async_as_many_as_may_lag(mode, ahead):
+    assert gate_of(mode).admitted(groups_of(0), num_unsealed=0, num_waiting=0) == ahead
+
+
+@pytest.mark.parametrize(("mode", "more"), [("sync", 0), ("one-step-off", 4), ("async", 4)])
+def test_while_training_has_a_batch_only_sync_begins_nothing(mode, more):
+    assert gate_of(mode).admitted(groups_of(0), num_unsealed=0, num_waiting=8) == more
+
+
+@pytest.mark.parametrize(("mode", "more"), [("sync", 1), ("one-step-off", 0), ("async", 5)])
+def test_a_lost_group_is_replaced_at_once_unless_its_batch_leads_by_one(mode, more):
+    assert gate_of(mode).admitted(groups_of(3), num_unsealed=0, num_waiting=0) == more
+
+
+def test_what_is_on_its_way_to_the_disk_counts():
+    assert gate_of("sync").admitted(groups_of(0), num_unsealed=6, num_waiting=0) == 1
+
+
+def test_a_batch_is_complete_without_its_spare_groups():
+    gate = gate_of("sync", spare=2)
+    assert gate.opened(4, groups_of(0)) == 6
+    assert [gate.released() for _ in range(4)] == [False, False, False, True]
+
+
+def test_spare_groups_take_only_the_room_that_there_is():
+    assert gate_of("sync", spare=2, max_running=10).opened(4, groups_of(0)) == 5
+
+
+def test_async_has_no_batches_and_nothing_to_spare():
+    gate = gate_of("async", spare=2)
+    assert gate.opened(4, groups_of(0)) == 4
+    assert not any(gate.released() for _ in range(9))
+
+
+def test_hosts_share_a_batch_and_its_spare_groups():
+    opened = 0
+    for host in range(3):
+        gate = gate_of("sync", spare=2, host=host, num_hosts=3)
+        opened += gate.opened(gate.admitted(groups_of(0), num_unsealed=0, num_waiting=0), groups_of(0))
+    assert opened == 6

@@ -1,0 +1,227 @@
+"""Figures of the events, and the reader that gives them to sinks."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpcrl.events import EventLog
+from hpcrl.files import private_dir, publish_json, read_json
+from hpcrl.metrics.__main__ import Feeder
+from hpcrl.metrics.figures import figures_of
+from hpcrl.recipe import Metrics, load_recipe
+from hpcrl.reporter import RESTARTS, Reporter
+from hpcrl.rundir import RunDir
+from tests.campaigns import until
+
+STEP = {
+    "reward_mean": 0.5,
+    "kl": None,
+    "loss": float("nan"),
+    "lags": {"0": 6, "1": 2},
+    "times": {"learn": 1.5},
+    "grad_norm": 2,
+    "mfu": None,
+}
+
+
+class Shelf:
+    """A sink that keeps what it is given, until it breaks."""
+
+    def __init__(self, *, breaks_at: int = -1) -> None:
+        self.shown: list[tuple[int, dict[str, float]]] = []
+        self.calls: list[str] = []
+        self._breaks_at = breaks_at
+
+    def write(self, figures):
+        if figures.step == self._breaks_at:
+            raise OSError("the disk is full")
+        self.shown.append((figures.step, figures.values))
+
+    def go_back_before(self, step):
+        self.shown = [(shown, values) for shown, values in self.shown if shown < step]
+
+    def flush(self):
+        self.calls.append("flush")
+
+    def close(self):
+        self.calls.append("close")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path)
+    for directory in (run.events, run.metrics, run.job(0).logs):
+        private_dir(directory)
+    publish_json(run.campaign, {"name": "c", "created": 1.0})
+    recipe = load_recipe("quickstart", settings=("metrics.tensorboard=true", "metrics.wandb=offline"))
+    run.recipe.write_bytes(msgspec.json.encode(recipe))
+    return run
+
+
+def trainer(run: RunDir) -> EventLog:
+    return EventLog(run.events / "000-train-0.jsonl", job=0, role="train", worker="000-train-0")
+
+
+def feeder(run, **makers):
+    told = []
+    made = Feeder(run, makers, emit=lambda event, **fields: told.append((event, fields)))
+    made.open()
+    return made, told
+
+
+def test_a_step_gives_numbers_under_headings_and_leaves_out_what_is_none():
+    figures = figures_of({"event": "step", "time": 7.0, "step": 3, **STEP})
+    assert (figures.step, figures.time) == (3, 7.0)
+    assert figures.values == {
+        "reward/reward_mean": 0.5,
+        "policy/grad_norm": 2.0,
+        "staleness/lag_0": 6.0,
+        "staleness/lag_1": 2.0,
+        "time/learn_s": 1.5,
+    }
+
+
+def test_an_evaluation_is_shown_at_its_version_and_other_events_are_not_shown():
+    told = {"event": "evaluation", "time": 1.0, "version": 20, "reward_mean": 0.25, "domains": {"a": 0.25}}
+    assert figures_of(told).values == {"evaluation/reward_mean": 0.25, "evaluation/reward_mean/a": 0.25}
+    assert figures_of(told).step == 20
+    assert figures_of({"event": "episodes", "time": 1.0}) is None
+
+
+def test_every_figure_of_the_issue_is_in_a_step_event_and_under_a_heading():
+    from hpcrl.metrics.figures import GROUPS
+    from hpcrl.trainers.base import StepMetrics
+
+    fields = set(StepMetrics.__struct_fields__) | {"mfu", "wait_s"}  # the role adds these two
+    assert {name for names in GROUPS.values() for name in names} <= fields
+    assert {"reward_mean", "length_mean", "kl", "entropy", "clip_fraction", "lags", "grad_norm", "times"} <= fields
+    assert {"is_ratio_p05", "is_ratio_p50", "is_ratio_p95", "tokens_per_s"} <= fields
+
+
+def test_a_reader_goes_on_where_the_last_one_left_off(run):
+    log, first, second = trainer(run), Shelf(), Shelf()
+    log.emit("step", step=1, **STEP)
+    one, _ = feeder(run, shelf=lambda: first)
+    one.feed()
+    log.emit("step", step=2, **STEP)
+    two, _ = feeder(run, shelf=lambda: second)
+    two.feed()
+    assert [step for step, _ in first.shown] == [1]
+    assert [step for step, _ in second.shown] == [2]
+
+
+def test_steps_that_a_resume_went_back_behind_are_taken_back(run):
+    log, shelf = trainer(run), Shelf()
+    made, _ = feeder(run, shelf=lambda: shelf)
+    for step in (1, 2, 3):
+        log.emit("step", step=step, **STEP)
+    log.emit("resumed", step=1, version=4)
+    log.emit("step", step=2, **STEP)
+    made.feed()
+    assert [step for step, _ in shelf.shown] == [1, 2]
+
+
+def test_a_sink_that_fails_is_told_of_and_the_others_go_on(run):
+    def never():
+        raise ImportError("no such package")
+
+    log, bad, good = trainer(run), Shelf(breaks_at=2), Shelf()
+    made, told = feeder(run, missing=never, bad=lambda: bad, good=lambda: good)
+    for step in (1, 2, 3):
+        log.emit("step", step=step, **STEP)
+        made.feed()
+    made.close()
+    assert [step for step, _ in good.shown] == [1, 2, 3]
+    assert [step for step, _ in bad.shown] == [1]
+    assert [fields["detail"].split()[0] for _, fields in told] == ["missing", "bad"]
+    assert good.calls[-1] == "close"
+    assert "close" not in bad.calls
+
+
+def test_tensorboard_shows_what_was_learned_and_not_what_was_taken_back(run):
+    pytest.importorskip("tensorboard")
+    from hpcrl.metrics.sinks import sinks_of
+
+    log = trainer(run)
+    made, told = feeder(run, **sinks_of(Metrics(tensorboard=True), run=run))
+    for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3)):
+        log.emit("step", step=step, reward_mean=reward)
+    log.emit("resumed", step=1, version=4)
+    log.emit("step", step=2, reward_mean=0.9)
+    made.feed()
+    made.close()
+    assert told == []
+    assert shown_in(run.metrics / "tensorboard") == {1: 0.1, 2: 0.9}
+
+
+def shown_in(directory: Path) -> dict[int, float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return {one.step: round(one.value, 6) for one in events.Scalars("reward/reward_mean")}
+
+
+def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_asked(run):
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    trainer(run).emit("step", step=1, reward_mean=0.5)
+    faults = []
+    reporter = Reporter(run, run.job(0), emit=lambda event, **fields: faults.append(fields))
+    reporter.tend()
+    until((run.metrics / "read.json").exists, what="the reader has read", timeout_s=240)
+    reporter.close()
+    assert faults == []
+    assert not [line for line in (run.events / "000-metrics-0.jsonl").read_text().splitlines() if "fault" in line]
+    assert shown_in(run.metrics / "tensorboard") == {1: 0.5}
+    stored = list((run.metrics / "wandb").rglob("*.wandb"))
+    assert len(stored) == 1
+    assert b"reward/reward_mean" in stored[0].read_bytes()
+
+
+def test_a_reader_that_cannot_live_is_begun_anew_a_few_times_and_then_let_be(run):
+    faults = []
+    reporter = Reporter(run, run.job(0), emit=lambda event, **fields: faults.append(fields["detail"]))
+    run.recipe.write_text("{}")  # it cannot even read what it is asked to do
+
+    def given_up() -> bool:
+        reporter.tend()
+        return len(faults) == RESTARTS + 1
+
+    until(given_up, what="the reader was begun a few times", timeout_s=240)
+    for _ in range(3):
+        reporter.tend()
+        time.sleep(0.1)
+    reporter.close()
+    assert len(faults) == RESTARTS + 1
+    assert "exit code 1" in faults[0]
+    assert "ValidationError" in faults[0]
+
+
+def test_a_package_that_is_missing_is_refused_before_anything_is_queued():
+    recipe = load_recipe("quickstart", settings=("metrics.tensorboard=true",))
+    code = (
+        "import sys, importlib.util as u; real = u.find_spec; "
+        "u.find_spec = lambda name, *more: None if name == 'tensorboard' else real(name, *more); "
+        "from hpcrl.envs.check import main; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=msgspec.json.encode(recipe), capture_output=True, check=False
+    )
+    assert done.returncode == 2
+    assert b"pip install 'hpcrl[tensorboard]'" in done.stderr
+
+
+def test_what_was_read_is_on_record_only_after_it_was_given(run):
+    class Slow(Shelf):
+        def flush(self):
+            assert not (run.metrics / "read.json").exists()
+
+    trainer(run).emit("step", step=1, **STEP)
+    made, _ = feeder(run, slow=Slow)
+    made.feed()
+    assert read_json(run.metrics / "read.json")["000-train-0.jsonl"] > 0

@@ -1,0 +1,177 @@
+"""What dead processes leave in shared memory goes; what is alive, young or of somebody else stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcrl.files import private_dir
+from hpcrl.rundir import RunDir
+from hpcrl.weights import remains
+from hpcrl.weights.layout import Layout
+from hpcrl.weights.remains import Ledger, sweep
+from hpcrl.weights.window import Window
+from hpcrl.weights.window_file import SHARED_MEMORY, Key
+
+LAYOUT = Layout.pack([("w", "float32", (4,))])
+SEGMENT = """
+import sys, time
+from multiprocessing import resource_tracker, shared_memory
+memory = shared_memory.SharedMemory(create=True, size=8192)
+resource_tracker.unregister("/" + memory.name, "shared_memory")  # it would clear up, were it not killed too
+print(memory.name, flush=True)
+time.sleep(1000)
+"""
+KEEPER = """
+import sys, time
+from hpcrl.weights.remains import Ledger
+ledger = Ledger()
+ledger.note([int(sys.argv[1])])
+print("noted", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture(autouse=True)
+def all_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every file had been there for a while."""
+    monkeypatch.setattr(remains, "YOUNG_S", -1.0)
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Starts a program that says one word when it is ready, and is killed at the end."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(program: str, *arguments: object) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", program, *map(str, arguments)]
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return running[-1]
+
+    yield start
+    for process in running:
+        kill(process)
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def said(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def window(tmp_path: Path, name: str) -> Window:
+    run = RunDir(tmp_path / name)
+    private_dir(run.root)
+    made = Window.create(Key(campaign=run.root, node="n", directory=tmp_path), LAYOUT, job=run.job(0))
+    made.begin(1, step=1)
+    made.commit()
+    return made
+
+
+def test_a_window_that_nobody_has_open_is_removed(tmp_path: Path) -> None:
+    made = window(tmp_path, "dead")
+    made.close()
+    assert sweep(tmp_path) == [made.path.name]
+    assert not made.path.exists()
+
+
+def test_a_window_that_only_a_reader_has_open_stays(tmp_path: Path) -> None:
+    made = window(tmp_path, "alive")
+    made.close()
+    reader = Window.open(Key(campaign=tmp_path / "alive", node="n", directory=tmp_path))
+    assert reader is not None
+    assert sweep(tmp_path) == []
+    with reader.reading(1):
+        pass
+    reader.close()
+    assert sweep(tmp_path) == [made.path.name]
+
+
+def test_who_makes_a_window_removes_those_of_the_dead_and_not_those_of_the_living(tmp_path: Path) -> None:
+    dead, alive = window(tmp_path, "dead"), window(tmp_path, "alive")
+    dead.close()
+    new = window(tmp_path, "new")
+    assert (dead.path.exists(), alive.path.exists(), new.path.exists()) == (False, True, True)
+    alive.close()
+    new.close()
+
+
+def test_a_window_being_made_by_one_who_was_killed_is_removed(tmp_path: Path) -> None:
+    fresh = tmp_path / f"hpcrl-{os.getuid()}-x-0-n.new"
+    fresh.write_bytes(b"")
+    assert sweep(tmp_path) == [fresh.name]
+
+
+def test_what_was_touched_lately_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = window(tmp_path, "young")
+    made.close()
+    monkeypatch.setattr(remains, "YOUNG_S", 3600.0)
+    assert sweep(tmp_path) == []
+    assert made.path.exists()
+
+
+def test_files_of_other_kinds_and_users_stay(tmp_path: Path) -> None:
+    mine = f"hpcrl-{os.getuid()}-"
+    foreign = [tmp_path / f"{mine}notes", tmp_path / "psm_12345678", tmp_path / f"hpcrl-{os.getuid() + 1}-c-0-n"]
+    for path in foreign:
+        path.write_bytes(b"something")
+    target = tmp_path / "target"
+    target.write_bytes(b"kept")
+    (tmp_path / f"{mine}link.new").symlink_to(target)
+    assert sweep(tmp_path) == []
+    assert all(path.exists() for path in [*foreign, target])
+
+
+def test_segments_of_killed_processes_are_removed_by_their_keeper(
+    started: "Callable[..., subprocess.Popen[str]]",
+) -> None:
+    owner = started(SEGMENT)
+    segment = SHARED_MEMORY / said(owner)
+    ledger = Ledger()
+    ledger.note([owner.pid])
+    kill(owner)
+    assert segment.exists(), "what this is about"
+    assert ledger.clear() == [segment.name]
+    assert not segment.exists()
+
+
+def test_segments_of_a_killed_keeper_are_removed_by_who_comes_next(
+    started: "Callable[..., subprocess.Popen[str]]",
+) -> None:
+    owner = started(SEGMENT)
+    segment = SHARED_MEMORY / said(owner)
+    keeper = started(KEEPER, owner.pid)
+    assert said(keeper) == "noted"
+    kill(owner)
+    assert segment.name not in sweep(), "its keeper lives"
+    kill(keeper)
+    assert segment.name in sweep()
+    assert not segment.exists()
+
+
+def test_a_name_that_was_used_again_is_left_alone(
+    started: "Callable[..., subprocess.Popen[str]]",
+) -> None:
+    owner = started(SEGMENT)
+    segment = SHARED_MEMORY / said(owner)
+    ledger = Ledger()
+    ledger.note([owner.pid])
+    kill(owner)
+    other = segment.with_name(f"{segment.name}.{time.monotonic_ns()}")
+    other.write_bytes(b"of another")  # while the first one is there, so that its inode is another
+    other.rename(segment)
+    assert ledger.clear() == []
+    assert segment.read_bytes() == b"of another"
+    segment.unlink()

@@ -1,0 +1,81 @@
+"""What `hpcrl export` writes, served by vLLM: it says each token with the log-prob that the trainer gives it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.engines.base import Completion, GenerateRequest
+from hpcrl.engines.tiny import make_tiny_model
+from hpcrl.learn.batch import make_rows, packed_batches
+from hpcrl.learn.consumed import Consumed
+from hpcrl.recipe import TinyModel, Train
+from hpcrl.rundir import RunDir
+from hpcrl.spool.record import Trajectory
+from hpcrl.trainers.checkpoint import save
+from hpcrl.trainers.export import export
+from hpcrl.trainers.torch import TorchTrainer
+from tests.vllm.served import place
+
+PROMPT = [2, 45, 78, 5, 36, 3]
+NUM_SAID = 24
+CLOSE = 1e-3
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[TorchTrainer, Path]:
+    """A trainer that has moved far from where it began, and its model as it is exported."""
+    torch.set_num_threads(1)
+    run = RunDir(tmp_path / "trained")
+    run.root.mkdir()
+    make_tiny_model(run.model, TinyModel(context_length=512), seed=0)
+    trainer = TorchTrainer(run.model, Train(num_steps=2, groups_per_step=1, learning_rate=1e-2), seed=0)
+    rng = np.random.default_rng(0)
+    for step in (1, 2):
+        episodes = [episode(rng.integers(0, 90, 40).tolist(), index=index) for index in range(4)]
+        assert trainer.train_step(episodes, step=step, version=step).skipped is None
+    save(run.checkpoints, step=2, version=2, trainer=trainer, consumed=Consumed())
+    export(run, tmp_path / "exported")
+    return trainer, tmp_path / "exported"
+
+
+def episode(token_ids: list[int], *, index: int = 0, begins: int = 6) -> Trajectory:
+    """An episode in which the model said everything from `begins` on."""
+    said = np.arange(len(token_ids)) >= begins
+    return Trajectory(
+        id=f"t/0/{index}",
+        group="t/0",
+        domain="t",
+        seed=0,
+        status="done",
+        producer="000-env-0",
+        created=0.0,
+        start_version=0,
+        end_version=0,
+        turns=[],
+        reward=float(index % 2),
+        token_ids=np.array(token_ids, np.int32),
+        logprobs=np.where(said, -4.6, 0.0).astype(np.float32),
+        versions=np.zeros(len(token_ids), np.int32),
+        loss_mask=said,
+    )
+
+
+def trainers_logprobs(trainer: TorchTrainer, said: Completion) -> list[float]:
+    told = episode([*PROMPT, *said.token_ids], begins=len(PROMPT))
+    rows, _ = make_rows([told], credits=[[0.0]], max_length=trainer.max_length)
+    with torch.no_grad():
+        logprobs_N = trainer._logprobs(packed_batches(rows, tokens_per_micro_batch=512)[0])
+    return list(logprobs_N.tolist())
+
+
+def test_vllm_loads_the_export_and_agrees_with_the_trainer(trained: tuple[TorchTrainer, Path], tmp_path: Path) -> None:
+    trainer, exported = trained
+    with place(tmp_path / "campaign", exported) as there, there.engines("exported") as found:
+        request = GenerateRequest(request_id="a", token_ids=PROMPT, max_new_tokens=NUM_SAID, temperature=1.0)
+        said = there.do(found[0].engine.generate(request))
+    assert len(said.token_ids) > 4
+    assert said.logprobs == pytest.approx(trainers_logprobs(trainer, said), abs=CLOSE)
+    began = TorchTrainer(tmp_path / "trained" / "model", Train(num_steps=1, groups_per_step=1, learning_rate=1.0))
+    assert said.logprobs != pytest.approx(trainers_logprobs(began, said), abs=0.1)  # it is not the model of the start

@@ -1,0 +1,94 @@
+"""A twin takes weights while its model is in use, changes places with it, and gives back what the model had."""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from hpcrl.weights.vllm_twin import Twin
+
+CONFIG = SimpleNamespace(dtype=torch.float32)
+
+
+class Tied(torch.nn.Module):
+    """The same matrix at both ends, as in small language models, and something that is made of it after loading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 4)
+        self.middle = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.arange(4.0))
+        self.requires_grad_(False)
+        self.scale: Any = torch.ones(1)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.head(self.middle(self.embed(ids)) + self.table) * self.scale
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        own = dict(self.named_parameters())
+        for name, tensor in weights:
+            own[name].weight_loader(own[name], tensor)
+        self.scale = torch.full((1,), 2.0)
+
+
+@pytest.fixture
+def model() -> Tied:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    torch.manual_seed(0)
+    made = Tied().eval()
+    record_metadata_for_reloading(made)
+    return made
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"embed.weight": (8, 4), "middle.weight": (4, 4), "middle.bias": (4,)}
+    return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+
+
+def expected(tensors: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    middle = tensors["embed.weight"][ids] @ tensors["middle.weight"].T + tensors["middle.bias"] + torch.arange(4.0)
+    return middle @ tensors["embed.weight"].T * 2
+
+
+def filled(model: Tied, tensors: dict[str, torch.Tensor]) -> "Twin":
+    from hpcrl.weights.vllm_twin import Twin
+
+    twin = Twin(model)
+    twin.fill(tensors.items(), model_config=CONFIG)
+    return twin
+
+
+def test_the_model_does_not_change_while_its_twin_is_filled(model: Tied) -> None:
+    ids = torch.arange(8)
+    before = model(ids)
+    filled(model, weights(1))
+    assert torch.equal(model(ids), before)
+
+
+@pytest.mark.parametrize("num_versions", [1, 2, 3])
+def test_after_the_change_the_model_computes_with_the_new_weights(model: Tied, num_versions: int) -> None:
+    ids = torch.arange(8)
+    for version in range(num_versions):
+        twin = filled(model, weights(version))
+        twin.take_over()
+        twin.let_go()
+        assert torch.allclose(model(ids), expected(weights(version), ids), atol=1e-5)
+    assert model.head.weight is model.embed.weight
+
+
+def test_what_the_model_had_is_kept_until_it_is_let_go(model: Tied) -> None:
+    old = model.middle.weight.data_ptr()
+    twin = filled(model, weights(1))
+    twin.take_over()
+    held = {tensor.data_ptr() for _, tensor in twin._replaced()}
+    assert old in held
+    twin.let_go()
+    assert all(tensor.numel() == 0 for _, tensor in twin._replaced())
+    assert model.middle.weight.numel() == 16
