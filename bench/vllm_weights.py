@@ -7,6 +7,8 @@ Both keep the running requests and compute their KV anew. The same server does b
 is watched; its longest silence while weights change is what counts. No silence is shorter than the step that computes
 KV anew, which on a CPU takes the longer the more tokens the stream has: so it is a short one, of as many tokens for
 both; what a step over so many takes by itself is told too, as are the times from pause to resume and between tokens.
+
+Chosen after figures had been seen: only silences during the update count, and both ways begin at the same length.
 """
 
 import asyncio

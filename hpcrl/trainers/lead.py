@@ -107,8 +107,12 @@ class Leader:
         return _rows(self._ahead, dealt.shares, ahead, share=self._mine.share)
 
     def _guessed(self, *, step: int, version: int) -> list[Share]:
-        """The shares of a step that is not chosen yet; none where there is nothing to guess from, or no such step."""
-        trajectories = self.upcoming(version) if step <= self._train.num_steps else ()
+        """The shares of a step that is not chosen yet; none where there is nothing to guess from, or no such step.
+
+        Nor where dealing calls the user's nodes: they see what is trained on, and nothing else.
+        """
+        can_guess = step <= self._train.num_steps and not self._train.pipeline
+        trajectories = self.upcoming(version) if can_guess else ()
         if not trajectories:
             return []
         guess = deal(
