@@ -4,17 +4,17 @@ import asyncio
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from hpcrl.endpoints import Endpoint
-from hpcrl.engines.base import Engine, GenerateRequest, Part
+from hpcrl.engines.base import Completion, Engine
 from hpcrl.engines.chat import load_chat, load_template
 from hpcrl.engines.http import RemoteEngine, client_session
-from hpcrl.envs.base import Env, is_program, make_program
+from hpcrl.envs.base import Env
 from hpcrl.envs.pool import open_env
 from hpcrl.errors import SpoolError
 from hpcrl.files import read_json
@@ -26,18 +26,18 @@ from hpcrl.rollout.agenda import Agenda
 from hpcrl.rollout.assembly import make_router
 from hpcrl.rollout.awaited import Telling, UnderWay
 from hpcrl.rollout.budget import FaultBudget
-from hpcrl.rollout.courses import whose
+from hpcrl.rollout.counted import Counted
 from hpcrl.rollout.curriculum import Curriculum
-from hpcrl.rollout.episode import Layout, Limits, now, run_episode
+from hpcrl.rollout.episode import Layout, now
 from hpcrl.rollout.evaluation import Doing, Evaluator
 from hpcrl.rollout.gate import Gate
 from hpcrl.rollout.group import Ending, Groups
 from hpcrl.rollout.journal import Journal, reserve_block
-from hpcrl.rollout.program import run_program
+from hpcrl.rollout.playing import Player
 from hpcrl.rollout.proxy import Proxy
 from hpcrl.rollout.router import Router
 from hpcrl.rollout.scorer import load_reward, parts_of
-from hpcrl.rollout.tasks import Task, TaskStream, is_held_out, stable_hash
+from hpcrl.rollout.tasks import Task, TaskStream, stable_hash
 from hpcrl.spool.batching import BatchWriter
 from hpcrl.spool.names import Listing, counted
 from hpcrl.spool.record import TRAINABLE, Status, Trajectory
@@ -71,8 +71,8 @@ async def _host(context: Context) -> None:
             host = Host(context, router=router, layout=load_chat(context.run.model), rollouts=_on_disk(context))
             async with contextlib.AsyncExitStack() as stack:
                 if host.agenda.programs:
-                    proxy = Proxy(host, template=load_template(context.run.model))
-                    host.proxy = await stack.enter_async_context(proxy)
+                    proxy = Proxy(host.policy, template=load_template(context.run.model))
+                    host.player.proxy = await stack.enter_async_context(proxy)
                 await host.live()
 
 
@@ -94,12 +94,7 @@ class Host:
     layout: Layout
     rollouts: Rollouts
     open_env: Callable[[str, Domain], Awaitable[Env]] = open_env
-    proxy: Proxy | None = None
-    """Of agent programs, if there are any."""
     version: int = 0
-    num_tokens: int = 0
-    num_turns: int = 0
-    num_remote_prefills: int = 0
     num_unsealed: int = 0
     """Trajectories that were released and are not durable yet."""
     by_domain: dict[str, Counter[str]] = field(default_factory=dict)
@@ -116,8 +111,15 @@ class Host:
             replacements=rollout.replacements,
             max_lag=rollout.max_lag,
         )
-        model_sees = int(read_json(context.run.model / "config.json")["max_position_embeddings"])
-        self.context_length = min(model_sees, context.recipe.engine.max_model_len or model_sees)
+        self.policy = Counted(self.router, acted=self._acted)
+        self.player = Player(
+            recipe=context.recipe,
+            layout=self.layout,
+            policy=self.policy,
+            context_length=_context_length(context),
+            newest_version=lambda: self.version,
+            producer=context.name,
+        )
         self.num_hosts = context.role_plan.num_workers
         self.agenda = Agenda(
             context.recipe.domains,
@@ -234,48 +236,22 @@ class Host:
     async def _run(self, task: Task, index: int) -> Trajectory:
         """An episode of training."""
         domain = self.context.recipe.domains[task.domain]
-        return await self._run_in(
-            domain, task, index, make_env=lambda: self.agenda.env(task), limits=self._limits(domain)
+        return await self.player.play(
+            domain, task, index, make_env=lambda: self.agenda.env(task), limits=self.player.limits(domain)
         )
 
     async def play_held_out(self, task: Task, index: int, name: str, domain: Domain) -> Trajectory:
         """An episode of an evaluation: no version is too old for it."""
         limits = msgspec.structs.replace(
-            self._limits(domain), max_lag=sys.maxsize, temperature=self.context.recipe.evaluation.temperature
+            self.player.limits(domain), max_lag=sys.maxsize, temperature=self.context.recipe.evaluation.temperature
         )
         try:
             async with self.agenda.place(msgspec.structs.replace(task, domain=name)):
-                return await self._run_in(
+                return await self.player.play(
                     domain, task, index, make_env=lambda: self.open_env(name, domain), limits=limits
                 )
         finally:
             self.router.forget(task.episode(index))
-
-    async def _run_in(
-        self, domain: Domain, task: Task, index: int, *, make_env: Callable[[], Awaitable[Env]], limits: Limits
-    ) -> Trajectory:
-        """Turn by turn, or as the agent program wants it."""
-        if is_program(domain.env):
-            assert self.proxy is not None
-            return await run_program(
-                task,
-                index=index,
-                make_program=lambda: make_program(domain.env, domain.options, what=f"the environment of {task.domain}"),
-                proxy=self.proxy,
-                limits=limits,
-                newest_version=lambda: self.version,
-                producer=self.context.name,
-            )
-        return await run_episode(
-            task,
-            index=index,
-            make_env=make_env,
-            layout=self.layout,
-            policy=self,
-            limits=limits,
-            newest_version=lambda: self.version,
-            producer=self.context.name,
-        )
 
     def _book(self, task: Task, trajectory: Trajectory) -> None:
         ending = self.groups.end(trajectory, newest=self.version)
@@ -305,6 +281,9 @@ class Host:
             self.under_way.drop(episode)
         return aborted
 
+    def _acted(self, episode: str, completion: Completion) -> None:
+        self.under_way.acted(episode, version=min(completion.versions, default=self.version))
+
     def _follow(self, episode: str, ending: Ending | None) -> None:
         """Know what of a group is still under way."""
         if ending is None or ending.status not in TRAINABLE:
@@ -328,40 +307,6 @@ class Host:
             env = self.context.recipe.domains[trajectory.domain].env
             detail = f"{env} is paused for {pause_s:g} s: too many faults (rollout.max_env_faults), the last: {fault}"
             self.context.events.emit("fault", what="env-paused", detail=detail, domain=trajectory.domain)
-
-    async def generate(self, request: GenerateRequest) -> Any:
-        """One turn, through the router, counted; those of evaluations are not."""
-        completion = await self.router.generate(whose(request))
-        if not is_held_out(whose(request).domain):
-            self.num_turns += 1
-            self.num_tokens += len(completion.token_ids)
-            self.num_remote_prefills += completion.remote_prefill
-            self.under_way.acted(whose(request).trajectory, version=min(completion.versions, default=self.version))
-        return completion
-
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
-        """The same, told while it is said."""
-        counted = not is_held_out(whose(request).domain)
-        self.num_turns += counted
-        async with contextlib.aclosing(self.router.stream(whose(request))) as pieces:
-            async for piece in pieces:
-                self.num_tokens += len(piece.token_ids) * counted
-                yield piece
-
-    def _limits(self, domain: Domain) -> Limits:
-        rollout = self.context.recipe.rollout
-        return Limits(
-            max_turns=domain.max_turns,
-            max_new_tokens=domain.max_new_tokens or rollout.max_new_tokens,
-            context_length=self.context_length,
-            max_lag=rollout.max_lag,
-            temperature=rollout.temperature,
-            create_timeout_s=domain.episode_timeout_s,  # the pool keeps the domain's own, from its turn to start
-            reset_timeout_s=domain.reset_timeout_s,
-            step_timeout_s=domain.step_timeout_s,
-            episode_timeout_s=domain.episode_timeout_s,
-            env_retries=domain.env_retries,
-        )
 
     async def _seal(self, flush: Callable[[], list[str]]) -> None:
         """Make trajectories durable in a thread. A full disk loses nothing that is held; it is asked less and less."""
@@ -387,9 +332,9 @@ class Host:
         counts = {
             "running": self.groups.num_running,
             **{status.replace("-", "_"): endings[status] for status in _STATUSES},
-            "num_tokens": self.num_tokens,
-            "turns": self.num_turns,
-            "remote_prefills": self.num_remote_prefills,
+            "num_tokens": self.policy.num_tokens,
+            "turns": self.policy.num_turns,
+            "remote_prefills": self.policy.num_remote_prefills,
             "groups_lost": self.groups.num_lost,
             "replaced": self.groups.num_replaced,
             "evicted": self.groups.num_evicted,
@@ -399,6 +344,11 @@ class Host:
             self.context.events.emit("episodes", **counts)
             self.reported = counts
         self.reported_at = now()
+
+
+def _context_length(context: Context) -> int:
+    model_sees = int(read_json(context.run.model / "config.json")["max_position_embeddings"])
+    return min(model_sees, context.recipe.engine.max_model_len or model_sees)
 
 
 def _evaluator(host: Host) -> Evaluator:

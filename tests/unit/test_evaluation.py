@@ -13,7 +13,7 @@ from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.errors import PlanError
 from hpcrl.learn.evaluations import Evaluations, Part, Result, Round, due, merged, score_of
 from hpcrl.recipe import load_recipe
-from hpcrl.roles.env import Host
+from hpcrl.rollout.counted import Counted
 from hpcrl.rollout.courses import Course, Courses, whose
 from hpcrl.rollout.curriculum import Curriculum
 from hpcrl.rollout.evaluation import Doing, Evaluator, evaluated
@@ -350,18 +350,11 @@ def test_turns_of_evaluations_are_not_among_the_figures_of_training():
         return Completion(token_ids=[1, 2], logprobs=[0.0, 0.0], versions=[3, 3], finish_reason="stop")
 
     acted = []
-    host = SimpleNamespace(
-        router=SimpleNamespace(generate=said),
-        under_way=SimpleNamespace(acted=lambda *_, **__: acted.append(1)),
-        num_turns=0,
-        num_tokens=0,
-        num_remote_prefills=0,
-        version=3,
-    )
-    asyncio.run(Host.generate(host, turn("held-out:lake")))
-    assert (host.num_turns, host.num_tokens, acted) == (0, 0, [])
-    asyncio.run(Host.generate(host, turn("lake")))
-    assert (host.num_turns, host.num_tokens, acted) == (1, 2, [1])
+    policy = Counted(SimpleNamespace(generate=said), acted=lambda *_: acted.append(1))
+    asyncio.run(policy.generate(turn("held-out:lake")))
+    assert (policy.num_turns, policy.num_tokens, acted) == (0, 0, [])
+    asyncio.run(policy.generate(turn("lake")))
+    assert (policy.num_turns, policy.num_tokens, acted) == (1, 2, [1])
 
 
 class Weightless:
