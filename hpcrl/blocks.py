@@ -15,9 +15,9 @@ from typing import Any
 from parsl.jobs.states import JobState, JobStatus
 from parsl.providers.base import ExecutionProvider
 
+from hpcrl.components import RewardJobs
 from hpcrl.errors import SlurmError
 from hpcrl.files import publish
-from hpcrl.plan import RewardJobs
 from hpcrl.processes import end_group
 from hpcrl.rundir import JobDir
 from hpcrl.slurm import side

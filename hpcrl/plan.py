@@ -8,36 +8,26 @@ from typing import Literal
 import msgspec
 
 from hpcrl import cost
-from hpcrl.affinity import Choice, Demand, choose
+from hpcrl.affinity import Choice, choose
 from hpcrl.checks import check_recipe
+from hpcrl.components import (
+    PLACED,
+    Component,
+    RewardJobs,
+    account_of,
+    component_of,
+    demand_of,
+    local_component,
+    node_needs,
+    reward_jobs_of,
+)
 from hpcrl.errors import PlanError
 from hpcrl.hardware import GPUS
 from hpcrl.recipe import Recipe, Resources, RoleName
-from hpcrl.site import Partition, Site
+from hpcrl.site import Site
 from hpcrl.sizes import sized
 
 Layout = Literal["hetjob", "local"]
-
-DRIVER_CPUS = 1
-DRIVER_MEM_GIB = 2.0
-PLACED: tuple[RoleName, ...] = ("env", "prefill", "decode", "train")
-"""Roles with a component of their own, in the order of the components; rewards use spare cores of env's."""
-
-
-class Component(msgspec.Struct, frozen=True, kw_only=True):
-    """One het group of the job, as Slurm is asked for it."""
-
-    index: int
-    partition: str
-    """The site's name for it."""
-    roles: list[RoleName]
-    nodes: int
-    cpus_per_node: int
-    mem_gib_per_node: int
-    gpus_per_node: int = 0
-    gpu: str | None = None
-    slurm_flags: list[str] = []
-    """Everything that sbatch is told about this component."""
 
 
 class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,17 +40,6 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_worker: int
     cpus_per_worker: int
     mem_gib_per_worker: float
-
-
-class RewardJobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Jobs of one node that rewards may have beside this one."""
-
-    partition: str
-    """The site's name for it."""
-    max_jobs: int
-    workers_per_job: int
-    walltime_min: int
-    slurm_flags: list[str] = []
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,17 +87,17 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
     choices = _place(recipe, site)
     account = _accounts(site, choices)
     if layout == "local":
-        components = [_local_component(recipe, site, choices)]
+        components = [local_component(recipe, site, choices)]
         where: dict[RoleName, int] = dict.fromkeys(PLACED, 0)
     else:
         components = [
-            _component(index, role, choices[role], recipe, site, account=account[role])
+            component_of(index, role, choices[role], recipe, site, account=account[role])
             for index, role in enumerate(PLACED)
         ]
         where = {role: index for index, role in enumerate(PLACED)}
     _check_walltime(recipe, site, components)
     _check_memory(recipe, choices, site)
-    reward_jobs, shortfall = _reward_jobs(recipe, site)
+    reward_jobs, shortfall = reward_jobs_of(recipe, site)
     roles = [_role_plan(role, recipe, choices, where) for role in (*PLACED, "reward")]
     return Plan(
         recipe=recipe.name,
@@ -160,7 +139,7 @@ def _place(recipe: Recipe, site: Site) -> dict[RoleName, Choice]:
     taken: dict[str, int] = {}
     on_one_machine = site.scheduler == "local"
     for role in PLACED:
-        demand = _demand(role, recipe, one_machine=on_one_machine)
+        demand = demand_of(role, recipe, one_machine=on_one_machine)
         choice = choices[role] = choose(demand, site, taken=taken)
         if not on_one_machine:
             taken[choice.partition] = taken.get(choice.partition, 0) + choice.nodes
@@ -172,25 +151,13 @@ def _engine_gpus(recipe: Recipe, site: Site) -> dict[RoleName, str | None]:
     found: dict[RoleName, str | None] = {}
     one, _ = sized(recipe, gpus={})
     for role in ("prefill", "decode"):
-        choice = choose(_demand(role, one, one_machine=site.scheduler == "local"), site, taken={})
+        choice = choose(demand_of(role, one, one_machine=site.scheduler == "local"), site, taken={})
         found[role] = site.partitions[choice.partition].gpu if choice.gpus_per_worker else None
     return found
 
 
-def _demand(role: RoleName, recipe: Recipe, *, one_machine: bool) -> Demand:
-    reward = recipe.resources.reward
-    beside = role == "env"  # the driver and the rewards run on env's nodes
-    return Demand(
-        role=role,
-        resources=getattr(recipe.resources, role),
-        reserved_cpus=DRIVER_CPUS + reward.num_workers * reward.cpus_per_worker if beside else 0,
-        reserved_mem_gib=DRIVER_MEM_GIB + reward.num_workers * reward.mem_gib_per_worker if beside else 0.0,
-        min_nodes=2 if recipe.job.survive_node_loss and not one_machine else 1,
-    )
-
-
 def _accounts(site: Site, choices: dict[RoleName, Choice]) -> dict[RoleName, str | None]:
-    accounts = {role: _account(site, site.partitions[choice.partition]) for role, choice in choices.items()}
+    accounts = {role: account_of(site, site.partitions[choice.partition]) for role, choice in choices.items()}
     missing = sorted({choices[role].partition for role, account in accounts.items() if account is None})
     if site.account_required and missing:
         raise PlanError(
@@ -199,80 +166,6 @@ def _accounts(site: Site, choices: dict[RoleName, Choice]) -> dict[RoleName, str
             "or give -s site.account=..."
         )
     return accounts
-
-
-def _account(site: Site, partition: Partition) -> str | None:
-    if partition.account is not None:
-        return partition.account
-    return site.account + partition.account_suffix if site.account is not None else None
-
-
-def _component(
-    index: int, role: RoleName, choice: Choice, recipe: Recipe, site: Site, *, account: str | None
-) -> Component:
-    partition = site.partitions[choice.partition]
-    cpus, mem_gib = _node_needs(role, choice, recipe)
-    gpus = choice.gpus_per_worker * choice.workers_per_node
-    if partition.exclusive:
-        cpus, mem_gib, gpus = partition.cores_per_node, int(partition.mem_gib_per_node), partition.gpus_per_node
-    return Component(
-        index=index,
-        partition=choice.partition,
-        roles=["env", "reward"] if role == "env" else [role],
-        nodes=choice.nodes,
-        cpus_per_node=cpus,
-        mem_gib_per_node=mem_gib,
-        gpus_per_node=gpus,
-        gpu=partition.gpu if gpus else None,
-        slurm_flags=_slurm_flags(choice.nodes, cpus, mem_gib, gpus, partition, account=account, site=site),
-    )
-
-
-def _node_needs(role: RoleName, choice: Choice, recipe: Recipe) -> tuple[int, int]:
-    """Cores and GiB that one node of a role's component must give."""
-    demand = _demand(role, recipe, one_machine=False)
-    cpus = demand.reserved_cpus + choice.workers_per_node * demand.resources.cpus_per_worker
-    window_gib = 0.0 if role == "env" else cost.window_memory_gib(recipe.model.num_params or 0)
-    mem_gib = demand.reserved_mem_gib + window_gib + choice.workers_per_node * demand.resources.mem_gib_per_worker
-    return cpus, int(-(-mem_gib // 1))
-
-
-def _slurm_flags(
-    nodes: int, cpus: int, mem_gib: int, gpus: int, partition: Partition, *, account: str | None, site: Site
-) -> list[str]:
-    """Nothing of these propagates between components, so each says all of it."""
-    flags = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
-    if partition.slurm_partition:
-        flags.append(f"--partition={partition.slurm_partition}")
-    if partition.constraint:
-        flags.append(f"--constraint={partition.constraint}")
-    if partition.qos:
-        flags.append(f"--qos={partition.qos}")
-    if account:
-        flags.append(f"--account={account}")
-    if partition.mem_flag and not partition.exclusive:
-        flags.append(f"--mem={mem_gib}G")
-    if partition.exclusive:
-        flags.append("--exclusive")
-    if gpus:
-        kind = f"{partition.gres_type}:" if partition.gres_type else ""
-        flags.append(f"--gres=gpu:{kind}{gpus}" if partition.gpu_request == "gres" else f"--gpus-per-node={kind}{gpus}")
-    if site.network.srun_network:
-        flags.append(f"--network={site.network.srun_network}")
-    return [*flags, *partition.extra_flags]
-
-
-def _local_component(recipe: Recipe, site: Site, choices: dict[RoleName, Choice]) -> Component:
-    """One machine holds all roles; its partition bounds each of them, not their sum (roles idle in turns)."""
-    needs = [_node_needs(role, choices[role], recipe) for role in PLACED]
-    return Component(
-        index=0,
-        partition=choices["env"].partition,
-        roles=[*PLACED, "reward"],
-        nodes=1,
-        cpus_per_node=sum(cpus for cpus, _ in needs),
-        mem_gib_per_node=sum(mem for _, mem in needs),
-    )
 
 
 def _role_plan(role: RoleName, recipe: Recipe, choices: dict[RoleName, Choice], where: dict[RoleName, int]) -> RolePlan:
@@ -287,36 +180,6 @@ def _role_plan(role: RoleName, recipe: Recipe, choices: dict[RoleName, Choice], 
         cpus_per_worker=resources.cpus_per_worker,
         mem_gib_per_worker=resources.mem_gib_per_worker,
     )
-
-
-def _reward_jobs(recipe: Recipe, site: Site) -> tuple[RewardJobs | None, list[str]]:
-    """The cheap partition for jobs of rewards, or what is said where there is none."""
-    if recipe.reward.placement != "elastic":
-        return None, []
-    resources = recipe.resources.reward
-    local = site.scheduler == "local"
-    for label, partition in site.partitions.items():
-        if not local and (not partition.preemptible or partition.gpu):
-            continue
-        fits = min(
-            partition.cores_per_node // resources.cpus_per_worker,
-            int(partition.mem_gib_per_node // resources.mem_gib_per_worker),
-        )
-        workers = min(fits, resources.num_workers)
-        account = _account(site, partition)
-        if workers == 0 or (site.account_required and account is None):
-            continue
-        cpus, mem_gib = workers * resources.cpus_per_worker, -int(-workers * resources.mem_gib_per_worker // 1)
-        jobs = RewardJobs(
-            partition=label,
-            max_jobs=recipe.reward.max_jobs,
-            workers_per_job=workers,
-            walltime_min=min(recipe.job.walltime_min, partition.max_walltime_min),
-            slurm_flags=[] if local else _slurm_flags(1, cpus, mem_gib, 0, partition, account=account, site=site),
-        )
-        return jobs, []
-    why = f"site {site.name} has no preemptible CPU partition that holds one of their workers"
-    return None, [f"rewards wanted jobs of their own, got spare cores: {why}"]
 
 
 def _check_walltime(recipe: Recipe, site: Site, components: list[Component]) -> None:
@@ -356,7 +219,7 @@ def _check_memory(recipe: Recipe, choices: dict[RoleName, Choice], site: Site) -
                 f"a {role} worker needs {needs[role]:.0f} GiB for {num_params / 1e9:.1f} billion weights and has "
                 f"{limit:.0f} GiB ({choice.partition}): raise resources.{role}.{cure}"
             )
-        wanted, there = _node_needs(role, choice, recipe)[1], site.partitions[choice.partition].mem_gib_per_node
+        wanted, there = node_needs(role, choice, recipe)[1], site.partitions[choice.partition].mem_gib_per_node
         if wanted > there:
             raise PlanError(
                 f"a {role} node needs {wanted} GiB, {cost.window_memory_gib(num_params):.0f} of them shared memory for "

@@ -23,9 +23,10 @@ from parsl.jobs.error_handlers import noop_error_handler
 from parsl.providers.base import ExecutionProvider
 
 from hpcrl.blocks import Jobs, Steps
+from hpcrl.components import Component, RewardJobs
 from hpcrl.couriers import Couriers, Way
 from hpcrl.files import publish
-from hpcrl.plan import Component, Plan, RewardJobs, RolePlan
+from hpcrl.plan import Plan, RolePlan
 from hpcrl.processes import EXIT_DONE, EXIT_DRAINED, end_group
 from hpcrl.recipe import RoleName
 from hpcrl.rundir import JobDir, RunDir

@@ -7,9 +7,10 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from hpcrl.components import Component
 from hpcrl.endpoints import this_node
 from hpcrl.errors import SlurmError
-from hpcrl.plan import Component, Plan
+from hpcrl.plan import Plan
 
 KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_HET_SIZE", "SLURM_CLUSTER_NAME", "SLURMD_NODENAME")
 """Of Slurm's variables, those that mean the same in every component."""
