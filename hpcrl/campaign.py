@@ -56,7 +56,7 @@ def _with_absolute_model(recipe: Recipe) -> Recipe:
 
 def script_of(asked: Request, *, name: str) -> str:
     """The batch script as `hpcrl plan` shows it; submitting only fills in the campaign's own path."""
-    run = RunDir(home.root_of(asked.site) / name)
+    run = RunDir(home.shown_root(asked.site) / name)
     return batch_script(asked.plan, run=run, job=0, python=_python(asked.site), exports=_exports().items())
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpcrl.errors import CampaignError, HpcrlError
+from hpcrl.errors import CampaignError, HpcrlError, SlurmError
 from hpcrl.files import discard, private_dir, read_json, sync_directory
 from hpcrl.rundir import RunDir
 from hpcrl.site import Site
@@ -83,3 +83,11 @@ def root_of(site: Site) -> Path:
     if any(character in str(absolute) for character in FORBIDDEN_IN_PATHS):
         raise HpcrlError(f"campaigns cannot lie in {str(absolute)!r}: a batch script cannot name it; set $HPCRL_HOME")
     return absolute
+
+
+def shown_root(site: Site) -> Path:
+    """The same, for people to look at anywhere: what is only set on the site stays as it is written."""
+    try:
+        return root_of(site)
+    except SlurmError:
+        return Path(site.campaigns_dir or "")

@@ -92,6 +92,13 @@ def test_a_curriculum_that_cannot_be_used_is_refused(
     assert nothing_left(home)
 
 
+def test_a_plan_for_a_site_can_be_seen_on_any_machine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCRATCH", raising=False)
+    script = hpcrl("plan", "quickstart", "--site", "perlmutter", "-s", "site.account=m1").stdout
+    assert '#SBATCH --output="$SCRATCH/hpcrl/quickstart-1/jobs/000/logs/batch.log"' in script
+    assert nothing_left(home)
+
+
 def test_missing_slurm_commands_are_named(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     message = refused("submit", "quickstart", "--site", "perlmutter", "-s", "site.account=m1")
