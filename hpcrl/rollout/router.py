@@ -27,6 +27,7 @@ from hpcrl.recipe import Routing
 from hpcrl.rollout.courses import Course, Courses
 from hpcrl.rollout.deciding import Ask, Decision, Known, decide, must_yield
 from hpcrl.rollout.flips import Flips
+from hpcrl.rollout.held_back import HeldBack
 from hpcrl.rollout.priority import HELD_OUT_LEVEL
 from hpcrl.rollout.tasks import domain_of, is_held_out
 from hpcrl.rollout.workers import Patience, Worker, sorted_out
@@ -73,8 +74,7 @@ class Router:
         self._on_route = on_route
         self._draw = random.Random(seed)
         self._workers: dict[str, Worker] = {}
-        self._room = asyncio.Event()
-        """Set and replaced when a trajectory has ended, for those that are held back."""
+        self._held_back = HeldBack[Decision]()
         self._sort_out()
         self._serving: dict[str, Worker] = {}
         self._refreshing: asyncio.Task[None] | None = None
@@ -82,6 +82,7 @@ class Router:
     async def __aenter__(self) -> Self:
         await self.refresh()
         self._refreshing = asyncio.create_task(self._keep_fresh(), name="router")
+        self._refreshing.add_done_callback(self._no_longer_fresh)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -144,6 +145,7 @@ class Router:
         if self._flips is not None:
             await self._flips.refresh(self._workers.values(), usual_turn=self.courses.usual_turn(), now=_now())
         self._sort_out()
+        self._held_back.wake()
 
     def loads(self, role: str) -> dict[str, float]:
         """The workers of a role that may be chosen now, with their loads."""
@@ -187,6 +189,10 @@ class Router:
         while True:
             await asyncio.sleep(self._patience.refresh_s)
             await self.refresh()
+
+    def _no_longer_fresh(self, refreshing: "asyncio.Task[None]") -> None:
+        if not refreshing.cancelled() and (error := refreshing.exception()) is not None:
+            self._held_back.fail(error)
 
     def _sort_out(self) -> None:
         self._known = Known(sorted_out(self._workers.values()), self._workers, self._rules)
@@ -234,8 +240,9 @@ class Router:
                 self._refreshing.result()  # a router that does not refresh would wait for nothing
             if decision.reason == "no room for KV":  # the others go on, and end some time
                 self.reasons["held back"] += 1
-                await self._room_or_refresh()
-                continue
+                decision = await self._held_back.wait(lambda: self._placed(request, course, refused=refused))
+                if decision.decode is not None:
+                    return decision
             if _now() > deadline:
                 full = f", {len(refused)} of them full" if refused else ""
                 raise EngineError(
@@ -245,9 +252,13 @@ class Router:
             await asyncio.sleep(min(0.1, self._patience.refresh_s))
             refused.clear()
 
-    async def _room_or_refresh(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._room.wait(), self._patience.refresh_s)
+    def _placed(self, request: GenerateRequest, course: Course, *, refused: set[str]) -> Decision | None:
+        """A decision whose room is taken already; None: there is none yet."""
+        decision = self.decide(request, course, refused=refused)
+        if decision.reason == "no room for KV":
+            return None
+        self._hold(course, decision.decode, num_tokens=self._num_held(request, course))
+        return decision
 
     def _ranked(self, request: GenerateRequest, course: Course) -> GenerateRequest:
         """The request with its place in the queues of engines."""
@@ -343,8 +354,7 @@ class Router:
 
     def _let_go(self, course: Course) -> None:
         self._hold(course, None, num_tokens=0)
-        self._room.set()
-        self._room = asyncio.Event()
+        self._held_back.wake()
 
     def _num_held(self, request: GenerateRequest, course: Course) -> int:
         return self.courses.room_for(course, num_tokens=len(request.token_ids))
