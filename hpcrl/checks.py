@@ -5,7 +5,7 @@ from hpcrl.config import nearest
 from hpcrl.dag import problems_of
 from hpcrl.errors import PlanError
 from hpcrl.hardware import GPUS
-from hpcrl.recipe import ROLES, Engine, Recipe, Resources, Simulated
+from hpcrl.recipe import ROLES, Engine, Recipe, Resources, Simulated, Train
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -44,13 +44,8 @@ def _check_trainer(recipe: Recipe) -> None:
             f"resources.train.num_workers = {ranks} is no multiple of train.tensor_parallel x pipeline_parallel = "
             f"{shared}: set it to {-(-ranks // shared) * shared}"
         )
-    if train.trainer == "megatron":
-        plain = {"kl": "none", "sharding": "none", "rows": "padded", "lora_rank": 0}
-        for name, known in plain.items():
-            if (seen := getattr(train, name)) != known:
-                raise PlanError(f'train.{name} = {seen!r} is not for trainer "megatron": set it to {known!r}')
-        if train.advantage == "gae":
-            raise PlanError('train.advantage = "gae" needs a critic, which trainer "megatron" has not: use "torch"')
+    if train.trainer == "megatron" and (foreign := not_for_megatron(train)) is not None:
+        raise PlanError(foreign)
     if train.lora_rank and train.sharding == "full":
         raise PlanError(
             f'train.lora_rank = {train.lora_rank} with train.sharding = "full": adapters are small and whole on every '
@@ -62,6 +57,17 @@ def _check_trainer(recipe: Recipe) -> None:
             f"a step has {batch} trajectories for {ranks // shared} ranks x train.num_minibatches = "
             f"{train.num_minibatches}: raise train.groups_per_step or lower the others"
         )
+
+
+def not_for_megatron(train: Train) -> str | None:
+    """What a recipe asks of its trainer that "megatron" has not, with the cure."""
+    plain = {"kl": "none", "sharding": "none", "rows": "padded", "lora_rank": 0}
+    for name, known in plain.items():
+        if (seen := getattr(train, name)) != known:
+            return f'train.{name} = {seen!r} is not for trainer "megatron": set it to {known!r}'
+    if train.advantage == "gae":
+        return 'train.advantage = "gae" needs a critic, which trainer "megatron" has not: use "torch"'
+    return None
 
 
 def _check_rollout(recipe: Recipe) -> None:
@@ -81,10 +87,7 @@ def _check_router(recipe: Recipe) -> None:
     known = sorted({*recipe.domains, "default"})
     for name in recipe.router.affinity:
         if name not in known:
-            raise PlanError(
-                f"router.affinity.{name}: there is no domain {name!r}: {nearest(name, known)}"
-                f"known are {', '.join(known)}"
-            )
+            raise PlanError(f"router.affinity.{name}: there is no domain {name!r}: {_meant(name, known)}")
 
 
 def _check_isolation(recipe: Recipe) -> None:
@@ -162,8 +165,9 @@ def _check_simulated(engine: Engine) -> None:
             f'engine.sim is set, and engine.backend is "{engine.backend}": choose backend = "sim", or take it away'
         )
     if engine.sim.gpu is not None and engine.sim.gpu not in GPUS:
-        known = sorted(GPUS)
-        raise PlanError(
-            f"engine.sim.gpu = {engine.sim.gpu!r} is not in the catalogue: {nearest(engine.sim.gpu, known)}"
-            f"known are {', '.join(known)}"
-        )
+        known = _meant(engine.sim.gpu, sorted(GPUS))
+        raise PlanError(f"engine.sim.gpu = {engine.sim.gpu!r} is not in the catalogue: {known}")
+
+
+def _meant(name: str, known: list[str]) -> str:
+    return f"{nearest(name, known)}known are {', '.join(known)}"

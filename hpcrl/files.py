@@ -49,7 +49,16 @@ class staged:  # noqa: N801 - reads as a statement: `with staged(path) as tempor
 
 def sync_directory(directory: Path) -> None:
     """Make renames and new names in `directory` durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(directory, os.O_DIRECTORY)
+
+
+def sync_file(path: Path) -> None:
+    """Make durable what others have written into a file."""
+    _sync(path)
+
+
+def _sync(path: Path, flags: int = 0) -> None:
+    fd = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(fd)
     finally:

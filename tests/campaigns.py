@@ -83,3 +83,10 @@ def num_consumed_groups(run: RunDir) -> int:
     newest = sorted(run.checkpoints.iterdir())[-1]
     runs = read_json(newest / "consumed.json")["runs"]
     return sum(end - start for pairs in runs.values() for start, end in pairs)
+
+
+def end_campaigns(home: Path) -> None:
+    """End whatever a test has left running in its home; nothing may be left of any campaign."""
+    for run in (home / "campaigns").iterdir():
+        hpcrl("stop", "--now", run.name, check=False)
+    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)

@@ -4,7 +4,6 @@ Its 100 tokens are printable ASCII, newline and four marks, so that a random pol
 learns in seconds. Anything else in a text becomes "?".
 """
 
-import os
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.errors import ConfigError
-from hpcrl.files import staged
+from hpcrl.files import staged, sync_file
 from hpcrl.recipe import TinyModel
 
 MARKS = ("<pad>", "<eos>", "<user>", "<agent>")
@@ -39,7 +38,7 @@ def make_tiny_model(directory: Path, spec: TinyModel, *, seed: int) -> None:
         model.save_pretrained(temporary)
         _tokenizer(spec).save_pretrained(temporary)
         for path in temporary.iterdir():
-            _sync(path)
+            sync_file(path)
 
 
 def _config(spec: TinyModel) -> Qwen2Config:
@@ -84,11 +83,3 @@ def _tokenizer(spec: TinyModel) -> PreTrainedTokenizerFast:
         model_max_length=spec.context_length,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -23,7 +23,7 @@ def main() -> int:
             if more := recipe.evaluation.options.get(name):
                 make_env(domain.env, {**domain.options, **more}, what=f"evaluation.options.{name}")
         _check_curriculum(recipe)
-        _check_metrics(recipe)
+        check_packages(recipe)
         _check_pipeline(recipe)
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201 - this is the program's answer
@@ -44,7 +44,8 @@ def _check_curriculum(recipe: Recipe) -> None:
         raise ConfigError(f"rollout.curriculum = {name!r}: {type(error).__name__}: {error}: {cure}") from error
 
 
-def _check_metrics(recipe: Recipe) -> None:
+def check_packages(recipe: Recipe) -> None:
+    """What only some recipes need, and only some installations have."""
     metrics = recipe.metrics
     for package, asked in (("tensorboard", metrics.tensorboard), ("wandb", metrics.wandb != "off")):
         if asked and find_spec(package) is None:
@@ -52,6 +53,11 @@ def _check_metrics(recipe: Recipe) -> None:
                 f"[metrics] asks for {package}, and {sys.executable} has no such package: "
                 f"pip install 'hpcrl[{package}]' there, or take it out of [metrics]"
             )
+    if recipe.train.lora_rank and find_spec("peft") is None:
+        raise ConfigError(
+            f"train.lora_rank = {recipe.train.lora_rank} needs the package peft, which {sys.executable} has not: "
+            "pip install 'hpcrl[lora]' there, or set it to 0"
+        )
 
 
 def _check_pipeline(recipe: Recipe) -> None:
@@ -59,15 +65,6 @@ def _check_pipeline(recipe: Recipe) -> None:
         what = f"train.pipeline.{name}.function"
         if node.function is not None and not callable(load_code(node.function, what=what)):
             raise ConfigError(f"{what} = {node.function!r} is no function")
-
-
-def check_packages(recipe: Recipe) -> None:
-    """What only some recipes need, and only some installations have."""
-    if recipe.train.lora_rank and find_spec("peft") is None:
-        raise ConfigError(
-            f"train.lora_rank = {recipe.train.lora_rank} needs the package peft, which {sys.executable} has not: "
-            "pip install 'hpcrl[lora]' there, or set it to 0"
-        )
 
 
 if __name__ == "__main__":

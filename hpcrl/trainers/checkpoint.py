@@ -11,7 +11,6 @@ No pickle: safetensors and JSON.
 """
 
 import math
-import os
 import re
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import msgspec
 import xxhash
 
 from hpcrl.errors import TrainError
-from hpcrl.files import discard, private_dir, publish, staged, sync_directory
+from hpcrl.files import discard, private_dir, publish, staged, sync_directory, sync_file
 from hpcrl.learn.consumed import Consumed
 from hpcrl.trainers.base import Trainer, Writable
 
@@ -237,11 +236,7 @@ def _decode(data: bytes) -> Checkpoint:
 
 def _sealed(path: Path) -> Content:
     """Make a file of a checkpoint durable and note what it holds."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync_file(path)
     sync_directory(path.parent)
     return Content(num_bytes=path.stat().st_size, xxh3=_xxh3(path))
 

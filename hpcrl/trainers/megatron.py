@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
+from hpcrl.checks import not_for_megatron
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import MicroBatch, Row, micro_batches, nothing, of_one_shape
 from hpcrl.learn.loss import LossSums, chosen_logprobs, log_distribution
@@ -48,7 +49,8 @@ class MegatronTrainer:
 
     def __init__(self, model_dir: Path, train: Train, *, seed: int = 0, temperature: float = 1.0, world: World) -> None:
         """`temperature` is the rollout's: the stored log-probs were taken under it."""
-        _check_known(train)
+        if (foreign := not_for_megatron(train)) is not None:
+            raise TrainError(foreign)
         self._train = train
         self._seed = seed
         self._temperature = temperature
@@ -288,13 +290,3 @@ def _causal(length: int, device: torch.device) -> Tensor:
 
 def _box(shard: Shard) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(shard.start, shard.shape, strict=True))
-
-
-def _check_known(train: Train) -> None:
-    plain = {"kl": "none", "sharding": "none", "rows": "padded", "lora_rank": 0}
-    for name, known in plain.items():
-        seen = getattr(train, name)
-        if seen != known:
-            raise TrainError(f'train.{name} = {seen!r} is not for trainer "megatron": set it to {known!r}')
-    if train.advantage == "gae":
-        raise TrainError('train.advantage = "gae" needs a critic, which trainer "megatron" has not: use "torch"')

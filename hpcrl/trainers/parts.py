@@ -7,13 +7,12 @@
 No collective: the ranks train on meanwhile, and what they tell each other then must not get out of step.
 """
 
-import os
 import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.files import discard, private_dir, publish, sync_directory
+from hpcrl.files import discard, private_dir, publish, sync_directory, sync_file
 from hpcrl.trainers.base import Writable
 
 LOOK_S = 0.02
@@ -36,7 +35,7 @@ def leave(state: Writable, directory: Path, *, rank: int) -> None:
         own.mkdir(mode=0o700)
         state.write(own)
         for path in own.iterdir():
-            _sync(path)
+            sync_file(path)
         sync_directory(own)
     except OSError as found:
         error = str(found) or type(found).__name__
@@ -74,11 +73,3 @@ class Together:
 
 def _mark(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.done"
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -10,7 +10,6 @@
 Who only wants to know which versions there are asks hpcrl.weights.versions, which imports nothing heavy.
 """
 
-import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from hpcrl.errors import WeightsError
-from hpcrl.files import discard, private_dir, publish, staged
+from hpcrl.files import discard, private_dir, publish, staged, sync_file
 from hpcrl.rundir import JobDir
 from hpcrl.weights.checksums import for_each_tensor
 from hpcrl.weights.layout import Layout, Placed
@@ -323,11 +322,7 @@ def _checksum(tensor: torch.Tensor) -> str:
 def _save(tensors: Tensors, path: Path) -> None:
     save_file(tensors, path)
     path.chmod(0o600)
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync_file(path)
 
 
 def _verify(tensors: Tensors, manifest: Manifest, *, where: str) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,9 @@ from hpcrl.files import read_json
 from hpcrl.rollout.tasks import NUM_SEEDS, is_held_out
 from hpcrl.rundir import SPOOLS, RunDir
 from hpcrl.spool.segment import read_segment
-from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+from tests.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-
-
-@pytest.fixture
-def campaigns(home: Path) -> Iterator[Path]:
-    yield home / "campaigns"
-    for run in (home / "campaigns").iterdir():
-        hpcrl("stop", "--now", run.name, check=False)
-    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)
 
 
 def evaluations(run: RunDir) -> list[dict[str, Any]]:

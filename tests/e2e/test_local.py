@@ -13,6 +13,7 @@ from hpcrl.rundir import RunDir
 from tests.campaigns import (
     SMALL,
     driver_of,
+    end_campaigns,
     hpcrl,
     num_consumed_groups,
     outcome,
@@ -29,9 +30,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 def run_of(home: Path) -> Any:
     """The directory of a campaign by name; afterwards nothing may be left of any."""
     yield lambda name: RunDir(home / "campaigns" / name)
-    for run in (home / "campaigns").iterdir():
-        hpcrl("stop", "--now", run.name, check=False)
-    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)
+    end_campaigns(home)
 
 
 def pid_of(run: RunDir, role: str) -> int:

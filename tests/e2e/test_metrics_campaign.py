@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -10,9 +9,9 @@ import pytest
 
 from hpcrl.files import read_json
 from hpcrl.rundir import RunDir
-from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+from tests.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("own_code")]
 
 RECIPE = """
 name = "nodes"
@@ -37,16 +36,6 @@ role = "policy"
 [train.pipeline.update]
 inputs = ["weigh"]
 """
-
-
-@pytest.fixture
-def campaigns(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Campaigns find the tests' own nodes; afterwards nothing may be left of any."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    yield home / "campaigns"
-    for run in (home / "campaigns").iterdir():
-        hpcrl("stop", "--now", run.name, check=False)
-    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)
 
 
 def reader_of(run: RunDir) -> psutil.Process | None:

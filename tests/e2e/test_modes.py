@@ -1,25 +1,14 @@
 """The modes that wait: whole batches come to their ends, also where rewards fail."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hpcrl.events import read_events
 from hpcrl.rundir import RunDir
-from tests.campaigns import SMALL, hpcrl, processes_of, snapshot, steps, until
+from tests.campaigns import SMALL, hpcrl, snapshot, steps
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-
-
-@pytest.fixture
-def campaigns(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Campaigns find the tests' own rewards and curricula; afterwards nothing may be left of any."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    yield home / "campaigns"
-    for run in (home / "campaigns").iterdir():
-        hpcrl("stop", "--now", run.name, check=False)
-    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("own_code")]
 
 
 @pytest.mark.parametrize(("mode", "most"), [("sync", 0), ("one-step-off", 1)])

@@ -14,7 +14,7 @@ from hpcrl.files import private_dir, read_json
 from hpcrl.rundir import RunDir
 from hpcrl.weights.versions import listed
 from hpcrl.weights.window import window_key
-from tests.campaigns import SMALL, hpcrl, outcome, processes_of, steps, until
+from tests.campaigns import SMALL, end_campaigns, hpcrl, outcome, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -23,9 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 def runs(home: Path) -> Iterator[Path]:
     """Where campaigns are; afterwards no process and no window of any is left."""
     yield home / "campaigns"
-    for run in (home / "campaigns").iterdir():
-        hpcrl("stop", "--now", run.name, check=False)
-    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)
+    end_campaigns(home)
     assert [run.name for run in (home / "campaigns").iterdir() if windows_of(RunDir(run))] == []
 
 

@@ -1,6 +1,5 @@
 """Both trainers on one GPU: the numbers of the CPU, a checkpoint that goes on elsewhere, an export that loads."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -29,8 +28,7 @@ def make(request, run):
     """A trainer on the GPU, by what the recipe changes."""
     if request.param == "torch":
         return lambda **changed: TorchTrainer(run.model, settings(**changed), seed=3, world=gpu())
-    if importlib.util.find_spec("megatron") is None:
-        pytest.skip("needs megatron-core")
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
     from hpcrl.trainers.megatron import MegatronTrainer
 
     return lambda **changed: MegatronTrainer(run.model, settings(trainer="megatron", **changed), seed=3, world=gpu())

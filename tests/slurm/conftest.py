@@ -7,7 +7,7 @@ import pytest
 from lab_tools import Lab, short_dir
 
 from hpcrl.lab import life as labs
-from tests.campaigns import hpcrl, processes_of, until
+from tests.campaigns import end_campaigns, until
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,5 @@ def campaigns(lab: Lab, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """Campaigns of this home go to the suite's lab; afterwards its queue is empty and no process is left."""
     monkeypatch.setenv("HPCRL_LAB", str(lab.state_dir))
     yield home / "campaigns"
-    for run in (home / "campaigns").iterdir():
-        hpcrl("stop", "--now", run.name, check=False)
+    end_campaigns(home)
     until(lambda: lab.run("squeue", "-h") == "", what="the queue is empty", timeout_s=60)
-    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)

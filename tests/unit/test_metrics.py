@@ -202,18 +202,22 @@ def test_a_reader_that_cannot_live_is_begun_anew_a_few_times_and_then_let_be(run
     assert "ValidationError" in faults[0]
 
 
-def test_a_package_that_is_missing_is_refused_before_anything_is_queued():
-    recipe = load_recipe("quickstart", settings=("metrics.tensorboard=true",))
+@pytest.mark.parametrize(
+    ("setting", "package", "extra"),
+    [("metrics.tensorboard=true", "tensorboard", "tensorboard"), ("train.lora_rank=8", "peft", "lora")],
+)
+def test_a_package_that_is_missing_is_refused_before_anything_is_queued(setting, package, extra):
+    recipe = load_recipe("quickstart", settings=(setting,))
     code = (
         "import sys, importlib.util as u; real = u.find_spec; "
-        "u.find_spec = lambda name, *more: None if name == 'tensorboard' else real(name, *more); "
+        f"u.find_spec = lambda name, *more: None if name == '{package}' else real(name, *more); "
         "from hpcrl.envs.check import main; sys.exit(main())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], input=msgspec.json.encode(recipe), capture_output=True, check=False
     )
     assert done.returncode == 2
-    assert b"pip install 'hpcrl[tensorboard]'" in done.stderr
+    assert f"pip install 'hpcrl[{extra}]'".encode() in done.stderr
 
 
 def test_what_was_read_is_on_record_only_after_it_was_given(run):
