@@ -1,7 +1,8 @@
 """What the OpenAI-compatible proxy costs, against what it stands before, in one run: `python -m bench.proxy`.
 
     latency    p50 of a call through the proxy: the same tokens asked of the engine straight
-    rate       requests/s through the proxy over an engine that answers at once: a bare server of the same bytes
+    rate       requests/s through the proxy over an engine that answers at once: an aiohttp application with one route
+               that answers the same bytes
     CPU        of the bare server for a request : of the proxy; the same as the rate where nobody else wants the cores
 
 Calls through the proxy and straight ones take turns, one at a time. `--engine vllm` measures latency on a real vLLM

@@ -164,9 +164,10 @@ def _check_simulated(engine: Engine) -> None:
         raise PlanError(
             f'engine.sim is set, and engine.backend is "{engine.backend}": choose backend = "sim", or take it away'
         )
-    if engine.sim.gpu is not None and engine.sim.gpu not in GPUS:
-        known = _meant(engine.sim.gpu, sorted(GPUS))
-        raise PlanError(f"engine.sim.gpu = {engine.sim.gpu!r} is not in the catalogue: {known}")
+    pretended = engine.sim.gpu or []
+    for gpu in [pretended] if isinstance(pretended, str) else pretended:
+        if gpu not in GPUS:
+            raise PlanError(f"engine.sim.gpu = {gpu!r} is not in the catalogue: {_meant(gpu, sorted(GPUS))}")
 
 
 def _meant(name: str, known: list[str]) -> str:

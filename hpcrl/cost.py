@@ -115,12 +115,17 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def usual_shape(num_params: int) -> ModelShape:
-    """What dense models of this size look like, where only the size is known: Qwen's and Llama's, within a third."""
+    """What dense models of this size look like, where only the size is known.
+
+    From 8 billion weights on, Qwen's and Llama's have as many layers and as much KV, within a third; smaller ones may
+    have half or a fifth of this KV.
+    """
     billions = num_params / 1e9
+    num_heads = max(1, round(13 * billions**0.42))
     return ModelShape(
         num_layers=max(1, round(19 * billions**0.32)),
-        num_heads=max(1, round(13 * billions**0.42)),
-        num_kv_heads=8,
+        num_heads=num_heads,
+        num_kv_heads=min(8, num_heads),
         head_dim=128,
         num_dense=num_params,
     )

@@ -64,6 +64,12 @@ def listed(directory: Path) -> list[Endpoint]:
     return found
 
 
+def free_address(host: str) -> tuple[str, int]:
+    """A port of `host` that nobody uses now, for a program that cannot be given an open socket."""
+    with socket.create_server((host, 0)) as probe:
+        return host, int(probe.getsockname()[1])
+
+
 def address_of(interface: str | None) -> str:
     """The IPv4 address to bind to: of the site's interface, else the one this host's name stands for."""
     if interface is None:

@@ -43,8 +43,8 @@ class Model(Table, frozen=True, kw_only=True):
 
     path: str | None = None
     tiny: TinyModel | None = None
-    num_params: Count | None = None
-    """Number of weights, for the plan's memory check where `path` is not readable from here."""
+    num_params: Annotated[int, Meta(ge=10**6, le=10**13)] | None = None
+    """Number of weights (not of billions), by which a plan reckons memory and workers: it does not look into `path`."""
 
 
 class Domain(Table, frozen=True, kw_only=True):
@@ -131,8 +131,9 @@ class Spool(Table, frozen=True, kw_only=True):
 class Simulated(Table, frozen=True, kw_only=True):
     """What the simulated engine pretends to be; it says tokens at random, as fast as the cost model says."""
 
-    gpu: Name | None = None
-    """A GPU type of the catalogue; without it, the one that the worker has, or an H100."""
+    gpu: Name | Annotated[list[Name], Meta(min_length=1)] | None = None
+    """A GPU type of the catalogue, or several that the workers of a role take in turns; without it, the one that the
+    worker has, or an H100."""
     config: str | None = None
     """A config.json of the model that it is as slow as; without it, the campaign's own."""
     speed: Annotated[float, Meta(gt=0)] = 1.0
@@ -166,13 +167,14 @@ class Routing(Table, frozen=True, kw_only=True):
     """How turns find their engines. Every policy can be turned off."""
 
     affinity: Literal["auto"] | dict[Name, Literal["compute", "bandwidth"]] = "auto"
-    """Hardware by domain ("default" for the rest) where workers of one role differ; auto: by the cost model."""
+    """Hardware by domain ("default" for the rest): a domain of compute is served whole by prefill workers where these
+    have more of it than decode workers; auto: decode workers, where they differ, by the cost model."""
     reluctance: Annotated[float, Meta(ge=1)] = 2.0
     """How many times longer a turn may take on the hardware of its domain before it goes to another."""
     home: bool = True
-    """Go back to the engine that holds the trajectory's KV, unless another would be done sooner all the same."""
-    stay: Annotated[float, Meta(ge=1)] = 3.0
-    """How many times sooner a turn must be done elsewhere for a trajectory to leave its home."""
+    """Go back to the engine that holds the trajectory's KV, unless its turn is much less work for another."""
+    stay: Annotated[float, Meta(ge=1)] = 2.0
+    """How many times less work a turn must be elsewhere, prompt and all, for a trajectory to leave its home."""
     remote_prefill: Literal["always", "auto", "never"] = "always"
     """auto: where the cost model says that the prompt is sooner there."""
     priority: Literal["least-attained", "arrival"] = "least-attained"
@@ -380,7 +382,9 @@ class Job(Table, frozen=True, kw_only=True):
     drain_s: Seconds = 60.0
     """How long before the end of the allocation new episodes stop and the last checkpoint is made."""
     survive_node_loss: bool = False
-    """At least two nodes a component, and `--no-kill`."""
+    """At least two nodes a component, and `--no-kill`; a node without the driver or the trainer may then be lost."""
+    layout: Literal["auto", "hetjob", "hetstep"] = "auto"
+    """hetjob: a heterogeneous job; hetstep: one allocation, its nodes dealt to the roles; auto: what the site runs."""
     stall_timeout_min: Annotated[float, Meta(gt=0)] = 15.0
     """A job in which nothing has moved for so long is ended, so that nodes are never held idle."""
 

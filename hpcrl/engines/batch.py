@@ -39,6 +39,7 @@ class Row:
     top_p: float = 1.0
     top_k: int = 0
     top_logprobs: int = 0
+    keep_kv_s: float = 0.0
     kv: RowKv | None = None
     """Before it joins: KV to begin with. After a row of 0 new tokens has left: its result."""
     logprobs: list[float] = field(default_factory=list)
@@ -248,7 +249,7 @@ class Batch:
             return
         token_ids = row.token_ids[:-1]
         kv = RowKv(token_ids=token_ids, kv_KHTD=self._slots.copy_of(slot, len(token_ids)), version=self.version)
-        self._prefixes.put(kv)
+        self._prefixes.put(kv, keep_s=row.keep_kv_s)
         if row.max_new_tokens == 0:
             row.kv = kv
 

@@ -11,6 +11,7 @@ It reads tokenizer.json and the template itself, not through transformers, which
 """
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from hpcrl.engines.template import Template
+from hpcrl.engines.template import Template, ids_of
 from hpcrl.errors import ConfigError
 from hpcrl.files import read_json
 
@@ -55,7 +56,7 @@ class Chat:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return ids_of(self.tokenizer, text)
 
 
 def load_chat(model_dir: Path) -> Chat:
@@ -107,6 +108,7 @@ def load_template(model_dir: Path) -> Template:
 def _load_tokenizer(path: Path) -> Any:
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: save the model's tokenizer in the fast format")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: no threads, which forbid forking
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing narrower
@@ -169,7 +171,9 @@ def _compiled(template: str, *, source: Path) -> jinja2.Template:
     environment.globals["raise_exception"] = _refuse
     environment.filters["tojson"] = _to_json
     try:
-        return environment.from_string(template)
+        compiled = environment.from_string(template)
+        compiled.globals = dict(compiled.globals)  # copied for every rendering: its own mapping of mappings is slow
+        return compiled
     except jinja2.TemplateError as error:
         raise ConfigError(f"{source}: its chat template cannot be rendered: {error}") from error
 

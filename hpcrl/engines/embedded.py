@@ -134,6 +134,7 @@ class EmbeddedEngine:
             num_running=len(self._batch.rows),
             num_waiting=self._turns.num_waiting,
             num_generated_tokens=self._batch.num_generated,
+            running_tokens=sum(len(row.token_ids) for row in self._batch.rows),
             num_places=self._max_batch,
         )
 
@@ -190,6 +191,7 @@ class EmbeddedEngine:
             top_p=request.top_p,
             top_k=request.top_k,
             top_logprobs=request.top_logprobs,
+            keep_kv_s=request.keep_kv_s,
         )
 
     async def _fetch(self, row: Row, request: GenerateRequest) -> None:

@@ -96,23 +96,30 @@ class KvShelf:
 
 
 class PrefixCache:
-    """The KV of finished turns, least recently used out first; a trajectory's next turn begins with one of them."""
+    """The KV of finished turns; a trajectory's next turn begins with one of them.
 
-    def __init__(self, *, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    Least recently used out first, but what is still to be kept after what is not.
+    """
+
+    def __init__(self, *, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_bytes, self._clock = max_bytes, clock
         self._kept: OrderedDict[bytes, RowKv] = OrderedDict()
+        self._until: dict[bytes, float] = {}
         self._lengths: Counter[int] = Counter()
         self._num_bytes = 0
 
-    def put(self, kv: RowKv) -> None:
+    def put(self, kv: RowKv, *, keep_s: float = 0.0) -> None:
+        """Keep `kv`, if there is any choice for `keep_s`."""
         key = _key(kv.token_ids)
         if key in self._kept:
             self._remove(key)
-        self._kept[key] = kv
+        self._kept[key], self._until[key] = kv, self._clock() + keep_s
         self._lengths[len(key)] += 1
         self._num_bytes += kv.num_bytes
         while self._num_bytes > self._max_bytes:
-            self._remove(next(iter(self._kept)))
+            now = self._clock()
+            expired = (key for key in self._kept if self._until[key] <= now)
+            self._remove(next(expired, next(iter(self._kept))))
 
     def longest(self, token_ids: list[int]) -> RowKv | None:
         """The KV of the longest kept sequence that `token_ids` begins with."""
@@ -125,11 +132,13 @@ class PrefixCache:
 
     def clear(self) -> None:
         self._kept.clear()
+        self._until.clear()
         self._lengths.clear()
         self._num_bytes = 0
 
     def _remove(self, key: bytes) -> None:
         self._num_bytes -= self._kept.pop(key).num_bytes
+        del self._until[key]
         self._lengths[len(key)] -= 1
         if not self._lengths[len(key)]:
             del self._lengths[len(key)]

@@ -1,6 +1,7 @@
 """The running batch of a simulated engine: who is in it, what a step costs, whose KV is kept. No clock, no I/O.
 
     SimRow     one request in the making
+    Spent      what the steps so far took, and for what
     Prefixes   KV that trajectories left behind, given up when rows need the room
     SimBatch   join, begin_step -> seconds, end_step -> rows that are done
 
@@ -71,6 +72,16 @@ def drawn_reply(*, seed: int, num: int, vocabulary: int, stop_token_ids: Sequenc
 
 
 @dataclass
+class Spent:
+    """Simulated seconds of steps, by what they went into."""
+
+    standing_s: float = 0.0
+    """What a step takes whatever is done in it."""
+    prompts_s: float = 0.0
+    replies_s: float = 0.0
+
+
+@dataclass
 class _Kept:
     token_ids: list[int]
     until: float
@@ -127,6 +138,7 @@ class SimBatch:
         self.num_generated = 0
         self.num_prefilled = 0
         """Tokens whose KV was computed here."""
+        self.spent = Spent()
         self.prefixes = Prefixes()
         self._pace = pace
         self._tokens_per_step = tokens_per_step
@@ -170,19 +182,22 @@ class SimBatch:
     def begin_step(self) -> float:
         """Decide what the next step does; returns its seconds."""
         budget = max(1, self._tokens_per_step - len(self._decoding))
-        self._chunks, num_new, seconds = [], 0, 0.0
+        self._chunks, num_new, prompts_s = [], 0, 0.0
         for row in self._prefilling:
             if num_new >= budget:
                 break
             chunk = min(row.num_to_prefill, budget - num_new)
             known = len(row.prompt) + row.num_said - 1 - row.num_to_prefill
-            seconds += self._pace.prefill_s(chunk, num_known=known)
+            prompts_s += self._pace.prefill_s(chunk, num_known=known)
             self._chunks.append((row, chunk))
             num_new += chunk
         batch = len(self._decoding)
-        if not batch:
-            return seconds + self._pace.standing_s(num_new)
-        return seconds + self._pace.decode_s(batch, num_kv=self._num_decoded)
+        standing_s = self._pace.standing_s(batch or num_new)
+        replies_s = self._pace.decode_s(batch, num_kv=self._num_decoded) - standing_s if batch else 0.0
+        self.spent.standing_s += standing_s
+        self.spent.prompts_s += prompts_s
+        self.spent.replies_s += replies_s
+        return standing_s + prompts_s + replies_s
 
     def end_step(self, *, now: float) -> list[SimRow]:
         """What was decided has happened; returns the rows that are done."""

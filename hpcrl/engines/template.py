@@ -22,6 +22,12 @@ LONGEST_BETWEEN, MOST_BETWEEN = 16, 1024
 """Characters of a piece whose ids are remembered, and how many pieces are."""
 
 
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    """What a tokenizer makes of a text, in half the time of its `encode`, which also tells where each token lies."""
+    (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    return list(encoded.ids)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Template:
     """One tokenizer and its template; `tokenizer` treats marks in a text as text."""
@@ -73,7 +79,7 @@ class Template:
 
     def encode_text(self, text: str) -> list[int]:
         """The ids of a plain text, in which nothing is a mark."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids) if text else []
+        return ids_of(self.tokenizer, text) if text else []
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """What the model said, without marks."""

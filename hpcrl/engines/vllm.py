@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import msgspec
 
-from hpcrl.engines import kv_files
+from hpcrl.engines import kv_files, vllm_connectors
 from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures, Part
 from hpcrl.engines.check import check, check_speaks
 from hpcrl.engines.vllm_answers import chunk_of, completion_of, figures_of, limits_of, sampling_of
@@ -126,18 +126,19 @@ class VllmEngine:
         connector = self._launch.kv_connector
         if connector is None:
             raise EngineError("this engine hands over no KV: inference.kv_connector is not set")
-        wanted = {"do_remote_decode": True, "do_remote_prefill": False, "name": kv_files.new_name()}
+        kv_name = kv_files.new_name()
+        leave = vllm_connectors.left(kv_name)
         greedy = msgspec.structs.replace(
             request, temperature=0.0, max_new_tokens=1, stop_token_ids=[], top_logprobs=0, top_p=1.0, top_k=0
         )
         with self._served(greedy, max_new_tokens=1) as name:
-            answer = await self.server.post(GENERATE, self._body(greedy, name=name, transfer=wanted))
+            answer = await self.server.post(GENERATE, self._body(greedy, name=name, transfer=leave))
         done = completion_of(answer, num_top=0, remote_prefill=False)
-        transfer = answer.get("kv_transfer_params")
+        transfer = vllm_connectors.found(connector, answer, name=kv_name, address=self._launch.kv_address)
         if done.finish_reason == "aborted":
             raise EngineError(f"prefill of request {request.request_id!r} was aborted")
         self._prune_soon()
-        if not transfer or not transfer.get("saved", True):
+        if transfer is None:
             raise EngineError(f"the KV of request {request.request_id!r} was not saved: see {self._launch.log}")
         num_tokens = len(request.token_ids) - 1
         return KvHandle(
@@ -263,7 +264,7 @@ class VllmEngine:
         """What vLLM is told of a handle; None if it is of another version, or for another kind of engine."""
         if handle is None or handle.version != self.version or handle.url != f"{HANDLE}{self._launch.kv_connector}":
             return None
-        return {**(handle.transfer or {}), "do_remote_prefill": True, "do_remote_decode": False}
+        return vllm_connectors.fetched(handle.transfer)
 
     async def _abort(self, serving: _Serving) -> None:
         while not serving.ended.is_set():

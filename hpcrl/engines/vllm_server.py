@@ -25,6 +25,7 @@ from typing import Any, Self
 
 import aiohttp
 
+from hpcrl.engines import vllm_connectors
 from hpcrl.engines.base import TOP_LOGPROBS
 from hpcrl.engines.check import check_fit
 from hpcrl.engines.vllm_answers import chunks_of
@@ -68,12 +69,11 @@ class Launch:
     """`kv_connector_extra_config` of connectors other than ours."""
     kv_dir: Path | None = None
     """Where our own connector leaves KV."""
+    kv_address: vllm_connectors.Address | None = None
+    """Where a connector of vLLM's own is found by those of other engines."""
     start_s: float = 900.0
     """A large model is read from a shared file system, by many engines at once."""
     extra_args: tuple[str, ...] = ()
-
-
-OUR_CONNECTOR = "files"
 
 
 def command(launch: Launch, *, scratch: Path) -> list[str]:
@@ -96,15 +96,11 @@ def command(launch: Launch, *, scratch: Path) -> list[str]:
 
 def _kv_transfer(launch: Launch, *, scratch: Path) -> dict[str, Any]:
     """A connector of vLLM's own by its name, or ours."""
-    config: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    if launch.kv_connector != OUR_CONNECTOR:
-        return config | {"kv_connector": launch.kv_connector, "kv_connector_extra_config": dict(launch.kv_options)}
-    extra = {"directory": str(launch.kv_dir), "version_file": str(scratch / "version")}
-    return config | {
-        "kv_connector": "FilesConnector",
-        "kv_connector_module_path": "hpcrl.engines.vllm_kv",
-        "kv_connector_extra_config": extra,
-    }
+    assert launch.kv_connector is not None
+    if launch.kv_connector != vllm_connectors.OURS:
+        return vllm_connectors.config(launch.kv_connector, options=launch.kv_options, address=launch.kv_address)
+    assert launch.kv_dir is not None
+    return vllm_connectors.our_config(launch.kv_dir, version_file=scratch / "version")
 
 
 def environment(launch: Launch, *, scratch: Path, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -114,7 +110,7 @@ def environment(launch: Launch, *, scratch: Path, inherited: Mapping[str, str]) 
         "VLLM_SERVER_DEV_MODE": "1",  # pause, weights and abort are there only so
         "VLLM_PLUGINS": "hpcrl",
         "VLLM_RPC_BASE_PATH": str(scratch),
-        "VLLM_HOST_IP": "127.0.0.1",
+        **vllm_connectors.environment(launch.kv_address),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(round(launch.start_s)),
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(round(STEP_S)),

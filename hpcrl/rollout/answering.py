@@ -5,13 +5,14 @@ pieces    says a turn and gives a Draft its pieces; closing it ends the request 
 """
 
 import contextlib
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from functools import cached_property
 
 import msgspec
 
-from hpcrl.engines.base import Completion, GenerateRequest, Part, joined
+from hpcrl.engines.base import Completion, GenerateRequest, Part, as_part, joined
 from hpcrl.engines.template import Template
-from hpcrl.rollout.saying import Policy, say, tell
+from hpcrl.rollout.saying import Policy, tell
 
 
 class Draft:
@@ -22,12 +23,15 @@ class Draft:
         """All that the client is to see of the answer so far."""
         self.finish_reason: str | None = None
         self._template = template
-        self._spell = template.spell()
         self.stops = stops
         self._silent_ids = frozenset(silent_ids)
         self.parts: list[Part] = []
         self._spelled = ""
         self._searched = 0
+
+    @cached_property
+    def _spell(self) -> Callable[[Sequence[int]], str]:
+        return self._template.spell()
 
     @property
     def completion(self) -> Completion:
@@ -38,7 +42,7 @@ class Draft:
 
     def take_whole(self, completion: Completion) -> None:
         """A whole answer that nothing has to be looked for in: spelled at once."""
-        self.parts.append(msgspec.convert(completion, Part, from_attributes=True))
+        self.parts.append(as_part(completion))
         self.text = self._spelled = self._template.decode(self._audible(completion.token_ids))
         self.finish_reason = "stop" if completion.finish_reason == "stop" else "length"
 
@@ -79,13 +83,8 @@ class Draft:
         return max((_overlap(self._spelled, stop) for stop in self.stops), default=0)
 
 
-async def pieces(
-    policy: Policy, request: GenerateRequest, draft: Draft, *, at_once: bool
-) -> AsyncGenerator[Part, None]:
+async def pieces(policy: Policy, request: GenerateRequest, draft: Draft) -> AsyncGenerator[Part, None]:
     """Say the turn into the draft; gives the pieces that belong to the answer."""
-    if at_once:
-        draft.take_whole(await say(policy, request))
-        return
     async with contextlib.aclosing(tell(policy, request)) as told:
         async for part in told:
             yield draft.take(part)

@@ -18,7 +18,7 @@ from hpcrl.rollout.answers import Form, answer_message, head, usage
 from hpcrl.rollout.episode import now
 from hpcrl.rollout.openai_api import ChatRequest, TextRequest, plain_messages
 from hpcrl.rollout.recording import Prompt
-from hpcrl.rollout.saying import Policy
+from hpcrl.rollout.saying import Policy, say
 from hpcrl.rollout.session import Session
 
 
@@ -39,29 +39,37 @@ class Call:
         self._form = form
         self._prompt = prompt
         self._policy, self._template = policy, template
+        self._requests = session.requests(asked, prompt, stop_token_ids=template.stop_token_ids)
         self._num_said = 0
         self.name = f"{form.kind.partition('.')[0]}-{secrets.token_hex(12)}"
         self.head = head(form.kind, name=self.name, model=asked.model)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._requests)
 
     @property
     def chunk_kind(self) -> str:
         return f"{self._form.kind}.chunk" if isinstance(self.asked, ChatRequest) else self._form.kind
 
     def usage(self) -> dict[str, Any]:
-        return usage(num_prompt=len(self._prompt.token_ids()), num_said=self._num_said)
+        return usage(num_prompt=len(self._requests[0].token_ids), num_said=self._num_said)
 
-    async def whole(self, request: GenerateRequest, index: int) -> dict[str, Any]:
+    async def whole(self, index: int) -> dict[str, Any]:
         """One choice, recorded."""
-        draft, began = self._draft(), now()
-        async for _ in pieces(self._policy, request, draft, at_once=not draft.stops):
-            pass
+        request, draft, began = self._requests[index], self._draft(), now()
+        if draft.stops:
+            async for _ in pieces(self._policy, request, draft):
+                pass
+        else:
+            draft.take_whole(await say(self._policy, request))
         return self._recorded(request, index, draft, began=began)
 
-    async def told(self, request: GenerateRequest, index: int) -> AsyncGenerator[dict[str, Any], None]:
+    async def told(self, index: int) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of one choice, recorded before the last is told."""
-        draft, began, told = self._draft(), now(), 0
+        request, draft, began, told = self._requests[index], self._draft(), now(), 0
         opening = self._form.opening(index)
-        async with contextlib.aclosing(pieces(self._policy, request, draft, at_once=False)) as parts:
+        async with contextlib.aclosing(pieces(self._policy, request, draft)) as parts:
             async for part in parts:
                 for chunk in opening:
                     yield chunk
@@ -110,23 +118,23 @@ class Call:
         return f"{self.name.rpartition('-')[2]}_{index}"
 
 
-async def merged(call: Call, requests: list[GenerateRequest]) -> AsyncGenerator[dict[str, Any], None]:
+async def merged(call: Call) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of all choices as they come."""
-    if len(requests) == 1:
-        async with contextlib.aclosing(call.told(requests[0], 0)) as chunks:
+    if call.num_choices == 1:
+        async with contextlib.aclosing(call.told(0)) as chunks:
             async for chunk in chunks:
                 yield chunk
         return
     queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
-    async def fill(index: int, request: GenerateRequest) -> None:
-        async with contextlib.aclosing(call.told(request, index)) as chunks:
+    async def fill(index: int) -> None:
+        async with contextlib.aclosing(call.told(index)) as chunks:
             async for chunk in chunks:
                 queue.put_nowait(chunk)
 
     async def fill_all() -> None:
         try:
-            await all_of([fill(index, request) for index, request in enumerate(requests)])
+            await all_of([fill(index) for index in range(call.num_choices)])
         finally:
             queue.put_nowait(None)
 

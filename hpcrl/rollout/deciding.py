@@ -7,18 +7,20 @@
 
 Two workers of every kind of hardware are drawn, the trajectory's home is added, and the turn goes where it costs
 least: what it takes of a worker by the cost model, which knows what of the prompt that worker has already computed,
-times a price that rises steeply as the worker's places or its KV become full (hpcrl.rollout.routing). A prompt that
-is computed elsewhere goes where it is over first.
+times a price that rises steeply as the worker's places or its KV become full (hpcrl.rollout.routing). A trajectory
+leaves its home only for hardware that does its turn with much less work, though it computes the whole prompt anew. A
+prompt that is computed elsewhere goes where it is over first. A domain that wants compute is served whole by prefill
+workers where these have more of it.
 """
 
 import random
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.recipe import Routing
 from hpcrl.rollout.courses import Course
-from hpcrl.rollout.routing import Candidate, cheapest, kind_for, pays_remote, price, serve_s, two_of
+from hpcrl.rollout.routing import Candidate, cheapest, kind_for, pays_remote, pays_to_leave, price, serve_s, two_of
 from hpcrl.rollout.workers import Pools, Worker
 
 Reason = Literal["remote prefill", "no prefill endpoint", "prefill stays", "no decode endpoint", "no room for KV"]
@@ -73,7 +75,9 @@ def decide(ask: Ask, known: Known, *, draw: random.Random, refused: Container[st
     home = known.home(ask.course.home)
     chosen = _choice(ask, "decode", known, home=home, draw=draw, refused=refused)
     if chosen is None:
-        there = any(worker.name not in refused for kind in known.pools.of("decode").values() for worker in kind)
+        there = any(
+            worker.name not in refused for kind in _kinds(ask.domain, "decode", known).values() for worker in kind
+        )
         return Decision(None, None, reason="no room for KV" if there else "no decode endpoint")
     decode = known.workers[chosen.worker]
     ahead, reason = _prefill(ask, decode, known, draw=draw)
@@ -85,36 +89,56 @@ def _choice(
     ask: Ask, role: str, known: Known, *, home: Worker | None, draw: random.Random, refused: Container[str]
 ) -> Candidate | None:
     """The best of two of each kind and the home."""
-    kinds = known.pools.of(role)
-    wanted = _wanted_kind(ask.domain, role, known)
+    kinds = _kinds(ask.domain, role, known)
     drawn = [worker for kind in kinds.values() for worker in two_of(kind, draw=draw)]
-    if home is not None and home.answers and home.role == role:
+    if home is not None and home.answers and _may(home, role, kinds, known) and home.name not in refused:
         drawn.append(home)
-    fit = [worker for worker in drawn if worker.name not in refused and _has_room(ask, worker, known)]
+    else:
+        home = None
+    fit = _fit(drawn, ask, role, known, home=home, refused=refused)
     if not fit:  # bad luck with the draw: look at all
         everyone = (worker for kind in kinds.values() for worker in kind)
-        fit = [worker for worker in everyone if worker.name not in refused and _has_room(ask, worker, known)]
+        fit = _fit(everyone, ask, role, known, home=home, refused=refused)
+    stay = known.rules.stay if role == "prefill" else 1.0  # prompts wait for each other there
+    return cheapest(fit, reluctance=known.rules.reluctance, stay=stay)
+
+
+def _fit(
+    workers: Iterable[Worker], ask: Ask, role: str, known: Known, *, home: Worker | None, refused: Container[str]
+) -> list[Candidate]:
+    """Those that may have the turn: they have room, and the trajectory may leave its home for them."""
+    wanted = _wanted_kind(ask.domain, role, known)
+    roomy = (worker for worker in workers if worker.name not in refused)
+    if role == "decode":
+        roomy = (worker for worker in roomy if _has_room(ask, worker, known, home=home))
     candidates = [
-        _candidate(ask, worker, suits=wanted in (None, worker.kind), is_home=worker is home) for worker in fit
+        _candidate(ask, worker, role, suits=wanted in (None, worker.kind), is_home=worker is home) for worker in roomy
     ]
-    return cheapest(candidates, reluctance=known.rules.reluctance, stay=known.rules.stay)
+    if home is None or role == "prefill":
+        return candidates
+    at_home = _candidate(ask, home, role, suits=True, is_home=True)
+    stay = known.rules.stay if _num_known(ask, home) else 1.0
+    return [one for one in candidates if one.is_home or pays_to_leave(at_home, one, stay=stay)]
 
 
-def _candidate(ask: Ask, worker: Worker, *, suits: bool, is_home: bool) -> Candidate:
+def _candidate(ask: Ask, worker: Worker, role: str, *, suits: bool, is_home: bool) -> Candidate:
     """Decoding is shared by a batch, of which this is one more; prompts are computed one after the other."""
     num_known = _num_known(ask, worker)
     seconds = serve_s(worker.pace, num_prompt=ask.num_prompt, num_known=num_known, num_new=ask.num_new)
     if worker.pace is None and num_known:  # nothing to reckon with: the KV is worth half a request
         seconds /= 2
-    if worker.role == "prefill":
+    if role == "prefill":
         return Candidate(worker.name, seconds, wait_s=worker.wait_s(seconds), suits=suits, is_home=is_home)
     fullness = worker.fullness(num_held=_num_held(ask, worker))
     return Candidate(worker.name, seconds, price=price(fullness), suits=suits, is_home=is_home)
 
 
-def _has_room(ask: Ask, worker: Worker, known: Known) -> bool:
-    """A new trajectory had better wait than make others lose their KV; where nobody has any, it may go on."""
-    if worker.role == "prefill" or ask.course.held_at is not None or not known.rules.hold_back:
+def _has_room(ask: Ask, worker: Worker, known: Known, *, home: Worker | None) -> bool:
+    """A trajectory that begins, or could stay at home, shall not make others lose their KV; where nobody has any, or
+    where its own home is gone, it may go on."""
+    if not known.rules.hold_back:
+        return True
+    if ask.course.held_at is not None and (home is None or ask.course.held_at == worker.name):
         return True
     return not worker.ours_held or worker.kv_fullness(num_held=_num_held(ask, worker)) <= COME_IN
 
@@ -123,7 +147,8 @@ def must_yield(ask: Ask, known: Known) -> bool:
     """Whether a trajectory should give its KV up between two turns, and come back when there is room.
 
     Where those that run have outgrown an engine's KV it drops whatever was used longest ago, which is what comes next:
-    nearly every prompt is then computed anew. So some wait instead: the smaller ones, which lose least.
+    nearly every prompt is then computed anew. So some wait instead: the smaller ones, which lose least. They come back
+    to where they were, or to hardware that computes their prompts no more slowly.
     """
     worker = known.workers.get(ask.course.held_at or "")
     if worker is None or not known.rules.hold_back or worker.ours_holding < 2:
@@ -135,7 +160,7 @@ def must_yield(ask: Ask, known: Known) -> bool:
 def _num_held(ask: Ask, worker: Worker) -> float:
     """Tokens of KV that would be held there."""
     ours = worker.ours_held - (ask.course.held if worker.name == ask.course.held_at else 0)
-    return worker.held(ours=ours, each=ask.num_held) + ask.num_held
+    return ours + worker.others_held + ask.num_held
 
 
 def _num_known(ask: Ask, worker: Worker) -> int:
@@ -146,18 +171,30 @@ def _num_known(ask: Ask, worker: Worker) -> int:
     return min(course.num_kept, ask.num_prompt - 1)
 
 
+def _kinds(domain: str, role: str, known: Known) -> Mapping[str, list[Worker]]:
+    """Who may do it. A domain that wants compute, of which prefill workers have most, is decoded by them too."""
+    own, wanted = known.pools.of(role), _wanted_kind(domain, role, known)
+    return own if wanted is None or wanted in own else {**own, wanted: known.pools.of("prefill")[wanted]}
+
+
+def _may(worker: Worker, role: str, kinds: Mapping[str, list[Worker]], known: Known) -> bool:
+    """Whether a worker is among these kinds."""
+    return worker.role == role or (worker.kind in kinds and worker.kind not in known.pools.of(role))
+
+
 def _wanted_kind(domain: str, role: str, known: Known) -> str | None:
-    rules = known.rules
+    rules, gpus = known.rules, known.pools.gpus
     if rules.affinity == "auto":
         return None
     affinity = rules.affinity.get(domain) or rules.affinity.get("default")
-    return kind_for(affinity, known.pools.gpus.get(role, {})) if affinity else None
+    there = gpus.get(role, {}) | (gpus.get("prefill", {}) if affinity == "compute" else {})
+    return kind_for(affinity, there) if affinity else None
 
 
 def _prefill(ask: Ask, decode: Worker, known: Known, *, draw: random.Random) -> tuple[str | None, Reason]:
     """The worker that computes the prompt, if another than the decode worker should."""
     choice = known.rules.remote_prefill
-    if choice == "never":
+    if choice == "never" or decode.role == "prefill":
         return None, "prefill stays"
     home = known.home(ask.course.prefill_home)
     chosen = _choice(ask, "prefill", known, home=home, draw=draw, refused=())

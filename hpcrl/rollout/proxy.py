@@ -16,15 +16,14 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
-from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.template import Template
 from hpcrl.envs.base import ModelDoor
 from hpcrl.errors import ConfigError, EngineAnswerError, EngineError
@@ -39,6 +38,9 @@ from hpcrl.rollout.tool_calls import HERMES, ToolFormat
 MAX_BODY_BYTES = 64 << 20
 MODEL = "hpcrl"
 """What the model is called unless a domain says otherwise."""
+MODELS = "/v1/models"
+JSON = {"Content-Type": "application/json"}
+Route = Callable[[web.BaseRequest, Session], Awaitable[web.StreamResponse]]
 
 
 class Proxy:
@@ -53,16 +55,19 @@ class Proxy:
         self._tools = tools
         self._model = model
         self._sessions: dict[bytes, Session] = {}
-        self._runner: web.AppRunner | None = None
+        self._routes: dict[tuple[str, str], Route] = {
+            ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", "/v1/completions"): self._text,
+            ("GET", MODELS): self._models,
+            ("POST", "/v1/hpcrl/reward"): self._reward,
+        }
+        self._runner: web.ServerRunner | None = None
 
     async def __aenter__(self) -> Self:
-        app = web.Application(middlewares=[self._guarded], client_max_size=MAX_BODY_BYTES)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._text)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{model}", self._one_model)
-        app.router.add_post("/v1/hpcrl/reward", self._reward)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        # a handful of fixed routes: every call would pay for an Application's routing and middleware
+        asked = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=MAX_BODY_BYTES)
+        server = web.Server(self._guarded, request_factory=asked, handler_cancellation=True, access_log=None)
+        self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await self._runner.setup()
         self.socket = Path(tempfile.mkdtemp(prefix="hpcrl-")) / "openai.sock"  # 0700, and short enough for a socket
         await web.UnixSite(self._runner, str(self.socket)).start()
@@ -94,20 +99,20 @@ class Proxy:
 
     # ---- routes
 
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
+    async def _chat(self, http: web.BaseRequest, session: Session) -> web.StreamResponse:
         asked = parsed(await http.read(), ChatRequest)
-        session, messages = self._let_in(http, asked.model), plain_messages(asked.messages)
+        self._admit(session, asked.model)
         tools = asked.tools if asked.tool_choice != "none" else None
         try:
-            prompt = session.recording.chat(messages, tools=tools)
+            prompt = session.recording.chat(plain_messages(asked.messages), tools=tools)
         except ConfigError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from None
         form = ChatForm(asked, template=self.template, tools=self._tools)
         return await self._answered(http, session, asked, prompt, form)
 
-    async def _text(self, http: web.Request) -> web.StreamResponse:
+    async def _text(self, http: web.BaseRequest, session: Session) -> web.StreamResponse:
         asked = parsed(await http.read(), TextRequest)
-        session = self._let_in(http, asked.model)
+        self._admit(session, asked.model)
         prompt = session.recording.text(asked.prompt)
         ids = prompt.token_ids()
         if not ids or not 0 <= min(ids) <= max(ids) < self.template.vocabulary_size:
@@ -115,25 +120,23 @@ class Proxy:
             raise ApiError(400, f"the prompt must have tokens, of 0..{known}", param="prompt", code="invalid_value")
         return await self._answered(http, session, asked, prompt, TextForm(asked, template=self.template))
 
-    async def _models(self, _: web.Request) -> web.Response:
+    async def _models(self, _: web.BaseRequest, __: Session) -> web.Response:
         return _json({"object": "list", "data": [self._card()]})
 
-    async def _one_model(self, http: web.Request) -> web.Response:
-        self._check_model(http.match_info["model"])
+    async def _one_model(self, http: web.BaseRequest, _: Session) -> web.Response:
+        self._check_model(http.path.removeprefix(MODELS + "/"))
         return _json(self._card())
 
-    async def _reward(self, http: web.Request) -> web.Response:
+    async def _reward(self, http: web.BaseRequest, session: Session) -> web.Response:
         reward = parsed(await http.read(), RewardRequest).reward
         if not math.isfinite(reward):
             raise ApiError(400, f"reward is {reward}: it must be a finite number", param="reward")
-        self._session(http).reward = reward
+        session.reward = reward
         return _json({"reward": reward})
 
-    def _let_in(self, http: web.Request, model: str) -> Session:
+    def _admit(self, session: Session, model: str) -> None:
         self._check_model(model)
-        session = self._session(http)
         session.admit()
-        return session
 
     def _check_model(self, model: str) -> None:
         if model != self._model:
@@ -146,23 +149,26 @@ class Proxy:
     # ---- answers
 
     async def _answered(
-        self, http: web.Request, session: Session, asked: ChatRequest | TextRequest, prompt: Prompt, form: Form
+        self, http: web.BaseRequest, session: Session, asked: ChatRequest | TextRequest, prompt: Prompt, form: Form
     ) -> web.StreamResponse:
-        stops = list(self.template.stop_token_ids)
-        requests = [session.request(asked, prompt, choice=index, stop_token_ids=stops) for index in range(asked.n or 1)]
         call = Call(session=session, asked=asked, prompt=prompt, form=form, policy=self._policy, template=self.template)
-        with _running(session):
+        task = asyncio.current_task()
+        assert task is not None
+        session.calls.add(task)  # so that closing the session ends it
+        try:
             if asked.stream:
-                return await self._streamed(http, call, requests)
-            choices = await all_of([call.whole(request, index) for index, request in enumerate(requests)])
+                return await self._streamed(http, call)
+            choices = await all_of([call.whole(index) for index in range(call.num_choices)])
+        finally:
+            session.calls.discard(task)
         session.heed_lag()
         return _json({**call.head, "choices": choices, "usage": call.usage()})
 
-    async def _streamed(self, http: web.Request, call: Call, requests: list[GenerateRequest]) -> web.StreamResponse:
+    async def _streamed(self, http: web.BaseRequest, call: Call) -> web.StreamResponse:
         """Server-sent events. The first piece is waited for before the status: until then a failure can have one."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            async with contextlib.aclosing(merged(call, requests)) as chunks:
+            async with contextlib.aclosing(merged(call)) as chunks:
                 async for chunk in chunks:
                     if not response.prepared:
                         await response.prepare(http)
@@ -181,24 +187,30 @@ class Proxy:
 
     # ---- the door
 
-    @property
-    def _guarded(self) -> Any:
-        @web.middleware
-        async def guarded(http: web.Request, handler: Handler) -> web.StreamResponse:
-            """Nobody gets past without a token, and nothing leaves but in OpenAI's form."""
+    async def _guarded(self, http: web.BaseRequest) -> web.StreamResponse:
+        """Nobody gets past without a token, and nothing leaves but in OpenAI's form."""
+        try:
+            session = self._session(http)
+            await _ask_for_body(http)
             try:
-                self._session(http)
-                return await handler(http)
-            except ApiError as error:
-                return _refused(error)
+                return await self._route(http)(http, session)
             except EngineError as error:
-                return _refused(self._of_engine(self._session(http), error))
-            except web.HTTPException as error:
-                return _refused(ApiError(error.status, error.text or error.reason))
+                return _refused(self._of_engine(session, error))
+        except ApiError as error:
+            return _refused(error)
+        except web.HTTPException as error:
+            return _refused(ApiError(error.status, error.text or error.reason))
 
-        return guarded
+    def _route(self, http: web.BaseRequest) -> Route:
+        path = http.path
+        if (route := self._routes.get((http.method, path))) is not None:
+            return route
+        if http.method == "GET" and path.startswith(MODELS + "/"):
+            return self._one_model
+        status = 405 if any(path == known for _, known in self._routes) else 404
+        raise ApiError(status, f"there is no {http.method} {path} here: see OpenAI's API, under /v1")
 
-    def _session(self, http: web.Request) -> Session:
+    def _session(self, http: web.BaseRequest) -> Session:
         """Whose call this is."""
         scheme, _, token = http.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(_digest(token)) if scheme == "Bearer" else None
@@ -214,16 +226,11 @@ class Proxy:
         return ApiError(503, str(error), code="engine_unavailable", kind="server_error")
 
 
-@contextlib.contextmanager
-def _running(session: Session) -> Iterator[None]:
-    """Let the session end this call when it is closed."""
-    task = asyncio.current_task()
-    assert task is not None
-    session.calls.add(task)
-    try:
-        yield
-    finally:
-        session.calls.discard(task)
+async def _ask_for_body(http: web.BaseRequest) -> None:
+    """Some clients, curl among them, wait to be asked for a long body."""
+    if http.headers.get("Expect", "").lower() == "100-continue":
+        await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        http.writer.output_size = 0  # the answer has not begun
 
 
 def _digest(token: str) -> bytes:
@@ -232,11 +239,11 @@ def _digest(token: str) -> bytes:
 
 
 def _json(value: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+    return web.Response(body=msgspec.json.encode(value), headers=JSON)
 
 
 def _refused(error: ApiError) -> web.Response:
-    return web.Response(status=error.status, body=error.body, content_type="application/json")
+    return web.Response(status=error.status, body=error.body, headers=JSON)
 
 
 def _event(value: Any) -> bytes:

@@ -30,7 +30,7 @@ from hpcrl.rollout.flips import Flips
 from hpcrl.rollout.held_back import HeldBack
 from hpcrl.rollout.priority import HELD_OUT_LEVEL
 from hpcrl.rollout.tasks import domain_of, is_held_out
-from hpcrl.rollout.workers import Patience, Worker, sorted_out
+from hpcrl.rollout.workers import Patience, Worker, reckon, sorted_out
 
 Connect = Callable[[Endpoint], Engine]
 Hear = Callable[[Part], None]
@@ -144,6 +144,7 @@ class Router:
         await asyncio.gather(*(self._ask_load(worker) for worker in awake))
         if self._flips is not None:
             await self._flips.refresh(self._workers.values(), usual_turn=self.courses.usual_turn(), now=_now())
+        reckon(list(self._workers.values()))
         self._sort_out()
         self._held_back.wake()
 

@@ -2,6 +2,7 @@
 
 Candidate        an engine that comes into question: what the turn takes of it, and how dear its time is
 cheapest         the one where the turn costs least
+pays_to_leave    whether a trajectory may leave its home for another engine
 price            how dear an engine's time is
 two_of           power of two choices: whom to look at
 kind_for         the kind of hardware that an affinity asks for, of those that are there
@@ -23,6 +24,8 @@ BATCH = 32.0
 """Sequences decoded together, for sharing out what a step costs whatever their number."""
 STEEPNESS = 8
 """At 0.8 of the places an engine's time is dearer by a sixth, at 1.0 twice and at 1.2 five times as dear."""
+RELIEF = 100.0
+"""A home whose time is so many times dearer is left, whatever work that makes: about 1.8 times its places."""
 LINK_BYTES_PER_S = 25e9
 """Of one 200 Gbit/s port, over which KV is handed over."""
 
@@ -42,6 +45,10 @@ class Candidate:
     is_home: bool = False
     """It has the trajectory's KV."""
 
+    @property
+    def cost(self) -> float:
+        return (self.wait_s + self.serve_s) * self.price
+
 
 def cheapest(candidates: Sequence[Candidate], *, reluctance: float = 1.0, stay: float = 1.0) -> Candidate | None:
     """Where the turn costs least.
@@ -51,7 +58,7 @@ def cheapest(candidates: Sequence[Candidate], *, reluctance: float = 1.0, stay: 
     """
     best, least = None, float("inf")
     for candidate in candidates:
-        cost = (candidate.wait_s + candidate.serve_s) * candidate.price
+        cost = candidate.cost
         if not candidate.suits:
             cost *= reluctance
         if candidate.is_home:
@@ -59,6 +66,16 @@ def cheapest(candidates: Sequence[Candidate], *, reluctance: float = 1.0, stay: 
         if cost < least:
             best, least = candidate, cost
     return best
+
+
+def pays_to_leave(home: Candidate, there: Candidate, *, stay: float) -> bool:
+    """Whether a turn takes `stay` times less work there, its whole prompt included: what a tool has printed may be so
+    long that hardware which computes it so much faster makes up for that.
+
+    That the home is fuller at the moment is no reason: queues even out, and a trajectory that is driven to and fro by
+    them computes its prompt anew each time, for the most part on hardware that is slow at it.
+    """
+    return there.serve_s * stay <= home.serve_s or there.cost * RELIEF < home.cost
 
 
 def price(fullness: float) -> float:

@@ -36,6 +36,8 @@ async def say(policy: Speaker, request: GenerateRequest) -> Completion:
     said: list[Part] = []
     for part in range(MAX_INTERRUPTIONS + 1):
         completion = await policy.generate(_rest(request, said, part=part))
+        if completion.finish_reason != "aborted" and not said:
+            return completion
         said.append(as_part(completion))
         if completion.finish_reason != "aborted" or _num(said) >= request.max_new_tokens:
             return joined(said)

@@ -1,7 +1,7 @@
 """What one agent program may ask of the model, and what came of it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,8 +56,8 @@ class Session:
 
     def heed_lag(self) -> None:
         """An episode that is too far behind is over, whatever it does at the moment."""
-        spoke = (version for turn in self.recording.turns[-1:] for version in turn.completion.versions)
-        self.start_version = min([self.start_version, *spoke])
+        for turn in self.recording.turns[-1:]:
+            self.start_version = min((self.start_version, *turn.completion.versions))
         if self.newest() - self.start_version > self.limits.max_lag:
             self.is_stale = True
             self.over.set()
@@ -67,11 +67,17 @@ class Session:
         for call in self.calls:
             call.cancel()
 
-    def request(
-        self, asked: ChatRequest | TextRequest, prompt: Prompt, *, choice: int, stop_token_ids: list[int]
+    def requests(
+        self, asked: ChatRequest | TextRequest, prompt: Prompt, *, stop_token_ids: Sequence[int]
+    ) -> list[GenerateRequest]:
+        """What engines are asked, one for each choice; ApiError if the prompt leaves no room for an answer."""
+        token_ids, stops = prompt.token_ids(), [*stop_token_ids, *(asked.stop_token_ids or ())]
+        return [self._request(asked, token_ids, choice=choice, stops=stops) for choice in range(asked.n or 1)]
+
+    def _request(
+        self, asked: ChatRequest | TextRequest, token_ids: list[int], *, choice: int, stops: list[int]
     ) -> GenerateRequest:
-        """What an engine is asked for one choice; ApiError if the prompt leaves no room for an answer."""
-        token_ids, limits = prompt.token_ids(), self.limits
+        limits = self.limits
         room = limits.context_length - len(token_ids)
         if room < 1:
             self.ran_out = True
@@ -85,7 +91,7 @@ class Session:
             max_new_tokens=min(wanted, limits.max_new_tokens, room),
             temperature=limits.temperature,
             seed=stable_hash(self.seed, self.name, self.num_calls, choice, asked.seed, bits=63),
-            stop_token_ids=[*stop_token_ids, *(asked.stop_token_ids or ())],
+            stop_token_ids=stops,
             top_logprobs=_top_logprobs(asked),
             trajectory=self.trajectory,
             domain=self.domain,

@@ -3,6 +3,7 @@
 Patience   how long the router waits, and how often it tries again
 Worker     one endpoint: its load, its pace, its failures
 Pools      those that may be chosen now, by role and kind of hardware
+reckon     what the trajectories of other hosts hold at each worker
 """
 
 from collections.abc import Iterable, Sequence
@@ -62,6 +63,11 @@ class Worker:
     usual_told: float = 0.0
     """The same as a running mean over refreshes, and those of them that were ours."""
     usual_ours: float = 0.0
+    usual_running: float = 0.0
+    """Running means of the requests that it was serving, and of the KV that these had, as it told."""
+    usual_tokens: float = 0.0
+    others_held: float = 0.0
+    """Tokens of KV that the trajectories of other hosts have there, as far as can be reckoned."""
     ours: int = 0
     """Ours that are there now."""
     ours_s: float = 0.0
@@ -100,11 +106,6 @@ class Worker:
     def kv_fullness(self, *, num_held: float) -> float:
         return num_held / (ROOM * self.pace.kv_tokens) if self.pace and self.pace.kv_tokens else 0.0
 
-    def held(self, *, ours: int, each: int) -> float:
-        """What trajectories hold if this host's hold `ours`: those of others are like them, or hold `each`."""
-        others = max(0.0, self.usual_told - self.usual_ours)
-        return ours + others * (ours / self.usual_ours if self.usual_ours >= 1 else each)
-
     def heard(self, figures: LoadFigures) -> None:
         self.told = figures.num_running + figures.num_waiting
         self.version = figures.version
@@ -112,6 +113,8 @@ class Worker:
         self.ours_then = self.ours
         self.usual_told += RECENT * (self.told - self.usual_told)
         self.usual_ours += RECENT * (self.ours - self.usual_ours)
+        self.usual_running += RECENT * (figures.num_running - self.usual_running)
+        self.usual_tokens += RECENT * (figures.running_tokens - self.usual_tokens)
         self.answers = True
 
     def failed(self, *, now: float, patience: Patience) -> None:
@@ -143,6 +146,21 @@ def sorted_out(workers: Iterable[Worker]) -> Pools:
     for role, kinds in pools.by_role.items():
         pools.gpus[role] = {kind: GPUS[kind] for kind in kinds if kind in GPUS}
     return pools
+
+
+def reckon(workers: Sequence[Worker]) -> None:
+    """Reckon what the trajectories of other hosts hold at each of these workers.
+
+    A worker tells how many requests it has and how much KV those have that run. What lies there of trajectories whose
+    environments are at work no engine knows: of other hosts' there are as many, for each request, as of this host's.
+    """
+    requests, holding = sum(worker.ours for worker in workers), sum(worker.ours_holding for worker in workers)
+    between_turns = max(1.0, holding / requests) if requests else 1.0
+    usual = sum(worker.ours_held for worker in workers) / max(1, holding)
+    for worker in workers:
+        others = max(0.0, worker.usual_told - worker.usual_ours)
+        each = worker.usual_tokens / worker.usual_running if worker.usual_tokens else usual
+        worker.others_held = others * each * between_turns
 
 
 def mean_load(workers: Sequence[Worker]) -> float:

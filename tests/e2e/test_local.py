@@ -119,7 +119,8 @@ def test_the_end_of_the_walltime_drains_the_job(run_of: Any) -> None:
     assert ended["outcome"] == "drained"
     assert "walltime" in ended["reason"]
     assert snapshot("e")["state"] == "stopped"
-    assert num_consumed_groups(run) == steps(run)[-1]["step"] * 2
+    trained = max((step["step"] for step in steps(run)), default=0)  # a slow machine may not come to the first
+    assert num_consumed_groups(run) == trained * 2
 
 
 BROKEN = """

@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 
 from hpcrl.cost import ModelShape, pace
@@ -11,17 +12,16 @@ from hpcrl.hardware import GPUS
 from hpcrl.recipe import Routing
 from hpcrl.rollout.courses import Course
 from hpcrl.rollout.deciding import Ask, Known, decide, must_yield
-from hpcrl.rollout.workers import ROOM, Worker, sorted_out
+from hpcrl.rollout.workers import ROOM, Worker, reckon, sorted_out
 
 SHAPE = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
-ROLE = "decode"
 PLACES = 32
 KV = {gpu: pace(GPUS[gpu], shape=SHAPE).kv_tokens for gpu in ("h100", "h20")}
 
 
-def worker(gpu, *, num_running=0, held=0, holding=0):
-    endpoint = Endpoint(role=ROLE, worker=f"000-decode-{gpu}", node="n", url="u", token="t", gpu=gpu)
-    made = Worker(endpoint, engine=None, pace=pace(GPUS[gpu], shape=SHAPE), role=ROLE)
+def worker(gpu, *, role="decode", num_running=0, held=0, holding=0):
+    endpoint = Endpoint(role=role, worker=f"000-{role}-{gpu}", node="n", url="u", token="t", gpu=gpu)
+    made = Worker(endpoint, engine=None, pace=pace(GPUS[gpu], shape=SHAPE), role=role)
     made.heard(
         LoadFigures(version=0, num_running=num_running, num_waiting=0, num_generated_tokens=0, num_places=PLACES)
     )
@@ -31,7 +31,9 @@ def worker(gpu, *, num_running=0, held=0, holding=0):
 
 
 def known(*workers, **rules):
-    return Known(sorted_out(workers), {each.name: each for each in workers}, Routing(remote_prefill="never", **rules))
+    return Known(
+        sorted_out(workers), {each.name: each for each in workers}, Routing(**{"remote_prefill": "never", **rules})
+    )
 
 
 def ask(num_prompt=1000, *, num_new=100, course=None):
@@ -89,9 +91,112 @@ def test_nobody_gives_way_while_there_is_room_or_to_nobody():
     assert not must_yield(ask(course=course), known(alone))
 
 
-def test_what_other_hosts_hold_is_reckoned_from_the_requests_they_have():
-    shared = worker("h100", held=10_000, holding=2)
-    shared.usual_told, shared.usual_ours = 8.0, 2.0
-    assert shared.held(ours=10_000, each=1) == 40_000
-    shared.usual_ours = 0.0
-    assert shared.held(ours=0, each=500) == 4000
+def shared_worker(*, told, ours, held=0, holding=0, running=0, tokens=0):
+    shared = worker("h100", held=held, holding=holding)
+    shared.usual_told, shared.usual_ours, shared.ours = float(told), float(ours), ours
+    shared.usual_running, shared.usual_tokens = float(running), float(tokens)
+    return shared
+
+
+def test_what_other_hosts_hold_is_reckoned_from_the_kv_that_the_engine_told():
+    shared = shared_worker(told=8, ours=2, held=10_000, holding=2, running=8, tokens=32_000)
+    reckon([shared])
+    assert shared.others_held == 6 * 4000
+
+
+def test_other_hosts_have_as_many_trajectories_between_two_turns_as_this_one():
+    shared = shared_worker(told=8, ours=2, held=12_000, holding=3, running=8, tokens=32_000)
+    reckon([shared])
+    assert shared.others_held == 6 * 4000 * 1.5
+
+
+def test_few_trajectories_of_ours_at_one_worker_say_nothing_of_those_of_others_there():
+    crowded = shared_worker(told=30, ours=10, held=20_000, holding=10, running=30, tokens=60_000)
+    lonely = shared_worker(told=30, ours=1, held=30_000, holding=1, running=30, tokens=60_000)
+    reckon([crowded, lonely])
+    assert lonely.others_held == 29 * 2000
+
+
+def test_where_an_engine_tells_nothing_of_its_kv_others_are_taken_to_be_like_ours():
+    shared = shared_worker(told=8, ours=2, held=10_000, holding=2)
+    reckon([shared])
+    assert shared.others_held == 6 * 5000
+
+
+def at_home(where, *, num_kept):
+    return Course("lake", home=where.name, held_at=where.name, held=num_kept, num_kept=num_kept, version=0)
+
+
+@pytest.mark.parametrize("num_running", [10, PLACES, PLACES + 10])
+def test_a_trajectory_stays_where_its_kv_is_however_full_it_is_at_the_moment(num_running):
+    home, other = worker("h100", num_running=num_running), worker("h20")
+    question = ask(10_100, num_new=100, course=at_home(home, num_kept=10_000))
+    assert chosen(question, known(home, other)) == home.name
+
+
+def test_a_trajectory_leaves_a_home_that_has_twice_as_many_requests_as_places():
+    home, other = worker("h100", num_running=3 * PLACES), worker("h20")
+    question = ask(1100, num_new=100, course=at_home(home, num_kept=1000))
+    assert chosen(question, known(home, other)) == other.name
+
+
+def test_a_trajectory_to_which_a_tool_gave_a_long_file_leaves_for_hardware_that_reads_it_sooner():
+    home, other = worker("h20"), worker("h100", num_running=20)
+    course = at_home(home, num_kept=3000)
+    assert chosen(ask(11_000, num_new=100, course=course), known(home, other)) == other.name
+    assert chosen(ask(3200, num_new=100, course=course), known(home, other)) == home.name
+    assert chosen(ask(11_000, num_new=100, course=course), known(home, other, stay=10.0)) == home.name
+
+
+def test_a_trajectory_does_not_leave_for_an_engine_whose_kv_is_spoken_for():
+    home, full = worker("h20"), worker("h100", held=KV["h100"], holding=9)
+    assert chosen(ask(11_000, num_new=100, course=at_home(home, num_kept=3000)), known(home, full)) == home.name
+
+
+def test_a_trajectory_whose_home_is_gone_goes_on_where_there_is_no_room_too():
+    full = worker("h100", held=KV["h100"], holding=9)
+    lost = Course("lake", home="gone", held_at="gone", held=900, num_kept=900)
+    assert chosen(ask(course=lost), known(full)) == full.name
+
+
+def test_a_trajectory_that_gave_its_kv_up_waits_for_hardware_no_slower_than_its_home():
+    full, slow = worker("h100", held=KV["h100"], holding=9), worker("h20")
+    gave_up = Course("lake", home=full.name, num_kept=0)
+    assert chosen(ask(5000, course=gave_up), known(full, slow)) is None
+    fast = worker("h100")
+    fast.endpoint = msgspec.structs.replace(fast.endpoint, worker="another")
+    assert chosen(ask(5000, course=gave_up), known(full, slow, fast)) == "another"
+
+
+TABLE = {"lake": "compute", "default": "bandwidth"}
+
+
+def apart(*, busy=0, **rules):
+    """Compute prefills, bandwidth decodes: what a plan makes of a site with both."""
+    workers = worker("h100", role="prefill", num_running=busy), worker("h20", num_running=1)
+    return known(*workers, affinity=TABLE, **{"remote_prefill": "always", **rules})
+
+
+def test_a_domain_that_wants_compute_is_served_whole_by_prefill_workers():
+    decision = decide(ask(), apart(), draw=random.Random(0))
+    assert (decision.decode, decision.prefill) == ("000-prefill-h100", None)
+
+
+def test_a_domain_that_wants_bandwidth_is_decoded_by_decode_workers():
+    other = Ask("shop", 1000, 100, Course(), num_held=1000)
+    decision = decide(other, apart(), draw=random.Random(0))
+    assert (decision.decode, decision.prefill) == ("000-decode-h20", "000-prefill-h100")
+
+
+def test_without_a_table_prefill_workers_decode_nothing():
+    scene = known(worker("h100", role="prefill"), worker("h20"))
+    assert chosen(ask(), scene) == "000-decode-h20"
+
+
+def test_a_domain_whose_prefill_workers_are_full_is_decoded_by_decode_workers():
+    assert chosen(ask(), apart(busy=3 * PLACES)) == "000-decode-h20"
+
+
+def test_a_trajectory_goes_back_to_the_prefill_worker_that_has_its_kv():
+    at_home = Course("lake", home="000-prefill-h100", held_at="000-prefill-h100", held=900, num_kept=900)
+    assert chosen(ask(course=at_home), apart(busy=PLACES)) == "000-prefill-h100"

@@ -10,6 +10,7 @@ import pytest
 from hpcrl.engines.base import Completion, Part
 from hpcrl.engines.chat import load_template
 from hpcrl.errors import EngineAnswerError, EngineError
+from hpcrl.rollout import proxy as proxy_module
 from hpcrl.rollout.episode import Limits
 from hpcrl.rollout.proxy import Proxy
 from hpcrl.rollout.recording import Recording
@@ -348,6 +349,7 @@ def test_calls_beyond_max_turns_are_refused(template):
         ("completions", b'{"model": "hpcrl", "prompt": ""}', 400, "invalid_value"),
         ("completions", b'{"model": "hpcrl", "prompt": [1000000]}', 400, "invalid_value"),
         ("embeddings", b"{}", 404, None),
+        ("models", b"{}", 405, None),
         ("hpcrl/reward", b'{"reward": "much"}', 400, "invalid_value"),
     ],
 )
@@ -363,6 +365,41 @@ def test_nonsense_is_refused_in_openais_form(template, path, data, status, code)
     seen, error = on(template, body)
     assert (seen, error["code"]) == (status, code)
     assert error["message"]
+
+
+def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(template):
+    async def body(client):
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+        asked = {"model": "hpcrl", "messages": QUESTION}
+        async with (
+            aiohttp.ClientSession(headers=headers) as raw,
+            raw.post(f"{client.proxy.url}/chat/completions", json=asked, expect100=True) as http,
+        ):
+            return (await http.json())["choices"][0]["message"]["content"]
+
+    assert on(template, body, "=2<eos>") == "=2"
+
+
+def test_a_body_that_is_too_long_is_refused(template, monkeypatch):
+    monkeypatch.setattr(proxy_module, "MAX_BODY_BYTES", 1000)
+
+    async def body(client):
+        with pytest.raises(openai.APIStatusError) as caught:
+            await chat(client, messages=[{"role": "user", "content": "x" * 2000}])
+        return caught.value.status_code, caught.value.body["message"]
+
+    status, message = on(template, body)
+    assert status == 413
+    assert "1000" in message
+
+
+def test_one_model_is_described_and_another_is_not_found(template):
+    async def body(client):
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("another")
+        return (await client.models.retrieve("hpcrl")).id
+
+    assert on(template, body) == "hpcrl"
 
 
 def test_the_proxy_can_be_reached_by_a_socket_file_of_ours_alone(template):

@@ -361,7 +361,7 @@ def test_a_trajectory_leaves_a_home_that_is_much_more_loaded(pool):
         async with pool.router() as router:
             await router.generate(of_trajectory(0))
             home = next(engine for engine in pool.engines.values() if engine.generated)
-            home.running = 50
+            home.running = 80
             await router.refresh()
             await router.generate(of_trajectory(1))
             return len(home.generated)

@@ -11,7 +11,7 @@ from hpcrl.cost import ModelShape, pace
 from hpcrl.hardware import GPUS
 from hpcrl.rollout.keeping import MIN_SAMPLES, Pauses, keep_s
 from hpcrl.rollout.priority import NUM_LEVELS, Credits, level
-from hpcrl.rollout.routing import Candidate, cheapest, kind_for, pays_remote, price, serve_s, two_of
+from hpcrl.rollout.routing import Candidate, cheapest, kind_for, pays_remote, pays_to_leave, price, serve_s, two_of
 from hpcrl.rollout.sizing import SUSTAINED_S, Strain, split, strain, to_flip, to_grow
 
 SHAPE = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
@@ -27,6 +27,17 @@ def test_the_turn_goes_where_it_costs_least():
     assert cheapest([busy, slow]) is slow
     full, free = Candidate("full", serve_s=1, price=price(1.2)), Candidate("free", serve_s=3, price=price(0.8))
     assert cheapest([full, free]) is free
+
+
+def test_a_home_is_left_for_much_less_work_and_not_because_it_is_dear_at_the_moment():
+    home, there = Candidate("home", serve_s=4, price=price(1.2)), Candidate("there", serve_s=3)
+    assert not pays_to_leave(home, there, stay=2.0)
+    assert pays_to_leave(home, Candidate("there", serve_s=2), stay=2.0)
+
+
+def test_a_home_that_is_dear_beyond_measure_is_left_for_more_work():
+    home, there = Candidate("home", serve_s=1, price=price(2.2)), Candidate("there", serve_s=3)
+    assert pays_to_leave(home, there, stay=2.0)
 
 
 @given(st.floats(0, 4), st.floats(0, 4))

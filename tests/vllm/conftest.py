@@ -14,7 +14,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.vllm.served import Behind, Place
 
-ORDER = ("test_vllm_contract", "test_vllm_handover", "test_vllm_weights", "test_vllm_elsewhere")
+ORDER = ("test_vllm_contract", "test_vllm_handover", "test_vllm_bad_input", "test_vllm_weights", "test_vllm_elsewhere")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,8 @@ from hpcrl.endpoints import Endpoint
 from hpcrl.engines.base import LoadFigures
 from hpcrl.engines.http import RemoteEngine, serve
 from hpcrl.engines.vllm import Origin, VllmEngine
-from hpcrl.engines.vllm_server import OUR_CONNECTOR, Launch
+from hpcrl.engines.vllm_connectors import OURS
+from hpcrl.engines.vllm_server import Launch
 from hpcrl.files import private_dir
 from hpcrl.rundir import RunDir
 from hpcrl.weights.store import WindowStore
@@ -62,7 +63,7 @@ class Place:
             dtype="float32",
             max_model_len=CONTEXT if name == "first" else None,
             max_batch=8,
-            kv_connector=OUR_CONNECTOR,
+            kv_connector=OURS,
             kv_dir=self.job.kv,
             extra_args=("--enforce-eager", "--block-size", "32"),
         )

@@ -1,0 +1,109 @@
+"""Simulated engines that say as much as a script does, and the simple policies among them.
+
+Scripted   an engine whose replies are as long as the script says, with what it did
+Spell      what an engine did in some time
+Chosen     a policy that only says which engine is next
+Sticky     every trajectory stays with the engine that it got by turns
+"""
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Protocol
+
+import msgspec
+
+from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures, Part
+from hpcrl.engines.sim import SimEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spell:
+    """What a worker did in some time."""
+
+    num_said: int
+    standing_s: float
+    prompts_s: float
+    replies_s: float
+
+    @property
+    def busy_s(self) -> float:
+        return self.standing_s + self.prompts_s + self.replies_s
+
+    def __sub__(self, earlier: "Spell") -> "Spell":
+        return Spell(
+            num_said=self.num_said - earlier.num_said,
+            standing_s=self.standing_s - earlier.standing_s,
+            prompts_s=self.prompts_s - earlier.prompts_s,
+            replies_s=self.replies_s - earlier.replies_s,
+        )
+
+
+class Policy(Protocol):
+    async def generate(self, request: GenerateRequest) -> Completion: ...
+
+
+class Scripted:
+    """A simulated engine whose replies are as long as the script says."""
+
+    def __init__(self, engine: SimEngine, *, gpu: str) -> None:
+        self.engine = engine
+        self.gpu = gpu
+        self.num_ours = 0
+        self.num_prompt_tokens = 0
+        self.turns: list[tuple[int, int]] = []
+
+    def spent(self) -> Spell:
+        """What it did so far."""
+        spent = self.engine.batch.spent
+        return Spell(
+            num_said=self.engine.batch.num_generated,
+            standing_s=spent.standing_s,
+            prompts_s=spent.prompts_s,
+            replies_s=spent.replies_s,
+        )
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        _, number, turn, num_new = request.request_id.split("/")
+        self.turns.append((int(number), int(turn)))
+        self.num_ours += 1
+        self.num_prompt_tokens += len(request.token_ids)
+        try:
+            return await self.engine.generate(msgspec.structs.replace(request, max_new_tokens=int(num_new)))
+        finally:
+            self.num_ours -= 1
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+        return self.engine.stream(request)
+
+    async def prefill(self, request: GenerateRequest) -> KvHandle:
+        return await self.engine.prefill(request)
+
+    async def abort(self, request_id: str) -> None:
+        await self.engine.abort(request_id)
+
+    async def load_figures(self) -> LoadFigures:
+        return await self.engine.load_figures()
+
+
+class Chosen:
+    """A policy that only says which engine is next."""
+
+    def __init__(self, choose: Callable[[], Scripted]) -> None:
+        self._choose = choose
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return await self._choose().generate(request)
+
+
+class Sticky:
+    """Trajectories go to engines by turns, and each stays with its own."""
+
+    def __init__(self, engines: list[Scripted]) -> None:
+        self._turns = cycle(engines)
+        self._homes: dict[str, Scripted] = {}
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if request.trajectory not in self._homes:
+            self._homes[request.trajectory] = next(self._turns)
+        return await self._homes[request.trajectory].generate(request)

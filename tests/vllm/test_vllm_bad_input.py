@@ -1,0 +1,202 @@
+"""What clients and engines get wrong, with a real vLLM server at the end: an error in OpenAI's form, or another engine.
+
+Whatever it was, the server has nothing left to do for it afterwards.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from hpcrl.endpoints import Endpoint, announce
+from hpcrl.engines.base import GenerateRequest, LoadFigures
+from hpcrl.engines.chat import load_template
+from hpcrl.engines.http import RemoteEngine, client_session
+from hpcrl.errors import EngineError
+from hpcrl.rollout.episode import Limits
+from hpcrl.rollout.proxy import Proxy
+from hpcrl.rollout.recording import Recording
+from hpcrl.rollout.router import Router
+from hpcrl.rollout.session import Session
+from hpcrl.rollout.workers import Patience
+
+if TYPE_CHECKING:
+    from tests.vllm.served import Behind
+
+CONTEXT = 512
+LIMITS = Limits(max_turns=16, max_new_tokens=400, context_length=CONTEXT, max_lag=1)
+QUESTION = [{"role": "user", "content": "1+1=?"}]
+UNREADABLE = '{"model": "hpcrl", "messages": '
+Ask = Callable[..., Awaitable[tuple[int, Any]]]
+
+
+@asynccontextmanager
+async def program(model: Path, endpoints: list[Endpoint], directory: Path) -> AsyncIterator[tuple[str, str, Ask]]:
+    """An agent program's way to these engines: the URL, its api key, and a function that asks."""
+    for endpoint in endpoints:
+        announce(directory, endpoint)
+    patience = Patience(refresh_s=0.1, generate_s=5.0, rest_s=0.1, longest_rest_s=1.0, max_attempts=8)
+    template = load_template(model)
+    async with (
+        asyncio.timeout(300),
+        client_session() as http,
+        Router(directory, connect=lambda one: RemoteEngine(one, http), seed=0, patience=patience) as router,
+        Proxy(router, template=template) as proxy,
+        aiohttp.ClientSession() as client,
+    ):
+        session = Session(
+            name="s/0/0",
+            trajectory="s/0",
+            domain="s",
+            seed=3,
+            limits=LIMITS,
+            recording=Recording(template),
+            newest=lambda: 0,
+            start_version=0,
+        )
+        key = proxy.open(session)
+        url = f"{proxy.url}/chat/completions"
+
+        async def ask(body: str | None = None, *, api_key: str = key, **changed: Any) -> tuple[int, Any]:
+            data = body or json.dumps({"model": "hpcrl", "messages": QUESTION, "max_tokens": 8} | changed)
+            async with client.post(url, data=data, headers={"Authorization": f"Bearer {api_key}"}) as answer:
+                return answer.status, await answer.json()
+
+        yield url, key, ask
+
+
+async def figures(behind: "Behind") -> LoadFigures:
+    async with client_session() as http:
+        return await RemoteEngine(behind.endpoint, http).load_figures()
+
+
+async def at_rest(behind: "Behind") -> bool:
+    """The server has nothing to do, as soon as it has let go of what it had."""
+    async with asyncio.timeout(60):
+        while (found := await figures(behind)).num_running or found.num_waiting:
+            await asyncio.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "code"),
+    [
+        ({"api_key": "wrong"}, 401, "invalid_api_key"),
+        ({"body": UNREADABLE}, 400, "invalid_json"),
+        ({"model": "another"}, 404, "model_not_found"),
+        ({"messages": [{"role": "user", "content": "x" * CONTEXT}]}, 400, "context_length_exceeded"),
+        ({"max_tokens": -1}, 400, "invalid_value"),
+    ],
+    ids=["wrong-token", "malformed-json", "unknown-model", "prompt-too-long", "nonsense"],
+)
+def test_a_client_that_asks_wrongly_is_told_so_and_then_served(
+    pair: "list[Behind]", slow_model_dir: Path, tmp_path: Path, asked: dict[str, Any], status: int, code: str
+) -> None:
+    async def body() -> None:
+        async with program(slow_model_dir, [pair[0].endpoint], tmp_path) as (_, _, ask):
+            told, answer = await ask(**asked)
+            assert (told, answer["error"]["code"]) == (status, code)
+            assert (await ask())[0] == 200
+            assert await at_rest(pair[0])
+
+    asyncio.run(body())
+
+
+def test_a_client_that_hangs_up_in_mid_stream_leaves_nothing_behind(
+    pair: "list[Behind]", slow_model_dir: Path, tmp_path: Path
+) -> None:
+    async def body() -> None:
+        async with program(slow_model_dir, [pair[0].endpoint], tmp_path) as (url, key, ask):
+            asked = {"model": "hpcrl", "messages": QUESTION, "stream": True, "max_tokens": 400}
+            async with aiohttp.ClientSession() as client:
+                answer = await client.post(url, json=asked, headers={"Authorization": f"Bearer {key}"})
+                assert (await answer.content.readany()).startswith(b"data: ")
+                assert (await figures(pair[0])).num_running, "it is still being said"
+                answer.close()
+                assert await at_rest(pair[0])
+            assert (await ask())[0] == 200
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("mood", ["answers 500", "answers nonsense", "hangs up", "is silent"])
+def test_an_engine_that_fails_is_replaced_by_one_that_answers(
+    pair: "list[Behind]", slow_model_dir: Path, tmp_path: Path, mood: str
+) -> None:
+    async def body() -> None:
+        async with (
+            moody(mood) as bad,
+            program(slow_model_dir, [bad, pair[0].endpoint], tmp_path) as (_, _, ask),
+        ):
+            answers = await asyncio.gather(*(ask() for _ in range(6)))
+            assert {status for status, _ in answers} == {200}
+            assert await at_rest(pair[0])
+
+    asyncio.run(body())
+
+
+def test_engines_that_all_fail_are_a_server_error_and_no_hung_episode(slow_model_dir: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with (
+            moody("answers 500") as bad,
+            program(slow_model_dir, [bad], tmp_path) as (_, _, ask),
+        ):
+            status, answer = await ask()
+            assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
+
+    asyncio.run(body())
+
+
+def test_a_worker_is_reached_with_its_own_token_only(pair: "list[Behind]") -> None:
+    endpoint = pair[0].endpoint
+    wrong = Endpoint(role="decode", worker="w", node="here", url=endpoint.url, token="wrong")
+
+    async def body() -> None:
+        async with client_session() as http:
+            with pytest.raises(EngineError, match="401"):
+                await RemoteEngine(wrong, http).generate(
+                    GenerateRequest(request_id="r", token_ids=[5], max_new_tokens=1)
+                )
+
+    asyncio.run(body())
+    assert asyncio.run(at_rest(pair[0]))
+
+
+@asynccontextmanager
+async def moody(mood: str) -> AsyncIterator[Endpoint]:
+    """A worker that tells its load as an idle one does, and fails at everything else."""
+    load = {"version": 0, "num_running": 0, "num_waiting": 0, "num_generated_tokens": 0, "free_kv_tokens": 10**6}
+
+    async def answer(http: web.Request) -> web.Response:
+        if http.path == "/load":
+            return web.json_response(load)
+        match mood:
+            case "answers 500":
+                raise web.HTTPInternalServerError(text="out of memory")
+            case "answers nonsense":
+                return web.json_response({"token_ids": "all of them"})
+            case "hangs up":
+                assert http.transport is not None
+                http.transport.close()
+            case _:
+                await asyncio.Event().wait()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield Endpoint(
+            role="decode", worker="moody", node="here", url=f"http://127.0.0.1:{runner.addresses[0][1]}", token="t"
+        )
+    finally:
+        await runner.cleanup()
