@@ -1,6 +1,7 @@
 """Versions over MPI against what MPI itself can do, and through random kills: `python -m bench.couriers`.
 
 two_nodes      from one window into another, checked, against raw chunked broadcasts of the same bytes
+two_sources    half of every tensor from each of two nodes of the trainer, against all of it from one
 one_node       readers that map one window, checked, against everybody's own copy by other means
 random_kills   50 versions while couriers are killed at random: what every engine has seen, and has at the end
 """
@@ -20,7 +21,8 @@ from typing import Any
 from bench.figures import Figure, main
 from bench.fleet import MPIEXEC, Fleet, fleet, publish, until
 from bench.weights import NUM_READERS, SPAWN, qwen2_shapes, random_bfloat16, readers, scratch_run
-from hpcrl.weights.layout import Layout
+from hpcrl.weights.layout import Layout, split
+from hpcrl.weights.parts import Parts
 from hpcrl.weights.store import WindowStore
 from hpcrl.weights.window import Key, Window
 
@@ -40,6 +42,7 @@ def measure(full: bool) -> list[Figure]:
         hidden, inner, kv, num_layers = SIZES[size]
         shapes = qwen2_shapes(hidden=hidden, inner=inner, kv=kv, num_layers=num_layers)
         figures += two_nodes(size, shapes, turns=4) + one_node(size, shapes, rounds=8)
+        figures += two_sources(size, shapes, turns=3)
     return figures + random_kills()
 
 
@@ -58,11 +61,11 @@ def two_nodes(size: str, shapes: dict[str, Any], *, turns: int) -> list[Figure]:
     ):
         couriers.start()
         window = couriers.trainer(layout)
-        carry(couriers, window, num_versions=1)
+        carry(couriers, [window], num_versions=1)
         for _ in range(turns):
             for way, seconds in peers(2, layout.nbytes, ROUNDS_A_TURN, *RAW_WAYS).items():
                 raw[way].append(seconds)
-            visible += carry(couriers, window, num_versions=ROUNDS_A_TURN)
+            visible += carry(couriers, [window], num_versions=ROUNDS_A_TURN)
         walls = [event["wall_s"] for event in couriers.events("courier")][1:]
         idle = idle_share(couriers)
     fastest = {way: min(seconds) for way, seconds in raw.items()}
@@ -86,16 +89,39 @@ def two_nodes(size: str, shapes: dict[str, Any], *, turns: int) -> list[Figure]:
     ]
 
 
-def carry(couriers: Fleet, window: Window, *, num_versions: int) -> list[float]:
-    """Publish so many versions; for each, how long until an engine on the other node could take it."""
-    there = Window.open(couriers.key("n1"), job=0)
-    newest, took = window.newest(), []
+def two_sources(size: str, shapes: dict[str, Any], *, turns: int) -> list[Figure]:
+    """One receiver, which gets as many bytes from two as from one; they take turns, and the best of each counts."""
+    layout = Layout.pack((name, "bfloat16", shape) for name, shape in shapes.items())
+    halves = [split(tensor, axis=0, num=2) for tensor in layout.tensors]
+    parts = Parts.of(layout, nodes=("n0", "n1"), held=[[half[rank] for half in halves] for rank in range(2)])
+    with (
+        tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as folder,
+        fleet(Path(folder) / "one", "n0", "n1") as one,
+        fleet(Path(folder) / "two", "n0", "n1", "n2", num_sources=2) as two,
+    ):
+        one.start()
+        two.start()
+        from_one = [one.trainer(layout)]
+        from_two = [two.trainer(parts.layouts[node], node=number) for number, node in enumerate(two.sources)]
+        for _ in range(turns):
+            for couriers, windows in ((one, from_one), (two, from_two)):
+                carry(couriers, windows, num_versions=ROUNDS_A_TURN)
+        best, both = (min(event["wall_s"] for event in couriers.events("courier")[1:]) for couriers in (one, two))
+    return [Figure(name=f"{size}: half from each of two sources / all from one", value=both / best, better="lower")]
+
+
+def carry(couriers: Fleet, windows: list[Window], *, num_versions: int) -> list[float]:
+    """Publish so many versions; for each, how long until an engine on the last node could take it."""
+    key = couriers.key(couriers.nodes[-1])
+    there = Window.open(key, job=0)
+    newest, took = windows[0].newest(), []
     first = 1 if newest is None else newest.version + 1
     for version in range(first, first + num_versions):
-        publish(window, version)
+        for window in windows:
+            publish(window, version)
         began = time.perf_counter()
         while there is None or (seen := there.newest()) is None or seen.version != version:
-            there = there or Window.open(couriers.key("n1"), job=0)
+            there = there or Window.open(key, job=0)
             time.sleep(0.0005)
         took.append(time.perf_counter() - began)
     until(lambda: carried(couriers) == version, what="every transfer was told")

@@ -20,18 +20,25 @@ from hpcrl.weights.transfer import Standing
 from hpcrl.weights.window import Key, Window, unlink_recorded
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
+OPEN_MPI = (
+    "OMPI_ALLOW_RUN_AS_ROOT=1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe",
+)
+"""What Open MPI wants to be told: that CI is root, and that nodes are more than cores. MPICH does not look at it."""
 WAIT_S = 180.0
 
 
 @dataclass
 class Fleet:
-    """One courier a node; the first node is the trainer's."""
+    """One courier a node; the first node is the trainer's, or the first few are."""
 
     run: RunDir
     nodes: tuple[str, ...]
     silent_s: float = 10.0
     wire: str = "mpi"
     codec: str = "full"
+    num_sources: int = 1
     before: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """What stands before the courier's command on a node."""
     lives: int = 0
@@ -41,8 +48,17 @@ class Fleet:
     def job(self) -> JobDir:
         return self.run.job(0)
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The trainer's nodes."""
+        return self.nodes[: self.num_sources]
+
+    @property
+    def receivers(self) -> tuple[str, ...]:
+        return self.nodes[self.num_sources :]
+
     def key(self, node: str) -> Key:
-        return Key(campaign=self.run.root, node=node)
+        return Key(campaign=self.run.root, node=node, part=self.num_sources > 1 and node in self.sources)
 
     def start(self) -> None:
         """Start the couriers, and wait until they serve."""
@@ -55,7 +71,8 @@ class Fleet:
     def launch(self) -> None:
         """Begin one life of the step; like one of srun's, it ends when one of its ranks does."""
         self.lives += 1
-        arguments = [str(self.run.root), "0", ",".join(self.nodes), self.nodes[0], f"--silent-s={self.silent_s:g}"]
+        arguments = [str(self.run.root), "0", ",".join(self.nodes), ",".join(self.sources)]
+        arguments.append(f"--silent-s={self.silent_s:g}")
         arguments += [f"--wire={self.wire}", "--interface=lo", f"--life={self.lives}", f"--codec={self.codec}"]
         courier = [sys.executable, "-m", "hpcrl.weights.courier", *arguments]
         commands = {node: [*self.before.get(node, ()), *courier] for node in self.nodes}
@@ -96,9 +113,9 @@ class Fleet:
     def log(self) -> str:
         return self.job.log("couriers").read_text()
 
-    def trainer(self, layout: Layout) -> Window:
-        """The trainer's end of its window."""
-        return Window.create(self.key(self.nodes[0]), layout, job=self.job)
+    def trainer(self, layout: Layout, *, node: int = 0) -> Window:
+        """The trainer's end of its window, or of one of them."""
+        return Window.create(self.key(self.nodes[node]), layout, job=self.job)
 
     def newest(self, node: str) -> int:
         """The newest version that an engine on that node sees."""
@@ -112,7 +129,7 @@ class Fleet:
             window.close()
 
     def arrived(self, version: int) -> bool:
-        return all(self.newest(node) == version for node in self.nodes[1:])
+        return all(self.newest(node) == version for node in self.receivers)
 
     def wait_for(self, version: int) -> None:
         """Until every node has a version; couriers that have ended bring none."""
@@ -133,9 +150,11 @@ class Fleet:
 
 
 @contextmanager
-def fleet(root: Path, *nodes: str, silent_s: float = 10.0, wire: str = "mpi", codec: str = "full") -> Iterator[Fleet]:
+def fleet(
+    root: Path, *nodes: str, silent_s: float = 10.0, wire: str = "mpi", codec: str = "full", num_sources: int = 1
+) -> Iterator[Fleet]:
     """Couriers for these nodes, not yet started; nothing is left of them."""
-    couriers = Fleet(run=RunDir(root), nodes=nodes, silent_s=silent_s, wire=wire, codec=codec)
+    couriers = Fleet(run=RunDir(root), nodes=nodes, silent_s=silent_s, wire=wire, codec=codec, num_sources=num_sources)
     for folder in (couriers.run.events, couriers.run.weights, couriers.job.logs):
         folder.mkdir(parents=True, mode=0o700)
     try:
@@ -147,9 +166,9 @@ def fleet(root: Path, *nodes: str, silent_s: float = 10.0, wire: str = "mpi", co
 
 
 def _by_mpiexec(commands: dict[str, list[str]]) -> list[str]:
-    command = [str(MPIEXEC)]
+    command = ["env", *OPEN_MPI, str(MPIEXEC)]
     for index, (node, courier) in enumerate(commands.items()):
-        command += [*([":"] if index else []), "-n", "1", "-env", "SLURMD_NODENAME", node, *courier]
+        command += [*([":"] if index else []), "-n", "1", "env", f"SLURMD_NODENAME={node}", *courier]
     return command
 
 

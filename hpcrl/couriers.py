@@ -4,10 +4,10 @@
     Way        a rung, and the step that carries versions on it
     Couriers   starts the step, watches it, starts it again alone; says when the rung changes
 
-The ladder: one MPI step over all components that need weights, else the same step over TCP, else files. A rung that
-never came to serve is left for good. One that served and then failed too often is tried again after a while, and
-when an engine has asked for files, versions go by couriers again once they have brought a later one to every node;
-both a few times in a job. A campaign never waits for its couriers.
+The ladder: one MPI step over all nodes that need weights (joined over het groups, or inside one allocation), else the
+same step over TCP, else files. A rung that never came to serve is left for good. One that served and then failed too
+often is tried again after a while, and when an engine has asked for files, versions go by couriers again once they have
+brought a later one to every node; both a few times in a job. A campaign never waits for its couriers.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.files import discard, last_line
+from hpcrl.placement import Layout
 from hpcrl.processes import end_group
 from hpcrl.rundir import JobDir
 from hpcrl.site import Mpi
@@ -40,24 +41,26 @@ RETRY_S = 300.0
 """After so long with files, couriers that were given up are tried again."""
 ENDING_S = 15.0
 """How long a step may take to end after one of its ranks has given up."""
+MUTE_S = 30.0
+"""Couriers that have said nothing for so long are gone, though their step has not ended: srun may hang."""
 LOOK_EVERY_S = 0.5
 LEAVE_S = 3.0
 TERM_GRACE_S = 2.0
 
 
-def rungs(mpi: Mpi) -> tuple[list[RungName], str]:
+def rungs(mpi: Mpi, *, layout: Layout) -> tuple[list[RungName], str]:
     """What can be tried above files, best first, and what keeps MPI, or all of it, from being tried."""
     if not mpi.couriers:
         return [], "the site does not want couriers (site.mpi.couriers = false)"
-    if (why := _no_mpi(mpi)) is not None:
+    if (why := _no_mpi(mpi, layout)) is not None:
         return ["tcp"], why
     return ["mpi", "tcp"], ""
 
 
-def _no_mpi(mpi: Mpi) -> str | None:
+def _no_mpi(mpi: Mpi, layout: Layout) -> str | None:
     if mpi.flavour == "none":
         return 'the site has no MPI (site.mpi.flavour = "none")'
-    if mpi.world_over_components == "no":
+    if mpi.world_over_components == "no" and layout == "hetjob":
         return 'the site has no MPI over several components (site.mpi.world_over_components = "no")'
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed: pip install 'hpcrl[mpi]'"
@@ -90,6 +93,9 @@ class Couriers:
     _patience: float = 0.0
     """Until then, a step that runs and does not serve is left alone: it is coming up, or ending by itself."""
     _next_look: float = 0.0
+    _beat: float = 0.0
+    _heard: float = 0.0
+    """When the beat was seen to change."""
     _failures: int = 0
     _has_served: bool = False
     _retry_at: float = 0.0
@@ -119,7 +125,7 @@ class Couriers:
             self._try_again(now)
             return None
         standing, code = Standing.read(self.job.couriers(self.life)), self._process.poll()
-        if code is None and standing is not None and standing.ready:
+        if code is None and standing is not None and standing.ready and not self._is_mute(now):
             self._has_served = True
             self._patience = now + ENDING_S
             self._rise(standing)
@@ -183,9 +189,18 @@ class Couriers:
                 self._process.wait(LEAVE_S)
         self._end()
 
+    def _is_mute(self, now: float) -> bool:
+        """Every life has a file of its own, so that its first beat is a change."""
+        beat = Standing.beaten(self.job.couriers(self.life))
+        if beat != self._beat:
+            self._beat, self._heard = beat, now
+        return now - self._heard > MUTE_S
+
     def _why(self, standing: Standing | None, code: int | None) -> str:
         if standing is not None and not standing.ready:
             return standing.reason
+        if code is None and standing is not None:
+            return f"nothing was heard of the couriers for {MUTE_S:g} s, and their step does not end"
         if code is None:
             return f"the couriers did not find each other within {STARTUP_S:g} s"
         return f"the step of the couriers ended with code {code}: {last_line(self.job.log('couriers'))}"

@@ -171,9 +171,8 @@ class Runtime:
         indices = sorted({self._plan.role(role).component for role in WEIGHT_ROLES})
         components = [self._plan.components[index] for index in indices]
         nodes = [node for index in indices for node in self._allocation.nodes[index]]
-        source = self._allocation.nodes[self._plan.role("train").component][0]
         courier = [sys.executable, "-m", "hpcrl.weights.courier"]
-        courier += [str(self._run.root), str(self._job.number), ",".join(nodes), source]
+        courier += [str(self._run.root), str(self._job.number), ",".join(nodes), ",".join(self._trainer_nodes())]
         courier.append(f"--codec={site.mpi.codec}")
         if site.network.interface is not None:
             courier.append(f"--interface={site.network.interface}")
@@ -182,6 +181,12 @@ class Runtime:
             prefix = self._allocation.joined_step(components, mpi=site.mpi.srun_type if name == "mpi" else "none")
             ways.append(Way(rung=name, command=[*prefix, *courier, f"--wire={name}"]))
         return Couriers(job=self._job, weights=self._run.weights, ways=ways, rung=rung)
+
+    def _trainer_nodes(self) -> list[str]:
+        """Those that have ranks, that of rank 0 first."""
+        plan = self._plan.role("train")
+        num = -(-plan.num_workers // plan.workers_per_node)
+        return self._allocation.nodes[plan.component][:num]
 
     def trainer_code(self) -> int | None:
         """How the trainer ended; None while it runs."""
@@ -195,6 +200,10 @@ class Runtime:
         for role, _ in lost:
             self._executors[role].scale_out_facade(1)
         return lost
+
+    def give_up(self, role: RoleName, node: str) -> bool:
+        """Let a role do without one of its nodes; False if it has no other."""
+        return self._steps[role].give_up(node)
 
     def close(self, *, grace_s: float) -> None:
         """End every worker pool and executor, first by asking: a step that srun ends is killed without notice."""

@@ -152,49 +152,63 @@ def _train(trainer, load_from, save_to, first, last):
     return result
 
 
-def publish_parts(world, model_dir, root, trainer, changed, window_dir):
-    """All ranks publish two versions, led by rank 0; what engines find then, and how often weights were gathered."""
+def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, rung):
+    """All ranks publish two versions, led by rank 0; what is found then, and how often weights were gathered."""
     torch.set_num_threads(1)
-    if trainer == "megatron":
-        from hpcrl.trainers.megatron import MegatronTrainer as Kind
-    else:
-        Kind = TorchTrainer
-    mine = Kind(Path(model_dir), settings(**changed), world=world)
-    num_gathered = 0
-    gather = mine.tensors
-
-    def counted():
-        nonlocal num_gathered
-        num_gathered += 1
-        return gather()
-
-    mine.tensors = counted
+    os.environ["SLURMD_NODENAME"] = nodes[world.rank]
+    mine, counted = _counting(_kind(trainer)(Path(model_dir), settings(**changed), world=world))
     run = RunDir(Path(root))
     run.weights.mkdir(exist_ok=True)
-    key = Key(campaign=run.root, node="n", directory=Path(window_dir))
+    key = Key(campaign=run.root, node=nodes[world.rank], directory=Path(window_dir))
     if world.rank:
         store = shard_store(mine, key, job=run.job(0))
         follow(mine, train=settings(), spool=run.spool("scored"), store=store)
-        return num_gathered
+        return len(counted)
     leader = Leader(mine, train=settings(), seed=0, spool=run.spool("scored"), checkpoints=run.checkpoints)
-    store = leader.window(key, job=run.job(0))
-    publisher = Publisher(
-        FileStore(run.weights),
-        store,
-        events=EventLog(run.events / "t.jsonl", job=0, role="train", worker="train-0", node="n", partition="p"),
-        keep_versions=4,
-    )
-    publisher.take_rung(Rung(rung="window", reason="a test"))
+    events = EventLog(run.events / "t.jsonl", job=0, role="train", worker="train-0", node="n", partition="p")
+    publisher = Publisher(FileStore(run.weights), leader.window(key, job=run.job(0)), events=events, keep_versions=4)
+    publisher.take_rung(Rung(rung=rung, reason="a test"))
     for version in (1, 2):
         publisher.publish(leader.boxes(), version=version, step=version, whole=leader.tensors)
     publisher.persist()
-    publisher.close()
-    expected, published = leader.tensors(), FileStore(run.weights).load(2)
+    windows = {path.name.rpartition("-")[2]: path.stat().st_size for path in Path(window_dir).glob("hpcrl-*")}
+    leader.tend()
+    num_gathered = len(counted)
+    expected = leader.tensors()
     leader.close()
+    publisher.close()
+    published = FileStore(run.weights).load(2)
     same = expected.keys() == published.keys() and all(
         torch.equal(published[name], expected[name]) for name in expected
     )
-    return {"same": same, "num_gathered": num_gathered - 1, "rung": read_rung(run.weights).rung}
+    return {
+        "same": same,
+        "num_gathered": num_gathered,
+        "rung": read_rung(run.weights).rung,
+        "windows": windows,
+        "files": sorted(path.name for path in run.weights.iterdir()),
+        "nbytes": sum(tensor.nbytes for tensor in expected.values()),
+    }
+
+
+def _kind(trainer):
+    if trainer == "megatron":
+        from hpcrl.trainers.megatron import MegatronTrainer
+
+        return MegatronTrainer
+    return TorchTrainer
+
+
+def _counting(mine):
+    """The trainer, and a list with an entry for each time that its weights were gathered."""
+    gather, counted = mine.tensors, []
+
+    def tensors():
+        counted.append(1)
+        return gather()
+
+    mine.tensors = tensors
+    return mine, counted
 
 
 def lead_steps(world, model_dir, spool, checkpoints, last, dies_at=None):

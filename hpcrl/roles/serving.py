@@ -101,8 +101,13 @@ def _simulated(
 def _gpu(context: Context) -> str | None:
     """What the worker computes on, or pretends to."""
     engine = context.recipe.engine
-    has = context.plan.components[context.role_plan.component].gpu
-    return (engine.sim.gpu or has or DEFAULT_SIMULATED) if engine.backend == "sim" else has
+    role = context.role_plan
+    has = context.plan.components[role.component].gpu if role.gpus_per_worker else None
+    if engine.backend != "sim":
+        return has
+    if isinstance(engine.sim.gpu, list):
+        return engine.sim.gpu[context.index % len(engine.sim.gpu)]
+    return engine.sim.gpu or has or DEFAULT_SIMULATED
 
 
 def _vllm(context: Context) -> AbstractAsyncContextManager[WorkerEngine]:
@@ -116,16 +121,20 @@ def _vllm(context: Context) -> AbstractAsyncContextManager[WorkerEngine]:
         run=context.run,
         job=context.job,
         log=context.job.log(f"{context.role}-{context.index}-vllm"),
+        host=endpoints.address_of(context.site.network.interface),
     )
     return VllmEngine(launch, origin=origin)
 
 
 def vllm_launch(
-    engine: Engine, *, role: RolePlan, inference: Inference, run: RunDir, job: JobDir, log: Path
+    engine: Engine, *, role: RolePlan, inference: Inference, run: RunDir, job: JobDir, log: Path, host: str
 ) -> "Launch":
-    """What the plan gives a worker, as its vLLM server is told."""
-    from hpcrl.engines.vllm_server import OUR_CONNECTOR, Launch
+    """What the plan gives a worker, as its vLLM server is told; `host` is where other nodes reach this one."""
+    from hpcrl.engines import vllm_connectors
+    from hpcrl.engines.vllm_server import Launch
 
+    ours = inference.kv_connector == vllm_connectors.OURS
+    is_foreign = inference.kv_connector is not None and not ours
     return Launch(
         model=run.model,
         log=log,
@@ -138,7 +147,8 @@ def vllm_launch(
         cpu_kv_gib=engine.cpu_kv_gib,
         kv_connector=inference.kv_connector,
         kv_options=inference.kv_options,
-        kv_dir=job.kv if inference.kv_connector == OUR_CONNECTOR else None,
+        kv_dir=job.kv if ours else None,
+        kv_address=endpoints.free_address(host) if is_foreign else None,
         start_s=engine.start_timeout_s,
         extra_args=tuple(engine.vllm_args),
     )

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import cast
 
 import msgspec
 
-from hpcrl.endpoints import this_node
+from hpcrl.endpoints import address_of, this_node
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.errors import TrainError
 from hpcrl.hardware import GPUS
@@ -28,7 +28,6 @@ from hpcrl.trainers.staging import shard_store
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import World, join, leave
 from hpcrl.weights.publisher import Publisher
-from hpcrl.weights.shards import ShardStore
 from hpcrl.weights.store import FileStore, WindowStore
 from hpcrl.weights.versions import Rung
 from hpcrl.weights.window import Key, window_key
@@ -42,7 +41,7 @@ def run(context: Context) -> int:
 
     Of several ranks the first does all that is said here, and the others what it orders.
     """
-    world = join(_meeting(context))
+    world = join(_meeting(context), environ=_surroundings(context))
     try:
         if world.rank == 0:
             _make_model(context)
@@ -74,6 +73,16 @@ def _lead(context: Context, mine: Ranked) -> int:
 def _meeting(context: Context) -> Path:
     """Where the ranks of this start of the trainer meet."""
     return context.job.ranks(int(os.environ.get("HPCRL_TRAINER_START", "0")))
+
+
+def _surroundings(context: Context) -> Mapping[str, str]:
+    """What ranks meet by: on several nodes the site's interface, whose address needs no name to be known."""
+    interface = context.site.network.interface
+    if context.plan.layout == "local" or interface is None:
+        return os.environ
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+    return os.environ | {"MASTER_ADDR": address_of(interface)}
 
 
 def _trainer(context: Context, world: World) -> Ranked:
@@ -110,8 +119,6 @@ class Learner:
     publisher: Publisher
     num_params: int
     """Weights of the model."""
-    shared: bool
-    """Every rank publishes its own part of the weights."""
     stock: Stock
     consumed: Consumed
     step: int
@@ -134,8 +141,7 @@ class Learner:
         run = context.run
         consumed, step, version = Consumed(), 0, 0
         leader = _leader(context, mine) if mine.world.size > 1 else None
-        shared = leader.window(_window(context), job=context.job) if leader is not None else None
-        publisher = _publisher(context, shared)
+        publisher = _publisher(context, leader)
         trainer: Trainer = leader or cast(Trainer, mine)
         found = checkpoint.newest(
             run.checkpoints,
@@ -154,7 +160,6 @@ class Learner:
             leader=leader,
             publisher=publisher,
             num_params=sum(math.prod(shape) for shape in mine.shapes().values()),
-            shared=shared is not None,
             stock=stock,
             consumed=consumed,
             step=step,
@@ -238,8 +243,7 @@ class Learner:
 
     def publish(self) -> None:
         """Give the weights to every engine."""
-        if self.shared:
-            assert self.leader is not None
+        if self.leader is not None:
             boxes, whole = self.leader.boxes(), self.trainer.tensors
             self.publisher.publish(boxes, version=self.version, step=self.step, whole=whole)
         else:
@@ -327,10 +331,10 @@ def _window(context: Context) -> Key:
     return window_key(context.run, node=this_node())
 
 
-def _publisher(context: Context, shared: ShardStore | None) -> Publisher:
-    """Where versions go; on one machine every worker sees the window of its node."""
-    run = context.run
-    window = shared or WindowStore(_window(context), job=context.job)
+def _publisher(context: Context, leader: Leader | None) -> Publisher:
+    """Where versions go, of several ranks each its part; on one machine every worker sees the window of its node."""
+    run, key = context.run, _window(context)
+    window = WindowStore(key, job=context.job) if leader is None else leader.window(key, job=context.job)
     files = FileStore(run.weights)
     publisher = Publisher(files, window, events=context.events, keep_versions=context.recipe.train.keep_versions)
     if context.plan.layout == "local":

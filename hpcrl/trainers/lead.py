@@ -27,7 +27,7 @@ from hpcrl.trainers.ahead import Ahead
 from hpcrl.trainers.base import StepMetrics, Writable
 from hpcrl.trainers.figures import Learned
 from hpcrl.trainers.parts import Together, begun, leave
-from hpcrl.trainers.staging import boxes, shard_store
+from hpcrl.trainers.staging import Orders, boxes, shard_store
 from hpcrl.trainers.state import Piece
 from hpcrl.trainers.steps import train_step
 from hpcrl.trainers.world import World
@@ -62,7 +62,7 @@ class Ranked(Protocol):
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What rank 0 wants all ranks to do now."""
 
-    do: Literal["learn", "tensors", "stage", "snapshot", "load", "wait", "end"]
+    do: Literal["learn", "tensors", "stage", "leave", "snapshot", "load", "wait", "end"]
     step: int = 0
     version: int = 0
     skipped: str | None = None
@@ -130,14 +130,13 @@ class Leader:
         self._tell(Order(do="tensors"))
         return self._mine.tensors()
 
-    def window(self, key: Key, *, job: JobDir) -> ShardStore | None:
-        """What all ranks publish by, each its part; None where they are on several nodes. Called once, at the start."""
-        return shard_store(
-            self._mine,
-            key,
-            job=job,
-            tell=lambda version, step: self._tell(Order(do="stage", version=version, step=step)),
+    def window(self, key: Key, *, job: JobDir) -> ShardStore:
+        """What all ranks publish by, each its part. Called once, at the start."""
+        orders = Orders(
+            stage=lambda version, step: self._tell(Order(do="stage", version=version, step=step)),
+            leave=lambda version, path: self._tell(Order(do="leave", version=version, directory=str(path))),
         )
+        return shard_store(self._mine, key, job=job, orders=orders)
 
     def boxes(self) -> list[tuple[Shard, Tensor]]:
         """What rank 0 puts into that window."""
@@ -180,10 +179,9 @@ def follow(mine: Ranked, *, train: Train, spool: Path, store: ShardStore | None 
                 mine.learn(rows, step=order.step, skipped=order.skipped)
             case "tensors":
                 mine.tensors()
-            case "stage":
+            case "stage" | "leave":
                 assert store is not None, "all ranks have one, or none"
-                with suppress(WeightsError):  # rank 0 has met it too, and publishes in another way from now on
-                    store.stage(boxes(mine), version=order.version, step=order.step)
+                _publish(mine, order, store=store)
             case "snapshot":
                 if writing is not None:
                     writing.result()
@@ -194,8 +192,18 @@ def follow(mine: Ranked, *, train: Train, spool: Path, store: ShardStore | None 
                 behind.shutdown()
                 ahead.close()
                 if store is not None:
+                    store.unlink()
                     store.close()
                 return
+
+
+def _publish(mine: Ranked, order: Order, *, store: ShardStore) -> None:
+    """Rank 0 has staged a version, or wants one in files."""
+    if order.do == "leave":
+        store.leave(order.version, Path(order.directory))
+        return
+    with suppress(WeightsError):  # rank 0 has met it too, and publishes in another way from now on
+        store.stage(boxes(mine), version=order.version, step=order.step)
 
 
 def _ahead(mine: Ranked, *, train: Train, spool: Path) -> Ahead:

@@ -1,26 +1,31 @@
-"""Publishing from all ranks of a trainer at once: each puts the boxes that it holds into the window of their node.
+"""Publishing from all ranks of a trainer at once: each puts the boxes that it holds into the window of its node.
 
-    shard_store   a rank's end of the window, where all ranks are on one node
-    LedStore      rank 0's: whoever stages through it has all ranks stage
+    shard_store   a rank's end of that window: of the engines' where all ranks are on one node, else of one for its part
+    LedStore      rank 0's: whoever stages or saves through it has all ranks do so
     boxes         what a rank puts in
 
-Nowhere is a whole tensor assembled. Ranks on several nodes share no window: there the weights are gathered on rank 0.
+Nowhere is a whole tensor assembled that ranks on several nodes hold, but for files, and then one after the other.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
+import msgspec
 from torch import Tensor
 
 from hpcrl.endpoints import this_node
 from hpcrl.rundir import JobDir
 from hpcrl.trainers.state import Piece
 from hpcrl.trainers.world import World
+from hpcrl.weights import part_files
 from hpcrl.weights.layout import Layout, Shard
+from hpcrl.weights.parts import Parts
 from hpcrl.weights.shards import Exchange, Shards, ShardStore, exchange_over
+from hpcrl.weights.store import FileStore
 from hpcrl.weights.window import Key
 
-Tell = Callable[[int, int], None]
 DTYPE = "float32"
 """Of the weights that trainers hold, and so of what is published."""
 
@@ -37,27 +42,74 @@ class Sharded(Protocol):
         """The boxes that this rank gives, each value once over all ranks."""
 
 
-class LedStore(ShardStore):
-    """Rank 0's end of the window; `tell(version, step)` has the others stage too, since all must."""
+class Orders(NamedTuple):
+    """How rank 0 has the others do what it does."""
 
-    def __init__(self, key: Key, *, job: JobDir, layout: Layout, exchange: Exchange, tell: Tell) -> None:
-        super().__init__(key, job=job, layout=layout, rank=0, exchange=exchange)
-        self._tell = tell
+    stage: Callable[[int, int], None]
+    """A version and its step."""
+    leave: Callable[[int, Path], None]
+    """A version, and where."""
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """What ranks tell each other at the start."""
+
+    node: str
+    shards: tuple[Shard, ...]
+
+
+class LedStore(ShardStore):
+    """Rank 0's end of its window; the others are told what they have to do, since all must."""
+
+    def __init__(
+        self,
+        key: Key,
+        *,
+        job: JobDir,
+        layout: Layout,
+        exchange: Exchange,
+        orders: Orders,
+        parts: Parts | None = None,
+    ) -> None:
+        super().__init__(key, job=job, layout=layout, rank=0, exchange=exchange, parts=parts)
+        self._orders = orders
+        self._is_one = parts is None
 
     def stage(self, shards: Shards, *, version: int, step: int) -> None:
-        self._tell(version, step)
+        self._orders.stage(version, step)
         super().stage(shards, version=version, step=step)
 
+    def saver(self, files: FileStore, *, version: int, step: int) -> Callable[[], object]:
+        """Between steps the other nodes are told to leave their parts; behind them these are put together."""
+        if self._is_one:
+            return super().saver(files, version=version, step=step)
+        directory = part_files.begun(files.directory)
+        self._orders.leave(version, directory)
+        return self.gatherer(files, version=version, step=step, directory=directory)
 
-def shard_store(mine: Sharded, key: Key, *, job: JobDir, tell: Tell | None = None) -> ShardStore | None:
-    """This rank's end of the window; None, on all ranks, if they are on several nodes. All ranks call it."""
+
+def shard_store(mine: Sharded, key: Key, *, job: JobDir, orders: Orders | None = None) -> ShardStore:
+    """This rank's end of the window of its node; rank 0 gives `orders`. All ranks call it."""
     rank, exchange = mine.world.rank, exchange_over(mine.world.cpu_group)
-    if len(set(exchange(this_node().encode()))) > 1:
-        return None
     layout = Layout.pack((name, DTYPE, shape) for name, shape in mine.shapes().items())
-    if tell is not None:
-        return LedStore(key, job=job, layout=layout, exchange=exchange, tell=tell)
-    return ShardStore(key, job=job, layout=layout, rank=rank, exchange=exchange)
+    parts = _parts(mine, layout, exchange=exchange)
+    if parts is not None:
+        key = replace(key, part=True)
+    if orders is not None:
+        store: ShardStore = LedStore(key, job=job, layout=layout, exchange=exchange, orders=orders, parts=parts)
+    else:
+        store = ShardStore(key, job=job, layout=layout, rank=rank, exchange=exchange, parts=parts)
+    if parts is not None:
+        store.recall()
+    return store
+
+
+def _parts(mine: Sharded, layout: Layout, *, exchange: Exchange) -> Parts | None:
+    """What lies where; None, on all ranks, if they are on one node."""
+    own = Held(node=this_node(), shards=tuple(piece.shard for piece in mine.shards()))
+    held = [msgspec.msgpack.decode(said, type=Held) for said in exchange(msgspec.msgpack.encode(own))]
+    nodes = [one.node for one in held]
+    return Parts.of(layout, nodes=nodes, held=[one.shards for one in held]) if len(set(nodes)) > 1 else None
 
 
 def boxes(mine: Sharded) -> list[tuple[Shard, Tensor]]:

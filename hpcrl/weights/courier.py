@@ -1,12 +1,13 @@
-"""One process a node carries versions from the trainer's window into the windows of all other nodes.
+"""One process a node carries versions from the trainer's windows into the windows of all other nodes.
 
-`python -m hpcrl.weights.courier CAMPAIGN JOB NODES SOURCE`, as many ranks as NODES (a,b,c) has names; SOURCE is the
-trainer's node. Ranks know each other by node. Nothing blocks in the wire: every transfer is polled with naps, so that
-couriers leave the cores to others, hear each other meanwhile, and notice who is stuck.
+`python -m hpcrl.weights.courier CAMPAIGN JOB NODES SOURCES`, as many ranks as NODES (a,b,c) has names; SOURCES are the
+trainer's nodes, that of its rank 0 first. Ranks know each other by node. Nothing blocks in the wire: every transfer is
+polled with naps, so that couriers leave the cores to others, hear each other meanwhile, and notice who is stuck.
 Any failure ends the whole step; the driver starts it again, and the newest version is sent again.
 
-    sender.py      the trainer's node           receiver.py    every other node
-    link.py        what both stand on           mpi.py tcp.py  the wires
+    sender.py      the trainer's first node     contributor.py  its other nodes      receiver.py  all that are not its
+    intake.py      what comes into a window     messages.py     how parts are cut
+    link.py        what all stand on            mpi.py tcp.py   the wires
     transfer.py    what they tell each other
 """
 
@@ -25,12 +26,13 @@ from hpcrl.errors import WeightsError
 from hpcrl.events import EventLog
 from hpcrl.processes import die_with_parent
 from hpcrl.rundir import JobDir, RunDir
+from hpcrl.weights.contributor import Contributor
 from hpcrl.weights.link import Link, Wire
 from hpcrl.weights.pace import Codec
 from hpcrl.weights.receiver import Receiver
 from hpcrl.weights.sender import Sender
 from hpcrl.weights.transfer import SILENT_S, NoRoomError, NoWorldError, Peer, Standing, StuckError, Watch
-from hpcrl.weights.window import window_key
+from hpcrl.weights.window_file import Key
 
 WATCHDOG_S = 90.0
 """How long it may take to bring all ranks together; some are late, since their node is slow to import what it needs."""
@@ -46,12 +48,16 @@ class Place:
     job: JobDir
     node: str
     nodes: tuple[str, ...]
-    source: str
+    sources: tuple[str, ...]
     wire: str
     life: str
     codec: Codec
     interface: str | None
     silent_s: float
+
+    def sees(self, node: str) -> bool:
+        """The first source hears everybody, and everybody it."""
+        return (node == self.sources[0]) != (self.node == self.sources[0])
 
 
 def main() -> NoReturn:
@@ -82,11 +88,21 @@ def _serve(place: Place, events: EventLog) -> NoReturn:
     join = _join_mpi if place.wire == "mpi" else _join_tcp
     link = meet(*join(place), place)
     faulthandler.cancel_dump_traceback_later()
-    key = window_key(place.run, node=place.node)
-    if place.node != place.source:
+    key = Key(campaign=place.run.root, node=place.node, part=place.node in place.sources and len(place.sources) > 1)
+    if place.node not in place.sources:
         Receiver(key, link, job=place.job, events=events).serve()
-    standing = place.job.couriers(place.life)
-    Sender(key, link, job=place.job, events=events, standing=standing, codec=place.codec).serve()
+    if place.node != place.sources[0]:
+        Contributor(key, link, job=place.job, events=events).serve()
+    ranks = {peer.node: rank for rank, peer in link.watch.peers.items()}
+    Sender(
+        key,
+        link,
+        job=place.job,
+        events=events,
+        standing=place.job.couriers(place.life),
+        codec=place.codec,
+        contributors=[ranks[node] for node in place.sources[1:]],
+    ).serve()
 
 
 def _join_mpi(place: Place) -> tuple[Wire, list[str]]:
@@ -116,8 +132,7 @@ def meet(wire: Wire, nodes: list[str], place: Place) -> Link:
     if sorted(nodes) != sorted(place.nodes):
         raise NoWorldError(f"the couriers are on {', '.join(nodes)} and belong on {', '.join(place.nodes)}, one each")
     now = time.monotonic()
-    sees = [rank for rank, node in enumerate(nodes) if (node == place.source) != (place.node == place.source)]
-    peers = {rank: Peer(rank=rank, node=nodes[rank], heard=now) for rank in sees}
+    peers = {rank: Peer(rank=rank, node=node, heard=now) for rank, node in enumerate(nodes) if place.sees(node)}
     return Link(wire, watch=Watch(peers=peers, silent_s=place.silent_s))
 
 
@@ -126,7 +141,7 @@ def _place(arguments: list[str]) -> Place:
     parser.add_argument("campaign", type=Path)
     parser.add_argument("job", type=int)
     parser.add_argument("nodes", help="all nodes that have a courier: a,b,c")
-    parser.add_argument("source", help="the trainer's node")
+    parser.add_argument("sources", help="the trainer's nodes, the one of its rank 0 first: a,b")
     parser.add_argument("--wire", choices=["mpi", "tcp"], default="mpi")
     parser.add_argument("--interface", help="what TCP binds to")
     parser.add_argument("--codec", choices=get_args(Codec), default="auto", help="what goes over the wire")
@@ -139,7 +154,7 @@ def _place(arguments: list[str]) -> Place:
         job=run.job(given.job),
         node=this_node(),
         nodes=tuple(given.nodes.split(",")),
-        source=given.source,
+        sources=tuple(given.sources.split(",")),
         wire=given.wire,
         life=given.life,
         codec=given.codec,

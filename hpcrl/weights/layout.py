@@ -1,6 +1,6 @@
 """Where every tensor of a version lies in one flat run of bytes; imports nothing heavy.
 
-Layout         all tensors by their HF names: dtype, shape, place
+Layout         all tensors by their HF names: dtype, shape, place; or boxes of tensors, where a node has only a part
 Shard          the box of one tensor that one rank of a trainer holds; `whole` and `split` make the usual ones
 check_cover    every value is held by exactly one shard
 """
@@ -28,8 +28,17 @@ ITEM_SIZES = {
 """Bytes of one value, by torch's name of its type."""
 
 
-class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor and its place."""
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """Of which tensor a box is that is placed by itself."""
+
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One tensor, or one box of it, and its place."""
 
     name: str
     dtype: str
@@ -37,6 +46,13 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    cut: Cut | None = None
+    """None: a whole tensor."""
+
+    @property
+    def shard(self) -> "Shard":
+        """Which values of which tensor these are."""
+        return whole(self) if self.cut is None else Shard(name=self.cut.name, start=self.cut.start, shape=self.shape)
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,16 +70,25 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def pack(cls, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> "Layout":
         """The layout of tensors given by name, dtype and shape."""
+        return cls._placing((name, dtype, shape, None) for name, dtype, shape in tensors)
+
+    @classmethod
+    def of_boxes(cls, boxes: "Iterable[tuple[Shard, Placed]]") -> "Layout":
+        """The layout of boxes, each given with the tensor it is of; one that is all of it keeps that one's name."""
+        return cls._placing(_named(shard, tensor) for shard, tensor in boxes)
+
+    @classmethod
+    def _placing(cls, boxes: "Iterable[tuple[str, str, tuple[int, ...], Cut | None]]") -> "Layout":
         placed, offset = [], 0
-        for name, dtype, shape in tensors:
+        for name, dtype, shape, cut in boxes:
             if dtype not in ITEM_SIZES:
                 raise WeightsError(
                     f"tensor {name!r} is {dtype}, which has no place in a layout: "
                     f"publish one of {', '.join(sorted(ITEM_SIZES))}"
                 )
             nbytes = math.prod(shape) * ITEM_SIZES[dtype]
-            placed.append(Placed(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes))
-            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            placed.append(Placed(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes, cut=cut))
+            offset += aligned(nbytes)
         return cls(tensors=tuple(placed), nbytes=offset)
 
     @classmethod
@@ -73,7 +98,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
             layout = msgspec.json.decode(data, type=cls)
         except msgspec.DecodeError as error:
             raise WeightsError(f"the layout of the weights is damaged ({error}): publish them anew") from None
-        if layout != cls.pack((t.name, t.dtype, t.shape) for t in layout.tensors):
+        if layout != cls._placing((t.name, t.dtype, t.shape, t.cut) for t in layout.tensors):
             raise WeightsError("the layout of the weights is damaged (its places are not its tensors'): publish anew")
         return layout
 
@@ -122,6 +147,26 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_values(self) -> int:
         return math.prod(self.shape)
+
+    def index_in(self, box: "Shard") -> tuple[slice, ...] | None:
+        """Where it is in another box of its tensor; None if that does not hold all of it."""
+        start = tuple(own - first for own, first in zip(self.start, box.start, strict=True))
+        ends = (first + size for first, size in zip(start, self.shape, strict=True))
+        if min(start, default=0) < 0 or any(end > size for end, size in zip(ends, box.shape, strict=True)):
+            return None
+        return Shard(name=self.name, start=start, shape=self.shape).index
+
+
+def aligned(nbytes: int) -> int:
+    """The bytes that something takes up, with those before the next."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _named(shard: Shard, tensor: Placed) -> tuple[str, str, tuple[int, ...], Cut | None]:
+    if shard.shape == tensor.shape:
+        return tensor.name, tensor.dtype, tensor.shape, None
+    name = f"{tensor.name}@{','.join(map(str, shard.start))}"
+    return name, tensor.dtype, shard.shape, Cut(name=tensor.name, start=shard.start, shape=tensor.shape)
 
 
 def whole(tensor: Placed) -> Shard:

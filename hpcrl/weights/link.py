@@ -1,20 +1,22 @@
 """How couriers reach each other, whatever carries the bytes.
 
 Wire    carries bytes between ranks: mpi.py, tcp.py
+Piece   one bucket, and where it comes from
 Link    small messages, buckets and the naps between, over a wire; knows who has gone silent
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from enum import IntEnum
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-from hpcrl.weights.transfer import Peer, Watch, buckets
+from hpcrl.weights.transfer import BUCKET_NBYTES, Peer, Watch, buckets
 
 DEPTH = 4
-"""Buckets under way on each link."""
+"""Buckets under way on each link; of smaller pieces more, so that as many bytes are."""
+MOST_UNDER_WAY = 64
 PULSE_S = 0.5
 HEAR_EVERY_S = 0.001
 NAPS_S = (1e-5, 3e-4)
@@ -30,6 +32,15 @@ class Tag(IntEnum):
     ANNOUNCE = 1
     PULSE = 2
     REPORT = 3
+    OFFER = 4
+
+
+class Piece(NamedTuple):
+    """One bucket of what is moved."""
+
+    data: memoryview
+    source: int | None = None
+    """Who it comes from; None: it is here."""
 
 
 class Wire(Protocol):
@@ -107,25 +118,62 @@ class Link:
         return future.result()
 
     def stream(
-        self, data: memoryview, *, source: int | None, target: int | None, arrived: Callable[[int], None]
+        self, pieces: Iterable[Piece], *, target: int | None, moved: Callable[[memoryview], None] = lambda _: None
     ) -> None:
-        """Move all buckets of `data`: from `source` if there is one, to `target` if there is one."""
-        pieces = [data[bucket] for bucket in buckets(len(data))]
-        unposted = deque() if source is None else deque((piece, source) for piece in pieces)
-        coming: deque[Done] = deque()
-        going: deque[Done] = deque()
-        num_bytes = 0
-        for piece in pieces:
-            while unposted and len(coming) < DEPTH:
-                buffer, sender = unposted.popleft()
-                coming.append(self.wire.receive(buffer, source=sender))
-            if coming:
-                self.until(coming.popleft())
-                num_bytes += len(piece)
-                arrived(num_bytes)
+        """Move all pieces, in order: each from its source if it has one, to `target` if there is one.
+
+        `moved` hears of each that has come in, or, where none comes in, has gone.
+        """
+        unposted, coming, going = iter(pieces), UnderWay(), UnderWay()
+        while True:
+            while not coming.is_full() and (piece := next(unposted, None)) is not None:
+                coming.append(piece, self._expected(piece))
+            if not coming.pieces:
+                break
+            piece = self._next(coming)
+            if piece.source is not None:
+                moved(piece.data)
             if target is not None:
-                if len(going) == DEPTH:
-                    self.until(going.popleft())
-                going.append(self.wire.send(piece, to=target))
-        while going:
-            self.until(going.popleft())
+                while going.is_full():
+                    self._gone(going, moved)
+                going.append(piece, self.wire.send(piece.data, to=target))
+        while going.pieces:
+            self._gone(going, moved)
+
+    def _expected(self, piece: Piece) -> Done:
+        return (lambda: True) if piece.source is None else self.wire.receive(piece.data, source=piece.source)
+
+    def _next(self, under_way: "UnderWay") -> Piece:
+        """The first that was posted, once it is done."""
+        self.until(under_way.pieces[0][1])
+        return under_way.popleft()
+
+    def _gone(self, going: "UnderWay", moved: Callable[[memoryview], None]) -> None:
+        piece = self._next(going)
+        if piece.source is None:
+            moved(piece.data)
+
+
+class UnderWay:
+    """Pieces that were posted one after the other."""
+
+    def __init__(self) -> None:
+        self.pieces: deque[tuple[Piece, Done]] = deque()
+        self._nbytes = 0
+
+    def is_full(self) -> bool:
+        return self._nbytes >= DEPTH * BUCKET_NBYTES or len(self.pieces) >= MOST_UNDER_WAY
+
+    def append(self, piece: Piece, done: Done) -> None:
+        self.pieces.append((piece, done))
+        self._nbytes += len(piece.data)
+
+    def popleft(self) -> Piece:
+        piece, _ = self.pieces.popleft()
+        self._nbytes -= len(piece.data)
+        return piece
+
+
+def pieces_of(data: memoryview, *, source: int | None = None) -> Iterator[Piece]:
+    """All of `data`, in buckets."""
+    return (Piece(data[bucket], source) for bucket in buckets(len(data)))

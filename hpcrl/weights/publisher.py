@@ -13,7 +13,6 @@ a trainer holds a part, `whole` gathers them then, and not before.
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from hpcrl.errors import WeightsError
@@ -25,7 +24,7 @@ TEND_EVERY_S = 1.0
 
 
 class Stage(Protocol):
-    """A window, as its publisher sees it: WindowStore takes all tensors by name, ShardStore the shards of a rank."""
+    """Where versions are published: WindowStore takes all tensors by name, ShardStore the shards of a rank."""
 
     def stage(self, weights: Any, /, *, version: int, step: int) -> Any:
         """Copy the weights to where nobody reads yet; they may change afterwards."""
@@ -35,7 +34,11 @@ class Stage(Protocol):
 
     def newest(self) -> Manifest | None: ...
 
-    def reading(self, version: int) -> AbstractContextManager[Tensors]: ...
+    def made(self) -> int | None:
+        """The newest version that was ever begun with, be it whole or not."""
+
+    def saver(self, files: FileStore, /, *, version: int, step: int) -> Callable[[], object]:
+        """What writes the version that was staged last to files; asked for between steps, run behind them."""
 
     def unlink(self) -> None: ...
 
@@ -51,16 +54,16 @@ class Publisher:
         self._events = events
         self._keep_versions = keep_versions
         self._version: int | None = None
-        self._persisted: int | None = None
+        self._step = 0
+        self._saved: int | None = None
+        """The newest version that is in files, or is behind."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._behind: list[Future[None]] = []
         self._tended = time.monotonic()
 
     def newest_version(self) -> int | None:
         """The newest version that was ever made, wherever it lies."""
-        known = [newest_version(self._files.directory)]
-        if self._window is not None and (manifest := self._window.newest()) is not None:
-            known.append(manifest.version)
+        known = [newest_version(self._files.directory), None if self._window is None else self._window.made()]
         return max((version for version in known if version is not None), default=None)
 
     def newest_readable(self) -> int | None:
@@ -82,26 +85,33 @@ class Publisher:
         self._wait()
         began = time.monotonic()
         commit = self._staged(weights, version=version, step=step, can_be_whole=whole is not None)
+        self._version, self._step = version, step
         if commit is None:
             announce(self._files.directory, Announced(version=version, step=step))
-            self._write(weights if whole is None else whole(), version=version, step=step)
+            tensors = weights if whole is None else whole()
+            self._save(lambda: self._files.publish(tensors, version=version, step=step))
             self._published(version=version, step=step, began=began, stall_s=time.monotonic() - began)
         else:
             stall_s = time.monotonic() - began
-            self._later(lambda: self._commit(commit, version=version, step=step, began=began, stall_s=stall_s))
-        self._version = version
+            self._later(lambda: self._commit(commit, version=version, step=step))
+            if self._by_files():
+                self.persist()
+            self._later(lambda: self._published(version=version, step=step, began=began, stall_s=stall_s))
 
     def persist(self) -> None:
         """See to it that the newest version is in files; it is, once `close` or the next `publish` has returned."""
-        if self._window is not None and self._version is not None:
-            self._later(self._write_newest)
+        if self._window is not None and self._version not in (None, self._saved):
+            assert self._version is not None
+            save = self._window.saver(self._files, version=self._version, step=self._step)
+            self._saved = self._version
+            self._later(lambda: self._save(save))
 
     def tend(self) -> None:
         """Now and then while waiting: has an engine asked for files?"""
         if self._window is None or time.monotonic() - self._tended < TEND_EVERY_S:
             return
         self._tended = time.monotonic()
-        if self._by_files() and self._persisted != self._version:
+        if self._by_files() and self._saved != self._version:
             self._wait()
             self.persist()
 
@@ -129,25 +139,14 @@ class Publisher:
             return None
         return lambda: window.commit(staged)
 
-    def _commit(self, commit: Callable[[], Manifest], *, version: int, step: int, began: float, stall_s: float) -> None:
+    def _commit(self, commit: Callable[[], Manifest], *, version: int, step: int) -> None:
         announce(self._files.directory, Announced(version=version, step=step))
         commit()
-        if self._by_files():
-            self._write_newest()
-        self._published(version=version, step=step, began=began, stall_s=stall_s)
 
-    def _write_newest(self) -> None:
+    def _save(self, save: Callable[[], object]) -> None:
         """To files, out of the window: what lies there stays until the version after the next one is begun."""
-        if self._window is None or (manifest := self._window.newest()) is None:
-            return
-        if manifest.version != self._persisted:
-            with self._window.reading(manifest.version) as tensors:
-                self._write(tensors, version=manifest.version, step=manifest.step)
-
-    def _write(self, tensors: Tensors, *, version: int, step: int) -> None:
-        self._files.publish(tensors, version=version, step=step)
+        save()
         self._files.prune(keep=self._keep_versions)
-        self._persisted = version
 
     def _published(self, *, version: int, step: int, began: float, stall_s: float) -> None:
         wall_s = round(time.monotonic() - began, 4)

@@ -1,26 +1,21 @@
-"""The courier of a node that is not the trainer's: takes buckets into its window, passes them on, checks them.
-
-Sums        checksums of some tensors, taken while their bytes arrive
-Receiver    writes the window from which the engines of its node read
-"""
+"""The courier of a node that is not the trainer's: takes buckets into its window, passes them on, checks them."""
 
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 import msgspec
-import xxhash
 
 from hpcrl.errors import WeightsError
 from hpcrl.events import EventLog
 from hpcrl.rundir import JobDir
 from hpcrl.weights import codec
 from hpcrl.weights.checksums import HASH_THREADS
-from hpcrl.weights.layout import Placed
-from hpcrl.weights.link import Link, Tag
+from hpcrl.weights.intake import Intake
+from hpcrl.weights.link import Link, Piece, Tag, pieces_of
 from hpcrl.weights.transfer import Announcement, LostError, NoRoomError, Report, buckets
 from hpcrl.weights.versions import Manifest
 from hpcrl.weights.window import Key, Window
@@ -32,33 +27,11 @@ Finish = Callable[[], Manifest]
 """Makes visible what has come; WeightsError if that is not what was announced."""
 
 
-class Sums:
-    """Checksums of some tensors, taken while their bytes arrive and are still in the cache."""
-
-    def __init__(self, slot: memoryview, tensors: Iterable[Placed]) -> None:
-        self.done: dict[str, bytes] = {}
-        self._slot = slot
-        self._left = deque(tensors)
-        self._hash = xxhash.xxh3_128()
-        self._reached = 0
-
-    def take(self, num_bytes: int) -> None:
-        """The slot holds its first `num_bytes` now."""
-        while self._left:
-            tensor = self._left[0]
-            start, end = max(self._reached, tensor.offset), tensor.offset + tensor.nbytes
-            if num_bytes > start:
-                self._reached = min(num_bytes, end)
-                self._hash.update(self._slot[start : self._reached])
-            if num_bytes < end:
-                return
-            self._left.popleft()
-            self.done[tensor.name] = self._hash.digest()
-            self._hash.reset()
-
-
 class Receiver:
-    """Its window is touched by one thread at a time: while one prepares a slot, reports tell what was known before."""
+    """Writes the window from which the engines of its node read.
+
+    The window is touched by one thread at a time: while one prepares a slot, reports tell what was known before.
+    """
 
     def __init__(self, key: Key, link: Link, *, job: JobDir, events: EventLog) -> None:
         self._key, self._link, self._job, self._events = key, link, job, events
@@ -104,26 +77,29 @@ class Receiver:
         """Every bucket straight into the slot, its checksums taken meanwhile."""
         link = self._link
         window, slot = link.result(self._threads[0].submit(self._begin, announced))  # may wait for a reader
-        shares = [Sums(slot, announced.layout.tensors[index::NUM_LANES]) for index in range(NUM_LANES)]
-        pending: list[Future[None]] = []
+        intake = Intake(slot, announced.layout, announced.parts_from(self._source.rank), lanes=self._threads)
 
-        def arrived(num_bytes: int) -> None:
-            self._came(num_bytes)
-            for thread, share in zip(self._threads, shares, strict=True):
-                pending.append(thread.submit(share.take, num_bytes))
+        def moved(data: memoryview) -> None:
+            self._came(len(data))
+            intake.came(data)
+            link.until(intake.has_room)
 
-        arrived(0)
-        self._stream(slot, announced, arrived)
-        for future in pending:
+        self._stream(intake.pieces(source=self._before(announced)), announced, moved)
+        for future in intake.pending():
             link.result(future)
-        sums = {name: digest for share in shares for name, digest in share.done.items()}
-        in_order = [sums[tensor.name] for tensor in announced.layout.tensors]
-        return lambda: window.commit(announced.checksums, sums=in_order)
+
+        def finish() -> Manifest:
+            checksums, sums = intake.settle()
+            return window.commit(checksums, sums=sums)
+
+        return finish
 
     def _take_delta(self, announced: Announcement) -> Finish:
         """To private memory, for its base is not touched: it becomes the new version in the other slot."""
         delta = bytearray(announced.nbytes)
-        self._stream(memoryview(delta), announced, self._came)
+        before = self._before(announced)
+        pieces = pieces_of(memoryview(delta), source=self._source.rank if before is None else before)
+        self._stream(pieces, announced, lambda data: self._came(len(data)))
         return lambda: self._apply(delta, announced)
 
     def _apply(self, delta: bytearray, announced: Announcement) -> Manifest:
@@ -135,13 +111,18 @@ class Receiver:
         codec.apply(memoryview(delta), slot, announced.layout, base=announced.base)
         return window.commit(announced.checksums)
 
-    def _stream(self, data: memoryview, announced: Announcement, arrived: Callable[[int], None]) -> None:
+    def _stream(self, pieces: Iterable[Piece], announced: Announcement, moved: Callable[[memoryview], None]) -> None:
+        after = announced.chain[announced.chain.index(self._link.wire.rank) + 1 :]
+        self._link.stream(pieces, target=after[0] if after else None, moved=moved)
+
+    def _before(self, announced: Announcement) -> int | None:
+        """The receiver that passes everything on to this one; None for the first, to which the sources send."""
         place = announced.chain.index(self._link.wire.rank)
-        before, _, after = (self._source.rank, *announced.chain, None)[place:][:3]
-        self._link.stream(data, source=before, target=after, arrived=arrived)
+        return announced.chain[place - 1] if place else None
 
     def _came(self, num_bytes: int) -> None:
-        self._arrived = self._source.nbytes = num_bytes
+        self._arrived += num_bytes
+        self._source.nbytes = self._arrived
 
     def _begin(self, announced: Announcement) -> tuple[Window, memoryview]:
         """The slot to fill, in a window that is ours to write and of this layout."""

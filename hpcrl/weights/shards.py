@@ -1,4 +1,4 @@
-"""A window that the ranks of a trainer on one node fill together: nowhere is a full tensor assembled first.
+"""Windows that the ranks of a trainer fill together: nowhere is a full tensor assembled first.
 
     ShardStore      one rank's end: every rank stages the boxes that it holds, and rank 0 commits
     exchange_over   what the ranks tell each other by, over a torch.distributed group
@@ -8,21 +8,29 @@
     store.commit()                              # on rank 0, in any thread: Publisher does it
 
 What any rank finds wrong, all ranks raise, before anything is visible; the version before stays in use.
+
+On one node the window is that of its engines. On several each has one of its own, for its part (`Parts`), which the
+first rank there commits; couriers bring the parts together where engines are, and nobody else does.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed
 
 from hpcrl.errors import WeightsError
+from hpcrl.files import discard
 from hpcrl.rundir import JobDir
-from hpcrl.weights.layout import Layout, Shard, check_cover, check_shard
-from hpcrl.weights.store import Tensors, tensors_in
+from hpcrl.weights import part_files
+from hpcrl.weights.layout import Layout, Placed, Shard, check_cover, check_shard
+from hpcrl.weights.parts import Parts
+from hpcrl.weights.store import FileStore, tensors_in
 from hpcrl.weights.versions import Manifest
 from hpcrl.weights.window import Key, Turn, Window
 
@@ -40,22 +48,38 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     """Its digest."""
     shards: tuple[Shard, ...] = ()
     turn: Turn | None = None
-    """From rank 0: where to write."""
+    """From the first rank on a node: where those there write."""
+    newest: int | None = None
+    """From the same: the version that an earlier trainer has left."""
 
 
 class ShardStore:
-    """One rank's end of the window of its node; rank 0 makes it with the first version."""
+    """One rank's end of the window of its node; the first rank there makes it with the first version."""
 
-    def __init__(self, key: Key, *, job: JobDir, layout: Layout, rank: int, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        key: Key,
+        *,
+        job: JobDir,
+        layout: Layout,
+        rank: int,
+        exchange: Exchange,
+        parts: Parts | None = None,
+    ) -> None:
+        """`parts`: what lies where if the ranks are on several nodes, and then `key` is that of this node's part."""
         self._key = key
         self._job = job
         self._layout = layout
         self._rank = rank
         self._exchange = exchange
+        self._parts = parts
+        self._writer = 0 if parts is None else parts.writer(rank)
+        self._here = layout if parts is None else parts.layouts[parts.nodes[rank]]
         self._window: Window | None = None
         self._agreed: list[tuple[Shard, ...]] | None = None
+        self._before: tuple[int | None, ...] = ()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards")
-        self._helping: Future[None] | None = None
+        self._behind: list[Future[Any]] = []
 
     # ---- every rank
 
@@ -65,18 +89,39 @@ class ShardStore:
         WeightsError, on all ranks alike: a tensor is missing, extra, held twice, of a wrong shape or type, or there
         is no window to write to.
         """
-        if self._helping is not None:
-            self._helping.result()
         turn, error = self._agree(shards, version=version, step=step), ""
         try:
             window = self._joined()
             with window.part(turn) as slot:
-                _fill(slot, self._layout, shards)
+                _fill(slot, self._here, shards)
         except WeightsError as found:
             error = str(found)
         self._say(Word(error=error))
-        if self._rank != 0:
-            self._helping = self._thread.submit(_help, window, turn)
+        self._before = ()
+        if self._rank != self._writer:
+            self._later(lambda: _help(window, turn))
+        elif self._rank != 0:
+            self._later(window.commit)
+
+    def recall(self) -> None:
+        """Learn what an earlier trainer has left on all nodes; all ranks call it, before the first version."""
+        newest = None
+        if self._rank == self._writer:
+            self._window = Window.open(self._key, job=self._job.number)
+            manifest = None if self._window is None else self._window.newest()
+            newest = None if manifest is None else manifest.version
+        words = self._say(Word(newest=newest))
+        self._before = tuple(words[writer].newest for writer in self._writers())
+
+    def leave(self, version: int, directory: Path) -> None:
+        """If this rank commits for its node: leave its part of what was staged there, behind everything else."""
+        if self._rank == self._writer and (window := self._window) is not None:
+            self._later(lambda: part_files.leave(window, version, directory, rank=self._rank))
+
+    def unlink(self) -> None:
+        """Remove the name of a window that this rank made; for the trainer's end."""
+        if self._window is not None and self._window.end == "writer":
+            self._window.unlink()
 
     def close(self) -> None:
         """Let go of the window; its name stays."""
@@ -93,22 +138,26 @@ class ShardStore:
         return self._window.commit()
 
     def newest(self) -> Manifest | None:
-        """The newest complete version; also what an earlier trainer of this job left."""
+        """The newest complete version; also what an earlier trainer of this job left, if all nodes have it."""
         if self._window is None:
             self._window = Window.open(self._key, job=self._job.number)
-        return self._window.newest() if self._window is not None else None
+        if self._window is None or len(set(self._before)) > 1:
+            return None
+        return self._window.newest()
 
-    @contextmanager
-    def reading(self, version: int) -> Iterator[Tensors]:
-        """All tensors of a version, whole, where they lie."""
-        assert self._window is not None, "there is a version to read"
-        with self._window.reading(version) as slot:
-            yield tensors_in(slot, self._layout)
+    def made(self) -> int | None:
+        """The newest version that ever came into a window, be it on one node alone."""
+        newest = self.newest()
+        known = [*self._before, None if newest is None else newest.version]
+        return max((version for version in known if version is not None), default=None)
 
-    def unlink(self) -> None:
-        """Remove the window's name; for rank 0 at the trainer's end."""
-        if self._window is not None and self._window.end == "writer":
-            self._window.unlink()
+    def saver(self, files: FileStore, *, version: int, step: int) -> Callable[[], object]:
+        """What writes a version to files once it is committed."""
+        return lambda: self._save(files, version=version, step=step)
+
+    def gatherer(self, files: FileStore, *, version: int, step: int, directory: Path) -> Callable[[], object]:
+        """The same where the parts of other nodes are left in `directory`."""
+        return lambda: self._gather(files, version=version, step=step, directory=directory)
 
     # ---- inside
 
@@ -116,8 +165,9 @@ class ShardStore:
         """Where to write, once all ranks have said what they hold and it is right."""
         error, turn, boxes = "", None, tuple(shard for shard, _ in shards)
         try:
+            self._settle()
             _check(shards, self._layout)
-            if self._rank == 0:
+            if self._rank == self._writer:
                 turn = self._begun(version, step=step)
         except WeightsError as found:
             error = str(found)
@@ -127,11 +177,18 @@ class ShardStore:
                 raise WeightsError(f"rank {rank} has another layout than rank 0: do both hold the same model?")
         held = [word.shards for word in words]
         if held != self._agreed:
-            check_cover(self._layout, held)
+            self._check_held(held)
             self._agreed = held
-        turn = words[0].turn
-        assert turn is not None, "rank 0 has begun, or has said why not"
+        turn = words[self._writer].turn
+        assert turn is not None, "it has begun, or has said why not"
         return turn
+
+    def _check_held(self, held: list[tuple[Shard, ...]]) -> None:
+        """WeightsError unless all ranks together hold the model, and each node what its window is made for."""
+        if self._parts is None:
+            check_cover(self._layout, held)
+        elif Parts.of(self._layout, nodes=self._parts.nodes, held=held) != self._parts:
+            raise WeightsError("the ranks hold other boxes of the weights than when they began: start the trainer anew")
 
     def _say(self, word: Word) -> list[Word]:
         """What all ranks say; WeightsError, on all of them, if one has found something wrong."""
@@ -143,17 +200,44 @@ class ShardStore:
     def _begun(self, version: int, *, step: int) -> Turn:
         if self._window is None or self._window.end != "writer":
             self._let_go()
-            self._window = Window.create(self._key, self._layout, job=self._job)
+            self._window = Window.create(self._key, self._here, job=self._job)
         self._window.begin(version, step=step)
         return self._window.turn()
 
     def _joined(self) -> Window:
-        """This rank's end of the window that rank 0 has made, perhaps anew."""
-        if self._rank != 0 and (self._window is None or not self._window.is_current()):
+        """This rank's end of the window that the first one here has made, perhaps anew."""
+        if self._rank != self._writer and (self._window is None or not self._window.is_current()):
             self._let_go()
             self._window = Window.join(self._key, job=self._job.number)
         assert self._window is not None
         return self._window
+
+    def _writers(self) -> list[int]:
+        return [0] if self._parts is None else list(self._parts.writers().values())
+
+    def _save(self, files: FileStore, *, version: int, step: int) -> None:
+        assert self._window is not None, "there is a version to read"
+        with self._window.reading(version) as slot:
+            files.publish(tensors_in(slot, self._layout), version=version, step=step)
+
+    def _gather(self, files: FileStore, *, version: int, step: int, directory: Path) -> None:
+        assert self._window is not None, "there is a version to read"
+        assert self._parts is not None, "other nodes leave their parts"
+        parts = {writer: self._parts.layouts[node] for node, writer in self._parts.writers().items()}
+        with self._window.reading(version) as slot:
+            tensors = part_files.tensors(self._layout, slot, parts, directory, rank=self._rank)
+            files.publish_each(self._layout, tensors, version=version, step=step)
+        discard(directory)
+
+    def _later(self, work: Callable[[], Any]) -> None:
+        """Do it while training goes on; one thing after the other."""
+        self._behind.append(self._thread.submit(work))
+
+    def _settle(self) -> None:
+        """Wait for what is behind; what went wrong there is raised here."""
+        behind, self._behind = self._behind, []
+        for future in behind:
+            future.result()
 
     def _let_go(self) -> None:
         if self._window is not None:
@@ -183,10 +267,14 @@ def _check(shards: Shards, layout: Layout) -> None:
 
 
 def _fill(slot: memoryview, layout: Layout, shards: Shards) -> None:
-    """Each box with one strided copy, from whatever device it is on."""
-    tensors = tensors_in(slot, layout)
+    """Each box with one strided copy, from whatever device it is on, into the box of the layout that holds it."""
+    tensors, boxes = tensors_in(slot, layout), defaultdict[str, list[Placed]](list)
+    for box in layout.tensors:
+        boxes[box.shard.name].append(box)
     for shard, values in shards:
-        tensors[shard.name][shard.index].copy_(values.detach())
+        for box in boxes[shard.name] if shard.num_values else ():
+            if (index := shard.index_in(box.shard)) is not None:
+                tensors[box.name][index].copy_(values.detach())
 
 
 def _help(window: Window, turn: Turn) -> None:

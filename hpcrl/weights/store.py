@@ -12,7 +12,7 @@ Who only wants to know which versions there are asks hpcrl.weights.versions, whi
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from hpcrl.errors import WeightsError
 from hpcrl.files import discard, private_dir, publish, staged, sync_file
 from hpcrl.rundir import JobDir
+from hpcrl.weights import tensor_file
 from hpcrl.weights.checksums import for_each_tensor
 from hpcrl.weights.layout import Layout, Placed
 from hpcrl.weights.versions import (
@@ -87,20 +88,19 @@ class FileStore:
         check_newer(version, than=max(listed(self.directory), default=None))
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         manifest = _manifest(on_cpu, version=version, step=step)
-        private_dir(self.directory)
-        self._drop_torn()
-        target = version_dir(self.directory, version)
-        try:
-            with staged(target) as temporary:
-                temporary.mkdir(mode=0o700)
-                _save(on_cpu, temporary / tensors_file(self.directory, version).name)
-                publish(temporary / "manifest.json", msgspec.json.encode(manifest))
-        except (OSError, SafetensorError, RuntimeError) as error:
-            size_mib = sum(tensor.nbytes for tensor in on_cpu.values()) / 2**20
-            raise WeightsError(
-                f"version {version} ({size_mib:.1f} MiB) cannot be written to {self.directory}: {error}; "
-                "the versions before it are untouched"
-            ) from error
+        with self._making(version, nbytes=sum(tensor.nbytes for tensor in on_cpu.values())) as temporary:
+            _save(on_cpu, temporary / tensors_file(self.directory, version).name)
+            publish(temporary / "manifest.json", msgspec.json.encode(manifest))
+        return manifest
+
+    def publish_each(self, layout: Layout, tensors: Iterable[memoryview], *, version: int, step: int) -> Manifest:
+        """The same for tensors that come one after the other, in the layout's order: no more than one is in memory."""
+        check_newer(version, than=max(listed(self.directory), default=None))
+        with self._making(version, nbytes=layout.nbytes) as temporary:
+            path = temporary / tensors_file(self.directory, version).name
+            checksums = tensor_file.write(layout, tensors, path)
+            manifest = Manifest(version=version, step=step, checksums=checksums, created=time.time())
+            publish(temporary / "manifest.json", msgspec.json.encode(manifest))
         return manifest
 
     def newest(self) -> Manifest | None:
@@ -126,6 +126,21 @@ class FileStore:
     def prune(self, *, keep: int) -> None:
         for version in listed(self.directory)[: -max(keep, 1)]:
             discard(version_dir(self.directory, version))
+
+    @contextmanager
+    def _making(self, version: int, *, nbytes: int) -> Iterator[Path]:
+        """A directory that becomes the version's when the block ends well."""
+        private_dir(self.directory)
+        self._drop_torn()
+        try:
+            with staged(version_dir(self.directory, version)) as temporary:
+                temporary.mkdir(mode=0o700)
+                yield temporary
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise WeightsError(
+                f"version {version} ({nbytes / 2**20:.1f} MiB) cannot be written to {self.directory}: {error}; "
+                "the versions before it are untouched"
+            ) from error
 
     def _drop_torn(self) -> None:
         """Remove what a publisher left that was killed: only one publishes at a time, so nobody is writing it."""
@@ -197,6 +212,20 @@ class WindowStore:
         assert self._window is not None, "stage comes before commit"
         names = (tensor.name for tensor in self._window.layout.tensors)
         return self._window.commit({name: one.hex() for name, one in zip(names, sums, strict=True)}, sums=sums)
+
+    def made(self) -> int | None:
+        """The newest version that ever came into the window."""
+        manifest = self.newest()
+        return None if manifest is None else manifest.version
+
+    def saver(self, files: FileStore, *, version: int, step: int) -> Callable[[], object]:
+        """What writes a version to files once it is committed."""
+
+        def save() -> None:
+            with self.reading(version) as tensors:
+                files.publish(tensors, version=version, step=step)
+
+        return save
 
     def prune(self, *, keep: int) -> None:
         """Nothing to do: a window holds two versions."""

@@ -1,7 +1,9 @@
 """What couriers tell each other, how a version is cut into messages, who is stuck; no MPI here.
 
 Announcement    the sender: this version comes now, to these ranks, in this order
-Report          a receiver: what it has, what has arrived, what went wrong
+Part            what of it comes from where, if there are several sources
+Offer           a contributor: this part of a version is here
+Report          a receiver or a contributor: what it has, what has come or gone, what went wrong
 Watch           when each peer was last heard, and which one holds up the others
 Standing        the couriers to the driver
 
@@ -12,6 +14,8 @@ WeightsError
     StuckError  it is there and holds up the others
 """
 
+import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +34,15 @@ SLOWEST_BYTES_S = 20e6
 LEAST_DEADLINE_S = 30.0
 
 
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What one node of the trainer has of a version."""
+
+    source: int
+    """The rank that sends it."""
+    layout: Layout
+    checksums: dict[str, str]
+
+
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """A version that comes now."""
 
@@ -45,17 +58,33 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes that come are a delta to this version, which all of the chain have; None: the version in full."""
     nbytes: int
     """That come."""
+    parts: tuple[Part, ...] = ()
+    """Where it comes from, one after the other; none: all of it from the sender, with `checksums`."""
+
+    def parts_from(self, sender: int) -> tuple[Part, ...]:
+        """What comes, wherever from, if it comes in full."""
+        return self.parts or (Part(source=sender, layout=self.layout, checksums=self.checksums),)
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """A contributor's part of a version, complete."""
+
+    version: int
+    layout: Layout
+    checksums: dict[str, str]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a receiver is; sent once a second, and when something has happened."""
+    """How far a receiver or contributor is; sent twice a second, and when something has happened."""
 
     has: int = -1
     """The newest version in its window, whole."""
     nbytes: int = 0
-    """What has arrived of the one that is coming."""
+    """What has arrived of the one that is coming, or has gone of the part that is sent."""
     damaged: int = -1
-    """Number of the last transfer that did not become what had been announced."""
+    """Number of the last transfer that did not become, or was not, what had been announced."""
+    ended: int = -1
+    """Number of the last transfer to which a contributor has sent its part."""
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +108,21 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
     def write(self, path: Path) -> None:
         publish(path, msgspec.json.encode(self))
+
+    @staticmethod
+    def beat(path: Path) -> None:
+        """Say that what was said still holds: touch the file."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path)
+
+    @staticmethod
+    def beaten(path: Path) -> float:
+        """When that was said last, by the clock of the file system; 0 if nothing was. Opened: NFS looks anew then."""
+        try:
+            with path.open("rb") as file:
+                return os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            return 0.0
 
 
 class NoWorldError(WeightsError):
@@ -117,6 +161,7 @@ class Peer:
     has: int = -1
     nbytes: int = 0
     damaged: int = -1
+    ended: int = -1
 
 
 @dataclass
@@ -130,16 +175,18 @@ class Watch:
     allowed_s: float = 0.0
     deadline: float = float("inf")
     chain: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
 
     def begin(self, announced: Announcement, *, deadline: float = float("inf")) -> None:
         """A transfer starts, which has to end by `deadline` (monotonic)."""
         self.version, self.nbytes, self.chain = announced.version, announced.nbytes, announced.chain
+        self.parts = announced.parts
         self.allowed_s, self.deadline = deadline_s(announced.layout.nbytes), deadline
         for peer in self.peers.values():
             peer.nbytes = 0
 
     def end(self) -> None:
-        self.version, self.deadline, self.chain = None, float("inf"), ()
+        self.version, self.deadline, self.chain, self.parts = None, float("inf"), (), ()
 
     def check(self, *, now: float) -> None:
         """StuckError naming the rank that was silent for too long, or the one that came least far by the deadline."""
@@ -147,8 +194,19 @@ class Watch:
         if quiet is not None and now - quiet.heard > self.silent_s:
             raise self._stuck(quiet, f"has said nothing for {now - quiet.heard:.1f} s")
         if now > self.deadline:
-            slowest = min((self.peers[rank] for rank in self.chain), key=lambda peer: (peer.has, peer.nbytes))
-            raise self._stuck(slowest, f"did not finish within {self.allowed_s:.0f} s")
+            raise self._stuck(self._slowest(), f"did not finish within {self.allowed_s:.0f} s")
+
+    def _slowest(self) -> Peer:
+        """Who came least far: a receiver that waits for a contributor is not to blame."""
+        waits = [((peer.has, peer.nbytes), peer) for peer in map(self.peers.__getitem__, self.chain)]
+        first, least = 0, min(waits, key=lambda wait: wait[0])
+        for part in self.parts:
+            contributor = self.peers.get(part.source)
+            behind = contributor is not None and contributor.nbytes < part.layout.nbytes
+            if behind and contributor is not None and first + contributor.nbytes <= least[0][1]:
+                return contributor
+            first += part.layout.nbytes
+        return least[1]
 
     def _stuck(self, peer: Peer, why: str) -> StuckError:
         return StuckError(peer, why=why, version=self.version, nbytes=self.nbytes)

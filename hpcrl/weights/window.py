@@ -148,6 +148,10 @@ class Window:
         state = self._heads.newest()
         return None if state is None else self._manifest_of(state)
 
+    def manifest(self, version: int) -> Manifest:
+        """Of either version; WeightsError if it is not there."""
+        return self._manifest_of(self._state_of(version))
+
     def versions(self) -> list[int]:
         """The complete versions, oldest first."""
         return sorted(state.version for slot in (0, 1) if (state := self._heads.read(slot)) is not None)

@@ -48,14 +48,15 @@ class Key:
     campaign: Path
     node: str
     directory: Path = SHARED_MEMORY
+    part: bool = False
+    """Of a trainer on several nodes: it holds what lies here, and no engine looks into it."""
 
     @property
     def path(self) -> Path:
         """Its file; campaigns of one name in two homes differ."""
         root = self.campaign.resolve()
-        return (
-            self.directory / f"hpcrl-{os.getuid()}-{root.name[:80]}-{xxhash.xxh3_64_hexdigest(bytes(root))}-{self.node}"
-        )
+        which = f"{root.name[:80]}-{xxhash.xxh3_64_hexdigest(bytes(root))}-{self.node}"
+        return self.directory / f"hpcrl-{os.getuid()}-{which}{'+part' if self.part else ''}"
 
 
 def window_key(run: RunDir, *, node: str) -> Key:

@@ -234,6 +234,19 @@ def test_an_idle_engine_says_so(opened: Opened) -> None:
     assert (figures.version, figures.num_running, figures.num_waiting, figures.num_generated_tokens) == (0, 0, 0, 6)
 
 
+def test_an_engine_at_work_tells_how_much_kv_its_requests_hold(opened: Opened) -> None:
+    async def body(engine: Engine) -> list[int]:
+        turn = asyncio.create_task(engine.generate(ask(max_new_tokens=500)))
+        held = []
+        while not turn.done():
+            held.append((await engine.load_figures()).running_tokens)
+            await asyncio.sleep(0.001)
+        await turn
+        return held
+
+    assert max(on(opened, body)) > 0
+
+
 async def told(engine: Engine, request: GenerateRequest) -> list[Part]:
     return [piece async for piece in engine.stream(request)]
 

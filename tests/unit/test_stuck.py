@@ -8,6 +8,7 @@ from hpcrl.weights.layout import Layout
 from hpcrl.weights.transfer import (
     BUCKET_NBYTES,
     Announcement,
+    Part,
     Peer,
     StuckError,
     Watch,
@@ -58,6 +59,39 @@ def test_at_the_deadline_the_one_of_the_chain_that_came_least_far_is_named() -> 
     seen.peers[1].nbytes = 2 * BUCKET_NBYTES
     seen.peers[2].nbytes = BUCKET_NBYTES
     with pytest.raises(StuckError, match="rank 2 on n2 did not finish within"):
+        seen.check(now=106.0)
+
+
+HALF = Layout.pack([("w", "uint8", (2 * BUCKET_NBYTES,))])
+IN_PARTS = Announcement(
+    version=7,
+    step=7,
+    layout=LAYOUT,
+    checksums={},
+    chain=(1, 2),
+    number=1,
+    nbytes=2 * HALF.nbytes,
+    parts=tuple(Part(source=source, layout=HALF, checksums={}) for source in (0, 3)),
+)
+
+
+@pytest.mark.parametrize(
+    ("arrived", "gone", "named"),
+    [
+        ((2, 2), 0, "n3"),  # they wait for the first bytes of its part
+        ((3, 3), 1, "n3"),
+        ((2, 1), 0, "n2"),  # a receiver that is still in the part before is behind it
+        ((4, 3), 2, "n2"),  # the contributor has sent everything
+    ],
+)
+def test_at_the_deadline_a_contributor_is_named_if_it_is_what_receivers_wait_for(
+    arrived: tuple[int, int], gone: int, named: str
+) -> None:
+    seen = watch()
+    seen.begin(IN_PARTS, deadline=105.0)
+    for rank, num in ((1, arrived[0]), (2, arrived[1]), (3, gone)):
+        seen.peers[rank].nbytes = num * BUCKET_NBYTES
+    with pytest.raises(StuckError, match=f"on {named} did not finish within"):
         seen.check(now=106.0)
 
 

@@ -1,0 +1,61 @@
+"""A safetensors file written tensor by tensor, so that no more than one has to be in memory."""
+
+import itertools
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from hpcrl.files import sync_file
+from hpcrl.weights.layout import Layout
+
+CODES = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "uint8": "U8",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int16": "I16",
+    "uint16": "U16",
+    "float32": "F32",
+    "int32": "I32",
+    "uint32": "U32",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+}
+"""What safetensors calls torch's types."""
+_LENGTH = struct.Struct("<Q")
+HEADER_ALIGNMENT = 8
+PIECE_NBYTES = 64 << 20
+
+
+def write(layout: Layout, tensors: Iterable[memoryview], path: Path) -> dict[str, str]:
+    """All tensors of a layout, which come in its order, durable and private; the checksum of each."""
+    header = _header(layout)
+    checksums = {}
+    with path.open("xb") as file:
+        path.chmod(0o600)
+        file.write(_LENGTH.pack(len(header)) + header)
+        for tensor, data in zip(layout.tensors, tensors, strict=True):
+            checksums[tensor.name] = xxhash.xxh3_128_hexdigest(data)
+            for start in range(0, len(data), PIECE_NBYTES):
+                file.write(data[start : start + PIECE_NBYTES])
+    sync_file(path)
+    return checksums
+
+
+def _header(layout: Layout) -> bytes:
+    """Types, shapes and places; the data behind it begin at a multiple of 8 bytes."""
+    ends = list(itertools.accumulate((tensor.nbytes for tensor in layout.tensors), initial=0))
+    entries = {
+        tensor.name: {"dtype": CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
+        for tensor, (start, end) in zip(layout.tensors, itertools.pairwise(ends), strict=True)
+    }
+    header = msgspec.json.encode(entries)
+    return header + b" " * (-len(header) % HEADER_ALIGNMENT)

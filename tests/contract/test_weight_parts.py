@@ -1,0 +1,227 @@
+"""However a trainer's ranks on several nodes hold a model: what their windows hold becomes the whole, bit for bit."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.errors import WeightsError
+from hpcrl.weights import intake as intake_module
+from hpcrl.weights import messages as messages_module
+from hpcrl.weights.checksums import sum_of
+from hpcrl.weights.intake import Intake
+from hpcrl.weights.layout import Layout, Shard, split, whole
+from hpcrl.weights.messages import messages, values_of
+from hpcrl.weights.parts import Parts, joined
+from hpcrl.weights.transfer import Part
+
+Held = list[list[Shard]]
+KINDS = ("int8", "bfloat16", "float32", "int64")
+
+
+@st.composite
+def trainers(draw: st.DrawFn) -> tuple[Layout, list[str], Held]:
+    """A model whose tensors are cut again and again along any axis, and ranks on up to three nodes with the boxes."""
+    shapes = draw(st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=4))
+    layout = Layout.pack((f"t{i}", draw(st.sampled_from(KINDS)), shape) for i, shape in enumerate(shapes))
+    nodes = sorted(draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=5)))
+    held: Held = [[] for _ in nodes]
+    for tensor in layout.tensors:
+        pieces = [whole(tensor)]
+        for _ in range(draw(st.integers(0, 4)) if tensor.shape else 0):
+            pieces += _halves(pieces.pop(draw(st.integers(0, len(pieces) - 1))), draw)
+        for piece in pieces:
+            if piece.num_values:
+                held[draw(st.integers(0, len(nodes) - 1))].append(piece)
+    return layout, nodes, held
+
+
+def _halves(piece: Shard, draw: st.DrawFn) -> Iterator[Shard]:
+    axis = draw(st.integers(0, len(piece.shape) - 1))
+    edge = draw(st.integers(0, piece.shape[axis]))
+    for low, size in ((0, edge), (edge, piece.shape[axis] - edge)):
+        start = tuple(at + low * (i == axis) for i, at in enumerate(piece.start))
+        yield Shard(name=piece.name, start=start, shape=(*piece.shape[:axis], size, *piece.shape[axis + 1 :]))
+
+
+def model(layout: Layout, *, seed: int = 0) -> bytearray:
+    """A slot that holds all of it; what lies between tensors is zero."""
+    slot = bytearray(layout.nbytes)
+    dice = np.random.default_rng(seed)
+    for tensor in layout.tensors:
+        slot[tensor.offset : tensor.offset + tensor.nbytes] = dice.bytes(tensor.nbytes)
+    return slot
+
+
+def slot_of(part: Layout, layout: Layout, data: bytearray) -> bytearray:
+    """What a node's window holds of a model."""
+    slot, tensors = bytearray(part.nbytes), layout.by_name()
+    for box in part.tensors:
+        values_of(memoryview(slot), box)[...] = values_of(memoryview(data), tensors[box.shard.name])[box.shard.index]
+    return slot
+
+
+def sums_of(slot: bytearray, layout: Layout) -> dict[str, str]:
+    return {tensor.name: sum_of(memoryview(slot), tensor).hex() for tensor in layout.tensors}
+
+
+def taken_in(
+    layout: Layout, parts: list[Part], slots: list[bytearray], *, damage: Callable[[bytearray], Any] | None = None
+) -> tuple[bytearray, dict[str, str], list[bytes]]:
+    """What arrives where all parts are sent: the slot, and the checksums that it should have, and has."""
+    target = bytearray(layout.nbytes)
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        intake = Intake(memoryview(target), layout, parts, lanes=[one, other])
+        sent = [
+            (part.source, bytearray(slot[message.start : message.stop]))
+            for part, slot in zip(parts, slots, strict=True)
+            for message in messages(part.layout, layout)
+        ]
+        if damage is not None:
+            damage(sent[-1][1])
+        for piece, (source, data) in zip(intake.pieces(source=None), sent, strict=True):
+            assert piece.source == source
+            piece.data[:] = data
+            intake.came(piece.data)
+        for future in intake.pending():
+            future.result()
+        wanted, sums = intake.settle()
+    return target, wanted, sums
+
+
+def parts_of(layout: Layout, nodes: list[str], held: Held) -> tuple[list[Part], list[bytearray]]:
+    made = Parts.of(layout, nodes=nodes, held=held)
+    data = model(layout)
+    slots = [slot_of(part, layout, data) for part in made.layouts.values()]
+    parts = [
+        Part(source=number, layout=part, checksums=sums_of(slot, part))
+        for number, (part, slot) in enumerate(zip(made.layouts.values(), slots, strict=True))
+    ]
+    return parts, slots
+
+
+@given(trainers(), st.integers(0, 2))
+def test_all_parts_together_are_the_whole(trainer: tuple[Layout, list[str], Held], pieces: int) -> None:
+    layout, nodes, held = trainer
+    parts, slots = parts_of(layout, nodes, held)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(messages_module, "BUCKET_NBYTES", (16, 64, 1 << 20)[pieces])
+        target, wanted, sums = taken_in(layout, parts, slots)
+    for tensor in layout.tensors:
+        got, sent = (values_of(memoryview(slot), tensor) for slot in (target, model(layout)))
+        assert (got == sent).all()
+    assert wanted == sums_of(model(layout), layout)
+    assert [one.hex() for one in sums] == [wanted[tensor.name] for tensor in layout.tensors]
+
+
+@given(trainers())
+def test_parts_tell_the_whole_without_being_told(trainer: tuple[Layout, list[str], Held]) -> None:
+    layout, nodes, held = trainer
+    made = Parts.of(layout, nodes=nodes, held=held)
+    again = joined([Layout.from_json(part.to_json()) for part in made.layouts.values()])
+    assert {(t.name, t.dtype, t.shape) for t in again.tensors} == {(t.name, t.dtype, t.shape) for t in layout.tensors}
+    if len(made.layouts) == 1:
+        assert list(made.layouts.values()) == [layout] == [again]
+
+
+@given(trainers())
+def test_the_first_rank_on_each_node_writes_its_window(trainer: tuple[Layout, list[str], Held]) -> None:
+    layout, nodes, held = trainer
+    writers = Parts.of(layout, nodes=nodes, held=held).writers()
+    assert writers == {node: nodes.index(node) for node in set(nodes)}
+
+
+LAYOUT = Layout.pack([("q", "bfloat16", (64, 32)), ("o", "bfloat16", (32, 64)), ("norm", "float32", (32,))])
+QUERY, OUT, NORM = LAYOUT.tensors
+NODES = ["a", "a", "b", "b"]
+
+
+def tensor_parallel() -> Held:
+    """Over four ranks, two a node."""
+    held = [[q, o] for q, o in zip(split(QUERY, axis=0, num=4), split(OUT, axis=1, num=4), strict=True)]
+    held[0].append(whole(NORM))
+    return held
+
+
+def test_boxes_of_a_node_that_fill_a_larger_one_are_one() -> None:
+    first, second = Parts.of(LAYOUT, nodes=NODES, held=tensor_parallel()).layouts.values()
+    assert [(box.name, box.shape) for box in first.tensors] == [
+        ("q@0,0", (32, 32)),
+        ("o@0,0", (32, 32)),
+        ("norm", (32,)),
+    ]
+    assert [(box.name, box.shape) for box in second.tensors] == [("q@32,0", (32, 32)), ("o@0,32", (32, 32))]
+
+
+def test_rows_travel_as_they_lie_and_columns_are_spread() -> None:
+    first = Parts.of(LAYOUT, nodes=NODES, held=tensor_parallel()).layouts["a"]
+    assert [message.at for message in messages(first, LAYOUT)] == [QUERY.offset, None, NORM.offset]
+
+
+def test_whole_tensors_behind_one_another_travel_as_one() -> None:
+    held = [[whole(QUERY), whole(OUT)], [], [whole(NORM)], []]
+    first, second = Parts.of(LAYOUT, nodes=NODES, held=held).layouts.values()
+    [message] = messages(first, LAYOUT)
+    assert (message.start, message.stop, message.at) == (0, NORM.offset, 0)
+    assert [message.at for message in messages(second, LAYOUT)] == [NORM.offset]
+
+
+def test_a_node_that_gives_nothing_has_a_part_without_tensors() -> None:
+    held = [[whole(tensor) for tensor in LAYOUT.tensors], [], [], []]
+    first, second = Parts.of(LAYOUT, nodes=NODES, held=held).layouts.values()
+    assert (first, second.tensors) == (LAYOUT, ())
+
+
+def flip(data: bytearray) -> None:
+    data[3] ^= 1
+
+
+def test_a_box_that_changes_on_the_way_is_refused_by_its_name() -> None:
+    parts, slots = parts_of(LAYOUT, NODES, tensor_parallel())
+    with pytest.raises(WeightsError, match=r"box 'o@0,32' of rank 1 arrived with checksum"):
+        taken_in(LAYOUT, parts, slots, damage=flip)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda parts: parts.pop(), r"'q': 1024 of its 2048 values are held by no rank"),
+        (lambda parts: parts.append(parts[1]), "rank 1 and rank 2 both hold"),
+        (lambda parts: parts.append(Layout.pack([("q", "float32", (64, 32))])), "'q' is float32"),
+    ],
+)
+def test_parts_that_do_not_make_a_whole_are_refused(change: Callable[[Any], object], complaint: str) -> None:
+    parts = list(Parts.of(LAYOUT, nodes=NODES, held=tensor_parallel()).layouts.values())
+    change(parts)
+    with pytest.raises(WeightsError, match=complaint):
+        joined(parts)
+
+
+def test_the_layout_of_whole_tensors_is_described_as_ever() -> None:
+    described = Layout.pack([("a", "float32", (2,))]).to_json()
+    assert described == b'{"tensors":[{"name":"a","dtype":"float32","shape":[2],"offset":0,"nbytes":8}],"nbytes":64}'
+
+
+def test_pieces_that_wait_to_be_spread_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages_module, "BUCKET_NBYTES", 64)
+    parts, _ = parts_of(LAYOUT, NODES, tensor_parallel())
+    goes_on = Event()
+    with ThreadPoolExecutor(1) as lane:
+        lane.submit(goes_on.wait)
+        intake = Intake(memoryview(bytearray(LAYOUT.nbytes)), LAYOUT, parts, lanes=[lane])
+        num = 0
+        for piece in intake.pieces(source=None):
+            intake.came(piece.data)
+            num += 1
+            if not intake.has_room():
+                break
+        assert QUERY.nbytes // 2 // 64 < num <= QUERY.nbytes // 2 // 64 + intake_module.MOST_PRIVATE + 1
+        goes_on.set()
+        for future in intake.pending():
+            future.result()
+        assert intake.has_room()

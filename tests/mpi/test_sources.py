@@ -1,0 +1,222 @@
+"""A trainer on two nodes: each courier sends its own part, and what arrives is one version, whole, or nothing."""
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.fleet import Fleet, fleet, publish, until
+from hpcrl.weights.layout import Layout, Shard, split, whole
+from hpcrl.weights.parts import Parts
+from hpcrl.weights.window import Window
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
+
+LAYOUT = Layout.pack(
+    [("embed", "bfloat16", (1 << 20, 32)), ("out", "bfloat16", (512, 1 << 14)), ("norm", "float32", (64,))]
+)
+"""Rows and columns of more than one bucket, and a tensor that one node has alone."""
+EMBED, OUT, NORM = LAYOUT.tensors
+ROWS, COLUMNS = split(EMBED, axis=0, num=2), split(OUT, axis=1, num=2)
+HELD: list[list[Shard]] = [[ROWS[0], COLUMNS[0]], [ROWS[1], COLUMNS[1], whole(NORM)]]
+
+
+@pytest.fixture(params=["mpi", "tcp"])
+def two_and_two(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    """The trainer's two nodes and two others; their couriers do not run yet."""
+    if request.param == "mpi":
+        request.getfixturevalue("needs_mpi")
+    nodes = ("n0", "n1", "n2", "n3")
+    with fleet(tmp_path / "campaign", *nodes, silent_s=6.0, wire=request.param, num_sources=2) as couriers:
+        yield couriers
+
+
+def windows(couriers: Fleet, held: list[list[Shard]] = HELD) -> list[Window]:
+    """The trainer's ends, one a node."""
+    parts = Parts.of(LAYOUT, nodes=couriers.sources, held=held)
+    return [couriers.trainer(parts.layouts[node], node=number) for number, node in enumerate(couriers.sources)]
+
+
+def publish_on_all(trainer: list[Window], version: int) -> None:
+    for window in trainer:
+        publish(window, version)
+
+
+def up_to_two(couriers: Fleet) -> list[Window]:
+    couriers.start()
+    trainer = windows(couriers)
+    for version in (1, 2):
+        publish_on_all(trainer, version)
+        couriers.wait_for(version)
+    return trainer
+
+
+def check(couriers: Fleet, node: str, version: int) -> None:
+    """All tensors are there, and every 8 bytes of them are of this version."""
+    window = Window.open(couriers.key(node), job=0)
+    assert window is not None
+    assert {(t.name, t.dtype, t.shape) for t in window.layout.tensors} == {
+        (t.name, t.dtype, t.shape) for t in LAYOUT.tensors
+    }
+    with window.reading(version) as data:
+        for tensor in window.layout.tensors:
+            values = np.frombuffer(data[tensor.offset : tensor.offset + tensor.nbytes], np.uint64)
+            assert (values == version).all()
+            del values
+    window.close()
+
+
+@contextmanager
+def held(couriers: Fleet, node: str, version: int) -> Iterator[None]:
+    """While an engine there reads that version, the next but one cannot arrive: its transfer stays under way."""
+    window = Window.open(couriers.key(node), job=0)
+    assert window is not None
+    with window.reading(version):
+        yield
+    window.close()
+
+
+def begin_third_version(couriers: Fleet, trainer: list[Window]) -> None:
+    """Publish one that n2 cannot take yet, and wait until it is under way."""
+    publish_on_all(trainer, 3)
+    until(lambda: couriers.newest("n1") == 3, what="the trainer has published")
+    time.sleep(0.5)
+    assert couriers.newest("n2") == 2
+
+
+def test_every_node_gets_the_whole_from_those_who_have_its_parts(two_and_two: Fleet) -> None:
+    up_to_two(two_and_two)
+    for node in two_and_two.receivers:
+        check(two_and_two, node, 2)
+    [first, second] = two_and_two.events("courier")
+    assert (first["version"], second["version"]) == (1, 2)
+    assert second["sources"] == ["n0", "n1"]
+    assert second["to"] == ["n2", "n3"]
+    assert second["bytes"] == second["sent_bytes"] == LAYOUT.nbytes
+    assert (second["codec"], second["reason"]) == ("full", "the trainer's ranks are on several nodes")
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_version_goes_only_once_every_node_of_the_trainer_has_its_part(two_and_two: Fleet, late: int) -> None:
+    trainer = up_to_two(two_and_two)
+    publish(trainer[1 - late], 3)
+    time.sleep(1.0)
+    assert {two_and_two.newest(node) for node in two_and_two.receivers} == {2}
+    publish(trainer[late], 3)
+    two_and_two.wait_for(3)
+    check(two_and_two, "n3", 3)
+
+
+@pytest.mark.parametrize("killed", ["n0", "n1", "n3"])
+def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_version_again(
+    two_and_two: Fleet, killed: str
+) -> None:
+    trainer = up_to_two(two_and_two)
+    with held(two_and_two, "n2", 1):
+        begin_third_version(two_and_two, trainer)
+        two_and_two.signal(killed, signal.SIGKILL)
+        two_and_two.ended()
+        for node in two_and_two.receivers:
+            check(two_and_two, node, 2)
+        publish_on_all(trainer, 4)
+    two_and_two.start()
+    two_and_two.wait_for(4)
+    check(two_and_two, "n3", 4)
+
+
+def test_a_contributor_that_stops_answering_is_named_with_its_bucket(two_and_two: Fleet) -> None:
+    trainer = up_to_two(two_and_two)
+    with held(two_and_two, "n2", 1):
+        begin_third_version(two_and_two, trainer)
+        two_and_two.signal("n1", signal.SIGSTOP)
+        two_and_two.ended()
+    fault = two_and_two.events("fault")[0]
+    assert (fault["node"], fault["rank"], fault["at"]) == ("n0", 1, "n1")
+    assert {"bucket", "bytes"} <= fault.keys()
+    assert "rank 1 on n1 has said nothing" in fault["detail"]
+    assert f"of {LAYOUT.nbytes} bytes" in fault["detail"]
+    assert two_and_two.newest("n3") == 2
+    two_and_two.start()
+    two_and_two.wait_for(3)
+
+
+def test_a_part_that_is_overwritten_while_it_is_sent_is_never_seen_and_the_newest_goes(
+    two_and_two: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpcrl.weights.window.LEASE_S", 0.05)  # of the trainer, which is here
+    trainer = up_to_two(two_and_two)
+    with held(two_and_two, "n2", 1):
+        begin_third_version(two_and_two, trainer)
+        for version in (4, 5):
+            publish(trainer[1], version)
+    until(lambda: any("was overwritten on n1" in fault["detail"] for fault in two_and_two.events("fault")), what="told")
+    assert {two_and_two.newest(node) for node in two_and_two.receivers} == {2}
+    publish(trainer[0], 5)
+    two_and_two.wait_for(5)
+    check(two_and_two, "n2", 5)
+    assert two_and_two.alive(), "the couriers lived through it"
+    assert [event["version"] for event in two_and_two.events("courier")] == [1, 2, 5]
+
+
+def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(two_and_two: Fleet) -> None:
+    trainer = up_to_two(two_and_two)
+    for version in range(3, 20):
+        publish_on_all(trainer, version)
+    two_and_two.wait_for(19)
+    sent = [event["version"] for event in two_and_two.events("courier")]
+    assert sent == sorted(set(sent))
+    check(two_and_two, "n2", 19)
+
+
+def test_a_node_of_the_trainer_that_gives_nothing_is_no_source(two_and_two: Fleet) -> None:
+    two_and_two.start()
+    trainer = windows(two_and_two, [[whole(tensor) for tensor in LAYOUT.tensors], []])
+    publish_on_all(trainer, 1)
+    two_and_two.wait_for(1)
+    check(two_and_two, "n3", 1)
+    [event] = two_and_two.events("courier")
+    assert event["sources"] == ["n0"]
+
+
+def test_a_trainer_whose_second_node_alone_gives_something_is_served_too(two_and_two: Fleet) -> None:
+    two_and_two.start()
+    trainer = windows(two_and_two, [[], [whole(tensor) for tensor in LAYOUT.tensors]])
+    publish_on_all(trainer, 1)
+    two_and_two.wait_for(1)
+    check(two_and_two, "n2", 1)
+    [event] = two_and_two.events("courier")
+    assert event["sources"] == ["n1"]
+
+
+def test_bytes_of_a_part_that_change_on_the_way_are_never_seen(two_and_two: Fleet) -> None:
+    trainer = up_to_two(two_and_two)
+    publish(trainer[0], 3)
+    slot = trainer[1].begin(3, step=3)
+    slot[:] = (3).to_bytes(8, "little") * (len(slot) // 8)
+    trainer[1].commit(sums=[bytes(16)] * len(trainer[1].layout.tensors))
+    two_and_two.ended()
+    assert {two_and_two.newest(node) for node in two_and_two.receivers} == {2}
+    assert any("box 'embed@524288,0' of rank 1" in fault["detail"] for fault in two_and_two.events("fault"))
+
+
+def test_no_version_is_ever_mixed_while_couriers_are_killed_at_random(two_and_two: Fleet) -> None:
+    two_and_two.start()
+    trainer = windows(two_and_two)
+    chosen = random.Random(11)
+    for version in range(1, 5):
+        publish_on_all(trainer, version)
+        time.sleep(chosen.random() * 0.15)
+        two_and_two.signal(chosen.choice(two_and_two.nodes), signal.SIGKILL)
+        for node in two_and_two.receivers:
+            if (seen := two_and_two.newest(node)) >= 0:
+                check(two_and_two, node, seen)
+        two_and_two.ended()
+        two_and_two.start()
+    two_and_two.wait_for(4)
+    for node in two_and_two.receivers:
+        check(two_and_two, node, 4)
