@@ -1,6 +1,10 @@
-"""Which partition fits a role: by affinity, with the fallback said aloud."""
+"""Which partition fits a role: by affinity, with the fallback said aloud. Pure.
 
-from dataclasses import dataclass
+choose      the best that can hold it
+choose_in   one that is given, as the whole job is to be there
+"""
+
+from dataclasses import dataclass, replace
 from math import ceil
 
 from hpcrl.errors import PlanError
@@ -38,24 +42,30 @@ def choose(demand: Demand, site: Site, *, taken: dict[str, int]) -> Choice:
     wanted, gpus, shortfall = _what_the_site_has(demand, site)
     refusals: list[str] = []
     for rank, label in enumerate(_ranked(site, wanted, gpus=gpus, taken=taken)):
-        partition = site.partitions[label]
-        per_node = _workers_per_node(demand, partition, gpus=gpus)
-        nodes = max(ceil(demand.resources.num_workers / per_node), demand.min_nodes) if per_node else 0
-        refusal = _refusal(demand, label, partition, gpus=gpus, nodes=nodes, taken=taken.get(label, 0))
-        if refusal is None:
+        found = _fitted(demand, label, site.partitions[label], gpus=gpus, taken=taken)
+        if isinstance(found, Choice):
             fallback = shortfall or (_only_second_best(demand, label, refusals) if rank else None)
-            return Choice(
-                partition=label,
-                nodes=nodes,
-                workers_per_node=ceil(demand.resources.num_workers / nodes),
-                gpus_per_worker=gpus,
-                fallback=fallback,
-            )
-        refusals.append(refusal)
+            return replace(found, fallback=fallback)
+        refusals.append(found)
     raise PlanError(
         f"site {site.name!r} cannot hold resources.{demand.role}: {'; '.join(refusals)}. "
         f"Lower resources.{demand.role} or choose another site"
     )
+
+
+def choose_in(label: str, demand: Demand, site: Site, *, taken: dict[str, int]) -> Choice | str:
+    """That partition, whatever its merit, or why it cannot hold `demand`."""
+    wanted, gpus, shortfall = _what_the_site_has(demand, site)
+    ranked = _ranked(site, wanted, gpus=gpus, taken={})
+    if label not in ranked:
+        return f"{demand.role}: {label} has no GPUs, and one worker wants {gpus}"
+    found = _fitted(demand, label, site.partitions[label], gpus=gpus, taken=taken)
+    if isinstance(found, str):
+        return f"{demand.role}: {found}"
+    best = _merit(site.partitions[ranked[0]], wanted)
+    if shortfall is None and _merit(site.partitions[label], wanted) < best:
+        shortfall = f"{demand.role} wanted {wanted}, got {label}: one allocation is on one partition"
+    return replace(found, fallback=shortfall)
 
 
 def _what_the_site_has(demand: Demand, site: Site) -> tuple[Affinity, int, str | None]:
@@ -75,21 +85,30 @@ def _what_the_site_has(demand: Demand, site: Site) -> tuple[Affinity, int, str |
 
 def _ranked(site: Site, wanted: Affinity, *, gpus: int, taken: dict[str, int]) -> list[str]:
     """Partitions that come into question, from best to worst; among equals the least used, then the site's order."""
-
-    def merit(label: str) -> tuple[float, int]:
-        partition = site.partitions[label]
-        gpu = GPUS[partition.gpu] if partition.gpu else None
-        match wanted:
-            case "compute":
-                score = gpu.bf16_tflops if gpu else 0.0
-            case "bandwidth":
-                score = gpu.memory_tb_per_s if gpu else 0.0
-            case "cpu":
-                score = 0.0 if gpu else 1.0
-        return (-score, taken.get(label, 0))
-
     usable = [label for label, p in site.partitions.items() if not p.preemptible and (p.gpu or not gpus)]
-    return sorted(usable, key=merit)
+    return sorted(usable, key=lambda label: (-_merit(site.partitions[label], wanted), taken.get(label, 0)))
+
+
+def _merit(partition: Partition, wanted: Affinity) -> float:
+    gpu = GPUS[partition.gpu] if partition.gpu else None
+    match wanted:
+        case "compute":
+            return gpu.bf16_tflops if gpu else 0.0
+        case "bandwidth":
+            return gpu.memory_tb_per_s if gpu else 0.0
+        case "cpu":
+            return 0.0 if gpu else 1.0
+
+
+def _fitted(demand: Demand, label: str, partition: Partition, *, gpus: int, taken: dict[str, int]) -> Choice | str:
+    """How the workers lie on the nodes of a partition, or why it cannot hold them."""
+    per_node = _workers_per_node(demand, partition, gpus=gpus)
+    nodes = max(ceil(demand.resources.num_workers / per_node), demand.min_nodes) if per_node else 0
+    refusal = _refusal(demand, label, partition, gpus=gpus, nodes=nodes, taken=taken.get(label, 0))
+    if refusal is not None:
+        return refusal
+    workers_per_node = ceil(demand.resources.num_workers / nodes)
+    return Choice(partition=label, nodes=nodes, workers_per_node=workers_per_node, gpus_per_worker=gpus, fallback=None)
 
 
 def _workers_per_node(demand: Demand, partition: Partition, *, gpus: int) -> int:

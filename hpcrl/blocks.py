@@ -93,6 +93,14 @@ class Steps(ExecutionProvider):
         processes = zip(self._nodes, self._running, strict=True)
         return [node for node, process in processes if process is not None and process.poll() is not None]
 
+    def give_up(self, node: str) -> bool:
+        """Begin nothing on a node any more; False if it is the only one left."""
+        if len(self._nodes) == 1:
+            return False
+        index = self._nodes.index(node)
+        del self._nodes[index], self._prefixes[index], self._running[index]
+        return True
+
     @property
     def label(self) -> str:
         return "steps"

@@ -1,9 +1,13 @@
 """What Slurm is asked for: the components of the job, one for each kind of node, and the jobs beside it. Pure.
 
 component_of     the het group of one role
+shares_of        the shares that the roles have of one allocation
 local_component  all roles on one machine
 reward_jobs_of   the jobs that rewards may have beside this one
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,8 +22,16 @@ PLACED: tuple[RoleName, ...] = ("env", "prefill", "decode", "train")
 """Roles with a component of their own, in the order of the components; rewards use spare cores of env's."""
 
 
+class PerNode(NamedTuple):
+    """What is asked of every node."""
+
+    cpus: int
+    mem_gib: int
+    gpus: int
+
+
 class Component(msgspec.Struct, frozen=True, kw_only=True):
-    """One het group of the job, as Slurm is asked for it."""
+    """One het group of the job, as Slurm is asked for it, or a share of its nodes where it is one allocation."""
 
     index: int
     partition: str
@@ -31,7 +43,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_node: int = 0
     gpu: str | None = None
     slurm_flags: list[str] = []
-    """Everything that sbatch is told about this component."""
+    """Everything that sbatch is told about this component; about the whole allocation where components share one."""
 
 
 class RewardJobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,21 +81,45 @@ def component_of(
     index: int, role: RoleName, choice: Choice, recipe: Recipe, site: Site, *, account: str | None
 ) -> Component:
     """The het group of one role."""
-    partition = site.partitions[choice.partition]
-    cpus, mem_gib = node_needs(role, choice, recipe)
-    gpus = choice.gpus_per_worker * choice.workers_per_node
+    per_node = _per_node([(role, choice)], recipe, site)
+    return _component(index, role, choice, site, per_node=per_node, nodes=choice.nodes, account=account)
+
+
+def shares_of(choices: dict[RoleName, Choice], recipe: Recipe, site: Site, *, account: str | None) -> list[Component]:
+    """One allocation on one partition, its nodes dealt to the roles; Slurm gives all of them the same."""
+    per_node = _per_node(list(choices.items()), recipe, site)
+    nodes = sum(choice.nodes for choice in choices.values())
+    return [
+        _component(index, role, choices[role], site, per_node=per_node, nodes=nodes, account=account)
+        for index, role in enumerate(PLACED)
+    ]
+
+
+def _per_node(placed: Sequence[tuple[RoleName, Choice]], recipe: Recipe, site: Site) -> PerNode:
+    """Enough for the neediest of these roles, or the whole node."""
+    partition = site.partitions[placed[0][1].partition]
     if partition.exclusive:
-        cpus, mem_gib, gpus = partition.cores_per_node, int(partition.mem_gib_per_node), partition.gpus_per_node
+        return PerNode(partition.cores_per_node, int(partition.mem_gib_per_node), partition.gpus_per_node)
+    needs = [node_needs(role, choice, recipe) for role, choice in placed]
+    gpus = max(choice.gpus_per_worker * choice.workers_per_node for _, choice in placed)
+    return PerNode(max(cpus for cpus, _ in needs), max(mem_gib for _, mem_gib in needs), gpus)
+
+
+def _component(
+    index: int, role: RoleName, choice: Choice, site: Site, *, per_node: PerNode, nodes: int, account: str | None
+) -> Component:
+    """`nodes` is what Slurm is asked for, of which this role may have a share only."""
+    partition = site.partitions[choice.partition]
     return Component(
         index=index,
         partition=choice.partition,
         roles=["env", "reward"] if role == "env" else [role],
         nodes=choice.nodes,
-        cpus_per_node=cpus,
-        mem_gib_per_node=mem_gib,
-        gpus_per_node=gpus,
-        gpu=partition.gpu if gpus else None,
-        slurm_flags=_slurm_flags(choice.nodes, cpus, mem_gib, gpus, partition, account=account, site=site),
+        cpus_per_node=per_node.cpus,
+        mem_gib_per_node=per_node.mem_gib,
+        gpus_per_node=per_node.gpus,
+        gpu=partition.gpu if per_node.gpus else None,
+        slurm_flags=_slurm_flags(nodes, per_node, partition, account=account, site=site),
     )
 
 
@@ -126,23 +162,23 @@ def reward_jobs_of(recipe: Recipe, site: Site) -> tuple[RewardJobs | None, list[
         account = account_of(site, partition)
         if workers == 0 or (site.account_required and account is None):
             continue
-        cpus, mem_gib = workers * resources.cpus_per_worker, -int(-workers * resources.mem_gib_per_worker // 1)
+        mem_gib = -int(-workers * resources.mem_gib_per_worker // 1)
+        per_node = PerNode(workers * resources.cpus_per_worker, mem_gib, gpus=0)
         jobs = RewardJobs(
             partition=label,
             max_jobs=recipe.reward.max_jobs,
             workers_per_job=workers,
             walltime_min=min(recipe.job.walltime_min, partition.max_walltime_min),
-            slurm_flags=[] if local else _slurm_flags(1, cpus, mem_gib, 0, partition, account=account, site=site),
+            slurm_flags=[] if local else _slurm_flags(1, per_node, partition, account=account, site=site),
         )
         return jobs, []
     why = f"site {site.name} has no preemptible CPU partition that holds one of their workers"
     return None, [f"rewards wanted jobs of their own, got spare cores: {why}"]
 
 
-def _slurm_flags(
-    nodes: int, cpus: int, mem_gib: int, gpus: int, partition: Partition, *, account: str | None, site: Site
-) -> list[str]:
+def _slurm_flags(nodes: int, per_node: PerNode, partition: Partition, *, account: str | None, site: Site) -> list[str]:
     """Nothing of these propagates between components, so each says all of it."""
+    cpus, mem_gib, gpus = per_node
     flags = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
     if partition.slurm_partition:
         flags.append(f"--partition={partition.slurm_partition}")

@@ -221,7 +221,7 @@ class Driver:
         """Weights go by files until couriers serve; on one machine the trainer's window is enough, and it says so."""
         if self.plan.layout == "local":
             return
-        above, why = rungs(self.site.mpi)
+        above, why = rungs(self.site.mpi, layout=self.plan.layout)
         starting = f"the couriers are being started ({above[0]})" if above else ""
         rung = Rung(rung="files", reason="; ".join(filter(None, (why, starting))))
         self._take_rung(rung)
@@ -285,7 +285,11 @@ class Driver:
             runtime.start_trainer()
         for role, node in runtime.replace_lost_blocks():
             self.events.emit("fault", what="worker pool", detail=f"{role} on {node} ended and was started again")
-            self._spend(f"the worker pool of {role} on {node}", f"see parsl.{role}.block-*.log")
+            pool = f"the worker pool of {role} on {node}"
+            if self._survives(pool) and runtime.give_up(role, node):
+                self.events.emit("fault", what="node", detail=f"{role} goes on without {node}")
+            else:
+                self._spend(pool, f"see parsl.{role}.block-*.log")
         for worker in self.workers:
             if worker.future.done():
                 error = worker.future.exception()
@@ -296,6 +300,10 @@ class Driver:
         self.events.emit("worker-failed", of=name, reason=reason)
         self._spend(name, reason)
         self.events.emit("worker-restarted", of=name)
+
+    def _survives(self, pool: str) -> bool:
+        """A node that takes no more steps is lost, and the job is to outlive that."""
+        return self.plan.survive_node_loss and self.failures[pool] == RESTARTS
 
     def _spend(self, name: str, reason: str) -> None:
         """Give up once something has failed too often: nodes are not held for what cannot run."""

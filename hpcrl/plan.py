@@ -3,12 +3,10 @@
 Whether a recipe agrees with itself is `hpcrl.checks`' business.
 """
 
-from typing import Literal
-
 import msgspec
 
 from hpcrl import cost
-from hpcrl.affinity import Choice, choose
+from hpcrl.affinity import Choice
 from hpcrl.checks import check_recipe
 from hpcrl.components import (
     PLACED,
@@ -16,18 +14,14 @@ from hpcrl.components import (
     RewardJobs,
     account_of,
     component_of,
-    demand_of,
     local_component,
-    node_needs,
     reward_jobs_of,
+    shares_of,
 )
 from hpcrl.errors import PlanError
-from hpcrl.hardware import GPUS
+from hpcrl.placement import Layout, Placement, place
 from hpcrl.recipe import Recipe, Resources, RoleName
 from hpcrl.site import Site
-from hpcrl.sizes import sized
-
-Layout = Literal["hetjob", "local"]
 
 
 class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,33 +76,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def make_plan(recipe: Recipe, site: Site) -> Plan:
     """Map roles to partitions and check all that can be checked before queueing."""
     check_recipe(recipe)
-    layout, reason, doubt = _layout(site)
-    recipe, sizes = sized(recipe, gpus=_engine_gpus(recipe, site))
-    choices = _place(recipe, site)
-    account = _accounts(site, choices)
-    if layout == "local":
-        components = [local_component(recipe, site, choices)]
-        where: dict[RoleName, int] = dict.fromkeys(PLACED, 0)
-    else:
-        components = [
-            component_of(index, role, choices[role], recipe, site, account=account[role])
-            for index, role in enumerate(PLACED)
-        ]
-        where = {role: index for index, role in enumerate(PLACED)}
+    placed = place(recipe, site)
+    recipe, choices = placed.recipe, placed.choices
+    components = _components(placed, site)
+    where = {role: component.index for component in components for role in component.roles}
     _check_walltime(recipe, site, components)
-    _check_memory(recipe, choices, site)
     reward_jobs, shortfall = reward_jobs_of(recipe, site)
     roles = [_role_plan(role, recipe, choices, where) for role in (*PLACED, "reward")]
     return Plan(
         recipe=recipe.name,
         site=site.name,
-        layout=layout,
-        layout_reason=reason,
+        layout=placed.layout,
+        layout_reason=placed.reason,
         components=components,
         roles=roles,
-        sizes=sizes,
-        fallbacks=[*(choice.fallback for choice in choices.values() if choice.fallback), *shortfall],
-        warnings=[*doubt, *_warnings(site, components), *_idle_gpus(components, roles), *_few_places(recipe)],
+        sizes=placed.sizes,
+        fallbacks=[*placed.fallbacks(), *shortfall],
+        warnings=[*placed.doubts, *_warnings(site, components), *_idle_gpus(components, roles), *_few_places(recipe)],
         cost=_cost(recipe, site, components),
         drain_s=recipe.job.drain_s,
         survive_node_loss=recipe.job.survive_node_loss,
@@ -117,43 +101,19 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
     )
 
 
-def _layout(site: Site) -> tuple[Layout, str, list[str]]:
-    if site.scheduler == "local":
-        return "local", f"site {site.name} has no scheduler: every role is a process of this machine", []
-    match site.het_jobs:
-        case "yes":
-            return "hetjob", f"site {site.name} runs heterogeneous jobs: one component per kind of node", []
-        case "unknown":
-            doubt = f"nobody has confirmed that {site.name} runs heterogeneous jobs: try `hpcrl submit --dry-run` first"
-            return "hetjob", "the first choice wherever it is not known to be refused", [doubt]
-        case "no":
-            raise PlanError(
-                f'site {site.name!r} does not run heterogeneous jobs (het_jobs = "no"), and prefill, decode, train '
-                "and env each need a component: choose a site whose Slurm runs them"
-            )
-
-
-def _place(recipe: Recipe, site: Site) -> dict[RoleName, Choice]:
-    """A partition for every placed role; the order of PLACED decides who chooses first."""
-    choices: dict[RoleName, Choice] = {}
-    taken: dict[str, int] = {}
-    on_one_machine = site.scheduler == "local"
-    for role in PLACED:
-        demand = demand_of(role, recipe, one_machine=on_one_machine)
-        choice = choices[role] = choose(demand, site, taken=taken)
-        if not on_one_machine:
-            taken[choice.partition] = taken.get(choice.partition, 0) + choice.nodes
-    return choices
-
-
-def _engine_gpus(recipe: Recipe, site: Site) -> dict[RoleName, str | None]:
-    """The GPUs that one worker of each role would get."""
-    found: dict[RoleName, str | None] = {}
-    one, _ = sized(recipe, gpus={})
-    for role in ("prefill", "decode"):
-        choice = choose(demand_of(role, one, one_machine=site.scheduler == "local"), site, taken={})
-        found[role] = site.partitions[choice.partition].gpu if choice.gpus_per_worker else None
-    return found
+def _components(placed: Placement, site: Site) -> list[Component]:
+    recipe, choices = placed.recipe, placed.choices
+    account = _accounts(site, choices)
+    match placed.layout:
+        case "local":
+            return [local_component(recipe, site, choices)]
+        case "hetstep":
+            return shares_of(choices, recipe, site, account=account["env"])
+        case "hetjob":
+            return [
+                component_of(index, role, choices[role], recipe, site, account=account[role])
+                for index, role in enumerate(PLACED)
+            ]
 
 
 def _accounts(site: Site, choices: dict[RoleName, Choice]) -> dict[RoleName, str | None]:
@@ -173,7 +133,7 @@ def _role_plan(role: RoleName, recipe: Recipe, choices: dict[RoleName, Choice], 
     choice = choices.get(role)
     return RolePlan(
         role=role,
-        component=where.get(role, where["env"]),
+        component=where[role],
         num_workers=resources.num_workers,
         workers_per_node=choice.workers_per_node if choice else resources.num_workers,
         gpus_per_worker=choice.gpus_per_worker if choice else 0,
@@ -196,36 +156,6 @@ def _check_walltime(recipe: Recipe, site: Site, components: list[Component]) -> 
             f"job.drain_s = {recipe.job.drain_s:g} leaves nothing of job.walltime_min = {walltime}: "
             "lower the first or raise the second"
         )
-
-
-def _check_memory(recipe: Recipe, choices: dict[RoleName, Choice], site: Site) -> None:
-    """Model and KV must fit into what a worker has, where the recipe says how large the model is."""
-    num_params = recipe.model.num_params
-    if num_params is None:
-        return
-    needs = {
-        "prefill": cost.engine_memory_gib(num_params),
-        "decode": cost.engine_memory_gib(num_params),
-        "train": cost.train_memory_gib(num_params, num_workers=recipe.resources.train.num_workers),
-    }
-    for role in ("prefill", "decode", "train"):
-        choice, resources = choices[role], getattr(recipe.resources, role)
-        gpu = site.partitions[choice.partition].gpu
-        has = GPUS[gpu].memory_gib * choice.gpus_per_worker if gpu and choice.gpus_per_worker else None
-        limit = has if has is not None else resources.mem_gib_per_worker
-        if needs[role] > limit:
-            cure = "gpus_per_worker" if has is not None else "mem_gib_per_worker"
-            raise PlanError(
-                f"a {role} worker needs {needs[role]:.0f} GiB for {num_params / 1e9:.1f} billion weights and has "
-                f"{limit:.0f} GiB ({choice.partition}): raise resources.{role}.{cure}"
-            )
-        wanted, there = node_needs(role, choice, recipe)[1], site.partitions[choice.partition].mem_gib_per_node
-        if wanted > there:
-            raise PlanError(
-                f"a {role} node needs {wanted} GiB, {cost.window_memory_gib(num_params):.0f} of them shared memory for "
-                f"two versions of the weights, and has {there:.0f} GiB ({choice.partition}): lower "
-                f"resources.{role}.mem_gib_per_worker"
-            )
 
 
 def _warnings(site: Site, components: list[Component]) -> list[str]:
@@ -254,12 +184,13 @@ def _few_places(recipe: Recipe) -> list[str]:
 
 
 def _idle_gpus(components: list[Component], roles: list[RolePlan]) -> list[str]:
-    """Whole nodes are charged whole: say what a role leaves unused."""
+    """Nodes are charged as they are asked for: say what a role leaves unused."""
     found = []
-    for role in roles:
-        has, uses = components[role.component].gpus_per_node, role.workers_per_node * role.gpus_per_worker
-        if 0 < uses < has:
-            found.append(f"{role.role} uses {uses} of the {has} GPUs of each node, and all are charged")
+    for component in components:
+        has = component.gpus_per_node
+        uses = sum(role.workers_per_node * role.gpus_per_worker for role in roles if role.component == component.index)
+        if uses < has:
+            found.append(f"{component.roles[0]} uses {uses} of the {has} GPUs of each node, and all are charged")
     return found
 
 

@@ -67,6 +67,7 @@ class Mpi(Table, frozen=True, kw_only=True):
     srun_type: str = "none"
     """The value of `srun --mpi`."""
     world_over_components: Known = "unknown"
+    """Whether one MPI program spans the components of a heterogeneous job; inside one allocation it always may."""
     couriers: bool = True
     """Carry new weights from node to node, by MPI or else by TCP; false: they go by files."""
     codec: Literal["auto", "full", "delta"] = "auto"
@@ -92,6 +93,7 @@ class Site(Table, frozen=True, kw_only=True):
     account: str | None = None
     account_required: bool = False
     het_jobs: Known = "unknown"
+    """no: all roles get nodes of one allocation, on one partition."""
     slurm_conf: str | None = None
     """Path of the slurm.conf to use, where it is not the machine's own; `~` and $NAME are expanded."""
     campaigns_dir: str | None = None

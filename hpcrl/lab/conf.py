@@ -1,9 +1,9 @@
 """The lab's shape and its files: what poses as a cluster, where its state lies, what its daemons read.
 
-NodeGroup, Cluster, DEFAULT   nodes and partitions
-LabDir                        every path in a state directory
-reserved_ports                free ports that no other lab takes meanwhile
-write_conf                    the templates of jobs/lab, filled in
+NodeGroup, WidePartition, Cluster, DEFAULT   nodes and partitions
+LabDir                                       every path in a state directory
+reserved_ports                               free ports that no other lab takes meanwhile
+write_conf                                   the templates of jobs/lab, filled in
 """
 
 import contextlib
@@ -44,12 +44,21 @@ class NodeGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WidePartition:
+    """A partition over the nodes of several groups, beside theirs."""
+
+    name: str
+    groups: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """What the lab poses as."""
 
     groups: tuple[NodeGroup, ...]
     default: str
     """The group whose partition takes jobs that name none."""
+    wide: tuple[WidePartition, ...] = ()
     name: str = "lab"
     num_cpus: int = 16
     mem_mib: int = 16_384
@@ -66,6 +75,7 @@ DEFAULT = Cluster(
         NodeGroup(name="train", num_nodes=2, gpu="h100", num_gpus=4),
         NodeGroup(name="env", num_nodes=3, preemptible="preempt"),
     ),
+    wide=(WidePartition(name="h100", groups=("prefill", "train")),),
     default="env",
 )
 
@@ -212,6 +222,9 @@ def _partition_lines(cluster: Cluster) -> Iterator[str]:
         yield f"PartitionName={group.name} Nodes={nodes} Default={'YES' if group.name == cluster.default else 'NO'}"
         if group.preemptible:
             yield f"PartitionName={group.preemptible} Nodes={nodes} PriorityTier=1 PreemptMode=REQUEUE"
+    for partition in cluster.wide:
+        names = [name for group in cluster.groups if group.name in partition.groups for name in group.node_names()]
+        yield f"PartitionName={partition.name} Nodes={','.join(names)}"
 
 
 def _gres_lines(lab: LabDir, cluster: Cluster) -> Iterator[str]:

@@ -59,6 +59,7 @@ class RolePlan(msgspec.Struct, kw_only=True):
 class Plan(msgspec.Struct, kw_only=True):
     """What is used of plan.json: little, so that a plan of another hpcrl version can be watched too."""
 
+    layout: str = "hetjob"
     components: list[Component] = []
     roles: list[RolePlan] = []
 
@@ -129,20 +130,17 @@ def build(facts: Facts) -> Snapshot:
 
 def _job(verdict: JobVerdict, facts: Facts) -> JobView:
     slurm = {part.index: part for part in verdict.slurm.components} if verdict.slurm else {}
-    seen: dict[str, set[str]] = {}
-    for worker in facts.told(verdict).workers.values():
-        if worker.node:
-            seen.setdefault(worker.role, set()).add(worker.node)
+    is_shared = facts.plan.layout == "hetstep"  # Slurm knows one component then, with all nodes
     components = []
     for part in facts.plan.components:
-        status = slurm.get(part.index)
-        nodes: set[str] = set().union(*(seen.get(role, ()) for role in part.roles))
+        status = slurm.get(0 if is_shared else part.index)
+        told = expand_nodes(status.nodes) if status and not is_shared else []
         components.append(
             ComponentView(
                 index=part.index,
                 partition=status.partition if status and status.partition else part.partition,
                 state=component_state(status.state) if status and not verdict.record.outcome else verdict.state,
-                nodes=expand_nodes(status.nodes) if status and status.nodes else sorted(nodes),
+                nodes=told or _nodes(part, facts.told(verdict), is_shared=is_shared),
                 roles=list(part.roles),
             )
         )
@@ -150,6 +148,13 @@ def _job(verdict: JobVerdict, facts: Facts) -> JobView:
     return JobView(
         number=record.number, id=record.submitted.id, state=verdict.state, reason=verdict.reason, components=components
     )
+
+
+def _nodes(part: Component, told: Job, *, is_shared: bool) -> list[str]:
+    """What the driver says that a component got, where nobody else knows; else what its workers named."""
+    if is_shared and part.index < len(told.nodes):
+        return told.nodes[part.index]
+    return sorted({worker.node for worker in told.workers.values() if worker.node and worker.role in part.roles})
 
 
 def _roles(plan: Plan, workers: Sequence[Worker], living: Sequence[Worker]) -> dict[str, RoleView]:

@@ -14,6 +14,7 @@ from hpcrl.monitor.vocabulary import (
     Fault,
     JobEnded,
     JobStarted,
+    Layout,
     Loaded,
     Published,
     Resumed,
@@ -81,6 +82,8 @@ class Job:
     node: str = ""
     """Where its driver runs."""
     end_time: float | None = None
+    nodes: list[list[str]] = field(default_factory=list)
+    """Of each component."""
     draining: str | None = None
     ended: JobEnded | None = None
     first: float = 0.0
@@ -152,13 +155,8 @@ class Progress:
                 return
             case Evaluation(number=number) if self.evaluations.setdefault(number, event) is not event:
                 return  # told again by a worker that died right after it had told it
-            case JobStarted():
-                job.started, job.end_time, job.node = event.time, event.end_time, event.node or ""
-                job.ended = job.draining = None  # a requeued job starts again under its old number
-            case JobEnded():
-                job.ended = event
-            case Draining():
-                job.draining = event.reason
+            case JobStarted() | Layout() | Draining() | JobEnded():
+                self._about_job(job, event)
             case Published():
                 self.version = max(self.version, event.version)
             case Step():
@@ -184,6 +182,19 @@ class Progress:
         job = self.jobs.setdefault(event.job, Job(first=event.time, last=event.time))
         job.first, job.last = min(job.first, event.time), max(job.last, event.time)
         return job
+
+    @staticmethod
+    def _about_job(job: Job, event: JobStarted | Layout | Draining | JobEnded) -> None:
+        match event:
+            case JobStarted():
+                job.started, job.end_time, job.node = event.time, event.end_time, event.node or ""
+                job.ended = job.draining = None  # a requeued job starts again under its old number
+            case Layout():
+                job.nodes = event.nodes
+            case Draining():
+                job.draining = event.reason
+            case JobEnded():
+                job.ended = event
 
     def _worker(self, event: Event) -> Worker:
         of = getattr(event, "of", None)

@@ -140,6 +140,8 @@ class Checkpoint(_Event, frozen=True, kw_only=True):
 class Layout(_Event, frozen=True, kw_only=True):
     layout: str
     reason: str = ""
+    nodes: list[list[str]] = []
+    """Of each component."""
 
 
 class Rung(_Event, frozen=True, kw_only=True):

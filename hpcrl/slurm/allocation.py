@@ -6,6 +6,7 @@ import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import accumulate
 
 from hpcrl.components import Component
 from hpcrl.endpoints import this_node
@@ -29,6 +30,8 @@ class Allocation:
     end_time: float
     nodes: list[list[str]]
     """Node names of each component."""
+    het: bool = False
+    """Components are het groups; else each has its share of the nodes of one plain job."""
 
     def step(self, component: Component, node: str, *, cpus: int, mem_gib: float, gpus: int) -> list[str]:
         """What stands before a command so that it runs on `node`: everything is said, nothing is inherited."""
@@ -38,8 +41,9 @@ class Allocation:
         if any(flag.startswith("--mem") for flag in component.slurm_flags):
             size.append(f"--mem={int(mem_gib * 1024)}M")
         size.append(f"--gres=gpu:{gpus}" if gpus else "--gres=none")
-        place = [f"--het-group={component.index}", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
-        return ["srun", *place, *size, "--overlap", "--mpi=none", "--unbuffered"]
+        group = [f"--het-group={component.index}"] if self.het else []
+        place = ["--nodes=1", "--ntasks=1", f"--nodelist={node}"]
+        return ["srun", *group, *place, *size, "--overlap", "--mpi=none", "--unbuffered"]
 
     def joined_step(self, components: Sequence[Component], *, mpi: str) -> list[str]:
         """What stands before a command so that it runs once on every node of `components`, as one MPI world.
@@ -49,16 +53,23 @@ class Allocation:
         size = ["--ntasks-per-node=1", "--cpus-per-task=1", "--gres=none"]
         if all(any(flag.startswith("--mem") for flag in component.slurm_flags) for component in components):
             size.append("--mem=0")
-        groups = ",".join(str(component.index) for component in components)
         return [
             "srun",
-            f"--het-group={groups}",
+            *self._all_of(components),
             *size,
             "--overlap",
             "--kill-on-bad-exit=1",
             f"--mpi={mpi}",
             "--unbuffered",
         ]
+
+    def _all_of(self, components: Sequence[Component]) -> list[str]:
+        """Every node of these components."""
+        indices = [component.index for component in components]
+        if self.het:
+            return [f"--het-group={','.join(str(index) for index in indices)}"]
+        nodes = [node for index in indices for node in self.nodes[index]]
+        return [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}"]
 
 
 def read_allocation(plan: Plan) -> Allocation:
@@ -69,11 +80,12 @@ def read_allocation(plan: Plan) -> Allocation:
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
         raise SlurmError("the driver runs inside a Slurm job, and SLURM_JOB_ID is not set: use `hpcrl submit`")
-    nodes = [_hostnames(_component_nodes(component.index)) for component in plan.components]
+    het = plan.layout == "hetjob"
+    nodes = _of_groups(plan) if het else _dealt(plan)
     for component, names in zip(plan.components, nodes, strict=True):
         if len(names) != component.nodes:
             raise SlurmError(f"component {component.index} has {len(names)} nodes, and the plan has {component.nodes}")
-    return Allocation(job_id=job_id, end_time=_end_time(job_id), nodes=nodes)
+    return Allocation(job_id=job_id, end_time=_end_time(job_id), nodes=nodes, het=het)
 
 
 def scrub(environ: MutableMapping[str, str]) -> None:
@@ -84,13 +96,28 @@ def scrub(environ: MutableMapping[str, str]) -> None:
             del environ[name]
 
 
-def _component_nodes(index: int) -> str:
-    names = os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{index}")
-    if names is None and index == 0:  # a job of one component is no heterogeneous job
-        names = os.environ.get("SLURM_JOB_NODELIST")
-    if names is None:
-        raise SlurmError(f"SLURM_JOB_NODELIST_HET_GROUP_{index} is not set: the job has fewer components than the plan")
-    return names
+def _of_groups(plan: Plan) -> list[list[str]]:
+    """The nodes of every het group."""
+    found = []
+    for component in plan.components:
+        names = os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{component.index}")
+        if names is None:
+            raise SlurmError(
+                f"SLURM_JOB_NODELIST_HET_GROUP_{component.index} is not set: the job has fewer components than the plan"
+            )
+        found.append(_hostnames(names))
+    return found
+
+
+def _dealt(plan: Plan) -> list[list[str]]:
+    """The nodes of a plain job, dealt to the components in their order; that of the batch script is the first."""
+    listed = os.environ.get("SLURM_JOB_NODELIST")
+    if listed is None:
+        raise SlurmError("SLURM_JOB_NODELIST is not set, so nobody knows the nodes of this job")
+    here = this_node()
+    names = sorted(_hostnames(listed), key=lambda name: name != here)  # stable: neighbours stay together
+    ends = list(accumulate(component.nodes for component in plan.components))
+    return [names[end - part.nodes : end] for part, end in zip(plan.components, ends, strict=True)]
 
 
 def _hostnames(nodelist: str) -> list[str]:

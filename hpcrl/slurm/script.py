@@ -12,7 +12,7 @@ from hpcrl.rundir import RunDir
 def batch_script(plan: Plan, *, run: RunDir, job: int, python: str, exports: Iterable[tuple[str, str]] = ()) -> str:
     """The whole script of one job; on a site without a scheduler the same text runs as it is."""
     lines = ["#!/bin/bash"]
-    if plan.layout == "hetjob":
+    if plan.layout != "local":
         lines += _directives(plan, run=run, job=job)
     lines += ["", "set -eu", "umask 077"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in exports]
@@ -35,14 +35,14 @@ def reward_script(plan: Plan, *, run: RunDir, job: int, name: str, command: Sequ
 
 
 def _directives(plan: Plan, *, run: RunDir, job: int) -> list[str]:
-    """The #SBATCH lines of all components; output is asked for once, on the first."""
+    """The #SBATCH lines: a block for each component, or one for all; output is asked for once, in the first."""
     log = str(run.job(job).log("batch")).replace("%", "%%")
     shared = [f"--job-name=hpcrl-{run.name}", f"--time={_clock(plan.cost.walltime_min)}", "--export=ALL"]
     shared.append(f"--signal=B:USR2@{int(plan.drain_s)}")
     if plan.survive_node_loss:
         shared.append("--no-kill")
     lines: list[str] = []
-    for component in plan.components:
+    for component in plan.components if plan.layout == "hetjob" else plan.components[:1]:
         if component.index:
             lines.append("#SBATCH hetjob")
         own = [f"--output={_quoted(log)}", "--open-mode=append"] if component.index == 0 else []

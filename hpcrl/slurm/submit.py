@@ -43,7 +43,8 @@ def site_environment(site: Site) -> dict[str, str]:
         return {}
     path = Path(expand(site.slurm_conf))
     if not path.is_file():
-        cure = "`hpcrl lab up` makes one" if site.name == "lab" else f"mend slurm_conf in the site {site.name!r}"
+        is_lab = "$HPCRL_LAB" in site.slurm_conf
+        cure = "`hpcrl lab up` makes one" if is_lab else f"mend slurm_conf in the site {site.name!r}"
         raise SlurmError(f"no Slurm at {path}: {cure}")
     return {"SLURM_CONF": str(path)}
 
@@ -172,6 +173,7 @@ def _refusal(text: str) -> str:
         "nvalid account": "give the account that this partition charges: -s site.account=...",
         "nvalid partition": "mend slurm_partition in the site file (sinfo lists the partitions)",
         "configuration is not available": "no node can give that: `hpcrl plan` shows what is asked",
+        "operation not supported": "if it runs no heterogeneous jobs: -s job.layout=hetstep asks for one allocation",
     }
     cure = next((cure for words, cure in cures.items() if words in reason), "nothing was queued")
     return f"Slurm refused: {reason} ({cure})"

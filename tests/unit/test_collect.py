@@ -13,7 +13,7 @@ import pytest
 from synthetic import T0, SyntheticCampaign
 
 from hpcrl.errors import SlurmError
-from hpcrl.files import publish_json
+from hpcrl.files import publish_json, read_json
 from hpcrl.monitor.collect import Collector
 from hpcrl.monitor.listing import survey
 from hpcrl.monitor.snapshot import Snapshot, to_json
@@ -95,6 +95,28 @@ def test_the_json_has_the_rewards_and_the_accounts_of_a_campaign(campaign: Synth
     sums = printed["domains"]["sums"]
     assert (sums["scored"], sums["reward_recent"]) == (302, 1.0)
     assert sums["reward_mean"] == pytest.approx(301 / 302)
+
+
+def test_the_nodes_of_one_allocation_are_shown_as_they_were_dealt(campaign: SyntheticCampaign) -> None:
+    publish_json(campaign.run.plan, read_json(campaign.run.plan) | {"layout": "hetstep"})
+    dealt = [["gpu1"], ["gpu2"], ["gpu3"], ["gpu4", "gpu5"]]
+    running(campaign).emit("driver", "layout", layout="hetstep", reason="one allocation", nodes=dealt)
+    slurm = FakeSlurm("123|123|RUNNING|gpu|2026-11-20T10:00:00|N/A|gpu[1-5]|None\n")
+
+    components = collector(campaign, slurm).poll().jobs[0].components
+
+    assert [component.nodes for component in components] == dealt
+    assert {(component.partition, component.state) for component in components} == {("gpu", "running")}
+
+
+def test_one_allocation_that_waits_is_queued_with_all_its_components(campaign: SyntheticCampaign) -> None:
+    publish_json(campaign.run.plan, read_json(campaign.run.plan) | {"layout": "hetstep"})
+    campaign.submit()
+    slurm = FakeSlurm("123|123|PENDING|gpu|N/A|N/A||Resources\n")
+
+    [job] = collector(campaign, slurm).poll().jobs
+
+    assert {(component.state, tuple(component.nodes)) for component in job.components} == {("queued", ())}
 
 
 def test_a_campaign_without_a_job_is_planned_with_the_workers_of_its_plan(campaign: SyntheticCampaign) -> None:

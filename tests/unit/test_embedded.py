@@ -581,6 +581,19 @@ def test_the_longest_kept_prefix_is_found() -> None:
     assert [kv and kv.token_ids for kv in found] == [[1, 2, 3], [1, 2], None, [9]]
 
 
+def test_kv_that_is_still_to_be_kept_outlives_kv_that_is_not() -> None:
+    now = 0.0
+    cache = PrefixCache(max_bytes=2 * row_kv([1]).num_bytes, clock=lambda: now)
+    cache.put(row_kv([1]), keep_s=10.0)
+    cache.put(row_kv([2]))
+    cache.put(row_kv([3]))
+    assert [cache.longest([n]) is not None for n in (1, 2, 3)] == [True, False, True]
+    now = 11.0
+    cache.longest([3])
+    cache.put(row_kv([4]))
+    assert [cache.longest([n]) is not None for n in (1, 3, 4)] == [False, True, True]
+
+
 @given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=30))
 def test_kept_prefixes_stay_within_their_bytes(sequences: list[list[int]]) -> None:
     limit = 5 * row_kv([0]).num_bytes

@@ -24,7 +24,16 @@ from hpcrl.rundir import JobDir
 from hpcrl.weights.transfer import Standing
 where = JobDir(Path(sys.argv[1])).couriers(sys.argv[2].removeprefix("--life="))
 """
-SERVE = SAY + "Standing(ready=True, reason='all here').write(where); time.sleep(600)"
+SERVE = (
+    SAY
+    + """
+Standing(ready=True, reason='all here').write(where)
+for _ in range(6000):
+    Standing.beat(where)
+    time.sleep(0.1)
+"""
+)
+MUTE = SAY + "Standing(ready=True, reason='all here').write(where); time.sleep(600)"
 SERVE_AND_GIVE_UP = (
     SAY
     + """
@@ -202,6 +211,27 @@ def test_versions_go_by_couriers_again_once_they_bring_what_an_engine_missed(
             couriers.tend()
 
 
+def test_couriers_that_are_gone_are_started_again_though_their_step_does_not_end(
+    started: list[Couriers], job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MUTE_S", 0.5)
+    monkeypatch.setattr(module, "ENDING_S", 0.1)
+    couriers = start(started, job, MUTE)
+    serving(couriers)
+    [wrong] = failures(couriers, number=1)
+    assert "nothing was heard" in wrong
+    assert couriers.running
+    assert couriers.rung.rung == "mpi"
+
+
+def test_every_beat_of_the_couriers_is_heard(started: list[Couriers], job: JobDir) -> None:
+    couriers = start(started, job, SERVE)
+    serving(couriers)
+    for _ in range(3):
+        heard = couriers._heard
+        until(lambda heard=heard: couriers.tend() is None and couriers._heard > heard, what="a beat was heard")
+
+
 @pytest.mark.parametrize(
     ("mpi", "above", "why"),
     [
@@ -215,11 +245,17 @@ def test_what_keeps_mpi_from_being_tried_is_said(
     mpi: Mpi, above: list[str], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    there, reason = rungs(mpi)
+    there, reason = rungs(mpi, layout="hetjob")
     assert there == above
     assert why in reason
 
 
 def test_mpi_comes_before_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
-    assert rungs(Mpi(flavour="mpich", srun_type="pmi2")) == (["mpi", "tcp"], "")
+    assert rungs(Mpi(flavour="mpich", srun_type="pmi2"), layout="hetjob") == (["mpi", "tcp"], "")
+
+
+def test_one_allocation_has_mpi_where_components_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    mpi = Mpi(flavour="mpich", srun_type="pmi2", world_over_components="no")
+    assert rungs(mpi, layout="hetstep") == (["mpi", "tcp"], "")

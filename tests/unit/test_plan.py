@@ -158,8 +158,106 @@ def test_facts_that_nobody_confirmed_are_warned_of() -> None:
     assert any("not confirmed for cpu" in line for line in plan("site.account=m1", site="perlmutter").warnings)
 
 
-def test_a_site_without_het_jobs_is_refused() -> None:
-    assert "het_jobs" in refused("site.het_jobs=no")
+ONE = ("site.het_jobs=no",)
+
+
+def partitions(made: Plan) -> set[str]:
+    return {component.partition for component in made.components}
+
+
+def test_a_site_without_het_jobs_gets_one_allocation_and_the_reason_is_said() -> None:
+    made = plan(site="lab-hetstep")
+    assert made.layout == "hetstep"
+    assert 'het_jobs = "no"' in made.layout_reason
+    assert partitions(made) == {"h100"}
+    assert [component.nodes for component in made.components] == [1, 1, 1, 1]
+    assert {role.role: role.component for role in made.roles}["reward"] == 0
+
+
+def test_what_one_partition_means_to_a_role_is_a_fallback() -> None:
+    said = plan(site="lab-hetstep").fallbacks
+    assert "decode wanted bandwidth, got h100: one allocation is on one partition" in said
+    assert "env wanted cpu, got h100: one allocation is on one partition" in said
+    assert len(said) == 2
+
+
+def test_one_allocation_is_asked_for_once_with_the_nodes_of_all_roles_and_the_most_that_one_needs() -> None:
+    made = plan("resources.decode.gpus_per_worker=2", "resources.train.mem_gib_per_worker=9", site="lab-hetstep")
+    script = batch_script(made, run=RunDir(Path("/c/x")), job=0, python="python")
+    asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert {"--nodes=4", "--cpus-per-task=3", "--mem=9G", "--gres=gpu:h100:2", "--partition=h100"} <= set(asked)
+    assert "hetjob" not in asked
+    assert len([flag for flag in asked if flag.startswith("--nodes")]) == 1
+
+
+def test_cost_and_idle_gpus_count_every_node_of_one_allocation() -> None:
+    made = plan("resources.decode.gpus_per_worker=2", "job.walltime_min=60", site="lab-hetstep")
+    assert (made.cost.node_hours, made.cost.gpu_hours) == (4.0, 8.0)
+    idle = [line for line in made.warnings if "all are charged" in line]
+    assert [line.split(maxsplit=1)[0] for line in idle] == ["env", "prefill", "train"]
+    assert idle[0] == "env uses 0 of the 2 GPUs of each node, and all are charged"
+
+
+def test_a_recipe_may_ask_for_one_allocation() -> None:
+    made = plan("job.layout=hetstep", "site.account=m1", site="perlmutter")
+    assert made.layout == "hetstep"
+    assert "job.layout" in made.layout_reason
+    assert partitions(made) == {"gpu-hbm80g"}, "the fewest compromises: it has the memory bandwidth"
+    assert all("--account=m1_g" in component.slurm_flags for component in made.components)
+
+
+def test_where_the_best_partition_cannot_hold_all_the_next_one_does() -> None:
+    full = "site.partitions.gpu-hbm80g.max_nodes=3"
+    assert partitions(plan("job.layout=hetstep", "site.account=m1", full, site="perlmutter")) == {"gpu"}
+    short = "site.partitions.gpu-hbm80g.max_walltime_min=10"
+    assert partitions(plan("job.layout=hetstep", "site.account=m1", short, site="perlmutter")) == {"gpu"}
+
+
+def test_one_allocation_that_no_partition_can_hold_is_refused_by_role_and_partition() -> None:
+    message = refused(*ONE)
+    assert 'het_jobs = "no"' in message
+    assert "decode: prefill allows 2 nodes, and 1 workers want 1 beside 2 for other roles" in message
+    assert "prefill: env has no GPUs, and one worker wants 1" in message
+
+
+def test_a_model_too_large_for_the_only_partition_is_refused_with_both() -> None:
+    message = refused("model.num_params=70000000000", site="lab-hetstep")
+    assert "70.0 billion" in message
+    assert "(h100)" in message
+
+
+def test_a_layout_that_the_site_cannot_run_is_refused() -> None:
+    assert 'set job.layout = "auto"' in refused("job.layout=hetjob", *ONE)
+
+
+def test_where_mpi_cannot_span_components_the_job_stays_heterogeneous_and_the_choice_is_told() -> None:
+    apart = ("site.account=m1", "site.mpi.world_over_components=no")
+    made = plan(*apart, site="perlmutter")
+    assert made.layout == "hetjob"
+    assert any('job.layout = "hetstep" they go by MPI' in line for line in made.warnings)
+    for settled in ("job.layout=hetjob", "site.mpi.couriers=false", "site.partitions.gpu.max_nodes=3"):
+        more = ("site.partitions.gpu-hbm80g.max_nodes=3",) if "max_nodes" in settled else ()
+        assert not any("hetstep" in line for line in plan(*apart, settled, *more, site="perlmutter").warnings)
+
+
+def test_one_machine_has_no_layout_to_choose() -> None:
+    assert plan("job.layout=hetstep", site="local").layout == "local"
+
+
+def test_to_survive_node_loss_every_role_has_two_nodes_of_one_allocation() -> None:
+    roomy = "site.partitions.h100.max_nodes=8"
+    made = plan("job.survive_node_loss=true", roomy, site="lab-hetstep")
+    assert [component.nodes for component in made.components] == [2, 2, 2, 2]
+    script = batch_script(made, run=RunDir(Path("/c/x")), job=0, python="python")
+    assert script.count("--no-kill") == script.count("--nodes=8") == 1
+    assert "h100 allows 4 nodes" in refused("job.survive_node_loss=true", site="lab-hetstep")
+
+
+def test_workers_are_sized_for_the_gpus_of_the_one_partition() -> None:
+    settings = ("model.num_params=1000000000", "rollout.max_running=512", "resources.train.gpus_per_worker=4")
+    large = ("site.account=m1", "job.layout=hetstep", *settings)
+    assert workers(plan(*large, site="perlmutter"))[1] >= 8
+    assert plan(*large, site="perlmutter").sizes
 
 
 def test_to_survive_node_loss_every_component_has_two_nodes() -> None:
@@ -197,7 +295,7 @@ def test_a_path_with_spaces_and_quotes_is_quoted_in_the_script() -> None:
     assert "exec '/opt/my python/bin/python'" in script
 
 
-@pytest.mark.parametrize("site", ["local", "lab", "perlmutter", "leonardo"])
+@pytest.mark.parametrize("site", ["local", "lab", "lab-hetstep", "perlmutter", "leonardo"])
 def test_shipped_sites_load(site: str) -> None:
     assert isinstance(load_site(site), Site)
 
@@ -272,6 +370,7 @@ def test_where_nothing_is_known_of_the_model_there_is_one_of_each() -> None:
     [
         (('engine.sim.gpu="h20"',), 'choose backend = "sim"'),
         (('engine.backend="sim"', 'engine.sim.gpu="h99"'), "is not in the catalogue"),
+        (('engine.backend="sim"', 'engine.sim.gpu=["h20", "h99"]'), "'h99' is not in the catalogue"),
     ],
 )
 def test_a_simulated_engine_that_makes_no_sense_is_refused(settings: tuple[str, ...], cure: str) -> None:

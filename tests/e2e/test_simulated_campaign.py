@@ -1,0 +1,98 @@
+"""A campaign whose engines only pretend: its versions, hand-overs and routing are those of a real one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.events import read_events
+from hpcrl.rollout.flips import read_flips
+from hpcrl.rundir import SPOOLS, RunDir
+from hpcrl.spool.record import Turn
+from hpcrl.spool.segment import read_segment
+from tests.campaigns import SMALL, hpcrl, snapshot, steps, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+RECIPE = """
+name = "simulated"
+extends = "quickstart"
+
+[domains.lake]
+max_turns = 3
+
+[domains.pond]
+env = "hpcrl.envs.gymnasium_text:FrozenLake"
+reward = "hpcrl.envs.gymnasium_text:goal_and_way"
+max_turns = 2
+max_new_tokens = 4
+
+[engine]
+backend = "sim"
+
+[engine.sim]
+gpu = ["h100", "h20"] # workers with an even number compute faster, those with an odd one read memory faster
+speed = 20
+
+[router]
+sampled = 1
+reluctance = 1000 # never on the other hardware
+
+[router.affinity]
+lake = "compute"
+pond = "bandwidth"
+
+[resources.prefill]
+num_workers = 2
+
+[resources.decode]
+num_workers = 2
+"""
+FAST = {"lake": "-0", "pond": "-1"}
+"""How the names of the workers end that are good at what these domains want."""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "simulated.toml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def test_a_simulated_campaign_hands_kv_over_and_follows_the_versions(campaigns: Path, recipe: str) -> None:
+    hpcrl("submit", recipe, "--site", "local", "--watch", "--name", "sim", *SMALL)
+    run = RunDir(campaigns / "sim")
+    assert snapshot("sim")["state"] == "done"
+    assert [step["num_trajectories"] for step in steps(run)] == [8] * 4
+    assert any(turn.remote_prefill for turn in turns(run))
+    assert any("-prefill-" in (route["prefill"] or "") for route in routes(run))
+    newest = {event["role"]: event["version"] for event in read_events(run.events) if event["event"] == "loaded"}
+    assert set(newest) == {"prefill", "decode"}
+    assert max(newest.values()) >= 1
+
+
+def test_turns_go_to_the_hardware_of_their_domain_and_a_worker_changes_over(campaigns: Path, recipe: str) -> None:
+    """These turns have prompts of a few tokens: one prefill worker is enough, and decode lacks one."""
+    sizing = ("-s", "router.sizing=auto", "-s", "train.num_steps=100000")
+    hpcrl("submit", recipe, "--site", "local", "--name", "flip", *SMALL, *sizing)
+    run = RunDir(campaigns / "flip")
+    until(lambda: all(_is_at_home(run, domain) for domain in FAST), what=f"domains are served by {FAST}")
+    until(lambda: "decode" in read_flips(run.flips).values(), what="a worker has changed over", timeout_s=300)
+    (changed,) = read_flips(run.flips)
+    assert "-prefill-" in changed
+    until(lambda: any(route["decode"] == changed for route in routes(run)), what=f"{changed} decodes")
+
+
+def routes(run: RunDir) -> list[dict[str, Any]]:
+    return [event for event in read_events(run.events) if event["event"] == "route"]
+
+
+def turns(run: RunDir) -> list[Turn]:
+    segments = [path for spool in SPOOLS for path in run.spool(spool).glob("*.h5")]
+    return [turn for path in segments for facts in read_segment(path).facts for turn in facts.turns]
+
+
+def _is_at_home(run: RunDir, domain: str) -> bool:
+    """Whether its last turns were all on its hardware, as they are once that is there."""
+    last = [route["decode"] or "" for route in routes(run) if route["domain"] == domain][-50:]
+    return len(last) == 50 and all(worker.endswith(FAST[domain]) for worker in last)

@@ -1,0 +1,59 @@
+"""Campaigns on the lab as a site without heterogeneous jobs: one plain allocation, its nodes dealt to the roles."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab_tools import Lab
+
+from hpcrl.events import read_events
+from hpcrl.rundir import RunDir
+from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
+
+NODES = {"env": "prefill1", "prefill": "prefill2", "decode": "train1", "train": "train2", "reward": "prefill1"}
+"""The four nodes of the partition h100, in the order in which Slurm lists them."""
+
+
+def named(run: RunDir, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run.events) if event["event"] == name]
+
+
+def test_a_site_without_het_jobs_trains_in_one_allocation_with_weights_by_mpi(lab: Lab, campaigns: Path) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--watch", "--name", "o", *SMALL)
+    run, seen = RunDir(campaigns / "o"), snapshot("o")
+    assert seen["state"] == "done"
+    assert [event["layout"] for event in named(run, "layout")] == ["hetstep"]
+    assert [event["rung"] for event in named(run, "rung")] == ["files", "mpi"]
+    carried = named(run, "courier")
+    assert {(event["node"], *event["to"]) for event in carried} == {("train2", "prefill2", "train1")}
+    assert {event["role"]: event["node"] for event in named(run, "worker-started")} == NODES
+    assert [component["nodes"] for component in seen["jobs"][0]["components"]] == [
+        [NODES[role]] for role in ("env", "prefill", "decode", "train")
+    ]
+    [row] = lab.wait_accounted(seen["jobs"][0]["id"], "COMPLETED")
+    assert (row["Partition"], row["NodeList"]) == ("h100", "prefill[1-2],train[1-2]")
+
+
+def test_one_allocation_is_stopped_resumed_and_ended_at_once(lab: Lab, campaigns: Path, home: Path) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--name", "s", *SMALL, "-s", "train.num_steps=100000")
+    run = RunDir(campaigns / "s")
+    until(lambda: len(steps(run)) >= 1, what="a step was made")
+    hpcrl("stop", "s")
+    assert outcome(run)["outcome"] == "stopped"
+    made = len(steps(run))
+    hpcrl("resume", "s")
+    until(lambda: len(steps(run)) > made, what="the second job makes steps")
+    hpcrl("stop", "s", "--now")
+    until(lambda: not processes_of(home), what="no process is left", timeout_s=60)
+    assert [job["state"] for job in snapshot("s")["jobs"]] == ["stopped", "stopped"]
+    numbers = [step["step"] for step in steps(run)]
+    assert numbers == sorted(set(numbers)), "no step was lost or made twice"
+
+
+def test_a_dry_run_of_one_allocation_asks_slurm_and_queues_nothing(lab: Lab, campaigns: Path) -> None:
+    said = hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--dry-run").stdout
+    assert "to start at" in said
+    assert lab.run("squeue", "-h") == ""
+    assert list(campaigns.iterdir()) == []

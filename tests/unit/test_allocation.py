@@ -1,0 +1,99 @@
+"""Steps of the two layouts: what stands before a command, and whose nodes are whose."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hpcrl.errors import SlurmError
+from hpcrl.plan import Plan, make_plan
+from hpcrl.recipe import load_recipe
+from hpcrl.site import load_site
+from hpcrl.slurm import allocation as module
+from hpcrl.slurm.allocation import Allocation, read_allocation, scrub
+
+NAMES = {"gpu[1-4]": "gpu1\ngpu2\ngpu3\ngpu4\n", "gpu[1-3]": "gpu1\ngpu2\ngpu3\n"}
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Slurm that knows the names of nodes, and when jobs end."""
+
+    def ask(command: list[str]) -> str:
+        return NAMES.get(command[-1], f"{command[-1]}\n") if command[0] == "scontrol" else "2026-11-20T12:00:00\n"
+
+    monkeypatch.setattr(module, "_ask", ask)
+    monkeypatch.setenv("SLURM_JOB_ID", "123")
+
+
+def planned(site: str) -> Plan:
+    return make_plan(load_recipe("quickstart"), load_site(site))
+
+
+def option(command: list[str], name: str) -> str | None:
+    return next((word.partition("=")[2] for word in command if word.startswith(f"--{name}=")), None)
+
+
+@pytest.fixture
+def in_one(answers: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Allocation]:
+    """Read the allocation of a plain job whose batch script runs on a node."""
+
+    def read(nodes: str, here: str) -> Allocation:
+        monkeypatch.setenv("SLURM_JOB_NODELIST", nodes)
+        monkeypatch.setenv("SLURMD_NODENAME", here)
+        return read_allocation(planned("lab-hetstep"))
+
+    return read
+
+
+def test_nodes_of_one_allocation_are_dealt_in_order(in_one: Callable[[str, str], Allocation]) -> None:
+    assert in_one("gpu[1-4]", "gpu1").nodes == [["gpu1"], ["gpu2"], ["gpu3"], ["gpu4"]]
+
+
+def test_the_node_of_the_batch_script_goes_to_the_first_component(in_one: Callable[[str, str], Allocation]) -> None:
+    assert in_one("gpu[1-4]", "gpu3").nodes == [["gpu3"], ["gpu1"], ["gpu2"], ["gpu4"]]
+
+
+def test_too_few_nodes_for_all_components_are_refused(in_one: Callable[[str, str], Allocation]) -> None:
+    with pytest.raises(SlurmError, match="component 3 has 0 nodes, and the plan has 1"):
+        in_one("gpu[1-3]", "gpu1")
+
+
+def test_steps_inside_one_allocation_name_their_nodes_and_no_het_group(
+    in_one: Callable[[str, str], Allocation],
+) -> None:
+    allocation, components = in_one("gpu[1-4]", "gpu1"), planned("lab-hetstep").components
+    alone = allocation.step(components[1], "gpu2", cpus=2, mem_gib=3, gpus=1)
+    assert (option(alone, "nodelist"), option(alone, "nodes"), option(alone, "mem")) == ("gpu2", "1", "3072M")
+    joined = allocation.joined_step(components[1:], mpi="pmi2")
+    assert (option(joined, "nodelist"), option(joined, "nodes"), option(joined, "ntasks")) == (
+        "gpu2,gpu3,gpu4",
+        "3",
+        "3",
+    )
+    assert (option(joined, "mpi"), option(joined, "ntasks-per-node")) == ("pmi2", "1")
+    assert not [word for word in alone + joined if "het-group" in word]
+
+
+def test_steps_over_components_name_their_het_groups(answers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for index, node in enumerate(("env1", "prefill1", "decode1", "train1")):
+        monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{index}", node)
+    plan = planned("lab")
+    allocation = read_allocation(plan)
+    assert allocation.nodes == [["env1"], ["prefill1"], ["decode1"], ["train1"]]
+    assert option(allocation.step(plan.components[2], "decode1", cpus=1, mem_gib=1, gpus=0), "het-group") == "2"
+    joined = allocation.joined_step(plan.components[1:], mpi="pmi2")
+    assert (option(joined, "het-group"), option(joined, "nodelist")) == ("1,2,3", None)
+
+
+def test_a_job_without_the_planned_components_is_refused(answers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "env1")
+    with pytest.raises(SlurmError, match="SLURM_JOB_NODELIST_HET_GROUP_1 is not set"):
+        read_allocation(planned("lab"))
+
+
+def test_what_slurm_says_of_the_batch_step_does_not_leak_into_others() -> None:
+    kept = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST_HET_GROUP_1": "a", "SLURMD_NODENAME": "a", "PATH": "/bin"}
+    gone = {"SLURM_JOB_NODELIST": "a", "SLURM_NTASKS_PER_NODE": "1", "SBATCH_X": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    environ = kept | gone
+    scrub(environ)
+    assert environ == kept

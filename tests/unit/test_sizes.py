@@ -1,0 +1,87 @@
+"""How many workers prefill and decode are given where the recipe does not say."""
+
+import pytest
+
+from hpcrl.cost import usual_shape
+from hpcrl.errors import ConfigError, PlanError
+from hpcrl.plan import Plan, make_plan
+from hpcrl.recipe import load_recipe
+from hpcrl.site import load_site
+
+SETTINGS = (
+    "model.num_params=8000000000",
+    "resources.train.gpus_per_worker=4",
+    "rollout.max_running=4096",
+    "engine.max_model_len=32768",
+    "domains.lake.max_turns=40",
+    "domains.lake.usual_prompt_tokens=500",
+    "domains.lake.usual_reply_tokens=60",
+)
+
+
+def planned(*settings: str, site: tuple[str, ...] = ()) -> Plan:
+    recipe = load_recipe("quickstart", settings=(*SETTINGS, *settings))
+    return make_plan(recipe, load_site("perlmutter", settings=("account=m1", *site)))
+
+
+def workers(plan: Plan) -> tuple[int, int]:
+    return plan.role("prefill").num_workers, plan.role("decode").num_workers
+
+
+def test_no_more_workers_are_planned_than_the_partition_has_nodes_for() -> None:
+    num_prefill, num_decode = workers(planned())
+    few = planned(site=("partitions.gpu-hbm80g.max_nodes=4", "partitions.gpu.max_nodes=4"))
+    assert workers(few)[0] < num_prefill
+    assert workers(few)[1] < num_decode
+    assert any(f"of the {num_decode} that it could use, as there is no room for more" in line for line in few.sizes)
+
+
+def test_the_ratio_of_prefill_to_decode_stays_where_there_is_room_for_a_part() -> None:
+    num_prefill, num_decode = workers(planned())
+    fewer = planned(site=("partitions.gpu-hbm80g.max_nodes=12", "partitions.gpu.max_nodes=12"))
+    assert workers(fewer)[0] == -(-num_prefill * workers(fewer)[1] // num_decode)
+
+
+def test_as_many_are_planned_as_there_is_room_for() -> None:
+    few = planned(site=("partitions.gpu-hbm80g.max_nodes=4", "partitions.gpu.max_nodes=4"))
+    assert few.components[few.role("decode").component].nodes == 4
+
+
+def test_one_allocation_is_shared_by_what_fits_into_it() -> None:
+    together = planned('job.layout="hetstep"', site=("partitions.gpu.max_nodes=8", "partitions.gpu-hbm80g.max_nodes=8"))
+    assert 7 <= sum(component.nodes for component in together.components) <= 8
+    assert any("as there is no room for more" in line for line in together.sizes)
+
+
+def test_a_conversation_that_no_worker_has_the_kv_for_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"raise resources\.decode\.gpus_per_worker"):
+        planned("domains.lake.usual_prompt_tokens=1000000", "engine.max_model_len=20000000")
+
+
+def test_no_conversation_is_reckoned_longer_than_the_model_takes() -> None:
+    assert workers(planned("domains.lake.usual_prompt_tokens=1000000"))[1] < 4096
+
+
+@pytest.mark.parametrize("num_params", [8, 70_000, 10**14])
+def test_a_number_of_weights_that_no_model_has_is_refused(num_params: int) -> None:
+    with pytest.raises(ConfigError, match=r"model\.num_params"):
+        load_recipe("quickstart", settings=(f"model.num_params={num_params}",))
+
+
+@pytest.mark.parametrize(
+    ("num_params", "num_layers", "num_kv_heads"),
+    [(8.0e9, 32, 8), (14.8e9, 40, 8), (32.8e9, 64, 8), (70.6e9, 80, 8), (405e9, 126, 8)],
+    ids=["Llama-8B", "Qwen3-14B", "Qwen3-32B", "Llama-70B", "Llama-405B"],
+)
+def test_large_models_have_the_usual_shape_within_a_third(
+    num_params: float, num_layers: int, num_kv_heads: int
+) -> None:
+    shape = usual_shape(int(num_params))
+    kv = shape.num_layers * shape.num_kv_heads * shape.head_dim
+    assert shape.num_layers == pytest.approx(num_layers, rel=1 / 3)
+    assert kv == pytest.approx(num_layers * num_kv_heads * 128, rel=1 / 3)
+
+
+def test_the_smallest_models_have_no_more_kv_heads_than_heads() -> None:
+    shape = usual_shape(10**6)
+    assert 1 <= shape.num_kv_heads <= shape.num_heads

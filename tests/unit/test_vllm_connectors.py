@@ -1,0 +1,107 @@
+"""How vLLM's KV connectors are told where to find each other."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpcrl.engines.vllm_connectors import OURS, environment, fetched, found, left
+from hpcrl.engines.vllm_server import Launch, command
+from hpcrl.plan import make_plan
+from hpcrl.recipe import Engine, load_recipe
+from hpcrl.roles.serving import vllm_launch
+from hpcrl.rundir import RunDir
+from hpcrl.site import Inference, load_site
+
+HERE, ADDRESS = Path("/scratch"), ("10.0.0.7", 6001)
+NIXL_SAYS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "10.0.0.7", "remote_block_ids": [1]}
+
+
+def config_of(connector: str, **changes: object) -> dict[str, object]:
+    launch = Launch(model=HERE, log=HERE, kv_connector=connector, **changes)  # type: ignore[arg-type]
+    given = command(launch, scratch=HERE)
+    told: dict[str, object] = json.loads(given[given.index("--kv-transfer-config") + 1])
+    return told
+
+
+@pytest.mark.parametrize(
+    ("connector", "options"),
+    [
+        ("NixlConnector", {"backends": ["UCX"]}),
+        ("MooncakeConnector", {"mooncake_protocol": "rdma"}),
+        ("OffloadingConnector", {"cpu_bytes_to_use": 1 << 30}),
+        ("MultiConnector", {"connectors": [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}]}),
+    ],
+)
+def test_a_connector_of_vllms_own_is_what_vllm_takes(connector: str, options: dict[str, object]) -> None:
+    """Read by vLLM's own words, where it is installed."""
+    told = config_of(connector, kv_options=options, kv_address=ADDRESS)
+    assert (told["kv_connector"], told["kv_connector_extra_config"]) == (connector, options)
+    vllm = pytest.importorskip("vllm.config.kv_transfer")
+    read = vllm.KVTransferConfig(**told)
+    assert read.is_kv_producer
+    assert read.is_kv_consumer
+
+
+def test_ours_names_its_directory_and_where_the_version_is() -> None:
+    told = config_of(OURS, kv_dir=Path("/job/kv"))
+    assert told["kv_connector_extra_config"] == {"directory": "/job/kv", "version_file": "/scratch/version"}
+
+
+def test_engines_on_one_node_listen_on_ports_of_their_own_where_others_reach_them() -> None:
+    given = environment(ADDRESS)
+    assert (given["VLLM_NIXL_SIDE_CHANNEL_HOST"], given["VLLM_NIXL_SIDE_CHANNEL_PORT"]) == ("10.0.0.7", "6001")
+    assert (given["VLLM_HOST_IP"], given["VLLM_MOONCAKE_BOOTSTRAP_PORT"]) == ("10.0.0.7", "6001")
+
+
+def test_an_engine_that_nobody_fetches_from_stays_on_loopback() -> None:
+    assert environment(None) == {"VLLM_HOST_IP": "127.0.0.1"}
+
+
+def test_what_an_engine_says_of_its_kv_is_what_the_other_is_told() -> None:
+    answer = {"kv_transfer_params": NIXL_SAYS}
+    transfer = found("NixlConnector", answer, name="n", address=ADDRESS)
+    assert fetched(transfer) == NIXL_SAYS
+
+
+def test_mooncake_is_told_who_has_the_kv_and_which() -> None:
+    transfer = found("MooncakeConnector", {}, name="n", address=ADDRESS)
+    assert left("n")["transfer_id"] == "n"
+    assert fetched(transfer) == {
+        "transfer_id": "n",
+        "remote_engine_id": config_of("MooncakeConnector", kv_address=ADDRESS)["engine_id"],
+        "remote_bootstrap_addr": "http://10.0.0.7:6001",
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+    }
+
+
+@pytest.mark.parametrize("answer", [{}, {"kv_transfer_params": None}, {"kv_transfer_params": {"saved": False}}])
+def test_kv_that_was_not_left_has_no_handle(answer: dict[str, object]) -> None:
+    assert found(OURS, answer, name="n", address=None) is None
+
+
+def launched(connector: str | None, root: Path) -> Launch:
+    run = RunDir(root)
+    role = make_plan(load_recipe("quickstart-vllm"), load_site("lab")).role("decode")
+    inference = Inference(kv_connector=connector)
+    return vllm_launch(Engine(), role=role, inference=inference, run=run, job=run.job(0), log=HERE, host="127.0.0.1")
+
+
+def test_each_worker_of_a_campaign_gets_an_address_for_the_sites_connector(tmp_path: Path) -> None:
+    nixl = launched("NixlConnector", tmp_path)
+    assert nixl.kv_dir is None
+    assert nixl.kv_address is not None
+    host, port = nixl.kv_address
+    assert host == "127.0.0.1"
+    assert 1024 < port < 65536
+
+
+def test_a_worker_with_our_connector_gets_the_directory_of_its_job(tmp_path: Path) -> None:
+    ours = launched(OURS, tmp_path)
+    assert (ours.kv_address, ours.kv_dir) == (None, RunDir(tmp_path).job(0).kv)
+
+
+def test_a_site_without_a_connector_hands_over_nothing(tmp_path: Path) -> None:
+    alone = launched(None, tmp_path)
+    assert (alone.kv_connector, alone.kv_address, alone.kv_dir) == (None, None, None)
