@@ -108,13 +108,14 @@ def _over(name: str, run: Run, router: Run) -> Figure:
 def _hardware_figures(*, full: bool) -> list[Figure]:
     """RollArt's equal-cost pools, as its published code would serve them.
 
-    What is known of its conditions: its recipe for FrozenLake runs 128 groups of 8 environments at once; an environment
-    keeps the engine that it got by turns; vLLM keeps prefixes as far as there is room, computes 8,192 tokens a step and
-    serves 256 sequences at once. Whether KV is still there when a turn comes back follows from these: 1,024 growing
-    conversations are more than either pool holds. What is assumed: that the paper ran as many, an 8B model in bf16,
-    nine tenths of the memory, and lengths within what RollArt tells of turns and tokens. It matters: with 256
-    environments the H20s keep their KV and the H800s do not. Engines that share nothing take as long as one of them
-    with its share of the environments, which is what is run unless `full`.
+    What is known of its conditions: its recipe for FrozenLake runs 128 groups of 8 environments at once; an
+    environment keeps the engine that it got by turns; vLLM keeps prefixes as far as there is room and computes 8,192
+    tokens a step. Whether KV is still there when a turn comes back follows from these: 1,024 growing conversations are
+    more than either pool holds. What is assumed: that the paper ran as many, an 8B model in bf16, nine tenths of the
+    memory (that recipe gives vLLM 0.8), 256 sequences, and lengths within what RollArt tells of turns and tokens. It
+    matters: with 256 environments, as many as one of the paper's other experiments runs, the H20s keep their KV and
+    the H800s do not, and the row for that is far off. Engines that share nothing take as long as one of them with its
+    share of the environments, which is what is run unless `full`.
     """
     figures = []
     for task, (low, high) in ROLLART.items():
