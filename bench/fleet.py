@@ -128,6 +128,15 @@ class Fleet:
         finally:
             window.close()
 
+    @contextmanager
+    def reading(self, node: str, version: int) -> Iterator[memoryview]:
+        """What an engine on a node loads; while it does, the next version but one cannot arrive there."""
+        window = Window.open(self.key(node), job=0)
+        assert window is not None
+        with window.reading(version) as data:
+            yield data
+        window.close()
+
     def arrived(self, version: int) -> bool:
         return all(self.newest(node) == version for node in self.receivers)
 
@@ -180,17 +189,22 @@ def _by_shell(commands: dict[str, list[str]]) -> list[str]:
 
 def courier_pids(run: RunDir) -> dict[str, int]:
     """The courier of every node of a campaign."""
+    return processes(run, "hpcrl.weights.courier", by="SLURMD_NODENAME")
+
+
+def processes(run: RunDir, *program: str, by: str) -> dict[str, int]:
+    """The processes of a campaign that run `python -m PROGRAM...`, by a variable of their environment."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                arguments = (entry / "cmdline").read_bytes().split(b"\0")
-                environment = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:
+                arguments = (entry / "cmdline").read_bytes().decode().split("\0")
+                environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            except (OSError, UnicodeDecodeError):
                 continue
-            if arguments[1:3] == [b"-m", b"hpcrl.weights.courier"] and str(run.root).encode() in arguments:
-                node = next(v for v in environment if v.startswith(b"SLURMD_NODENAME=")).partition(b"=")[2]
-                found[node.decode()] = int(entry.name)
+            if arguments[1:2] == ["-m"] and arguments[2:][: len(program)] == [*program] and str(run.root) in arguments:
+                value = next(one for one in environment if one.startswith(f"{by}=")).partition("=")[2]
+                found[value] = int(entry.name)
     return found
 
 

@@ -72,8 +72,8 @@ def pays_to_leave(home: Candidate, there: Candidate, *, stay: float) -> bool:
     """Whether a turn takes `stay` times less work there, its whole prompt included: what a tool has printed may be so
     long that hardware which computes it so much faster makes up for that.
 
-    That the home is fuller at the moment is no reason: queues even out, and a trajectory that is driven to and fro by
-    them computes its prompt anew each time, for the most part on hardware that is slow at it.
+    That the home is fuller at the moment is no reason: queues even out, and a trajectory that they drive back and forth
+    computes its prompt anew each time, for the most part on hardware that is slow at it.
     """
     return there.serve_s * stay <= home.serve_s or there.cost * RELIEF < home.cost
 

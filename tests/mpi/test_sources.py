@@ -4,7 +4,6 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -71,16 +70,6 @@ def check(couriers: Fleet, node: str, version: int) -> None:
     window.close()
 
 
-@contextmanager
-def held(couriers: Fleet, node: str, version: int) -> Iterator[None]:
-    """While an engine there reads that version, the next but one cannot arrive: its transfer stays under way."""
-    window = Window.open(couriers.key(node), job=0)
-    assert window is not None
-    with window.reading(version):
-        yield
-    window.close()
-
-
 def begin_third_version(couriers: Fleet, trainer: list[Window]) -> None:
     """Publish one that n2 cannot take yet, and wait until it is under way."""
     publish_on_all(trainer, 3)
@@ -117,7 +106,7 @@ def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_versio
     two_and_two: Fleet, killed: str
 ) -> None:
     trainer = up_to_two(two_and_two)
-    with held(two_and_two, "n2", 1):
+    with two_and_two.reading("n2", 1):
         begin_third_version(two_and_two, trainer)
         two_and_two.signal(killed, signal.SIGKILL)
         two_and_two.ended()
@@ -131,7 +120,7 @@ def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_versio
 
 def test_a_contributor_that_stops_answering_is_named_with_its_bucket(two_and_two: Fleet) -> None:
     trainer = up_to_two(two_and_two)
-    with held(two_and_two, "n2", 1):
+    with two_and_two.reading("n2", 1):
         begin_third_version(two_and_two, trainer)
         two_and_two.signal("n1", signal.SIGSTOP)
         two_and_two.ended()
@@ -150,7 +139,7 @@ def test_a_part_that_is_overwritten_while_it_is_sent_is_never_seen_and_the_newes
 ) -> None:
     monkeypatch.setattr("hpcrl.weights.window.LEASE_S", 0.05)  # of the trainer, which is here
     trainer = up_to_two(two_and_two)
-    with held(two_and_two, "n2", 1):
+    with two_and_two.reading("n2", 1):
         begin_third_version(two_and_two, trainer)
         for version in (4, 5):
             publish(trainer[1], version)

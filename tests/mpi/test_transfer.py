@@ -25,20 +25,8 @@ LAYOUT = Layout.pack(
 
 
 def read(couriers: Fleet, node: str, version: int) -> bytes:
-    """What an engine on a node loads."""
-    window = Window.open(couriers.key(node), job=0)
-    assert window is not None
-    with window.reading(version) as data:
+    with couriers.reading(node, version) as data:
         return bytes(data)
-
-
-@contextmanager
-def held(couriers: Fleet, node: str, version: int) -> Iterator[None]:
-    """While an engine there reads that version, the next but one cannot arrive: its transfer stays under way."""
-    window = Window.open(couriers.key(node), job=0)
-    assert window is not None
-    with window.reading(version):
-        yield
 
 
 def begin_third_version(couriers: Fleet, window: Window) -> None:
@@ -80,7 +68,7 @@ def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(four_nodes: 
 
 def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_version_again(four_nodes: Fleet) -> None:
     window = up_to_two(four_nodes)
-    with held(four_nodes, "n1", 1):
+    with four_nodes.reading("n1", 1):
         begin_third_version(four_nodes, window)
         four_nodes.signal("n2", signal.SIGKILL)
         four_nodes.ended()
@@ -105,7 +93,7 @@ def test_a_node_that_has_a_version_is_not_sent_it_again(four_nodes: Fleet) -> No
 def test_a_rank_that_stops_answering_is_named_with_its_bucket(four_nodes: Fleet, stopped: str, teller: str) -> None:
     window = up_to_two(four_nodes)
     rank = four_nodes.nodes.index(stopped)
-    with held(four_nodes, "n1", 1):
+    with four_nodes.reading("n1", 1):
         begin_third_version(four_nodes, window)
         four_nodes.signal(stopped, signal.SIGSTOP)
         four_nodes.ended()
@@ -193,7 +181,7 @@ time.sleep(600)
 
 def test_a_trainer_that_is_killed_while_its_version_is_on_the_way_loses_nothing(four_nodes: Fleet) -> None:
     up_to_two(four_nodes).close()
-    with held(four_nodes, "n1", 1), program(SENDING_TRAINER, four_nodes, says=b"published\n") as trainer:
+    with four_nodes.reading("n1", 1), program(SENDING_TRAINER, four_nodes, says=b"published\n") as trainer:
         time.sleep(0.5)  # the couriers have begun by then, or do after the kill: both must end well
         trainer.kill()
         trainer.wait()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from lab_tools import Lab
 
-from bench.fleet import courier_pids
+from bench.fleet import courier_pids, processes
 from hpcrl.events import read_events
 from hpcrl.rundir import RunDir
 from hpcrl.weights.versions import listed, read_rung
@@ -89,29 +89,13 @@ def test_couriers_are_started_again_alone(lab: Lab, campaigns: Path, number: int
     hpcrl("stop", "r", "--now")
 
 
-def ranks_of(run: RunDir) -> dict[str, int]:
-    """The process of every rank of the trainer, by its rank."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                arguments = (entry / "cmdline").read_bytes().split(b"\0")
-                environment = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if arguments[1:4] == [b"-m", b"hpcrl.roles", b"train"] and str(run.root).encode() in arguments:
-                rank = next(value for value in environment if value.startswith(b"RANK=")).partition(b"=")[2]
-                found[rank.decode()] = int(entry.name)
-    return found
-
-
 def test_a_trainer_on_two_nodes_sends_from_both_also_after_one_was_killed(lab: Lab, campaigns: Path) -> None:
     ranks = ("-s", "resources.train.num_workers=2", "-s", "resources.train.gpus_per_worker=4")
     sharded = ("-s", 'train.sharding="full"', "-s", "train.checkpoint_every_steps=2", "-s", "train.num_steps=100000")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "s", *SMALL, *ranks, *sharded)
     run = RunDir(campaigns / "s")
     until(lambda: len(named(run, "courier")) > 2, what="versions were carried", timeout_s=240)
-    os.kill(ranks_of(run)["1"], signal.SIGKILL)
+    os.kill(processes(run, "hpcrl.roles", "train", by="RANK")["1"], signal.SIGKILL)
     until(lambda: bool(named(run, "worker-restarted")), what="the trainer is started again", timeout_s=240)
     before = len(named(run, "courier"))
     until(lambda: len(named(run, "courier")) > before + 2, what="versions are carried again", timeout_s=240)

@@ -203,11 +203,11 @@ def test_no_engine_sees_the_window_of_a_part(run: RunDir, trainer: Trainer) -> N
 
 def test_a_file_written_tensor_by_tensor_is_read_by_safetensors(tmp_path: Path) -> None:
     layout = Layout.pack((dtype, dtype, (2, 3)) for dtype in sorted(ITEM_SIZES))
-    datas = [bytes(value % 2 for value in range(tensor.nbytes)) for tensor in layout.tensors]
+    contents = [bytes(value % 2 for value in range(tensor.nbytes)) for tensor in layout.tensors]
     path = tmp_path / "all.safetensors"
-    checksums = tensor_file.write(layout, map(memoryview, datas), path)
+    checksums = tensor_file.write(layout, map(memoryview, contents), path)
     got = load_file(path)
     assert got.keys() == checksums.keys() == ITEM_SIZES.keys()
-    for tensor, data in zip(layout.tensors, datas, strict=True):
+    for tensor, data in zip(layout.tensors, contents, strict=True):
         assert got[tensor.name].dtype == getattr(torch, tensor.dtype)
         assert got[tensor.name].view(torch.uint8).numpy().tobytes() == data
