@@ -43,6 +43,8 @@ class Fleet:
     """What stands before the courier's command on a node."""
     lives: int = 0
     process: "subprocess.Popen[bytes] | None" = None
+    windows: list[Window] = field(default_factory=list)
+    """The trainer's, which end with the fleet."""
 
     @property
     def job(self) -> JobDir:
@@ -115,7 +117,9 @@ class Fleet:
 
     def trainer(self, layout: Layout, *, node: int = 0) -> Window:
         """The trainer's end of its window, or of one of them."""
-        return Window.create(self.key(self.nodes[node]), layout, job=self.job)
+        window = Window.create(self.key(self.nodes[node]), layout, job=self.job)
+        self.windows.append(window)
+        return window
 
     def newest(self, node: str) -> int:
         """The newest version that an engine on that node sees."""
@@ -137,6 +141,11 @@ class Fleet:
             yield data
         window.close()
 
+    def read(self, node: str, version: int) -> bytes:
+        """All that an engine on a node loads."""
+        with self.reading(node, version) as data:
+            return bytes(data)
+
     def arrived(self, version: int) -> bool:
         return all(self.newest(node) == version for node in self.receivers)
 
@@ -150,6 +159,14 @@ class Fleet:
             return there
 
         until(arrived, what=lambda: f"version {version} is everywhere: {self.account()}")
+
+    def transfers(self, version: int) -> list[dict[str, Any]]:
+        """What was told of all transfers, once that of a version is: it is everywhere a moment before."""
+        until(
+            lambda: any(event["version"] == version for event in self.events("courier")),
+            what=lambda: f"the transfer of version {version} is told: {self.account()}",
+        )
+        return self.events("courier")
 
     def account(self) -> str:
         """What they had to say, for whoever has to find out why a test failed."""
@@ -170,6 +187,8 @@ def fleet(
         yield couriers
     finally:
         couriers.stop()
+        for window in couriers.windows:
+            window.close()
         unlink_recorded(couriers.job)
         shutil.rmtree(root, ignore_errors=True)
 

@@ -46,15 +46,11 @@ def publish(window: Window, number: int) -> None:
 def check(couriers: Fleet, number: int) -> None:
     """Every node holds that version, bit for bit."""
     for node in couriers.nodes[1:]:
-        window = Window.open(couriers.key(node), job=0)
-        assert window is not None
-        with window.reading(number) as data:
-            assert bytes(data) == version_of(number).tobytes()
-        window.close()
+        assert couriers.read(node, number) == version_of(number).tobytes()
 
 
-def codecs(couriers: Fleet) -> list[tuple[int, str]]:
-    return [(event["version"], event["codec"]) for event in couriers.events("courier")]
+def codecs(couriers: Fleet, *, last: int) -> list[tuple[int, str]]:
+    return [(event["version"], event["codec"]) for event in couriers.transfers(last)]
 
 
 def up_to(number: int, couriers: Fleet) -> Window:
@@ -69,7 +65,7 @@ def up_to(number: int, couriers: Fleet) -> Window:
 def test_only_what_has_changed_is_sent_and_every_bit_arrives(three_nodes: Fleet) -> None:
     up_to(3, three_nodes)
     check(three_nodes, 3)
-    assert codecs(three_nodes) == [(1, "full"), (2, "delta"), (3, "delta")]
+    assert codecs(three_nodes, last=3) == [(1, "full"), (2, "delta"), (3, "delta")]
     whole, delta, _ = three_nodes.events("courier")
     assert whole["sent_bytes"] == whole["bytes"] == LAYOUT.nbytes
     assert 0 < delta["sent_bytes"] < LAYOUT.nbytes / 20
@@ -87,7 +83,7 @@ def test_who_has_missed_a_version_gets_the_next_one_in_full(three_nodes: Fleet) 
     publish(window, 6)
     three_nodes.wait_for(6)
     check(three_nodes, 6)
-    assert codecs(three_nodes)[2:] == [(5, "full"), (6, "delta")]
+    assert codecs(three_nodes, last=6)[2:] == [(5, "full"), (6, "delta")]
     assert "no version in common" in three_nodes.events("courier")[2]["reason"]
 
 
@@ -106,13 +102,13 @@ def test_a_base_that_is_not_what_it_was_is_noticed_and_the_version_comes_in_full
     three_nodes.wait_for(3)
     check(three_nodes, 3)
     assert three_nodes.alive(), "the couriers lived through it"
-    assert codecs(three_nodes)[2:] == [(3, "full")]
+    assert codecs(three_nodes, last=3)[2:] == [(3, "full")]
     details = [fault["detail"] for fault in three_nodes.events("fault")]
     assert any("tensor 'embed' arrived with checksum" in detail for detail in details)
     assert any("the delta from version 2 did not become version 3 on n2" in detail for detail in details)
     publish(window, 4)
     three_nodes.wait_for(4)
-    assert codecs(three_nodes)[3:] == [(4, "delta")]
+    assert codecs(three_nodes, last=4)[3:] == [(4, "delta")]
 
 
 def test_no_version_is_ever_mixed_while_couriers_that_send_deltas_are_killed(three_nodes: Fleet) -> None:

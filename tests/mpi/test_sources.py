@@ -82,7 +82,7 @@ def test_every_node_gets_the_whole_from_those_who_have_its_parts(two_and_two: Fl
     up_to_two(two_and_two)
     for node in two_and_two.receivers:
         check(two_and_two, node, 2)
-    [first, second] = two_and_two.events("courier")
+    [first, second] = two_and_two.transfers(2)
     assert (first["version"], second["version"]) == (1, 2)
     assert second["sources"] == ["n0", "n1"]
     assert second["to"] == ["n2", "n3"]
@@ -149,7 +149,7 @@ def test_a_part_that_is_overwritten_while_it_is_sent_is_never_seen_and_the_newes
     two_and_two.wait_for(5)
     check(two_and_two, "n2", 5)
     assert two_and_two.alive(), "the couriers lived through it"
-    assert [event["version"] for event in two_and_two.events("courier")] == [1, 2, 5]
+    assert [event["version"] for event in two_and_two.transfers(5)] == [1, 2, 5]
 
 
 def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(two_and_two: Fleet) -> None:
@@ -168,7 +168,7 @@ def test_a_node_of_the_trainer_that_gives_nothing_is_no_source(two_and_two: Flee
     publish_on_all(trainer, 1)
     two_and_two.wait_for(1)
     check(two_and_two, "n3", 1)
-    [event] = two_and_two.events("courier")
+    [event] = two_and_two.transfers(1)
     assert event["sources"] == ["n0"]
 
 
@@ -178,7 +178,7 @@ def test_a_trainer_whose_second_node_alone_gives_something_is_served_too(two_and
     publish_on_all(trainer, 1)
     two_and_two.wait_for(1)
     check(two_and_two, "n2", 1)
-    [event] = two_and_two.events("courier")
+    [event] = two_and_two.transfers(1)
     assert event["sources"] == ["n1"]
 
 

@@ -10,18 +10,10 @@ import pytest
 
 from bench.fleet import Fleet, filled, publish
 from hpcrl.weights.layout import Layout
-from hpcrl.weights.window import Window
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
 
 LAYOUT = Layout.pack([("embed", "bfloat16", (1 << 20, 16)), ("norm", "float32", (7,))])
-
-
-def read(couriers: Fleet, node: str, version: int) -> bytes:
-    window = Window.open(couriers.key(node), job=0)
-    assert window is not None
-    with window.reading(version) as data:
-        return bytes(data)
 
 
 def test_versions_reach_every_node_and_another_model_does_too(over_tcp: Fleet) -> None:
@@ -30,12 +22,12 @@ def test_versions_reach_every_node_and_another_model_does_too(over_tcp: Fleet) -
     for version in (1, 2, 3):
         publish(window, version)
         over_tcp.wait_for(version)
-        assert read(over_tcp, "n2", version) == filled(LAYOUT, version)
+        assert over_tcp.read("n2", version) == filled(LAYOUT, version)
     window.close()
     other = Layout.pack([("w", "float32", (1 << 20,))])
     publish(over_tcp.trainer(other), 4)
     over_tcp.wait_for(4)
-    assert read(over_tcp, "n1", 4) == filled(other, 4)
+    assert over_tcp.read("n1", 4) == filled(other, 4)
 
 
 def test_what_they_meet_by_is_readable_by_the_user_alone(over_tcp: Fleet) -> None:

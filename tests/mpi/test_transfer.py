@@ -24,11 +24,6 @@ LAYOUT = Layout.pack(
 """More than two buckets; one tensor ends in the middle of one, one is not a multiple of 64 bytes."""
 
 
-def read(couriers: Fleet, node: str, version: int) -> bytes:
-    with couriers.reading(node, version) as data:
-        return bytes(data)
-
-
 def begin_third_version(couriers: Fleet, window: Window) -> None:
     """Publish one that n1 cannot take yet, and wait until it is under way."""
     publish(window, 3)
@@ -50,8 +45,8 @@ def test_every_node_gets_what_the_trainer_published(four_nodes: Fleet) -> None:
     window = up_to_two(four_nodes)
     assert window.layout == LAYOUT
     for node in four_nodes.nodes[1:]:
-        assert read(four_nodes, node, 2) == filled(LAYOUT, 2)
-    [first, second] = four_nodes.events("courier")
+        assert four_nodes.read(node, 2) == filled(LAYOUT, 2)
+    [first, second] = four_nodes.transfers(2)
     assert (first["version"], second["version"]) == (1, 2)
     assert (second["bytes"], second["to"]) == (LAYOUT.nbytes, ["n1", "n2", "n3"])
     assert second["wall_s"] > 0
@@ -73,10 +68,10 @@ def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_versio
         four_nodes.signal("n2", signal.SIGKILL)
         four_nodes.ended()
         assert {four_nodes.newest(node) for node in ("n1", "n2", "n3")} == {2}
-        assert read(four_nodes, "n2", 2) == filled(LAYOUT, 2)
+        assert four_nodes.read("n2", 2) == filled(LAYOUT, 2)
     four_nodes.start()
     four_nodes.wait_for(3)
-    assert read(four_nodes, "n3", 3) == filled(LAYOUT, 3)
+    assert four_nodes.read("n3", 3) == filled(LAYOUT, 3)
 
 
 def test_a_node_that_has_a_version_is_not_sent_it_again(four_nodes: Fleet) -> None:
@@ -86,7 +81,7 @@ def test_a_node_that_has_a_version_is_not_sent_it_again(four_nodes: Fleet) -> No
     four_nodes.start()
     publish(window, 3)
     four_nodes.wait_for(3)
-    assert [event["version"] for event in four_nodes.events("courier")] == [1, 2, 3]
+    assert [event["version"] for event in four_nodes.transfers(3)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("stopped", "teller"), [("n2", "n0"), ("n0", "n1")])
@@ -161,7 +156,7 @@ def test_a_trainer_that_is_killed_while_it_writes_is_followed_by_another(four_no
     publish(four_nodes.trainer(LAYOUT), 3)
     four_nodes.wait_for(3)
     assert four_nodes.alive(), "the couriers lived through it"
-    assert read(four_nodes, "n1", 3) == filled(LAYOUT, 3)
+    assert four_nodes.read("n1", 3) == filled(LAYOUT, 3)
 
 
 SENDING_TRAINER = """
@@ -188,7 +183,7 @@ def test_a_trainer_that_is_killed_while_its_version_is_on_the_way_loses_nothing(
         assert four_nodes.newest("n1") == 2
     four_nodes.wait_for(3)
     assert four_nodes.alive(), "the couriers lived through it"
-    assert read(four_nodes, "n3", 3) == filled(LAYOUT, 3)
+    assert four_nodes.read("n3", 3) == filled(LAYOUT, 3)
     publish(four_nodes.trainer(LAYOUT), 4)
     four_nodes.wait_for(4)
 
@@ -238,7 +233,7 @@ def test_another_model_replaces_the_windows(four_nodes: Fleet) -> None:
     other = Layout.pack([("w", "float32", (1 << 20,))])
     publish(four_nodes.trainer(other), 3)
     four_nodes.wait_for(3)
-    assert read(four_nodes, "n2", 3) == filled(other, 3)
+    assert four_nodes.read("n2", 3) == filled(other, 3)
 
 
 def test_bytes_that_change_on_the_way_are_never_seen(four_nodes: Fleet) -> None:
@@ -288,8 +283,8 @@ def test_no_version_is_ever_mixed_while_couriers_are_killed_at_random(four_nodes
         four_nodes.signal(victim, signal.SIGKILL)
         for node in four_nodes.nodes[1:]:
             if (seen := four_nodes.newest(node)) >= 0:
-                assert read(four_nodes, node, seen) == filled(LAYOUT, seen)
+                assert four_nodes.read(node, seen) == filled(LAYOUT, seen)
         four_nodes.ended()
         four_nodes.start()
     four_nodes.wait_for(8)
-    assert {read(four_nodes, node, 8) for node in four_nodes.nodes[1:]} == {filled(LAYOUT, 8)}
+    assert {four_nodes.read(node, 8) for node in four_nodes.nodes[1:]} == {filled(LAYOUT, 8)}
