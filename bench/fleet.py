@@ -1,5 +1,6 @@
 """Couriers of several simulated nodes on one machine, as the bench and the tests run them."""
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -137,9 +138,8 @@ class Fleet:
         """What an engine on a node loads; while it does, the next version but one cannot arrive there."""
         window = Window.open(self.key(node), job=0)
         assert window is not None
-        with window.reading(version) as data:
+        with contextlib.closing(window), window.reading(version) as data:
             yield data
-        window.close()
 
     def read(self, node: str, version: int) -> bytes:
         """All that an engine on a node loads."""

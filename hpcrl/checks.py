@@ -164,8 +164,7 @@ def _check_simulated(engine: Engine) -> None:
         raise PlanError(
             f'engine.sim is set, and engine.backend is "{engine.backend}": choose backend = "sim", or take it away'
         )
-    pretended = engine.sim.gpu or []
-    for gpu in [pretended] if isinstance(pretended, str) else pretended:
+    for gpu in engine.sim.gpus:
         if gpu not in GPUS:
             raise PlanError(f"engine.sim.gpu = {gpu!r} is not in the catalogue: {_meant(gpu, sorted(GPUS))}")
 

@@ -139,6 +139,12 @@ class Simulated(Table, frozen=True, kw_only=True):
     speed: Annotated[float, Meta(gt=0)] = 1.0
     """Simulated seconds in a second."""
 
+    @property
+    def gpus(self) -> list[str]:
+        """The types that are named."""
+        named = self.gpu or []
+        return [named] if isinstance(named, str) else named
+
 
 class Engine(Table, frozen=True, kw_only=True):
     """Which inference engine serves prefill and decode."""

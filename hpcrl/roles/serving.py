@@ -105,9 +105,8 @@ def _gpu(context: Context) -> str | None:
     has = context.plan.components[role.component].gpu if role.gpus_per_worker else None
     if engine.backend != "sim":
         return has
-    if isinstance(engine.sim.gpu, list):
-        return engine.sim.gpu[context.index % len(engine.sim.gpu)]
-    return engine.sim.gpu or has or DEFAULT_SIMULATED
+    pretended = engine.sim.gpus
+    return pretended[context.index % len(pretended)] if pretended else has or DEFAULT_SIMULATED
 
 
 def _vllm(context: Context) -> AbstractAsyncContextManager[WorkerEngine]:

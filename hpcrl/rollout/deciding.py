@@ -75,9 +75,8 @@ def decide(ask: Ask, known: Known, *, draw: random.Random, refused: Container[st
     home = known.home(ask.course.home)
     chosen = _choice(ask, "decode", known, home=home, draw=draw, refused=refused)
     if chosen is None:
-        there = any(
-            worker.name not in refused for kind in _kinds(ask.domain, "decode", known).values() for worker in kind
-        )
+        kinds = _kinds(_wanted_kind(ask.domain, "decode", known), "decode", known)
+        there = any(worker.name not in refused for kind in kinds.values() for worker in kind)
         return Decision(None, None, reason="no room for KV" if there else "no decode endpoint")
     decode = known.workers[chosen.worker]
     ahead, reason = _prefill(ask, decode, known, draw=draw)
@@ -89,25 +88,32 @@ def _choice(
     ask: Ask, role: str, known: Known, *, home: Worker | None, draw: random.Random, refused: Container[str]
 ) -> Candidate | None:
     """The best of two of each kind and the home."""
-    kinds = _kinds(ask.domain, role, known)
+    wanted = _wanted_kind(ask.domain, role, known)
+    kinds = _kinds(wanted, role, known)
     drawn = [worker for kind in kinds.values() for worker in two_of(kind, draw=draw)]
     if home is not None and home.answers and _may(home, role, kinds, known) and home.name not in refused:
         drawn.append(home)
     else:
         home = None
-    fit = _fit(drawn, ask, role, known, home=home, refused=refused)
+    fit = _fit(drawn, ask, role, known, home=home, wanted=wanted, refused=refused)
     if not fit:  # bad luck with the draw: look at all
         everyone = (worker for kind in kinds.values() for worker in kind)
-        fit = _fit(everyone, ask, role, known, home=home, refused=refused)
+        fit = _fit(everyone, ask, role, known, home=home, wanted=wanted, refused=refused)
     stay = known.rules.stay if role == "prefill" else 1.0  # prompts wait for each other there
     return cheapest(fit, reluctance=known.rules.reluctance, stay=stay)
 
 
 def _fit(
-    workers: Iterable[Worker], ask: Ask, role: str, known: Known, *, home: Worker | None, refused: Container[str]
+    workers: Iterable[Worker],
+    ask: Ask,
+    role: str,
+    known: Known,
+    *,
+    home: Worker | None,
+    wanted: str | None,
+    refused: Container[str],
 ) -> list[Candidate]:
     """Those that may have the turn: they have room, and the trajectory may leave its home for them."""
-    wanted = _wanted_kind(ask.domain, role, known)
     roomy = (worker for worker in workers if worker.name not in refused)
     if role == "decode":
         roomy = (worker for worker in roomy if _has_room(ask, worker, known, home=home))
@@ -171,9 +177,9 @@ def _num_known(ask: Ask, worker: Worker) -> int:
     return min(course.num_kept, ask.num_prompt - 1)
 
 
-def _kinds(domain: str, role: str, known: Known) -> Mapping[str, list[Worker]]:
+def _kinds(wanted: str | None, role: str, known: Known) -> Mapping[str, list[Worker]]:
     """Who may do it. A domain that wants compute, of which prefill workers have most, is decoded by them too."""
-    own, wanted = known.pools.of(role), _wanted_kind(domain, role, known)
+    own = known.pools.of(role)
     return own if wanted is None or wanted in own else {**own, wanted: known.pools.of("prefill")[wanted]}
 
 

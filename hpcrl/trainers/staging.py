@@ -73,7 +73,6 @@ class LedStore(ShardStore):
     ) -> None:
         super().__init__(key, job=job, layout=layout, rank=0, exchange=exchange, parts=parts)
         self._orders = orders
-        self._is_one = parts is None
 
     def stage(self, shards: Shards, *, version: int, step: int) -> None:
         self._orders.stage(version, step)
@@ -81,7 +80,7 @@ class LedStore(ShardStore):
 
     def saver(self, files: FileStore, *, version: int, step: int) -> Callable[[], object]:
         """Between steps the other nodes are told to leave their parts; behind them these are put together."""
-        if self._is_one:
+        if self._parts is None:
             return super().saver(files, version=version, step=step)
         directory = part_files.begun(files.directory)
         self._orders.leave(version, directory)

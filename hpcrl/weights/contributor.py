@@ -12,11 +12,10 @@ import msgspec
 from hpcrl.errors import WeightsError
 from hpcrl.events import EventLog
 from hpcrl.rundir import JobDir
-from hpcrl.weights.current import Current
 from hpcrl.weights.link import Link, Piece, Tag
 from hpcrl.weights.messages import messages
 from hpcrl.weights.transfer import Announcement, LostError, Offer, Part, Report
-from hpcrl.weights.window import Key
+from hpcrl.weights.window import Key, Window
 
 IDLE_NAP_S = 0.002
 
@@ -27,7 +26,7 @@ class Contributor:
     def __init__(self, key: Key, link: Link, *, job: JobDir, events: EventLog) -> None:
         self._key, self._link, self._job, self._events = key, link, job, events
         [self._sender] = link.watch.peers.values()
-        self._current = Current(key, job=job.number)
+        self._window: Window | None = None
         self._offered = -1
         self._gone = 0
         self._damaged = self._ended = -1
@@ -46,7 +45,7 @@ class Contributor:
 
     def _offer(self) -> bool:
         """Tell the sender of a new version; False if there is none."""
-        window = self._current.window()
+        window = self._newest_window()
         manifest = None if window is None else window.newest()
         if window is None or manifest is None or manifest.version == self._offered:
             return False
@@ -81,10 +80,15 @@ class Contributor:
 
     def _held(self, version: int, part: Part) -> AbstractContextManager[memoryview]:
         """The part of a version, kept while it is sent."""
-        window = self._current.window()
+        window = self._newest_window()
         if window is None or window.layout != part.layout:
             raise WeightsError(f"version {version} is not in {self._key.path} any more: the newest is taken")
         return window.unchecked(version)
+
+    def _newest_window(self) -> Window | None:
+        """The trainer makes its window with the first version, and perhaps another one after a restart."""
+        self._window = Window.renewed(self._window, self._key, job=self._job.number)
+        return self._window
 
     def _stream(self, pieces: Iterator[memoryview], announced: Announcement) -> None:
         self._link.stream(map(Piece, pieces), target=announced.chain[0], moved=self._went)

@@ -32,7 +32,7 @@ from hpcrl.weights.pace import Codec
 from hpcrl.weights.receiver import Receiver
 from hpcrl.weights.sender import Sender
 from hpcrl.weights.transfer import SILENT_S, NoRoomError, NoWorldError, Peer, Standing, StuckError, Watch
-from hpcrl.weights.window_file import Key
+from hpcrl.weights.window import window_key
 
 WATCHDOG_S = 90.0
 """How long it may take to bring all ranks together; some are late, since their node is slow to import what it needs."""
@@ -88,7 +88,7 @@ def _serve(place: Place, events: EventLog) -> NoReturn:
     join = _join_mpi if place.wire == "mpi" else _join_tcp
     link = meet(*join(place), place)
     faulthandler.cancel_dump_traceback_later()
-    key = Key(campaign=place.run.root, node=place.node, part=place.node in place.sources and len(place.sources) > 1)
+    key = window_key(place.run, node=place.node, part=place.node in place.sources and len(place.sources) > 1)
     if place.node not in place.sources:
         Receiver(key, link, job=place.job, events=events).serve()
     if place.node != place.sources[0]:

@@ -78,10 +78,8 @@ class Intake:
         for number, part in enumerate(self._parts):
             for message in self._messages[number]:
                 self._expected.append((number, message))
-                nbytes = message.stop - message.start
-                spared = memoryview(bytearray(nbytes)) if message.at is None else None
-                data = self._slot[message.at : message.at + nbytes] if message.at is not None else spared
-                assert data is not None
+                nbytes, at = message.stop - message.start, message.at
+                data = memoryview(bytearray(nbytes)) if at is None else self._slot[at : at + nbytes]
                 yield Piece(data, part.source if source is None else source)
 
     def came(self, data: memoryview) -> None:
@@ -153,7 +151,8 @@ class Intake:
             self._pending.append(lane.submit(share.take, start, data))
 
     def _spread(self, number: int, message: Message, data: memoryview) -> None:
-        spread(data, message, part=self._parts[number].layout, whole=self._layout, slot=self._slot)
+        box = self._parts[number].layout.tensors[message.box]
+        spread(data, message, box=box, tensor=self._tensors[box.shard.name], slot=self._slot)
 
 
 def _check(name: str, seen: str, part: Part) -> None:

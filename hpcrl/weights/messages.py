@@ -48,10 +48,8 @@ def messages(part: Layout, whole: Layout) -> list[Message]:
     return [message for run in runs for message in _cut(run)]
 
 
-def spread(data: memoryview, message: Message, *, part: Layout, whole: Layout, slot: memoryview) -> None:
+def spread(data: memoryview, message: Message, *, box: Placed, tensor: Placed, slot: memoryview) -> None:
     """Put rows of a box to where they belong in the slot of the whole."""
-    box = part.tensors[message.box]
-    tensor = whole.by_name()[box.shard.name]
     axis = _row_axis(box.shape)
     first, num = (size // _row_nbytes(box) for size in (message.start - box.offset, len(data)))
     start, shape = list(box.shard.start), list(box.shape)

@@ -26,7 +26,6 @@ from hpcrl.weights.window import Window
 LOOK_S = 0.02
 WAIT_S = 1800.0
 """Longer than this no node writes its part."""
-PIECE_NBYTES = 64 << 20
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +51,7 @@ def leave(window: Window, version: int, directory: Path, *, rank: int) -> None:
     try:
         with window.reading(version) as data, path.open("xb") as file:
             path.chmod(0o600)
-            for start in range(0, len(data), PIECE_NBYTES):
-                file.write(data[start : start + PIECE_NBYTES])
+            file.write(data)
             mark = Mark(checksums=window.manifest(version).checksums)
         sync_file(path)
         sync_directory(directory)

@@ -100,11 +100,11 @@ class Publisher:
 
     def persist(self) -> None:
         """See to it that the newest version is in files; it is, once `close` or the next `publish` has returned."""
-        if self._window is not None and self._version not in (None, self._saved):
-            assert self._version is not None
-            save = self._window.saver(self._files, version=self._version, step=self._step)
-            self._saved = self._version
-            self._later(lambda: self._save(save))
+        if self._window is None or self._version is None or self._version == self._saved:
+            return
+        save = self._window.saver(self._files, version=self._version, step=self._step)
+        self._saved = self._version
+        self._later(lambda: self._save(save))
 
     def tend(self) -> None:
         """Now and then while waiting: has an engine asked for files?"""

@@ -21,7 +21,6 @@ from hpcrl.events import EventLog
 from hpcrl.rundir import JobDir
 from hpcrl.weights import codec
 from hpcrl.weights.codec import CodecName
-from hpcrl.weights.current import Current
 from hpcrl.weights.link import Link, Piece, Tag, pieces_of
 from hpcrl.weights.messages import messages
 from hpcrl.weights.pace import Codec, Pace
@@ -73,7 +72,6 @@ class Sender:
         self._offers: dict[int, dict[int, Offer]] = defaultdict(dict)
         """By contributor and version."""
         self._pace = Pace(wants=codec)
-        self._current = Current(key, job=job.number)
         self._window: Window | None = None
         self._num_transfers = 0
         self._failed_delta: int | None = None
@@ -104,7 +102,7 @@ class Sender:
 
     def _newest(self) -> Manifest | None:
         """The newest version of which every node of the trainer has its part."""
-        self._window = self._current.window()
+        self._window = Window.renewed(self._window, self._key, job=self._job.number)
         if self._window is None or not self._contributors:
             return self._window.newest() if self._window is not None else None
         everywhere = set(self._window.versions()).intersection(*(self._offers[rank] for rank in self._contributors))

@@ -264,10 +264,8 @@ class WindowStore:
 
     def _current(self) -> Window | None:
         """The window of that name, opened anew if it has been replaced."""
-        if self._window is not None and self._window.end != "writer" and not self._window.is_current():
-            self.close()
-        if self._window is None:
-            self._window = Window.open(self._key, job=self._job.number)
+        if self._window is None or self._window.end != "writer":
+            self._window = Window.renewed(self._window, self._key, job=self._job.number)
         return self._window
 
 

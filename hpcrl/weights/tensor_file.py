@@ -32,7 +32,6 @@ CODES = {
 """What safetensors calls torch's types."""
 _LENGTH = struct.Struct("<Q")
 HEADER_ALIGNMENT = 8
-PIECE_NBYTES = 64 << 20
 
 
 def write(layout: Layout, tensors: Iterable[memoryview], path: Path) -> dict[str, str]:
@@ -44,8 +43,7 @@ def write(layout: Layout, tensors: Iterable[memoryview], path: Path) -> dict[str
         file.write(_LENGTH.pack(len(header)) + header)
         for tensor, data in zip(layout.tensors, tensors, strict=True):
             checksums[tensor.name] = xxhash.xxh3_128_hexdigest(data)
-            for start in range(0, len(data), PIECE_NBYTES):
-                file.write(data[start : start + PIECE_NBYTES])
+            file.write(data)
     sync_file(path)
     return checksums
 

@@ -116,6 +116,15 @@ class Window:
             return None
         return window
 
+    @classmethod
+    def renewed(cls, before: "Window | None", key: Key, *, job: int) -> "Window | None":
+        """The reader's end of the window that has this name now: `before`, or another in its place."""
+        if before is not None:
+            if before.is_current():
+                return before
+            before.close()
+        return cls.open(key, job=job)
+
     def close(self) -> None:
         """Let go; memory that somebody still looks at is let go with the last look."""
         if self._fd < 0:

@@ -59,9 +59,9 @@ class Key:
         return self.directory / f"hpcrl-{os.getuid()}-{which}{'+part' if self.part else ''}"
 
 
-def window_key(run: RunDir, *, node: str) -> Key:
+def window_key(run: RunDir, *, node: str, part: bool = False) -> Key:
     """The window of a campaign on a node."""
-    return Key(campaign=run.root, node=node)
+    return Key(campaign=run.root, node=node, part=part)
 
 
 @dataclass(frozen=True)

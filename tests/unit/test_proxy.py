@@ -13,8 +13,7 @@ from hpcrl.errors import EngineAnswerError, EngineError
 from hpcrl.rollout import proxy as proxy_module
 from hpcrl.rollout.episode import Limits
 from hpcrl.rollout.proxy import Proxy
-from hpcrl.rollout.recording import Recording
-from hpcrl.rollout.session import Session
+from tests.sessions import session_of
 
 openai = pytest.importorskip("openai")
 LIMITS = Limits(max_turns=8, max_new_tokens=64, context_length=128, max_lag=1)
@@ -81,8 +80,7 @@ def template(tiny_model_dir):
 async def opened(template, *words, **changed):
     """A client, its session, and what the model was asked."""
     policy = Scripted(template, *words)
-    facts = {"name": "s/0/0", "trajectory": "s/0", "domain": "s", "seed": 3, "limits": LIMITS, "start_version": 0}
-    session = Session(**(facts | {"recording": Recording(template), "newest": lambda: 0} | changed))
+    session = session_of(template, **({"limits": LIMITS} | changed))
     async with Proxy(policy, template=template) as proxy:
         client = openai.AsyncOpenAI(base_url=proxy.url, api_key=proxy.open(session), max_retries=0)
         client.session, client.policy, client.proxy = session, policy, proxy
@@ -417,16 +415,7 @@ def test_the_proxy_can_be_reached_by_a_socket_file_of_ours_alone(template):
 
 def test_two_programs_are_told_apart_by_their_keys(template):
     async def body(client):
-        other = Session(
-            name="s/1/0",
-            trajectory="s/1",
-            domain="s",
-            seed=3,
-            limits=LIMITS,
-            recording=Recording(template),
-            newest=lambda: 0,
-            start_version=0,
-        )
+        other = session_of(template, name="s/1/0", limits=LIMITS)
         async with client.with_options(api_key=client.proxy.open(other)) as second:
             await chat(client)
             await chat(second)

@@ -21,10 +21,9 @@ from hpcrl.engines.http import RemoteEngine, client_session
 from hpcrl.errors import EngineError
 from hpcrl.rollout.episode import Limits
 from hpcrl.rollout.proxy import Proxy
-from hpcrl.rollout.recording import Recording
 from hpcrl.rollout.router import Router
-from hpcrl.rollout.session import Session
 from hpcrl.rollout.workers import Patience
+from tests.sessions import session_of
 
 if TYPE_CHECKING:
     from tests.vllm.served import Behind
@@ -50,17 +49,7 @@ async def program(model: Path, endpoints: list[Endpoint], directory: Path) -> As
         Proxy(router, template=template) as proxy,
         aiohttp.ClientSession() as client,
     ):
-        session = Session(
-            name="s/0/0",
-            trajectory="s/0",
-            domain="s",
-            seed=3,
-            limits=LIMITS,
-            recording=Recording(template),
-            newest=lambda: 0,
-            start_version=0,
-        )
-        key = proxy.open(session)
+        key = proxy.open(session_of(template, limits=LIMITS))
         url = f"{proxy.url}/chat/completions"
 
         async def ask(body: str | None = None, *, api_key: str = key, **changed: Any) -> tuple[int, Any]:

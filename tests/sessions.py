@@ -1,0 +1,14 @@
+"""What an agent program may ask of the model, as the tests let it."""
+
+from typing import Any
+
+from hpcrl.engines.template import Template
+from hpcrl.rollout.recording import Recording
+from hpcrl.rollout.session import Session
+
+
+def session_of(template: Template, *, name: str = "s/0/0", **facts: Any) -> Session:
+    """A session that begins; `facts` has its limits, and what differs from the usual."""
+    trajectory = name.rpartition("/")[0]
+    usual = {"domain": "s", "seed": 3, "newest": lambda: 0, "start_version": 0, "recording": Recording(template)}
+    return Session(name=name, trajectory=trajectory, **(usual | facts))
