@@ -1,5 +1,6 @@
-"""`python -m bench [NAME...]`: run every bench (or these) and write what was measured into docs/benchmarks.md."""
+"""`python -m bench [--full] [NAME...]`: run every bench, or these, and write the figures into docs/benchmarks.md."""
 
+import argparse
 import ast
 import json
 import re
@@ -20,10 +21,16 @@ HEADING = "## `python -m bench."
 
 def main() -> int:
     """Sections of benches that were not run now stay as they are."""
+    parser = argparse.ArgumentParser(prog="python -m bench")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--full", action="store_true", help="the long run of each")
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.names) - set(NAMES)):
+        parser.error(f"no bench is named {unknown[0]!r}; there are {', '.join(NAMES)}")
     sections = _sections(REPORT.read_text() if REPORT.exists() else "")
     all_ok = True
-    for name in sys.argv[1:] or NAMES:
-        result = _run(name)
+    for name in arguments.names or NAMES:
+        result = _run(name, full=arguments.full)
         all_ok = all_ok and all(figure["ok"] for figure in result["figures"])
         sections[name] = "\n".join(_lines(result))
         REPORT.write_text("\n".join([INTRODUCTION, *(sections[name] for name in sorted(sections))]))
@@ -36,8 +43,9 @@ def _sections(report: str) -> dict[str, str]:
     return {text.removeprefix(HEADING).split("`")[0]: text for text in found}
 
 
-def _run(name: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-m", f"bench.{name}", "--json"], stdout=subprocess.PIPE, check=False)
+def _run(name: str, *, full: bool) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"bench.{name}", "--json", *(["--full"] if full else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 

@@ -87,7 +87,7 @@ class Contributor:
 
     def _newest_window(self) -> Window | None:
         """The trainer makes its window with the first version, and perhaps another one after a restart."""
-        self._window = Window.renewed(self._window, self._key, job=self._job.number)
+        self._window = Window.renewed(self._window, self._key, job=self._job.number, touch=False)
         return self._window
 
     def _stream(self, pieces: Iterator[memoryview], announced: Announcement) -> None:

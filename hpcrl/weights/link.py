@@ -8,7 +8,7 @@ Link    small messages, buckets and the naps between, over a wire; knows who has
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -73,6 +73,7 @@ class Link:
         self.watch = watch
         self.pulse: Callable[[], None] = lambda: None
         self.hear: Callable[[], None] = lambda: None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="aside")
         self._hints: dict[tuple[int, Tag], Done] = {}
         self._next_hearing = self._next_pulse = 0.0
 
@@ -111,6 +112,10 @@ class Link:
                 self.attend()
             time.sleep(nap)
             nap = min(nap * 1.5, longest)
+
+    def aside(self, work: Callable[[], T]) -> T:
+        """Do in a thread what may take long, so that the others do not take us for gone."""
+        return self.result(self._thread.submit(work))
 
     def result(self, future: "Future[T]") -> T:
         """What a thread of ours has made, once it has."""

@@ -36,7 +36,7 @@ class Receiver:
     def __init__(self, key: Key, link: Link, *, job: JobDir, events: EventLog) -> None:
         self._key, self._link, self._job, self._events = key, link, job, events
         [self._source] = link.watch.peers.values()
-        self._window = Window.open(key, job=job.number)
+        self._window = Window.open(key, job=job.number, touch=False)
         self._is_writer = False
         newest = None if self._window is None else self._window.newest()
         self._has = -1 if newest is None else newest.version
@@ -63,7 +63,7 @@ class Receiver:
         self._arrived = 0
         finish = self._take_whole(announced) if announced.base is None else self._take_delta(announced)
         try:
-            link.result(self._threads[0].submit(finish))
+            link.aside(finish)
             self._has = announced.version
         except (LostError, NoRoomError):
             raise
@@ -76,7 +76,7 @@ class Receiver:
     def _take_whole(self, announced: Announcement) -> Finish:
         """Every bucket straight into the slot, its checksums taken meanwhile."""
         link = self._link
-        window, slot = link.result(self._threads[0].submit(self._begin, announced))  # may wait for a reader
+        window, slot = link.aside(lambda: self._begin(announced))  # may wait for a reader
         intake = Intake(slot, announced.layout, announced.parts_from(self._source.rank), lanes=self._threads)
 
         def moved(data: memoryview) -> None:

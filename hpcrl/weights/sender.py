@@ -10,7 +10,6 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -75,7 +74,6 @@ class Sender:
         self._window: Window | None = None
         self._num_transfers = 0
         self._failed_delta: int | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltas")
         link.pulse, link.hear = self._pulse, self._hear
 
     def serve(self) -> NoReturn:
@@ -102,7 +100,7 @@ class Sender:
 
     def _newest(self) -> Manifest | None:
         """The newest version of which every node of the trainer has its part."""
-        self._window = Window.renewed(self._window, self._key, job=self._job.number)
+        self._window = Window.renewed(self._window, self._key, job=self._job.number, touch=False)
         if self._window is None or not self._contributors:
             return self._window.newest() if self._window is not None else None
         everywhere = set(self._window.versions()).intersection(*(self._offers[rank] for rank in self._contributors))
@@ -118,7 +116,7 @@ class Sender:
         try:
             with self._window.unchecked(manifest.version) as data:
                 parts = self._parts(manifest)
-                load = self._link.result(self._thread.submit(self._load, manifest.version, data, chain, parts))
+                load = self._link.aside(lambda: self._load(manifest.version, data, chain, parts))
                 announced = self._announcement(manifest, load, chain=chain, parts=parts)
                 self._carry(announced, load, deadline=began + deadline_s(announced.layout.nbytes))
             self._check_arrived(announced)  # it was not overwritten: it has to be right

@@ -105,10 +105,13 @@ class Window:
         raise WeightsError(f"{key.path} is no window of job {job}: its writer makes it before others join")
 
     @classmethod
-    def open(cls, key: Key, *, job: int | None = None) -> "Window | None":
-        """A reader's end, or None: there is none (of that job), it is being made, or it is not ours to trust."""
+    def open(cls, key: Key, *, job: int | None = None, touch: bool = True) -> "Window | None":
+        """A reader's end, or None: there is none (of that job), it is being made, or it is not ours to trust.
+
+        Without `touch` it is there at once, however large it is, and the first look at each page takes longer.
+        """
         try:
-            window = cls._map(key.path, end="reader")
+            window = cls._map(key.path, end="reader", touch=touch)
         except (UnusableError, WeightsError, OSError):  # whatever it is: an engine that lags behind asks for files
             return None
         if job is not None and window.job != job:
@@ -117,13 +120,13 @@ class Window:
         return window
 
     @classmethod
-    def renewed(cls, before: "Window | None", key: Key, *, job: int) -> "Window | None":
+    def renewed(cls, before: "Window | None", key: Key, *, job: int, touch: bool = True) -> "Window | None":
         """The reader's end of the window that has this name now: `before`, or another in its place."""
         if before is not None:
             if before.is_current():
                 return before
             before.close()
-        return cls.open(key, job=job)
+        return cls.open(key, job=job, touch=touch)
 
     def close(self) -> None:
         """Let go; memory that somebody still looks at is let go with the last look."""
@@ -287,7 +290,7 @@ class Window:
     # ---- inside
 
     @classmethod
-    def _map(cls, path: Path, *, end: End) -> "Window":
+    def _map(cls, path: Path, *, end: End, touch: bool = True) -> "Window":
         """Map what is there. UnusableError if nothing of ours is; WeightsError if it must be left alone."""
         fd = window_file.open_own(path)
         try:
@@ -304,7 +307,8 @@ class Window:
                 prot=mmap.PROT_READ | (0 if end == "reader" else mmap.PROT_WRITE),
                 offset=places.head_nbytes,
             )
-            _touch(slots)
+            if touch:
+                _touch(slots)
         except BaseException:
             os.close(fd)
             raise

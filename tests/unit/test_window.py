@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -26,6 +27,9 @@ from tests.disks import largest_file
 
 SPAWN = multiprocessing.get_context("spawn")
 LAYOUT = Layout.pack([("a", "float32", (1000,)), ("b", "bfloat16", (7, 3)), ("c", "int64", ())])
+
+
+LARGE = Layout.pack([("a", "uint8", (32 << 20,))])
 
 
 @pytest.fixture
@@ -543,3 +547,23 @@ def test_the_newest_of_window_and_files_is_taken_and_each_is_read_where_it_lies(
     files.publish({"a": torch.full((2,), 2.0)}, version=2, step=2)
     with both.reading(2) as tensors:
         assert float(tensors["a"][0]) == 2.0
+
+
+@pytest.mark.parametrize("touch", [True, False])
+def test_a_reader_may_leave_the_pages_of_a_large_window_alone_until_it_looks(run: RunDir, touch: bool) -> None:
+    writer = made(run, layout=LARGE)
+    put(writer, 1)
+    writer.close()
+    window = Window.open(key(run), touch=touch)
+    assert window is not None
+    mapped = resident_nbytes(window.path)
+    assert mapped >= 2 * LARGE.nbytes if touch else mapped < LARGE.nbytes // 8
+    assert content(window, 1) == {1}
+    window.close()
+
+
+def resident_nbytes(path: Path) -> int:
+    """How much of a file this process has mapped to memory."""
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    sizes = [re.findall(r"^Rss: +(\d+) kB", mapping, re.MULTILINE) for mapping in mappings if str(path) in mapping]
+    return sum(int(kib) << 10 for [kib] in sizes)
