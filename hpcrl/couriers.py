@@ -177,6 +177,13 @@ class Couriers:
             self._returns_left -= 1
             self.start()
 
+    def go(self, ways: list[Way]) -> None:
+        """The same rungs by other ways: on the nodes that are left when one is lost."""
+        if ways != self.ways:
+            self._end()
+            self.ways, self._failures = ways, 0
+            self.start()
+
     @property
     def running(self) -> bool:
         """False while they are given up."""

@@ -226,7 +226,8 @@ class Driver:
         rung = Rung(rung="files", reason="; ".join(filter(None, (why, starting))))
         self._take_rung(rung)
         if above:
-            self.couriers = runtime.couriers(self.site, above, rung=rung)
+            ways = runtime.courier_ways(self.site, above)
+            self.couriers = Couriers(job=self.job, weights=self.run.weights, ways=ways, rung=rung)
             self.couriers.start()
 
     def _tend_couriers(self) -> None:
@@ -288,6 +289,8 @@ class Driver:
             pool = f"the worker pool of {role} on {node}"
             if self._survives(pool) and runtime.give_up(role, node):
                 self.events.emit("fault", what="node", detail=f"{role} goes on without {node}")
+                if self.couriers is not None:
+                    self.couriers.go(runtime.courier_ways(self.site, [way.rung for way in self.couriers.ways]))
             else:
                 self._spend(pool, f"see parsl.{role}.block-*.log")
         for worker in self.workers:

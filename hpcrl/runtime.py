@@ -24,7 +24,7 @@ from parsl.providers.base import ExecutionProvider
 
 from hpcrl.blocks import Jobs, Steps
 from hpcrl.components import Component, RewardJobs
-from hpcrl.couriers import Couriers, Way
+from hpcrl.couriers import Way
 from hpcrl.files import publish
 from hpcrl.plan import Plan, RolePlan
 from hpcrl.processes import EXIT_DONE, EXIT_DRAINED, end_group
@@ -33,7 +33,7 @@ from hpcrl.rundir import JobDir, RunDir
 from hpcrl.site import Site
 from hpcrl.slurm.allocation import Allocation
 from hpcrl.slurm.script import reward_script
-from hpcrl.weights.versions import Rung, RungName
+from hpcrl.weights.versions import RungName
 
 PARSL_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env", "reward")
 WEIGHT_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "train")
@@ -92,6 +92,7 @@ class Runtime:
         self._kernel: parsl.DataFlowKernel | None = None
         self._trainer: list[subprocess.Popen[bytes]] = []
         self._num_starts = 0
+        self._lost: set[str] = set()
 
     def start(self) -> None:
         """Bring up the executors; workers connect while the caller goes on."""
@@ -166,11 +167,11 @@ class Runtime:
             end_group(process, grace_s=grace_s)
         self._trainer.clear()
 
-    def couriers(self, site: Site, rungs: Sequence[RungName], *, rung: Rung) -> Couriers:
-        """The step that carries weights, one process on every node that makes or needs them; not yet started."""
+    def courier_ways(self, site: Site, rungs: Sequence[RungName]) -> list[Way]:
+        """How weights are carried, by one process on every node that makes or needs them and is not lost."""
         indices = sorted({self._plan.role(role).component for role in WEIGHT_ROLES})
         components = [self._plan.components[index] for index in indices]
-        nodes = [node for index in indices for node in self._allocation.nodes[index]]
+        nodes = [node for index in indices for node in self._allocation.nodes[index] if node not in self._lost]
         courier = [sys.executable, "-m", "hpcrl.weights.courier"]
         courier += [str(self._run.root), str(self._job.number), ",".join(nodes), ",".join(self._trainer_nodes())]
         courier.append(f"--codec={site.mpi.codec}")
@@ -178,9 +179,10 @@ class Runtime:
             courier.append(f"--interface={site.network.interface}")
         ways = []
         for name in rungs:
-            prefix = self._allocation.joined_step(components, mpi=site.mpi.srun_type if name == "mpi" else "none")
-            ways.append(Way(rung=name, command=[*prefix, *courier, f"--wire={name}"]))
-        return Couriers(job=self._job, weights=self._run.weights, ways=ways, rung=rung)
+            mpi = site.mpi.srun_type if name == "mpi" else "none"
+            command = self._allocation.joined_step(components, [*courier, f"--wire={name}"], mpi=mpi, lost=self._lost)
+            ways.append(Way(rung=name, command=command))
+        return ways
 
     def _trainer_nodes(self) -> list[str]:
         """Those that have ranks, that of rank 0 first."""
@@ -202,8 +204,11 @@ class Runtime:
         return lost
 
     def give_up(self, role: RoleName, node: str) -> bool:
-        """Let a role do without one of its nodes; False if it has no other."""
-        return self._steps[role].give_up(node)
+        """Let a role do without one of its nodes, and weights go past it; False if it has no other."""
+        given_up = self._steps[role].give_up(node)
+        if given_up:
+            self._lost.add(node)
+        return given_up
 
     def close(self, *, grace_s: float) -> None:
         """End every worker pool and executor, first by asking: a step that srun ends is killed without notice."""

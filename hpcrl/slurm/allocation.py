@@ -3,7 +3,7 @@
 import os
 import subprocess
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate
@@ -45,31 +45,33 @@ class Allocation:
         place = ["--nodes=1", "--ntasks=1", f"--nodelist={node}"]
         return ["srun", *group, *place, *size, "--overlap", "--mpi=none", "--unbuffered"]
 
-    def joined_step(self, components: Sequence[Component], *, mpi: str) -> list[str]:
-        """What stands before a command so that it runs once on every node of `components`, as one MPI world.
+    def joined_step(
+        self, components: Sequence[Component], command: Sequence[str], *, mpi: str, lost: Collection[str] = ()
+    ) -> list[str]:
+        """How a command runs once on every node of `components` but those that are lost, as one MPI world.
 
         If one of its ranks ends, the step ends. It has no devices, and may use what memory the job has on a node.
         """
-        size = ["--ntasks-per-node=1", "--cpus-per-task=1", "--gres=none"]
+        shape = ["--ntasks-per-node=1", "--cpus-per-task=1", "--gres=none"]
         if all(any(flag.startswith("--mem") for flag in component.slurm_flags) for component in components):
-            size.append("--mem=0")
-        return [
-            "srun",
-            *self._all_of(components),
-            *size,
-            "--overlap",
-            "--kill-on-bad-exit=1",
-            f"--mpi={mpi}",
-            "--unbuffered",
-        ]
+            shape.append("--mem=0")
+        shape += ["--overlap", "--kill-on-bad-exit=1", f"--mpi={mpi}", "--unbuffered"]
+        groups = [[*where, *shape, *command] for where in self._wheres(components, lost)]
+        return ["srun", *groups[0], *(word for group in groups[1:] for word in (":", *group))]
 
-    def _all_of(self, components: Sequence[Component]) -> list[str]:
-        """Every node of these components."""
+    def _wheres(self, components: Sequence[Component], lost: Collection[str]) -> list[list[str]]:
+        """The nodes of these components, all at once where that can be said; else component by component."""
         indices = [component.index for component in components]
-        if self.het:
-            return [f"--het-group={','.join(str(index) for index in indices)}"]
-        nodes = [node for index in indices for node in self.nodes[index]]
-        return [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}"]
+        left = [[node for node in self.nodes[index] if node not in lost] for index in indices]
+        if not self.het:
+            return [_on([node for nodes in left for node in nodes])]
+        if left == [self.nodes[index] for index in indices]:
+            return [[f"--het-group={','.join(map(str, indices))}"]]
+        return [[f"--het-group={index}", *_on(nodes)] for index, nodes in zip(indices, left, strict=True) if nodes]
+
+
+def _on(nodes: Sequence[str]) -> list[str]:
+    return [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}"]
 
 
 def read_allocation(plan: Plan) -> Allocation:

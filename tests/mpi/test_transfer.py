@@ -188,7 +188,7 @@ def test_a_trainer_that_is_killed_while_its_version_is_on_the_way_loses_nothing(
     four_nodes.wait_for(4)
 
 
-def test_a_node_without_room_is_named_and_its_version_stays_in_use(four_nodes: Fleet) -> None:
+def test_a_node_without_room_is_named(four_nodes: Fleet) -> None:
     up_to_two(four_nodes).close()
     four_nodes.signal("n0", signal.SIGKILL)
     four_nodes.ended()

@@ -11,6 +11,7 @@ from hpcrl.site import load_site
 from hpcrl.slurm import allocation as module
 from hpcrl.slurm.allocation import Allocation, read_allocation, scrub
 
+COMMAND = ["python", "courier.py"]
 NAMES = {"gpu[1-4]": "gpu1\ngpu2\ngpu3\ngpu4\n", "gpu[1-3]": "gpu1\ngpu2\ngpu3\n"}
 
 
@@ -64,7 +65,8 @@ def test_steps_inside_one_allocation_name_their_nodes_and_no_het_group(
     allocation, components = in_one("gpu[1-4]", "gpu1"), planned("lab-hetstep").components
     alone = allocation.step(components[1], "gpu2", cpus=2, mem_gib=3, gpus=1)
     assert (option(alone, "nodelist"), option(alone, "nodes"), option(alone, "mem")) == ("gpu2", "1", "3072M")
-    joined = allocation.joined_step(components[1:], mpi="pmi2")
+    joined = allocation.joined_step(components[1:], COMMAND, mpi="pmi2")
+    assert joined[-2:] == COMMAND
     assert (option(joined, "nodelist"), option(joined, "nodes"), option(joined, "ntasks")) == (
         "gpu2,gpu3,gpu4",
         "3",
@@ -72,6 +74,8 @@ def test_steps_inside_one_allocation_name_their_nodes_and_no_het_group(
     )
     assert (option(joined, "mpi"), option(joined, "ntasks-per-node")) == ("pmi2", "1")
     assert not [word for word in alone + joined if "het-group" in word]
+    left = allocation.joined_step(components[1:], COMMAND, mpi="pmi2", lost={"gpu3"})
+    assert (option(left, "nodelist"), option(left, "nodes"), option(left, "ntasks")) == ("gpu2,gpu4", "2", "2")
 
 
 def test_steps_over_components_name_their_het_groups(answers: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +85,21 @@ def test_steps_over_components_name_their_het_groups(answers: None, monkeypatch:
     allocation = read_allocation(plan)
     assert allocation.nodes == [["env1"], ["prefill1"], ["decode1"], ["train1"]]
     assert option(allocation.step(plan.components[2], "decode1", cpus=1, mem_gib=1, gpus=0), "het-group") == "2"
-    joined = allocation.joined_step(plan.components[1:], mpi="pmi2")
+    joined = allocation.joined_step(plan.components[1:], COMMAND, mpi="pmi2")
+    assert joined[-2:] == COMMAND
     assert (option(joined, "het-group"), option(joined, "nodelist")) == ("1,2,3", None)
+
+
+def test_where_nodes_are_lost_a_step_over_components_says_who_is_left_in_each() -> None:
+    nodes = [["env1"], ["prefill1", "prefill2"], ["decode1"], ["train1"]]
+    allocation = Allocation(job_id="123", end_time=0.0, nodes=nodes, het=True)
+    joined = allocation.joined_step(planned("lab").components[1:], COMMAND, mpi="pmi2", lost={"prefill2", "decode1"})
+    first, second = joined[1 : joined.index(":")], joined[joined.index(":") + 1 :]
+    assert joined[0] == "srun"
+    for group, index, node in ((first, "1", "prefill1"), (second, "3", "train1")):
+        assert group[-2:] == COMMAND
+        assert (option(group, "het-group"), option(group, "nodelist"), option(group, "ntasks")) == (index, node, "1")
+        assert (option(group, "mpi"), option(group, "kill-on-bad-exit")) == ("pmi2", "1")
 
 
 def test_a_job_without_the_planned_components_is_refused(answers: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,24 @@ def test_a_rung_that_never_served_is_left_for_the_next_one(started: list[Courier
     assert couriers.running
 
 
+def test_ways_past_a_lost_node_are_gone_at_once_also_after_they_were_given_up(
+    started: list[Couriers], job: JobDir
+) -> None:
+    couriers = start(started, job, SERVE, CRASH)
+    serving(couriers)
+    left = [Way(rung=way.rung, command=[sys.executable, "-B", *way.command[1:]]) for way in couriers.ways]
+    before = couriers.life
+    couriers.go(couriers.ways)
+    assert couriers.life == before, "nothing has changed"
+    couriers.ways[0] = Way(rung="mpi", command=[sys.executable, "-c", GIVE_UP, str(job.root)])
+    assert couriers._process is not None
+    couriers._process.kill()
+    failures(couriers, number=RESTARTS + 1)
+    assert couriers.rung.rung == "files"
+    couriers.go(left)
+    serving(couriers)
+
+
 def test_what_would_fail_again_is_not_tried_again(started: list[Couriers], job: JobDir) -> None:
     couriers = start(started, job, HOPELESS, HOPELESS)
     assert failures(couriers, number=2) == ["a world of 1", "a world of 1"]

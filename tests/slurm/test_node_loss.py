@@ -1,0 +1,67 @@
+"""A node of a running campaign dies with all that is on it, in a lab of its own: the campaign goes on without it."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from lab_tools import Lab, short_dir
+
+from hpcrl.events import read_events
+from hpcrl.lab import life as labs
+from hpcrl.rundir import RunDir
+from tests.campaigns import SMALL, hpcrl, outcome, steps, until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
+
+LOST = "decode2"
+
+
+@pytest.fixture
+def lab(needs_slurm: None) -> Iterator[Lab]:
+    """One that may be left with a node less."""
+    with short_dir() as folder:
+        labs.up(folder / "lab")
+        try:
+            yield Lab(folder / "lab")
+        finally:
+            labs.down(folder / "lab")
+
+
+def test_a_campaign_goes_on_without_a_lost_node_and_its_weights_still_go_by_mpi(lab: Lab, campaigns: Path) -> None:
+    two = ("-s", "resources.decode.num_workers=2", "-s", "resources.decode.gpus_per_worker=4")
+    hpcrl(
+        *("submit", "quickstart", "--site", "lab", "--name", "n", *SMALL, *two),
+        *("-s", "job.survive_node_loss=true", "-s", "train.num_steps=100000"),
+    )
+    run = RunDir(campaigns / "n")
+
+    def carried() -> list[set[str]]:
+        return [set(event["to"]) for event in read_events(run.events) if event["event"] == "courier"]
+
+    until(lambda: len(carried()) > 1, what="versions were carried", timeout_s=240)
+    assert LOST in carried()[-1]
+    lose(lab, LOST)
+    until(lambda: bool(carried()) and LOST not in carried()[-1], what="versions go past the lost node", timeout_s=240)
+    made = len(steps(run))
+    until(lambda: len(steps(run)) > made + 1, what="steps are made without it", timeout_s=240)
+    faults = [event["detail"] for event in read_events(run.events) if event["event"] == "fault"]
+    assert f"decode goes on without {LOST}" in faults
+    assert [event["rung"] for event in read_events(run.events) if event["event"] == "rung"][-1] == "mpi"
+    hpcrl("stop", "n")
+    assert outcome(run)["outcome"] == "stopped"
+
+
+def lose(lab: Lab, node: str) -> None:
+    """Kill the node's daemon and everything it has started, and tell Slurm, which else takes a minute to notice."""
+    doomed = {psutil.Process(int((lab.state_dir / "run" / f"{node}.pid").read_text()))}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("SLURMD_NODENAME") == node:
+                above = [one for one in process.parents() if one.name().startswith("slurmstepd")]
+                doomed |= {process, *above}
+    for process in doomed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    lab.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
