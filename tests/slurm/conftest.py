@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_tools import Lab, short_dir
+from lab_tools import Lab, running_lab
 
 from hpcrl.lab import life as labs
 from tests.campaigns import end_campaigns, until
@@ -19,12 +19,8 @@ def needs_slurm() -> None:
 @pytest.fixture(scope="session")
 def lab(needs_slurm: None) -> Iterator[Lab]:
     """The lab as shipped."""
-    with short_dir() as folder:
-        labs.up(folder / "lab")
-        try:
-            yield Lab(folder / "lab")
-        finally:
-            labs.down(folder / "lab")
+    with running_lab() as lab:
+        yield lab
 
 
 @pytest.fixture

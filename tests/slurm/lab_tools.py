@@ -73,3 +73,14 @@ def short_dir() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def running_lab() -> Iterator[Lab]:
+    """A lab as shipped, gone afterwards."""
+    with short_dir() as folder:
+        labs.up(folder / "lab")
+        try:
+            yield Lab(folder / "lab")
+        finally:
+            labs.down(folder / "lab")

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from lab_tools import Lab, short_dir
+from lab_tools import Lab, running_lab
 
 from hpcrl.events import read_events
-from hpcrl.lab import life as labs
 from hpcrl.rundir import RunDir
 from tests.campaigns import SMALL, hpcrl, outcome, steps, until
 
@@ -21,12 +20,8 @@ LOST = "decode2"
 @pytest.fixture
 def lab(needs_slurm: None) -> Iterator[Lab]:
     """One that may be left with a node less."""
-    with short_dir() as folder:
-        labs.up(folder / "lab")
-        try:
-            yield Lab(folder / "lab")
-        finally:
-            labs.down(folder / "lab")
+    with running_lab() as lab:
+        yield lab
 
 
 def test_a_campaign_goes_on_without_a_lost_node_and_its_weights_still_go_by_mpi(lab: Lab, campaigns: Path) -> None:
