@@ -92,7 +92,6 @@ class Runtime:
         self._kernel: parsl.DataFlowKernel | None = None
         self._trainer: list[subprocess.Popen[bytes]] = []
         self._num_starts = 0
-        self._lost: set[str] = set()
 
     def start(self) -> None:
         """Bring up the executors; workers connect while the caller goes on."""
@@ -168,10 +167,10 @@ class Runtime:
         self._trainer.clear()
 
     def courier_ways(self, site: Site, rungs: Sequence[RungName]) -> list[Way]:
-        """How weights are carried, by one process on every node that makes or needs them and is not lost."""
+        """How weights are carried, by one process on every node that makes or needs them."""
         indices = sorted({self._plan.role(role).component for role in WEIGHT_ROLES})
         components = [self._plan.components[index] for index in indices]
-        nodes = [node for index in indices for node in self._allocation.nodes[index] if node not in self._lost]
+        nodes = [node for index in indices for node in self._allocation.nodes[index]]
         courier = [sys.executable, "-m", "hpcrl.weights.courier"]
         courier += [str(self._run.root), str(self._job.number), ",".join(nodes), ",".join(self._trainer_nodes())]
         courier.append(f"--codec={site.mpi.codec}")
@@ -180,7 +179,7 @@ class Runtime:
         ways = []
         for name in rungs:
             mpi = site.mpi.srun_type if name == "mpi" else "none"
-            command = self._allocation.joined_step(components, [*courier, f"--wire={name}"], mpi=mpi, lost=self._lost)
+            command = self._allocation.joined_step(components, [*courier, f"--wire={name}"], mpi=mpi)
             ways.append(Way(rung=name, command=command))
         return ways
 
@@ -205,10 +204,10 @@ class Runtime:
 
     def give_up(self, role: RoleName, node: str) -> bool:
         """Let a role do without one of its nodes, and weights go past it; False if it has no other."""
-        given_up = self._steps[role].give_up(node)
-        if given_up:
-            self._lost.add(node)
-        return given_up
+        if not self._steps[role].give_up(node):
+            return False
+        self._allocation = self._allocation.without(node)
+        return True
 
     def close(self, *, grace_s: float) -> None:
         """End every worker pool and executor, first by asking: a step that srun ends is killed without notice."""

@@ -3,8 +3,8 @@
 import os
 import subprocess
 import time
-from collections.abc import Collection, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import accumulate
 
@@ -45,10 +45,12 @@ class Allocation:
         place = ["--nodes=1", "--ntasks=1", f"--nodelist={node}"]
         return ["srun", *group, *place, *size, "--overlap", "--mpi=none", "--unbuffered"]
 
-    def joined_step(
-        self, components: Sequence[Component], command: Sequence[str], *, mpi: str, lost: Collection[str] = ()
-    ) -> list[str]:
-        """How a command runs once on every node of `components` but those that are lost, as one MPI world.
+    def without(self, node: str) -> "Allocation":
+        """What is left when a node is lost."""
+        return replace(self, nodes=[[name for name in names if name != node] for names in self.nodes])
+
+    def joined_step(self, components: Sequence[Component], command: Sequence[str], *, mpi: str) -> list[str]:
+        """How a command runs once on every node of `components`, as one MPI world.
 
         If one of its ranks ends, the step ends. It has no devices, and may use what memory the job has on a node.
         """
@@ -56,18 +58,17 @@ class Allocation:
         if all(any(flag.startswith("--mem") for flag in component.slurm_flags) for component in components):
             shape.append("--mem=0")
         shape += ["--overlap", "--kill-on-bad-exit=1", f"--mpi={mpi}", "--unbuffered"]
-        groups = [[*where, *shape, *command] for where in self._wheres(components, lost)]
+        groups = [[*where, *shape, *command] for where in self._wheres(components)]
         return ["srun", *groups[0], *(word for group in groups[1:] for word in (":", *group))]
 
-    def _wheres(self, components: Sequence[Component], lost: Collection[str]) -> list[list[str]]:
+    def _wheres(self, components: Sequence[Component]) -> list[list[str]]:
         """The nodes of these components, all at once where that can be said; else component by component."""
-        indices = [component.index for component in components]
-        left = [[node for node in self.nodes[index] if node not in lost] for index in indices]
+        nodes = {component.index: self.nodes[component.index] for component in components}
         if not self.het:
-            return [_on([node for nodes in left for node in nodes])]
-        if left == [self.nodes[index] for index in indices]:
-            return [[f"--het-group={','.join(map(str, indices))}"]]
-        return [[f"--het-group={index}", *_on(nodes)] for index, nodes in zip(indices, left, strict=True) if nodes]
+            return [_on([name for names in nodes.values() for name in names])]
+        if all(len(nodes[component.index]) == component.nodes for component in components):
+            return [[f"--het-group={','.join(map(str, nodes))}"]]
+        return [[f"--het-group={index}", *_on(names)] for index, names in nodes.items() if names]
 
 
 def _on(nodes: Sequence[str]) -> list[str]:

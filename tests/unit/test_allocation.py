@@ -74,7 +74,7 @@ def test_steps_inside_one_allocation_name_their_nodes_and_no_het_group(
     )
     assert (option(joined, "mpi"), option(joined, "ntasks-per-node")) == ("pmi2", "1")
     assert not [word for word in alone + joined if "het-group" in word]
-    left = allocation.joined_step(components[1:], COMMAND, mpi="pmi2", lost={"gpu3"})
+    left = allocation.without("gpu3").joined_step(components[1:], COMMAND, mpi="pmi2")
     assert (option(left, "nodelist"), option(left, "nodes"), option(left, "ntasks")) == ("gpu2,gpu4", "2", "2")
 
 
@@ -92,8 +92,8 @@ def test_steps_over_components_name_their_het_groups(answers: None, monkeypatch:
 
 def test_where_nodes_are_lost_a_step_over_components_says_who_is_left_in_each() -> None:
     nodes = [["env1"], ["prefill1", "prefill2"], ["decode1"], ["train1"]]
-    allocation = Allocation(job_id="123", end_time=0.0, nodes=nodes, het=True)
-    joined = allocation.joined_step(planned("lab").components[1:], COMMAND, mpi="pmi2", lost={"prefill2", "decode1"})
+    allocation = Allocation(job_id="123", end_time=0.0, nodes=nodes, het=True).without("prefill2").without("decode1")
+    joined = allocation.joined_step(planned("lab").components[1:], COMMAND, mpi="pmi2")
     first, second = joined[1 : joined.index(":")], joined[joined.index(":") + 1 :]
     assert joined[0] == "srun"
     for group, index, node in ((first, "1", "prefill1"), (second, "3", "train1")):

@@ -27,8 +27,6 @@ from tests.disks import largest_file
 
 SPAWN = multiprocessing.get_context("spawn")
 LAYOUT = Layout.pack([("a", "float32", (1000,)), ("b", "bfloat16", (7, 3)), ("c", "int64", ())])
-
-
 LARGE = Layout.pack([("a", "uint8", (32 << 20,))])
 
 
