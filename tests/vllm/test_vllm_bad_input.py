@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +37,19 @@ Ask = Callable[..., Awaitable[tuple[int, Any]]]
 
 
 @asynccontextmanager
-async def program(model: Path, endpoints: list[Endpoint], directory: Path) -> AsyncIterator[tuple[str, str, Ask]]:
-    """An agent program's way to these engines: the URL, its api key, and a function that asks."""
+async def program(
+    model: Path, endpoints: list[Endpoint], directory: Path, *, ends: bool = True
+) -> AsyncIterator[tuple[str, str, Ask]]:
+    """An agent program's way to these engines: the URL, its api key, and a function that asks.
+
+    Unless the model `ends` its answers, only what they may be long does.
+    """
     for endpoint in endpoints:
         announce(directory, endpoint)
     patience = Patience(refresh_s=0.1, generate_s=5.0, rest_s=0.1, longest_rest_s=1.0, max_attempts=8)
     template = load_template(model)
+    if not ends:
+        template = replace(template, stop_token_ids=())
     async with (
         asyncio.timeout(300),
         client_session() as http,
@@ -101,22 +109,18 @@ def test_a_client_that_hangs_up_in_mid_stream_leaves_nothing_behind(
     pair: "list[Behind]", slow_model_dir: Path, tmp_path: Path
 ) -> None:
     async def body() -> None:
-        async with program(slow_model_dir, [pair[0].endpoint], tmp_path) as (url, key, ask):
+        async with program(slow_model_dir, [pair[0].endpoint], tmp_path, ends=False) as (url, key, ask):
             headers = {"Authorization": f"Bearer {key}"}
             async with aiohttp.ClientSession(headers=headers) as client:
-
-                async def begun(number: int) -> aiohttp.ClientResponse:
-                    question = [{"role": "user", "content": f"{number}+1=?"}]
-                    asked = {"model": "hpcrl", "messages": question, "stream": True, "max_tokens": 400}
-                    answer = await client.post(url, json=asked)
+                before = await figures(pair[0])
+                asked = {"model": "hpcrl", "messages": QUESTION, "stream": True, "max_tokens": 400}
+                async with client.post(url, json=asked) as answer:
                     assert (await answer.content.readany()).startswith(b"data: ")
-                    return answer
-
-                answers = await asyncio.gather(*map(begun, range(8)))  # one alone may be short
-                assert (await figures(pair[0])).num_running, "something is still being said"
-                for answer in answers:
+                    assert (await figures(pair[0])).num_running, "something is still being said"
                     answer.close()
                 assert await at_rest(pair[0])
+                after = await figures(pair[0])
+                assert after.num_generated_tokens < before.num_generated_tokens + 400, "it was not said to its end"
             assert (await ask())[0] == 200
 
     asyncio.run(body())
