@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hpcrl.events import read_events
-from hpcrl.files import read_json
+from hpcrl.files import last_line, read_json
 from hpcrl.rundir import RunDir
 
 SMALL = ("-s", "train.num_steps=4", "-s", "train.groups_per_step=2", "-s", "rollout.group_size=4")
@@ -76,6 +77,21 @@ def driver_of(run: RunDir) -> int:
     guardian = read_json(run.job(0).submitted)["pid"]
     children = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
     return int(children[0])
+
+
+def last_words(campaigns: Path, *, most: int = 6) -> list[tuple[str, str]]:
+    """Of each campaign, the last events of every kind and the last line of each log; titles and texts."""
+    told = []
+    for run in map(RunDir, sorted(campaigns.glob("*"))):
+        seen: Counter[str] = Counter()
+        events: list[str] = []
+        for event in reversed(read_events(run.events)):
+            seen[event["event"]] += 1
+            if seen[event["event"]] <= most:
+                events.insert(0, json.dumps(event)[:400])
+        logs = [f"{path.name}: {last_line(path)}" for path in sorted(run.jobs.glob("*/logs/*.log"))]
+        told.append((f"campaign {run.name}", "\n".join(events + logs)))
+    return told
 
 
 def num_consumed_groups(run: RunDir) -> int:

@@ -1,16 +1,18 @@
-"""What all suites share: a private home, and the rule that CI may not skip what it must run."""
+"""What all suites share: a private home, what is told of campaigns that failed, and what CI may not skip."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+from tests.campaigns import last_words
 
 MUST_RUN_IN_CI = ("mpi", "slurm", "vllm")
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home of its own for campaigns and for the user's sites and recipes."""
     monkeypatch.setenv("HPCRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -26,6 +28,16 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny") / "model"
     make_tiny_model(directory, TinyModel(), seed=0)
     return directory
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where a test of campaigns fails, what they said last stands beside it: their home is soon gone."""
+    report = yield
+    campaigns = getattr(item, "funcargs", {}).get("campaigns")
+    if report.failed and campaigns is not None:
+        report.sections += last_words(campaigns)
+    return report
 
 
 def must_run(report: pytest.TestReport | pytest.CollectReport) -> bool:
