@@ -84,10 +84,12 @@ class Couriers:
     weights: Path
     """Where the rung is said, also by an engine that asks for files."""
     ways: list[Way]
-    """Those that are left, best first; the first is used."""
+    """Best first."""
     rung: Rung
     """The one in use."""
     life: str = ""
+    _num_useless: int = 0
+    """Ways that were of no use, and are not tried again on these nodes."""
     _process: "subprocess.Popen[bytes] | None" = None
     _began: float = 0.0
     _patience: float = 0.0
@@ -107,7 +109,7 @@ class Couriers:
         """Begin the step; nobody waits for it."""
         discard(self.job.couriers(self.life))
         self.life = secrets.token_hex(8)
-        command = [*self.ways[0].command, f"--life={self.life}"]
+        command = [*self.ways[self._num_useless].command, f"--life={self.life}"]
         with self.job.log("couriers").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -145,7 +147,7 @@ class Couriers:
 
     def _rise(self, standing: Standing) -> None:
         """Up from files: they serve now, or have done since an engine asked for files what it missed."""
-        name = self.ways[0].rung
+        name = self.ways[self._num_useless].rung
         if self.rung.rung != name:
             self.rung = Rung(rung=name, reason=standing.reason)
             return
@@ -165,23 +167,28 @@ class Couriers:
         self.rung = Rung(rung="files", reason=reason)
         self._failures = 0
         if for_good:
-            self.ways.pop(0)
+            self._num_useless += 1
             self._has_served = False
-            if self.ways:
+            if self._is_hopeful:
                 self.start()
         else:
             self._retry_at = time.monotonic() + RETRY_S
 
     def _try_again(self, now: float) -> None:
-        if self.ways and self._returns_left > 0 and now >= self._retry_at:
+        if self._is_hopeful and self._returns_left > 0 and now >= self._retry_at:
             self._returns_left -= 1
             self.start()
 
+    @property
+    def _is_hopeful(self) -> bool:
+        """Some way may still be of use."""
+        return self._num_useless < len(self.ways)
+
     def go(self, ways: list[Way]) -> None:
-        """The same rungs by other ways: on the nodes that are left when one is lost."""
+        """Other ways, on the nodes that are left when one is lost; a rung that failed there may have failed by that."""
         if ways != self.ways:
             self._end()
-            self.ways, self._failures = ways, 0
+            self.ways, self._num_useless, self._failures = ways, 0, 0
             self.start()
 
     @property

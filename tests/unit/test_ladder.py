@@ -137,6 +137,14 @@ def test_ways_past_a_lost_node_are_gone_at_once_also_after_they_were_given_up(
     serving(couriers)
 
 
+def test_without_the_lost_node_every_rung_is_tried_again(started: list[Couriers], job: JobDir) -> None:
+    couriers = start(started, job, HOPELESS, HOPELESS)
+    failures(couriers, number=2)
+    assert not couriers.running
+    couriers.go([Way(rung=way.rung, command=[sys.executable, "-c", SERVE, str(job.root)]) for way in couriers.ways])
+    serving(couriers, "mpi")
+
+
 def test_what_would_fail_again_is_not_tried_again(started: list[Couriers], job: JobDir) -> None:
     couriers = start(started, job, HOPELESS, HOPELESS)
     assert failures(couriers, number=2) == ["a world of 1", "a world of 1"]
