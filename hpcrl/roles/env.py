@@ -178,15 +178,19 @@ class Host:
             self.context.events.emit("curriculum", weights=weights)
         waiting = self.rollouts.num_sealed() - self._settled()
         admitted = self.gate.admitted(self.groups, num_unsealed=self.num_unsealed, num_waiting=waiting)
-        if admitted and self.gate.waits and self.router.oldest_version() < self.version:
-            await self.router.refresh()  # its engines are not there yet: a batch is of the newest version, all of it
-            return
+        if admitted and not self._is_served():
+            await self.router.refresh()
+            if not self._is_served():
+                return
         for _ in range(self.gate.opened(admitted, self.groups)):
             task = self.agenda.next(now=now())
             if task is None:
                 return
             self._begin(task)
             await asyncio.sleep(0)  # thousands may begin at once: those that run already want their turn too
+
+    def _is_served(self) -> bool:
+        return self.gate.is_served(self.router.versions(), newest=self.version)
 
     def _evaluate(self) -> None:
         """Go on with the evaluation, if there is one, in the room that training leaves."""
@@ -370,7 +374,7 @@ def _evaluator(host: Host) -> Evaluator:
             play=host.play_held_out,
             score=score,
             emit=context.events.emit,
-            served=host.router.oldest_version,
+            served=lambda: min(host.router.versions(), default=-1),
         ),
     )
 

@@ -1,5 +1,7 @@
 """How many groups an env host may begin now, in every mode. Pure: what there is comes from the caller."""
 
+from collections.abc import Sequence
+
 from hpcrl.recipe import Recipe
 from hpcrl.rollout.admission import admitted_groups, in_batches, lag_of, share, with_spare
 from hpcrl.rollout.group import Groups
@@ -42,6 +44,15 @@ class Gate:
         if rollout.mode != "one-step-off":
             return admitted
         return in_batches(admitted, under_way=under_way, batch=self._share(self._groups_per_step))
+
+    def is_served(self, versions: Sequence[int], *, newest: int) -> bool:
+        """The engines, which have these `versions`, have weights that a group may begin with.
+
+        A batch begins with the newest, all of it; else some engine has to have what is not too old with its first turn.
+        """
+        if self.waits:
+            return min(versions, default=-1) >= newest
+        return max(versions, default=-1) >= newest - self._rollout.max_lag
 
     def opened(self, admitted: int, groups: Groups) -> int:
         """How many of a batch begin, those to spare included; `released` says when it has what it needs."""

@@ -152,10 +152,9 @@ class Router:
         """The workers of a role that may be chosen now, with their loads."""
         return {worker.name: worker.load for kind in self._known.pools.of(role).values() for worker in kind}
 
-    def oldest_version(self) -> int:
-        """Of the weights that decode workers serve, as they told last; -1 without any."""
-        serving = [worker for kind in self._known.pools.of("decode").values() for worker in kind]
-        return min((worker.version for worker in serving), default=-1)
+    def versions(self) -> list[int]:
+        """Of the weights that each decode worker serves, as far as was told."""
+        return [worker.version for kind in self._known.pools.of("decode").values() for worker in kind]
 
     def decide(self, request: GenerateRequest, course: Course, *, refused: Container[str] = ()) -> Decision:
         """Where a turn would go now."""
@@ -304,8 +303,9 @@ class Router:
             async with asyncio.timeout(self._patience.generate_s):
                 with self._sent(worker, request, seconds=decision.serve_s):
                     if hear is None:
-                        return await worker.engine.generate(request)
-                    return await self._heard(worker, request, hear)
+                        completion = await worker.engine.generate(request)
+                    else:
+                        completion = await self._heard(worker, request, hear)
         except TimeoutError:
             self._failed(worker)
             raise EngineError(f"worker {worker.name} did not finish in {self._patience.generate_s:g} s") from None
@@ -314,6 +314,8 @@ class Router:
         except EngineError:
             self._failed(worker)
             raise
+        worker.version = max([worker.version, *completion.versions[-1:]])
+        return completion
 
     async def _heard(self, worker: Worker, request: GenerateRequest, hear: Hear) -> Completion:
         """A turn told while it is said. What was told cannot be taken back: if the engine fails then, it ends there."""

@@ -57,7 +57,7 @@ class Worker:
     places: int = USUAL_PLACES
     """Requests that it serves at once."""
     version: int = -1
-    """Of the weights, at the last refresh."""
+    """Of the weights, at the last refresh, or what acted since."""
     ours_then: int = 0
     """How many of the requests told were ours."""
     usual_told: float = 0.0

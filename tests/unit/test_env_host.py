@@ -1,12 +1,15 @@
-"""An env host's counts of what is on its way to the disk."""
+"""An env host: what it counts as on its way to the disk, and when it begins nothing."""
 
 import asyncio
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
+from hpcrl.recipe import load_recipe
 from hpcrl.roles.env import Host
 from hpcrl.rollout.awaited import UnderWay
+from hpcrl.rollout.gate import Gate
+from hpcrl.rollout.group import Groups
 
 
 def test_what_ends_while_a_segment_is_written_stays_counted() -> None:
@@ -27,3 +30,31 @@ def test_what_ends_while_a_segment_is_written_stays_counted() -> None:
         return int(host.num_unsealed)
 
     assert asyncio.run(run()) == 8
+
+
+def test_nothing_begins_while_the_engines_are_too_far_behind() -> None:
+    """Every episode would end as stale with its first turn, and be replaced by one that does so too."""
+    recipe = load_recipe("quickstart", settings=("rollout.max_lag=2",))
+    told, asked = [0], []
+
+    async def refresh() -> None:
+        asked.append(told[0])
+
+    host: Any = SimpleNamespace(
+        version=3,
+        num_unsealed=0,
+        curriculum=None,
+        groups=Groups(group_size=2, redundancy=0),
+        gate=Gate(recipe, host=0, num_hosts=1),
+        rollouts=SimpleNamespace(num_sealed=lambda: 0),
+        router=SimpleNamespace(versions=lambda: [*told, -1], refresh=refresh),
+        agenda=SimpleNamespace(next=lambda now: SimpleNamespace(group=f"lake/{now}")),
+        _settled=lambda: 0,
+    )
+    host._is_served = lambda: Host._is_served(host)
+    host._begin = lambda task: host.groups.begin(task.group)
+    asyncio.run(Host._begin_groups(cast(Host, host)))
+    assert (host.groups.num_open, asked) == (0, [0])
+    told[0] = 1
+    asyncio.run(Host._begin_groups(cast(Host, host)))
+    assert host.groups.num_open > 0

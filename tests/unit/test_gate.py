@@ -68,3 +68,18 @@ def test_hosts_share_a_batch_and_its_spare_groups():
         gate = gate_of("sync", spare=2, host=host, num_hosts=3)
         opened += gate.opened(gate.admitted(groups_of(0), num_unsealed=0, num_waiting=0), groups_of(0))
     assert opened == 6
+
+
+@pytest.mark.parametrize(
+    ("mode", "versions", "begins"),
+    [
+        ("sync", [5, 5], True),
+        ("sync", [4, 5], False),
+        ("one-step-off", [4, 5], False),
+        ("async", [4, 2], True),
+        ("async", [3, 2], False),
+        ("async", [], False),
+    ],
+)
+def test_a_group_begins_once_engines_have_what_is_not_too_old_for_its_first_turn(mode, versions, begins):
+    assert gate_of(mode).is_served(versions, newest=5) is begins
