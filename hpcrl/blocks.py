@@ -4,6 +4,7 @@ Steps   inside the job, one on each node of a component
 Jobs    small Slurm jobs of their own, for what comes and goes
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from parsl.providers.base import ExecutionProvider
 from hpcrl.components import RewardJobs
 from hpcrl.errors import SlurmError
 from hpcrl.files import publish
-from hpcrl.processes import end_group
+from hpcrl.processes import PAUSE_S, end_group
 from hpcrl.rundir import JobDir
 from hpcrl.slurm import side
 
@@ -41,17 +42,17 @@ class Steps(ExecutionProvider):
         self._nodes = list(prefixes)
         self._prefixes = list(prefixes.values())
         self._running: list[subprocess.Popen[bytes] | None] = [None] * len(prefixes)
+        self._began = [-math.inf] * len(prefixes)
         self._log_dir = log_dir
         self._all: dict[str, subprocess.Popen[bytes]] = {}
 
     def submit(self, command: str, tasks_per_node: int, job_name: str = "block") -> str | None:
-        """Start the worker pool on the first node that has none."""
+        """Start the worker pool on a node that has none: the one where none was started for the longest time."""
         del tasks_per_node
-        slot = next(
-            (i for i, process in enumerate(self._running) if process is None or process.poll() is not None), None
-        )
-        if slot is None:
+        free = [slot for slot, process in enumerate(self._running) if process is None or process.poll() is not None]
+        if not free:
             return None
+        slot = min(free, key=self._began.__getitem__)
         with (self._log_dir / f"{job_name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [*self._prefixes[slot], *command.split("\n")],
@@ -60,7 +61,7 @@ class Steps(ExecutionProvider):
                 stderr=log,
                 start_new_session=True,
             )
-        self._running[slot] = process
+        self._running[slot], self._began[slot] = process, time.monotonic()
         self._all[str(process.pid)] = process
         return str(process.pid)
 
@@ -89,16 +90,17 @@ class Steps(ExecutionProvider):
             end_group(process, grace_s=deadline - time.monotonic())
 
     def lost(self) -> list[str]:
-        """Nodes whose block has ended."""
-        processes = zip(self._nodes, self._running, strict=True)
-        return [node for node, process in processes if process is not None and process.poll() is not None]
+        """Nodes whose block has ended and may be started again."""
+        latest = time.monotonic() - PAUSE_S
+        blocks = zip(self._nodes, self._running, self._began, strict=True)
+        return [node for node, block, began in blocks if block and block.poll() is not None and began <= latest]
 
     def give_up(self, node: str) -> bool:
         """Begin nothing on a node any more; False if it is the only one left."""
         if len(self._nodes) == 1:
             return False
         index = self._nodes.index(node)
-        del self._nodes[index], self._prefixes[index], self._running[index]
+        del self._nodes[index], self._prefixes[index], self._running[index], self._began[index]
         return True
 
     @property

@@ -12,6 +12,7 @@ brought a later one to every node; both a few times in a job. A campaign never w
 
 import contextlib
 import importlib.util
+import math
 import secrets
 import subprocess
 import time
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from hpcrl.files import discard, last_line
 from hpcrl.placement import Layout
-from hpcrl.processes import end_group
+from hpcrl.processes import PAUSE_S, end_group
 from hpcrl.rundir import JobDir
 from hpcrl.site import Mpi
 from hpcrl.weights.transfer import Standing
@@ -100,7 +101,8 @@ class Couriers:
     """When the beat was seen to change."""
     _failures: int = 0
     _has_served: bool = False
-    _retry_at: float = 0.0
+    _start_at: float = math.inf
+    """When those that have ended are started again."""
     _returns_left: int = RETURNS
     _asked_at: int | None = None
     """The newest version when an engine was seen to have asked for files."""
@@ -124,7 +126,7 @@ class Couriers:
             return None
         self._next_look = now + LOOK_EVERY_S
         if self._process is None:
-            self._try_again(now)
+            self._start_if_due(now)
             return None
         standing, code = Standing.read(self.job.couriers(self.life)), self._process.poll()
         if code is None and standing is not None and standing.ready and not self._is_mute(now):
@@ -142,7 +144,8 @@ class Couriers:
         elif self._failures > (RESTARTS if self._has_served else TRIES - 1):
             self._go_down(reason, for_good=not self._has_served)
         else:
-            self.start()
+            self._start_at = self._began + PAUSE_S
+        self._start_if_due(now)
         return reason
 
     def _rise(self, standing: Standing) -> None:
@@ -169,20 +172,16 @@ class Couriers:
         if for_good:
             self._num_useless += 1
             self._has_served = False
-            if self._is_hopeful:
-                self.start()
-        else:
-            self._retry_at = time.monotonic() + RETRY_S
-
-    def _try_again(self, now: float) -> None:
-        if self._is_hopeful and self._returns_left > 0 and now >= self._retry_at:
+            self._start_at = self._began if self._num_useless < len(self.ways) else math.inf
+        elif self._returns_left > 0:
             self._returns_left -= 1
-            self.start()
+            self._start_at = time.monotonic() + RETRY_S
+        else:
+            self._start_at = math.inf
 
-    @property
-    def _is_hopeful(self) -> bool:
-        """Some way may still be of use."""
-        return self._num_useless < len(self.ways)
+    def _start_if_due(self, now: float) -> None:
+        if now >= self._start_at:
+            self.start()
 
     def go(self, ways: list[Way]) -> None:
         """Other ways, on the nodes that are left when one is lost; a rung that failed there may have failed by that."""
@@ -193,7 +192,7 @@ class Couriers:
 
     @property
     def running(self) -> bool:
-        """False while they are given up."""
+        """A step of theirs is under way."""
         return self._process is not None
 
     def close(self) -> None:

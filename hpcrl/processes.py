@@ -11,6 +11,9 @@ EXIT_DONE = 0
 EXIT_DRAINED = 3
 """How the trainer's process says that it has checkpointed and the campaign is to go on in another job."""
 
+PAUSE_S = 3.0
+"""What ends sooner after its start is started again only then: what ended it may pass."""
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 

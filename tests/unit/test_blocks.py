@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl import blocks
 from hpcrl.blocks import Steps
 from tests.campaigns import until
 
@@ -34,6 +35,17 @@ def test_a_node_whose_pool_has_ended_is_lost_until_another_is_begun_there(steps:
     begin(steps, "exec sleep 600")
     assert steps.lost() == []
     assert steps.num_running() == 2
+
+
+def test_a_pool_that_ends_at_once_is_begun_again_only_after_a_while(
+    steps: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "PAUSE_S", 600.0)
+    begin_two(steps, tmp_path, "exit 1", "exec sleep 600")
+    until(lambda: steps.num_running() == 1, what="the first has ended")
+    assert steps.lost() == []
+    monkeypatch.setattr(blocks, "PAUSE_S", 0.0)
+    assert steps.lost() == ["n1"]
 
 
 def test_on_a_node_that_is_given_up_nothing_is_begun_any_more(steps: Steps, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def job(tmp_path: Path) -> JobDir:
 def started(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Couriers]]:
     """Ends what a test has started."""
     monkeypatch.setattr(module, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "PAUSE_S", 0.0)
     begun: list[Couriers] = []
     yield begun
     for couriers in begun:
@@ -105,6 +106,20 @@ def test_a_step_that_ends_is_started_again_with_its_reason(started: list[Courier
     assert failures(couriers, number=1) == ["rank 2 on n2 is stuck"]
     assert couriers.running
     assert couriers.rung == FILES
+
+
+def test_a_step_that_ends_at_once_is_started_again_only_after_a_while(
+    started: list[Couriers], job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 600.0)
+    couriers = start(started, job, GIVE_UP)
+    failures(couriers, number=1)
+    couriers.tend()
+    assert not couriers.running
+    assert couriers._start_at == couriers._began + 600
+    couriers._start_at -= 600
+    couriers.tend()
+    assert couriers.running
 
 
 def test_a_step_that_ends_without_a_word_is_quoted(started: list[Couriers], job: JobDir) -> None:
