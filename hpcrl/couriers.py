@@ -38,8 +38,8 @@ TRIES = 2
 """How often a rung is tried that has never served."""
 RETURNS = 3
 """How often in a job versions go by couriers again after they went by files."""
-RETRY_S = 300.0
-"""After so long with files, couriers that were given up are tried again."""
+RETRY_S = 60.0
+"""After so long with files, couriers that were given up are tried again; each further time after four times as long."""
 ENDING_S = 15.0
 """How long a step may take to end after one of its ranks has given up."""
 MUTE_S = 30.0
@@ -174,8 +174,8 @@ class Couriers:
             self._has_served = False
             self._start_at = self._began if self._num_useless < len(self.ways) else math.inf
         elif self._returns_left > 0:
+            self._start_at = time.monotonic() + RETRY_S * 4 ** (RETURNS - self._returns_left)
             self._returns_left -= 1
-            self._start_at = time.monotonic() + RETRY_S
         else:
             self._start_at = math.inf
 
