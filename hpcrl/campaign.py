@@ -158,12 +158,17 @@ def _refuse_while_alive(run: RunDir, job: JobDir, site: Site) -> None:
 def stop(name: str, *, how: Callable[[RunDir, JobDir, Site], str]) -> str:
     """Ask a campaign to end in one of two ways (`gently`, `at_once`); says what was done."""
     run = home.find(name)
-    last = run.job(run.job_numbers()[-1])
+    *before, last = map(run.job, run.job_numbers())
     if last.outcome.exists():
         outcome = read_json(last.outcome)
         return f"campaign {run.name} has ended already ({outcome['outcome']}: {outcome['reason']})"
     publish(run.stop, "")
-    return how(run, last, _read(run.site, Site))
+    site = _read(run.site, Site)
+    if last.follows.exists() and not before[-1].outcome.exists() and _state(last, site) == "queued":
+        slurm.cancel(submitted(last), site=site)
+        discard(last.root)
+        last = before[-1]
+    return how(run, last, site)
 
 
 def gently(run: RunDir, job: JobDir, site: Site) -> str:

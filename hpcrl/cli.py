@@ -214,7 +214,8 @@ def _logs(arguments: argparse.Namespace) -> int:
     from hpcrl import home
 
     run = home.find(arguments.campaign)
-    job = run.job(run.job_numbers()[-1])
+    jobs = [run.job(number) for number in run.job_numbers()]
+    job = next((job for job in reversed(jobs) if any(job.logs.glob("*.log"))), jobs[-1])  # the last may only wait
     role = {"driver": "batch"}.get(arguments.role, arguments.role)
     logs = sorted(job.logs.glob(f"{role}*.log" if role else "*.log"))
     if not logs:
@@ -331,9 +332,10 @@ def _show_plan(plan: "Plan", script: str) -> None:
     for warning in plan.warnings:
         console.print(f"[yellow]warning[/]   {warning}", soft_wrap=True)
     cost = plan.cost
+    chain = f", at most {plan.num_jobs} jobs in a row" if plan.num_jobs > 1 else ""
     console.print(
         f"cost      at most {cost.node_hours:g} node-hours and {cost.gpu_hours:g} GPU-hours a job "
-        f"(walltime {cost.walltime_min} min)"
+        f"(walltime {cost.walltime_min} min){chain}"
     )
     console.print(f"\n[dim]{escape(script.rstrip())}[/]", soft_wrap=True)  # unwrapped: it can be copied
 

@@ -10,14 +10,17 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from hpcrl import chain
+from hpcrl.chain import Outcome
 from hpcrl.couriers import Couriers, rungs
 from hpcrl.endpoints import address_of, this_node
 from hpcrl.errors import HpcrlError, SlurmError
@@ -46,7 +49,6 @@ from hpcrl.weights.window import unlink_recorded
 if TYPE_CHECKING:
     from hpcrl.runtime import Runtime
 
-Outcome = Literal["done", "failed", "stopped", "drained"]
 LONG_LIVED: tuple[RoleName, ...] = ("prefill", "decode", "env")
 RESTARTS = 3
 """How often one worker (or the trainer, a worker pool, the scoring of one segment) is begun anew in a job."""
@@ -69,10 +71,10 @@ def main() -> int:
         die_with_parent()
         os._exit(_drive(run, job, answer=driver_end))
     os.close(driver_end)
-    return _guard(driver, job, answer=answer)
+    return _guard(driver, run, job, answer=answer)
 
 
-def _guard(driver: int, job: JobDir, *, answer: int) -> int:
+def _guard(driver: int, run: RunDir, job: JobDir, *, answer: int) -> int:
     """Pass signals on, wait for the driver, leave nothing behind, and only then record the outcome."""
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -95,13 +97,20 @@ def _guard(driver: int, job: JobDir, *, answer: int) -> int:
     else:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         publish(job.outcome, _verdict("failed", f"the driver {how}"))
+    if chain.ending(run, job) is not None:
+        _try(lambda: chain.take_back(run, job))
     return code if code >= 0 else 128 - code
 
 
 def _cancel_recorded(job: JobDir) -> None:
     """Reward jobs that a killed driver left: a queued one could wait for days, to find nobody to work for."""
+    _try(lambda: cancel_recorded(job.reward_jobs))
+
+
+def _try(clearing: Callable[[], None]) -> None:
+    """What a job takes back at its end, if Slurm answers."""
     try:
-        cancel_recorded(job.reward_jobs)
+        clearing()
     except SlurmError as error:
         print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
 
@@ -147,6 +156,8 @@ class Driver:
     workers: list[Worker] = field(default_factory=list)
     couriers: Couriers | None = None
     reporter: Reporter | None = None
+    slurm_id: str | None = None
+    """None on a machine without a scheduler."""
     failures: Counter[str] = field(default_factory=Counter)
     drain_reason: str | None = None
     drain_deadline: float = float("inf")
@@ -184,10 +195,13 @@ class Driver:
         """Bring everything up, supervise, take everything down."""
         from hpcrl.runtime import Runtime  # imports parsl: only here, and late
 
+        if self.job.follows.exists() and (ended := chain.ending(self.run, self.run.job(self.job.number - 1))):
+            return ended
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, self._on_cancel)
         signal.signal(signal.SIGUSR2, self._on_near_end)
         allocation = read_allocation(self.plan)
+        self.slurm_id = allocation.job_id
         self.events.emit("job-started", slurm_id=allocation.job_id, end_time=allocation.end_time)
         self.events.emit("layout", layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes)
         if allocation.job_id is not None:
@@ -208,6 +222,7 @@ class Driver:
             self._start_workers(runtime)
             if wanted(self.recipe.metrics):
                 self.reporter = Reporter(self.run, self.job, emit=self.events.emit)
+            self._queue_next()
             outcome, reason = self._supervise(runtime, end_time=allocation.end_time)
         finally:
             self._close_couriers()
@@ -251,6 +266,18 @@ class Driver:
             if not self.job.drain.exists():  # it tells them that this is the end, and their windows go
                 publish(self.job.drain, "the job is ending")
             self.couriers.close()
+
+    def _queue_next(self) -> None:
+        """The job that goes on after this one; without it somebody has to resume the campaign."""
+        if self.slurm_id is None:
+            return
+        try:
+            id = chain.follow(self.run, self.job, plan=self.plan, site=self.site, slurm_id=self.slurm_id)
+        except SlurmError as error:
+            self.events.emit("fault", what="chain", detail=f"no job follows this one: {error}")
+        else:
+            if id is not None:
+                self.events.emit("follower", slurm_id=id, number=self.job.number + 1)
 
     def _start_workers(self, runtime: "Runtime") -> None:
         for role in LONG_LIVED:
@@ -324,6 +351,7 @@ class Driver:
         elif self.terminated:
             self._drain("it was told to terminate", grace_s=TERM_GRACE_S)
         elif self.near_end or time.time() > end_time - self.recipe.job.drain_s:
+            self._queue_next()  # Slurm may have refused it before
             self._drain("its walltime is nearly over", grace_s=max(end_time - time.time() - CLOSE_GRACE_S, 1.0))
 
     def _drain(self, reason: str, *, grace_s: float) -> None:

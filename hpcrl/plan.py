@@ -60,6 +60,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     cost: Cost
     drain_s: float
     survive_node_loss: bool
+    num_jobs: int = 1
+    """In a row, each begun by Slurm when the one before has ended."""
     prologue: str | None = None
     reward_jobs: RewardJobs | None = None
     """None: rewards have spare cores only."""
@@ -92,10 +94,17 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         roles=roles,
         sizes=placed.sizes,
         fallbacks=[*placed.fallbacks(), *shortfall],
-        warnings=[*placed.doubts, *_warnings(site, components), *_idle_gpus(components, roles), *_few_places(recipe)],
+        warnings=[
+            *placed.doubts,
+            *_warnings(site, components),
+            *_idle_gpus(components, roles),
+            *_few_places(recipe),
+            *_nobody_to_begin_the_next(recipe, placed.layout),
+        ],
         cost=_cost(recipe, site, components),
         drain_s=recipe.job.drain_s,
         survive_node_loss=recipe.job.survive_node_loss,
+        num_jobs=1 if placed.layout == "local" else recipe.job.num_jobs,
         prologue=site.prologue,
         reward_jobs=reward_jobs,
     )
@@ -181,6 +190,13 @@ def _few_places(recipe: Recipe) -> list[str]:
         return []
     memory = f"resources.env.mem_gib_per_worker = {env.mem_gib_per_worker:g}, env_memory_gib = {max(isolated):g}"
     return [f"{places} isolated environments run at once, not rollout.max_running = {most}: {memory}"]
+
+
+def _nobody_to_begin_the_next(recipe: Recipe, layout: Layout) -> list[str]:
+    wanted = recipe.job.num_jobs
+    if layout != "local" or wanted == 1:
+        return []
+    return [f"job.num_jobs = {wanted}: without a scheduler nobody begins the next but `hpcrl resume`"]
 
 
 def _idle_gpus(components: list[Component], roles: list[RolePlan]) -> list[str]:

@@ -385,6 +385,8 @@ class Job(Table, frozen=True, kw_only=True):
     """Limits of one job of the campaign."""
 
     walltime_min: Count = 60
+    num_jobs: Count = 1
+    """In a row, each begun by Slurm when the one before has ended; one that a person resumes begins anew to count."""
     drain_s: Seconds = 60.0
     """How long before the end of the allocation new episodes stop and the last checkpoint is made."""
     survive_node_loss: bool = False

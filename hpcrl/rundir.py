@@ -142,6 +142,11 @@ class JobDir:
         return self.root / "submitted.json"
 
     @property
+    def follows(self) -> Path:
+        """Present: the job before queued this one, and not a person; how many may still come after it."""
+        return self.root / "follows"
+
+    @property
     def outcome(self) -> Path:
         """How the driver ended; absent while it runs or when it was killed."""
         return self.root / "outcome.json"

@@ -88,6 +88,12 @@ class Facts:
         """The newest job that is not merely queued."""
         return next((verdict for verdict in reversed(self.verdicts) if verdict.state != "queued"), None)
 
+    @property
+    def current(self) -> JobVerdict | None:
+        """The one that works now, else the last."""
+        working = [verdict for verdict in self.verdicts if verdict.state in {"running", "draining"}]
+        return next(reversed(working or self.verdicts), None)
+
     def told(self, verdict: JobVerdict | None) -> Job:
         """What the events say of a job."""
         return self.progress.jobs.get(verdict.record.number, Job()) if verdict else Job()
@@ -207,17 +213,17 @@ def _spools(facts: Facts) -> list[SpoolView]:
 
 def _detail(facts: Facts, workers: Sequence[Worker], living: Sequence[Worker]) -> Detail:
     progress = facts.progress
-    last = facts.verdicts[-1] if facts.verdicts else None
+    current = facts.current
     versions = [worker.version for worker in living if worker.version is not None]
     turns = progress.totals.turns
     elapsed_s, left_s = _times(facts)
     return Detail(
         now=facts.now,
-        reason=last.reason if last else "",
-        job_id=last.record.submitted.id if last else "",
+        reason=current.reason if current else "",
+        job_id=current.record.submitted.id if current else "",
         elapsed_s=elapsed_s,
         left_s=left_s,
-        start_estimate=last.slurm.start if last and last.slurm and last.state == "queued" else None,
+        start_estimate=current.slurm.start if current and current.slurm and current.state == "queued" else None,
         last_step=next(reversed(progress.steps.values()), None),
         engine_versions=[min(versions), max(versions)] if versions else [],
         num_tokens=progress.totals.num_tokens,

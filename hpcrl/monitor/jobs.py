@@ -65,7 +65,8 @@ def read_jobs(
 ) -> list[JobRecord]:
     """The jobs that were submitted, oldest first; of those in `known`, one that has its outcome is not read again.
 
-    The newest always is: Slurm may requeue it, and then it runs once more. What cannot be read is added to `problems`.
+    The newest two always are: Slurm may requeue one, also while the next waits for it, and then it runs once more. What
+    cannot be read is added to `problems`.
     """
     troubles = problems if problems is not None else []
     found = (JobDir(path) for path in _listing(rundir.jobs, troubles) if path.name.isascii() and path.name.isdigit())
@@ -73,7 +74,7 @@ def read_jobs(
     records = []
     for directory in directories:
         old = known.get(directory.number)
-        settled = old is not None and old.outcome is not None and directory is not directories[-1]
+        settled = old is not None and old.outcome is not None and directory not in directories[-2:]
         record = old if settled else _read_job(directory, troubles)
         if record is not None:
             records.append(record)

@@ -12,7 +12,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from hpcrl.monitor.snapshot import Snapshot
+from hpcrl.monitor.snapshot import JobView, Snapshot
 
 HEIGHT = 24
 STYLES = {
@@ -93,8 +93,8 @@ def _header(snapshot: Snapshot) -> RenderableType:
     state = Text(snapshot.state, style=STYLES[snapshot.state])
     top.add_row(Text.from_markup(f"[bold]{escape(snapshot.name)}[/]{where}"), state)
     facts = [f"job {detail.job_id}" if detail.job_id else "no job yet"]
-    if len(snapshot.jobs) > 1:
-        facts[0] += f" (number {len(snapshot.jobs)})"
+    if len(snapshot.jobs) > 1 and (job := _job(snapshot)):
+        facts[0] += f" (number {job.number + 1})"
     if detail.elapsed_s is not None:
         facts.append(f"{_span(detail.elapsed_s)} elapsed")
     if detail.left_s is not None:
@@ -147,9 +147,15 @@ def _alive_style(snapshot: Snapshot, alive: int, workers: int) -> str:
     return "yellow" if alive else "red"
 
 
+def _job(snapshot: Snapshot) -> JobView | None:
+    """The one that is shown."""
+    return next((job for job in snapshot.jobs if job.id == snapshot.detail.job_id), None)
+
+
 def _place(snapshot: Snapshot, role: str) -> tuple[list[str], list[str]]:
     """Where a role's workers are, by their own word; before they speak, where its component is."""
-    parts = [part for part in snapshot.jobs[-1].components if role in part.roles] if snapshot.jobs else []
+    job = _job(snapshot)
+    parts = [part for part in job.components if role in part.roles] if job else []
     told = snapshot.detail.roles.get(role)
     partitions = told.partitions if told else []
     nodes = told.nodes if told else []

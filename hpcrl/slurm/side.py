@@ -1,6 +1,7 @@
 """Small jobs beside the campaign's own: one node each, preemptible, there only while there is work for them.
 
-begin, alive, cancel    through sbatch, squeue and scancel; only ids that `begin` gave are ever asked about or ended
+queue, begin            through sbatch; `begin` records the id
+alive, cancel           through squeue and scancel; only recorded ids are ever asked about or ended
 cancel_recorded         what a driver began that could not end it any more
 """
 
@@ -14,9 +15,14 @@ from hpcrl.errors import SlurmError
 TIMEOUT_S = 30.0
 
 
+def queue(script: Path, *options: str) -> str:
+    """Hand a script to Slurm; returns the id of its job."""
+    return _ask(["sbatch", "--parsable", *options, str(script)]).strip().partition(";")[0]
+
+
 def begin(script: Path, *, record: Path) -> str:
-    """Hand a script to Slurm; returns the id of its job, which is in `record` by then."""
-    id = _ask(["sbatch", "--parsable", str(script)]).strip().partition(";")[0]
+    """The same; the id is in `record` by then."""
+    id = queue(script)
     with os.fdopen(os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
         file.write(f"{id}\n")
     return id

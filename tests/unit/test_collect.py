@@ -455,6 +455,23 @@ def test_a_queued_campaign_says_why(campaign: SyntheticCampaign) -> None:
     assert {component.state for component in snapshot.jobs[0].components} == {"queued"}
 
 
+def test_while_a_job_runs_it_is_shown_and_not_the_one_that_waits_for_it(campaign: SyntheticCampaign) -> None:
+    running(campaign).submit(1, job="200")
+    waits = RUNNING.replace("123", "200").replace("RUNNING", "PENDING").replace("|None", "|Dependency")
+    slurm = FakeSlurm(RUNNING + waits)
+
+    snapshot = collector(campaign, slurm).poll()
+
+    assert (snapshot.state, snapshot.detail.job_id, snapshot.detail.reason) == ("running", "123", "")
+    assert [job.state for job in snapshot.jobs] == ["running", "queued"]
+    campaign.outcome("drained", "its walltime is nearly over")
+    slurm.text = waits
+    campaign.now += 60
+    snapshot = collector(campaign, slurm).poll()
+    assert (snapshot.state, snapshot.detail.job_id) == ("queued", "200")
+    assert snapshot.detail.reason == "it waits for another job to end"
+
+
 def test_missing_slurm_leaves_the_job_unknown_and_is_told(campaign: SyntheticCampaign) -> None:
     campaign.submit()
 

@@ -97,6 +97,13 @@ def test_too_few_episodes_at_once_for_one_group_are_refused() -> None:
     assert "set it to 16" in refused("rollout.max_running=15", "resources.env.num_workers=2")
 
 
+def test_jobs_in_a_row_want_a_scheduler() -> None:
+    assert plan("job.num_jobs=3").num_jobs == 3
+    alone = plan("job.num_jobs=3", site="local")
+    assert alone.num_jobs == 1
+    assert any("without a scheduler nobody begins the next" in line for line in alone.warnings)
+
+
 def test_isolated_environments_that_memory_bounds_are_told_of() -> None:
     said = plan("domains.lake.isolation=process", "resources.env.mem_gib_per_worker=5").warnings
     assert any("8 isolated environments run at once, not rollout.max_running = 96" in line for line in said)

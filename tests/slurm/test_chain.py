@@ -1,0 +1,83 @@
+"""Campaigns that go on in job after job on a real Slurm, without anybody there."""
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from lab_tools import Lab
+
+from hpcrl.events import read_events
+from hpcrl.rundir import RunDir
+from tests.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(900)]
+
+
+def begun(run: RunDir, *, job: int) -> bool:
+    """A step was made in this job."""
+    return any(step["job"] == job for step in steps(run))
+
+
+def follower(run: RunDir, *, job: int) -> str:
+    """The Slurm id of the job that waits for this one, once it is queued."""
+
+    def told() -> list[str]:
+        return [e["slurm_id"] for e in read_events(run.events) if e["event"] == "follower" and e["job"] == job]
+
+    until(lambda: bool(told()), what=f"a job follows job {job}", timeout_s=240)
+    return told()[0]
+
+
+def kill_driver(run: RunDir, *, job: int) -> None:
+    """The batch script's process and its child: nobody is left to say how the job ended."""
+    mark = ["hpcrl.driver", str(run.root), str(job)]
+    for process in psutil.process_iter(["cmdline"]):
+        if (process.info["cmdline"] or [])[-3:] == mark:
+            process.send_signal(signal.SIGKILL)
+
+
+def test_a_campaign_goes_on_after_its_walltime_and_after_a_kill(lab: Lab, campaigns: Path) -> None:
+    endless = ("-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=1", "-s", "job.num_jobs=3")
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "n", *SMALL, *endless)
+    run = RunDir(campaigns / "n")
+    second = follower(run, job=0)
+    until(lambda: begun(run, job=0), what="the first job makes steps", timeout_s=240)
+    seen = snapshot("n")
+    assert (seen["state"], [job["state"] for job in seen["jobs"]]) == ("running", ["running", "queued"])
+    assert seen["jobs"][1]["id"] == second
+    lab.run("scancel", "--batch", "--signal=USR2", seen["jobs"][0]["id"])  # as Slurm does when the time is nearly over
+    assert outcome(run, 0)["outcome"] == "drained"
+    third = follower(run, job=1)
+    until(lambda: begun(run, job=1), what="the second job makes steps", timeout_s=240)
+    made = [step["step"] for step in steps(run)]
+    assert made == sorted(set(made)), "no step was lost or made twice"
+    kill_driver(run, job=1)
+    until(lambda: begun(run, job=2), what="the third job makes steps", timeout_s=240)
+    assert not run.job(1).outcome.exists()
+    assert snapshot("n")["jobs"][2]["id"] == third
+    hpcrl("stop", "n")
+    assert outcome(run, 2)["outcome"] == "stopped"
+    assert run.job_numbers() == [0, 1, 2], "three in a row"
+    states = [job["state"] for job in snapshot("n")["jobs"]]
+    assert states == ["drained", "failed", "stopped"]
+
+
+def test_nothing_waits_behind_a_campaign_that_is_done(lab: Lab, campaigns: Path) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "d", "--watch", *SMALL, "-s", "job.num_jobs=2")
+    run = RunDir(campaigns / "d")
+    assert follower(run, job=0)
+    until(lambda: lab.run("squeue", "-h") == "", what="the queue is empty")
+    assert (snapshot("d")["state"], run.job_numbers()) == ("done", [0])
+
+
+def test_whoever_stops_a_campaign_stops_what_waits_behind_it(lab: Lab, campaigns: Path) -> None:
+    hpcrl(
+        "submit", "quickstart", "--site", "lab", "--name", "s", "-s", "train.num_steps=100000", "-s", "job.num_jobs=2"
+    )
+    run = RunDir(campaigns / "s")
+    follower(run, job=0)
+    hpcrl("stop", "s")
+    assert outcome(run)["outcome"] == "stopped"
+    until(lambda: lab.run("squeue", "-h") == "", what="the queue is empty")
+    assert (snapshot("s")["state"], run.job_numbers()) == ("stopped", [0])
