@@ -111,7 +111,7 @@ def _try(clearing: Callable[[], None]) -> None:
     """What a job takes back at its end, if Slurm answers."""
     try:
         clearing()
-    except SlurmError as error:
+    except (SlurmError, OSError) as error:
         print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
 
 
@@ -273,7 +273,7 @@ class Driver:
             return
         try:
             id = chain.follow(self.run, self.job, plan=self.plan, site=self.site, slurm_id=self.slurm_id)
-        except SlurmError as error:
+        except (SlurmError, OSError) as error:
             self.events.emit("fault", what="chain", detail=f"no job follows this one: {error}")
         else:
             if id is not None:
