@@ -76,7 +76,7 @@ def ending(run: RunDir, job: JobDir) -> tuple[Outcome, str] | None:
         return None
     if told is not None:
         return "failed", told["reason"]
-    if job.number == 0 or _made_checkpoint(run, job.number - 1):
+    if not job.follows.exists() or _made_checkpoint(run, job.number - 1):
         return None
     return "failed", f"jobs {job.number - 1} and {job.number} ended without a word and without a checkpoint"
 

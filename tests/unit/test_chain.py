@@ -116,6 +116,9 @@ def test_a_campaign_goes_on_where_there_is_more_to_do_and_something_comes_of_it(
 
 def test_jobs_that_are_killed_are_followed_until_two_in_a_row_made_no_checkpoint(run: RunDir) -> None:
     assert chain.ending(run, run.job(0)) is None
+    private_dir(run.job(1).root)
+    assert chain.ending(run, run.job(1)) is None, "a person submitted it, and may have mended what was wrong"
+    run.job(1).follows.write_text("1")
     assert chain.ending(run, run.job(1)) == ("failed", "jobs 0 and 1 ended without a word and without a checkpoint")
     checkpointed(run, 0)
     assert chain.ending(run, run.job(1)) is None
