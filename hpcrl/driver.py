@@ -1,20 +1,16 @@
 """Inside the job: `python -m hpcrl.driver CAMPAIGN JOB` starts the workers, watches them, ends them; touches no data.
 
-guardian   the batch script's own process; adopts every orphan and ends it, whatever becomes of the driver
-driver     its child: allocation -> runtime -> supervise until the trainer is done -> outcome
+A child of the guardian (guardian.py): allocation -> runtime -> supervise until the trainer is done -> outcome.
 """
 
-import json
 import os
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,25 +22,17 @@ from hpcrl.endpoints import address_of, this_node
 from hpcrl.errors import HpcrlError, SlurmError
 from hpcrl.events import EventLog
 from hpcrl.files import discard, last_line, private_dir, publish
+from hpcrl.guardian import CLOSE_GRACE_S, cancel_rewards, guarded, verdict
 from hpcrl.plan import Plan
-from hpcrl.processes import (
-    EXIT_DONE,
-    EXIT_DRAINED,
-    adopt_orphans,
-    die_with_parent,
-    end_descendants,
-    wait_for_descendants,
-)
+from hpcrl.processes import EXIT_DONE, EXIT_DRAINED
 from hpcrl.recipe import Recipe, RoleName
 from hpcrl.reporter import Reporter, wanted
 from hpcrl.rundir import JobDir, RunDir
 from hpcrl.scoring import Scoring
 from hpcrl.site import Site
 from hpcrl.slurm.allocation import read_allocation, scrub
-from hpcrl.slurm.side import cancel_recorded
 from hpcrl.weights import versions
 from hpcrl.weights.versions import Rung
-from hpcrl.weights.window import unlink_recorded
 
 if TYPE_CHECKING:
     from hpcrl.runtime import Runtime
@@ -55,64 +43,13 @@ RESTARTS = 3
 TICK_S = 0.1
 TERM_GRACE_S = 20.0
 """What is left after SIGTERM: Slurm kills 30 s later."""
-CLOSE_GRACE_S = 10.0
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 def main() -> int:
-    """The batch script's process: fork the driver, then guard it."""
+    """The batch script's process becomes the guardian of a child, which drives."""
     run, number = RunDir(Path(sys.argv[1])), int(sys.argv[2])
     job = run.job(number)
-    adopt_orphans()
-    answer, driver_end = os.pipe()
-    driver = os.fork()
-    if driver == 0:
-        os.close(answer)
-        die_with_parent()
-        os._exit(_drive(run, job, answer=driver_end))
-    os.close(driver_end)
-    return _guard(driver, run, job, answer=answer)
-
-
-def _guard(driver: int, run: RunDir, job: JobDir, *, answer: int) -> int:
-    """Pass signals on, wait for the driver, leave nothing behind, and only then record the outcome."""
-
-    def forward(number: int, _: FrameType | None) -> None:
-        os.kill(driver, number)
-
-    for sig in PASSED_ON:
-        signal.signal(sig, forward)
-    _, status = os.waitpid(driver, 0)
-    for sig in PASSED_ON:
-        signal.signal(sig, signal.SIG_IGN)  # from here on the end is on its way
-    publish(job.end, "")  # a driver that was killed could not ask its steps to end
-    wait_for_descendants(timeout_s=CLOSE_GRACE_S)
-    end_descendants(grace_s=CLOSE_GRACE_S)
-    unlink_recorded(job)
-    _cancel_recorded(job)
-    code = os.waitstatus_to_exitcode(status)
-    verdict = os.read(answer, 1 << 16)  # nobody else holds the other end any more
-    if verdict:
-        publish(job.outcome, verdict)
-    else:
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        publish(job.outcome, _verdict("failed", f"the driver {how}"))
-    if chain.ending(run, job) is not None:
-        _try(lambda: chain.take_back(run, job))
-    return code if code >= 0 else 128 - code
-
-
-def _cancel_recorded(job: JobDir) -> None:
-    """Reward jobs that a killed driver left: a queued one could wait for days, to find nobody to work for."""
-    _try(lambda: cancel_recorded(job.reward_jobs))
-
-
-def _try(clearing: Callable[[], None]) -> None:
-    """What a job takes back at its end, if Slurm answers."""
-    try:
-        clearing()
-    except (SlurmError, OSError) as error:
-        print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
+    return guarded(lambda answer: _drive(run, job, answer=answer), run, job)
 
 
 def _drive(run: RunDir, job: JobDir, *, answer: int) -> int:
@@ -126,12 +63,8 @@ def _drive(run: RunDir, job: JobDir, *, answer: int) -> int:
     except BaseException as error:  # noqa: BLE001 - the guardian must hear of it whatever broke
         reason = f"the driver broke: {type(error).__name__}: {error}"
         sys.excepthook(*sys.exc_info())  # os._exit follows: nobody else would print it
-    os.write(answer, _verdict(outcome, reason))
+    os.write(answer, verdict(outcome, reason))
     return 0 if outcome in ("done", "stopped", "drained") else 1
-
-
-def _verdict(outcome: Outcome, reason: str) -> bytes:
-    return json.dumps({"outcome": outcome, "reason": reason[:4000], "time": time.time()}).encode()
 
 
 @dataclass
@@ -207,7 +140,7 @@ class Driver:
         if allocation.job_id is not None:
             scrub(os.environ)
         for number in self.run.job_numbers():  # where a whole node died, nobody was left to end them
-            _cancel_recorded(self.run.job(number))
+            cancel_rewards(self.run.job(number))
         runtime = Runtime(
             self.plan,
             run=self.run,

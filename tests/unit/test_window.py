@@ -488,7 +488,7 @@ def test_a_record_removes_nothing_but_windows(tmp_path: Path) -> None:
 
 
 def test_the_guardian_can_clean_up_without_heavy_imports() -> None:
-    code = "import sys, hpcrl.weights.window; print(sorted({'torch', 'numpy', 'parsl'} & set(sys.modules)))"
+    code = "import sys, hpcrl.guardian; print(sorted({'torch', 'numpy', 'parsl'} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
 
