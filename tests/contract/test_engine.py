@@ -23,6 +23,8 @@ Opened = Callable[[], AbstractAsyncContextManager[Engine]]
 PROMPT = [2, 45, 78, 5, 36, 3]
 PLACES = 8
 """Requests that each of these engines serves at once."""
+IN_TIME = 5
+"""How often something is tried that has to come in the middle of a turn: the turn may be over before."""
 
 
 @asynccontextmanager
@@ -86,8 +88,9 @@ def on(opened: Opened, body: Callable[[Engine], Awaitable[Any]]) -> Any:
     return asyncio.run(run())
 
 
-async def until_running(engine: Engine) -> None:
-    while (await engine.load_figures()).num_generated_tokens == 0:
+async def until_running(engine: Engine, *, since: int = 0) -> None:
+    """Until tokens are made, beyond the first `since` of its life."""
+    while (await engine.load_figures()).num_generated_tokens <= since:
         await asyncio.sleep(0.001)
 
 
@@ -151,11 +154,16 @@ def test_a_request_id_in_use_is_refused(opened: Opened) -> None:
 
 
 def test_an_aborted_request_answers_with_what_it_has(opened: Opened) -> None:
-    async def body(engine: Engine) -> Any:
-        answer = asyncio.create_task(engine.generate(ask(max_new_tokens=500)))
-        await until_running(engine)
-        await engine.abort("r")
-        return await answer
+    async def body(engine: Engine) -> Completion:
+        for _ in range(IN_TIME):
+            before = (await engine.load_figures()).num_generated_tokens
+            turn = asyncio.create_task(engine.generate(ask(max_new_tokens=500)))
+            await until_running(engine, since=before)
+            await engine.abort("r")
+            answer = await turn
+            if answer.finish_reason == "aborted":
+                break
+        return answer
 
     answer = on(opened, body)
     assert answer.finish_reason == "aborted"
@@ -166,16 +174,26 @@ def test_aborting_an_unknown_request_does_nothing(opened: Opened) -> None:
     on(opened, lambda engine: engine.abort("nobody"))
 
 
-def test_a_caller_that_goes_away_takes_its_request_with_it(opened: Opened) -> None:
-    async def body(engine: Engine) -> None:
-        lost = asyncio.create_task(engine.generate(ask("lost", max_new_tokens=500)))
-        await until_running(engine)
-        lost.cancel()
+async def in_mid_turn(engine: Engine, leave: Callable[[Engine], Awaitable[None]]) -> None:
+    """Whoever leaves a turn of 500 tokens takes the rest of it along."""
+    for _ in range(IN_TIME):
+        before = (await engine.load_figures()).num_generated_tokens
+        await leave(engine)
         while (await engine.load_figures()).num_running:
             await asyncio.sleep(0.001)
-        assert (await engine.load_figures()).num_generated_tokens < 500
+        if (await engine.load_figures()).num_generated_tokens < before + 500:
+            return
+    raise AssertionError("every turn was served to its end")
 
-    on(opened, body)
+
+def test_a_caller_that_goes_away_takes_its_request_with_it(opened: Opened) -> None:
+    async def go_away(engine: Engine) -> None:
+        before = (await engine.load_figures()).num_generated_tokens
+        lost = asyncio.create_task(engine.generate(ask("lost", max_new_tokens=500)))
+        await until_running(engine, since=before)
+        lost.cancel()
+
+    on(opened, lambda engine: in_mid_turn(engine, go_away))
 
 
 def test_more_requests_than_the_batch_holds_are_all_answered(opened: Opened) -> None:
@@ -277,13 +295,13 @@ def test_a_stream_ends_with_the_stop_token(opened: Opened) -> None:
 
 
 def test_who_stops_listening_in_the_middle_of_a_stream_takes_the_request_with_him(opened: Opened) -> None:
-    async def body(engine: Engine) -> None:
+    async def stop_listening(engine: Engine) -> None:
         async with aclosing(engine.stream(ask(max_new_tokens=500))) as pieces:
             async for _ in pieces:
                 break
-        while (await engine.load_figures()).num_running:
-            await asyncio.sleep(0.001)
-        assert (await engine.load_figures()).num_generated_tokens < 500
+
+    async def body(engine: Engine) -> None:
+        await in_mid_turn(engine, stop_listening)
         assert len((await engine.generate(ask(max_new_tokens=4))).token_ids) == 4  # the name is free again
 
     on(opened, body)
@@ -291,11 +309,14 @@ def test_who_stops_listening_in_the_middle_of_a_stream_takes_the_request_with_hi
 
 def test_a_stream_that_is_aborted_says_so(opened: Opened) -> None:
     async def body(engine: Engine) -> list[Part]:
-        pieces = []
-        async for piece in engine.stream(ask(max_new_tokens=500)):
-            pieces.append(piece)
-            if len(pieces) == 1:
-                await engine.abort("r")
+        for _ in range(IN_TIME):
+            pieces = []
+            async for piece in engine.stream(ask(max_new_tokens=500)):
+                pieces.append(piece)
+                if len(pieces) == 1:
+                    await engine.abort("r")
+            if pieces[-1].finish_reason == "aborted":
+                break
         return pieces
 
     pieces = on(opened, body)
