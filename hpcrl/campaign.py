@@ -21,7 +21,7 @@ from hpcrl.recipe import Recipe, load_recipe
 from hpcrl.rundir import SPOOLS, JobDir, RunDir
 from hpcrl.site import Site, load_site
 from hpcrl.slurm import submit as slurm
-from hpcrl.slurm.script import batch_script
+from hpcrl.slurm.script import batch_script, python_of, script_of_job
 
 T = TypeVar("T")
 CHECK_TIMEOUT_S = 120
@@ -57,7 +57,7 @@ def _with_absolute_model(recipe: Recipe) -> Recipe:
 def script_of(asked: Request, *, name: str) -> str:
     """The batch script as `hpcrl plan` shows it; submitting only fills in the campaign's own path."""
     run = RunDir(home.shown_root(asked.site) / name)
-    return batch_script(asked.plan, run=run, job=0, python=_python(asked.site), exports=_exports().items())
+    return batch_script(asked.plan, run=run, job=0, python=python_of(asked.site), exports=_exports().items())
 
 
 def submit(asked: Request, *, name: str | None = None) -> RunDir:
@@ -101,7 +101,7 @@ def check(asked: Request) -> None:
 
 def _check_user_code(asked: Request) -> None:
     """Import environments and rewards with the interpreter of the jobs, before anything is queued."""
-    command = [_python(asked.site), "-m", "hpcrl.envs.check"]
+    command = [python_of(asked.site), "-m", "hpcrl.envs.check"]
     try:
         done = subprocess.run(
             command,
@@ -269,8 +269,7 @@ def _state(job: JobDir, site: Site) -> str:
 def _start_job(run: RunDir, asked: Request, *, number: int) -> None:
     job = _job_dir(run, number)
     try:
-        exports = read_json(run.campaign)["exports"].items()
-        script = batch_script(asked.plan, run=run, job=number, python=_python(asked.site), exports=exports)
+        script = script_of_job(asked.plan, run=run, job=number, site=asked.site)
         slurm.submit(script, job=job, site=asked.site)
     except BaseException:
         discard(job.root)
@@ -302,10 +301,6 @@ def _describe(run: RunDir, asked: Request) -> None:
 def _folders(run: RunDir) -> list[Path]:
     spools = [run.spool(name) for name in SPOOLS]
     return [run.events, run.endpoints, run.weights, run.checkpoints, run.task_blocks, *spools]
-
-
-def _python(site: Site) -> str:
-    return site.python or sys.executable
 
 
 def _exports() -> dict[str, str]:

@@ -8,11 +8,8 @@ has nothing to follow is taken back; one that begins all the same sees that, and
     ending      what a campaign ends with, if no job is to follow this one
 """
 
-import sys
 import time
 from typing import Literal
-
-import msgspec
 
 from hpcrl.events import EventReader
 from hpcrl.files import discard, private_dir, publish, read_json
@@ -20,8 +17,8 @@ from hpcrl.plan import Plan
 from hpcrl.rundir import JobDir, RunDir
 from hpcrl.site import Site
 from hpcrl.slurm import side
-from hpcrl.slurm.script import batch_script
-from hpcrl.slurm.submit import Submitted
+from hpcrl.slurm.script import script_of_job
+from hpcrl.slurm.submit import Submitted, record
 
 Outcome = Literal["done", "failed", "stopped", "drained"]
 """How a job ends; only a campaign whose last job drained has more to do."""
@@ -37,17 +34,12 @@ def follow(run: RunDir, job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -
     try:
         private_dir(following.logs)
         publish(following.follows, str(num_left - 1))
-        exports = read_json(run.campaign)["exports"].items()
-        script = batch_script(
-            plan, run=run, job=following.number, python=site.python or sys.executable, exports=exports
-        )
-        publish(following.script, script, mode=0o700)
+        publish(following.script, script_of_job(plan, run=run, job=following.number, site=site), mode=0o700)
         id = side.queue(following.script, f"--dependency=afterany:{slurm_id}")
     except BaseException:
         discard(following.root)
         raise
-    record = Submitted(id=id, scheduler="slurm", time=time.time())
-    publish(following.submitted, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+    record(Submitted(id=id, scheduler="slurm", time=time.time()), job=following)
     return id
 
 

@@ -1,12 +1,15 @@
 """Plan -> batch script. The only place that makes batch text; the text holds no role logic."""
 
 import shlex
+import sys
 from collections.abc import Iterable, Sequence
 
 from hpcrl.config import shipped
 from hpcrl.errors import PlanError
+from hpcrl.files import read_json
 from hpcrl.plan import Plan
 from hpcrl.rundir import RunDir
+from hpcrl.site import Site
 
 
 def batch_script(plan: Plan, *, run: RunDir, job: int, python: str, exports: Iterable[tuple[str, str]] = ()) -> str:
@@ -20,6 +23,17 @@ def batch_script(plan: Plan, *, run: RunDir, job: int, python: str, exports: Ite
         lines += ["", _prologue(plan.prologue).rstrip()]
     driver = [python, "-m", "hpcrl.driver", str(run.root), str(job)]
     return "\n".join([*lines, "", f"exec {shlex.join(driver)}", ""])
+
+
+def script_of_job(plan: Plan, *, run: RunDir, job: int, site: Site) -> str:
+    """The same for a campaign that is there, with what its first submission exported."""
+    exports = read_json(run.campaign)["exports"].items()
+    return batch_script(plan, run=run, job=job, python=python_of(site), exports=exports)
+
+
+def python_of(site: Site) -> str:
+    """The interpreter of the jobs."""
+    return site.python or sys.executable
 
 
 def reward_script(plan: Plan, *, run: RunDir, job: int, name: str, command: Sequence[str]) -> str:

@@ -74,8 +74,13 @@ def require_slurm(site: Site) -> None:
 def submit(script: str, *, job: JobDir, site: Site) -> Submitted:
     """Start a job of a campaign and record its id at once."""
     submitted = _submit_local(script, job=job) if site.scheduler == "local" else _submit_slurm(script, job, site)
-    publish(job.submitted, msgspec.json.format(msgspec.json.encode(submitted), indent=2) + b"\n")
+    record(submitted, job=job)
     return submitted
+
+
+def record(submitted: Submitted, *, job: JobDir) -> None:
+    """From now on this job may be cancelled."""
+    publish(job.submitted, msgspec.json.format(msgspec.json.encode(submitted), indent=2) + b"\n")
 
 
 def test_only(script: Path, *, site: Site) -> str:

@@ -23,8 +23,10 @@ Opened = Callable[[], AbstractAsyncContextManager[Engine]]
 PROMPT = [2, 45, 78, 5, 36, 3]
 PLACES = 8
 """Requests that each of these engines serves at once."""
-IN_TIME = 5
-"""How often something is tried that has to come in the middle of a turn: the turn may be over before."""
+LONG = 500
+"""Tokens of a turn in the middle of which something is to happen."""
+TRIES = 5
+"""How often that is tried; only a turn that was over before does not count."""
 
 
 @asynccontextmanager
@@ -88,9 +90,13 @@ def on(opened: Opened, body: Callable[[Engine], Awaitable[Any]]) -> Any:
     return asyncio.run(run())
 
 
+async def num_made(engine: Engine) -> int:
+    return (await engine.load_figures()).num_generated_tokens
+
+
 async def until_running(engine: Engine, *, since: int = 0) -> None:
     """Until tokens are made, beyond the first `since` of its life."""
-    while (await engine.load_figures()).num_generated_tokens <= since:
+    while await num_made(engine) <= since:
         await asyncio.sleep(0.001)
 
 
@@ -155,45 +161,48 @@ def test_a_request_id_in_use_is_refused(opened: Opened) -> None:
 
 def test_an_aborted_request_answers_with_what_it_has(opened: Opened) -> None:
     async def body(engine: Engine) -> Completion:
-        for _ in range(IN_TIME):
-            before = (await engine.load_figures()).num_generated_tokens
-            turn = asyncio.create_task(engine.generate(ask(max_new_tokens=500)))
+        for _ in range(TRIES):
+            before = await num_made(engine)
+            turn = asyncio.create_task(engine.generate(ask(max_new_tokens=LONG)))
             await until_running(engine, since=before)
+            in_the_middle = await num_made(engine) < before + LONG
             await engine.abort("r")
             answer = await turn
-            if answer.finish_reason == "aborted":
+            if in_the_middle:
                 break
         return answer
 
     answer = on(opened, body)
     assert answer.finish_reason == "aborted"
-    assert 0 < len(answer.token_ids) == len(answer.logprobs) < 500
+    assert 0 < len(answer.token_ids) == len(answer.logprobs) < LONG
 
 
 def test_aborting_an_unknown_request_does_nothing(opened: Opened) -> None:
     on(opened, lambda engine: engine.abort("nobody"))
 
 
-async def in_mid_turn(engine: Engine, leave: Callable[[Engine], Awaitable[None]]) -> None:
-    """Whoever leaves a turn of 500 tokens takes the rest of it along."""
-    for _ in range(IN_TIME):
-        before = (await engine.load_figures()).num_generated_tokens
-        await leave(engine)
+async def takes_the_rest_along(engine: Engine, leave: Callable[[Engine], Awaitable[int]]) -> None:
+    """Whoever leaves a long turn; `leave` says how many tokens there were just before."""
+    for _ in range(TRIES):
+        before = await num_made(engine)
+        in_the_middle = await leave(engine) < before + LONG
         while (await engine.load_figures()).num_running:
             await asyncio.sleep(0.001)
-        if (await engine.load_figures()).num_generated_tokens < before + 500:
-            return
-    raise AssertionError("every turn was served to its end")
+        if in_the_middle:
+            break
+    assert await num_made(engine) < before + LONG
 
 
 def test_a_caller_that_goes_away_takes_its_request_with_it(opened: Opened) -> None:
-    async def go_away(engine: Engine) -> None:
-        before = (await engine.load_figures()).num_generated_tokens
-        lost = asyncio.create_task(engine.generate(ask("lost", max_new_tokens=500)))
+    async def go_away(engine: Engine) -> int:
+        before = await num_made(engine)
+        lost = asyncio.create_task(engine.generate(ask("lost", max_new_tokens=LONG)))
         await until_running(engine, since=before)
+        made = await num_made(engine)
         lost.cancel()
+        return made
 
-    on(opened, lambda engine: in_mid_turn(engine, go_away))
+    on(opened, lambda engine: takes_the_rest_along(engine, go_away))
 
 
 def test_more_requests_than_the_batch_holds_are_all_answered(opened: Opened) -> None:
@@ -295,13 +304,14 @@ def test_a_stream_ends_with_the_stop_token(opened: Opened) -> None:
 
 
 def test_who_stops_listening_in_the_middle_of_a_stream_takes_the_request_with_him(opened: Opened) -> None:
-    async def stop_listening(engine: Engine) -> None:
-        async with aclosing(engine.stream(ask(max_new_tokens=500))) as pieces:
+    async def stop_listening(engine: Engine) -> int:
+        async with aclosing(engine.stream(ask(max_new_tokens=LONG))) as pieces:
             async for _ in pieces:
                 break
+            return await num_made(engine)
 
     async def body(engine: Engine) -> None:
-        await in_mid_turn(engine, stop_listening)
+        await takes_the_rest_along(engine, stop_listening)
         assert len((await engine.generate(ask(max_new_tokens=4))).token_ids) == 4  # the name is free again
 
     on(opened, body)
@@ -309,19 +319,20 @@ def test_who_stops_listening_in_the_middle_of_a_stream_takes_the_request_with_hi
 
 def test_a_stream_that_is_aborted_says_so(opened: Opened) -> None:
     async def body(engine: Engine) -> list[Part]:
-        for _ in range(IN_TIME):
-            pieces = []
-            async for piece in engine.stream(ask(max_new_tokens=500)):
+        for _ in range(TRIES):
+            before, pieces, in_the_middle = await num_made(engine), [], False
+            async for piece in engine.stream(ask(max_new_tokens=LONG)):
                 pieces.append(piece)
                 if len(pieces) == 1:
+                    in_the_middle = await num_made(engine) < before + LONG
                     await engine.abort("r")
-            if pieces[-1].finish_reason == "aborted":
+            if in_the_middle:
                 break
         return pieces
 
     pieces = on(opened, body)
     assert pieces[-1].finish_reason == "aborted"
-    assert 0 < len(joined(pieces).token_ids) < 500
+    assert 0 < len(joined(pieces).token_ids) < LONG
 
 
 def test_a_stream_of_a_request_that_makes_no_sense_is_refused(opened: Opened) -> None:
