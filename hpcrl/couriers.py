@@ -187,7 +187,7 @@ class Couriers:
         """Other ways, on the nodes that are left when one is lost; a rung that failed there may have failed by that."""
         if ways != self.ways:
             self._end()
-            self.ways, self._num_useless, self._failures = ways, 0, 0
+            self.ways, self._num_useless, self._failures, self._has_served = ways, 0, 0, False
             self.start()
 
     @property

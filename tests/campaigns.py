@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.events import read_events
-from hpcrl.files import last_line, read_json
+from hpcrl.files import read_json
 from hpcrl.rundir import RunDir
 
 SMALL = ("-s", "train.num_steps=4", "-s", "train.groups_per_step=2", "-s", "rollout.group_size=4")
@@ -79,18 +79,24 @@ def driver_of(run: RunDir) -> int:
     return int(children[0])
 
 
-def last_words(campaigns: Path, *, most: int = 6) -> list[tuple[str, str]]:
-    """Of each campaign, the last events of every kind and the last line of each log; titles and texts."""
+def last_words(campaigns: Path, *, most: int = 8) -> list[tuple[str, str]]:
+    """Of each campaign, the last lines of its logs and the last events of every kind, of what is frequent only one."""
     told = []
     for run in map(RunDir, sorted(campaigns.glob("*"))):
-        seen: Counter[str] = Counter()
-        events: list[str] = []
-        for event in reversed(read_events(run.events)):
-            seen[event["event"]] += 1
-            if seen[event["event"]] <= most:
-                events.insert(0, json.dumps(event)[:400])
-        logs = [f"{path.name}: {last_line(path)}" for path in sorted(run.jobs.glob("*/logs/*.log"))]
-        told.append((f"campaign {run.name}", "\n".join(events + logs)))
+        lines = [
+            f"{path.name}: {line[:300]}"
+            for path in sorted(run.jobs.glob("*/logs/*.log"))
+            for line in path.read_text(errors="replace").splitlines()[-(most if path.stem == "couriers" else 1) :]
+        ]
+        events = read_events(run.events)
+        numbers = Counter(event["event"] for event in events)
+        left = {kind: most if number < 10 * most else 1 for kind, number in numbers.items()}
+        rare = []
+        for event in reversed(events):
+            left[event["event"]] -= 1
+            if left[event["event"]] >= 0:
+                rare.insert(0, json.dumps(event)[:300])
+        told.append((f"campaign {run.name}", "\n".join(lines + rare)))
     return told
 
 

@@ -7,7 +7,7 @@ Any failure ends the whole step; the driver starts it again, and the newest vers
 
     sender.py      the trainer's first node     contributor.py  its other nodes      receiver.py  all that are not its
     intake.py      what comes into a window     messages.py     how parts are cut
-    link.py        what all stand on            mpi.py tcp.py   the wires
+    link.py        what all stand on            mpi.py tcp.py   the wires (pmi.py: how MPI begins under Slurm)
     transfer.py    what they tell each other
 """
 

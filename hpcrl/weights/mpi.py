@@ -11,6 +11,8 @@ from pathlib import Path
 import mpi4py
 
 from hpcrl.weights.link import NAPS_S, Done, Tag
+from hpcrl.weights.pmi import short_values
+from hpcrl.weights.remains import free_mpi
 from hpcrl.weights.transfer import NoWorldError
 
 mpi4py.rc.initialize = False  # only under the watchdog
@@ -23,7 +25,9 @@ NAME_BYTES = 256
 
 def join(node: str, *, num_ranks: int) -> "tuple[MpiWire, list[str]]":
     """This rank's wire, and the node of every rank."""
-    MPI.Init_thread(MPI.THREAD_FUNNELED)
+    free_mpi()
+    with short_values():
+        MPI.Init_thread(MPI.THREAD_FUNNELED)
     try:
         comm = MPI.COMM_WORLD
         if comm.Get_size() != num_ranks:

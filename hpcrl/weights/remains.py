@@ -1,13 +1,16 @@
 """What the dead have left in the shared memory of a node, and nothing else.
 
     sweep     remove windows that nobody has open, and the segments that a ledger names whose keeper is dead
+    free_mpi  remove the segments of MPI worlds that are gone, so that a world of the same name can begin
     Ledger    a keeper's list of the segments that the processes below it have made (vLLM's do, and forget them when
               they are killed); it lies in shared memory too, for who comes after a keeper that was killed
 
-Who lives holds a lock, on its window or on its ledger; locks end with processes, in whatever container these were. What
-is of another user, of the last minute, or by its first bytes no file of this kind is left alone.
+Who lives holds a lock, on its window or on its ledger; locks end with processes, in whatever container these were. MPI
+takes none: there, who lives has the segment mapped. What is of another user, of the last moment, or by its first bytes
+no file of this kind is left alone.
 """
 
+import contextlib
 import os
 import re
 import time
@@ -18,6 +21,8 @@ from hpcrl.weights.window_file import FRESH, LIFE_LOCK, MAGIC, SHARED_MEMORY, is
 
 YOUNG_S = 60.0
 """A file that was touched so lately may have an owner that is just about to lock it."""
+JUST_MADE_S = 5.0
+"""A segment that MPI made so lately may be just about to be mapped."""
 LEDGER_MAGIC = b"hpcrlLG1"
 _SEGMENT = re.compile(r"(?:psm_|sem\.mp-)[\w.-]+")
 """What Python's multiprocessing calls its memory and its semaphores."""
@@ -43,6 +48,20 @@ def sweep(directory: Path = SHARED_MEMORY) -> list[str]:
         finally:
             os.close(fd)
     return removed
+
+
+def free_mpi(directory: Path = SHARED_MEMORY) -> list[str]:
+    """Remove MPICH's segments that no process has mapped; the names of what is gone.
+
+    They are named after the step's number, which comes again where Slurm begins anew to count, as in a new lab. A world
+    that finds one takes it for its own, and waits for the dead without an end.
+    """
+    dead = {path for path in directory.glob("mpich_*") if is_ours(path) and _age_s(path) > JUST_MADE_S}
+    if dead:
+        dead -= {Path(found[2]) for maps in Path("/proc").glob("[0-9]*/maps") for found in _mappings(maps)}
+    for path in dead:
+        path.unlink(missing_ok=True)
+    return sorted(path.name for path in dead)
 
 
 class Ledger:
@@ -79,14 +98,15 @@ class Ledger:
 
 def _mapped_by(pid: int, directory: Path) -> Iterator[str]:
     """A line for each segment that a process has mapped: its name and its inode."""
-    try:
-        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-    except OSError:  # it has ended
-        return
-    for line in maps.splitlines():
-        found = _MAPPED.fullmatch(line)
-        if found and Path(found[2]).parent == directory and _SEGMENT.fullmatch(Path(found[2]).name):
+    for found in _mappings(Path(f"/proc/{pid}/maps")):
+        if Path(found[2]).parent == directory and _SEGMENT.fullmatch(Path(found[2]).name):
             yield f"{Path(found[2]).name} {found[1]}"
+
+
+def _mappings(maps: Path) -> Iterator[re.Match[str]]:
+    """The files that a process has mapped: inode and path."""
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        yield from filter(None, map(_MAPPED.fullmatch, maps.read_text(errors="replace").splitlines()))
 
 
 def _remove_segments(ledger: int, directory: Path) -> list[str]:

@@ -160,6 +160,17 @@ def test_without_the_lost_node_every_rung_is_tried_again(started: list[Couriers]
     serving(couriers, "mpi")
 
 
+def test_a_rung_that_does_not_come_to_serve_without_the_lost_node_is_left_for_the_next_one(
+    started: list[Couriers], job: JobDir
+) -> None:
+    couriers = start(started, job, SERVE)
+    serving(couriers)
+    programs: list[tuple[RungName, str]] = [("mpi", CRASH), ("tcp", SERVE)]
+    couriers.go([Way(rung=name, command=[sys.executable, "-c", text, str(job.root)]) for name, text in programs])
+    failures(couriers, number=TRIES)
+    serving(couriers, "tcp")
+
+
 def test_what_would_fail_again_is_not_tried_again(started: list[Couriers], job: JobDir) -> None:
     couriers = start(started, job, HOPELESS, HOPELESS)
     assert failures(couriers, number=2) == ["a world of 1", "a world of 1"]

@@ -1,5 +1,6 @@
 """What dead processes leave in shared memory goes; what is alive, young or of somebody else stays."""
 
+import mmap
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from hpcrl.files import private_dir
 from hpcrl.rundir import RunDir
 from hpcrl.weights import remains
 from hpcrl.weights.layout import Layout
-from hpcrl.weights.remains import Ledger, sweep
+from hpcrl.weights.remains import Ledger, free_mpi, sweep
 from hpcrl.weights.window import Window
 from hpcrl.weights.window_file import SHARED_MEMORY, Key
 
@@ -175,3 +176,19 @@ def test_a_name_that_was_used_again_is_left_alone(
     assert ledger.clear() == []
     assert segment.read_bytes() == b"of another"
     segment.unlink()
+
+
+# ---- MPI's segments
+
+
+def test_an_mpi_segment_that_nobody_has_mapped_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead, alive, other = tmp_path / "mpich_shm_9c14bc10_0", tmp_path / "mpich_vci_9c14bc10_0", tmp_path / "shm_9c_0"
+    for path in (dead, alive, other):
+        path.write_bytes(bytes(mmap.PAGESIZE))
+    assert free_mpi(tmp_path) == [], "they may be just about to be mapped"
+    monkeypatch.setattr(remains, "JUST_MADE_S", -1.0)
+    with alive.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert free_mpi(tmp_path) == [dead.name]
+    assert not dead.exists()
+    assert free_mpi(tmp_path) == [alive.name]
+    assert other.exists()

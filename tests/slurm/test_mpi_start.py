@@ -1,0 +1,64 @@
+"""MPI worlds of the couriers come up on the lab also where MPICH and Slurm would let them hang."""
+
+import os
+import sys
+import textwrap
+import time
+
+import pytest
+from lab_tools import Lab
+
+from hpcrl.weights.remains import JUST_MADE_S
+from hpcrl.weights.window_file import SHARED_MEMORY
+
+pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(300)]
+
+JOIN = """
+import faulthandler, os
+faulthandler.dump_traceback_later(60, exit=True)
+from hpcrl.weights import mpi
+wire, nodes = mpi.join(os.environ["SLURMD_NODENAME"], num_ranks=2)
+print(*sorted(nodes), flush=True)
+os._exit(0)
+"""
+NOTHING_IS_ZERO = """
+import ctypes, random
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+chunks = []
+for number in range(60000):
+    size = 200 + number % 6 * 200
+    chunks.append(libc.malloc(size))
+    ctypes.memmove(chunks[-1], random.randbytes(size), size)
+for chunk in chunks[::2]:
+    libc.free(chunk)
+"""
+
+
+def world(lab: Lab, program: str) -> list[str]:
+    """What each rank says that runs this on two nodes."""
+    where = ("--partition=decode", "--nodes=2", "--ntasks-per-node=1", "--mpi=pmi2", "--kill-on-bad-exit=1")
+    return lab.run("srun", *where, sys.executable, "-c", textwrap.dedent(program)).splitlines()
+
+
+def test_a_world_comes_up_whatever_follows_its_address_in_memory(lab: Lab) -> None:
+    assert world(lab, NOTHING_IS_ZERO + JOIN) == ["decode1 decode2"] * 2
+
+
+def test_a_world_comes_up_where_one_of_its_name_has_died(lab: Lab) -> None:
+    job = int(lab.run("srun", "--partition=decode", "--nodes=1", "printenv", "SLURM_JOB_ID"))
+    left = [SHARED_MEMORY / f"mpich_shm_{hashed(f'{job + 1}.0'):x}_{node}" for node in (0, 1)]
+    for path in left:
+        path.touch(mode=0o600)
+        os.truncate(path, 1 << 20)
+    time.sleep(JUST_MADE_S + 1)
+    assert world(lab, JOIN) == ["decode1 decode2"] * 2
+    assert not any(path.exists() for path in left)
+
+
+def hashed(name: str) -> int:
+    """FNV-1a, by which MPICH names the segments of a world."""
+    number = 0x811C9DC5
+    for byte in name.encode():
+        number = (number ^ byte) * 0x01000193 & 0xFFFFFFFF
+    return number

@@ -1,0 +1,64 @@
+"""The relay between MPICH and Slurm: what it changes, and that it is gone once MPI has begun."""
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from hpcrl.processes import descendants
+from hpcrl.weights.pmi import VALUE_NBYTES, short_values
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Slurm's end of what a rank is given."""
+    end, given = socket.socketpair()
+    end.settimeout(30)
+    monkeypatch.setenv("SLURM_MPI_TYPE", "pmi2")
+    monkeypatch.setenv("PMI_FD", str(given.fileno()))
+    yield end
+    end.close()
+    given.close()
+
+
+def asked(slurm: socket.socket, command: bytes, answer: bytes) -> bytes:
+    """What MPI hears when it says `command`, which has to reach Slurm as it is, and Slurm says `answer`."""
+    fd = int(os.environ["PMI_FD"])
+    os.write(fd, command)
+    assert slurm.recv(1 << 16) == command
+    slurm.sendall(answer)
+    return os.read(fd, 1 << 16)
+
+
+@pytest.mark.parametrize(("most", "told"), [(1024, VALUE_NBYTES), (4096, VALUE_NBYTES), (256, 256)])
+def test_slurm_takes_no_more_than_it_can_read(slurm: socket.socket, most: int, told: int) -> None:
+    with short_values():
+        answer = asked(
+            slurm, b"cmd=get_maxes\n", b"cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=%d\n" % most
+        )
+    assert answer == b"cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=%d\n" % told
+
+
+def test_all_else_is_passed_on_as_it_is(slurm: socket.socket) -> None:
+    with short_values():
+        for line in (b"cmd=put kvsname=1.0 key=a value=vallen_max=5000\n", b"cmd=barrier_in\n"):
+            assert asked(slurm, line, b"cmd=get_result rc=0 value=vallen_max=5000\n").endswith(b"vallen_max=5000\n")
+
+
+def test_once_mpi_has_begun_it_speaks_with_slurm_itself(slurm: socket.socket) -> None:
+    before = descendants()
+    with short_values():
+        fd = int(os.environ["PMI_FD"])
+        assert len(descendants()) == len(before) + 1
+    assert descendants() == before
+    assert asked(slurm, b"cmd=get_maxes\n", b"cmd=maxes vallen_max=1024\n") == b"cmd=maxes vallen_max=1024\n"
+    os.close(fd)
+
+
+def test_a_world_of_another_kind_is_left_alone(slurm: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_MPI_TYPE", "pmix")
+    before = os.environ["PMI_FD"]
+    with short_values():
+        assert os.environ["PMI_FD"] == before
+        assert not descendants()
