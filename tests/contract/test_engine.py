@@ -149,14 +149,21 @@ def test_a_request_that_makes_no_sense_is_refused(opened: Opened, changes: dict[
 
 
 def test_a_request_id_in_use_is_refused(opened: Opened) -> None:
-    async def body(engine: Engine) -> None:
-        first = asyncio.create_task(engine.generate(ask(max_new_tokens=400)))
-        await until_running(engine)
-        with pytest.raises(EngineError, match="served already"):
-            await engine.generate(ask())
-        assert len((await first).token_ids) == 400
+    async def body(engine: Engine) -> Completion | BaseException:
+        for _ in range(TRIES):
+            before = await num_made(engine)
+            first = asyncio.create_task(engine.generate(ask(max_new_tokens=LONG)))
+            await until_running(engine, since=before)
+            in_the_middle = await num_made(engine) < before + LONG
+            [second] = await asyncio.gather(engine.generate(ask()), return_exceptions=True)
+            assert len((await first).token_ids) == LONG
+            if in_the_middle:
+                break
+        return second
 
-    on(opened, body)
+    answer = on(opened, body)
+    assert isinstance(answer, EngineError)
+    assert "served already" in str(answer)
 
 
 def test_an_aborted_request_answers_with_what_it_has(opened: Opened) -> None:
