@@ -26,7 +26,7 @@ PLACES = 8
 LONG = 500
 """Tokens of a turn in the middle of which something is to happen."""
 TRIES = 5
-"""How often that is tried; only a turn that was over before does not count."""
+"""How often that is tried: where others use the machine too, a turn may be over before."""
 
 
 @asynccontextmanager
@@ -154,10 +154,9 @@ def test_a_request_id_in_use_is_refused(opened: Opened) -> None:
             before = await num_made(engine)
             first = asyncio.create_task(engine.generate(ask(max_new_tokens=LONG)))
             await until_running(engine, since=before)
-            in_the_middle = await num_made(engine) < before + LONG
             [second] = await asyncio.gather(engine.generate(ask()), return_exceptions=True)
             assert len((await first).token_ids) == LONG
-            if in_the_middle:
+            if isinstance(second, EngineError):
                 break
         return second
 
@@ -172,10 +171,9 @@ def test_an_aborted_request_answers_with_what_it_has(opened: Opened) -> None:
             before = await num_made(engine)
             turn = asyncio.create_task(engine.generate(ask(max_new_tokens=LONG)))
             await until_running(engine, since=before)
-            in_the_middle = await num_made(engine) < before + LONG
             await engine.abort("r")
             answer = await turn
-            if in_the_middle:
+            if len(answer.token_ids) < LONG:
                 break
         return answer
 
@@ -188,26 +186,24 @@ def test_aborting_an_unknown_request_does_nothing(opened: Opened) -> None:
     on(opened, lambda engine: engine.abort("nobody"))
 
 
-async def takes_the_rest_along(engine: Engine, leave: Callable[[Engine], Awaitable[int]]) -> None:
-    """Whoever leaves a long turn; `leave` says how many tokens there were just before."""
+async def takes_the_rest_along(engine: Engine, leave: Callable[[Engine], Awaitable[None]]) -> None:
+    """Whoever leaves a long turn."""
     for _ in range(TRIES):
         before = await num_made(engine)
-        in_the_middle = await leave(engine) < before + LONG
+        await leave(engine)
         while (await engine.load_figures()).num_running:
             await asyncio.sleep(0.001)
-        if in_the_middle:
+        if (made := await num_made(engine) - before) < LONG:
             break
-    assert await num_made(engine) < before + LONG
+    assert 0 < made < LONG
 
 
 def test_a_caller_that_goes_away_takes_its_request_with_it(opened: Opened) -> None:
-    async def go_away(engine: Engine) -> int:
+    async def go_away(engine: Engine) -> None:
         before = await num_made(engine)
         lost = asyncio.create_task(engine.generate(ask("lost", max_new_tokens=LONG)))
         await until_running(engine, since=before)
-        made = await num_made(engine)
         lost.cancel()
-        return made
 
     on(opened, lambda engine: takes_the_rest_along(engine, go_away))
 
@@ -311,11 +307,10 @@ def test_a_stream_ends_with_the_stop_token(opened: Opened) -> None:
 
 
 def test_who_stops_listening_in_the_middle_of_a_stream_takes_the_request_with_him(opened: Opened) -> None:
-    async def stop_listening(engine: Engine) -> int:
+    async def stop_listening(engine: Engine) -> None:
         async with aclosing(engine.stream(ask(max_new_tokens=LONG))) as pieces:
             async for _ in pieces:
                 break
-            return await num_made(engine)
 
     async def body(engine: Engine) -> None:
         await takes_the_rest_along(engine, stop_listening)
@@ -327,13 +322,12 @@ def test_who_stops_listening_in_the_middle_of_a_stream_takes_the_request_with_hi
 def test_a_stream_that_is_aborted_says_so(opened: Opened) -> None:
     async def body(engine: Engine) -> list[Part]:
         for _ in range(TRIES):
-            before, pieces, in_the_middle = await num_made(engine), [], False
+            pieces = []
             async for piece in engine.stream(ask(max_new_tokens=LONG)):
                 pieces.append(piece)
                 if len(pieces) == 1:
-                    in_the_middle = await num_made(engine) < before + LONG
                     await engine.abort("r")
-            if in_the_middle:
+            if len(joined(pieces).token_ids) < LONG:
                 break
         return pieces
 
