@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,15 +14,19 @@ from hpcrl.engines.base import Completion, Engine, GenerateRequest, Part, joined
 from hpcrl.engines.embedded import EmbeddedEngine, load_model
 from hpcrl.engines.http import RemoteEngine, client_session, kv_fetcher, serve
 from hpcrl.engines.sim import SimEngine, SimSettings
+from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.errors import EngineError
 from hpcrl.hardware import GPUS
+from hpcrl.recipe import TinyModel
 from hpcrl.weights.store import MemoryStore
 
 Opened = Callable[[], AbstractAsyncContextManager[Engine]]
 PROMPT = [2, 45, 78, 5, 36, 3]
 PLACES = 8
 """Requests that each of these engines serves at once."""
-LONG = 500
+CONTEXT = 2048
+"""Of each of these engines."""
+LONG = 2000
 """Tokens of a turn in the middle of which something is to happen."""
 TRIES = 5
 """How often that is tried: where others use the machine too, a turn may be over before."""
@@ -46,7 +49,7 @@ async def over_http(model: Any) -> AsyncIterator[Engine]:
         await runner.cleanup()
 
 
-SIM = SimSettings(vocabulary=100, context_length=512, max_batch=PLACES)
+SIM = SimSettings(vocabulary=100, context_length=CONTEXT, max_batch=PLACES)
 SIM_PACE = pace(GPUS["h20"], shape=ModelShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, num_dense=90000))
 
 
@@ -68,8 +71,10 @@ async def simulated_over_http(_: Any) -> AsyncIterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model_dir: Path) -> Any:
-    return load_model(tiny_model_dir, device="cpu")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("engine") / "model"
+    make_tiny_model(directory, TinyModel(context_length=CONTEXT), seed=0)
+    return load_model(directory, device="cpu")
 
 
 @pytest.fixture(params=[in_process, over_http, simulated, simulated_over_http])
@@ -129,8 +134,8 @@ def test_generation_ends_with_the_first_stop_token(opened: Opened) -> None:
 
 
 def test_a_request_longer_than_the_context_is_refused_with_the_numbers(opened: Opened) -> None:
-    with pytest.raises(EngineError, match=r"500 prompt tokens and 13 new ones are 513.* context is 512"):
-        on(opened, lambda engine: engine.generate(ask(token_ids=[5] * 500, max_new_tokens=13)))
+    with pytest.raises(EngineError, match=r"2000 prompt tokens and 49 new ones are 2049.* context is 2048"):
+        on(opened, lambda engine: engine.generate(ask(token_ids=[5] * 2000, max_new_tokens=49)))
 
 
 @pytest.mark.parametrize(
@@ -149,20 +154,22 @@ def test_a_request_that_makes_no_sense_is_refused(opened: Opened, changes: dict[
 
 
 def test_a_request_id_in_use_is_refused(opened: Opened) -> None:
-    async def body(engine: Engine) -> Completion | BaseException:
+    async def body(engine: Engine) -> tuple[Completion, Completion | BaseException]:
         for _ in range(TRIES):
             before = await num_made(engine)
-            first = asyncio.create_task(engine.generate(ask(max_new_tokens=LONG)))
+            turn = asyncio.create_task(engine.generate(ask(max_new_tokens=LONG)))
             await until_running(engine, since=before)
             [second] = await asyncio.gather(engine.generate(ask()), return_exceptions=True)
-            assert len((await first).token_ids) == LONG
-            if isinstance(second, EngineError):
+            await engine.abort("r")
+            first = await turn
+            if first.finish_reason == "aborted":
                 break
-        return second
+        return first, second
 
-    answer = on(opened, body)
-    assert isinstance(answer, EngineError)
-    assert "served already" in str(answer)
+    first, second = on(opened, body)
+    assert first.finish_reason == "aborted", "it had gone on until then"
+    assert isinstance(second, EngineError)
+    assert "served already" in str(second)
 
 
 def test_an_aborted_request_answers_with_what_it_has(opened: Opened) -> None:
@@ -337,8 +344,8 @@ def test_a_stream_that_is_aborted_says_so(opened: Opened) -> None:
 
 
 def test_a_stream_of_a_request_that_makes_no_sense_is_refused(opened: Opened) -> None:
-    with pytest.raises(EngineError, match="500 prompt tokens and 13 new ones"):
-        on(opened, lambda engine: told(engine, ask(token_ids=[5] * 500, max_new_tokens=13)))
+    with pytest.raises(EngineError, match="2000 prompt tokens and 49 new ones"):
+        on(opened, lambda engine: told(engine, ask(token_ids=[5] * 2000, max_new_tokens=49)))
 
 
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-9}])

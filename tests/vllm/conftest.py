@@ -37,7 +37,7 @@ def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from hpcrl.recipe import TinyModel
 
     directory = tmp_path_factory.mktemp("slow") / "model"
-    make_tiny_model(directory, TinyModel(num_layers=12, context_length=2048), seed=0)
+    make_tiny_model(directory, TinyModel(num_layers=12, context_length=4096), seed=0)
     return directory
 
 

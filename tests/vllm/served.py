@@ -22,10 +22,9 @@ from hpcrl.files import private_dir
 from hpcrl.rundir import RunDir
 from hpcrl.weights.store import WindowStore
 from hpcrl.weights.window import window_key
+from tests.contract.test_engine import CONTEXT
 
 T = TypeVar("T")
-CONTEXT = 512
-"""Of the engine that the contract suite uses; the others have time for longer turns."""
 UP_S = 600.0
 
 
@@ -61,7 +60,7 @@ class Place:
             model=self.model,
             log=self.job.log(name),
             dtype="float32",
-            max_model_len=CONTEXT if name == "first" else None,
+            max_model_len=CONTEXT if name == "first" else None,  # the one that the contract is tried on
             max_batch=8,
             kv_connector=OURS,
             kv_dir=self.job.kv,
