@@ -32,12 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Deep enough that a long turn takes seconds: there is time to do something in the middle of it."""
+    """Deep enough that a long turn takes many seconds: there is time to do something in the middle of it.
+
+    A server that is told of tokens faster than it can pass them on answers nothing else meanwhile.
+    """
     from hpcrl.engines.tiny import make_tiny_model
     from hpcrl.recipe import TinyModel
 
     directory = tmp_path_factory.mktemp("slow") / "model"
-    make_tiny_model(directory, TinyModel(num_layers=12, context_length=4096), seed=0)
+    make_tiny_model(directory, TinyModel(num_layers=24, context_length=4096), seed=0)
     return directory
 
 
