@@ -33,21 +33,26 @@ def sweep(directory: Path = SHARED_MEMORY) -> list[str]:
     """Remove what the dead have left; the names of what is gone."""
     removed = []
     for path in sorted(directory.glob(f"hpcrl-{os.getuid()}-*")):
-        if not is_ours(path) or _age_s(path) < YOUNG_S:
-            continue
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            begins = os.pread(fd, len(MAGIC), 0)
-            if begins not in (MAGIC, LEDGER_MAGIC) and not path.name.endswith(FRESH):
-                continue
-            # the lock is held until it is gone: nobody comes to life meanwhile, unless under a new file of that name
-            if try_lock(fd, LIFE_LOCK, exclusive=True) and path.samefile(f"/proc/self/fd/{fd}"):
-                removed += _remove_segments(fd, directory) if begins == LEDGER_MAGIC else []
-                path.unlink(missing_ok=True)
-                removed.append(path.name)
-        finally:
-            os.close(fd)
+        if is_ours(path) and _age_s(path) >= YOUNG_S:
+            with contextlib.suppress(FileNotFoundError):  # somebody else sweeps too
+                removed += _sweep_one(path)
     return removed
+
+
+def _sweep_one(path: Path) -> list[str]:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        begins = os.pread(fd, len(MAGIC), 0)
+        if begins not in (MAGIC, LEDGER_MAGIC) and not path.name.endswith(FRESH):
+            return []
+        # the lock is held until it is gone: nobody comes to life meanwhile, unless under a new file of that name
+        if not try_lock(fd, LIFE_LOCK, exclusive=True) or not path.samefile(f"/proc/self/fd/{fd}"):
+            return []
+        segments = _remove_segments(fd, path.parent) if begins == LEDGER_MAGIC else []
+        path.unlink(missing_ok=True)
+        return [*segments, path.name]
+    finally:
+        os.close(fd)
 
 
 def free_mpi(directory: Path = SHARED_MEMORY) -> list[str]:
@@ -122,5 +127,9 @@ def _remove_segments(ledger: int, directory: Path) -> list[str]:
 
 
 def _age_s(path: Path) -> float:
-    facts = path.lstat()
+    """Of what is gone: none, for somebody else was here just now."""
+    try:
+        facts = path.lstat()
+    except FileNotFoundError:
+        return 0.0
     return time.time() - max(facts.st_mtime, facts.st_ctime)

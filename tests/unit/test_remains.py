@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,17 @@ def test_what_was_touched_lately_stays(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(remains, "YOUNG_S", 3600.0)
     assert sweep(tmp_path) == []
     assert made.path.exists()
+
+
+def test_several_may_sweep_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remains, "JUST_MADE_S", -1.0)
+    for number in range(300):
+        (tmp_path / f"hpcrl-{os.getuid()}-{number}.new").touch()
+        (tmp_path / f"mpich_shm_{number}_0").touch()
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(lambda _: [sweep(tmp_path), free_mpi(tmp_path)], range(8)):
+            pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_of_other_kinds_and_users_stay(tmp_path: Path) -> None:
