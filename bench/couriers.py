@@ -21,10 +21,10 @@ from typing import Any
 from bench.figures import Figure, main
 from bench.fleet import MPIEXEC, Fleet, fleet, publish, until
 from bench.weights import NUM_READERS, SPAWN, qwen2_shapes, random_bfloat16, readers, scratch_run
-from hpcrl.weights.layout import Layout, split
-from hpcrl.weights.parts import Parts
-from hpcrl.weights.store import WindowStore
-from hpcrl.weights.window import Key, Window
+from hpcrl.weights.layout import Layout, Parts, split
+from hpcrl.weights.window.file import Key
+from hpcrl.weights.window.window import Window
+from hpcrl.weights.window_store import WindowStore
 
 BAR_NODES = 1.1
 BAR_BCAST = 3.0

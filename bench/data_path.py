@@ -30,13 +30,13 @@ from torch import Tensor
 
 from bench import figures
 from bench.figures import Figure
+from hpcrl.config.recipe import Train
 from hpcrl.learn.batch import MicroBatch, micro_batches
-from hpcrl.learn.deal import Deal, deal, rows_of
-from hpcrl.recipe import Train
+from hpcrl.learn.distribute import Deal, deal, rows_of
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import Trajectory, Turn
 from hpcrl.spool.segment import write_segment
-from hpcrl.trainers.lead import Order, fetch
+from hpcrl.trainers.leader import Order, fetch
 from hpcrl.trainers.world import World
 from tests import ranks
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.events import read_events
-from hpcrl.rundir import JobDir, RunDir
+from hpcrl.campaign_dir.event_log import read_events
+from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.weights.couriers.protocol import Standing
 from hpcrl.weights.layout import Layout
-from hpcrl.weights.transfer import Standing
-from hpcrl.weights.window import Key, Window, unlink_recorded
+from hpcrl.weights.window.file import Key, unlink_recorded
+from hpcrl.weights.window.window import Window
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 OPEN_MPI = (
@@ -77,7 +78,7 @@ class Fleet:
         arguments = [str(self.run.root), "0", ",".join(self.nodes), ",".join(self.sources)]
         arguments.append(f"--silent-s={self.silent_s:g}")
         arguments += [f"--wire={self.wire}", "--interface=lo", f"--life={self.lives}", f"--codec={self.codec}"]
-        courier = [sys.executable, "-m", "hpcrl.weights.courier", *arguments]
+        courier = [sys.executable, "-m", "hpcrl.weights.couriers", *arguments]
         commands = {node: [*self.before.get(node, ()), *courier] for node in self.nodes}
         with self.job.log("couriers").open("ab") as log:
             self.process = subprocess.Popen(
@@ -208,7 +209,7 @@ def _by_shell(commands: dict[str, list[str]]) -> list[str]:
 
 def courier_pids(run: RunDir) -> dict[str, int]:
     """The courier of every node of a campaign."""
-    return processes(run, "hpcrl.weights.courier", by="SLURMD_NODENAME")
+    return processes(run, "hpcrl.weights.couriers", by="SLURMD_NODENAME")
 
 
 def processes(run: RunDir, *program: str, by: str) -> dict[str, int]:

@@ -22,15 +22,15 @@ import torch
 
 from bench import data_path, figures
 from bench.figures import Figure
-from hpcrl.engines.tiny import make_tiny_model
+from hpcrl.config.recipe import TinyModel, Train
 from hpcrl.learn.batch import MicroBatch, make_rows, micro_batches
 from hpcrl.learn.consumed import Consumed
-from hpcrl.learn.partition import balanced, imbalance, naive
-from hpcrl.recipe import TinyModel, Train
+from hpcrl.learn.distribute import balanced, imbalance, naive
+from hpcrl.models.tiny import make_tiny_model
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import checkpoint
-from hpcrl.trainers.net import load_causal
 from hpcrl.trainers.torch import TorchTrainer
+from hpcrl.trainers.torch_model import load_causal
 
 NUM_RANKS = 8
 EVERY = 10

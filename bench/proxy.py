@@ -29,15 +29,15 @@ import aiohttp
 from aiohttp import web
 
 from bench.figures import Figure, main
+from hpcrl.config.recipe import TinyModel
 from hpcrl.engines.base import Completion, GenerateRequest, Part, as_part
-from hpcrl.engines.chat import load_template
-from hpcrl.engines.template import Template
-from hpcrl.recipe import TinyModel
+from hpcrl.models.chat_layout import load_template
+from hpcrl.models.chat_template import Template
+from hpcrl.rollout.agents.recording import Recording
+from hpcrl.rollout.agents.server import Proxy
+from hpcrl.rollout.agents.session import Session
 from hpcrl.rollout.episode import Limits
-from hpcrl.rollout.proxy import Proxy
-from hpcrl.rollout.recording import Recording
-from hpcrl.rollout.saying import Policy
-from hpcrl.rollout.session import Session
+from hpcrl.rollout.turn import Policy
 
 BAR_LATENCY = 1.10
 BAR_RATE = 0.4
@@ -75,7 +75,7 @@ def _measure(full: bool, *, engine: str) -> list[Figure]:
 
 
 def _model(root: Path) -> Path:
-    from hpcrl.engines.tiny import make_tiny_model
+    from hpcrl.models.tiny import make_tiny_model
 
     make_tiny_model(root / "model", TinyModel(), seed=0)
     return root / "model"
@@ -105,15 +105,15 @@ async def _latency(model: Path, *, engine: str, rounds: int) -> tuple[float, flo
 
 
 def _embedded(model: Path) -> AbstractAsyncContextManager[Policy]:
-    from hpcrl.engines.embedded import EmbeddedEngine, load_model
-    from hpcrl.weights.store import MemoryStore
+    from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
+    from hpcrl.testing.memory import MemoryStore
 
     return EmbeddedEngine(load_model(model, device="cpu"), store=MemoryStore(), prefix_bytes=0)
 
 
 def _vllm(model: Path) -> AbstractAsyncContextManager[Policy]:
-    from hpcrl.engines.vllm import Origin, VllmEngine
-    from hpcrl.engines.vllm_server import Launch
+    from hpcrl.engines.vllm.engine import Origin, VllmEngine
+    from hpcrl.engines.vllm.server import Launch
 
     launch = Launch(model=model, log=model.parent / "vllm.log", dtype="float32", max_model_len=512)
     return VllmEngine(launch, origin=Origin(campaign=model.parent, job=0, node="here"))

@@ -28,7 +28,7 @@ from bench.rolling import crowd
 from bench.rolling.campaign import Setting, run_all
 from bench.rolling.world import Plays, plain, recorded
 from bench.routing.workload import read_calls, synthetic
-from hpcrl.recipe import RolloutMode
+from hpcrl.config.recipe import RolloutMode
 
 BAR_LATENCY = {1: 1.23, 3: 1.51, 5: 1.69, 7: 2.18, 10: 2.27}
 """RollArt's, by sigma."""

@@ -33,12 +33,12 @@ from bench.routing.fleet import Fleet, Run, replay
 from bench.routing.losses import losses
 from bench.routing.serving import errors, fit, read_points
 from bench.routing.workload import Call, Script, read_calls, repeated, synthetic
-from hpcrl.endpoints import Endpoint
+from hpcrl.campaign_dir.endpoints import Endpoint
+from hpcrl.config.recipe import Routing
 from hpcrl.engines.base import Completion, GenerateRequest, LoadFigures
-from hpcrl.recipe import Routing
-from hpcrl.rollout.courses import Courses
-from hpcrl.rollout.deciding import Ask, Known, decide
-from hpcrl.rollout.workers import Worker, sorted_out
+from hpcrl.rollout.routing.decision import Ask, Known, decide
+from hpcrl.rollout.routing.engines import Worker, sorted_out
+from hpcrl.rollout.routing.trajectories import Courses
 
 BAR_RIVALS = 1.3
 BAR_BOUND = 1.15

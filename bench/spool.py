@@ -28,9 +28,10 @@ import numpy as np
 
 from bench.figures import Figure, main
 from bench.peers import memory, raw, records, stores, transferqueue
+from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import COLUMNS, Trajectory, pack
 from hpcrl.spool.segment import read_segment
-from hpcrl.spool.spool import Batching, DiskSpoolReader, DiskSpoolWriter
+from hpcrl.spool.writer import Batching, DiskSpoolWriter
 
 APPEND_BARS = {64: 0.75, 256: 0.85}
 RAW_SEGMENTS = "raw segment files"

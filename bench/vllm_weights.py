@@ -26,17 +26,17 @@ import torch
 from safetensors.torch import save_file
 
 from bench.figures import Figure, main
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.config.recipe import TinyModel
 from hpcrl.engines.base import GenerateRequest
-from hpcrl.engines.embedded import load_model
-from hpcrl.engines.tiny import make_tiny_model
-from hpcrl.engines.vllm import Origin, VllmEngine
-from hpcrl.engines.vllm_server import Launch
-from hpcrl.files import private_dir
-from hpcrl.recipe import TinyModel
-from hpcrl.rundir import RunDir
-from hpcrl.weights.fit import parameters_of
-from hpcrl.weights.store import WindowStore
-from hpcrl.weights.window import window_key
+from hpcrl.engines.embedded.engine import load_model
+from hpcrl.engines.vllm.engine import Origin, VllmEngine
+from hpcrl.engines.vllm.server import Launch
+from hpcrl.models.tiny import make_tiny_model
+from hpcrl.system.files import private_dir
+from hpcrl.weights.model_update import parameters_of
+from hpcrl.weights.window.file import window_key
+from hpcrl.weights.window_store import WindowStore
 
 BAR = 5.0
 SHAPE = TinyModel(hidden_size=1024, num_layers=8, num_heads=8, num_kv_heads=2, context_length=2048)

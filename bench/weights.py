@@ -23,14 +23,15 @@ import numpy as np
 import torch
 
 from bench.figures import Figure, main
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.engines.base import GenerateRequest
-from hpcrl.engines.embedded import EmbeddedEngine
-from hpcrl.rundir import RunDir
-from hpcrl.weights import codec
-from hpcrl.weights.fit import parameters_of
+from hpcrl.engines.embedded.engine import EmbeddedEngine
+from hpcrl.weights.couriers import delta_codec
+from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import Layout
-from hpcrl.weights.store import FileStore, WindowStore
-from hpcrl.weights.window import unlink_recorded, window_key
+from hpcrl.weights.model_update import parameters_of
+from hpcrl.weights.window.file import unlink_recorded, window_key
+from hpcrl.weights.window_store import WindowStore
 
 NUM_READERS = 4
 CHUNK_MIB = 16
@@ -344,7 +345,7 @@ def adamw_delta(rate: float) -> tuple[float, float]:
     num = sum(tensor.numel() for tensor in versions[0].values())
     changed = sum(int((versions[-1][name] != old).sum()) for name, old in versions[-2].items()) / num
     old, new = (flat(version, layout) for version in versions[-2:])
-    delta = codec.encode(memoryview(old), memoryview(new), layout, base=0, version=1)
+    delta = delta_codec.encode(memoryview(old), memoryview(new), layout, base=0, version=1)
     return changed, (len(delta) if delta is not None else layout.nbytes) / layout.nbytes
 
 
@@ -365,10 +366,10 @@ def coding_speed() -> list[Figure]:
     values = new.view(np.uint16)
     values[np.random.default_rng(1).integers(0, len(values), len(values) // 100)] ^= 1
     began = time.perf_counter()
-    delta = codec.encode(memoryview(old), memoryview(new), layout, base=0, version=1)
+    delta = delta_codec.encode(memoryview(old), memoryview(new), layout, base=0, version=1)
     encode_s = time.perf_counter() - began
     assert delta is not None
-    apply_s = seconds(lambda: codec.apply(delta, memoryview(old), layout, base=0))
+    apply_s = seconds(lambda: delta_codec.apply(delta, memoryview(old), layout, base=0))
     assert (old == new).all()
     return [
         Figure(name="delta, 512 MiB, 1% changed anywhere: full / delta", value=layout.nbytes / len(delta), bar=20.0),

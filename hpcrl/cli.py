@@ -12,9 +12,9 @@ from hpcrl import __version__
 from hpcrl.errors import HpcrlError
 
 if TYPE_CHECKING:
-    from hpcrl.plan import Plan
-    from hpcrl.recipe import Recipe
-    from hpcrl.rundir import RunDir
+    from hpcrl.campaign_dir.paths import RunDir
+    from hpcrl.config.recipe import Recipe
+    from hpcrl.plan.plan import Plan
 
 EXIT_USAGE = 2
 EXIT_CAMPAIGN_FAILED = 1
@@ -132,7 +132,7 @@ def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from hpcrl import campaign
+    from hpcrl.campaign import lifecycle as campaign
 
     asked = campaign.request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     if arguments.json:
@@ -145,13 +145,13 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _show_dag(recipe: "Recipe", *, how: str) -> None:
-    from hpcrl import dag
+    from hpcrl.config import pipeline as dag
 
     _say(dag.PICTURES[how](dag.pipeline_of(recipe.train)))
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from hpcrl import campaign
+    from hpcrl.campaign import lifecycle as campaign
 
     asked = campaign.request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     if arguments.dry_run:
@@ -169,7 +169,7 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from hpcrl import home
+    from hpcrl.campaign import directory as home
     from hpcrl.monitor.view import list_campaigns
 
     return list_campaigns(home.everyone(), as_json=arguments.json)
@@ -178,7 +178,8 @@ def _ls(arguments: argparse.Namespace) -> int:
 def _monitor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from hpcrl import campaign, home
+    from hpcrl.campaign import directory as home
+    from hpcrl.campaign import lifecycle as campaign
     from hpcrl.monitor.collect import Collector, slurm_at
     from hpcrl.monitor.snapshot import to_json
     from hpcrl.monitor.view import show_once, watch
@@ -198,7 +199,8 @@ def _watch(name: str) -> int:
     """Follow a campaign to its end and say what came of it."""
     from rich.console import Console
 
-    from hpcrl import campaign, home
+    from hpcrl.campaign import directory as home
+    from hpcrl.campaign import lifecycle as campaign
     from hpcrl.monitor.collect import Collector, slurm_at
     from hpcrl.monitor.view import watch
 
@@ -211,7 +213,7 @@ def _watch(name: str) -> int:
 
 
 def _logs(arguments: argparse.Namespace) -> int:
-    from hpcrl import home
+    from hpcrl.campaign import directory as home
 
     run = home.find(arguments.campaign)
     jobs = [run.job(number) for number in run.job_numbers()]
@@ -230,14 +232,14 @@ def _logs(arguments: argparse.Namespace) -> int:
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    from hpcrl import campaign
+    from hpcrl.campaign import lifecycle as campaign
 
     _say(campaign.stop(arguments.campaign, how=campaign.at_once if arguments.now else campaign.gently))
     return 0
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    from hpcrl import campaign
+    from hpcrl.campaign import lifecycle as campaign
 
     run = campaign.resume(arguments.campaign)
     job = run.job(run.job_numbers()[-1])
@@ -247,7 +249,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 def _traj(arguments: argparse.Namespace) -> int:
     """Become an interpreter that can read segments."""
-    from hpcrl import home
+    from hpcrl.campaign import directory as home
 
     run = home.find(arguments.campaign)
     python = _python_with("h5py", run)
@@ -263,14 +265,14 @@ def _python_with(module: str, run: "RunDir") -> str:
     """This interpreter if it has the module, else the one that the campaign's jobs run with."""
     from importlib.util import find_spec
 
-    from hpcrl import campaign
+    from hpcrl.campaign import lifecycle as campaign
 
     return sys.executable if find_spec(module) else campaign.site_of(run).python or sys.executable
 
 
 def _export(arguments: argparse.Namespace) -> int:
     """Run where there is torch."""
-    from hpcrl import home
+    from hpcrl.campaign import directory as home
 
     run = home.find(arguments.campaign)
     step = [] if arguments.step is None else [str(arguments.step)]
@@ -286,7 +288,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _lab(arguments: argparse.Namespace) -> int:
-    from hpcrl.lab import life as lab
+    from hpcrl.lab import lab
 
     state_dir = arguments.dir or lab.default_state_dir()
     match arguments.action:

@@ -22,8 +22,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that all suites share; read only."""
-    from hpcrl.engines.tiny import make_tiny_model
-    from hpcrl.recipe import TinyModel
+    from hpcrl.config.recipe import TinyModel
+    from hpcrl.models.tiny import make_tiny_model
 
     directory = tmp_path_factory.mktemp("tiny") / "model"
     make_tiny_model(directory, TinyModel(), seed=0)

@@ -8,19 +8,19 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from hpcrl.events import EventLog
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.config.recipe import Train
 from hpcrl.learn.consumed import Consumed
-from hpcrl.recipe import Train
-from hpcrl.rundir import RunDir
 from hpcrl.spool.record import Trajectory, Turn
 from hpcrl.trainers.checkpoint import load, newest, save
-from hpcrl.trainers.lead import Leader, follow
-from hpcrl.trainers.staging import shard_store
+from hpcrl.trainers.leader import Leader, follow
+from hpcrl.trainers.publishing import shard_store
 from hpcrl.trainers.torch import TorchTrainer
+from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.publisher import Publisher
-from hpcrl.weights.store import FileStore
 from hpcrl.weights.versions import Rung, read_rung
-from hpcrl.weights.window import Key
+from hpcrl.weights.window.file import Key
 
 VOCABULARY = 32
 CONTEXT = 64
@@ -135,7 +135,7 @@ def train_variants(world, model_dir, variants, sharding):
 
 def train_megatron(world, model_dir, changed, load_from=None, save_to=None, first=1, last=5):
     """The same with the Megatron trainer."""
-    from hpcrl.trainers.megatron import MegatronTrainer
+    from hpcrl.trainers.megatron.trainer import MegatronTrainer
 
     torch.set_num_threads(1)
     trainer = MegatronTrainer(Path(model_dir), settings(**changed), seed=3, world=world)
@@ -193,7 +193,7 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, r
 
 def _kind(trainer):
     if trainer == "megatron":
-        from hpcrl.trainers.megatron import MegatronTrainer
+        from hpcrl.trainers.megatron.trainer import MegatronTrainer
 
         return MegatronTrainer
     return TorchTrainer

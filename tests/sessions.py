@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from hpcrl.engines.template import Template
-from hpcrl.rollout.recording import Recording
-from hpcrl.rollout.session import Session
+from hpcrl.models.chat_template import Template
+from hpcrl.rollout.agents.recording import Recording
+from hpcrl.rollout.agents.session import Session
 
 
 def session_of(template: Template, *, name: str = "s/0/0", **facts: Any) -> Session:

@@ -15,18 +15,18 @@ from pathlib import Path
 import msgspec
 import torch
 
-from hpcrl.engines.chat import load_chat
-from hpcrl.engines.embedded import EmbeddedEngine, load_model
-from hpcrl.engines.tiny import make_tiny_model
+from hpcrl.config.recipe import TinyModel, Train
+from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.envs.arithmetic import Arithmetic
 from hpcrl.envs.base import Env
 from hpcrl.envs.gymnasium_text import FrozenLake
-from hpcrl.recipe import TinyModel, Train
+from hpcrl.models.chat_layout import load_chat
+from hpcrl.models.tiny import make_tiny_model
 from hpcrl.rollout.episode import Limits, run_episode
 from hpcrl.rollout.tasks import Task
 from hpcrl.spool.record import Trajectory
+from hpcrl.testing.memory import MemoryStore
 from hpcrl.trainers.torch import TorchTrainer
-from hpcrl.weights.store import MemoryStore
 
 GROUP = 8
 

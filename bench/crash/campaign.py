@@ -23,12 +23,11 @@ from bench.peers import records
 from hpcrl.errors import HpcrlError, SpoolError
 from hpcrl.learn.batch import choose_groups
 from hpcrl.learn.consumed import Consumed
-from hpcrl.spool.batching import Batching
-from hpcrl.spool.names import listed
+from hpcrl.spool.listing import listed
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import COLUMNS, Trajectory
 from hpcrl.spool.retention import Settled, Shelves, recover, retire, worth_retiring
-from hpcrl.spool.spool import DiskSpoolWriter, derive
+from hpcrl.spool.writer import Batching, DiskSpoolWriter, derive
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.base import Trainer
 

@@ -16,7 +16,8 @@ from unittest import mock
 
 from bench.crash.campaign import episode
 from hpcrl.errors import SpoolError
-from hpcrl.spool.spool import Batching, DiskSpoolReader, DiskSpoolWriter
+from hpcrl.spool.reader import DiskSpoolReader
+from hpcrl.spool.writer import Batching, DiskSpoolWriter
 
 _WRITES = ("write", "writev", "pwrite", "pwritev")
 _DAY_S = 86_400.0

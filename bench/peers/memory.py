@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.peers import records
 from hpcrl.errors import SpoolError
 from hpcrl.spool.record import Trajectory
-from hpcrl.spool.spool import Batching, DiskSpoolWriter
+from hpcrl.spool.writer import Batching, DiskSpoolWriter
 
 BATCH_MIB = 32
 

@@ -8,8 +8,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.files import sync_directory
 from hpcrl.spool.record import COLUMNS, Packed
+from hpcrl.system.files import sync_directory
 
 _IOV_MAX = 1024
 Batches = list[list[memoryview]]

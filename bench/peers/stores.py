@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hpcrl.files import sync_directory
 from hpcrl.spool.record import COLUMNS, Facts, Trajectory
+from hpcrl.system.files import sync_directory
 
 Store = Callable[[Path, Sequence[Trajectory], int], None]
 

@@ -27,26 +27,27 @@ import msgspec
 
 from bench.rolling.world import Lengths, Lockstep, Plays, World
 from bench.routing.fleet import MODEL_8B
-from hpcrl.cost import pace
-from hpcrl.endpoints import Endpoint, announce
+from hpcrl.campaign_dir.endpoints import Endpoint, announce
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.config.recipe import Domain, RolloutMode, load_recipe
+from hpcrl.config.site import load_site
 from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures, Part
-from hpcrl.engines.sim import SimEngine, SimSettings
+from hpcrl.engines.sim.clock import run_virtual
+from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.envs.base import Env
-from hpcrl.events import EventLog
-from hpcrl.files import publish_json
-from hpcrl.hardware import GPUS
+from hpcrl.hardware.cost_model import pace
+from hpcrl.hardware.gpus import GPUS
 from hpcrl.learn.batch import Choice, choose_groups
-from hpcrl.plan import make_plan
-from hpcrl.recipe import Domain, RolloutMode, load_recipe
+from hpcrl.plan.plan import make_plan
 from hpcrl.roles.context import Context
 from hpcrl.roles.env import Host, Rollouts
-from hpcrl.rollout.awaited import go_on
-from hpcrl.rollout.router import Router
-from hpcrl.rundir import RunDir
-from hpcrl.simulate.clock import run_virtual
-from hpcrl.site import load_site
+from hpcrl.rollout.flow_control import go_on
+from hpcrl.rollout.routing.router import Router
 from hpcrl.spool.record import Status, Trajectory
-from hpcrl.spool.spool import Batching, MemorySpool, MemorySpoolReader, MemorySpoolWriter
+from hpcrl.spool.writer import Batching
+from hpcrl.system.files import publish_json
+from hpcrl.testing.memory import MemorySpool, MemorySpoolReader, MemorySpoolWriter
 from hpcrl.weights import versions
 
 LOOK_S = 0.1

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from bench.routing.fleet import Fleet, crowded_life_s
 from bench.routing.workload import Script
-from hpcrl.cost import Pace
+from hpcrl.hardware.cost_model import Pace
 
 NUM_SEARCHED = 30
 """Steps of the search for prices; each leaves two thirds of the range."""

@@ -19,15 +19,15 @@ from typing import Literal
 
 from bench.routing.policies import Chosen, Policy, Scripted, Spell, Sticky
 from bench.routing.workload import Script
-from hpcrl.cost import ModelShape, Pace, pace
-from hpcrl.endpoints import Endpoint, announce
+from hpcrl.campaign_dir.endpoints import Endpoint, announce
+from hpcrl.config.recipe import Routing
 from hpcrl.engines.base import GenerateRequest
-from hpcrl.engines.sim import SimEngine, SimSettings
-from hpcrl.hardware import GPUS
-from hpcrl.recipe import Routing
-from hpcrl.rollout.router import Router
-from hpcrl.rollout.routing import two_of
-from hpcrl.simulate.clock import run_virtual
+from hpcrl.engines.sim.clock import run_virtual
+from hpcrl.engines.sim.engine import SimEngine, SimSettings
+from hpcrl.hardware.cost_model import ModelShape, Pace, pace
+from hpcrl.hardware.gpus import GPUS
+from hpcrl.rollout.routing.decision import two_of
+from hpcrl.rollout.routing.router import Router
 
 PolicyName = Literal["router", "round-robin", "least-loaded", "power of two", "sticky"]
 MODEL_8B = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_190_000_000)

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures, Part
-from hpcrl.engines.sim import SimEngine
+from hpcrl.engines.sim.engine import SimEngine
 
 
 @dataclass(frozen=True, kw_only=True)

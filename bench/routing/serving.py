@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from hpcrl.cost import Fit, ModelShape, pace, shape_of
-from hpcrl.hardware import GPUS
+from hpcrl.hardware.cost_model import Fit, ModelShape, pace, shape_of
+from hpcrl.hardware.gpus import GPUS
 
 SYSTEMS = {"h100_sxm": "h100", "b200_sxm": "b200"}
 WEIGHT_BYTES = {"": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.56}

@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from hpcrl.endpoints import Endpoint
+from hpcrl.campaign_dir.endpoints import Endpoint
 from hpcrl.engines.base import (
     LOCAL,
     Completion,

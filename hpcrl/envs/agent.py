@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcrl.envs.base import ModelDoor
-from hpcrl.envs.launch import Landing, Launch
-from hpcrl.envs.sandbox import Kind, Walls, Wanted, choose, readable, walled
+from hpcrl.envs.isolation.program_launcher import Landing, Launch
+from hpcrl.envs.isolation.sandbox import Kind, Walls, Wanted, choose, readable, walled
 from hpcrl.errors import ConfigError, EnvFault
 
 INSIDE_PORT = 8000
@@ -33,7 +33,9 @@ END_S = 5.0
 """How long a program's launcher may take to end all that it started."""
 INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 """All that a program in a sandbox is told of our environment."""
-_LAUNCH = "import sys; sys.path.insert(0, {root!r}); from hpcrl.envs.launch import main; sys.exit(main())"
+_LAUNCH = (
+    "import sys; sys.path.insert(0, {root!r}); from hpcrl.envs.isolation.program_launcher import main; sys.exit(main())"
+)
 
 
 class AgentProgram:

@@ -8,10 +8,10 @@ from importlib.util import find_spec
 
 import msgspec
 
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.user_code import load_code
 from hpcrl.envs.base import make_env
 from hpcrl.errors import ConfigError
-from hpcrl.recipe import Recipe
-from hpcrl.user_code import load_code
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from typing import Any
 import gem
 
 from hpcrl.envs.base import Step
-from hpcrl.envs.chance import Chance
+from hpcrl.envs.random_state import Chance
 from hpcrl.errors import ConfigError
 
 

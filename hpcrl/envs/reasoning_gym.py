@@ -10,7 +10,7 @@ from typing import Any
 import reasoning_gym
 
 from hpcrl.envs.base import Step
-from hpcrl.envs.chance import Chance
+from hpcrl.envs.random_state import Chance
 from hpcrl.errors import ConfigError
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -5,7 +5,8 @@
     run_python     the tool: a process of its own with limits, inside walls where there are any
 
 Code of a model is run in a process with a deadline, limits on memory and output, no network and nothing to write to
-but its own directory (hpcrl.envs.sandbox); where no walls can be had nothing is run unless `sandbox = "none"` says so.
+but its own directory (hpcrl.envs.isolation.sandbox); where no sandbox is available nothing is run, unless
+`sandbox = "none"` allows it.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ import tempfile
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcrl.envs.base import Step
-from hpcrl.envs.sandbox import Walls, Wanted, choose, readable, walled
+from hpcrl.envs.isolation.sandbox import Walls, Wanted, choose, readable, walled
 
 if TYPE_CHECKING:  # it needs numpy
     from hpcrl.spool.record import Trajectory

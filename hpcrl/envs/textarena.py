@@ -14,10 +14,10 @@ from typing import Any
 
 import textarena
 
+from hpcrl.config.user_code import load_code
 from hpcrl.envs.base import Step
-from hpcrl.envs.chance import Chance
+from hpcrl.envs.random_state import Chance
 from hpcrl.errors import ConfigError
-from hpcrl.user_code import load_code
 
 Opponent = Callable[[str, random.Random], str]
 """What another player says to what it sees."""

@@ -9,9 +9,9 @@ from typing import Any
 import verifiers
 from openai.types.chat import ChatCompletion
 
+from hpcrl.config.user_code import load_code
 from hpcrl.envs.base import Step
 from hpcrl.errors import ConfigError
-from hpcrl.user_code import load_code
 
 
 class Verifiers:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from hpcrl import files
-from hpcrl.config import shipped
+from hpcrl.config.toml import shipped
 from hpcrl.errors import LabError
+from hpcrl.system import files
 
 TEMPLATES = ("slurm.conf", "gres.conf", "slurmdbd.conf", "my.cnf")
 SOCKET_PATH_MAX = 107

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.errors import LabError
-from hpcrl.processes import is_alive, start_ticks
+from hpcrl.system.processes import is_alive, start_ticks
 
 TOKEN = "HPCRL_LAB_TOKEN"
 END_TIMEOUT_S = 30.0

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl import files
 from hpcrl.errors import LabError
 from hpcrl.lab import daemons, keeper
 from hpcrl.lab.conf import Cluster, LabDir, reserved_ports, write_conf
 from hpcrl.lab.daemons import TOKEN, Daemon, Marks
+from hpcrl.system import files
 
 START_TIMEOUT_S = 120.0
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
-from hpcrl.files import private_dir, publish
+from hpcrl.system.files import private_dir, publish
 
 T = TypeVar("T")
 

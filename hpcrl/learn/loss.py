@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from hpcrl.recipe import Train
+from hpcrl.config.recipe import Train
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are cut here before exp, so that one absurd token gives a large number and not infinity."""

@@ -14,23 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl import dag
+from hpcrl.config import pipeline
+from hpcrl.config.recipe import Train
+from hpcrl.config.user_code import load_code
 from hpcrl.errors import TrainError
 from hpcrl.learn.advantage import Rewards, credits, turn_rewards
 from hpcrl.learn.batch import Row, num_model_tokens
-from hpcrl.recipe import Train
 from hpcrl.spool.record import Trajectory
-from hpcrl.user_code import load_code
 
 
 def credited(trajectories: Sequence[Trajectory], train: Train) -> tuple[Sequence[Trajectory], list[Rewards]]:
     """What is dealt out: trajectories, and the advantage (or reward) of each turn of each."""
     if not train.pipeline:
         return trajectories, credits_of(trajectories, train)
-    nodes = dag.pipeline_of(train)
-    kinds, own = dag.kinds_of(nodes), functions(train)
+    nodes = pipeline.pipeline_of(train)
+    kinds, own = pipeline.kinds_of(nodes), functions(train)
     results: dict[str, Any] = {"score": trajectories}
-    for name in dag.linearised(nodes):
+    for name in pipeline.linearised(nodes):
         if kinds.get(name) != "step":
             continue
         given = [results[taken] for taken in nodes[name].inputs]
@@ -47,10 +47,10 @@ def reworked(rows: list[Row], train: Train) -> list[Row]:
     """The rows that are learned from, as many as were dealt."""
     if not train.pipeline or not rows:
         return rows
-    nodes = dag.pipeline_of(train)
-    kinds, own = dag.kinds_of(nodes), functions(train)
+    nodes = pipeline.pipeline_of(train)
+    kinds, own = pipeline.kinds_of(nodes), functions(train)
     results: dict[str, list[Row]] = {"rows": rows}
-    for name in dag.linearised(nodes):
+    for name in pipeline.linearised(nodes):
         if kinds.get(name) == "rows" and name in own:
             given = [results[taken] for taken in nodes[name].inputs]
             results[name] = _checked_rows(_called(name, own[name], given), rows, name)

@@ -11,18 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import parse
+from hpcrl.campaign_dir.paths import SPOOLS, RunDir
+from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
-from hpcrl.events import EventReader
-from hpcrl.monitor.build import Campaign, Facts, Plan, Recipe, build
-from hpcrl.monitor.fold import Progress
-from hpcrl.monitor.jobs import JobRecord, asked_of_slurm, judge, read_as, read_jobs
-from hpcrl.monitor.snapshot import Snapshot
-from hpcrl.monitor.vocabulary import parse
-from hpcrl.rundir import SPOOLS, RunDir
-from hpcrl.site import Site
+from hpcrl.monitor.job_state import JobRecord, asked_of_slurm, judge, read_as, read_jobs
+from hpcrl.monitor.progress import Progress
+from hpcrl.monitor.snapshot import Campaign, Facts, Plan, Recipe, Snapshot, build
 from hpcrl.slurm.status import UNKNOWN, JobStatus, job_states
 from hpcrl.slurm.submit import site_environment
-from hpcrl.spool.names import num_trajectories
+from hpcrl.spool.listing import num_trajectories
 
 SLURM_EVERY_S = 30.0
 

@@ -1,18 +1,16 @@
 """One screen of a campaign, from 80x24 up: `render(snapshot)`."""
 
 import datetime
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
-from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from hpcrl.monitor.snapshot import JobView, Snapshot
+from hpcrl.system.terminal import Sparkline
 
 HEIGHT = 24
 STYLES = {
@@ -25,8 +23,6 @@ STYLES = {
     "stopped": "bold yellow",
     "unknown": "magenta",
 }
-_BLOCKS = "".join(map(chr, range(0x2581, 0x2589)))
-_ASCII_BLOCKS = "_.-=+*#@"
 
 
 def render(snapshot: Snapshot, *, height: int = HEIGHT) -> RenderableType:
@@ -39,33 +35,6 @@ def render(snapshot: Snapshot, *, height: int = HEIGHT) -> RenderableType:
     used = 3 + _num_header_lines(snapshot) + num_curves + 1 + len(snapshot.roles) + _num_figures(snapshot)
     room = max(height - used - min(len(trouble), 2) - 1, 2)
     return Group(*_spaced([*parts, _notes(snapshot, room=room)]), *trouble[:2])
-
-
-class Sparkline:
-    """A series as a row of bars, as wide as there is room."""
-
-    def __init__(self, values: Sequence[float]) -> None:
-        self.values = values
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(1, options.max_width)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        blocks = _ASCII_BLOCKS if options.ascii_only else _BLOCKS
-        yield Segment(sparks(self.values, width=options.max_width, blocks=blocks), console.get_style("cyan"))
-
-
-def sparks(values: Sequence[float], *, width: int, blocks: str = _BLOCKS) -> str:
-    """One character a value, or a mean of neighbours where there are more values than `width`."""
-    if not values:
-        return ""
-    count = min(width, len(values))
-    edges = [index * len(values) // count for index in range(count + 1)]
-    means = [sum(values[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
-    low, span = min(means), max(means) - min(means)
-    if not span:
-        return blocks[0] * count
-    return "".join(blocks[min(int((mean - low) / span * len(blocks)), len(blocks) - 1)] for mean in means)
 
 
 def known(series: Sequence[float | None]) -> list[float]:

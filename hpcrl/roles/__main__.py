@@ -8,10 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.plan import Plan
-from hpcrl.recipe import ROLES, RoleName
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.config.recipe import ROLES, RoleName
+from hpcrl.plan.plan import Plan
 from hpcrl.roles.context import log_to, open_context, pin
-from hpcrl.rundir import RunDir
+
+MODULES = {"prefill": "serve", "decode": "serve"}
+"""Roles whose module has another name."""
 
 
 def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
@@ -23,7 +26,7 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     context = open_context(run, job_number, role, index)
     context.events.emit("worker-started", pid=os.getpid(), gpus=devices)
     try:
-        code: int = importlib.import_module(f"hpcrl.roles.{role}").run(context) or 0
+        code: int = importlib.import_module(f"hpcrl.roles.{MODULES.get(role, role)}").run(context) or 0
     except Exception as error:  # noqa: BLE001 - whatever it was, the driver must be able to read it
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"

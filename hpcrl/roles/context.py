@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hpcrl.endpoints import this_node
-from hpcrl.events import EventLog
-from hpcrl.plan import Plan, RolePlan
-from hpcrl.recipe import Recipe, RoleName
-from hpcrl.rundir import JobDir, RunDir
-from hpcrl.site import Site
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.config.recipe import Recipe, RoleName
+from hpcrl.config.site import Site
+from hpcrl.plan.plan import Plan, RolePlan
+from hpcrl.system.network import this_node
 
 BEAT_S = 2.0
 PARTITION = "HPCRL_PARTITION"

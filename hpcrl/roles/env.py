@@ -10,38 +10,36 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.endpoints import Endpoint
+from hpcrl.campaign_dir.endpoints import Endpoint
+from hpcrl.config.recipe import Domain
 from hpcrl.engines.base import Completion, Engine
-from hpcrl.engines.chat import load_chat, load_template
 from hpcrl.engines.http import RemoteEngine, client_session
 from hpcrl.envs.base import Env
 from hpcrl.envs.pool import open_env
 from hpcrl.errors import SpoolError
-from hpcrl.files import read_json
 from hpcrl.learn.evaluations import Evaluations
-from hpcrl.recipe import Domain
+from hpcrl.models.chat_layout import load_chat, load_template
 from hpcrl.roles.context import Context
-from hpcrl.rollout.admission import share
-from hpcrl.rollout.agenda import Agenda
-from hpcrl.rollout.assembly import make_router
-from hpcrl.rollout.awaited import Telling, UnderWay
-from hpcrl.rollout.budget import FaultBudget
-from hpcrl.rollout.counted import Counted
+from hpcrl.rollout.admission import Gate, share
+from hpcrl.rollout.agents.server import Proxy
 from hpcrl.rollout.curriculum import Curriculum
 from hpcrl.rollout.episode import Layout, now
 from hpcrl.rollout.evaluation import Doing, Evaluator
-from hpcrl.rollout.gate import Gate
-from hpcrl.rollout.group import Ending, Groups
+from hpcrl.rollout.fault_budget import FaultBudget
+from hpcrl.rollout.flow_control import Telling, UnderWay
+from hpcrl.rollout.groups import Ending, Groups
 from hpcrl.rollout.journal import Journal, reserve_block
-from hpcrl.rollout.playing import Player
-from hpcrl.rollout.proxy import Proxy
-from hpcrl.rollout.router import Router
-from hpcrl.rollout.scorer import load_reward, parts_of
+from hpcrl.rollout.player import Player
+from hpcrl.rollout.reporting import Counted
+from hpcrl.rollout.rewards import load_reward, parts_of
+from hpcrl.rollout.routing.factory import make_router
+from hpcrl.rollout.routing.router import Router
+from hpcrl.rollout.task_queue import Agenda
 from hpcrl.rollout.tasks import Task, TaskStream, stable_hash
-from hpcrl.spool.batching import BatchWriter
-from hpcrl.spool.names import Listing, counted
+from hpcrl.spool.listing import Listing, counted
 from hpcrl.spool.record import TRAINABLE, Status, Trajectory
-from hpcrl.spool.spool import Batching, DiskSpoolWriter
+from hpcrl.spool.writer import Batching, BatchWriter, DiskSpoolWriter
+from hpcrl.system.files import read_json
 from hpcrl.weights.versions import newest_version
 
 POLL_S = 0.1

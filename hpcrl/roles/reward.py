@@ -11,15 +11,14 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import HpcrlError, SpoolError
 from hpcrl.roles.context import PARTITION, Context, log_to, open_context
-from hpcrl.rollout.scorer import load_reward, parts_of
-from hpcrl.rundir import RunDir
-from hpcrl.spool.batching import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from hpcrl.spool.quarantine import quarantine
+from hpcrl.rollout.rewards import load_reward, parts_of
+from hpcrl.spool.listing import quarantine
 from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.segment import is_out_of_reach
-from hpcrl.spool.spool import derive
+from hpcrl.spool.writer import FIRST_PAUSE_S, LONGEST_PAUSE_S, derive
 
 ELASTIC = 1_000_000
 """Workers in jobs of their own are numbered from here on: Parsl numbers the blocks of each pool from 0."""

@@ -11,26 +11,27 @@ from typing import cast
 
 import msgspec
 
-from hpcrl.endpoints import address_of, this_node
-from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.errors import TrainError
-from hpcrl.hardware import GPUS
+from hpcrl.hardware.gpus import GPUS
 from hpcrl.learn.consumed import Consumed
 from hpcrl.learn.evaluations import Evaluations, due, score_of
-from hpcrl.processes import EXIT_DONE, EXIT_DRAINED
+from hpcrl.models.tiny import make_tiny_model
 from hpcrl.roles.context import Context
-from hpcrl.roles.stock import Stock
+from hpcrl.roles.train_queue import Stock
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
+from hpcrl.system.network import address_of, this_node
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.base import StepMetrics, Trainer
-from hpcrl.trainers.figures import flops_used
-from hpcrl.trainers.lead import Leader, Ranked, follow
-from hpcrl.trainers.staging import shard_store
+from hpcrl.trainers.leader import Leader, Ranked, follow
+from hpcrl.trainers.publishing import shard_store
+from hpcrl.trainers.step_metrics import flops_used
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import World, join, leave
+from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.publisher import Publisher
-from hpcrl.weights.store import FileStore, WindowStore
 from hpcrl.weights.versions import Rung
-from hpcrl.weights.window import Key, window_key
+from hpcrl.weights.window.file import Key, window_key
+from hpcrl.weights.window_store import WindowStore
 
 POLL_S = 0.05
 EVALUATION_POLL_S = 0.5
@@ -90,7 +91,7 @@ def _trainer(context: Context, world: World) -> Ranked:
     recipe, model = context.recipe, context.run.model
     temperature = recipe.rollout.temperature
     if recipe.train.trainer == "megatron":
-        from hpcrl.trainers.megatron import MegatronTrainer  # needs a package that not every site has
+        from hpcrl.trainers.megatron.trainer import MegatronTrainer  # needs a package that not every site has
 
         return MegatronTrainer(model, recipe.train, seed=recipe.seed, temperature=temperature, world=world)
     return TorchTrainer(model, recipe.train, seed=recipe.seed, temperature=temperature, world=world)

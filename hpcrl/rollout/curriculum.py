@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError
-from hpcrl.events import EventReader
-from hpcrl.recipe import Recipe
-from hpcrl.user_code import load_code
 
 ASK_EVERY_S = 10.0
 KEPT = 256

@@ -22,8 +22,8 @@ import numpy as np
 from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.envs.base import Env, Step
 from hpcrl.errors import EngineError, EnvFault
-from hpcrl.rollout.saying import Speaker, say
 from hpcrl.rollout.tasks import Task, stable_hash
+from hpcrl.rollout.turn import Speaker, say
 from hpcrl.spool.record import Status, Trajectory, Turn
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ LONGEST_PAUSE_S = 60.0
 
 
 class Layout(Protocol):
-    """How a conversation is laid out in tokens; `hpcrl.engines.chat.Chat` is one."""
+    """How a conversation is laid out in tokens; `hpcrl.models.chat_layout.Chat` is one."""
 
     @property
     def stop_token_ids(self) -> Sequence[int]: ...

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from hpcrl.config.recipe import Domain, Recipe
 from hpcrl.errors import EnvFault
 from hpcrl.learn.evaluations import Evaluations, Part, Result, Round, due, merged
-from hpcrl.recipe import Domain, Recipe
 from hpcrl.rollout.tasks import Task, held_out
 from hpcrl.spool.record import TRAINABLE, Trajectory
 

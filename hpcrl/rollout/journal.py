@@ -11,8 +11,8 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from hpcrl.files import json_lines, publish
-from hpcrl.rollout.accounts import begun, ended, replay
+from hpcrl.rollout.groups import begun, ended, replay
+from hpcrl.system.files import json_lines, publish
 
 LARGEST = 4 << 20
 """Bytes after which the journal is written anew, with only what still runs."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import accumulate
 
-from hpcrl.components import Component
-from hpcrl.endpoints import this_node
 from hpcrl.errors import SlurmError
-from hpcrl.plan import Plan
+from hpcrl.plan.components import Component
+from hpcrl.plan.plan import Plan
+from hpcrl.system.network import this_node
 
 KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_HET_SIZE", "SLURM_CLUSTER_NAME", "SLURMD_NODENAME")
 """Of Slurm's variables, those that mean the same in every component."""

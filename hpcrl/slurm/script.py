@@ -4,12 +4,12 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 
-from hpcrl.config import shipped
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.config.site import Site
+from hpcrl.config.toml import shipped
 from hpcrl.errors import PlanError
-from hpcrl.files import read_json
-from hpcrl.plan import Plan
-from hpcrl.rundir import RunDir
-from hpcrl.site import Site
+from hpcrl.plan.plan import Plan
+from hpcrl.system.files import read_json
 
 
 def batch_script(plan: Plan, *, run: RunDir, job: int, python: str, exports: Iterable[tuple[str, str]] = ()) -> str:
@@ -21,7 +21,7 @@ def batch_script(plan: Plan, *, run: RunDir, job: int, python: str, exports: Ite
     lines += [f"export {name}={shlex.quote(value)}" for name, value in exports]
     if plan.prologue:
         lines += ["", _prologue(plan.prologue).rstrip()]
-    driver = [python, "-m", "hpcrl.driver", str(run.root), str(job)]
+    driver = [python, "-m", "hpcrl.job.driver", str(run.root), str(job)]
     return "\n".join([*lines, "", f"exec {shlex.join(driver)}", ""])
 
 

@@ -12,11 +12,11 @@ from typing import Literal
 
 import msgspec
 
+from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
-from hpcrl.files import publish
-from hpcrl.processes import is_alive, start_ticks
-from hpcrl.rundir import JobDir
-from hpcrl.site import Site
+from hpcrl.system.files import publish
+from hpcrl.system.processes import is_alive, start_ticks
 
 TIMEOUT_S = float(os.environ.get("HPCRL_SLURM_TIMEOUT_S", "40"))
 """How long one Slurm command may take to answer."""
@@ -52,7 +52,7 @@ def site_environment(site: Site) -> dict[str, str]:
 def expand(text: str) -> str:
     """`~` and $NAME in a path of a site file; $HPCRL_LAB has a default."""
     if "$HPCRL_LAB" in text:
-        from hpcrl.lab.life import default_state_dir
+        from hpcrl.lab.lab import default_state_dir
 
         text = text.replace("$HPCRL_LAB", str(default_state_dir()))
     expanded = os.path.expandvars(Path(text).expanduser())

@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.errors import SpoolError
-from hpcrl.spool.names import Listing, parse
-from hpcrl.spool.quarantine import quarantine
+from hpcrl.spool.listing import Listing, parse, quarantine
 from hpcrl.spool.record import TRAINABLE, Facts, Status, Trajectory
 from hpcrl.spool.segment import is_out_of_reach, read_segment
 

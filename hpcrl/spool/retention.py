@@ -28,12 +28,11 @@ import msgspec
 import xxhash
 
 from hpcrl.errors import SpoolError
-from hpcrl.files import private_dir, publish, sync_directory
 from hpcrl.spool.hdf5 import Compression
-from hpcrl.spool.names import SegmentName, announce, counted, listed, next_number, parse
-from hpcrl.spool.quarantine import quarantine
+from hpcrl.spool.listing import SegmentName, announce, counted, listed, next_number, parse, quarantine
 from hpcrl.spool.record import Packed
 from hpcrl.spool.segment import Segment, is_out_of_reach, read_segment, write_packed
+from hpcrl.system.files import private_dir, publish, sync_directory
 
 INTENT = ".retiring.json"
 MERGED = 64

@@ -26,7 +26,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from hpcrl.errors import SpoolError
-from hpcrl.files import staged
 from hpcrl.spool import hdf5
 from hpcrl.spool.hdf5 import ARRAYS, FORMAT, METADATA, USER_BLOCK, Compression
 from hpcrl.spool.record import (
@@ -40,6 +39,7 @@ from hpcrl.spool.record import (
     parse_facts,
     with_columns,
 )
+from hpcrl.system.files import staged
 
 _MAGIC = FORMAT.encode() + b"\n"
 _IOV_MAX = 1024

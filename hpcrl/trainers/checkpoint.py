@@ -22,8 +22,8 @@ import msgspec
 import xxhash
 
 from hpcrl.errors import TrainError
-from hpcrl.files import discard, private_dir, publish, staged, sync_directory, sync_file
 from hpcrl.learn.consumed import Consumed
+from hpcrl.system.files import discard, private_dir, publish, staged, sync_directory, sync_file
 from hpcrl.trainers.base import Trainer, Writable
 
 FORMAT = 1

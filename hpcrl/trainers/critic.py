@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hpcrl.config.recipe import Train
 from hpcrl.learn.advantage import SMALLEST_STD, gae
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import token_shares, value_loss
-from hpcrl.recipe import Train
-from hpcrl.trainers.net import Net, load_critic
-from hpcrl.trainers.schedule import learning_rate
+from hpcrl.trainers.step import learning_rate
+from hpcrl.trainers.torch_model import Net, load_critic
 from hpcrl.trainers.world import World
 
 PREFIX = "critic."

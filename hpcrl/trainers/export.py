@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import HpcrlError, TrainError
-from hpcrl.files import staged
-from hpcrl.rundir import RunDir
+from hpcrl.system.files import staged
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.state import whole_tensors, wholes
 

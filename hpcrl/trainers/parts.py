@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.files import discard, private_dir, publish, sync_directory, sync_file
+from hpcrl.system.files import discard, private_dir, publish, sync_directory, sync_file
 from hpcrl.trainers.base import Writable
 
 LOOK_S = 0.02

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hpcrl.config.recipe import Train
 from hpcrl.learn.batch import MicroBatch, Row, micro_batches, nothing, packed_batches
 from hpcrl.learn.loss import LossSums, chosen_logprobs, log_distribution
-from hpcrl.recipe import Train
 from hpcrl.spool.record import Trajectory
-from hpcrl.trainers import lora
+from hpcrl.trainers import torch_model
 from hpcrl.trainers.base import Snapshot, StepMetrics
 from hpcrl.trainers.critic import Critic
-from hpcrl.trainers.figures import Learned
-from hpcrl.trainers.net import Net, load_causal
 from hpcrl.trainers.state import Piece, check_same, fill, wholes
-from hpcrl.trainers.steps import Before, Minibatch, Totals, learn, rows_in_memory, scored, totals_of, train_step
+from hpcrl.trainers.step import Before, Minibatch, Totals, learn, rows_in_memory, scored, totals_of, train_step
+from hpcrl.trainers.step_metrics import Learned
+from hpcrl.trainers.torch_model import Net, load_causal
 from hpcrl.trainers.world import ALONE, World
 
 Gradient = Callable[[Totals], LossSums]
@@ -54,8 +54,8 @@ class TorchTrainer:
         module, prefix = load_causal(model_dir), ""
         self._config = module.config
         if train.lora_rank:
-            module = lora.with_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
-            prefix = lora.PREFIX
+            module = torch_model.with_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
+            prefix = torch_model.PREFIX
         self._policy = Net(module, train=train, world=world, learning_rate=train.learning_rate, prefix=prefix)
         self._critic = Critic(model_dir, train=train, world=world) if train.advantage == "gae" else None
         self._reference = None if train.kl == "none" else load_causal(model_dir).to(world.device).eval()

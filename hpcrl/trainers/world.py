@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from hpcrl.errors import TrainError
-from hpcrl.files import publish
+from hpcrl.system.files import publish
 
 JOIN_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 1800.0

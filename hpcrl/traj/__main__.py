@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import HpcrlError
-from hpcrl.files import read_json
-from hpcrl.rundir import RunDir
+from hpcrl.system.files import read_json
 from hpcrl.traj.arguments import add_commands
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _run(arguments: argparse.Namespace, run: RunDir) -> int:
 
 def _tell(history: "History") -> None:
     """Say what was passed over."""
-    from hpcrl.traj.text import complain
+    from hpcrl.system.terminal import complain
 
     problems = list(history.problems.values())
     for problem in problems[:NUM_TOLD]:
@@ -68,7 +68,7 @@ def _tell(history: "History") -> None:
 
 
 def _read(arguments: argparse.Namespace, history: "History") -> int:
-    from hpcrl.traj import wanted
+    from hpcrl.traj import history as wanted
 
     which = wanted.from_arguments(arguments, known_domains=_domains(history.run))
     match arguments.action:

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import HpcrlError
-from hpcrl.rundir import RunDir
 from hpcrl.spool.record import Trajectory, Turn
 
 
@@ -77,7 +77,7 @@ class Speech:
 def load_speech(run: RunDir) -> Speech:
     """The tokenizer in the campaign's model directory."""
     try:
-        from hpcrl.engines.chat import load_chat
+        from hpcrl.models.chat_layout import load_chat
 
         return Speech(load_chat(run.model))
     except ImportError as error:

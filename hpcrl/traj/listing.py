@@ -9,9 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcrl.spool.record import Trajectory
-from hpcrl.traj.history import History, Place
-from hpcrl.traj.text import STATUS_STYLES, ago, in_line, make_console, number, print_json, versions
-from hpcrl.traj.wanted import Wanted
+from hpcrl.system.terminal import STATUS_STYLES, ago, in_line, make_console, number, print_json, versions
+from hpcrl.traj.history import History, Place, Wanted
 
 CLOCKS_APART_S = 120.0
 """How far the clocks of nodes and file server may be apart before the newest are not found first."""

@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hpcrl.files import publish, publish_json, sync_directory
 from hpcrl.spool.record import COLUMNS, Trajectory
+from hpcrl.system.files import publish, publish_json, sync_directory
 from hpcrl.traj.conversation import Speech
-from hpcrl.traj.rows import row
+from hpcrl.traj.export import row
 
 GROUP_TOKENS = 4 << 20
 GROUP_ROWS = 1024

@@ -11,13 +11,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import SpoolError
-from hpcrl.rundir import RunDir
 from hpcrl.spool.record import TRAINABLE, Trajectory
-from hpcrl.traj import listing
-from hpcrl.traj.conversation import Exchange, Speech, conversation, load_speech
-from hpcrl.traj.history import History, Place
-from hpcrl.traj.text import (
+from hpcrl.system.terminal import (
     STATUS_STYLES,
     ago,
     in_line,
@@ -30,7 +27,9 @@ from hpcrl.traj.text import (
     time_bar,
     versions,
 )
-from hpcrl.traj.wanted import Wanted
+from hpcrl.traj import listing
+from hpcrl.traj.conversation import Exchange, Speech, conversation, load_speech
+from hpcrl.traj.history import History, Place, Wanted
 
 Found = tuple[Place, Trajectory]
 NUM_OFFERED = 8

@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 
 from hpcrl.errors import WeightsError
-from hpcrl.files import discard, private_dir, publish, sync_directory, sync_file
-from hpcrl.weights.checksums import sum_of
+from hpcrl.system.files import discard, private_dir, publish, sync_directory, sync_file
+from hpcrl.weights.couriers.spans import values_of
 from hpcrl.weights.layout import Layout, Placed
-from hpcrl.weights.messages import values_of
-from hpcrl.weights.window import Window
+from hpcrl.weights.window.file import sum_of
+from hpcrl.weights.window.window import Window
 
 LOOK_S = 0.02
 WAIT_S = 1800.0

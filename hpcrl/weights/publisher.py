@@ -15,9 +15,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
+from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.errors import WeightsError
-from hpcrl.events import EventLog
-from hpcrl.weights.store import FileStore, Tensors
+from hpcrl.weights.file_store import FileStore
+from hpcrl.weights.store import Tensors
 from hpcrl.weights.versions import Announced, Manifest, Rung, announce, newest_version, read_rung, set_rung
 
 TEND_EVERY_S = 1.0

@@ -3,7 +3,7 @@
     WeightSource  what engines see
     WeightStore   what trainers see besides
     FileStore     on a filesystem that both see; survives kill -9, garbage and a full disk
-    WindowStore   in the shared memory of a node (hpcrl.weights.window); two versions, no copies for readers
+    WindowStore   in the shared memory of a node (hpcrl.weights.window.window); two versions, no copies for readers
     MemoryStore   in one process
     Newest        a source that asks several
 
@@ -12,36 +12,20 @@ Who only wants to know which versions there are asks hpcrl.weights.versions, whi
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 import torch
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from hpcrl.errors import WeightsError
-from hpcrl.files import discard, private_dir, publish, staged, sync_file
-from hpcrl.rundir import JobDir
-from hpcrl.weights import tensor_file
-from hpcrl.weights.checksums import for_each_tensor
+from hpcrl.system.files import sync_file
 from hpcrl.weights.layout import Layout, Placed
-from hpcrl.weights.versions import (
-    Manifest,
-    check_newer,
-    listed,
-    newest_manifest,
-    read_manifest,
-    tensors_file,
-    version_dir,
-)
-from hpcrl.weights.window import Key, Window
-
-__all__ = ["FileStore", "Manifest", "MemoryStore", "Newest", "WeightSource", "WeightStore", "WindowStore"]
+from hpcrl.weights.versions import Manifest
+from hpcrl.weights.window.file import for_each_tensor
 
 Tensors = dict[str, torch.Tensor]
 CHUNK_BYTES = 512 << 10
@@ -76,197 +60,6 @@ class WeightStore(WeightSource, Protocol):
 
     def prune(self, *, keep: int) -> None:
         """Drop all but the newest `keep` versions."""
-
-
-class FileStore:
-    """One directory a version (see hpcrl.weights.versions); one process publishes, any number read."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def publish(self, tensors: Tensors, *, version: int, step: int) -> Manifest:
-        check_newer(version, than=max(listed(self.directory), default=None))
-        on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        manifest = _manifest(on_cpu, version=version, step=step)
-        with self._making(version, nbytes=sum(tensor.nbytes for tensor in on_cpu.values())) as temporary:
-            _save(on_cpu, temporary / tensors_file(self.directory, version).name)
-            publish(temporary / "manifest.json", msgspec.json.encode(manifest))
-        return manifest
-
-    def publish_each(self, layout: Layout, tensors: Iterable[memoryview], *, version: int, step: int) -> Manifest:
-        """The same for tensors that come one after the other, in the layout's order: no more than one is in memory."""
-        check_newer(version, than=max(listed(self.directory), default=None))
-        with self._making(version, nbytes=layout.nbytes) as temporary:
-            path = temporary / tensors_file(self.directory, version).name
-            checksums = tensor_file.write(layout, tensors, path)
-            manifest = Manifest(version=version, step=step, checksums=checksums, created=time.time())
-            publish(temporary / "manifest.json", msgspec.json.encode(manifest))
-        return manifest
-
-    def newest(self) -> Manifest | None:
-        return newest_manifest(self.directory)
-
-    def load(self, version: int) -> Tensors:
-        manifest = read_manifest(self.directory, version)
-        path = tensors_file(self.directory, version)
-        try:
-            tensors: Tensors = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise WeightsError(f"{path} cannot be read ({error}): remove {path.parent}, or take the newest") from error
-        _verify(tensors, manifest, where=str(path))
-        return tensors
-
-    @contextmanager
-    def reading(self, version: int) -> Iterator[Tensors]:
-        yield self.load(version)
-
-    def still(self, version: int) -> bool:
-        return True  # it was copied out of the file
-
-    def prune(self, *, keep: int) -> None:
-        for version in listed(self.directory)[: -max(keep, 1)]:
-            discard(version_dir(self.directory, version))
-
-    @contextmanager
-    def _making(self, version: int, *, nbytes: int) -> Iterator[Path]:
-        """A directory that becomes the version's when the block ends well."""
-        private_dir(self.directory)
-        self._drop_torn()
-        try:
-            with staged(version_dir(self.directory, version)) as temporary:
-                temporary.mkdir(mode=0o700)
-                yield temporary
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise WeightsError(
-                f"version {version} ({nbytes / 2**20:.1f} MiB) cannot be written to {self.directory}: {error}; "
-                "the versions before it are untouched"
-            ) from error
-
-    def _drop_torn(self) -> None:
-        """Remove what a publisher left that was killed: only one publishes at a time, so nobody is writing it."""
-        for path in self.directory.glob(".v*.tmp"):
-            discard(path)
-
-
-class MemoryStore:
-    """Versions in one process, for tests and for a trainer and an engine that share it."""
-
-    def __init__(self) -> None:
-        self._versions: dict[int, tuple[Manifest, Tensors]] = {}
-
-    def publish(self, tensors: Tensors, *, version: int, step: int) -> Manifest:
-        check_newer(version, than=max(self._versions, default=None))
-        copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-        manifest = _manifest(copies, version=version, step=step)
-        self._versions[version] = (manifest, copies)
-        return manifest
-
-    def newest(self) -> Manifest | None:
-        return self._versions[max(self._versions)][0] if self._versions else None
-
-    def load(self, version: int) -> Tensors:
-        if version not in self._versions:
-            there = ", ".join(map(str, sorted(self._versions))) or "none"
-            raise WeightsError(f"version {version} is not in memory (there: {there}): take the newest")
-        manifest, tensors = self._versions[version]
-        _verify(tensors, manifest, where="memory")
-        return dict(tensors)
-
-    @contextmanager
-    def reading(self, version: int) -> Iterator[Tensors]:
-        yield self.load(version)
-
-    def still(self, version: int) -> bool:
-        return True  # nobody writes there again
-
-    def prune(self, *, keep: int) -> None:
-        for version in sorted(self._versions)[: -max(keep, 1)]:
-            del self._versions[version]
-
-
-class WindowStore:
-    """The window of a node; its trainer makes it with the first version, and readers find it when it is there."""
-
-    def __init__(self, key: Key, *, job: JobDir) -> None:
-        self._key = key
-        self._job = job
-        self._window: Window | None = None
-
-    # ---- the trainer's end
-
-    def publish(self, tensors: Tensors, *, version: int, step: int) -> Manifest:
-        return self.commit(self.stage(tensors, version=version, step=step))
-
-    def stage(self, tensors: Tensors, *, version: int, step: int) -> list[bytes]:
-        """Copy the weights into the slot; the tensors may change afterwards. The checksums of what lies there now."""
-        layout = Layout.of(tensors)
-        if self._window is None or self._window.end != "writer":
-            self.close()
-            self._window = Window.create(self._key, layout, job=self._job)
-        self._window.layout.check_same(layout, ours="the window", theirs="the trainer")
-        slot = self._window.begin(version, step=step)
-        return _copy(tensors, slot, layout)
-
-    def commit(self, sums: list[bytes]) -> Manifest:
-        """Make visible what was staged with these checksums; safe in another thread than `stage`."""
-        assert self._window is not None, "stage comes before commit"
-        names = (tensor.name for tensor in self._window.layout.tensors)
-        return self._window.commit({name: one.hex() for name, one in zip(names, sums, strict=True)}, sums=sums)
-
-    def made(self) -> int | None:
-        """The newest version that ever came into the window."""
-        manifest = self.newest()
-        return None if manifest is None else manifest.version
-
-    def saver(self, files: FileStore, *, version: int, step: int) -> Callable[[], object]:
-        """What writes a version to files once it is committed."""
-
-        def save() -> None:
-            with self.reading(version) as tensors:
-                files.publish(tensors, version=version, step=step)
-
-        return save
-
-    def prune(self, *, keep: int) -> None:
-        """Nothing to do: a window holds two versions."""
-
-    # ---- both ends
-
-    def newest(self) -> Manifest | None:
-        window = self._current()
-        return None if window is None else window.newest()
-
-    def load(self, version: int) -> Tensors:
-        with self.reading(version) as tensors:
-            return {name: tensor.clone() for name, tensor in tensors.items()}
-
-    @contextmanager
-    def reading(self, version: int) -> Iterator[Tensors]:
-        window = self._current()
-        if window is None:
-            raise WeightsError(f"version {version} is not here (there: none): {self._key.path} does not exist")
-        with window.reading(version) as slot:
-            yield tensors_in(slot, window.layout)
-
-    def still(self, version: int) -> bool:
-        return self._window is not None and self._window.still(version)
-
-    def close(self) -> None:
-        """Let go of the window; its name stays."""
-        if self._window is not None:
-            self._window.close()
-            self._window = None
-
-    def unlink(self) -> None:
-        """Remove the window's name; for the trainer at its end."""
-        if self._window is not None and self._window.end == "writer":
-            self._window.unlink()
-
-    def _current(self) -> Window | None:
-        """The window of that name, opened anew if it has been replaced."""
-        if self._window is None or self._window.end != "writer":
-            self._window = Window.renewed(self._window, self._key, job=self._job.number)
-        return self._window
 
 
 class Newest:

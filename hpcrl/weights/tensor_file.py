@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from hpcrl.files import sync_file
+from hpcrl.system.files import sync_file
 from hpcrl.weights.layout import Layout
 
 CODES = {

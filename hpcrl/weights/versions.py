@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from hpcrl.errors import WeightsError
-from hpcrl.files import publish
+from hpcrl.system.files import publish
 
 _NAME = re.compile(r"v(\d{8,})")
 

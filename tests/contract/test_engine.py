@@ -8,17 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcrl.cost import ModelShape, pace
-from hpcrl.endpoints import Endpoint
+from hpcrl.campaign_dir.endpoints import Endpoint
+from hpcrl.config.recipe import TinyModel
 from hpcrl.engines.base import Completion, Engine, GenerateRequest, Part, joined
-from hpcrl.engines.embedded import EmbeddedEngine, load_model
+from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.engines.http import RemoteEngine, client_session, kv_fetcher, serve
-from hpcrl.engines.sim import SimEngine, SimSettings
-from hpcrl.engines.tiny import make_tiny_model
+from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.errors import EngineError
-from hpcrl.hardware import GPUS
-from hpcrl.recipe import TinyModel
-from hpcrl.weights.store import MemoryStore
+from hpcrl.hardware.cost_model import ModelShape, pace
+from hpcrl.hardware.gpus import GPUS
+from hpcrl.models.tiny import make_tiny_model
+from hpcrl.testing.memory import MemoryStore
 
 Opened = Callable[[], AbstractAsyncContextManager[Engine]]
 PROMPT = [2, 45, 78, 5, 36, 3]

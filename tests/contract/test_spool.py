@@ -12,19 +12,12 @@ import numpy as np
 import pytest
 
 from hpcrl.errors import SpoolError
-from hpcrl.spool.names import announce, listed, num_trajectories
+from hpcrl.spool.listing import announce, listed, num_trajectories
+from hpcrl.spool.reader import DiskSpoolReader, Where
 from hpcrl.spool.record import COLUMNS, Trajectory, Turn, pack
 from hpcrl.spool.segment import read_segment, write_segment
-from hpcrl.spool.spool import (
-    Batching,
-    DiskSpoolReader,
-    DiskSpoolWriter,
-    MemorySpool,
-    MemorySpoolReader,
-    MemorySpoolWriter,
-    Where,
-    derive,
-)
+from hpcrl.spool.writer import Batching, DiskSpoolWriter, derive
+from hpcrl.testing.memory import MemorySpool, MemorySpoolReader, MemorySpoolWriter
 
 FORK = multiprocessing.get_context("fork")
 

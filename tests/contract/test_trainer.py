@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from hpcrl.config.recipe import Train
 from hpcrl.errors import TrainError
-from hpcrl.recipe import Train
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import ALONE
@@ -22,7 +22,7 @@ def packed(model_dir, train, **options):
 
 def megatron(model_dir, train, **options):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
-    from hpcrl.trainers.megatron import MegatronTrainer
+    from hpcrl.trainers.megatron.trainer import MegatronTrainer
 
     return MegatronTrainer(model_dir, msgspec.structs.replace(train, trainer="megatron"), world=ALONE, **options)
 

@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.errors import WeightsError
-from hpcrl.weights import intake as intake_module
-from hpcrl.weights import messages as messages_module
-from hpcrl.weights.checksums import sum_of
-from hpcrl.weights.intake import Intake
-from hpcrl.weights.layout import Layout, Shard, split, whole
-from hpcrl.weights.messages import messages, values_of
-from hpcrl.weights.parts import Parts, joined
-from hpcrl.weights.transfer import Part
+from hpcrl.weights.couriers import receiver as intake_module
+from hpcrl.weights.couriers import spans as messages_module
+from hpcrl.weights.couriers.protocol import Part
+from hpcrl.weights.couriers.receiver import Intake
+from hpcrl.weights.couriers.spans import messages, values_of
+from hpcrl.weights.layout import Layout, Parts, Shard, joined, split, whole
+from hpcrl.weights.window.file import sum_of
 
 Held = list[list[Shard]]
 KINDS = ("int8", "bfloat16", "float32", "int64")

@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import WeightsError
-from hpcrl.rundir import RunDir
-from hpcrl.weights.fit import check_fit, copy_into, parameters_of
-from hpcrl.weights.store import FileStore, MemoryStore, WeightStore, WindowStore
+from hpcrl.testing.memory import MemoryStore
+from hpcrl.weights.file_store import FileStore
+from hpcrl.weights.model_update import check_fit, copy_into, parameters_of
+from hpcrl.weights.store import WeightStore
 from hpcrl.weights.versions import listed, manifest_file, newest_manifest, tensors_file, version_dir
-from hpcrl.weights.window import Key
+from hpcrl.weights.window.file import Key
+from hpcrl.weights.window_store import WindowStore
 
 Weights = dict[str, torch.Tensor]
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.envs.sandbox import choose
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.envs.isolation.sandbox import choose
 from hpcrl.errors import EnvFault
-from hpcrl.rundir import RunDir
 from tests.campaigns import hpcrl, processes_of, snapshot, steps, until
 
 pytest.importorskip("openai")

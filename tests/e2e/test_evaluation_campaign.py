@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from hpcrl.events import read_events
-from hpcrl.files import read_json
+from hpcrl.campaign_dir.event_log import read_events
+from hpcrl.campaign_dir.paths import SPOOLS, RunDir
 from hpcrl.rollout.tasks import NUM_SEEDS, is_held_out
-from hpcrl.rundir import SPOOLS, RunDir
 from hpcrl.spool.segment import read_segment
+from hpcrl.system.files import read_json
 from tests.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

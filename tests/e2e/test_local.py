@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcrl.files import read_json
-from hpcrl.rundir import RunDir
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.system.files import read_json
 from tests.campaigns import (
     SMALL,
     driver_of,
@@ -35,7 +35,7 @@ def run_of(home: Path) -> Any:
 
 def pid_of(run: RunDir, role: str) -> int:
     """The process of a worker, as it said itself."""
-    from hpcrl.events import read_events
+    from hpcrl.campaign_dir.event_log import read_events
 
     started = [e for e in read_events(run.events) if e["event"] == "worker-started" and e["role"] == role]
     return int(started[-1]["pid"])

@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.files import read_json
-from hpcrl.rundir import RunDir
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.system.files import read_json
 from tests.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("own_code")]

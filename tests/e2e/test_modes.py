@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.events import read_events
-from hpcrl.rundir import RunDir
+from hpcrl.campaign_dir.event_log import read_events
+from hpcrl.campaign_dir.paths import RunDir
 from tests.campaigns import SMALL, hpcrl, snapshot, steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("own_code")]

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from hpcrl.events import read_events
-from hpcrl.rollout.flips import read_flips
-from hpcrl.rundir import SPOOLS, RunDir
+from hpcrl.campaign_dir.event_log import read_events
+from hpcrl.campaign_dir.paths import SPOOLS, RunDir
+from hpcrl.rollout.routing.role_switch import read_flips
 from hpcrl.spool.record import Turn
 from hpcrl.spool.segment import read_segment
 from tests.campaigns import SMALL, hpcrl, snapshot, steps, until

@@ -6,7 +6,8 @@ import os
 import random
 import time
 
-from hpcrl.spool.spool import Batching, DiskSpoolReader, DiskSpoolWriter
+from hpcrl.spool.reader import DiskSpoolReader
+from hpcrl.spool.writer import Batching, DiskSpoolWriter
 from tests.spools import trajectory
 
 FORK = multiprocessing.get_context("fork")

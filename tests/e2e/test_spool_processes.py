@@ -5,8 +5,9 @@ import os
 import random
 import time
 
-from hpcrl.files import publish_json, read_json
-from hpcrl.spool.spool import Batching, DiskSpoolReader, DiskSpoolWriter
+from hpcrl.spool.reader import DiskSpoolReader
+from hpcrl.spool.writer import Batching, DiskSpoolWriter
+from hpcrl.system.files import publish_json, read_json
 from tests.spools import trajectory
 
 FORK = multiprocessing.get_context("fork")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from hpcrl.events import read_events
-from hpcrl.rundir import RunDir
+from hpcrl.campaign_dir.event_log import read_events
+from hpcrl.campaign_dir.paths import RunDir
 from tests.campaigns import SMALL, driver_of, hpcrl, num_consumed_groups, outcome, processes_of, snapshot, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from hpcrl.endpoints import this_node
-from hpcrl.events import read_events
-from hpcrl.files import private_dir, read_json
-from hpcrl.rundir import RunDir
+from hpcrl.campaign_dir.event_log import read_events
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.system.files import private_dir, read_json
+from hpcrl.system.network import this_node
 from hpcrl.weights.versions import listed
-from hpcrl.weights.window import window_key
+from hpcrl.weights.window.file import window_key
 from tests.campaigns import SMALL, end_campaigns, hpcrl, outcome, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config import shipped
-from hpcrl.plan import make_plan
-from hpcrl.recipe import load_recipe
-from hpcrl.rundir import RunDir
-from hpcrl.site import load_site
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.config.recipe import load_recipe
+from hpcrl.config.site import load_site
+from hpcrl.config.toml import shipped
+from hpcrl.plan.plan import make_plan
 from hpcrl.slurm.script import batch_script
 
 GOLDEN = Path(__file__).parent / "files"

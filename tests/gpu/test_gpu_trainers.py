@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.learn.consumed import Consumed
-from hpcrl.rundir import RunDir
 from hpcrl.trainers.checkpoint import save
 from hpcrl.trainers.export import export
 from hpcrl.trainers.torch import TorchTrainer
@@ -29,7 +29,7 @@ def make(request, run):
     if request.param == "torch":
         return lambda **changed: TorchTrainer(run.model, settings(**changed), seed=3, world=gpu())
     pytest.importorskip("megatron.core", reason="needs megatron-core")
-    from hpcrl.trainers.megatron import MegatronTrainer
+    from hpcrl.trainers.megatron.trainer import MegatronTrainer
 
     return lambda **changed: MegatronTrainer(run.model, settings(trainer="megatron", **changed), seed=3, world=gpu())
 

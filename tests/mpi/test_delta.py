@@ -12,7 +12,7 @@ import pytest
 
 from bench.fleet import Fleet, fleet
 from hpcrl.weights.layout import Layout
-from hpcrl.weights.window import Window
+from hpcrl.weights.window.window import Window
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
 

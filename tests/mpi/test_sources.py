@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from bench.fleet import Fleet, fleet, publish, until
-from hpcrl.weights.layout import Layout, Shard, split, whole
-from hpcrl.weights.parts import Parts
-from hpcrl.weights.window import Window
+from hpcrl.weights.layout import Layout, Parts, Shard, split, whole
+from hpcrl.weights.window.window import Window
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
 
@@ -137,7 +136,7 @@ def test_a_contributor_that_stops_answering_is_named_with_its_bucket(two_and_two
 def test_a_part_that_is_overwritten_while_it_is_sent_is_never_seen_and_the_newest_goes(
     two_and_two: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpcrl.weights.window.LEASE_S", 0.05)  # of the trainer, which is here
+    monkeypatch.setattr("hpcrl.weights.window.window.LEASE_S", 0.05)  # of the trainer, which is here
     trainer = up_to_two(two_and_two)
     with two_and_two.reading("n2", 1):
         begin_third_version(two_and_two, trainer)

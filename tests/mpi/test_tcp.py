@@ -56,7 +56,7 @@ def test_a_courier_that_is_killed_or_stopped_ends_the_step_and_the_next_one_goes
 
 
 def test_a_courier_on_a_node_of_nobody_says_so(over_tcp: Fleet) -> None:
-    command = [sys.executable, "-m", "hpcrl.weights.courier", str(over_tcp.run.root), "0", "n0,n1", "n0", "--wire=tcp"]
+    command = [sys.executable, "-m", "hpcrl.weights.couriers", str(over_tcp.run.root), "0", "n0,n1", "n0", "--wire=tcp"]
     stray = subprocess.run(
         command, env=os.environ | {"SLURMD_NODENAME": "n9"}, capture_output=True, text=True, check=False, timeout=60
     )

@@ -14,7 +14,7 @@ import pytest
 
 from bench.fleet import Fleet, filled, fleet, publish, until
 from hpcrl.weights.layout import Layout
-from hpcrl.weights.window import Window
+from hpcrl.weights.window.window import Window
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
 
@@ -133,9 +133,9 @@ def program(text: str, couriers: Fleet, *, says: bytes) -> Iterator["subprocess.
 TRAINER = """
 import sys, time
 from pathlib import Path
-from hpcrl.rundir import RunDir
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.weights.layout import Layout
-from hpcrl.weights.window import Key, Window
+from hpcrl.weights.window.window import Key, Window
 run = RunDir(Path(sys.argv[1]))
 layout = Layout.from_json(sys.stdin.buffer.read())
 window = Window.create(Key(campaign=run.root, node="n0"), layout, job=run.job(0))
@@ -163,9 +163,9 @@ SENDING_TRAINER = """
 import sys, time
 from pathlib import Path
 from bench.fleet import publish
-from hpcrl.rundir import RunDir
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.weights.layout import Layout
-from hpcrl.weights.window import Key, Window
+from hpcrl.weights.window.window import Key, Window
 run = RunDir(Path(sys.argv[1]))
 window = Window.create(Key(campaign=run.root, node="n0"), Layout.from_json(sys.stdin.buffer.read()), job=run.job(0))
 publish(window, 3)
@@ -207,7 +207,7 @@ def test_a_node_without_room_is_named(four_nodes: Fleet) -> None:
 ENGINE = """
 import sys, time
 from pathlib import Path
-from hpcrl.weights.window import Key, Window
+from hpcrl.weights.window.window import Key, Window
 window = Window.open(Key(campaign=Path(sys.argv[1]), node="n1"), job=0)
 with window.reading(1) as data:
     print("reads", flush=True)
@@ -250,7 +250,7 @@ def test_bytes_that_change_on_the_way_are_never_seen(four_nodes: Fleet) -> None:
 
 def test_worlds_of_one_rank_each_say_so_at_once(needs_mpi: None, tmp_path: Path) -> None:
     with fleet(tmp_path / "campaign", "n0", "n1") as couriers:
-        command = [sys.executable, "-m", "hpcrl.weights.courier", str(couriers.run.root), "0", "n0,n1", "n0"]
+        command = [sys.executable, "-m", "hpcrl.weights.couriers", str(couriers.run.root), "0", "n0,n1", "n0"]
         alone = subprocess.run(
             command, env=os.environ | {"SLURMD_NODENAME": "n0"}, capture_output=True, text=True, check=False, timeout=60
         )

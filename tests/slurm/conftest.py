@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from lab_tools import Lab, running_lab
 
-from hpcrl.lab import life as labs
+from hpcrl.lab import lab as labs
 from tests.campaigns import end_campaigns, until
 
 

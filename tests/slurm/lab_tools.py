@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.lab import life as labs
+from hpcrl.lab import lab as labs
 
 WAIT_S = 90.0
 

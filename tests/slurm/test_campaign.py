@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from lab_tools import Lab
 
-from hpcrl.events import read_events
-from hpcrl.rundir import RunDir
+from hpcrl.campaign_dir.event_log import read_events
+from hpcrl.campaign_dir.paths import RunDir
 from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]

@@ -8,8 +8,8 @@ import pytest
 from lab_tools import Lab
 
 from bench.fleet import courier_pids, processes
-from hpcrl.events import read_events
-from hpcrl.rundir import RunDir
+from hpcrl.campaign_dir.event_log import read_events
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.weights.versions import listed, read_rung
 from tests.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
 

@@ -7,8 +7,8 @@ import psutil
 import pytest
 from lab_tools import Lab
 
-from hpcrl.events import read_events
-from hpcrl.rundir import RunDir
+from hpcrl.campaign_dir.event_log import read_events
+from hpcrl.campaign_dir.paths import RunDir
 from tests.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(900)]
@@ -31,7 +31,7 @@ def follower(run: RunDir, *, job: int) -> str:
 
 def kill_driver(run: RunDir, *, job: int) -> None:
     """The batch script's process and its child: nobody is left to say how the job ended."""
-    mark = ["hpcrl.driver", str(run.root), str(job)]
+    mark = ["hpcrl.job.driver", str(run.root), str(job)]
     for process in psutil.process_iter(["cmdline"]):
         if (process.info["cmdline"] or [])[-3:] == mark:
             process.send_signal(signal.SIGKILL)

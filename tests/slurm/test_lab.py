@@ -10,7 +10,7 @@ import pytest
 from lab_tools import Lab, until
 
 from hpcrl.errors import LabError
-from hpcrl.lab import life as labs
+from hpcrl.lab import lab as labs
 from hpcrl.lab.conf import Cluster, NodeGroup
 
 pytestmark = pytest.mark.slurm

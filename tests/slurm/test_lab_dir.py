@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.errors import LabError
 from hpcrl.lab import daemons
-from hpcrl.lab import life as labs
+from hpcrl.lab import lab as labs
 from hpcrl.lab.conf import DEFAULT, LabDir, check_path, reserved_ports
 from hpcrl.lab.daemons import Daemon, Marks
 

@@ -12,9 +12,9 @@ import pytest
 from lab_tools import Lab, short_dir, until
 
 from hpcrl.errors import LabError
-from hpcrl.lab import life as labs
+from hpcrl.lab import lab as labs
 from hpcrl.lab.conf import Cluster, NodeGroup
-from hpcrl.processes import is_alive, start_ticks
+from hpcrl.system.processes import is_alive, start_ticks
 
 pytestmark = pytest.mark.slurm
 

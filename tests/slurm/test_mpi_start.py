@@ -8,8 +8,8 @@ import time
 import pytest
 from lab_tools import Lab
 
-from hpcrl.weights.remains import JUST_MADE_S
-from hpcrl.weights.window_file import SHARED_MEMORY
+from hpcrl.weights.window.file import SHARED_MEMORY
+from hpcrl.weights.window.shm_cleanup import JUST_MADE_S
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(300)]
 

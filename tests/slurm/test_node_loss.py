@@ -8,8 +8,8 @@ import psutil
 import pytest
 from lab_tools import Lab, running_lab
 
-from hpcrl.events import read_events
-from hpcrl.rundir import RunDir
+from hpcrl.campaign_dir.event_log import read_events
+from hpcrl.campaign_dir.paths import RunDir
 from tests.campaigns import SMALL, hpcrl, outcome, steps, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]

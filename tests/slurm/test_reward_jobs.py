@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from lab_tools import Lab
 
-from hpcrl.events import read_events
-from hpcrl.processes import start_ticks
-from hpcrl.rundir import RunDir
-from hpcrl.spool.names import Listing
+from hpcrl.campaign_dir.event_log import read_events
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.spool.listing import Listing
+from hpcrl.system.processes import start_ticks
 from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -57,7 +57,7 @@ def is_scored(run: RunDir) -> Callable[[], bool]:
 
 def driver_of(run: RunDir, job: int = 0) -> int:
     """The driver's process: it beats in the name of the job's driver."""
-    mark = f"hpcrl.driver\0{run.root}\0{job}\0".encode()
+    mark = f"hpcrl.job.driver\0{run.root}\0{job}\0".encode()
     found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is(entry, mark)]
     return max(found, key=lambda pid: (start_ticks(pid) or 0, pid))  # the guardian began before it
 

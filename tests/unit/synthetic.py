@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.events import EventLog
-from hpcrl.files import private_dir, publish_json
-from hpcrl.processes import start_ticks
-from hpcrl.rundir import SPOOLS, RunDir
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.paths import SPOOLS, RunDir
+from hpcrl.system.files import private_dir, publish_json
+from hpcrl.system.processes import start_ticks
 
 T0 = 1_800_000_000.0
 PARTITIONS = {"env": "env", "reward": "env", "prefill": "prefill", "decode": "decode", "train": "train"}

@@ -6,16 +6,15 @@ import threading
 
 import pytest
 
-from hpcrl.envs.places import Places
-from hpcrl.envs.pool import Pool, open_env
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.config.recipe import Domain
+from hpcrl.envs.pool import Places, Pool, open_env
 from hpcrl.errors import ConfigError, EnvFault
-from hpcrl.events import EventReader
-from hpcrl.recipe import Domain
 from hpcrl.rollout.admission import in_batches, lag_of
-from hpcrl.rollout.agenda import Agenda
-from hpcrl.rollout.budget import FEWEST, FaultBudget
 from hpcrl.rollout.curriculum import ASK_EVERY_S, Curriculum
+from hpcrl.rollout.fault_budget import FEWEST, FaultBudget
 from hpcrl.rollout.journal import Journal
+from hpcrl.rollout.task_queue import Agenda
 from hpcrl.rollout.tasks import TaskStream
 from tests.bad_envs import AsyncEcho, Echo
 

@@ -8,16 +8,16 @@ import time
 import pytest
 
 from hpcrl.engines.base import Completion
-from hpcrl.engines.chat import load_template
 from hpcrl.envs.agent import AgentProgram, reward_in
 from hpcrl.envs.base import is_program, make_program
-from hpcrl.envs.sandbox import Walls, choose, walled
+from hpcrl.envs.isolation.sandbox import Walls, choose, walled
 from hpcrl.errors import ConfigError, EngineError, EnvFault
-from hpcrl.processes import is_alive, start_ticks
+from hpcrl.models.chat_layout import load_template
+from hpcrl.rollout.agents.program import run_program
+from hpcrl.rollout.agents.server import Proxy
 from hpcrl.rollout.episode import Limits
-from hpcrl.rollout.program import run_program
-from hpcrl.rollout.proxy import Proxy
 from hpcrl.rollout.tasks import Task
+from hpcrl.system.processes import is_alive, start_ticks
 
 TASK = Task(domain="sums", number=1, seed=5)
 ASK = """
@@ -227,7 +227,7 @@ def test_a_sandbox_hides_files_processes_network_and_environment(template, tmp_p
 
 def test_code_without_walls_runs_only_if_asked_for(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr("hpcrl.envs.sandbox._what_fails", lambda: "bwrap is not installed")
+    monkeypatch.setattr("hpcrl.envs.isolation.sandbox._what_fails", lambda: "bwrap is not installed")
     with pytest.raises(EnvFault, match='sandbox = "none"'):
         choose("auto", image=None)
     assert choose("none", image=None) == "none"

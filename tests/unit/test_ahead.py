@@ -7,8 +7,8 @@ import pytest
 
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import Row
-from hpcrl.learn.deal import Item
-from hpcrl.trainers.ahead import Ahead
+from hpcrl.learn.distribute import Item
+from hpcrl.trainers.leader import Ahead
 
 GENEROUS_S = 60
 

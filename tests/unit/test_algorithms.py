@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from hpcrl.checks import check_recipe
-from hpcrl.dag import pipeline_of
-from hpcrl.recipe import load_recipe
+from hpcrl.config.pipeline import pipeline_of
+from hpcrl.config.recipe import load_recipe
+from hpcrl.plan.checks import check_recipe
 from hpcrl.trainers.torch import TorchTrainer
 from tests.learners import batch, make_model
 

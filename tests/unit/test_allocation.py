@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from hpcrl.config.recipe import load_recipe
+from hpcrl.config.site import load_site
 from hpcrl.errors import SlurmError
-from hpcrl.plan import Plan, make_plan
-from hpcrl.recipe import load_recipe
-from hpcrl.site import load_site
+from hpcrl.plan.plan import Plan, make_plan
 from hpcrl.slurm import allocation as module
 from hpcrl.slurm.allocation import Allocation, read_allocation, scrub
 

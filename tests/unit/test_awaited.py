@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcrl.rollout import awaited
-from hpcrl.rollout.awaited import STALE_S, Telling, UnderWay, Word, go_on
+from hpcrl.rollout import flow_control
+from hpcrl.rollout.flow_control import STALE_S, Telling, UnderWay, Word, go_on
 
 
 @pytest.fixture
@@ -82,12 +82,12 @@ def test_a_word_is_written_when_it_changes_and_now_and_then(tmp_path: Path) -> N
     telling = Telling(word)
     telling.tell(7, now=0.0)
     word.unlink()
-    telling.tell(7, now=awaited.RENEW_S)
+    telling.tell(7, now=flow_control.RENEW_S)
     assert not word.exists()
-    telling.tell(8, now=awaited.RENEW_S)
+    telling.tell(8, now=flow_control.RENEW_S)
     assert not go_on([word], version=9)
     word.unlink()
-    telling.tell(8, now=2.1 * awaited.RENEW_S)
+    telling.tell(8, now=2.1 * flow_control.RENEW_S)
     assert word.exists()
 
 
@@ -95,4 +95,4 @@ def test_a_dead_host_stops_nobody(tmp_path: Path) -> None:
     word = tmp_path / "word"
     word.write_bytes(msgspec.json.encode(Word(limit=7, at=time.time() - STALE_S - 1)))
     assert go_on([word], version=8)
-    assert awaited.RENEW_S < STALE_S / 2, "a living one says it in time"
+    assert flow_control.RENEW_S < STALE_S / 2, "a living one says it in time"

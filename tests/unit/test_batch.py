@@ -7,15 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.learn.batch import (
-    at_the_end,
-    choose_groups,
-    make_rows,
-    micro_batches,
-    nothing,
-    num_model_tokens,
-    row_length,
-)
+from hpcrl.learn.batch import at_the_end, choose_groups, make_rows, micro_batches, nothing, num_model_tokens, row_length
 from hpcrl.spool.record import Trajectory, Turn
 
 

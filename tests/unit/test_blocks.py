@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl import blocks
-from hpcrl.blocks import Steps
+from hpcrl.job import parsl_providers as blocks
+from hpcrl.job.parsl_providers import Steps
 from tests.campaigns import until
 
 

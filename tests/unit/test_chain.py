@@ -8,24 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl import campaign, chain
+from hpcrl.campaign import lifecycle
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.paths import JobDir, RunDir
 from hpcrl.errors import SlurmError
-from hpcrl.events import EventLog
-from hpcrl.files import private_dir, publish_json
-from hpcrl.rundir import JobDir, RunDir
+from hpcrl.job import next_job
+from hpcrl.system.files import private_dir, publish_json
 
 
 @pytest.fixture
-def asked() -> campaign.Request:
-    return campaign.request("quickstart", site="perlmutter", settings=("site.account=m1", "job.num_jobs=3"))
+def asked() -> lifecycle.Request:
+    return lifecycle.request("quickstart", site="perlmutter", settings=("site.account=m1", "job.num_jobs=3"))
 
 
 @pytest.fixture
-def run(home: Path, tmp_path: Path, asked: campaign.Request) -> RunDir:
+def run(home: Path, tmp_path: Path, asked: lifecycle.Request) -> RunDir:
     """A campaign whose first job is there."""
     made = RunDir(private_dir(tmp_path / "c"))
-    campaign._describe(made, asked)
-    campaign._job_dir(made, 0)
+    lifecycle._describe(made, asked)
+    lifecycle._job_dir(made, 0)
     return made
 
 
@@ -41,8 +42,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def follow(run: RunDir, number: int, asked: campaign.Request) -> str | None:
-    return chain.follow(run, run.job(number), plan=asked.plan, site=asked.site, slurm_id="4711")
+def follow(run: RunDir, number: int, asked: lifecycle.Request) -> str | None:
+    return next_job.follow(run, run.job(number), plan=asked.plan, site=asked.site, slurm_id="4711")
 
 
 def ended(run: RunDir, number: int, outcome: str, reason: str = "so it is") -> JobDir:
@@ -56,19 +57,19 @@ def checkpointed(run: RunDir, number: int) -> None:
 
 
 def test_one_job_waits_behind_another_as_often_as_the_recipe_says(
-    run: RunDir, slurm: Path, asked: campaign.Request
+    run: RunDir, slurm: Path, asked: lifecycle.Request
 ) -> None:
     assert follow(run, 0, asked) == "4712"
     assert follow(run, 0, asked) is None, "there is one"
     assert (slurm / "calls").read_text() == (f"sbatch --parsable --dependency=afterany:4711 {run.job(1).script}\n")
     assert json.loads(run.job(1).submitted.read_text())["id"] == "4712"
-    assert f"hpcrl.driver {run.root} 1" in run.job(1).script.read_text()
+    assert f"hpcrl.job.driver {run.root} 1" in run.job(1).script.read_text()
     assert follow(run, 1, asked) == "4712"
     assert follow(run, 2, asked) is None, "three in a row"
 
 
 def test_what_slurm_refuses_leaves_nothing_and_may_be_tried_again(
-    run: RunDir, slurm: Path, asked: campaign.Request
+    run: RunDir, slurm: Path, asked: lifecycle.Request
 ) -> None:
     works = (slurm / "sbatch").read_text()
     (slurm / "sbatch").write_text("#!/bin/sh\necho no more jobs >&2; exit 1\n")
@@ -79,18 +80,18 @@ def test_what_slurm_refuses_leaves_nothing_and_may_be_tried_again(
     assert follow(run, 0, asked) == "4712"
 
 
-def test_a_job_that_waits_is_taken_back_and_forgotten(run: RunDir, slurm: Path, asked: campaign.Request) -> None:
-    chain.take_back(run, run.job(0))
+def test_a_job_that_waits_is_taken_back_and_forgotten(run: RunDir, slurm: Path, asked: lifecycle.Request) -> None:
+    next_job.take_back(run, run.job(0))
     assert not (slurm / "calls").exists()
     follow(run, 0, asked)
-    chain.take_back(run, run.job(0))
+    next_job.take_back(run, run.job(0))
     assert (slurm / "calls").read_text().endswith("scancel 4712\n")
     assert run.job_numbers() == [0]
 
 
 def test_a_job_that_a_person_submitted_is_never_taken_back(run: RunDir, slurm: Path) -> None:
-    campaign._job_dir(run, 1)
-    chain.take_back(run, run.job(0))
+    lifecycle._job_dir(run, 1)
+    next_job.take_back(run, run.job(0))
     assert run.job_numbers() == [0, 1]
     assert not (slurm / "calls").exists()
 
@@ -110,27 +111,27 @@ def test_a_campaign_goes_on_where_there_is_more_to_do_and_something_comes_of_it(
 ) -> None:
     if with_checkpoint:
         checkpointed(run, 0)
-    found = chain.ending(run, ended(run, 0, outcome))
+    found = next_job.ending(run, ended(run, 0, outcome))
     assert found == (None if ends is None else (ends, "so it is"))
 
 
 def test_jobs_that_are_killed_are_followed_until_two_in_a_row_made_no_checkpoint(run: RunDir) -> None:
-    assert chain.ending(run, run.job(0)) is None
+    assert next_job.ending(run, run.job(0)) is None
     private_dir(run.job(1).root)
-    assert chain.ending(run, run.job(1)) is None, "a person submitted it, and may have mended what was wrong"
+    assert next_job.ending(run, run.job(1)) is None, "a person submitted it, and may have mended what was wrong"
     run.job(1).follows.write_text("1")
-    assert chain.ending(run, run.job(1)) == ("failed", "jobs 0 and 1 ended without a word and without a checkpoint")
+    assert next_job.ending(run, run.job(1)) == ("failed", "jobs 0 and 1 ended without a word and without a checkpoint")
     checkpointed(run, 0)
-    assert chain.ending(run, run.job(1)) is None
+    assert next_job.ending(run, run.job(1)) is None
     run.stop.touch()
-    assert chain.ending(run, run.job(1)) == ("stopped", "somebody asked for it (hpcrl stop)")
+    assert next_job.ending(run, run.job(1)) == ("stopped", "somebody asked for it (hpcrl stop)")
 
 
 def test_a_job_that_begins_though_there_is_nothing_to_do_ends_at_once(run: RunDir) -> None:
     ended(run, 0, "done", "every training step was made")
     private_dir(run.job(1).logs)
     run.job(1).follows.write_text("1")
-    subprocess.run([sys.executable, "-m", "hpcrl.driver", str(run.root), "1"], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "hpcrl.job.driver", str(run.root), "1"], check=True, timeout=60)
     told = json.loads(run.job(1).outcome.read_text())
     assert (told["outcome"], told["reason"]) == ("done", "every training step was made")
     assert not (run.events / "001-train-0.jsonl").exists()

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from hpcrl.config.recipe import Train
 from hpcrl.errors import TrainError
 from hpcrl.learn.consumed import Consumed
-from hpcrl.recipe import Train
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.checkpoint import Moment, commit, damage, load, newest, prune, save
 from hpcrl.trainers.torch import TorchTrainer

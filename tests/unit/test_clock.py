@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hpcrl.simulate.clock import StuckError, run_virtual
+from hpcrl.engines.sim.clock import StuckError, run_virtual
 
 
 def test_sleeping_moves_the_clock_by_what_was_slept():

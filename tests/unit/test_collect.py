@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from synthetic import T0, SyntheticCampaign
 
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import SlurmError
-from hpcrl.files import publish_json, read_json
 from hpcrl.monitor.collect import Collector
-from hpcrl.monitor.listing import survey
+from hpcrl.monitor.job_state import JobFacts, JobState, campaign_state, job_state
 from hpcrl.monitor.snapshot import Snapshot, to_json
-from hpcrl.monitor.state import JobFacts, JobState, campaign_state, job_state
-from hpcrl.rundir import RunDir
+from hpcrl.monitor.view import survey
 from hpcrl.slurm.status import JobStatus, parse_queue
+from hpcrl.system.files import publish_json, read_json
 
 RUNNING = """\
 123+0|123|RUNNING|env|2026-11-20T10:00:00|N/A|env[0-1]|None

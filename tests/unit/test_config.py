@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config import find, known_names, load_table
+from hpcrl.config.recipe import load_recipe
+from hpcrl.config.site import load_site
+from hpcrl.config.toml import find, known_names, load_table
 from hpcrl.errors import ConfigError
-from hpcrl.recipe import load_recipe
-from hpcrl.site import load_site
 
 RECIPE = """
 name = "small"

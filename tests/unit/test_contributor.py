@@ -6,14 +6,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcrl.events import EventLog
-from hpcrl.rundir import JobDir
-from hpcrl.weights.contributor import Contributor
-from hpcrl.weights.layout import Layout, split
-from hpcrl.weights.link import Done, Link, Tag
-from hpcrl.weights.parts import Parts
-from hpcrl.weights.transfer import Announcement, Offer, Part, Peer, Report, Watch
-from hpcrl.weights.window import Key, Window
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.weights.couriers.link import Done, Link, Tag
+from hpcrl.weights.couriers.part_sender import Contributor
+from hpcrl.weights.couriers.protocol import Announcement, Offer, Part, Peer, Report, Watch
+from hpcrl.weights.layout import Layout, Parts, split
+from hpcrl.weights.window.file import Key
+from hpcrl.weights.window.window import Window
 
 WHOLE = Layout.pack([("w", "uint8", (1 << 12, 3)), ("columns", "uint8", (7, 10))])
 ROWS, COLUMNS = split(WHOLE.tensors[0], axis=0, num=2), split(WHOLE.tensors[1], axis=1, num=2)
@@ -136,7 +136,7 @@ def test_without_a_window_it_is_the_same(contributor: Contributor, wire: Listeni
 def test_a_part_that_is_overwritten_while_it_is_sent_is_told_too(
     contributor: Contributor, wire: Listening, publish: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpcrl.weights.window.LEASE_S", 0.05)
+    monkeypatch.setattr("hpcrl.weights.window.window.LEASE_S", 0.05)
     publish(1)
     send = wire.send
 

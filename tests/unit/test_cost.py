@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpcrl.cost import ModelShape, pace, shape_of
-from hpcrl.hardware import GPUS
+from hpcrl.hardware.cost_model import ModelShape, pace, shape_of
+from hpcrl.hardware.gpus import GPUS
 
 LLAMA_8B = dict(
     hidden_size=4096,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcrl.dag import Node, depths, dot, linearised, mermaid, picture, problems, ready
+from hpcrl.config.pipeline import Node, depths, dot, linearised, mermaid, picture, problems, ready
 
 READY = {
     "grpo": {"advantage": "grpo"},

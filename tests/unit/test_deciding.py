@@ -5,14 +5,14 @@ import random
 import msgspec
 import pytest
 
-from hpcrl.cost import ModelShape, pace
-from hpcrl.endpoints import Endpoint
+from hpcrl.campaign_dir.endpoints import Endpoint
+from hpcrl.config.recipe import Routing
 from hpcrl.engines.base import LoadFigures
-from hpcrl.hardware import GPUS
-from hpcrl.recipe import Routing
-from hpcrl.rollout.courses import Course
-from hpcrl.rollout.deciding import Ask, Known, decide, must_yield
-from hpcrl.rollout.workers import ROOM, Worker, reckon, sorted_out
+from hpcrl.hardware.cost_model import ModelShape, pace
+from hpcrl.hardware.gpus import GPUS
+from hpcrl.rollout.routing.decision import Ask, Known, decide, must_yield
+from hpcrl.rollout.routing.engines import ROOM, Worker, reckon, sorted_out
+from hpcrl.rollout.routing.trajectories import Course
 
 SHAPE = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
 PLACES = 32

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.engines.base import LOCAL, Completion, GenerateRequest, KvHandle
-from hpcrl.engines.embedded import EmbeddedEngine, load_model
-from hpcrl.engines.kv import KvShelf, PrefixCache, RowKv, pack, unpack
-from hpcrl.engines.sampling import distribution, sample, uniforms
+from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
+from hpcrl.engines.embedded.kv_cache import KvShelf, PrefixCache, RowKv, pack, unpack
+from hpcrl.engines.embedded.sampling import distribution, sample, uniforms
 from hpcrl.errors import EngineError, WeightsError
-from hpcrl.weights.fit import Loan, parameters_of
-from hpcrl.weights.store import MemoryStore
+from hpcrl.testing.memory import MemoryStore
+from hpcrl.weights.model_update import Loan, parameters_of
 
 
 @pytest.fixture

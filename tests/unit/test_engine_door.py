@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from hpcrl.endpoints import Endpoint, announce
+from hpcrl.campaign_dir.endpoints import Endpoint, announce
 from hpcrl.engines.base import LOCAL, Completion, GenerateRequest, KvHandle, LoadFigures, Part, as_part
 from hpcrl.engines.http import RemoteEngine, client_session, kv_fetcher, serve
 from hpcrl.errors import EngineError, EngineRefusedError
-from hpcrl.rollout.router import Router
+from hpcrl.rollout.routing.router import Router
 
 REQUEST = GenerateRequest(request_id="r", token_ids=[1, 2], max_new_tokens=1)
 ROUTES = [("POST", "/generate"), ("POST", "/prefill"), ("POST", "/abort"), ("GET", "/load"), ("GET", "/kv/x")]

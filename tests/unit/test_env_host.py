@@ -5,11 +5,11 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
-from hpcrl.recipe import load_recipe
+from hpcrl.config.recipe import load_recipe
 from hpcrl.roles.env import Host
-from hpcrl.rollout.awaited import UnderWay
-from hpcrl.rollout.gate import Gate
-from hpcrl.rollout.group import Groups
+from hpcrl.rollout.admission import Gate
+from hpcrl.rollout.flow_control import UnderWay
+from hpcrl.rollout.groups import Groups
 
 
 def test_what_ends_while_a_segment_is_written_stays_counted() -> None:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcrl.config.user_code import load_code
 from hpcrl.envs.arithmetic import Arithmetic, correct, evaluate
 from hpcrl.envs.base import Step, adapt, env_reward, make_env
 from hpcrl.envs.gymnasium_text import INVALID_COST, FrozenLake, Taxi, goal_and_way, success
 from hpcrl.errors import ConfigError
 from hpcrl.spool.record import Trajectory, Turn
-from hpcrl.user_code import load_code
 
 SMALL = {"map": ["SFF", "FHF", "FFG"], "show": "position"}
 

@@ -409,7 +409,7 @@ def test_pauses_double_are_spread_and_stay_bounded():
 
 
 def test_the_real_chat_layout_fits(tiny_model_dir):
-    from hpcrl.engines.chat import load_chat
+    from hpcrl.models.chat_layout import load_chat
 
     chat = load_chat(tiny_model_dir)
     (letter,) = chat.tokenizer.encode("x", add_special_tokens=False).ids

@@ -8,17 +8,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpcrl.checks import check_recipe
+from hpcrl.config.recipe import load_recipe
 from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.errors import PlanError
 from hpcrl.learn.evaluations import Evaluations, Part, Result, Round, due, merged, score_of
-from hpcrl.recipe import load_recipe
-from hpcrl.rollout.counted import Counted
-from hpcrl.rollout.courses import Course, Courses, whose
+from hpcrl.plan.checks import check_recipe
 from hpcrl.rollout.curriculum import Curriculum
 from hpcrl.rollout.evaluation import Doing, Evaluator, evaluated
-from hpcrl.rollout.priority import NUM_LEVELS
-from hpcrl.rollout.router import Router
+from hpcrl.rollout.reporting import Counted
+from hpcrl.rollout.routing.router import Router
+from hpcrl.rollout.routing.trajectories import NUM_LEVELS, Course, Courses, whose
 from hpcrl.rollout.tasks import NUM_SEEDS, TaskStream, held_out, is_held_out
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import checkpoint

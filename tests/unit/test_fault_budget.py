@@ -1,6 +1,6 @@
 """How many faults a family of environments may have."""
 
-from hpcrl.rollout.budget import FEWEST, FIRST_PAUSE_S, LONGEST_PAUSE_S, FaultBudget
+from hpcrl.rollout.fault_budget import FEWEST, FIRST_PAUSE_S, LONGEST_PAUSE_S, FaultBudget
 
 
 def paused(budget, family="web", *, now=0.0):

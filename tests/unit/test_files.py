@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.endpoints import Endpoint, address_of, announce, listed, new_token, withdraw
+from hpcrl.campaign_dir.endpoints import Endpoint, announce, listed, new_token, withdraw
+from hpcrl.campaign_dir.event_log import EventLog, EventReader, read_events
 from hpcrl.errors import ConfigError
-from hpcrl.events import EventLog, EventReader, read_events
-from hpcrl.files import discard, private_dir, publish, staged
+from hpcrl.system.files import discard, private_dir, publish, staged
+from hpcrl.system.network import address_of
 
 
 def test_a_published_file_is_private_and_complete(tmp_path: Path) -> None:

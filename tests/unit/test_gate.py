@@ -2,9 +2,9 @@
 
 import pytest
 
-from hpcrl.recipe import load_recipe
-from hpcrl.rollout.gate import Gate
-from hpcrl.rollout.group import Groups
+from hpcrl.config.recipe import load_recipe
+from hpcrl.rollout.admission import Gate
+from hpcrl.rollout.groups import Groups
 
 
 def gate_of(mode, *, spare=0, max_running=100, host=0, num_hosts=1):

@@ -5,8 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hpcrl.rollout.accounts import begun, ended, replay
-from hpcrl.rollout.group import Groups
+from hpcrl.rollout.groups import Groups, begun, ended, replay
 from hpcrl.spool.record import TRAINABLE, Trajectory
 
 STATUSES = ("done", "truncated", "aborted-stale", "aborted-redundant", "env-fault", "policy-fault")

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hpcrl.rollout.held_back import MAX_REFUSALS, HeldBack
+from hpcrl.rollout.routing.room_queue import MAX_REFUSALS, HeldBack
 
 NUM = 10 * MAX_REFUSALS
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.engines.kv_files import digest, is_name, new_name, prune, shard_path
+from hpcrl.engines.vllm.kv_files import digest, is_name, new_name, prune, shard_path
 
 
 def test_a_new_name_is_a_name_and_new() -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl import couriers as module
-from hpcrl.couriers import RESTARTS, RETURNS, TRIES, Couriers, Way, rungs
-from hpcrl.files import private_dir
-from hpcrl.rundir import JobDir
-from hpcrl.site import Mpi
-from hpcrl.weights.transfer import Standing
+from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.config.site import Mpi
+from hpcrl.job import courier_step as module
+from hpcrl.job.courier_step import RESTARTS, RETURNS, TRIES, Couriers, Way, rungs
+from hpcrl.system.files import private_dir
+from hpcrl.weights.couriers.protocol import Standing
 from hpcrl.weights.versions import Announced, Rung, RungName, announce, set_rung
 from tests.campaigns import until
 
@@ -20,8 +20,8 @@ FILES = Rung(rung="files", reason="starting")
 SAY = """
 import sys, time
 from pathlib import Path
-from hpcrl.rundir import JobDir
-from hpcrl.weights.transfer import Standing
+from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.weights.couriers.protocol import Standing
 where = JobDir(Path(sys.argv[1])).couriers(sys.argv[2].removeprefix("--life="))
 """
 SERVE = (

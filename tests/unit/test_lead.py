@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from hpcrl.errors import TrainError
-from hpcrl.learn.deal import Item, deal, rows_of
+from hpcrl.learn.distribute import Item, deal, rows_of
 from hpcrl.spool.segment import write_segment
-from hpcrl.trainers.lead import Order, fetch
+from hpcrl.trainers.leader import Order, fetch
 from tests.learners import CONTEXT, batch, settings
 
 

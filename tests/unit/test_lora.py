@@ -6,17 +6,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hpcrl.checks import check_recipe
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.config.recipe import load_recipe
 from hpcrl.envs import check
 from hpcrl.errors import ConfigError, PlanError, TrainError
 from hpcrl.learn.consumed import Consumed
-from hpcrl.recipe import load_recipe
-from hpcrl.rundir import RunDir
+from hpcrl.plan.checks import check_recipe
 from hpcrl.trainers.checkpoint import save
 from hpcrl.trainers.export import export
-from hpcrl.trainers.lora import PREFIX
 from hpcrl.trainers.state import wholes
 from hpcrl.trainers.torch import TorchTrainer
+from hpcrl.trainers.torch_model import PREFIX
 from hpcrl.trainers.world import ALONE
 from tests import ranks
 from tests.learners import batch, make_model, settings, train_torch

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpcrl.config.recipe import Train
 from hpcrl.learn.loss import (
     LossSums,
     Said,
@@ -19,7 +20,6 @@ from hpcrl.learn.loss import (
     token_shares,
     value_loss,
 )
-from hpcrl.recipe import Train
 
 LENGTHS = (20, 1, 13, 30)
 ROWS = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))

@@ -6,7 +6,7 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from hpcrl.errors import TrainError
-from hpcrl.trainers.megatron_names import Rank, check_divides, dims_of, links, padded_vocab
+from hpcrl.trainers.megatron.weight_names import Rank, check_divides, dims_of, links, padded_vocab
 from hpcrl.weights.layout import Layout, Shard, check_cover
 
 SIZES = {

@@ -8,13 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcrl.events import EventLog
-from hpcrl.files import private_dir, publish_json, read_json
-from hpcrl.metrics.__main__ import Feeder
-from hpcrl.metrics.figures import figures_of
-from hpcrl.recipe import Metrics, load_recipe
-from hpcrl.reporter import RESTARTS, Reporter
-from hpcrl.rundir import RunDir
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.config.recipe import Metrics, load_recipe
+from hpcrl.job.metrics_export import Feeder, figures_of
+from hpcrl.job.metrics_process import RESTARTS, Reporter
+from hpcrl.system.files import private_dir, publish_json, read_json
 from tests.campaigns import until
 
 STEP = {
@@ -93,7 +92,7 @@ def test_an_evaluation_is_shown_at_its_version_and_other_events_are_not_shown():
 
 
 def test_every_figure_of_the_issue_is_in_a_step_event_and_under_a_heading():
-    from hpcrl.metrics.figures import GROUPS
+    from hpcrl.job.metrics_export import GROUPS
     from hpcrl.trainers.base import StepMetrics
 
     fields = set(StepMetrics.__struct_fields__) | {"mfu", "wait_s"}  # the role adds these two
@@ -144,7 +143,7 @@ def test_a_sink_that_fails_is_told_of_and_the_others_go_on(run):
 
 def test_tensorboard_shows_what_was_learned_and_not_what_was_taken_back(run):
     pytest.importorskip("tensorboard")
-    from hpcrl.metrics.sinks import sinks_of
+    from hpcrl.job.metrics_export import sinks_of
 
     log = trainer(run)
     made, told = feeder(run, **sinks_of(Metrics(tensorboard=True), run=run))

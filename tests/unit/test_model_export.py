@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import make_rows, micro_batches
 from hpcrl.learn.consumed import Consumed
-from hpcrl.rundir import RunDir
 from hpcrl.trainers.checkpoint import save
 from hpcrl.trainers.export import export
 from hpcrl.trainers.torch import TorchTrainer

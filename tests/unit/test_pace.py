@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from hpcrl.weights import codec as module
+from hpcrl.weights.couriers import delta_codec as module
+from hpcrl.weights.couriers.codec_choice import MEASURED_BY, SAMPLE_EVERY, Codec, Pace
 from hpcrl.weights.layout import Layout
-from hpcrl.weights.pace import MEASURED_BY, SAMPLE_EVERY, Codec, Pace
 
 LAYOUT = Layout.pack([("w", "bfloat16", (1 << 20, 2))])
 OLD = np.zeros(LAYOUT.nbytes, np.uint8)

@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import WeightsError
-from hpcrl.rundir import RunDir
 from hpcrl.weights import part_files, tensor_file
-from hpcrl.weights.layout import ITEM_SIZES, Layout, Shard, split, whole
-from hpcrl.weights.parts import Parts
-from hpcrl.weights.shards import Shards, ShardStore
-from hpcrl.weights.store import FileStore
+from hpcrl.weights.file_store import FileStore
+from hpcrl.weights.layout import ITEM_SIZES, Layout, Parts, Shard, split, whole
+from hpcrl.weights.sharded_store import Shards, ShardStore
 from hpcrl.weights.versions import listed
-from hpcrl.weights.window import Key, Window, unlink_recorded
+from hpcrl.weights.window.file import Key, unlink_recorded
+from hpcrl.weights.window.window import Window
 from tests.disks import largest_file
 
 LAYOUT = Layout.pack(

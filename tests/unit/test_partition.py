@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.learn.partition import balanced, imbalance, naive
+from hpcrl.learn.distribute import balanced, imbalance, naive
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=80), st.integers(1, 9))

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.checks import check_recipe
-from hpcrl.dag import linearised, pipeline_of, problems_of
+from hpcrl.config.pipeline import linearised, pipeline_of, problems_of
+from hpcrl.config.recipe import Train, load_recipe
 from hpcrl.errors import PlanError, TrainError
-from hpcrl.learn.deal import deal, rows_of
+from hpcrl.learn.distribute import deal, rows_of
 from hpcrl.learn.pipeline import credited, reworked
-from hpcrl.recipe import Train, load_recipe
+from hpcrl.plan.checks import check_recipe
 from hpcrl.trainers.torch import TorchTrainer
 from tests.learners import CONTEXT, batch, make_model, settings
 from tests.nodes import against_the_best, shaped

@@ -6,11 +6,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.config.recipe import Recipe, load_recipe
+from hpcrl.config.site import Site, load_site
 from hpcrl.errors import PlanError
-from hpcrl.plan import Plan, make_plan
-from hpcrl.recipe import Recipe, load_recipe
-from hpcrl.rundir import RunDir
-from hpcrl.site import Site, load_site
+from hpcrl.plan.plan import Plan, make_plan
 from hpcrl.slurm.script import batch_script
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpcrl.processes import descendants
-from hpcrl.weights.pmi import VALUE_NBYTES, short_values
+from hpcrl.system.processes import descendants
+from hpcrl.weights.couriers.wire_mpi import VALUE_NBYTES, short_values
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.envs.base import Step
-from hpcrl.envs.process import Limits, ProcessEnv
+from hpcrl.envs.isolation.process import Limits, ProcessEnv
 from hpcrl.errors import EnvFault
 
 LONG_S = 60.0
@@ -160,7 +160,7 @@ def test_an_environment_inside_walls_plays_as_it_would_outside():
     assert answered.observation == "6"
 
 
-@pytest.mark.parametrize("module", ["hpcrl.envs.served", "hpcrl.envs.repair", "hpcrl.envs.arithmetic"])
+@pytest.mark.parametrize("module", ["hpcrl.envs.isolation.child", "hpcrl.envs.repair", "hpcrl.envs.arithmetic"])
 def test_a_process_of_an_environment_loads_nothing_heavy_of_ours(module):
     heavy = "{'numpy', 'torch', 'aiohttp', 'h5py', 'transformers', 'parsl'}"
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"

@@ -6,11 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-from hpcrl.processes import is_alive, start_ticks
+from hpcrl.system.processes import is_alive, start_ticks
 
 GUARDIAN = """
 import subprocess, sys, time
-from hpcrl.processes import adopt_orphans, descendants, end_descendants
+from hpcrl.system.processes import adopt_orphans, descendants, end_descendants
 adopt_orphans()
 # a child that leaves a grandchild in a session of its own and ends: the grandchild is an orphan
 subprocess.run(["bash", "-c", "setsid sleep 300 & disown"], check=True)

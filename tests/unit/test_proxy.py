@@ -8,11 +8,11 @@ import aiohttp
 import pytest
 
 from hpcrl.engines.base import Completion, Part
-from hpcrl.engines.chat import load_template
 from hpcrl.errors import EngineAnswerError, EngineError
-from hpcrl.rollout import proxy as proxy_module
+from hpcrl.models.chat_layout import load_template
+from hpcrl.rollout.agents import server as proxy_module
+from hpcrl.rollout.agents.server import Proxy
 from hpcrl.rollout.episode import Limits
-from hpcrl.rollout.proxy import Proxy
 from tests.sessions import session_of
 
 openai = pytest.importorskip("openai")

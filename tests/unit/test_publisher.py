@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from hpcrl.campaign_dir.event_log import EventLog, read_events
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import WeightsError
-from hpcrl.events import EventLog, read_events
-from hpcrl.rundir import RunDir
+from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.publisher import Publisher
-from hpcrl.weights.store import FileStore, WindowStore
 from hpcrl.weights.versions import Rung, listed, newest_version, read_rung, set_rung
-from hpcrl.weights.window import Key, unlink_recorded
+from hpcrl.weights.window.file import Key, unlink_recorded
+from hpcrl.weights.window_store import WindowStore
 from tests.disks import largest_file
 
 WINDOW = Rung(rung="window", reason="one node")

@@ -7,13 +7,14 @@ import msgspec
 import pytest
 import xxhash
 
-from hpcrl.events import EventLog
-from hpcrl.rundir import JobDir
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.weights.couriers.link import Done, Link, Tag
+from hpcrl.weights.couriers.protocol import Announcement, NoRoomError, Peer, Report, Watch
+from hpcrl.weights.couriers.receiver import Receiver
 from hpcrl.weights.layout import Layout
-from hpcrl.weights.link import Done, Link, Tag
-from hpcrl.weights.receiver import Receiver
-from hpcrl.weights.transfer import Announcement, NoRoomError, Peer, Report, Watch
-from hpcrl.weights.window import Key, Window
+from hpcrl.weights.window.file import Key
+from hpcrl.weights.window.window import Window
 from tests.disks import largest_file
 
 SMALL = Layout.pack([("w", "uint8", (1 << 12,))])

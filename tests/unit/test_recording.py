@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from hpcrl.engines.base import Completion
-from hpcrl.engines.chat import load_template
 from hpcrl.errors import EngineError
-from hpcrl.rollout.recording import EpisodeFacts, Recording, branches_of
+from hpcrl.models.chat_layout import load_template
+from hpcrl.rollout.agents.recording import EpisodeFacts, Recording, branches_of
 from hpcrl.spool.record import pack, parse_facts
 
 FACTS = EpisodeFacts(

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.files import private_dir
-from hpcrl.rundir import RunDir
-from hpcrl.weights import remains
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.system.files import private_dir
 from hpcrl.weights.layout import Layout
-from hpcrl.weights.remains import Ledger, free_mpi, sweep
-from hpcrl.weights.window import Window
-from hpcrl.weights.window_file import SHARED_MEMORY, Key
+from hpcrl.weights.window import shm_cleanup as remains
+from hpcrl.weights.window.file import SHARED_MEMORY, Key
+from hpcrl.weights.window.shm_cleanup import Ledger, free_mpi, sweep
+from hpcrl.weights.window.window import Window
 
 LAYOUT = Layout.pack([("w", "float32", (4,))])
 SEGMENT = """
@@ -31,7 +31,7 @@ time.sleep(1000)
 """
 KEEPER = """
 import sys, time
-from hpcrl.weights.remains import Ledger
+from hpcrl.weights.window.shm_cleanup import Ledger
 ledger = Ledger()
 ledger.note([int(sys.argv[1])])
 print("noted", flush=True)

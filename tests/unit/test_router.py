@@ -6,17 +6,16 @@ import dataclasses
 import msgspec
 import pytest
 
-from hpcrl.cost import ModelShape, pace
-from hpcrl.endpoints import Endpoint, announce, withdraw
+from hpcrl.campaign_dir.endpoints import Endpoint, announce, withdraw
+from hpcrl.config.recipe import Routing
 from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures, Part
+from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.errors import EngineError, EngineRefusedError
-from hpcrl.hardware import GPUS
-from hpcrl.recipe import Routing
-from hpcrl.rollout.flips import Flips, read_flips
-from hpcrl.rollout.router import Router
-from hpcrl.rollout.sizing import SUSTAINED_S
-from hpcrl.rollout.workers import Patience
-from hpcrl.simulate.clock import run_virtual
+from hpcrl.hardware.cost_model import ModelShape, pace
+from hpcrl.hardware.gpus import GPUS
+from hpcrl.rollout.routing.engines import Patience
+from hpcrl.rollout.routing.role_switch import SUSTAINED_S, Flips, read_flips
+from hpcrl.rollout.routing.router import Router
 
 FAST = Patience(refresh_s=0.01, rest_s=0.05, load_s=0.2, prefill_s=0.2, generate_s=0.5, no_decode_s=0.5, max_attempts=3)
 REQUEST = GenerateRequest(request_id="lake/0/0/0/0/0", token_ids=[1, 2], max_new_tokens=4)

@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-from hpcrl.endpoints import Endpoint, announce
+from hpcrl.campaign_dir.endpoints import Endpoint, announce
+from hpcrl.campaign_dir.event_log import EventLog, read_events
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.config.recipe import load_recipe
+from hpcrl.config.site import load_site
 from hpcrl.engines.base import Completion, GenerateRequest, LoadFigures
+from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.errors import PlanError
-from hpcrl.events import EventLog, read_events
-from hpcrl.plan import make_plan
-from hpcrl.recipe import load_recipe
-from hpcrl.rollout.assembly import make_router
-from hpcrl.rundir import RunDir
-from hpcrl.simulate.clock import run_virtual
-from hpcrl.site import load_site
+from hpcrl.plan.plan import make_plan
+from hpcrl.rollout.routing.factory import make_router
 
 CONFIG = {
     "hidden_size": 4096,

@@ -7,12 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.cost import ModelShape, pace
-from hpcrl.hardware import GPUS
-from hpcrl.rollout.keeping import MIN_SAMPLES, Pauses, keep_s
-from hpcrl.rollout.priority import NUM_LEVELS, Credits, level
-from hpcrl.rollout.routing import Candidate, cheapest, kind_for, pays_remote, pays_to_leave, price, serve_s, two_of
-from hpcrl.rollout.sizing import SUSTAINED_S, Strain, split, strain, to_flip, to_grow
+from hpcrl.hardware.cost_model import ModelShape, pace
+from hpcrl.hardware.gpus import GPUS
+from hpcrl.rollout.routing.decision import (
+    Candidate,
+    cheapest,
+    kind_for,
+    pays_remote,
+    pays_to_leave,
+    price,
+    serve_s,
+    two_of,
+)
+from hpcrl.rollout.routing.role_switch import SUSTAINED_S, Strain, split, strain, to_flip, to_grow
+from hpcrl.rollout.routing.trajectories import MIN_SAMPLES, NUM_LEVELS, Credits, Pauses, keep_s, level
 
 SHAPE = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
 H100, H20 = (pace(GPUS[name], shape=SHAPE) for name in ("h100", "h20"))

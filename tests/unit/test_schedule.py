@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from hpcrl.recipe import Train
-from hpcrl.trainers.schedule import learning_rate
+from hpcrl.config.recipe import Train
+from hpcrl.trainers.step import learning_rate
 
 
 def rates(**changed):

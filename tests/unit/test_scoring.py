@@ -4,11 +4,11 @@ from concurrent.futures import Future
 
 import pytest
 
-from hpcrl.plan import make_plan
-from hpcrl.recipe import Reward, load_recipe
-from hpcrl.rundir import RunDir
-from hpcrl.scoring import SEGMENTS_PER_JOB, Scale, Scoring
-from hpcrl.site import load_site
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.config.recipe import Reward, load_recipe
+from hpcrl.config.site import load_site
+from hpcrl.job.reward_tasks import SEGMENTS_PER_JOB, Scale, Scoring
+from hpcrl.plan.plan import make_plan
 from hpcrl.slurm.script import reward_script
 
 

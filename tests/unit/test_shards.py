@@ -12,19 +12,21 @@ import pytest
 import torch
 import torch.distributed
 
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import WeightsError
-from hpcrl.events import EventLog
-from hpcrl.rundir import RunDir
-from hpcrl.weights import shards as shards_module
+from hpcrl.weights import sharded_store as shards_module
+from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import Layout, Shard, split, whole
 from hpcrl.weights.publisher import Publisher
-from hpcrl.weights.shards import Shards, ShardStore, exchange_over
-from hpcrl.weights.store import FileStore, WindowStore
+from hpcrl.weights.sharded_store import Shards, ShardStore, exchange_over
 from hpcrl.weights.versions import listed, newest_version
-from hpcrl.weights.window import Key, Window, unlink_recorded
+from hpcrl.weights.window.file import Key, unlink_recorded
+from hpcrl.weights.window.window import Window
+from hpcrl.weights.window_store import WindowStore
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["hpcrl.weights.shards"])
+SERVER.set_forkserver_preload(["hpcrl.weights.sharded_store"])
 HIDDEN, KV = 64, 16
 LAYOUT = Layout.pack(
     [
@@ -297,7 +299,7 @@ def test_checksums_that_a_killed_rank_had_begun_are_taken_by_rank_0(run: RunDir)
 
 
 def test_a_slot_is_not_given_away_while_a_rank_still_fills_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.weights.window.LEASE_S", 0.05)
+    monkeypatch.setattr("hpcrl.weights.window.window.LEASE_S", 0.05)
     writer = Window.create(key(run), LAYOUT, job=run.job(0))
     writer.begin(1, step=1)
     turn, part = writer.turn(), Window.join(key(run), job=0)

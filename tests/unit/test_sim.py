@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from hpcrl.cost import ModelShape, pace
 from hpcrl.engines.base import GenerateRequest
-from hpcrl.engines.sim import SimEngine, SimSettings, simulated
+from hpcrl.engines.sim.clock import run_virtual
+from hpcrl.engines.sim.engine import SimEngine, SimSettings, simulated
 from hpcrl.errors import EngineError, EngineRefusedError, WeightsError
-from hpcrl.hardware import GPUS
-from hpcrl.simulate.clock import run_virtual
+from hpcrl.hardware.cost_model import ModelShape, pace
+from hpcrl.hardware.gpus import GPUS
 
 SHAPE = ModelShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
 PACE = pace(GPUS["h100"], shape=SHAPE)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from hpcrl.cost import usual_shape
+from hpcrl.config.recipe import load_recipe
+from hpcrl.config.site import load_site
 from hpcrl.errors import ConfigError, PlanError
-from hpcrl.plan import Plan, make_plan
-from hpcrl.recipe import load_recipe
-from hpcrl.site import load_site
+from hpcrl.hardware.cost_model import usual_shape
+from hpcrl.plan.plan import Plan, make_plan
 
 SETTINGS = (
     "model.num_params=8000000000",

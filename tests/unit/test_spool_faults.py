@@ -9,10 +9,11 @@ import pytest
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool import hdf5
-from hpcrl.spool.names import listed
+from hpcrl.spool.listing import listed
+from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import COLUMNS, Trajectory, Turn, pack
 from hpcrl.spool.segment import read_segment, write_segment
-from hpcrl.spool.spool import Batching, DiskSpoolReader, DiskSpoolWriter
+from hpcrl.spool.writer import Batching, DiskSpoolWriter
 from tests.disks import largest_file
 
 
@@ -89,7 +90,7 @@ def test_a_rename_that_was_not_made_durable_is_not_acknowledged(tmp_path, monkey
     writer = DiskSpoolWriter(tmp_path, producer="000-env-0")
     writer.append(trajectory(0))
     with monkeypatch.context() as broken:
-        broken.setattr("hpcrl.files.sync_directory", failing(None, errno.EIO, times=1))
+        broken.setattr("hpcrl.system.files.sync_directory", failing(None, errno.EIO, times=1))
         with pytest.raises(SpoolError, match="kept in memory"):
             writer.flush()
     assert writer.flush() == ["math/0/0"]

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hpcrl.learn.consumed import Consumed
-from hpcrl.spool.names import listed, num_trajectories
+from hpcrl.spool.listing import listed, num_trajectories
+from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import Trajectory, Turn
 from hpcrl.spool.retention import Settled, Shelves, recover, retire
 from hpcrl.spool.segment import read_segment
-from hpcrl.spool.spool import DiskSpoolReader, DiskSpoolWriter, derive
+from hpcrl.spool.writer import DiskSpoolWriter, derive
 
 NUM_KEPT = 2
 """Checkpoints."""

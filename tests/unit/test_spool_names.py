@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.errors import SpoolError
-from hpcrl.spool.names import (
+from hpcrl.spool.listing import (
     Listing,
     SegmentName,
     announce,
@@ -88,7 +88,7 @@ def test_only_old_temporary_files_are_swept(tmp_path):
 
 
 def test_counting_imports_nothing_heavy():
-    code = "import sys, hpcrl.spool.names; print(sorted({'numpy', 'h5py', 'xxhash', 'msgspec'} & set(sys.modules)))"
+    code = "import sys, hpcrl.spool.listing; print(sorted({'numpy', 'h5py', 'xxhash', 'msgspec'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 

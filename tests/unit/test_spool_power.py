@@ -4,9 +4,10 @@ import random
 
 import numpy as np
 
-from hpcrl.spool.names import listed
+from hpcrl.spool.listing import listed
+from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import Trajectory, Turn, pack
-from hpcrl.spool.spool import Batching, DiskSpoolReader, DiskSpoolWriter
+from hpcrl.spool.writer import Batching, DiskSpoolWriter
 from tests.recorded_disk import Recording, acknowledged, after_power_loss
 
 NUM_CUTS = 300

@@ -8,12 +8,12 @@ import pytest
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool import retention
-from hpcrl.spool.names import announce, listed, num_trajectories
+from hpcrl.spool.listing import announce, listed, num_trajectories
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import Trajectory, Turn
 from hpcrl.spool.retention import INTENT, Settled, Shelves, prune, recover, retire, worth_retiring
 from hpcrl.spool.segment import read_segment
-from hpcrl.spool.spool import DiskSpoolWriter, derive
+from hpcrl.spool.writer import DiskSpoolWriter, derive
 
 
 def trajectory(name, version=0):

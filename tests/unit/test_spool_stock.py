@@ -6,16 +6,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpcrl.files import private_dir, read_json
+from hpcrl.campaign_dir.paths import SPOOLS, RunDir
+from hpcrl.config.recipe import Spool, load_recipe
 from hpcrl.learn.consumed import Consumed
-from hpcrl.recipe import Spool, load_recipe
-from hpcrl.roles.stock import Stock
-from hpcrl.rollout.awaited import Telling
-from hpcrl.rundir import SPOOLS, RunDir
+from hpcrl.roles.train_queue import Stock
+from hpcrl.rollout.flow_control import Telling
 from hpcrl.spool import retention
-from hpcrl.spool.names import announce, listed, num_trajectories
+from hpcrl.spool.listing import announce, listed, num_trajectories
 from hpcrl.spool.record import Trajectory, Turn
-from hpcrl.spool.spool import DiskSpoolWriter, derive
+from hpcrl.spool.writer import DiskSpoolWriter, derive
+from hpcrl.system.files import private_dir, read_json
 
 GROUP = 4
 

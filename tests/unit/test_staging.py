@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpcrl.rundir import RunDir
-from hpcrl.weights.window import unlink_recorded
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.weights.window.file import unlink_recorded
 from tests.learners import make_model
 from tests.ranks import run as on_ranks
 

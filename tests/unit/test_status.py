@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import SlurmError
-from hpcrl.processes import start_ticks
-from hpcrl.slurm.reasons import plain_reason
-from hpcrl.slurm.status import expand_nodes, job_states, overall, parse_ended, parse_queue
+from hpcrl.slurm.status import expand_nodes, job_states, overall, parse_ended, parse_queue, plain_reason
+from hpcrl.system.processes import start_ticks
 
 FAKES = Path(__file__).parent.parent / "fakes"
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.weights.layout import Layout
-from hpcrl.weights.transfer import (
+from hpcrl.weights.couriers.protocol import (
     BUCKET_NBYTES,
     Announcement,
     Part,
@@ -16,6 +15,7 @@ from hpcrl.weights.transfer import (
     deadline_s,
     num_buckets,
 )
+from hpcrl.weights.layout import Layout
 
 LAYOUT = Layout.pack([("w", "uint8", (3 * BUCKET_NBYTES,))])
 ANNOUNCED = Announcement(version=7, step=7, layout=LAYOUT, checksums={}, chain=(1, 2), number=1, nbytes=LAYOUT.nbytes)

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from hpcrl.engines.chat import load_chat
-from hpcrl.engines.tiny import CHARACTERS, make_tiny_model
+from hpcrl.config.recipe import TinyModel
 from hpcrl.errors import ConfigError
-from hpcrl.recipe import TinyModel
+from hpcrl.models.chat_layout import load_chat
+from hpcrl.models.tiny import CHARACTERS, make_tiny_model
 
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"

@@ -13,13 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.spool.record import Status
+from hpcrl.system.terminal import ago, in_line, safe, span, time_bar
 from hpcrl.traj.__main__ import main
 from hpcrl.traj.arguments import SPOOLS, STATUSES
 from hpcrl.traj.conversation import Speech, conversation, load_speech, messages
-from hpcrl.traj.history import History, SeenIds
-from hpcrl.traj.tally import Tally
-from hpcrl.traj.text import ago, in_line, safe, span, time_bar
-from hpcrl.traj.wanted import Wanted
+from hpcrl.traj.history import History, SeenIds, Wanted
+from hpcrl.traj.stats import Tally
 from tests.unit.trajectories import Spools, trajectory, unscored
 
 
@@ -255,7 +254,7 @@ def test_untrusted_text_reaches_the_terminal_spelled_out(spools, monkeypatch, ca
 
     hostile = trajectory(producer="\x1b[1m", extra={"fault\x1b": UNTRUSTED, "list": [UNTRUSTED]})
     spools.add("scored", msgspec.structs.replace(hostile, id="\x1b[0mlake\n/0/0"))
-    monkeypatch.setattr("hpcrl.traj.show.load_speech", lambda run: Speech(Chat()))
+    monkeypatch.setattr("hpcrl.traj.conversation.load_speech", lambda run: Speech(Chat()))
     for words in (("ls",), ("show", "--tokens"), ("show", "--json"), ("stats",), ("verify",)):
         _, out, err = traj(spools, *words, capsys=capsys)
         assert not set("\x1b\x07\x9b\u202e\r\x7f\x00") & set(out + err), words

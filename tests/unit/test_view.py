@@ -10,10 +10,11 @@ from rich.console import Console
 from synthetic import SyntheticCampaign
 
 from hpcrl.monitor.collect import Collector
-from hpcrl.monitor.screen import render, sparks
+from hpcrl.monitor.screen import render
 from hpcrl.monitor.snapshot import Snapshot
 from hpcrl.monitor.view import changes, list_campaigns, show_once, watch
 from hpcrl.slurm.status import JobStatus
+from hpcrl.system.terminal import sparks
 
 LONG = "prefill-0 failed 4 times, the last time by RuntimeError: " + "x" * 300
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.engines.vllm_connectors import OURS, environment, fetched, found, left
-from hpcrl.engines.vllm_server import Launch, command
-from hpcrl.plan import make_plan
-from hpcrl.recipe import Engine, load_recipe
-from hpcrl.roles.serving import vllm_launch
-from hpcrl.rundir import RunDir
-from hpcrl.site import Inference, load_site
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.config.recipe import Engine, load_recipe
+from hpcrl.config.site import Inference, load_site
+from hpcrl.engines.vllm.kv_connectors import OURS, environment, fetched, found, left
+from hpcrl.engines.vllm.server import Launch, command
+from hpcrl.plan.plan import make_plan
+from hpcrl.roles.serve import vllm_launch
 
 HERE, ADDRESS = Path("/scratch"), ("10.0.0.7", 6001)
 NIXL_SAYS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "10.0.0.7", "remote_block_ids": [1]}

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from hpcrl.engines.base import GenerateRequest
-from hpcrl.engines.embedded import load_model
-from hpcrl.engines.sim import simulated
-from hpcrl.engines.vllm import Origin, VllmEngine
-from hpcrl.engines.vllm_answers import figures_of
-from hpcrl.engines.vllm_server import Launch, command, environment
+from hpcrl.engines.embedded.engine import load_model
+from hpcrl.engines.sim.engine import simulated
+from hpcrl.engines.vllm.engine import Origin, VllmEngine
+from hpcrl.engines.vllm.protocol import figures_of
+from hpcrl.engines.vllm.server import Launch, command, environment
 from hpcrl.errors import EngineError, WeightsError
-from hpcrl.processes import descendants
+from hpcrl.system.processes import descendants
 from tests.fakes.vllm_server import METRICS, UPDATE
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "fakes" / "vllm_server.py"))

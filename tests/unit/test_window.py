@@ -17,13 +17,15 @@ import pytest
 import torch
 import xxhash
 
+from hpcrl.campaign_dir.paths import JobDir, RunDir
 from hpcrl.errors import WeightsError
-from hpcrl.rundir import JobDir, RunDir
-from hpcrl.weights import window as windows
+from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import Layout
-from hpcrl.weights.store import CHUNK_BYTES, FileStore, Newest, WindowStore
-from hpcrl.weights.window import SHARED_MEMORY, Key, Window, unlink_recorded, window_key
-from hpcrl.weights.window_file import SLOT_HEADS
+from hpcrl.weights.store import CHUNK_BYTES, Newest
+from hpcrl.weights.window import window as windows
+from hpcrl.weights.window.file import SHARED_MEMORY, SLOT_HEADS, Key, unlink_recorded, window_key
+from hpcrl.weights.window.window import Window
+from hpcrl.weights.window_store import WindowStore
 from tests.disks import largest_file
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -489,7 +491,7 @@ def test_a_record_removes_nothing_but_windows(tmp_path: Path) -> None:
 
 
 def test_the_guardian_can_clean_up_without_heavy_imports() -> None:
-    code = "import sys, hpcrl.guardian; print(sorted({'torch', 'numpy', 'parsl'} & set(sys.modules)))"
+    code = "import sys, hpcrl.job.guardian; print(sorted({'torch', 'numpy', 'parsl'} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
 

@@ -7,11 +7,11 @@ import msgspec
 import numpy as np
 import xxhash
 
-from hpcrl.files import private_dir, publish, publish_json
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.learn.consumed import Consumed
-from hpcrl.rundir import RunDir
 from hpcrl.spool.record import Trajectory, Turn
 from hpcrl.spool.segment import write_segment
+from hpcrl.system.files import private_dir, publish, publish_json
 
 # Ids of the tiny tokenizer: <user> h i <agent> a b <eos> <user> ? <agent> c
 TOKENS = (2, 77, 78, 3, 70, 71, 1, 2, 36, 3, 72)

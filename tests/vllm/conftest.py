@@ -36,8 +36,8 @@ def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     A server that is told of tokens faster than it can pass them on answers nothing else meanwhile.
     """
-    from hpcrl.engines.tiny import make_tiny_model
-    from hpcrl.recipe import TinyModel
+    from hpcrl.config.recipe import TinyModel
+    from hpcrl.models.tiny import make_tiny_model
 
     directory = tmp_path_factory.mktemp("slow") / "model"
     make_tiny_model(directory, TinyModel(num_layers=24, context_length=4096), seed=0)

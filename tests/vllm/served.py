@@ -12,16 +12,16 @@ import aiohttp
 import msgspec
 import torch
 
-from hpcrl.endpoints import Endpoint
+from hpcrl.campaign_dir.endpoints import Endpoint
+from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.engines.base import LoadFigures
 from hpcrl.engines.http import RemoteEngine, serve
-from hpcrl.engines.vllm import Origin, VllmEngine
-from hpcrl.engines.vllm_connectors import OURS
-from hpcrl.engines.vllm_server import Launch
-from hpcrl.files import private_dir
-from hpcrl.rundir import RunDir
-from hpcrl.weights.store import WindowStore
-from hpcrl.weights.window import window_key
+from hpcrl.engines.vllm.engine import Origin, VllmEngine
+from hpcrl.engines.vllm.kv_connectors import OURS
+from hpcrl.engines.vllm.server import Launch
+from hpcrl.system.files import private_dir
+from hpcrl.weights.window.file import window_key
+from hpcrl.weights.window_store import WindowStore
 from tests.contract.test_engine import CONTEXT
 
 T = TypeVar("T")

@@ -15,15 +15,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from hpcrl.endpoints import Endpoint, announce
+from hpcrl.campaign_dir.endpoints import Endpoint, announce
 from hpcrl.engines.base import GenerateRequest, LoadFigures
-from hpcrl.engines.chat import load_template
 from hpcrl.engines.http import RemoteEngine, client_session
 from hpcrl.errors import EngineError
+from hpcrl.models.chat_layout import load_template
+from hpcrl.rollout.agents.server import Proxy
 from hpcrl.rollout.episode import Limits
-from hpcrl.rollout.proxy import Proxy
-from hpcrl.rollout.router import Router
-from hpcrl.rollout.workers import Patience
+from hpcrl.rollout.routing.engines import Patience
+from hpcrl.rollout.routing.router import Router
 from tests.sessions import session_of
 
 if TYPE_CHECKING:

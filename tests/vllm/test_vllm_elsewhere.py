@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpcrl.endpoints import announce
+from hpcrl.campaign_dir.endpoints import announce
 from hpcrl.engines.base import Completion, GenerateRequest
-from hpcrl.engines.embedded import load_model
+from hpcrl.engines.embedded.engine import load_model
 from hpcrl.engines.http import RemoteEngine, client_session
 from hpcrl.errors import EngineError
-from hpcrl.rollout.router import Router
-from hpcrl.rollout.workers import Patience
+from hpcrl.rollout.routing.engines import Patience
+from hpcrl.rollout.routing.router import Router
 from tests.vllm.served import greedy
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.config.recipe import TinyModel, Train
 from hpcrl.engines.base import Completion, GenerateRequest
-from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.learn.batch import make_rows, packed_batches
 from hpcrl.learn.consumed import Consumed
-from hpcrl.recipe import TinyModel, Train
-from hpcrl.rundir import RunDir
+from hpcrl.models.tiny import make_tiny_model
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.checkpoint import save
 from hpcrl.trainers.export import export

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from hpcrl.engines.base import Completion, GenerateRequest, KvHandle
-from hpcrl.engines.embedded import load_model
+from hpcrl.engines.embedded.engine import load_model
 from hpcrl.engines.http import RemoteEngine, client_session
 from hpcrl.errors import EngineError
 from tests.vllm.served import greedy

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from hpcrl.weights.vllm_twin import Twin
+    from hpcrl.engines.vllm.weight_twin import Twin
 
 CONFIG = SimpleNamespace(dtype=torch.float32)
 
@@ -58,7 +58,7 @@ def expected(tensors: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tenso
 
 
 def filled(model: Tied, tensors: dict[str, torch.Tensor]) -> "Twin":
-    from hpcrl.weights.vllm_twin import Twin
+    from hpcrl.engines.vllm.weight_twin import Twin
 
     twin = Twin(model)
     twin.fill(tensors.items(), model_config=CONFIG)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hpcrl.engines.base import Completion, GenerateRequest
-from hpcrl.engines.embedded import load_model
+from hpcrl.engines.embedded.engine import load_model
 from hpcrl.errors import WeightsError
-from hpcrl.weights.fit import parameters_of
-from hpcrl.weights.store import FileStore
+from hpcrl.weights.file_store import FileStore
+from hpcrl.weights.model_update import parameters_of
 from hpcrl.weights.versions import tensors_file
 from tests.vllm.served import greedy
 

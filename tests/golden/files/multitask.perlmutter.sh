@@ -66,4 +66,4 @@ umask 077
 # Included by batch scripts on Perlmutter, before Python starts.
 export MPICH_OFI_NIC_POLICY=GPU
 
-exec /opt/hpcrl/bin/python -m hpcrl.driver /scratch/someone/hpcrl/multitask-1 0
+exec /opt/hpcrl/bin/python -m hpcrl.job.driver /scratch/someone/hpcrl/multitask-1 0

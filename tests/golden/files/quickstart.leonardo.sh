@@ -56,4 +56,4 @@ umask 077
 # Compute nodes have no internet: models must lie in the local cache.
 export HF_HUB_OFFLINE=1
 
-exec /opt/hpcrl/bin/python -m hpcrl.driver /scratch/someone/hpcrl/quickstart-1 0
+exec /opt/hpcrl/bin/python -m hpcrl.job.driver /scratch/someone/hpcrl/quickstart-1 0

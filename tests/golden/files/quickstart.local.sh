@@ -3,4 +3,4 @@
 set -eu
 umask 077
 
-exec /opt/hpcrl/bin/python -m hpcrl.driver /scratch/someone/hpcrl/quickstart-1 0
+exec /opt/hpcrl/bin/python -m hpcrl.job.driver /scratch/someone/hpcrl/quickstart-1 0

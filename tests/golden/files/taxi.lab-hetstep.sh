@@ -15,4 +15,4 @@
 set -eu
 umask 077
 
-exec /opt/hpcrl/bin/python -m hpcrl.driver /scratch/someone/hpcrl/taxi-1 0
+exec /opt/hpcrl/bin/python -m hpcrl.job.driver /scratch/someone/hpcrl/taxi-1 0

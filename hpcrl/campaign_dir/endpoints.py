@@ -1,0 +1,52 @@
+"""Where the engine workers of a campaign listen: one 0600 file each, published when it is ready to serve."""
+
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.system.files import publish
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine worker that answers requests."""
+
+    role: str
+    worker: str
+    """Unique in the campaign, such as `000-decode-1` (job, role, index)."""
+    node: str
+    url: str
+    token: str
+    """Every request must carry it as `Authorization: Bearer`."""
+    job: int = 0
+    gpu: str | None = None
+    """Its kind in the hardware catalogue; None on CPUs."""
+    num_gpus: int = 0
+
+
+def new_token() -> str:
+    """A bearer token that cannot be guessed."""
+    return secrets.token_urlsafe(32)
+
+
+def announce(directory: Path, endpoint: Endpoint) -> Path:
+    """Publish an endpoint; the file's name is its worker's."""
+    path = directory / f"{endpoint.worker}.json"
+    publish(path, msgspec.json.encode(endpoint), mode=0o600)
+    return path
+
+
+def withdraw(directory: Path, worker: str) -> None:
+    """Take an endpoint away before its worker ends."""
+    (directory / f"{worker}.json").unlink(missing_ok=True)
+
+
+def listed(directory: Path) -> list[Endpoint]:
+    """The endpoints announced now, by worker name."""
+    found = []
+    for path in sorted(directory.glob("*.json")):
+        try:
+            found.append(msgspec.json.decode(path.read_bytes(), type=Endpoint))
+        except FileNotFoundError:  # withdrawn between listing and reading
+            continue
+    return found

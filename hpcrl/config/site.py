@@ -1,0 +1,130 @@
+"""Where to run: one machine, described once. A site has no learning words.
+
+A user's own account and paths go into `~/.config/hpcrl/sites/NAME.toml` with `extends = "NAME"`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from hpcrl.config.recipe import Count, CountOrZero, Name, Table
+from hpcrl.config.toml import load_table, to_struct
+from hpcrl.errors import ConfigError
+from hpcrl.hardware.gpus import GPUS
+
+Known = Literal["yes", "no", "unknown"]
+
+
+class Partition(Table, frozen=True, kw_only=True):
+    """One kind of node and how Slurm is asked for it."""
+
+    slurm_partition: str | None = None
+    """None where nodes are chosen by constraint and QOS alone."""
+    constraint: str | None = None
+    qos: str | None = None
+    account: str | None = None
+    """Where this partition is charged to another account than the site's."""
+    account_suffix: str = ""
+    """Appended to the site's account, such as `_g` for GPU hours."""
+    gpu: str | None = None
+    """A name of the hardware catalogue."""
+    gpus_per_node: CountOrZero = 0
+    gpu_request: Literal["gres", "gpus-per-node"] = "gres"
+    gres_type: str | None = None
+    """The type in `--gres=gpu:TYPE:N`, where the site wants one."""
+    cores_per_node: Count
+    """Cores that jobs may use."""
+    mem_gib_per_node: Annotated[float, Meta(gt=0)]
+    mem_flag: bool = True
+    """False where the site refuses `--mem`."""
+    exclusive: bool = False
+    """Whole nodes are given, and charged, whatever is asked."""
+    preemptible: bool = False
+    max_walltime_min: Count
+    max_nodes: Count
+    extra_flags: list[str] = []
+    """Further sbatch flags that the site wants on every component there."""
+    unverified: list[str] = []
+    """Fields above that no source confirms."""
+    notes: str = ""
+
+
+class Network(Table, frozen=True, kw_only=True):
+    """What traffic between nodes goes over."""
+
+    interface: str | None = None
+    """Interface that roles bind to, such as `hsn0`; None takes the address of the host's name."""
+    fabric: str | None = None
+    srun_network: str | None = None
+    """The value of `--network`, where steps need it."""
+    internet_on_compute: Literal["yes", "no", "proxy", "unknown"] = "unknown"
+
+
+class Mpi(Table, frozen=True, kw_only=True):
+    """How MPI programs are started."""
+
+    flavour: Literal["mpich", "openmpi", "cray-mpich", "parastation", "none"] = "none"
+    srun_type: str = "none"
+    """The value of `srun --mpi`."""
+    world_over_components: Known = "unknown"
+    """Whether one MPI program spans the components of a heterogeneous job; inside one allocation it always may."""
+    couriers: bool = True
+    """Carry new weights from node to node, by MPI or else by TCP; false: they go by files."""
+    codec: Literal["auto", "full", "delta"] = "auto"
+    """What couriers send: whole versions, what has changed in them, or whichever is there sooner."""
+
+
+class Inference(Table, frozen=True, kw_only=True):
+    """How vLLM engines hand KV from prefill to decode."""
+
+    kv_connector: Name | None = "files"
+    """files: ours, through the job's directory; any other is vLLM's own, such as NixlConnector; None: not at all."""
+    kv_options: dict[str, Any] = {}
+    """`kv_connector_extra_config` of a connector of vLLM's own."""
+
+
+class Site(Table, frozen=True, kw_only=True):
+    """A whole site."""
+
+    name: Name
+    description: str = ""
+    scheduler: Literal["slurm", "local"]
+    partitions: Annotated[dict[Name, Partition], Meta(min_length=1)]
+    account: str | None = None
+    account_required: bool = False
+    het_jobs: Known = "unknown"
+    """no: all roles get nodes of one allocation, on one partition."""
+    slurm_conf: str | None = None
+    """Path of the slurm.conf to use, where it is not the machine's own; `~` and $NAME are expanded."""
+    campaigns_dir: str | None = None
+    """Where campaigns lie, on a file system that all nodes share; `~` and $NAME are expanded."""
+    python: str | None = None
+    """Interpreter in the jobs; None means the one that runs hpcrl."""
+    prologue: str | None = None
+    """A file of jobs/ that every batch script includes before Python starts (modules, exports)."""
+    containers: list[Literal["apptainer", "singularity", "shifter", "podman-hpc", "enroot", "bubblewrap"]] = []
+    network: Network = Network()
+    mpi: Mpi = Mpi()
+    inference: Inference = Inference()
+    slurm_min: str | None = None
+    """The Slurm version that the facts below were seen with, or later."""
+    verified: bool = False
+    """True once the facts were checked on the machine itself."""
+    checked_on: str | None = None
+    sources: list[str] = []
+
+
+def load_site(name: str, *, settings: tuple[str, ...] = ()) -> Site:
+    """The site in a file or of a name, with settings applied."""
+    table, source = load_table("sites", name, settings=settings)
+    site = to_struct(table, Site, source=source)
+    for label, partition in site.partitions.items():
+        if partition.gpu is not None and partition.gpu not in GPUS:
+            known = ", ".join(GPUS)
+            raise ConfigError(f"{source}: partitions.{label}.gpu = {partition.gpu!r} is not in the catalogue: {known}")
+        if (partition.gpu is None) != (partition.gpus_per_node == 0):
+            raise ConfigError(
+                f"{source}: partitions.{label} has gpu = {partition.gpu!r} but gpus_per_node = "
+                f"{partition.gpus_per_node}: give both, or neither"
+            )
+    return site

@@ -1,0 +1,214 @@
+"""TOML to frozen structs: found by name, extended, overridden, and refused with the cure.
+
+find(kind, name)        the file meant by `quickstart` or `my/recipe.toml`
+load_table(kind, name)  its table, with `extends` resolved and `-s key=value` applied
+nearest(name, names)    "did you mean ...? "
+to_struct(table, type)  the struct, or a ConfigError that names the key, the value and the nearest known name
+"""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from hpcrl.errors import ConfigError
+
+Kind = Literal["recipes", "sites"]
+Table = dict[str, Any]
+T = TypeVar("T", bound=msgspec.Struct)
+
+USER_CODE = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+PATTERNS = {
+    USER_CODE: "`package.module:name`",
+    NAME: "a name of at most 64 letters, digits, '_' and '-'",
+}
+"""What the patterns in structs mean to a person."""
+
+
+def shipped(folder: Literal["recipes", "sites", "jobs"]) -> Path:
+    """A folder that ships with hpcrl: inside the wheel, else at the top of the checkout."""
+    package = Path(__file__).parents[1]
+    inside = package / "_shipped" / folder
+    return inside if inside.is_dir() else package.parent / folder
+
+
+def user_folder(kind: Kind) -> Path:
+    """Where a user's own sites and recipes are found by name."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "hpcrl" / kind
+
+
+def known_names(kind: Kind) -> list[str]:
+    """Names that `find` would accept, shipped and the user's own."""
+    folders = (user_folder(kind), shipped(kind))
+    return sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.toml")})
+
+
+def find(kind: Kind, name: str, *, beside: Path | None = None) -> Path:
+    """The TOML file meant by a plain path or by a name."""
+    if name.endswith(".toml") or "/" in name:
+        path = Path(name).expanduser()
+        candidates = [beside / path, path] if beside else [path]
+    else:
+        candidates = [folder / f"{name}.toml" for folder in (beside, user_folder(kind), shipped(kind)) if folder]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    names = known_names(kind)
+    raise ConfigError(
+        f"no {kind[:-1]} {name!r}: {nearest(name, names)}known by name: {', '.join(names) or 'none'}; "
+        f"a path must name a .toml file (your own go to {user_folder(kind)})"
+    )
+
+
+def load_table(kind: Kind, name: str, *, settings: Sequence[str] = ()) -> tuple[Table, str]:
+    """The table of a recipe or site with `extends` and settings applied, and how to call it in messages."""
+    path = find(kind, name)
+    table = _extended(kind, path, seen=())
+    for setting in settings:
+        _apply(table, setting)
+    return table, str(path)
+
+
+def to_struct(table: Table, kind: type[T], *, source: str) -> T:
+    """Convert `table`, or say which key is wrong, what was seen there, and what would do."""
+    _refuse_unknown(table, kind, source=source, trail=())
+    try:
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {_readable(str(error), table, kind)}") from error
+
+
+def _extended(kind: Kind, path: Path, *, seen: tuple[Path, ...]) -> Table:
+    resolved = path.resolve()
+    if resolved in seen:
+        chain = " -> ".join(p.name for p in (*seen, resolved))
+        raise ConfigError(f"{path}: `extends` goes round in a circle ({chain}): remove one of them")
+    table = _parse(path)
+    base = table.pop("extends", None)
+    if base is None:
+        return table
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends: expected a name or a path, got {base!r}")
+    beside = path.parent if base.endswith(".toml") or "/" in base else None
+    own_name = beside is None and path.stem == base  # a user's own `lab.toml` that extends the shipped `lab`
+    parent = shipped(kind) / f"{base}.toml" if own_name else find(kind, base, beside=beside)
+    return _merged(_extended(kind, parent, seen=(*seen, resolved)), table)
+
+
+def _parse(path: Path) -> Table:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _merged(base: Table, over: Table) -> Table:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _apply(table: Table, setting: str) -> None:
+    """Set one `dotted.key=value`; the value is TOML, or else plain text."""
+    key, equals, text = setting.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or not all(parts):
+        raise ConfigError(f"-s {setting}: expected key=value, such as -s rollout.group_size=16")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    for part in parts[:-1]:
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"-s {setting}: {part!r} is {inner!r}, not a table: leave out what follows it")
+        table = inner
+    table[parts[-1]] = value
+
+
+def _refuse_unknown(value: Any, kind: Any, *, source: str, trail: tuple[str, ...]) -> None:
+    info = kind if isinstance(kind, msgspec.inspect.Type) else msgspec.inspect.type_info(kind)
+    match info:
+        case msgspec.inspect.StructType(fields=fields) if isinstance(value, dict):
+            known = {field.encode_name: field.type for field in fields}
+            for key, inner in value.items():
+                if key not in known:
+                    raise ConfigError(_unknown_key(source, trail, key, known))
+                _refuse_unknown(inner, known[key], source=source, trail=(*trail, key))
+        case msgspec.inspect.DictType(value_type=value_type) if isinstance(value, dict):
+            for key, inner in value.items():
+                _refuse_unknown(inner, value_type, source=source, trail=(*trail, key))
+        case msgspec.inspect.UnionType(types=types):
+            for member in types:
+                _refuse_unknown(value, member, source=source, trail=trail)
+        case _:
+            pass
+
+
+def _unknown_key(source: str, trail: tuple[str, ...], key: str, known: Iterable[str]) -> str:
+    where = ".".join((*trail, key))
+    names = sorted(known)
+    table = f"[{'.'.join(trail)}]" if trail else "the top level"
+    return f"{source}: unknown key {where!r}: {nearest(key, names)}{table} takes {', '.join(names)}"
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """A question for a message: the known name that a wrong one was likely meant to be; empty if none is near."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}? " if close else ""
+
+
+def _readable(message: str, table: Table, kind: type[msgspec.Struct]) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.a.b`" with the key first and the value that was seen."""
+    found = re.fullmatch(r"(?P<what>.*?)(?: - at `\$\.?(?P<trail>.*)`)?", message, re.DOTALL)
+    assert found is not None
+    what = found["what"].replace("`", "")
+    for pattern, meaning in PATTERNS.items():
+        what = what.replace(f"str matching regex {pattern!r}", meaning)
+    trail = [part for part in re.split(r"[.\[\]]", (found["trail"] or "").replace("[...]", ".*")) if part]
+    trail = _spelled_out(trail, message, table, kind)
+    missing = re.search(r"Object missing required field (\S+)", what)
+    if missing:
+        return f"{'.'.join([*trail, missing[1]])}: missing; it has no default, so add it"
+    seen: Any = table
+    for part in trail:
+        if isinstance(seen, dict) and part in seen:
+            seen = seen[part]
+        elif isinstance(seen, list) and part.isdigit() and int(part) < len(seen):
+            seen = seen[int(part)]
+        else:
+            return f"{'.'.join(trail)}: {what}"
+    return f"{'.'.join(trail)}: {what[:1].lower()}{what[1:]} (seen: {seen!r})"
+
+
+def _spelled_out(trail: list[str], message: str, table: Table, kind: type[msgspec.Struct]) -> list[str]:
+    """msgspec says "some key" for the keys of a dict; the one meant is the one that fails alone."""
+    if "*" not in trail:
+        return trail
+    at = trail.index("*")
+    inner: Any = table
+    for part in trail[:at]:
+        inner = inner[part]
+    for key, value in inner.items():
+        alone: Table = {key: value}
+        for part in reversed(trail[:at]):
+            alone = {part: alone}
+        try:
+            msgspec.convert({**table, **alone}, kind)
+        except msgspec.ValidationError as error:
+            if str(error) == message:
+                return [*trail[:at], key, *trail[at + 1 :]]
+    return trail

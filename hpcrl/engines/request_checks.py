@@ -1,0 +1,61 @@
+"""Which requests an engine can serve at all; the others are refused with the numbers.
+
+check          a request and a model's context and vocabulary
+check_speaks   a request for words, not for KV only
+check_fit      a model directory: its tokenizer must not have ids that the model does not know
+"""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from hpcrl.engines.base import TOP_LOGPROBS, GenerateRequest
+from hpcrl.errors import EngineError
+from hpcrl.system.files import read_json
+
+
+def check(request: GenerateRequest, *, max_new_tokens: int, context_length: int, vocabulary: int) -> None:
+    """EngineError if the request makes no sense to a model of this context and vocabulary."""
+    num_prompt = len(request.token_ids)
+    wrong = None
+    if not request.token_ids:
+        wrong = "the prompt is empty: send at least one token"
+    elif num_prompt + max_new_tokens > context_length:
+        wrong = (
+            f"{num_prompt} prompt tokens and {max_new_tokens} new ones are {num_prompt + max_new_tokens}, "
+            f"the model's context is {context_length}: shorten the prompt or lower max_new_tokens"
+        )
+    elif not 0 <= min(request.token_ids) <= max(request.token_ids) < vocabulary:
+        wrong = f"token ids must lie in 0..{vocabulary - 1}: was the prompt made with another tokenizer?"
+    elif not 0 <= request.temperature < float("inf"):
+        wrong = f"temperature is {request.temperature}: it must be 0 (greedy) or a positive number"
+    elif not 0 < request.top_p <= 1 or request.top_k < 0:
+        wrong = f"top_p, top_k are {request.top_p}, {request.top_k}: above 0 and at most 1; 0 (all tokens) or more"
+    elif not 0 <= request.top_logprobs <= TOP_LOGPROBS:
+        wrong = f"top_logprobs is {request.top_logprobs}: it must be 0 to {TOP_LOGPROBS}"
+    if wrong is not None:
+        raise EngineError(f"request {request.request_id!r}: {wrong}")
+
+
+def check_speaks(request: GenerateRequest) -> None:
+    """EngineError if nothing may be said."""
+    if request.max_new_tokens < 1:
+        raise EngineError(f"max_new_tokens is {request.max_new_tokens}: ask for at least 1")
+
+
+def check_fit(model: Path) -> None:
+    """EngineError if prompts made with the tokenizer in `model` may have ids beyond the model's vocabulary."""
+    path = model / "tokenizer.json"
+    config = read_json(model / "config.json")
+    known = config.get("text_config", config).get("vocab_size")
+    if known is None or not path.is_file():  # whoever needs them says so
+        return
+    try:
+        highest = max(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values(), default=-1)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise EngineError(f"{path} is no tokenizer: {error}") from error
+    if highest >= known:
+        raise EngineError(
+            f"the tokenizer {path} has ids up to {highest}, and the model beside it knows 0..{known - 1}: "
+            "save the model with its own tokenizer, or with larger embeddings"
+        )

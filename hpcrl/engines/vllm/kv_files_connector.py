@@ -1,0 +1,262 @@
+"""The KV connector of our vLLM engines where no faster one is at hand: through files in a shared directory.
+
+vLLM makes one in its scheduler, which decides, and one in every worker process, which reads and writes. A request
+says in its `kv_transfer_params` what is wanted, as with vLLM's own connectors:
+
+    do_remote_decode     leave the KV of the prompt behind under `name`; the answer says whether it is there
+    do_remote_prefill    begin with the KV of that name; the answer says how many tokens of it were used
+
+Unlike a cache it is asked for by name, so that KV of old weights is never found: both ends compare the version of the
+weights, which the connector reads anew, from a file, whenever vLLM's caches are reset after an update. Whatever goes
+wrong with a file, the prompt is computed here instead.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from hpcrl.engines.vllm.kv_files import digest, is_name, shard_path
+
+log = logging.getLogger("vllm.hpcrl")  # below vLLM's own logger, so that it goes where theirs goes
+UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, RuntimeError)
+
+
+@dataclass
+class Passage:
+    """KV of a run of tokens of one request: from or into its blocks."""
+
+    name: str
+    block_ids: list[int]
+    start: int
+    stop: int
+    label: dict[str, str] = field(default_factory=dict)
+    """Written beside the KV, and compared when it is read."""
+
+    def blocks(self, block_size: int) -> torch.Tensor:
+        """The blocks that hold these tokens, whole: some kernels mix the tokens of a block in memory."""
+        return torch.tensor(self.block_ids)[self.start // block_size : -(-self.stop // block_size)]
+
+
+@dataclass
+class Orders(KVConnectorMetadata):
+    """What the scheduler tells the workers to do in one step."""
+
+    loads: list[Passage] = field(default_factory=list)
+    saves: list[Passage] = field(default_factory=list)
+
+
+@dataclass
+class _Leaving:
+    """A prompt whose KV is to be left behind."""
+
+    name: str
+    prompt: list[int]
+    block_ids: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """All but the last: whoever goes on computes that one anyway, to sample."""
+        return len(self.prompt) - 1
+
+
+class FilesConnector(KVConnectorBase_V1):
+    """Named in vLLM's `kv_transfer_config` by its class and module."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        self._directory = Path(extra["directory"])
+        self._version_file = Path(extra["version_file"])
+        self._block_size = int(vllm_config.cache_config.block_size)
+        self._rank = int(vllm_config.parallel_config.rank)
+        self._num_ranks = int(vllm_config.parallel_config.world_size)
+        self._version = self._read_version()
+        # of the scheduler
+        self._leaving: dict[str, _Leaving] = {}
+        self._loading: dict[str, Passage] = {}
+        self._begun: dict[str, Passage] = {}
+        """Loads ordered for requests that still run."""
+        # of a worker
+        self._kept: dict[str, dict[str, torch.Tensor]] = {}
+        self._not_loaded: set[int] = set()
+
+    # ---- the scheduler's side
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """How many tokens can be had beyond those that this engine still has."""
+        wanted = request.kv_transfer_params or {}
+        if not wanted.get("do_remote_prefill") or request.num_preemptions or not is_name(wanted.get("name")):
+            return 0, False
+        prompt = list(request.prompt_token_ids or [])
+        stop = len(prompt) - 1
+        if stop <= num_computed_tokens or not self._is_there(wanted["name"], prompt[:stop]):
+            return 0, False
+        return stop - num_computed_tokens, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks have been found for a request that is about to run."""
+        wanted = request.kv_transfer_params or {}
+        prompt = list(request.prompt_token_ids or [])
+        if num_external_tokens:
+            stop = len(prompt) - 1
+            passage = Passage(
+                name=wanted["name"],
+                block_ids=list(blocks.get_block_ids()[0]),
+                start=stop - num_external_tokens,
+                stop=stop,
+                label=self._label(prompt[:stop]),
+            )
+            self._loading[request.request_id] = self._begun[request.request_id] = passage
+        if wanted.get("do_remote_decode") and is_name(wanted.get("name")) and len(prompt) > 1:
+            self._leaving.setdefault(request.request_id, _Leaving(wanted["name"], prompt))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Orders:
+        """The orders of this step: all loads, and the prompts that it completes."""
+        saves = []
+        for request_id, block_ids, is_whole, num_computed in _scheduled(scheduler_output):
+            leaving = self._leaving.get(request_id)
+            if leaving is None:
+                continue
+            leaving.block_ids = block_ids if is_whole else leaving.block_ids + block_ids
+            done = num_computed + scheduler_output.num_scheduled_tokens[request_id]
+            if num_computed < len(leaving.prompt) and done >= leaving.num_tokens:
+                stop = leaving.num_tokens
+                label = self._label(leaving.prompt[:stop])
+                saves.append(Passage(leaving.name, list(leaving.block_ids), 0, stop, label))
+        loads, self._loading = list(self._loading.values()), {}
+        return Orders(loads=loads, saves=saves)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """A load that failed was no load, whatever was ordered."""
+        failed = connector_output.invalid_block_ids
+        if failed:
+            self._begun = {
+                request_id: load for request_id, load in self._begun.items() if not failed & set(load.block_ids)
+            }
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Tell whoever asked what became of it; nothing is held back."""
+        del block_ids
+        leaving = self._leaving.pop(request.request_id, None)
+        if leaving is not None:
+            return False, {"name": leaving.name, "saved": self._is_there(leaving.name, leaving.prompt[:-1])}
+        load = self._begun.pop(request.request_id, None)
+        return False, {"num_loaded": 0 if load is None else load.stop - load.start}
+
+    def reset_cache(self) -> bool:
+        """The weights are others from here on."""
+        self._version = self._read_version()
+        return True
+
+    def _is_there(self, name: str, tokens: list[int]) -> bool:
+        """Is the KV of these tokens, by these weights, there for every rank?"""
+        paths = [shard_path(self._directory, name, rank=rank) for rank in range(self._num_ranks)]
+        try:
+            with safe_open(paths[0], framework="pt") as file:
+                label = file.metadata()
+        except UNREADABLE:
+            return False
+        return bool(label == self._label(tokens)) and all(path.exists() for path in paths)
+
+    def _label(self, tokens: list[int]) -> dict[str, str]:
+        shape = f"{self._num_ranks} ranks, {self._block_size} tokens a block"
+        return {"tokens": digest(tokens), "version": self._version, "shape": shape}
+
+    def _read_version(self) -> str:
+        return self._version_file.read_text().strip()
+
+    # ---- a worker's side
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        """Fill blocks from files, before the step that needs them."""
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, Orders)
+        caches = _caches(forward_context)
+        for load in orders.loads:
+            path = shard_path(self._directory, load.name, rank=self._rank)
+            try:
+                self._fill(caches, load, path)
+            except UNREADABLE as error:
+                log.warning("KV in %s is not used, the prompt is computed here: %s", path, error)
+                self._not_loaded |= set(load.block_ids[load.start // self._block_size :])
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _fill(self, caches: dict[str, torch.Tensor], load: Passage, path: Path) -> None:
+        """All of it or, by a ValueError, nothing."""
+        with safe_open(path, framework="pt") as file:
+            if file.metadata() != load.label or set(file.keys()) != caches.keys():
+                raise ValueError("it is of another prompt, version or model")
+            first = load.start // self._block_size  # a connector is asked for whole blocks and what follows them
+            read = {layer: file.get_tensor(layer)[first:] for layer in caches}
+        block_ids = load.blocks(self._block_size)
+        for layer, kv_BHNC in read.items():
+            if kv_BHNC.shape != (len(block_ids), *caches[layer].shape[1:]) or kv_BHNC.dtype != caches[layer].dtype:
+                raise ValueError(f"layer {layer} has {kv_BHNC.dtype} of shape {tuple(kv_BHNC.shape)}")
+        for layer, kv_BHNC in read.items():
+            cache_BHNC = caches[layer]
+            cache_BHNC[block_ids.to(cache_BHNC.device)] = kv_BHNC.to(cache_BHNC.device)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
+        """Take what is to be left behind out of one layer."""
+        del attn_metadata
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, Orders)
+        for save in orders.saves:
+            block_ids = save.blocks(self._block_size).to(kv_layer.device)
+            self._kept.setdefault(save.name, {})[layer_name] = kv_layer[block_ids].detach().cpu().contiguous()
+
+    def wait_for_save(self) -> None:
+        """Make the files of this step appear, complete; one that cannot be written is not there, and that is all."""
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, Orders)
+        kept, self._kept = self._kept, {}
+        for save in orders.saves:
+            path = shard_path(self._directory, save.name, rank=self._rank)
+            temporary = path.with_name(f".{path.name}.tmp")
+            try:
+                save_file(kept.get(save.name, {}), temporary, metadata=save.label)
+                temporary.chmod(0o600)
+                os.rename(temporary, path)  # noqa: PTH104 - a request that was computed anew replaces its file
+            except UNREADABLE as error:
+                log.warning("KV cannot be left in %s: %s", path, error)
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end before the step begins."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._not_loaded = self._not_loaded, set()
+        return failed
+
+
+def _scheduled(scheduler_output: Any) -> Iterator[tuple[str, list[int], bool, int]]:
+    """Of every request in a step: its blocks, whether these are all of them or only new ones, tokens computed."""
+    for new in scheduler_output.scheduled_new_reqs:
+        yield new.req_id, list(new.block_ids[0]), True, new.num_computed_tokens
+    going_on = scheduler_output.scheduled_cached_reqs
+    for index, request_id in enumerate(going_on.req_ids):
+        added = going_on.new_block_ids[index]
+        block_ids = [] if added is None else list(added[0])
+        is_whole = request_id in going_on.resumed_req_ids
+        yield request_id, block_ids, is_whole, going_on.num_computed_tokens[index]
+
+
+def _caches(forward_context: Any) -> dict[str, torch.Tensor]:
+    """The KV memory of every attention layer: blocks, heads, tokens of a block, values."""
+    layers = forward_context.no_compile_layers.items()
+    return {name: cache for name, layer in layers if (cache := getattr(layer, "kv_cache", None)) is not None}

@@ -1,0 +1,41 @@
+"""One request to a vLLM server switches to the version that is ready: `POST /hpcrl/switch {"version": 7}`.
+
+Found through an entry point of vLLM's for routes. The steps are those of vLLM's own routes, asked for from within the
+server; it answers while generation stands still, so that who asked can know of the version before its first token.
+"""
+
+from argparse import Namespace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+from hpcrl.engines.vllm.weight_plugin import NAME
+
+
+class Switch:
+    """The plugin as vLLM wants it."""
+
+    name = NAME
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the route."""
+        app.add_api_route("/hpcrl/switch", switch, methods=["POST"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Nothing: the engine is found with each request."""
+
+
+async def switch(request: Request) -> JSONResponse:
+    """Stand still, use the version, forget what was computed with the one before; on failure go on standing still."""
+    version = int((await request.json())["version"])
+    engine = request.app.state.engine_client
+    await engine.start_weight_update()
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)  # pause_generation adds a nap
+    await engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
+    await engine.finish_weight_update(str(version))
+    if not await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+        raise RuntimeError("the KV connector still holds keys and values of the version before")
+    return JSONResponse({})

@@ -1,0 +1,120 @@
+"""`python -m hpcrl.envs.isolation.child FD`: one environment in a process of its own, at the other end of socket FD.
+
+keeper    the process that the host started: adopts what the environment leaves behind, and ends all of it when the
+          environment's process has ended or the host has let go of our standard input
+served    its child, with limits on memory and CPU time: makes the environment and answers
+
+The keeper runs no code of the environment, so nothing that hangs, forks or leaves its session can outlive it.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import os
+import resource
+import select
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpcrl.envs.base import Step, construct
+from hpcrl.envs.isolation.wire import Act, Answer, Close, Make, Request, Reset, encode, receive_request
+from hpcrl.errors import HpcrlError
+from hpcrl.system.processes import adopt_orphans, end_descendants
+
+ASIDE = 500
+"""Under memory pressure the kernel ends environments before their host."""
+
+
+def main(fd: int) -> int:
+    """Fork the environment's process and keep it."""
+    connection = socket.socket(fileno=fd)
+    adopt_orphans()
+    child = os.fork()
+    if child == 0:
+        os._exit(_serve(connection))
+    connection.close()  # so that the host sees the end of the environment's process as the end of the connection
+    return _keep(child)
+
+
+def _keep(child: int) -> int:
+    """Wait until the child ends or the host lets go, and leave nothing behind."""
+    ended = os.pidfd_open(child)
+    select.select([ended, sys.stdin], [], [])
+    status = os.waitpid(child, os.WNOHANG)[1] if ended in select.select([ended], [], [], 0)[0] else 0
+    end_descendants(grace_s=0.0)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _serve(connection: socket.socket) -> int:
+    """Answer until the host says that it is over."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    env: Any = None
+    with asyncio.Runner() as runner:
+        while (request := receive_request(connection)) is not None:
+            try:
+                if isinstance(request, Make):
+                    env, answer = _make(request), Answer()
+                else:
+                    answer = _answer(runner, env, request)
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the host judges it
+                answer = Answer(error=_told(error))
+            connection.sendall(_frame(answer))
+            if isinstance(request, Close):
+                break
+    return 0
+
+
+def _make(request: Make) -> Any:
+    """Limit this process, then run the environment's code for the first time."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (request.cpu_s, request.cpu_s + 5))
+    with contextlib.suppress(OSError):  # some walls do not allow it
+        Path("/proc/self/oom_score_adj").write_text(str(ASIDE))
+    return construct(request.env, request.options, what="env")
+
+
+def _answer(runner: asyncio.Runner, env: Any, request: Request) -> Answer:
+    """Call the environment; plain methods run here, in the main thread, where signals work too."""
+    match request:
+        case Reset(seed=seed):
+            observation = _outcome(runner, env.reset(seed))
+            if not isinstance(observation, str):
+                return Answer(error=f"reset returned {type(observation).__name__}: it returns text")
+            return Answer(observation=observation)
+        case Act(action=action):
+            step = _outcome(runner, env.step(action))
+            if not isinstance(step, Step):
+                return Answer(error=f"step returned {type(step).__name__}: it returns hpcrl.envs.base.Step")
+            return Answer(observation=step.observation, reward=step.reward, done=step.done)
+        case _:
+            _outcome(runner, env.close() if env is not None else None)
+            return Answer()
+
+
+def _outcome(runner: asyncio.Runner, value: Any) -> Any:
+    async def wait() -> Any:
+        return await value
+
+    return runner.run(wait()) if inspect.isawaitable(value) else value
+
+
+def _frame(answer: Answer) -> bytes:
+    """The answer as it is sent; one that cannot be sent is a fault of the environment."""
+    try:
+        return encode(answer)
+    except (TypeError, ValueError, OverflowError) as error:
+        return encode(Answer(error=f"what it answered cannot be sent: {_told(error)}"))
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, HpcrlError):
+        return str(error)[:2000]
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,161 @@
+"""Runs one agent program, inside its walls: limits, a way to the model, and an end for all that it started.
+
+`main` reads a Launch from standard input, runs the program, and prints a Landing. It imports little: it starts with
+every episode. Output is drained as it comes and only its end is kept, so that a gigabyte of it costs nobody anything.
+"""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import IO
+
+from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants
+
+KEPT_BYTES = 1 << 16
+LIMIT_GRACE_S = 0.5
+DRAIN_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What to run, and how."""
+
+    command: list[str]
+    task: str
+    """Given to the program on its standard input."""
+    memory_bytes: int
+    cpu_s: int
+    file_bytes: int
+    environment: dict[str, str] = field(default_factory=dict)
+    """Added to what the program inherits; not on a command line, where others could read it."""
+    forward_port: int = 0
+    """Where on loopback the model is to be reached; what arrives there goes to `socket`. 0: it is reached otherwise."""
+    socket: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Landing:
+    """How it ended."""
+
+    exit_code: int
+    """Negative: killed by that signal."""
+    output: str
+    """The end of what it printed."""
+    errors: str
+    num_output_bytes: int
+
+
+class Tail:
+    """Drains a pipe in a thread and keeps its end."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self.num_bytes = 0
+        self._pipe = pipe
+        self._kept = b""
+        self._thread = threading.Thread(target=self._drain, daemon=True)
+        self._thread.start()
+
+    def text(self) -> str:
+        """What is kept, once nobody writes any more."""
+        self._thread.join(DRAIN_S)
+        return self._kept[-KEPT_BYTES:].decode(errors="replace")
+
+    def _drain(self) -> None:
+        with suppress(OSError, ValueError):
+            while data := os.read(self._pipe.fileno(), 1 << 18):
+                self.num_bytes += len(data)
+                self._kept = (self._kept + data)[-KEPT_BYTES:]
+
+
+def run(launch: Launch) -> Landing:
+    """Run the program to its end, and end what it left behind."""
+    if launch.forward_port:
+        threading.Thread(target=_forward, args=(_listen(launch.forward_port), launch.socket), daemon=True).start()
+    _limit(launch)
+    process = subprocess.Popen(
+        launch.command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **launch.environment},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    output, errors = Tail(process.stdout), Tail(process.stderr)
+    with suppress(OSError):  # it may not want to know
+        process.stdin.write(launch.task.encode())
+        process.stdin.close()
+    exit_code = process.wait()
+    end_descendants(grace_s=LIMIT_GRACE_S)
+    return Landing(exit_code=exit_code, output=output.text(), errors=errors.text(), num_output_bytes=output.num_bytes)
+
+
+def main() -> int:
+    adopt_orphans()
+    die_with_parent()
+    signal.signal(signal.SIGTERM, _end_all)
+    try:
+        landing = run(Launch(**json.loads(sys.stdin.buffer.read())))
+    except OSError as error:
+        landing = Landing(exit_code=127, output="", errors=f"cannot be run: {error}", num_output_bytes=0)
+    sys.stdout.write(json.dumps(asdict(landing)))
+    return 0
+
+
+def _end_all(*_: object) -> None:
+    end_descendants(grace_s=LIMIT_GRACE_S)
+    os._exit(128 + signal.SIGTERM)
+
+
+def _limit(launch: Launch) -> None:
+    """For this process and all that come of it, each by itself."""
+    limits = (
+        (resource.RLIMIT_DATA, launch.memory_bytes),
+        (resource.RLIMIT_CPU, launch.cpu_s),
+        (resource.RLIMIT_FSIZE, launch.file_bytes),
+        (resource.RLIMIT_CORE, 0),
+    )
+    for what, most in limits:
+        _, hard = resource.getrlimit(what)
+        resource.setrlimit(what, (most, most) if hard == resource.RLIM_INFINITY else (min(most, hard), hard))
+
+
+# ---- the way to the model, out of a sandbox that has no network but its own loopback
+
+
+def _listen(port: int) -> socket.socket:
+    return socket.create_server(("127.0.0.1", port), backlog=128)
+
+
+def _forward(listening: socket.socket, path: str) -> None:
+    while True:
+        near, _ = listening.accept()
+        near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        far = socket.socket(socket.AF_UNIX)
+        try:
+            far.connect(path)
+        except OSError:
+            near.close()
+            continue
+        for source, target in ((near, far), (far, near)):
+            threading.Thread(target=_copy, args=(source, target), daemon=True).start()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Walls around code that we do not know: apptainer, else bubblewrap, else nothing is run unless that is asked for.
+
+    choose     which walls there are on this node. Refuses if there are none
+    walled     the command inside its walls
+    readable   what Python and hpcrl need to be seen inside
+
+Inside there is no network but loopback of its own, no process but its own, and no file but the system's programs,
+what is in `readable` and its own working directory. Secrets go by the environment: command lines are public.
+"""
+
+import os
+import shutil
+import site
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from hpcrl.errors import EnvFault
+
+Wanted = Literal["auto", "apptainer", "bubblewrap", "none"]
+Kind = Literal["apptainer", "bubblewrap", "none"]
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ssl", "/etc/ld.so.cache")
+SYSTEM_FILES = ("/etc/passwd", "/etc/group", "/etc/localtime", "/etc/nsswitch.conf", "/etc/mime.types")
+PROBE_S = 20.0
+
+
+class Walls(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be seen inside."""
+
+    kind: Kind
+    workdir: str
+    """Its own directory, the only one that it can write to besides an empty /tmp."""
+    readable: tuple[str, ...] = ()
+    image: str | None = None
+    """For apptainer: what its system is."""
+
+
+def choose(wanted: Wanted, *, image: str | None) -> Kind:
+    """The walls to use; EnvFault if those wanted are not to be had."""
+    if wanted == "none":
+        return "none"
+    if wanted in ("auto", "apptainer") and image and shutil.which("apptainer"):
+        return "apptainer"
+    if wanted in ("auto", "bubblewrap") and not _what_fails():
+        return "bubblewrap"
+    apptainer = "needs an `image`" if shutil.which("apptainer") else "is not installed"
+    raise EnvFault(
+        f'sandbox = "{wanted}" cannot be had on this node: apptainer {apptainer}, {_what_fails() or "bwrap works"}: '
+        'install one of them, or allow code without walls by sandbox = "none"'
+    )
+
+
+def walled(command: Sequence[str], walls: Walls) -> list[str]:
+    """The command line that runs `command` inside."""
+    match walls.kind:
+        case "none":
+            return list(command)
+        case "bubblewrap":
+            return [*_bubblewrap(walls), "--", *command]
+        case "apptainer":
+            return [*_apptainer(walls), *command]
+
+
+def readable(*more: str) -> tuple[str, ...]:
+    """Python, what is installed for it, hpcrl itself, and whatever else is named."""
+    package = Path(__file__).resolve().parents[2]
+    places = [sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages(), str(package)]
+    places += [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    return tuple(dict.fromkeys(str(Path(place)) for place in [*places, *more] if Path(place).exists()))
+
+
+def _bubblewrap(walls: Walls) -> list[str]:
+    seen = [argument for path in SYSTEM + SYSTEM_FILES for argument in ("--ro-bind-try", path, path)]
+    own = [argument for path in walls.readable for argument in ("--ro-bind", path, path)]
+    return [
+        "bwrap",
+        "--unshare-all",
+        "--die-with-parent",
+        *seen,
+        *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),  # private: of the inside
+        *own,
+        *("--bind", walls.workdir, walls.workdir),
+        *("--chdir", walls.workdir),
+    ]
+
+
+def _apptainer(walls: Walls) -> list[str]:
+    assert walls.image is not None, "chosen with an image only"
+    own = [argument for path in walls.readable for argument in ("--bind", f"{path}:{path}:ro")]
+    return [
+        *("apptainer", "--silent", "exec", "--containall", "--no-home", "--no-init"),
+        *("--net", "--network", "none"),
+        *own,
+        *("--bind", f"{walls.workdir}:{walls.workdir}", "--pwd", walls.workdir),
+        walls.image,
+    ]
+
+
+@cache
+def _what_fails() -> str:
+    """Why bubblewrap cannot be used here, once tried; "" if it can."""
+    program = shutil.which("bwrap")
+    if program is None:
+        return "bwrap is not installed"
+    tried = [program, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--", "true"]
+    try:
+        done = subprocess.run(tried, capture_output=True, text=True, timeout=PROBE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"bwrap does not run: {error}"
+    return "" if done.returncode == 0 else f"bwrap is refused by the kernel: {done.stderr.strip()[-200:]}"

@@ -1,0 +1,175 @@
+"""What a plan costs, what a model needs, and how long a GPU takes over it, before a node-hour is spent. Pure.
+
+    engine_memory_gib, train_memory_gib, ...     memory and charge of a plan
+    ModelShape, shape_of, usual_shape            what of a model decides its speed: read or guessed
+    Pace, pace                                   seconds that one worker takes, by its GPUs and the model
+
+A roofline with four fitted coefficients: `python -m bench.router` says how far it is off on GPUs it was not fitted on.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from hpcrl.hardware.gpus import Gpu
+from hpcrl.hardware.memory_model import BYTES_BF16, GIB
+
+USABLE_SHARE = 0.9
+"""Of a GPU's memory, what weights and KV may fill; activations and the driver take the rest."""
+
+
+def hours(num: int, *, walltime_min: int) -> float:
+    """Node-hours (or GPU-hours) of `num` nodes (or GPUs) held for the whole walltime."""
+    return round(num * walltime_min / 60, 2)
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a causal LM decides how fast it runs."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_dense: int
+    """Weights that every token uses."""
+    num_expert: int = 0
+    """Weights of all experts together."""
+    num_experts: int = 0
+    experts_per_token: int = 0
+    weight_bytes: float = BYTES_BF16
+    kv_bytes: float = BYTES_BF16
+
+    @property
+    def num_params(self) -> int:
+        return self.num_dense + self.num_expert
+
+    @property
+    def num_active(self) -> float:
+        """Weights that one token uses."""
+        return self.num_dense + self.num_expert * self._share_per_token
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_bytes
+
+    def bytes_read(self, batch: float) -> float:
+        """Weights that a step over `batch` tokens reads: the experts that none of them chose are left alone."""
+        covered = 1 - float((1 - self._share_per_token) ** batch)
+        return (self.num_dense + self.num_expert * covered) * self.weight_bytes
+
+    @property
+    def _share_per_token(self) -> float:
+        return self.experts_per_token / self.num_experts if self.num_experts else 0.0
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """The shape of the model that a transformers config.json describes: attention, gated MLP or experts, embeddings."""
+    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    experts = next((config[key] for key in _EXPERT_COUNTS if config.get(key)), 0)
+    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    mlp = 0 if experts else 3 * hidden * config["intermediate_size"]
+    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return ModelShape(
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        num_dense=layers * (attention + mlp) + embeddings,
+        num_expert=layers * experts * 3 * hidden * inner,
+        num_experts=experts,
+        experts_per_token=config.get("num_experts_per_tok", 0) if experts else 0,
+    )
+
+
+def usual_shape(num_params: int) -> ModelShape:
+    """What dense models of this size look like, where only the size is known.
+
+    From 8 billion weights on, Qwen's and Llama's have as many layers and as much KV, within a third; smaller ones may
+    have half or a fifth of this KV.
+    """
+    billions = num_params / 1e9
+    num_heads = max(1, round(13 * billions**0.42))
+    return ModelShape(
+        num_layers=max(1, round(19 * billions**0.32)),
+        num_heads=num_heads,
+        num_kv_heads=min(8, num_heads),
+        head_dim=128,
+        num_dense=num_params,
+    )
+
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """The four coefficients between the roofline and a real server, fitted on published H100 measurements."""
+
+    layer_s: float = 9.5e-5
+    """Of every step, per layer: launching kernels, whatever the batch."""
+    read: float = 1.0
+    """Seconds per second that reading weights and KV would take at full bandwidth."""
+    compute: float = 1.9
+    """The same of a decode step's arithmetic."""
+    prefill: float = 1.4
+    """The same of prefill's arithmetic; the inverse of its efficiency."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How fast one worker runs one model: all that a step's duration depends on, worked out once."""
+
+    shape: ModelShape
+    step_s: float
+    """Of a step over nothing."""
+    byte_s: float
+    """Per byte of weights or KV read."""
+    row_s: float
+    """Per sequence that is decoded in a step, besides what is read."""
+    token_s: float
+    """Per prefilled token, besides its attention."""
+    pair_s: float
+    """Per pair of a prefilled token and one that it attends to."""
+    kv_tokens: int
+    """What fits beside the weights; 0: they do not fit themselves."""
+
+    def prefill_s(self, num_new: float, *, num_known: float = 0) -> float:
+        """Computing the KV of `num_new` tokens after `num_known` that need not be computed."""
+        return self.token_s * num_new + self.pair_s * num_new * (num_known + num_new / 2)
+
+    def decode_s(self, batch: float, *, num_kv: float) -> float:
+        """One step that gives each of `batch` sequences a token, over `num_kv` tokens of KV in all."""
+        return self.standing_s(batch) + self.row_s * batch + self._kv_s(num_kv)
+
+    def reply_s(self, num_new: float, *, num_context: float, batch: float) -> float:
+        """A sequence's share of the steps that give it `num_new` tokens in a batch of `batch`."""
+        return num_new * (self.standing_s(batch) / batch + self.row_s + self._kv_s(num_context + num_new / 2))
+
+    def standing_s(self, batch: float) -> float:
+        """What a step over `batch` tokens takes whatever is done with them: launching kernels and reading weights."""
+        return self.step_s + self.byte_s * self.shape.bytes_read(batch)
+
+    def _kv_s(self, num_kv: float) -> float:
+        return self.byte_s * self.shape.kv_bytes_per_token * num_kv
+
+
+@cache
+def pace(gpu: Gpu, *, shape: ModelShape, tp: int = 1, fit: Fit = Fit()) -> Pace:  # noqa: B008 (frozen)
+    """The pace of a worker of `tp` GPUs."""
+    flops = gpu.bf16_tflops * 1e12 * tp * BYTES_BF16 / shape.weight_bytes  # tensor cores: half the bytes, twice as fast
+    byte_s = fit.read / (gpu.memory_tb_per_s * 1e12 * tp)
+    free_bytes = gpu.memory_gib * GIB * tp * USABLE_SHARE - shape.num_params * shape.weight_bytes
+    return Pace(
+        shape=shape,
+        step_s=fit.layer_s * shape.num_layers,
+        byte_s=byte_s,
+        row_s=fit.compute * 2 * shape.num_active / flops,
+        token_s=fit.prefill * 2 * shape.num_active / flops,
+        pair_s=fit.prefill * 4 * shape.num_layers * shape.num_heads * shape.head_dim / (gpu.bf16_tflops * 1e12 * tp),
+        kv_tokens=max(0, int(free_bytes / shape.kv_bytes_per_token)),
+    )

@@ -1,0 +1,350 @@
+"""The driver of one job: `python -m hpcrl.job.driver CAMPAIGN JOB` starts, watches and ends the workers.
+
+No data passes through it.
+
+A child of the guardian (guardian.py): allocation -> runtime -> supervise until the trainer is done -> outcome.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.config.recipe import Recipe, RoleName
+from hpcrl.config.site import Site
+from hpcrl.errors import HpcrlError, SlurmError
+from hpcrl.job import next_job
+from hpcrl.job.courier_step import Couriers, rungs
+from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_rewards, guarded, verdict
+from hpcrl.job.metrics_process import Reporter, wanted
+from hpcrl.job.next_job import Outcome
+from hpcrl.job.reward_tasks import Scoring
+from hpcrl.plan.plan import Plan
+from hpcrl.slurm.allocation import read_allocation, scrub
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
+from hpcrl.system.files import discard, last_line, private_dir, publish
+from hpcrl.system.network import address_of, this_node
+from hpcrl.weights import versions
+from hpcrl.weights.versions import Rung
+
+if TYPE_CHECKING:
+    from hpcrl.job.runtime import Runtime
+
+
+LONG_LIVED: tuple[RoleName, ...] = ("prefill", "decode", "env")
+RESTARTS = 3
+"""How often one worker (or the trainer, a worker pool, the scoring of one segment) is begun anew in a job."""
+TICK_S = 0.1
+TERM_GRACE_S = 20.0
+"""What is left after SIGTERM: Slurm kills 30 s later."""
+
+
+def main() -> int:
+    """The batch script's process becomes the guardian of a child, which drives."""
+    run, number = RunDir(Path(sys.argv[1])), int(sys.argv[2])
+    job = run.job(number)
+    return guarded(lambda answer: _drive(run, job, answer=answer), run, job)
+
+
+def _drive(run: RunDir, job: JobDir, *, answer: int) -> int:
+    """The driver's whole life; every way out but a kill tells the guardian how it went."""
+    outcome: Outcome = "failed"
+    try:
+        outcome, reason = Driver.load(run, job).drive()
+    except HpcrlError as error:
+        reason = str(error)
+        print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
+    except BaseException as error:  # noqa: BLE001 - the guardian must hear of it whatever broke
+        reason = f"the driver broke: {type(error).__name__}: {error}"
+        sys.excepthook(*sys.exc_info())  # os._exit follows: nobody else would print it
+    os.write(answer, verdict(outcome, reason))
+    return 0 if outcome in ("done", "stopped", "drained") else 1
+
+
+@dataclass
+class Worker:
+    """A long-lived worker in its present life."""
+
+    role: RoleName
+    index: int
+    future: "Future[None]"
+
+
+@dataclass
+class Driver:
+    """Supervision of one job."""
+
+    run: RunDir
+    job: JobDir
+    plan: Plan
+    recipe: Recipe
+    site: Site
+    events: EventLog
+    workers: list[Worker] = field(default_factory=list)
+    couriers: Couriers | None = None
+    reporter: Reporter | None = None
+    slurm_id: str | None = None
+    """None on a machine without a scheduler."""
+    failures: Counter[str] = field(default_factory=Counter)
+    drain_reason: str | None = None
+    drain_deadline: float = float("inf")
+    terminated: bool = False
+    cancelled: bool = False
+    near_end: bool = False
+
+    def __post_init__(self) -> None:
+        self.scoring = Scoring(
+            run=self.run,
+            reward=self.recipe.reward,
+            elastic=self.plan.reward_jobs is not None,
+            emit=self.events.emit,
+            spend=self._spend,
+        )
+
+    @classmethod
+    def load(cls, run: RunDir, job: JobDir) -> "Driver":
+        """Read what was submitted; forget what an earlier, requeued run of this job left to obey."""
+        private_dir(job.parsl)
+        for path in (job.drain, job.end, job.outcome, job.dump_stacks):
+            discard(path)
+        name = f"{job.number:03d}-driver"
+        events = EventLog(run.events / f"{name}.jsonl", job=job.number, role="driver", worker=name, node=this_node())
+        return cls(
+            run=run,
+            job=job,
+            plan=msgspec.json.decode(run.plan.read_bytes(), type=Plan),
+            recipe=msgspec.json.decode(run.recipe.read_bytes(), type=Recipe),
+            site=msgspec.json.decode(run.site.read_bytes(), type=Site),
+            events=events,
+        )
+
+    def drive(self) -> tuple[Outcome, str]:
+        """Bring everything up, supervise, take everything down."""
+        from hpcrl.job.runtime import Runtime  # imports parsl: only here, and late
+
+        if self.job.follows.exists() and (ended := next_job.ending(self.run, self.run.job(self.job.number - 1))):
+            return ended
+        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGINT, self._on_cancel)
+        signal.signal(signal.SIGUSR2, self._on_near_end)
+        allocation = read_allocation(self.plan)
+        self.slurm_id = allocation.job_id
+        self.events.emit("job-started", slurm_id=allocation.job_id, end_time=allocation.end_time)
+        self.events.emit("layout", layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes)
+        if allocation.job_id is not None:
+            scrub(os.environ)
+        for number in self.run.job_numbers():  # where a whole node died, nobody was left to end them
+            cancel_rewards(self.run.job(number))
+        runtime = Runtime(
+            self.plan,
+            run=self.run,
+            job=self.job,
+            allocation=allocation,
+            address=address_of(self.site.network.interface),
+        )
+        try:
+            runtime.start_trainer()  # first: it makes the weights that all others wait for
+            self._start_couriers(runtime)
+            runtime.start()
+            self._start_workers(runtime)
+            if wanted(self.recipe.metrics):
+                self.reporter = Reporter(self.run, self.job, emit=self.events.emit)
+            self._queue_next()
+            outcome, reason = self._supervise(runtime, end_time=allocation.end_time)
+        finally:
+            self._close_couriers()
+            runtime.close(grace_s=CLOSE_GRACE_S)
+            if self.reporter is not None:
+                self.reporter.close()
+        self.events.emit("job-ended", outcome=outcome, reason=reason)
+        return outcome, reason
+
+    def _start_couriers(self, runtime: "Runtime") -> None:
+        """Weights go by files until couriers serve; on one machine the trainer's window is enough, and it says so."""
+        if self.plan.layout == "local":
+            return
+        above, why = rungs(self.site.mpi, layout=self.plan.layout)
+        starting = f"the couriers are being started ({above[0]})" if above else ""
+        rung = Rung(rung="files", reason="; ".join(filter(None, (why, starting))))
+        self._take_rung(rung)
+        if above:
+            ways = runtime.courier_ways(self.site, above)
+            self.couriers = Couriers(job=self.job, weights=self.run.weights, ways=ways, rung=rung)
+            self.couriers.start()
+
+    def _tend_couriers(self) -> None:
+        """When they fail, weights go by files from then on: a campaign never dies of its weight plane."""
+        if self.couriers is None:
+            return
+        before, were_running = self.couriers.rung, self.couriers.running
+        if (wrong := self.couriers.tend()) is not None:
+            self.events.emit("worker-failed", of="couriers", reason=wrong)
+        if self.couriers.running and (wrong is not None or not were_running):
+            self.events.emit("worker-restarted", of="couriers")
+        if self.couriers.rung != before:
+            self._take_rung(self.couriers.rung)
+
+    def _take_rung(self, rung: Rung) -> None:
+        versions.set_rung(private_dir(self.run.weights), rung)
+        self.events.emit("rung", rung=rung.rung, reason=rung.reason)
+
+    def _close_couriers(self) -> None:
+        if self.couriers is not None:
+            if not self.job.drain.exists():  # it tells them that this is the end, and their windows go
+                publish(self.job.drain, "the job is ending")
+            self.couriers.close()
+
+    def _queue_next(self) -> None:
+        """The job that goes on after this one; without it somebody has to resume the campaign."""
+        if self.slurm_id is None:
+            return
+        try:
+            id = next_job.follow(self.run, self.job, plan=self.plan, site=self.site, slurm_id=self.slurm_id)
+        except (SlurmError, OSError) as error:
+            self.events.emit("fault", what="chain", detail=f"no job follows this one: {error}")
+        else:
+            if id is not None:
+                self.events.emit("follower", slurm_id=id, number=self.job.number + 1)
+
+    def _start_workers(self, runtime: "Runtime") -> None:
+        for role in LONG_LIVED:
+            for index in range(self.plan.role(role).num_workers):
+                self.workers.append(Worker(role=role, index=index, future=runtime.start_worker(role, index)))
+
+    def _supervise(self, runtime: "Runtime", *, end_time: float) -> tuple[Outcome, str]:
+        progress = Progress(timeout_s=self.recipe.job.stall_timeout_min * 60)
+        while True:
+            if self.cancelled:
+                return "stopped", "it was told to end at once (hpcrl stop --now)"
+            self._heed_requests(end_time=end_time)
+            code = runtime.trainer_code()
+            if code == EXIT_DONE:
+                return self._finish("done", "every training step was made")
+            if code == EXIT_DRAINED or (code is not None and self.drain_reason):
+                return self._drained()
+            if time.monotonic() > self.drain_deadline:
+                return self._drained()
+            if not self.drain_reason:
+                self._mend(runtime, trainer_code=code)
+                self.scoring.tend(runtime)
+                self._check_progress(progress)
+            time.sleep(TICK_S)
+
+    def _mend(self, runtime: "Runtime", *, trainer_code: int | None) -> None:
+        """Begin anew what has ended before its time, within a budget each."""
+        self._tend_couriers()
+        if self.reporter is not None:
+            self.reporter.tend()
+        if trainer_code is not None:
+            self._worker_failed("train-0", f"exit code {trainer_code}: {last_line(self.job.log('train-0'))}")
+            runtime.start_trainer()
+        for role, node in runtime.replace_lost_blocks():
+            self.events.emit("fault", what="worker pool", detail=f"{role} on {node} ended and was started again")
+            pool = f"the worker pool of {role} on {node}"
+            if self._survives(pool) and runtime.give_up(role, node):
+                self.events.emit("fault", what="node", detail=f"{role} goes on without {node}")
+                if self.couriers is not None:
+                    self.couriers.go(runtime.courier_ways(self.site, [way.rung for way in self.couriers.ways]))
+            else:
+                self._spend(pool, f"see parsl.{role}.block-*.log")
+        for worker in self.workers:
+            if worker.future.done():
+                error = worker.future.exception()
+                self._worker_failed(f"{worker.role}-{worker.index}", str(error) if error else "it ended by itself")
+                worker.future = runtime.start_worker(worker.role, worker.index)
+
+    def _worker_failed(self, name: str, reason: str) -> None:
+        self.events.emit("worker-failed", of=name, reason=reason)
+        self._spend(name, reason)
+        self.events.emit("worker-restarted", of=name)
+
+    def _survives(self, pool: str) -> bool:
+        """A node that takes no more steps is lost, and the job is to outlive that."""
+        return self.plan.survive_node_loss and self.failures[pool] == RESTARTS
+
+    def _spend(self, name: str, reason: str) -> None:
+        """Give up once something has failed too often: nodes are not held for what cannot run."""
+        self.failures[name] += 1
+        if self.failures[name] > RESTARTS:
+            times = f"{name} failed {self.failures[name]} times"
+            raise HpcrlError(f"{times}, the last time with: {reason}; the logs are in {self.job.logs}")
+
+    def _heed_requests(self, *, end_time: float) -> None:
+        """Whoever wants the job to end: a person, Slurm, or the clock."""
+        if self.drain_reason:
+            return
+        if self.run.stop.exists():
+            self._drain("somebody asked for it (hpcrl stop)", grace_s=self.recipe.job.drain_s)
+        elif self.terminated:
+            self._drain("it was told to terminate", grace_s=TERM_GRACE_S)
+        elif self.near_end or time.time() > end_time - self.recipe.job.drain_s:
+            self._queue_next()  # Slurm may have refused it before
+            self._drain("its walltime is nearly over", grace_s=max(end_time - time.time() - CLOSE_GRACE_S, 1.0))
+
+    def _drain(self, reason: str, *, grace_s: float) -> None:
+        self.drain_reason = reason
+        self.drain_deadline = time.monotonic() + grace_s
+        publish(self.job.drain, reason)
+        self.events.emit("draining", reason=reason, grace_s=grace_s)
+
+    def _drained(self) -> tuple[Outcome, str]:
+        stopped = self.run.stop.exists()
+        return self._finish("stopped" if stopped else "drained", self.drain_reason or "the trainer was drained")
+
+    def _finish(self, outcome: Outcome, reason: str) -> tuple[Outcome, str]:
+        """Let the workers seal what they hold before they are ended."""
+        if not self.job.drain.exists():
+            publish(self.job.drain, reason)
+        deadline = time.monotonic() + CLOSE_GRACE_S
+        while any(not worker.future.done() for worker in self.workers) and time.monotonic() < deadline:
+            time.sleep(TICK_S)
+        return outcome, reason
+
+    def _check_progress(self, progress: "Progress") -> None:
+        """Nodes are never held idle: with nothing moving, leave the stacks in the logs and end."""
+        seen = (self.scoring.num_seen(), versions.newest_version(self.run.weights))
+        if not progress.stalled(seen):
+            return
+        publish(self.job.dump_stacks, "")
+        time.sleep(CLOSE_GRACE_S)
+        raise HpcrlError(
+            f"nothing moved for {progress.timeout_s / 60:g} min (job.stall_timeout_min): "
+            f"what every worker was doing is at the end of its log in {self.job.logs}"
+        )
+
+    def _on_cancel(self, *_: object) -> None:
+        self.cancelled = True
+
+    def _on_term(self, *_: object) -> None:
+        self.terminated = True
+
+    def _on_near_end(self, *_: object) -> None:
+        self.near_end = True
+
+
+@dataclass
+class Progress:
+    """When did what is seen last change?"""
+
+    timeout_s: float
+    last: object = None
+    since: float = field(default_factory=time.monotonic)
+
+    def stalled(self, seen: object) -> bool:
+        """True once `seen` has stayed the same for too long."""
+        if seen != self.last:
+            self.last, self.since = seen, time.monotonic()
+        return time.monotonic() - self.since > self.timeout_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""`python -m hpcrl.metrics CAMPAIGN JOB`: the one reader that feeds TensorBoard and the like from the events.
+
+A process of its own, started by the driver: neither the trainer nor anybody else waits for a sink. It goes on where
+the reader of the job before left off; SIGTERM makes it take what is left and end.
+
+What of the events is a figure, and under which name and step it is shown. Pure.
+
+figures_of   an event -> its figures, or None
+
+Where figures are shown: TensorBoard and Weights & Biases, each behind the same four methods.
+
+sinks_of   the sinks that a recipe asks for, by name, not yet opened
+"""
+
+import contextlib
+import math
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+import xxhash
+
+from hpcrl.campaign_dir.event_log import EventLog, EventReader
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.config.recipe import Metrics, Recipe
+from hpcrl.system.files import private_dir, publish_json, read_json
+from hpcrl.system.network import this_node
+from hpcrl.system.processes import die_with_parent
+
+GROUPS = {
+    "reward": ("reward_mean", "reward_std", "num_trajectories", "num_groups", "num_flat_groups", "num_too_long"),
+    "length": ("length_mean", "length_max", "num_tokens", "num_padded_tokens"),
+    "policy": ("loss", "value_loss", "kl", "kl_reference", "entropy", "clip_fraction", "grad_norm", "learning_rate"),
+    "is_ratio": ("is_ratio_mean", "is_ratio_p05", "is_ratio_p50", "is_ratio_p95", "is_truncated_fraction"),
+    "staleness": ("lag_mean", "lag_max"),
+    "speed": ("tokens_per_s", "mfu", "step_s", "wait_s", "imbalance"),
+}
+"""The fields of a step by the heading under which they are shown."""
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What is shown of one event."""
+
+    time: float
+    step: int
+    """Of training; for an evaluation, the version of the weights."""
+    values: dict[str, float]
+
+
+def figures_of(event: Mapping[str, Any]) -> Figures | None:
+    """The figures of a training step or an evaluation."""
+    match event.get("event"):
+        case "step":
+            return _shown(event, step=event["step"], values=_of_step(event))
+        case "evaluation":
+            return _shown(event, step=event["version"], values=_of_evaluation(event))
+    return None
+
+
+def _shown(event: Mapping[str, Any], *, step: int, values: Iterator[tuple[str, Any]]) -> Figures:
+    numbers = {name: float(value) for name, value in values if isinstance(value, int | float) and math.isfinite(value)}
+    return Figures(time=float(event["time"]), step=step, values=numbers)
+
+
+def _of_step(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for group, names in GROUPS.items():
+        yield from ((f"{group}/{name}", event.get(name)) for name in names)
+    yield from ((f"staleness/lag_{lag}", num) for lag, num in event.get("lags", {}).items())
+    yield from ((f"time/{name}_s", seconds) for name, seconds in event.get("times", {}).items())
+
+
+def _of_evaluation(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name in ("reward_mean", "length_mean", "num_episodes", "num_faults"):
+        yield f"evaluation/{name}", event.get(name)
+    yield from ((f"evaluation/reward_mean/{name}", reward) for name, reward in event.get("domains", {}).items())
+
+
+class Sink(Protocol):
+    """Shows figures. Whatever it raises is its own end, and nobody else's."""
+
+    def write(self, figures: Figures) -> None: ...
+
+    def go_back_before(self, step: int) -> None:
+        """What was shown of this step and later ones is of a past that a resume left."""
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def sinks_of(metrics: Metrics, *, run: RunDir) -> dict[str, Callable[[], Sink]]:
+    """What makes each sink that the recipe asks for."""
+    found: dict[str, Callable[[], Sink]] = {}
+    if metrics.tensorboard:
+        found["tensorboard"] = partial(TensorBoard, run.metrics / "tensorboard")
+    if metrics.wandb != "off":
+        found["wandb"] = partial(WeightsAndBiases, run, metrics)
+    return found
+
+
+class TensorBoard:
+    """Event files of TensorBoard: `tensorboard --logdir CAMPAIGN/metrics/tensorboard` shows them."""
+
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._session, self._summary = Event, SessionLog, Summary
+        self._writer = EventFileWriter(str(private_dir(directory)))
+
+    def write(self, figures: Figures) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.values.items()]
+        summary = self._summary(value=values)
+        self._writer.add_event(self._event(wall_time=figures.time, step=figures.step, summary=summary))
+
+    def go_back_before(self, step: int) -> None:
+        began = self._session(status=self._session.START)
+        self._writer.add_event(self._event(step=step, session_log=began))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, one for all jobs of a campaign; offline, `wandb sync` sends its directories later."""
+
+    def __init__(self, run: RunDir, metrics: Metrics) -> None:
+        import wandb
+
+        created = read_json(run.campaign)["created"]
+        mode: Literal["online", "offline"] = "online" if metrics.wandb == "online" else "offline"
+        settings = wandb.Settings(
+            console="off", disable_code=True, disable_git=True, x_disable_machine_info=True, x_disable_stats=True
+        )
+        self._run: Any = wandb.init(
+            project=metrics.wandb_project,
+            name=run.name,
+            id=xxhash.xxh3_64_hexdigest(f"{run.name}/{created}".encode()),
+            resume="allow" if mode == "online" else None,
+            mode=mode,
+            dir=str(private_dir(run.metrics / "wandb")),
+            config=read_json(run.recipe),
+            settings=settings,
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")  # steps may go back, and W&B's own count may not
+
+    def write(self, figures: Figures) -> None:
+        self._run.log({"step": figures.step, **figures.values})
+
+    def go_back_before(self, step: int) -> None:
+        """What is shown again lies over what was shown before."""
+
+    def flush(self) -> None:
+        """Its own process writes as it goes."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+LOOK_S = 2.0
+
+
+class Feeder:
+    """Reads what is new and gives it to every sink that still works."""
+
+    def __init__(self, run: RunDir, makers: Mapping[str, Callable[[], Sink]], *, emit: Callable[..., None]) -> None:
+        self._state = run.metrics / "read.json"
+        self._emit = emit
+        self._makers = makers
+        self._sinks: dict[str, Sink] = {}
+        self._reader = EventReader(run.events)
+
+    def open(self) -> None:
+        """Open the sinks, and go on where the last reader left off."""
+        for name, make in self._makers.items():
+            with self._alone(name):
+                self._sinks[name] = make()
+        with contextlib.suppress(FileNotFoundError):
+            self._reader.offsets = read_json(self._state)
+
+    def feed(self) -> None:
+        """Give on what is new. What was given and not noted when this process is killed is given again."""
+        told = sorted(self._reader.poll(), key=lambda event: (event.get("job", 0), event.get("time", 0.0)))
+        for event in told:
+            self._give(event)
+        for name, sink in list(self._sinks.items()):
+            with self._alone(name):
+                sink.flush()
+        if told:
+            publish_json(self._state, self._reader.offsets)
+
+    def close(self) -> None:
+        for name, sink in list(self._sinks.items()):
+            with self._alone(name):
+                sink.close()
+
+    def _give(self, event: dict[str, Any]) -> None:
+        if event.get("event") == "resumed":
+            self._each(lambda sink: sink.go_back_before(event["step"] + 1))
+        elif (figures := figures_of(event)) is not None:
+            self._each(lambda sink: sink.write(figures))
+
+    def _each(self, do: Callable[[Sink], None]) -> None:
+        for name, sink in list(self._sinks.items()):
+            with self._alone(name):
+                do(sink)
+
+    @contextlib.contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """A sink that fails is told of and left out from then on; the others go on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - a foreign package may raise anything; a campaign outlives it
+            self._sinks.pop(name, None)
+            detail = f"{name} is left out from now on: {type(error).__name__}: {error}"
+            self._emit("fault", what="metrics", detail=detail)
+
+
+def main() -> int:
+    run, job = RunDir(Path(sys.argv[1])), int(sys.argv[2])
+    ending = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ending.set())
+    die_with_parent()
+    worker = f"{job:03d}-metrics-0"
+    events = EventLog(run.events / f"{worker}.jsonl", job=job, role="metrics", worker=worker, node=this_node())
+    private_dir(run.metrics)
+    recipe = msgspec.json.decode(run.recipe.read_bytes(), type=Recipe)
+    feeder = Feeder(run, sinks_of(recipe.metrics, run=run), emit=events.emit)
+    feeder.open()
+    while not ending.wait(LOOK_S):
+        feeder.feed()
+    feeder.feed()
+    feeder.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The driver's end of the metrics reader: one process beside it, which may fail without any consequence but a note."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.config.recipe import Metrics
+from hpcrl.system.files import last_line
+
+RESTARTS = 3
+CLOSE_S = 10.0
+
+
+def wanted(metrics: Metrics) -> bool:
+    """Whether figures go anywhere but into the events."""
+    return metrics.tensorboard or metrics.wandb != "off"
+
+
+class Reporter:
+    """The metrics reader of one job."""
+
+    def __init__(self, run: RunDir, job: JobDir, *, emit: Callable[..., None]) -> None:
+        self._command = [sys.executable, "-m", "hpcrl.metrics", str(run.root), str(job.number)]
+        self._log = job.log("metrics-0")
+        self._emit = emit
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_starts = 0
+
+    def tend(self) -> None:
+        """Start it, and start it again a few times; after that a campaign does without."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        if self._process is not None:
+            why = f"exit code {self._process.returncode}: {last_line(self._log)}"
+            self._process = None
+            self._emit("fault", what="metrics", detail=f"the reader ended: {why}")
+        if self._num_starts <= RESTARTS:
+            self._start()
+
+    def close(self) -> None:
+        """Let it take what is left, but not for long."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
+            self._process.wait()
+
+    def _start(self) -> None:
+        self._num_starts += 1
+        log = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)

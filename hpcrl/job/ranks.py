@@ -1,0 +1,64 @@
+"""The ranks of one step on a node: `python -m hpcrl.job.ranks SIZE FIRST NUM COMMAND...` starts NUM of SIZE.
+
+Each gets RANK, WORLD_SIZE and LOCAL_RANK as torchrun has them, and its rank as the last argument. When one fails the
+others end too: they would wait for it for ever.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import FrameType
+
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
+from hpcrl.system.processes import die_with_parent
+
+LOOK_S = 0.25
+GRACE_S = 10.0
+ENDED_WELL = (0, EXIT_DONE, EXIT_DRAINED)
+
+
+def main(size: int, first: int, num: int, command: list[str]) -> int:
+    """Start the ranks, pass signals on, end with the first code that is not 0."""
+    ranks = [_started(command, rank=first + local, local=local, size=size) for local in range(num)]
+
+    def forward(number: int, _: FrameType | None) -> None:
+        for rank in ranks:
+            rank.send_signal(number)
+
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(sig, forward)
+    while any(rank.poll() is None for rank in ranks) and not any(_failed(rank) for rank in ranks):
+        time.sleep(LOOK_S)
+    code = next((_failed(rank) for rank in ranks if _failed(rank)), ranks[0].returncode)
+    _end(ranks)
+    return code if code >= 0 else 128 - code
+
+
+def _started(command: list[str], *, rank: int, local: int, size: int) -> "subprocess.Popen[bytes]":
+    place = {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(size), "PARSL_WORKER_RANK": str(local)}
+    return subprocess.Popen([*command, str(rank)], env=os.environ | place, preexec_fn=die_with_parent)
+
+
+def _failed(rank: "subprocess.Popen[bytes]") -> int:
+    """How a rank ended, if not as rank 0 ends when training is done or drained; 0 otherwise."""
+    code = rank.poll()
+    return code if code is not None and code not in ENDED_WELL else 0
+
+
+def _end(ranks: "list[subprocess.Popen[bytes]]") -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    deadline = time.monotonic() + GRACE_S
+    for rank in ranks:
+        try:
+            rank.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))

@@ -1,0 +1,85 @@
+"""A tiny model made on the spot: a seeded Qwen2 with one token a character, for demos, tests and benches.
+
+Its 100 tokens are printable ASCII, newline and four marks, so that a random policy says something valid soon and
+learns in seconds. Anything else in a text becomes "?".
+"""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from hpcrl.config.recipe import TinyModel
+from hpcrl.errors import ConfigError
+from hpcrl.system.files import staged, sync_file
+
+MARKS = ("<pad>", "<eos>", "<user>", "<agent>")
+CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<agent>{{ message['content'] }}<eos>"
+    "{% else %}<user>{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<agent>{% endif %}"
+)
+
+
+def make_tiny_model(directory: Path, spec: TinyModel, *, seed: int) -> None:
+    """Make `directory` appear with a model that transformers loads; the same seed gives the same bytes."""
+    if directory.exists():
+        raise ConfigError(f"{directory} exists already: a tiny model is made once, remove it to make another")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(_config(spec))
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with staged(directory) as temporary:
+        temporary.mkdir(mode=0o700)
+        model.save_pretrained(temporary)
+        _tokenizer(spec).save_pretrained(temporary)
+        for path in temporary.iterdir():
+            sync_file(path)
+
+
+def _config(spec: TinyModel) -> Qwen2Config:
+    head_dim, odd = divmod(spec.hidden_size, spec.num_heads)
+    if odd or head_dim % 2 or spec.num_heads % spec.num_kv_heads:
+        raise ConfigError(
+            f"model.tiny: hidden_size {spec.hidden_size}, num_heads {spec.num_heads}, num_kv_heads "
+            f"{spec.num_kv_heads} do not fit: hidden_size / num_heads must be even, num_heads / num_kv_heads whole"
+        )
+    return Qwen2Config(
+        vocab_size=len(MARKS) + len(CHARACTERS),
+        hidden_size=spec.hidden_size,
+        intermediate_size=2 * spec.hidden_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        max_position_embeddings=spec.context_length,
+        tie_word_embeddings=False,
+        pad_token_id=MARKS.index("<pad>"),
+        bos_token_id=None,
+        eos_token_id=MARKS.index("<eos>"),
+        dtype="float32",
+    )
+
+
+def _tokenizer(spec: TinyModel) -> PreTrainedTokenizerFast:
+    """Byte-level BPE without a merge: transformers reads the tokenizer of any Qwen2 as byte-level BPE."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    symbols = [byte_level.pre_tokenize_str(character)[0][0] for character in CHARACTERS]
+    vocabulary = {token: number for number, token in enumerate([*MARKS, *symbols])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.normalizer = normalizers.Replace(Regex(r"[^\n -~]"), "?")
+    tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<pad>",  # not needed; without it transformers adds one of its own
+        eos_token="<eos>",
+        additional_special_tokens=["<user>", "<agent>"],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=spec.context_length,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,175 @@
+"""Does a recipe agree with itself? Pure; the first thing that does not is a PlanError with its cure."""
+
+from hpcrl.config.pipeline import problems_of
+from hpcrl.config.recipe import ROLES, Engine, Recipe, Resources, Simulated, Train
+from hpcrl.config.toml import nearest
+from hpcrl.errors import PlanError
+from hpcrl.hardware import memory_model
+from hpcrl.hardware.gpus import GPUS
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Every check that needs no site."""
+    _check_resources(recipe)
+    _check_rollout(recipe)
+    _check_router(recipe)
+    _check_engine(recipe)
+    _check_trainer(recipe)
+    _check_isolation(recipe)
+    _check_evaluation(recipe)
+    _check_pipeline(recipe)
+
+
+def _check_resources(recipe: Recipe) -> None:
+    for role in ROLES:
+        resources: Resources = getattr(recipe.resources, role)
+        if resources.affinity == "cpu" and resources.gpus_per_worker:
+            raise PlanError(
+                f'resources.{role} asks for {resources.gpus_per_worker} GPUs a worker with affinity = "cpu": '
+                'choose affinity = "compute" or "bandwidth", or gpus_per_worker = 0'
+            )
+
+
+def _check_trainer(recipe: Recipe) -> None:
+    """The ranks of the trainer: as many as its parallelism needs, and each with something to do."""
+    train, ranks = recipe.train, recipe.resources.train.num_workers
+    shared = train.tensor_parallel * train.pipeline_parallel
+    if train.trainer == "torch" and shared > 1:
+        raise PlanError(
+            f"train.tensor_parallel = {train.tensor_parallel} and train.pipeline_parallel = {train.pipeline_parallel} "
+            'are for trainer "megatron": set them to 1, or train.trainer = "megatron"'
+        )
+    if ranks % shared:
+        raise PlanError(
+            f"resources.train.num_workers = {ranks} is no multiple of train.tensor_parallel x pipeline_parallel = "
+            f"{shared}: set it to {-(-ranks // shared) * shared}"
+        )
+    if train.trainer == "megatron" and (foreign := not_for_megatron(train)) is not None:
+        raise PlanError(foreign)
+    if train.lora_rank and train.sharding == "full":
+        raise PlanError(
+            f'train.lora_rank = {train.lora_rank} with train.sharding = "full": adapters are small and whole on every '
+            'rank; set sharding = "none"'
+        )
+    batch = train.groups_per_step * recipe.rollout.group_size
+    if batch < (ranks // shared) * train.num_minibatches:
+        raise PlanError(
+            f"a step has {batch} trajectories for {ranks // shared} ranks x train.num_minibatches = "
+            f"{train.num_minibatches}: raise train.groups_per_step or lower the others"
+        )
+
+
+def not_for_megatron(train: Train) -> str | None:
+    """What a recipe asks of its trainer that "megatron" has not, with the cure."""
+    plain = {"kl": "none", "sharding": "none", "rows": "padded", "lora_rank": 0}
+    for name, known in plain.items():
+        if (seen := getattr(train, name)) != known:
+            return f'train.{name} = {seen!r} is not for trainer "megatron": set it to {known!r}'
+    if train.advantage == "gae":
+        return 'train.advantage = "gae" needs a critic, which trainer "megatron" has not: use "torch"'
+    return None
+
+
+def _check_rollout(recipe: Recipe) -> None:
+    rollout, num_hosts = recipe.rollout, recipe.resources.env.num_workers
+    least = (rollout.group_size + rollout.redundancy) * num_hosts
+    if rollout.max_running < least:
+        raise PlanError(
+            f"rollout.max_running = {rollout.max_running} cannot hold one group of {rollout.group_size} (and "
+            f"{rollout.redundancy} extra) episodes on each of {num_hosts} env workers: set it to {least} or more"
+        )
+
+
+def _check_router(recipe: Recipe) -> None:
+    """A table of affinities speaks of the recipe's domains and of the rest."""
+    if recipe.router.affinity == "auto":
+        return
+    known = sorted({*recipe.domains, "default"})
+    for name in recipe.router.affinity:
+        if name not in known:
+            raise PlanError(f"router.affinity.{name}: there is no domain {name!r}: {_meant(name, known)}")
+
+
+def _check_isolation(recipe: Recipe) -> None:
+    """Every isolated environment fits into an env worker's memory at least once."""
+    env = recipe.resources.env
+    for name, domain in recipe.domains.items():
+        if domain.isolation != "none" and not memory_model.env_places(
+            env.mem_gib_per_worker, each_gib=domain.env_memory_gib
+        ):
+            least = memory_model.ENV_HOST_GIB + domain.env_memory_gib
+            raise PlanError(
+                f"resources.env.mem_gib_per_worker = {env.mem_gib_per_worker:g} holds no environment of "
+                f"domains.{name}.env_memory_gib = {domain.env_memory_gib:g} beside the worker itself: raise it to "
+                f"{least:g} or more"
+            )
+
+
+def _check_evaluation(recipe: Recipe) -> None:
+    """Something is trained on, what is held out is evaluated, and the end of training waits less long than a stall."""
+    evaluation, held_out = recipe.evaluation, [name for name, domain in recipe.domains.items() if domain.held_out]
+    if len(held_out) == len(recipe.domains):
+        raise PlanError(f"every domain is held out ({', '.join(held_out)}): there is nothing left to train on")
+    for where, names in (("domains", evaluation.domains), ("options", evaluation.options)):
+        for name in names:
+            if name not in recipe.domains:
+                known = list(recipe.domains)
+                raise PlanError(
+                    f"evaluation.{where} names {name!r}: {nearest(name, known)}the domains are {', '.join(known)}"
+                )
+    chosen = evaluation.domains or list(recipe.domains)
+    idle = [name for name in held_out if name not in chosen or not evaluation.every_versions]
+    if idle:
+        raise PlanError(
+            f"domains.{idle[0]} is held out and never evaluated: set evaluation.every_versions, and name it in "
+            "evaluation.domains if that names any"
+        )
+    if evaluation.every_versions and evaluation.patience_s >= recipe.job.stall_timeout_min * 60:
+        raise PlanError(
+            f"evaluation.patience_s = {evaluation.patience_s:g} is no less than job.stall_timeout_min = "
+            f"{recipe.job.stall_timeout_min:g}: the job would be ended as stalled; lower the first or raise the second"
+        )
+
+
+def _check_pipeline(recipe: Recipe) -> None:
+    """The user's nodes fit into the pipeline."""
+    if recipe.train.pipeline and (wrong := problems_of(recipe.train)):
+        raise PlanError("; ".join(wrong))
+
+
+def _check_engine(recipe: Recipe) -> None:
+    """The GPUs of an engine worker are divided into stages, and a model's heads among the GPUs of a stage."""
+    engine, tiny = recipe.engine, recipe.model.tiny
+    if engine.backend != "vllm" and engine.pipeline_parallel != 1:
+        raise PlanError(
+            f'engine.pipeline_parallel = {engine.pipeline_parallel} with engine.backend = "{engine.backend}", which '
+            'has one process: set it to 1, or choose backend = "vllm"'
+        )
+    _check_simulated(engine)
+    for role in ("prefill", "decode"):
+        gpus = getattr(recipe.resources, role).gpus_per_worker
+        if gpus % engine.pipeline_parallel:
+            raise PlanError(
+                f"resources.{role}.gpus_per_worker = {gpus} cannot be divided into engine.pipeline_parallel = "
+                f"{engine.pipeline_parallel} stages: make one a multiple of the other"
+            )
+        per_stage = max(gpus // engine.pipeline_parallel, 1)
+        if engine.backend == "vllm" and tiny is not None and tiny.num_heads % per_stage:
+            raise PlanError(
+                f"model.tiny.num_heads = {tiny.num_heads} cannot be divided among the {per_stage} GPUs of a {role} "
+                f"worker's stage: lower resources.{role}.gpus_per_worker"
+            )
+
+
+def _check_simulated(engine: Engine) -> None:
+    if engine.sim != Simulated() and engine.backend != "sim":
+        raise PlanError(
+            f'engine.sim is set, and engine.backend is "{engine.backend}": choose backend = "sim", or take it away'
+        )
+    for gpu in engine.sim.gpus:
+        if gpu not in GPUS:
+            raise PlanError(f"engine.sim.gpu = {gpu!r} is not in the catalogue: {_meant(gpu, sorted(GPUS))}")
+
+
+def _meant(name: str, known: list[str]) -> str:
+    return f"{nearest(name, known)}known are {', '.join(known)}"

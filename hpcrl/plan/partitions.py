@@ -1,0 +1,131 @@
+"""Which partition fits a role: by affinity, with the fallback said aloud. Pure.
+
+choose      the best that can hold it
+choose_in   one that is given, as the whole job is to be there
+"""
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from hpcrl.config.recipe import Affinity
+from hpcrl.config.site import Partition, Site
+from hpcrl.errors import PlanError
+from hpcrl.hardware.gpus import GPUS
+from hpcrl.plan.demand import Demand
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The partition of a role, and how its workers lie on the nodes."""
+
+    partition: str
+    nodes: int
+    workers_per_node: int
+    gpus_per_worker: int
+    """0 where the role has to do without GPUs."""
+    fallback: str | None
+
+
+def choose(demand: Demand, site: Site, *, taken: dict[str, int]) -> Choice:
+    """The best partition that can hold `demand`; `taken` counts nodes given to other roles."""
+    wanted, gpus, shortfall = _what_the_site_has(demand, site)
+    refusals: list[str] = []
+    for rank, label in enumerate(_ranked(site, wanted, gpus=gpus, taken=taken)):
+        found = _fitted(demand, label, site.partitions[label], gpus=gpus, taken=taken)
+        if isinstance(found, Choice):
+            fallback = shortfall or (_only_second_best(demand, label, refusals) if rank else None)
+            return replace(found, fallback=fallback)
+        refusals.append(found)
+    raise PlanError(
+        f"site {site.name!r} cannot hold resources.{demand.role}: {'; '.join(refusals)}. "
+        f"Lower resources.{demand.role} or choose another site"
+    )
+
+
+def choose_in(label: str, demand: Demand, site: Site, *, taken: dict[str, int]) -> Choice | str:
+    """That partition, whatever its merit, or why it cannot hold `demand`."""
+    wanted, gpus, shortfall = _what_the_site_has(demand, site)
+    ranked = _ranked(site, wanted, gpus=gpus, taken={})
+    if label not in ranked:
+        return f"{demand.role}: {label} has no GPUs, and one worker wants {gpus}"
+    found = _fitted(demand, label, site.partitions[label], gpus=gpus, taken=taken)
+    if isinstance(found, str):
+        return f"{demand.role}: {found}"
+    best = _merit(site.partitions[ranked[0]], wanted)
+    if shortfall is None and _merit(site.partitions[label], wanted) < best:
+        shortfall = f"{demand.role} wanted {wanted}, got {label}: one allocation is on one partition"
+    return replace(found, fallback=shortfall)
+
+
+def _what_the_site_has(demand: Demand, site: Site) -> tuple[Affinity, int, str | None]:
+    """The affinity to rank by, the GPUs a worker gets, and what is said if that is not what was wanted."""
+    role, wanted, gpus = demand.role, demand.resources.affinity, demand.resources.gpus_per_worker
+    kinds = {p.gpu for p in site.partitions.values() if p.gpu and not p.preemptible}
+    if wanted == "cpu" or gpus == 0:
+        if all(p.gpu for p in site.partitions.values()):
+            return "cpu", 0, f"{role} wanted CPU nodes, got cores of GPU nodes: site {site.name} has no CPU nodes"
+        return "cpu", 0, None
+    if not kinds:
+        return "cpu", 0, f"{role} wanted {gpus} GPU a worker ({wanted}), got CPU cores: site {site.name} has no GPUs"
+    if wanted == "bandwidth" and len(kinds) == 1:
+        return wanted, gpus, f"{role} wanted {wanted}, got {kinds.pop()}: site {site.name} has no other GPU type"
+    return wanted, gpus, None
+
+
+def _ranked(site: Site, wanted: Affinity, *, gpus: int, taken: dict[str, int]) -> list[str]:
+    """Partitions that come into question, from best to worst; among equals the least used, then the site's order."""
+    usable = [label for label, p in site.partitions.items() if not p.preemptible and (p.gpu or not gpus)]
+    return sorted(usable, key=lambda label: (-_merit(site.partitions[label], wanted), taken.get(label, 0)))
+
+
+def _merit(partition: Partition, wanted: Affinity) -> float:
+    gpu = GPUS[partition.gpu] if partition.gpu else None
+    match wanted:
+        case "compute":
+            return gpu.bf16_tflops if gpu else 0.0
+        case "bandwidth":
+            return gpu.memory_tb_per_s if gpu else 0.0
+        case "cpu":
+            return 0.0 if gpu else 1.0
+
+
+def _fitted(demand: Demand, label: str, partition: Partition, *, gpus: int, taken: dict[str, int]) -> Choice | str:
+    """How the workers lie on the nodes of a partition, or why it cannot hold them."""
+    per_node = _workers_per_node(demand, partition, gpus=gpus)
+    nodes = max(ceil(demand.resources.num_workers / per_node), demand.min_nodes) if per_node else 0
+    refusal = _refusal(demand, label, partition, gpus=gpus, nodes=nodes, taken=taken.get(label, 0))
+    if refusal is not None:
+        return refusal
+    workers_per_node = ceil(demand.resources.num_workers / nodes)
+    return Choice(partition=label, nodes=nodes, workers_per_node=workers_per_node, gpus_per_worker=gpus, fallback=None)
+
+
+def _workers_per_node(demand: Demand, partition: Partition, *, gpus: int) -> int:
+    """How many workers one node can hold."""
+    resources = demand.resources
+    limits = [
+        (partition.cores_per_node - demand.reserved_cpus) // resources.cpus_per_worker,
+        int((partition.mem_gib_per_node - demand.reserved_mem_gib) // resources.mem_gib_per_worker),
+    ]
+    if gpus:
+        limits.append(partition.gpus_per_node // gpus)
+    return max(min(limits), 0)
+
+
+def _refusal(demand: Demand, label: str, partition: Partition, *, gpus: int, nodes: int, taken: int) -> str | None:
+    resources = demand.resources
+    if nodes == 0:
+        return (
+            f"{label} has nodes of {partition.cores_per_node} cores, {partition.mem_gib_per_node:g} GiB and "
+            f"{partition.gpus_per_node} GPUs, and one worker wants {resources.cpus_per_worker} cores, "
+            f"{resources.mem_gib_per_worker:g} GiB and {gpus} GPUs"
+            + (f" beside {demand.reserved_cpus} reserved cores" if demand.reserved_cpus else "")
+        )
+    if taken + nodes > partition.max_nodes:
+        others = f" beside {taken} for other roles" if taken else ""
+        return f"{label} allows {partition.max_nodes} nodes, and {resources.num_workers} workers want {nodes}{others}"
+    return None
+
+
+def _only_second_best(demand: Demand, label: str, refusals: list[str]) -> str:
+    return f"{demand.role} wanted {demand.resources.affinity}, got {label}: {refusals[0]}"

@@ -1,0 +1,221 @@
+"""`make_plan(recipe, site) -> Plan`: pure, same input, same bytes; what concerns both of them is checked here.
+
+Whether a recipe agrees with itself is `hpcrl.plan.checks`' business.
+"""
+
+import msgspec
+
+from hpcrl.config.recipe import Recipe, Resources, RoleName
+from hpcrl.config.site import Site
+from hpcrl.errors import PlanError
+from hpcrl.hardware import cost_model, memory_model
+from hpcrl.plan.checks import check_recipe
+from hpcrl.plan.components import (
+    PLACED,
+    Component,
+    RewardJobs,
+    account_of,
+    component_of,
+    local_component,
+    reward_jobs_of,
+    shares_of,
+)
+from hpcrl.plan.layout import Layout, Placement, place
+from hpcrl.plan.partitions import Choice
+
+
+class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and how the workers of one role run."""
+
+    role: RoleName
+    component: int
+    num_workers: int
+    workers_per_node: int
+    gpus_per_worker: int
+    cpus_per_worker: int
+    mem_gib_per_worker: float
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """What one job may use at most: its whole walltime."""
+
+    walltime_min: int
+    node_hours: float
+    gpu_hours: float
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What will be asked of the site for a recipe."""
+
+    recipe: str
+    site: str
+    layout: Layout
+    layout_reason: str
+    components: list[Component]
+    roles: list[RolePlan]
+    sizes: list[str]
+    """What was chosen for want of a figure in the recipe, and why."""
+    fallbacks: list[str]
+    warnings: list[str]
+    cost: Cost
+    drain_s: float
+    survive_node_loss: bool
+    num_jobs: int = 1
+    """In a row, each begun by Slurm when the one before has ended."""
+    prologue: str | None = None
+    reward_jobs: RewardJobs | None = None
+    """None: rewards have spare cores only."""
+
+    def role(self, name: RoleName) -> RolePlan:
+        """The plan of one role."""
+        return next(role for role in self.roles if role.role == name)
+
+    def to_json(self) -> bytes:
+        """The contract: sorted keys, two spaces, one final newline."""
+        return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=2) + b"\n"
+
+
+def make_plan(recipe: Recipe, site: Site) -> Plan:
+    """Map roles to partitions and check all that can be checked before queueing."""
+    check_recipe(recipe)
+    placed = place(recipe, site)
+    recipe, choices = placed.recipe, placed.choices
+    components = _components(placed, site)
+    where = {role: component.index for component in components for role in component.roles}
+    _check_walltime(recipe, site, components)
+    reward_jobs, shortfall = reward_jobs_of(recipe, site)
+    roles = [_role_plan(role, recipe, choices, where) for role in (*PLACED, "reward")]
+    return Plan(
+        recipe=recipe.name,
+        site=site.name,
+        layout=placed.layout,
+        layout_reason=placed.reason,
+        components=components,
+        roles=roles,
+        sizes=placed.sizes,
+        fallbacks=[*placed.fallbacks(), *shortfall],
+        warnings=[
+            *placed.doubts,
+            *_warnings(site, components),
+            *_idle_gpus(components, roles),
+            *_few_places(recipe),
+            *_nobody_to_begin_the_next(recipe, placed.layout),
+        ],
+        cost=_cost(recipe, site, components),
+        drain_s=recipe.job.drain_s,
+        survive_node_loss=recipe.job.survive_node_loss,
+        num_jobs=1 if placed.layout == "local" else recipe.job.num_jobs,
+        prologue=site.prologue,
+        reward_jobs=reward_jobs,
+    )
+
+
+def _components(placed: Placement, site: Site) -> list[Component]:
+    recipe, choices = placed.recipe, placed.choices
+    account = _accounts(site, choices)
+    match placed.layout:
+        case "local":
+            return [local_component(recipe, site, choices)]
+        case "hetstep":
+            return shares_of(choices, recipe, site, account=account["env"])
+        case "hetjob":
+            return [
+                component_of(index, role, choices[role], recipe, site, account=account[role])
+                for index, role in enumerate(PLACED)
+            ]
+
+
+def _accounts(site: Site, choices: dict[RoleName, Choice]) -> dict[RoleName, str | None]:
+    accounts = {role: account_of(site, site.partitions[choice.partition]) for role, choice in choices.items()}
+    missing = sorted({choices[role].partition for role, account in accounts.items() if account is None})
+    if site.account_required and missing:
+        raise PlanError(
+            f"site {site.name!r} charges an account, and none is known for its partitions {', '.join(missing)}: "
+            f'write ~/.config/hpcrl/sites/{site.name}.toml with extends = "{site.name}" and account = "...", '
+            "or give -s site.account=..."
+        )
+    return accounts
+
+
+def _role_plan(role: RoleName, recipe: Recipe, choices: dict[RoleName, Choice], where: dict[RoleName, int]) -> RolePlan:
+    resources: Resources = getattr(recipe.resources, role)
+    choice = choices.get(role)
+    return RolePlan(
+        role=role,
+        component=where[role],
+        num_workers=resources.num_workers,
+        workers_per_node=choice.workers_per_node if choice else resources.num_workers,
+        gpus_per_worker=choice.gpus_per_worker if choice else 0,
+        cpus_per_worker=resources.cpus_per_worker,
+        mem_gib_per_worker=resources.mem_gib_per_worker,
+    )
+
+
+def _check_walltime(recipe: Recipe, site: Site, components: list[Component]) -> None:
+    walltime = recipe.job.walltime_min
+    for component in components:
+        limit = site.partitions[component.partition].max_walltime_min
+        if walltime > limit:
+            raise PlanError(
+                f"job.walltime_min = {walltime}, and partition {component.partition!r} of site {site.name!r} allows "
+                f"{limit}: lower it (the campaign goes on with `hpcrl resume`)"
+            )
+    if recipe.job.drain_s >= walltime * 60:
+        raise PlanError(
+            f"job.drain_s = {recipe.job.drain_s:g} leaves nothing of job.walltime_min = {walltime}: "
+            "lower the first or raise the second"
+        )
+
+
+def _warnings(site: Site, components: list[Component]) -> list[str]:
+    """What holds, but a reader should know before spending node-hours."""
+    found = []
+    if not site.verified:
+        found.append(f"the facts about {site.name} were collected from documents and not checked on the machine")
+    for component in components:
+        partition = site.partitions[component.partition]
+        if partition.unverified:
+            found.append(f"not confirmed for {component.partition}: {', '.join(partition.unverified)}")
+    return list(dict.fromkeys(found))
+
+
+def _few_places(recipe: Recipe) -> list[str]:
+    """Memory bounds isolated environments before `max_running` does: who waits for a place is admitted."""
+    isolated = [domain.env_memory_gib for domain in recipe.domains.values() if domain.isolation != "none"]
+    if not isolated:
+        return []
+    env, most = recipe.resources.env, recipe.rollout.max_running
+    places = env.num_workers * memory_model.env_places(env.mem_gib_per_worker, each_gib=max(isolated))
+    if places >= most:
+        return []
+    memory = f"resources.env.mem_gib_per_worker = {env.mem_gib_per_worker:g}, env_memory_gib = {max(isolated):g}"
+    return [f"{places} isolated environments run at once, not rollout.max_running = {most}: {memory}"]
+
+
+def _nobody_to_begin_the_next(recipe: Recipe, layout: Layout) -> list[str]:
+    wanted = recipe.job.num_jobs
+    if layout != "local" or wanted == 1:
+        return []
+    return [f"job.num_jobs = {wanted}: without a scheduler nobody begins the next but `hpcrl resume`"]
+
+
+def _idle_gpus(components: list[Component], roles: list[RolePlan]) -> list[str]:
+    """Nodes are charged as they are asked for: say what a role leaves unused."""
+    found = []
+    for component in components:
+        has = component.gpus_per_node
+        uses = sum(role.workers_per_node * role.gpus_per_worker for role in roles if role.component == component.index)
+        if uses < has:
+            found.append(f"{component.roles[0]} uses {uses} of the {has} GPUs of each node, and all are charged")
+    return found
+
+
+def _cost(recipe: Recipe, site: Site, components: list[Component]) -> Cost:
+    walltime = recipe.job.walltime_min
+    nodes = sum(component.nodes for component in components)
+    gpus = sum(component.nodes * component.gpus_per_node for component in components)
+    return Cost(
+        walltime_min=walltime,
+        node_hours=cost_model.hours(nodes, walltime_min=walltime),
+        gpu_hours=cost_model.hours(gpus, walltime_min=walltime),
+    )

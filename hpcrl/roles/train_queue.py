@@ -1,0 +1,157 @@
+"""The trainer's stock of trajectories: what is new, what waits for its group, what is settled, what may be retired.
+
+A trajectory is settled once it neither waits nor is trained on: it was used, dropped, or had come a second time. Env
+hosts read how many are, and of which version on (settled.json), and begin as many new ones.
+"""
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+from hpcrl.errors import SpoolError
+from hpcrl.learn.batch import Choice, choose_groups
+from hpcrl.learn.consumed import Consumed
+from hpcrl.roles.context import Context
+from hpcrl.rollout.flow_control import go_on
+from hpcrl.spool.listing import counted, quarantine
+from hpcrl.spool.reader import DiskSpoolReader
+from hpcrl.spool.record import Trajectory
+from hpcrl.spool.retention import Settled, Shelves, prune, recover, retire, worth_retiring
+from hpcrl.system.files import publish_json
+from hpcrl.trainers import checkpoint
+
+
+class Stock:
+    """The trajectories of "scored" as the trainer sees them."""
+
+    def __init__(self, context: Context, *, consumed: Consumed) -> None:
+        spool = context.run.spool
+        self._context = context
+        self._consumed = consumed
+        self._shelves = Shelves(rollouts=spool("rollouts"), scored=spool("scored"), archive=spool("archive"))
+        self._reader = DiskSpoolReader(self._shelves.scored, on_damage=self._damaged, consumed=consumed)
+        self._waiting: list[Trajectory] = []
+        self._num_training = 0
+        self._version = 0
+        self._told: dict[str, int] = {}
+        self._settled = Settled(grace_s=context.recipe.spool.retire_after_s)
+        self._times_damaged: Counter[str] = Counter()
+        self._accounts = threading.Lock()
+        """Held while the books are read or changed: segments are retired in a thread."""
+        self._retiring: threading.Thread | None = None
+
+    def recover(self) -> None:
+        """Finish what a crash cut short. Nothing counts as settled until the books are made anew, which is safe."""
+        recover(
+            self._shelves,
+            lower=lambda _: publish_json(self._context.run.settled, {"num": 0, "version": 0}),
+            compression=self._context.recipe.spool.compression,
+        )
+
+    def choose(self, *, version: int) -> Choice:
+        """The trajectories of the next step, if there are enough; `trained` must follow."""
+        with self._accounts:
+            choice = self._choice([*self._waiting, *self._reader.poll()], version=version)
+            if choice.chosen and not go_on(self._context.run.words(), version=version + 1):
+                choice = choice._replace(chosen=[], rest=[*choice.chosen, *choice.rest])
+            self._version, self._waiting, self._num_training = version, choice.rest, len(choice.chosen)
+            self._tell_settled()
+        return choice
+
+    def gather(self) -> None:
+        """Read what has come, while a step runs in another thread; nothing is chosen yet."""
+        with self._accounts:
+            self._waiting = [*self._waiting, *self._reader.poll()]
+
+    def upcoming(self, version: int) -> list[Trajectory]:
+        """What `choose` would choose for this version if nothing came any more; it never waits for `gather`."""
+        return self._choice(self._waiting, version=version).chosen
+
+    def _choice(self, available: list[Trajectory], *, version: int) -> Choice:
+        recipe = self._context.recipe
+        return choose_groups(
+            available,
+            groups_per_step=recipe.train.groups_per_step,
+            group_size=recipe.rollout.group_size,
+            version=version,
+            max_lag=recipe.rollout.max_lag,
+            consumed=self._consumed,
+        )
+
+    def segment_of(self, trajectory: Trajectory) -> str:
+        """The segment of "scored" that holds a trajectory that was chosen."""
+        name = self._reader.segment_of(trajectory)
+        assert name is not None, "what waits to be trained on is not retired"
+        return name
+
+    def trained(self, *, version: int) -> None:
+        """The step is made and its version is on its way out: what it used is settled."""
+        with self._accounts:
+            self._version, self._num_training = version, 0
+            self._tell_settled()
+
+    def note_settled(self) -> None:
+        """A checkpoint is about to be saved: it knows what became of all that is settled now."""
+        with self._accounts:
+            self._settled.note(self._reader.finished(self._waiting))
+
+    def covered_by(self, saved: Path) -> None:
+        """That checkpoint is durable."""
+        with self._accounts:
+            self._settled.cover(checkpoint.number_of(saved))
+
+    def retire(self, *, version: int) -> None:
+        """Take segments out of use that no kept checkpoint needs, in a thread: training does not wait for it."""
+        oldest = checkpoint.oldest_number(self._context.run.checkpoints)
+        if oldest is None or (self._retiring is not None and self._retiring.is_alive()):
+            return
+        max_bytes = self._context.recipe.spool.max_segment_mib << 20
+        due = self._settled.due(oldest_checkpoint=oldest)
+        chosen = worth_retiring(due, self._shelves.scored, max_bytes=max_bytes)
+        if chosen:
+            self._retiring = threading.Thread(target=self._retire, args=(chosen, version), name="retire")
+            self._retiring.start()
+
+    def close(self) -> None:
+        """Wait for what goes on in the background."""
+        if self._retiring is not None:
+            self._retiring.join()
+
+    def _retire(self, segments: list[str], version: int) -> None:
+        spool, emit = self._context.recipe.spool, self._context.events.emit
+        try:
+            intent = retire(
+                self._shelves,
+                segments,
+                keep=spool.keep != "none",
+                lower=self._lower,
+                compression=spool.compression,
+            )
+            if spool.keep == "versions":
+                prune(self._shelves.archive, oldest_version=version - spool.keep_versions)
+        except (OSError, SpoolError) as error:  # tried again later; training needs none of it
+            emit("fault", what="spool", detail=f"segments could not be retired: {error}")
+            return
+        with self._accounts:
+            self._settled.drop(intent.segments)
+        emit("retired", num=counted(intent.segments), num_segments=len(intent.segments), archive=intent.archive)
+
+    def _lower(self, segments: list[str]) -> None:
+        with self._accounts:
+            self._reader.forget(segments)
+            self._tell_settled()
+
+    def _tell_settled(self) -> None:
+        num = self._reader.num_passed - len(self._waiting) - self._num_training
+        told = {"num": num, "version": self._version}
+        if told != self._told:
+            publish_json(self._context.run.settled, told)
+            self._told = told
+
+    def _damaged(self, path: Path, why: str) -> None:
+        """The reader has put it aside, so it is scored again; what comes out damaged twice is not tried once more."""
+        self._context.events.emit("fault", what="spool", detail=f"{path}: {why}")
+        self._times_damaged[path.name] += 1
+        if self._times_damaged[path.name] > 1 and not path.exists():
+            told = quarantine(self._shelves.rollouts / path.name, f"its scored twin is damaged again and again: {why}")
+            self._context.events.emit("fault", what="spool", detail=told)

@@ -1,0 +1,249 @@
+"""The model behind OpenAI's API, for agent programs of an env host: on loopback and on a socket file, one token each.
+
+    Proxy        POST /v1/chat/completions /v1/completions, GET /v1/models, POST /v1/hpcrl/reward
+    Proxy.open   lets a Session in: its token is the program's api key, by which its calls are told from all others
+
+What a program says and hears is recorded in its session as the tokens that they were (hpcrl.rollout.agents.recording).
+A client that hangs up ends its request in the engine. Whatever goes wrong is answered in OpenAI's form.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import math
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+from aiohttp import web
+
+from hpcrl.envs.base import ModelDoor
+from hpcrl.errors import ConfigError, EngineAnswerError, EngineError
+from hpcrl.models.chat_template import Template
+from hpcrl.rollout.agents.generation import Call, all_of, merged
+from hpcrl.rollout.agents.recording import Prompt
+from hpcrl.rollout.agents.requests import ApiError, ChatRequest, RewardRequest, TextRequest, parsed, plain_messages
+from hpcrl.rollout.agents.responses import HERMES, ChatForm, Form, TextForm, ToolFormat
+from hpcrl.rollout.agents.session import Session
+from hpcrl.rollout.turn import Policy
+
+MAX_BODY_BYTES = 64 << 20
+MODEL = "hpcrl"
+"""What the model is called unless a domain says otherwise."""
+MODELS = "/v1/models"
+JSON = {"Content-Type": "application/json"}
+Route = Callable[[web.BaseRequest, Session], Awaitable[web.StreamResponse]]
+
+
+class Proxy:
+    """Used as `async with Proxy(...) as proxy`; programs are let in by `open` and shut out by `close`."""
+
+    def __init__(self, policy: Policy, *, template: Template, tools: ToolFormat = HERMES, model: str = MODEL) -> None:
+        self.url = ""
+        self.socket = Path()
+        """The same as a file, for sandboxes that have no network."""
+        self._policy = policy
+        self.template = template
+        self._tools = tools
+        self._model = model
+        self._sessions: dict[bytes, Session] = {}
+        self._routes: dict[tuple[str, str], Route] = {
+            ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", "/v1/completions"): self._text,
+            ("GET", MODELS): self._models,
+            ("POST", "/v1/hpcrl/reward"): self._reward,
+        }
+        self._runner: web.ServerRunner | None = None
+
+    async def __aenter__(self) -> Self:
+        # a handful of fixed routes: every call would pay for an Application's routing and middleware
+        asked = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=MAX_BODY_BYTES)
+        server = web.Server(self._guarded, request_factory=asked, handler_cancellation=True, access_log=None)
+        self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
+        await self._runner.setup()
+        self.socket = Path(tempfile.mkdtemp(prefix="hpcrl-")) / "openai.sock"  # 0700, and short enough for a socket
+        await web.UnixSite(self._runner, str(self.socket)).start()
+        listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        await web.SockSite(self._runner, listening).start()
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+        shutil.rmtree(self.socket.parent, ignore_errors=True)
+
+    def open(self, session: Session) -> str:
+        """Let a session's program in; returns its api key."""
+        token = secrets.token_urlsafe(32)
+        self._sessions[_digest(token)] = session
+        return token
+
+    def door(self, token: str) -> ModelDoor:
+        """How a program with this token reaches the model."""
+        return ModelDoor(url=self.url, socket=str(self.socket), api_key=token, model=self._model)
+
+    def close(self, token: str) -> None:
+        """Shut it out, and end what is still being said to it."""
+        session = self._sessions.pop(_digest(token), None)
+        if session is not None:
+            session.close()
+
+    # ---- routes
+
+    async def _chat(self, http: web.BaseRequest, session: Session) -> web.StreamResponse:
+        asked = parsed(await http.read(), ChatRequest)
+        self._admit(session, asked.model)
+        tools = asked.tools if asked.tool_choice != "none" else None
+        try:
+            prompt = session.recording.chat(plain_messages(asked.messages), tools=tools)
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+        form = ChatForm(asked, template=self.template, tools=self._tools)
+        return await self._answered(http, session, asked, prompt, form)
+
+    async def _text(self, http: web.BaseRequest, session: Session) -> web.StreamResponse:
+        asked = parsed(await http.read(), TextRequest)
+        self._admit(session, asked.model)
+        prompt = session.recording.text(asked.prompt)
+        ids = prompt.token_ids()
+        if not ids or not 0 <= min(ids) <= max(ids) < self.template.vocabulary_size:
+            known = self.template.vocabulary_size - 1
+            raise ApiError(400, f"the prompt must have tokens, of 0..{known}", param="prompt", code="invalid_value")
+        return await self._answered(http, session, asked, prompt, TextForm(asked, template=self.template))
+
+    async def _models(self, _: web.BaseRequest, __: Session) -> web.Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def _one_model(self, http: web.BaseRequest, _: Session) -> web.Response:
+        self._check_model(http.path.removeprefix(MODELS + "/"))
+        return _json(self._card())
+
+    async def _reward(self, http: web.BaseRequest, session: Session) -> web.Response:
+        reward = parsed(await http.read(), RewardRequest).reward
+        if not math.isfinite(reward):
+            raise ApiError(400, f"reward is {reward}: it must be a finite number", param="reward")
+        session.reward = reward
+        return _json({"reward": reward})
+
+    def _admit(self, session: Session, model: str) -> None:
+        self._check_model(model)
+        session.admit()
+
+    def _check_model(self, model: str) -> None:
+        if model != self._model:
+            why = f"the model {model!r} does not exist: the one here is {self._model!r}"
+            raise ApiError(404, why, code="model_not_found", param="model")
+
+    def _card(self) -> dict[str, Any]:
+        return {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "hpcrl"}
+
+    # ---- answers
+
+    async def _answered(
+        self, http: web.BaseRequest, session: Session, asked: ChatRequest | TextRequest, prompt: Prompt, form: Form
+    ) -> web.StreamResponse:
+        call = Call(session=session, asked=asked, prompt=prompt, form=form, policy=self._policy, template=self.template)
+        task = asyncio.current_task()
+        assert task is not None
+        session.calls.add(task)  # so that closing the session ends it
+        try:
+            if asked.stream:
+                return await self._streamed(http, call)
+            choices = await all_of([call.whole(index) for index in range(call.num_choices)])
+        finally:
+            session.calls.discard(task)
+        session.heed_lag()
+        return _json({**call.head, "choices": choices, "usage": call.usage()})
+
+    async def _streamed(self, http: web.BaseRequest, call: Call) -> web.StreamResponse:
+        """Server-sent events. The first piece is waited for before the status: until then a failure can have one."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            async with contextlib.aclosing(merged(call)) as chunks:
+                async for chunk in chunks:
+                    if not response.prepared:
+                        await response.prepare(http)
+                    await response.write(_event({**call.head, "object": call.chunk_kind, "choices": [chunk]}))
+        except EngineError as error:
+            if not response.prepared:
+                raise
+            await response.write(_event({"error": self._of_engine(call.session, error).error}))
+        else:
+            call.session.heed_lag()
+            if call.asked.stream_options is not None and call.asked.stream_options.include_usage:
+                last = {**call.head, "object": call.chunk_kind, "choices": [], "usage": call.usage()}
+                await response.write(_event(last))
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    # ---- the door
+
+    async def _guarded(self, http: web.BaseRequest) -> web.StreamResponse:
+        """Nobody gets past without a token, and nothing leaves but in OpenAI's form."""
+        try:
+            session = self._session(http)
+            await _ask_for_body(http)
+            try:
+                return await self._route(http)(http, session)
+            except EngineError as error:
+                return _refused(self._of_engine(session, error))
+        except ApiError as error:
+            return _refused(error)
+        except web.HTTPException as error:
+            return _refused(ApiError(error.status, error.text or error.reason))
+
+    def _route(self, http: web.BaseRequest) -> Route:
+        path = http.path
+        if (route := self._routes.get((http.method, path))) is not None:
+            return route
+        if http.method == "GET" and path.startswith(MODELS + "/"):
+            return self._one_model
+        status = 405 if any(path == known for _, known in self._routes) else 404
+        raise ApiError(status, f"there is no {http.method} {path} here: see OpenAI's API, under /v1")
+
+    def _session(self, http: web.BaseRequest) -> Session:
+        """Whose call this is."""
+        scheme, _, token = http.headers.get("Authorization", "").partition(" ")
+        session = self._sessions.get(_digest(token)) if scheme == "Bearer" else None
+        if session is None:
+            why = "no program has this api key: each is given its own as OPENAI_API_KEY"
+            raise ApiError(401, why, code="invalid_api_key")
+        return session
+
+    def _of_engine(self, session: Session, error: EngineError) -> ApiError:
+        session.fault = str(error)
+        if isinstance(error, EngineAnswerError):
+            return ApiError(502, str(error), code="engine_answer", kind="server_error")
+        return ApiError(503, str(error), code="engine_unavailable", kind="server_error")
+
+
+async def _ask_for_body(http: web.BaseRequest) -> None:
+    """Some clients, curl among them, wait to be asked for a long body."""
+    if http.headers.get("Expect", "").lower() == "100-continue":
+        await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        http.writer.output_size = 0  # the answer has not begun
+
+
+def _digest(token: str) -> bytes:
+    """What tokens are looked up by: how long that takes tells nothing of them."""
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), headers=JSON)
+
+
+def _refused(error: ApiError) -> web.Response:
+    return web.Response(status=error.status, body=error.body, headers=JSON)
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"

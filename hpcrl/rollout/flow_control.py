@@ -1,0 +1,113 @@
+"""Training waits for what its next version would make too old: what env hosts say of it, in a small file each.
+
+    UnderWay    the versions at which a host's episodes started, until they are durable or nothing will come of them
+    Telling     leaves a host's word: how far training may go for its sake
+    go_on       whether training may go on for the sake of all hosts
+
+An episode that is cut for its age was played in vain, and were every long one cut, only short tasks would be trained
+on. So training stands still while old episodes end, but only while their host has others to play: when none but old
+ones run there, more would be lost by waiting than by cutting.
+"""
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from hpcrl.system.files import publish
+
+RENEW_S = 5.0
+"""How often a host repeats its word."""
+STALE_S = 30.0
+"""What was said longer ago is not heeded: its host may be dead."""
+
+State = Literal["running", "kept", "leaving"]
+
+
+class UnderWay:
+    """What one env host has under way, by the version at which it started. Pure."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[State, int]] = {}
+        self._num: dict[State, Counter[int]] = {"running": Counter(), "kept": Counter(), "leaving": Counter()}
+
+    def begin(self, episode: str, *, version: int) -> None:
+        self._put(episode, "running", version)
+
+    def acted(self, episode: str, *, version: int) -> None:
+        """An engine has acted in it; if it was behind, the episode is older than it seemed."""
+        known = self._of.get(episode)
+        if known is not None and version < known[1]:
+            self._put(episode, known[0], version)
+
+    def keep(self, episode: str) -> None:
+        """It has ended, and waits for others of its group."""
+        self._put(episode, "kept", self._of[episode][1])
+
+    def leave(self, episode: str) -> None:
+        """Its group is full, and on its way to the disk."""
+        self._put(episode, "leaving", self._of[episode][1])
+
+    def drop(self, episode: str) -> None:
+        """It is durable, or nothing will come of it."""
+        known = self._of.pop(episode, None)
+        if known is not None:
+            self._uncount(*known)
+
+    def limit(self, *, newest: int, max_lag: int) -> int | None:
+        """The version that training had better not pass yet; None: any."""
+        oldest_useful = newest - max_lag
+        starts = {state: [start for start in num if start >= oldest_useful] for state, num in self._num.items()}
+        has_other_work = any(start > oldest_useful for start in starts["running"])
+        counted = starts["leaving"] + starts["running"] + starts["kept"]
+        if not has_other_work:
+            counted = [start for start in counted if start > oldest_useful or start in starts["leaving"]]
+        return min(counted) + max_lag if counted else None
+
+    def _put(self, episode: str, state: State, version: int) -> None:
+        self.drop(episode)
+        self._of[episode] = state, version
+        self._num[state][version] += 1
+
+    def _uncount(self, state: State, version: int) -> None:
+        self._num[state][version] -= 1
+        if not self._num[state][version]:
+            del self._num[state][version]
+
+
+class Word(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host says."""
+
+    limit: int | None
+    at: float
+    """Seconds since the epoch."""
+
+
+class Telling:
+    """A host's word on disk: written when it changes, and now and then to show that the host lives."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._told: int | None = None
+        self._told_at = float("-inf")
+
+    def tell(self, limit: int | None, *, now: float) -> None:
+        """`now` is by the caller's clock."""
+        if limit != self._told or now - self._told_at > RENEW_S:
+            publish(self._path, msgspec.json.encode(Word(limit=limit, at=time.time())))
+            self._told, self._told_at = limit, now
+
+
+def go_on(words: list[Path], *, version: int) -> bool:
+    """Whether training may make this version as far as the hosts are concerned."""
+    return all(_allows(path, version) for path in words)
+
+
+def _allows(path: Path, version: int) -> bool:
+    try:
+        word = msgspec.json.decode(path.read_bytes(), type=Word)
+    except (OSError, msgspec.DecodeError):  # a host that says nothing waits for nothing
+        return True
+    return word.limit is None or version <= word.limit or time.time() - word.at > STALE_S

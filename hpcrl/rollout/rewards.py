@@ -1,0 +1,38 @@
+"""A domain's reward function, ready to be called with a trajectory.
+
+load_reward    by its name, with its options and, where it asks for it, the text
+parts_of       what it gave, as named numbers
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+from hpcrl.config.recipe import Domain
+from hpcrl.config.user_code import load_code
+from hpcrl.envs.base import Reward
+from hpcrl.models.chat_layout import load_chat
+
+
+def load_reward(name: str, domain: Domain, *, model: Path) -> Reward:
+    """The reward function of a domain with its options; one with a parameter `text` is given what was said and seen."""
+    reward: Callable[..., float | dict[str, float]] = load_code(domain.reward, what=f"domains.{name}.reward")
+    reward = functools.partial(reward, **domain.reward_options)
+    if "text" not in inspect.signature(reward).parameters:
+        return reward
+    decode = _decoder(model)
+    return lambda trajectory: reward(trajectory, text=decode(trajectory.token_ids.tolist()))
+
+
+def parts_of(value: float | dict[str, float]) -> dict[str, float]:
+    """What a reward function gave."""
+    try:
+        return {key: float(part) for key, part in (value if isinstance(value, dict) else {"reward": value}).items()}
+    except (TypeError, ValueError):
+        raise ValueError(f"it gave {value!r}: a reward is a number, or numbers by name") from None
+
+
+@functools.cache
+def _decoder(model: Path) -> Callable[[list[int]], str]:
+    return load_chat(model).decode

@@ -1,0 +1,261 @@
+"""Batches of trajectories on their way to a disk: taken at once, acknowledged when durable.
+
+    Batching       when a batch is due
+    BatchWriter    holds what it took until it is durable
+
+A disk takes longer to make a batch durable than we take to write it, and waiting costs no CPU. So writing is the
+caller's work, waiting is a thread's, and the next batch fills and is written in the meantime.
+
+Spools: where trajectories become durable, and where they are found.
+
+    SpoolWriter    append, flush_due, flush, close     DiskSpoolWriter   MemorySpoolWriter
+    SpoolReader    poll, take                          DiskSpoolReader   MemorySpoolReader
+    derive         one segment made from another, such as scored from rollouts
+
+A disk spool is a directory of segments. Every producer appends segments of its own, so no process waits for
+another and nothing is locked. A trajectory is acknowledged when the segment that holds it is durable; what was
+not acknowledged may be durable all the same (a crash between the rename and the answer), so a producer may send
+an episode twice, and readers drop what they have seen.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from secrets import token_hex
+
+import msgspec
+
+from hpcrl.errors import SpoolError
+from hpcrl.spool.hdf5 import Compression
+from hpcrl.spool.listing import SegmentName, announce, check_producer, next_number, sweep_leftovers
+from hpcrl.spool.record import Packed, Trajectory, pack
+from hpcrl.spool.segment import draft_packed, read_segment, write_segment
+from hpcrl.system.files import private_dir
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+
+
+class Batching(msgspec.Struct, frozen=True, kw_only=True):
+    """When a writer's batch is due. Up to twice `max_bytes` are held while one batch is written or cannot be."""
+
+    max_bytes: int = 64 << 20
+    max_count: int = 256
+    max_age_s: float = 2.0
+
+
+Draft = Callable[[Sequence[Packed]], Callable[[], None]]
+"""Writes a batch and returns what makes it durable and seen; both may raise SpoolError and have left nothing then."""
+
+
+class BatchWriter:
+    """A writer whose batches `draft` writes."""
+
+    def __init__(self, draft: Draft, *, batching: Batching, clock: Callable[[], float]) -> None:
+        self._draft = draft
+        self._batching = batching
+        self._clock = clock
+        self._open: deque[tuple[float, Packed]] = deque()
+        self._ending: _Ending | None = None
+        self._num_bytes = 0
+        """Of what is open and what is not durable yet."""
+        self._acknowledged: list[str] = []
+        self._closed = False
+        self._pause_s = 0.0
+        self._pause_ends = 0.0
+        self._holding = threading.Lock()
+        self._flushing = threading.Lock()
+
+    @property
+    def has_room(self) -> bool:
+        """False: what is held is as much as may be; whoever can wait should, until it is written."""
+        return self._num_bytes < 2 * self._batching.max_bytes
+
+    def append(self, trajectory: Trajectory) -> None:
+        packed = pack(trajectory)
+        with self._holding:
+            self._check_room(packed)
+            self._open.append((self._clock(), packed))
+            self._num_bytes += packed.num_bytes
+
+    def flush_due(self) -> list[str]:
+        with self._flushing:
+            if self._ending is not None and self._ending.is_over:
+                self._await()
+            if self._is_due():
+                self._write()
+            return self._answer()
+
+    def flush(self) -> list[str]:
+        with self._flushing:
+            with contextlib.suppress(SpoolError):  # what could not be written is open again: now is the time to try
+                self._await()
+            self._write()
+            self._await()
+            return self._answer()
+
+    def close(self) -> list[str]:
+        with self._holding:
+            self._closed = True
+        return self.flush()
+
+    def _write(self) -> None:
+        """Write what is open; the batch before it, if there is one, becomes durable first."""
+        with self._holding:
+            batch = list(self._open)
+            self._open.clear()
+        if not batch:
+            return
+        try:
+            publish = self._draft([packed for _, packed in batch])
+        except BaseException:
+            self._reopen(batch)
+            raise
+        try:
+            self._await()
+        finally:
+            self._ending = _Ending(batch, publish)
+
+    def _await(self) -> None:
+        """Wait until the batch that was written is durable; if that failed it is open again."""
+        if self._ending is None:
+            return
+        ending, self._ending = self._ending, None
+        error = ending.wait()
+        if error is not None:
+            self._reopen(ending.batch)
+            raise error
+        with self._holding:
+            self._num_bytes -= ending.num_bytes
+        self._pause_s = 0.0
+        self._acknowledged += [packed.id for _, packed in ending.batch]
+
+    def _reopen(self, batch: list[tuple[float, Packed]]) -> None:
+        """Take back what could not be written. A disk that keeps failing is asked less and less often."""
+        with self._holding:
+            self._open.extendleft(reversed(batch))
+        self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+        self._pause_ends = self._clock() + self._pause_s
+
+    def _answer(self) -> list[str]:
+        """What became durable and was not told yet."""
+        told, self._acknowledged = self._acknowledged, []
+        return told
+
+    def _is_due(self) -> bool:
+        with self._holding:
+            if not self._open or (self._pause_s and self._clock() < self._pause_ends):
+                return False
+            ending = self._ending.num_bytes if self._ending else 0
+            full = self._num_bytes - ending >= self._batching.max_bytes or len(self._open) >= self._batching.max_count
+            return full or self._clock() - self._open[0][0] >= self._batching.max_age_s
+
+    def _check_room(self, packed: Packed) -> None:
+        if self._closed:
+            raise SpoolError(f"trajectory {packed.id!r} comes after the writer was closed: it was not taken")
+        if self._num_bytes and self._num_bytes + packed.num_bytes > 2 * self._batching.max_bytes:
+            raise SpoolError(
+                f"trajectory {packed.id!r} was not taken: others ({self._num_bytes >> 20} MiB) "
+                "wait to be written: flush before appending more"
+            )
+
+
+class _Ending:
+    """A batch that is written and becomes durable."""
+
+    def __init__(self, batch: list[tuple[float, Packed]], publish: Callable[[], None]) -> None:
+        self.batch = batch
+        self.num_bytes = sum(packed.num_bytes for _, packed in batch)
+        self._error: BaseException | None = None
+        # No daemon: a process that ends well ends after its writes.
+        self._thread = threading.Thread(target=self._run, args=(publish,), name="spool")
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> BaseException | None:
+        """None once it is durable, or why it is not."""
+        self._thread.join()
+        return self._error
+
+    def _run(self, publish: Callable[[], None]) -> None:
+        try:
+            publish()
+        except BaseException as error:  # noqa: BLE001 - raised again where the caller waits
+            self._error = error
+
+
+class DiskSpoolWriter(BatchWriter):
+    """A producer's segments in a directory that may be on any filesystem with atomic renames."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        producer: str,
+        batching: Batching = Batching(),  # noqa: B008 - frozen
+        compression: Compression = "none",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`producer` is in use by one process at a time, so it names the job too."""
+        super().__init__(self._draft_segment, batching=batching, clock=clock)
+        self._directory = directory
+        self._producer = check_producer(producer)
+        self._compression = compression
+        self._number: int | None = None
+
+    def _draft_segment(self, batch: Sequence[Packed]) -> Callable[[], None]:
+        with self._told(len(batch)):
+            if self._number is None:
+                self._number = self._first_number()
+            name = SegmentName(producer=self._producer, number=self._number, count=len(batch), nonce=token_hex(4))
+            publish_draft = draft_packed(self._directory / str(name), batch, compression=self._compression)
+            self._number += 1
+
+        def publish() -> None:
+            with self._told(len(batch)):
+                publish_draft()
+            announce(self._directory, came=[str(name)])
+
+        return publish
+
+    @contextlib.contextmanager
+    def _told(self, num: int) -> Iterator[None]:
+        """Say with an error what is kept and what to do."""
+        try:
+            yield
+        except (OSError, SpoolError) as error:
+            raise SpoolError(
+                f"{error}: {num} trajectories of {self._producer!r} are kept in memory; "
+                f"mend spool {str(self._directory)!r} (space, quota, permission) and flush again"
+            ) from error
+
+    def _first_number(self) -> int:
+        private_dir(self._directory)
+        sweep_leftovers(self._directory)
+        return next_number(self._directory, self._producer)
+
+
+def derive(
+    source: Path,
+    target_dir: Path,
+    transform: Callable[[Trajectory], Trajectory],
+    *,
+    compression: Compression = "none",
+) -> Path:
+    """Make the segment of the same name in `target_dir`, trajectory by trajectory; done already: nothing happens.
+
+    Two processes may derive one segment at once: both end well, and one complete file remains.
+    """
+    target = target_dir / source.name
+    if not target.exists():
+        derived = [transform(trajectory) for trajectory in read_segment(source)]
+        private_dir(target_dir)
+        write_segment(target, derived, compression=compression)
+        announce(target_dir, came=[target.name])
+    return target

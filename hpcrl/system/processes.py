@@ -1,0 +1,121 @@
+"""Processes that we started and nothing else: named by pid and start time, ended with all their descendants."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+PAUSE_S = 3.0
+"""What ends sooner after its start is started again only then: what ended it may pass."""
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process began, in clock ticks since boot; None if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def is_alive(pid: int | None, ticks: int | None) -> bool:
+    """Is this very process still there? A pid that was used again is another process."""
+    return pid is not None and ticks is not None and start_ticks(pid) == ticks and not _is_zombie(pid)
+
+
+def adopt_orphans() -> None:
+    """From now on, descendants whose parent dies become children of this process, so that none escapes."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(sig: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel to signal this process when its parent ends."""
+    _prctl(PR_SET_PDEATHSIG, sig)
+
+
+def descendants() -> list[int]:
+    """Every living process below this one, found by walking /proc."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[0] != "Z":
+                parents[int(entry.name)] = int(fields[1])
+    below = {os.getpid()}
+    while True:
+        more = {pid for pid, parent in parents.items() if parent in below} - below
+        if not more:
+            return sorted(below - {os.getpid()})
+        below |= more
+
+
+def end_group(process: "subprocess.Popen[bytes]", *, grace_s: float) -> None:
+    """End a child that leads a session of its own, with all that is in it: TERM, then KILL.
+
+    One that has ended is left alone: its number may by now be another's.
+    """
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(max(grace_s, 0.0))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for_descendants(*, timeout_s: float) -> None:
+    """Give everything below this process time to end by itself."""
+    deadline = time.monotonic() + timeout_s
+    while (_reap() or descendants()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def end_descendants(*, grace_s: float) -> int:
+    """TERM, then KILL, until nothing is left below this process; returns how many there were at first."""
+    first = descendants()
+    _signal_all(first, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while _reap() or descendants() or _reap():  # one that ends in between is still to be collected
+        if time.monotonic() > deadline:
+            _signal_all(descendants(), signal.SIGKILL)
+        time.sleep(0.05)
+    return len(first)
+
+
+def _signal_all(pids: list[int], sig: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, sig)
+        except ProcessLookupError:
+            continue
+
+
+def _reap() -> bool:
+    """Collect one ended child; False when there is none to collect."""
+    try:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return pid != 0
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, int(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")

@@ -1,0 +1,214 @@
+"""A decoder of megatron-core for a model directory of transformers, this rank's part of it.
+
+build    the groups of ranks and the GPTModel
+fill_from_directory    HF weights into it
+
+What megatron-core needs to run without CUDA, all of it: for tests and small machines, over gloo.
+
+Only inside `adapted()`, and only where there is no CUDA: tensor factories asked for a GPU answer on the CPU, the
+current device is the CPU, and there is nothing to synchronise. The generators that Megatron keeps for dropout do
+nothing: a trainer has no dropout.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig
+
+from hpcrl.config.recipe import Train
+from hpcrl.errors import TrainError
+from hpcrl.trainers.megatron.weight_names import Dims, Link, Rank, check_divides, dims_of, links, padded_vocab
+from hpcrl.trainers.world import World
+
+CPU = torch.device("cpu")
+
+SETTINGS: dict[str, Any] = {
+    "use_cpu_initialization": True,
+    "batch_p2p_comm": False,
+    "batch_p2p_sync": False,
+}
+"""Of TransformerConfig, where there is no CUDA."""
+
+
+@contextlib.contextmanager
+def adapted() -> Iterator[None]:
+    """Around everything that Megatron does; with CUDA it changes nothing."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with (
+        patch("torch.cuda.current_device", lambda: CPU),
+        patch("torch.cuda.synchronize", lambda *_: None),
+        _OnCpu(),
+    ):
+        yield
+
+
+class _OnCpu(TorchFunctionMode):
+    """Calls of torch, with the CPU for any GPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if "device" in named and named["device"] is not None and torch.device(named["device"]).type == "cuda":
+            named["device"] = CPU
+        return func(*args, **named)
+
+
+class Part(NamedTuple):
+    """This rank's part of a model."""
+
+    module: Any
+    config: Any
+    """HF's."""
+    dims: Dims
+    rank: Rank
+    data_rank: int
+    num_data: int
+
+    def links(self) -> Iterator[tuple[Link, Tensor]]:
+        """Every box of this rank and the parameter it lies in."""
+        parameters = dict(self.module.named_parameters())
+        for link in links(self.dims, self.rank):
+            yield link, parameters[link.own]
+
+
+def build(model_dir: Path, *, train: Train, world: World, seed: int) -> Part:
+    """The part of the model that this rank of `world` trains, with the weights of the directory."""
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    dims = dims_of(config)
+    num_tp, num_pp = train.tensor_parallel, train.pipeline_parallel
+    check_divides(dims, num_tp=num_tp, num_pp=num_pp)
+    if world.size % (num_tp * num_pp):
+        raise TrainError(
+            f"{world.size} ranks cannot be split into groups of train.tensor_parallel x train.pipeline_parallel = "
+            f"{num_tp} x {num_pp}: set resources.train.num_workers to a multiple"
+        )
+    if not dist.is_initialized():  # a single rank has met nobody, and Megatron wants groups all the same
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(num_tp, num_pp, create_gloo_process_groups=False)
+    if torch.cuda.is_available():
+        model_parallel_cuda_manual_seed(seed)
+    else:
+        initialize_rng_tracker(inference_rng_tracker=True)
+    rank = Rank(
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+        num_tp=num_tp,
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        num_pp=num_pp,
+    )
+    module = _module(config, dims, rank, train).to(world.device).eval()
+    part = Part(
+        module=module,
+        config=config,
+        dims=dims,
+        rank=rank,
+        data_rank=parallel_state.get_data_parallel_rank(),
+        num_data=parallel_state.get_data_parallel_world_size(),
+    )
+    fill_from_directory(part, model_dir)
+    return part
+
+
+def _module(config: Any, dims: Dims, rank: Rank, train: Train) -> Any:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return GPTModel(
+        config=_transformer(config, dims, rank, train),
+        transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=dims.qk_norm, normalization="RMSNorm"),
+        vocab_size=padded_vocab(dims, num_tp=rank.num_tp),
+        max_sequence_length=config.max_position_embeddings,
+        pre_process=rank.is_first,
+        post_process=rank.is_last,
+        parallel_output=True,
+        # Over several stages the two copies are kept equal by adding up their gradients: see MegatronTrainer.
+        share_embeddings_and_output_weights=dims.tied and rank.num_pp == 1,
+        position_embedding_type="rope",
+        rotary_base=int(rope.get("rope_theta", getattr(config, "rope_theta", 10000))),
+    )
+
+
+def _transformer(config: Any, dims: Dims, rank: Rank, train: Train) -> TransformerConfig:
+    """Plain layers: no fusion, no dropout; the dtype is autocast's business."""
+    on_cpu = {} if torch.cuda.is_available() else SETTINGS
+    return TransformerConfig(
+        num_layers=dims.num_layers,
+        hidden_size=dims.hidden,
+        ffn_hidden_size=dims.ffn,
+        num_attention_heads=dims.num_heads,
+        num_query_groups=dims.num_groups,
+        kv_channels=dims.head,
+        tensor_model_parallel_size=rank.num_tp,
+        pipeline_model_parallel_size=rank.num_pp,
+        # Megatron's layers hand on what their last product is in, so stages do too.
+        pipeline_dtype=torch.bfloat16 if train.precision == "bf16" else torch.float32,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=dims.qkv_bias,
+        qk_layernorm=dims.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        deallocate_pipeline_outputs=False,
+        **on_cpu,
+    )
+
+
+def fill_from_directory(part: Part, model_dir: Path) -> None:
+    """Each rank reads its own boxes out of the safetensors files, and no others."""
+    where = _files_by_name(model_dir)
+    with torch.no_grad():
+        for link, parameter in part.links():
+            path = where.get(link.name)
+            if path is None:
+                raise TrainError(f"model directory {str(model_dir)!r} has no tensor {link.name!r}: is it whole?")
+            box = tuple(slice(start, start + size) for start, size in zip(link.start, link.shape, strict=True))
+            with _opened(path) as file:
+                parameter[link.rows].copy_(file.get_slice(link.name)[box])
+
+
+def _files_by_name(model_dir: Path) -> Mapping[str, Path]:
+    index = model_dir / "model.safetensors.index.json"
+    if index.exists():
+        names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return {name: model_dir / file for name, file in names.items()}
+    only = model_dir / "model.safetensors"
+    with _opened(only) as file:
+        return dict.fromkeys(file.keys(), only)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise TrainError(f"model directory {str(path.parent)!r} cannot be loaded: {error}") from error

@@ -1,0 +1,291 @@
+"""The Megatron trainer: tensor, pipeline and data parallelism of megatron-core, the same numbers as `torch`.
+
+    together     this rank's rows -> micro-batches of one shape
+    gradients    Megatron's schedule over them, then gradients over the ranks; steps.py has the order of things
+
+Legend  B rows of a micro-batch - T positions - N model tokens - V vocabulary, this rank's part until it is gathered
+
+Ranks that share layers or hold other layers get the same rows. Only the last stage sees log-probs, so only it computes
+the loss; what it saw is summed over all ranks. The loss is a sum over all data-parallel ranks' tokens, so gradients
+are added up and not averaged. Plain AdamW on float32: Megatron's own optimizer and DDP need CUDA streams.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from torch import Tensor
+
+from hpcrl.config.recipe import Train
+from hpcrl.errors import TrainError
+from hpcrl.learn.batch import MicroBatch, Row, micro_batches, nothing, of_one_shape
+from hpcrl.learn.loss import LossSums, chosen_logprobs, log_distribution
+from hpcrl.plan.checks import not_for_megatron
+from hpcrl.spool.record import Trajectory
+from hpcrl.trainers.base import Snapshot, StepMetrics
+from hpcrl.trainers.megatron.model import adapted, build
+from hpcrl.trainers.megatron.weight_names import Rank, links
+from hpcrl.trainers.state import WEIGHT, Piece, check_same, fill, wholes
+from hpcrl.trainers.step import Before, Minibatch, Totals, learn, rows_in_memory, scored, totals_of, train_step
+from hpcrl.trainers.step_metrics import Learned
+from hpcrl.trainers.torch_model import MOMENTS
+from hpcrl.trainers.world import World
+from hpcrl.weights.layout import Shard
+
+STEP = "step"
+_Judge = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
+"""What the last stage makes of a micro-batch's logits: a loss, and something to be kept."""
+
+
+class MegatronTrainer:
+    """Trains the model in a directory; every rank of `world` has one of these and they do everything together."""
+
+    def __init__(self, model_dir: Path, train: Train, *, seed: int = 0, temperature: float = 1.0, world: World) -> None:
+        """`temperature` is the rollout's: the stored log-probs were taken under it."""
+        if (foreign := not_for_megatron(train)) is not None:
+            raise TrainError(foreign)
+        self._train = train
+        self._seed = seed
+        self._temperature = temperature
+        self.world = world
+        with adapted():
+            self._part = build(model_dir, train=train, world=world, seed=seed)
+        self._parameters: dict[str, Tensor] = dict(self._part.module.named_parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(), lr=train.learning_rate, weight_decay=train.weight_decay
+        )
+
+    @property
+    def num_shares(self) -> int:
+        """Into how many shares a step is dealt."""
+        return self._part.num_data
+
+    @property
+    def share(self) -> int:
+        """Which of them is this rank's."""
+        return self._part.data_rank
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self._part.dims.vocab
+
+    @property
+    def max_length(self) -> int:
+        """Positions that the model can read."""
+        return int(self._part.config.max_position_embeddings)
+
+    def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
+        rows = rows_in_memory(trajectories, share=self.share, train=self._train, max_length=self.max_length)
+        return train_step(self, trajectories, train=self._train, seed=self._seed, step=step, version=version, rows=rows)
+
+    def learn(self, parts: list[list[Row]], *, step: int, skipped: str | None = None) -> Learned:
+        """One optimizer step per minibatch; the first that is not finite is not taken and ends the training step."""
+        return learn(self, parts, train=self._train, world=self.world, step=step, skipped=skipped)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The whole weights on every rank: all ranks must call this together."""
+        found: dict[str, Tensor] = {}
+        for name, shape in self.shapes().items():
+            found[name] = torch.zeros(shape, device=self.world.device)
+        for piece in self.shards():
+            found[piece.shard.name][_box(piece.shard)] = piece.tensor
+        return {name: self.world.sum(tensor) for name, tensor in found.items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every canonical tensor of the model, whoever holds it."""
+        return {link.name: link.whole for link in links(self._part.dims, Rank())}
+
+    def shards(self) -> Iterator[Piece]:
+        """The boxes of the weights that this rank gives, each value once over all ranks."""
+        return (piece for piece in self._pieces() if piece.part == WEIGHT)
+
+    def snapshot(self) -> Snapshot:
+        """This rank's part of the state, apart from what the next step changes."""
+        return Snapshot(rank=self.world.rank, pieces=[piece.copied() for piece in self._pieces()])
+
+    def load(self, directory: Path) -> None:
+        saved = wholes(directory)
+        check_same(saved, self.shapes(), directory)
+        with_moments = any(part == MOMENTS[0] for part, _ in saved)
+        with torch.no_grad():
+            fill(list(self._wanted(with_moments=with_moments)), directory)
+
+    def _pieces(self) -> Iterator[Piece]:
+        if self._part.data_rank:
+            return
+        for link, parameter in self._part.links():
+            if not link.given:
+                continue
+            shard = Shard(name=link.name, start=link.start, shape=link.shape)
+            yield Piece(WEIGHT, shard, link.whole, parameter.detach()[link.rows])
+            state = self._optimizer.state.get(parameter, {})
+            for part in MOMENTS if state else ():
+                yield Piece(part, shard, link.whole, state[part][link.rows])
+            if state and not any(link.start):
+                yield Piece(STEP, Shard(name=link.name, start=(), shape=()), (), state["step"])
+
+    def _wanted(self, *, with_moments: bool) -> Iterator[Piece]:
+        """Every box that this rank needs to go on."""
+        self._optimizer.state.clear()
+        for link, parameter in self._part.links():
+            shard = Shard(name=link.name, start=link.start, shape=link.shape)
+            yield Piece(WEIGHT, shard, link.whole, parameter.detach()[link.rows])
+            if not with_moments:
+                continue
+            state = self._optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros(())
+                state.update({part: torch.zeros_like(parameter.detach()) for part in MOMENTS})
+            for part in MOMENTS:
+                yield Piece(part, shard, link.whole, state[part][link.rows])
+            yield Piece(STEP, Shard(name=link.name, start=(), shape=()), (), state["step"])
+
+    def together(self, parts: list[list[Row]]) -> tuple[list[Minibatch], list[Totals]]:
+        """Micro-batches of one shape, as many on every rank, and what all of them have of each minibatch."""
+        bound = self._train.tokens_per_micro_batch
+        minibatches = [micro_batches(rows, tokens_per_micro_batch=bound) for rows in parts]
+        totals = totals_of(minibatches, world=self.world, times=self.world.size / self._part.num_data)
+        same = []
+        for part in minibatches:
+            num = self.world.max(len(part))
+            filled = part + [nothing() for _ in range(num - len(part))]
+            rows = self.world.max(max(len(micro.inputs_BT) for micro in filled))
+            length = self.world.max(max(micro.inputs_BT.shape[1] for micro in filled))
+            same.append([of_one_shape(micro, rows=rows, length=length).to(self.world.device) for micro in filled])
+        return same, totals
+
+    def gradients(self, minibatches: list[Minibatch]) -> list[Callable[[Totals], LossSums]]:
+        """For each minibatch what adds its gradient."""
+        moves = len(minibatches) > 1 and self._train.proximal == "recomputed"
+        before = [self._proximal(part) if moves else _unmoved(part) for part in minibatches]
+        return [partial(self._accumulate, part, known) for part, known in zip(minibatches, before, strict=True)]
+
+    def take(self, number: int, *, rate: float | None, totals: Totals, step: int) -> None:
+        """The optimizer step; with no rate the gradient is only forgotten."""
+        if rate is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _proximal(self, part: Minibatch) -> list[Before]:
+        """Log-probs before the first optimizer step; they stay on the last stage, where they are needed."""
+
+        def kept(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, Before]:
+            logprobs_NV = log_distribution(self._at_tokens(micro, logits_BTV), temperature=self._temperature)
+            logprobs_N = chosen_logprobs(logprobs_NV, micro.targets_N)
+            return logprobs_N.sum(), Before(logprobs_N)
+
+        with torch.no_grad():
+            found: list[Before] = list(self._scheduled(part, kept, forward_only=True))
+        return found or _unmoved(part)
+
+    def _accumulate(self, part: Minibatch, before: list[Before], totals: Totals) -> LossSums:
+        """Add the gradient of one optimizer step, on all ranks."""
+        known = iter(before)
+
+        def judge(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, LossSums]:
+            loss, sums = scored(
+                micro,
+                self._at_tokens(micro, logits_BTV),
+                before=next(known),
+                totals=totals,
+                train=self._train,
+                temperature=self._temperature,
+                max_length=self.max_length,
+            )
+            return loss * len(part), sums  # the schedule divides by the number of micro-batches
+
+        total = LossSums.zero(self.world.device)
+        for sums in self._scheduled(part, judge, forward_only=False):
+            total = total.plus(sums)
+        if self._part.rank.tp or not self._part.rank.is_last:
+            total = LossSums.zero(self.world.device)  # said once, by the first rank of the last stage
+        self._exchange_gradients()
+        return LossSums.unflat(self.world.sum(total.flat()))
+
+    def _scheduled(self, part: Minibatch, judge: _Judge, *, forward_only: bool) -> list[Any]:
+        """Megatron's schedule over the stages; the second thing that `judge` returns, on the last stage."""
+
+        def judged(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, Any]:
+            with self._cast(False):
+                return judge(micro, logits_BTV)
+
+        def forward(batches: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Any]:
+            micro = next(batches)
+            rows, length = micro.inputs_BT.shape
+            positions_BT = torch.arange(length, device=self.world.device).expand(rows, length)
+            output = module(micro.inputs_BT, positions_BT, _causal(length, self.world.device))
+            return output, partial(judged, micro)
+
+        rows, length = part[0].inputs_BT.shape
+        # The backward pass is in here too: Megatron's layers multiply there in the precision that is current.
+        with adapted(), self._cast(self._train.precision == "bf16"):
+            found = get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iter(part),
+                model=self._part.module,
+                num_microbatches=len(part),
+                seq_length=length,
+                micro_batch_size=rows,
+                forward_only=forward_only,
+            )
+        return list(found)
+
+    def _cast(self, enabled: bool) -> torch.autocast:
+        return torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+    def _at_tokens(self, micro: MicroBatch, logits_BTV: Tensor) -> Tensor:
+        """Logits of the whole vocabulary at the micro-batch's model tokens."""
+        logits_NV = gather_from_tensor_model_parallel_region(logits_BTV[micro.mask_BT])
+        return logits_NV[:, : self._part.dims.vocab]  # type: ignore[no-any-return]
+
+    def _exchange_gradients(self) -> None:
+        """What every rank that holds a parameter must agree on."""
+        rank = self._part.rank
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if rank.num_tp > 1 and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+                # Shared by the heads of all ranks, and each rank has seen its own heads only.
+                dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
+            if self._part.num_data > 1:
+                dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
+        if self._part.dims.tied and rank.num_pp > 1 and (rank.is_first or rank.is_last):
+            name = "embedding.word_embeddings.weight" if rank.is_first else "output_layer.weight"
+            dist.all_reduce(self._parameters[name].grad, group=parallel_state.get_embedding_group())
+
+    def clip(self) -> float:
+        """The norm of the whole model's gradient, before it was clipped; every value counts once."""
+        total = torch.zeros((), dtype=torch.double, device=self.world.device)
+        if not self._part.data_rank:
+            for link, parameter in self._part.links():
+                if link.given and parameter.grad is not None:
+                    total += parameter.grad[link.rows].double().square().sum()
+        norm = float(self.world.sum(total).sqrt())
+        scale = self._train.max_grad_norm / (norm + 1e-6)
+        if scale < 1:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        return norm
+
+
+def _unmoved(part: Minibatch) -> list[Before]:
+    """No proximal log-probs: they are the current ones, or those of the policy that acted."""
+    return [Before() for _ in part]
+
+
+def _causal(length: int, device: torch.device) -> Tensor:
+    """True where a position must not look; padding is on the right, and what follows it is never trained on."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+
+
+def _box(shard: Shard) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(shard.start, shard.shape, strict=True))

@@ -1,0 +1,125 @@
+"""What the slots of a window say of themselves, and how the processes of a node share work on one.
+
+A slot's generation is odd while it is written. Its seal, over generation, version and checksums, makes a header that
+was read half old, half new look like no version at all, whatever the order in which memory shows.
+
+Summing and checking a slot is work that several processes of the node do together: a mark for each tensor says that
+somebody has begun with it, or that it is done. Marks carry the generation, so that old ones mean nothing.
+"""
+
+import functools
+import mmap
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import xxhash
+
+from hpcrl.weights.layout import Layout
+from hpcrl.weights.window.file import SLOT_HEADS, Places
+
+CLAIM_S = 1.0
+"""How long one waits for what another process has begun; that one may have been killed."""
+NAP_S = 0.0002
+_SLOT_HEAD = struct.Struct("=Qqqd16s")
+"""Generation, version, step, time of creation, seal."""
+Work = Literal["sum", "check"]
+_MARKS: dict[Work, tuple[int, int]] = {"sum": (1, 2), "check": (3, 4)}
+"""Begun, done; the lowest bits of a mark, the others being the generation."""
+_MARK_BITS = 3
+
+
+@dataclass(frozen=True)
+class State:
+    """What a slot holds."""
+
+    slot: int
+    generation: int
+    version: int
+    step: int
+    created: float
+    sums: bytes
+
+
+@dataclass(frozen=True)
+class SlotHeads:
+    """The headers and tables of both slots, in mapped memory."""
+
+    head: mmap.mmap
+    layout: Layout
+    places: Places
+
+    def generation(self, slot: int) -> int:
+        return int(memoryview(self.head).cast("Q")[SLOT_HEADS[slot] // 8])
+
+    def set_generation(self, slot: int, generation: int) -> None:
+        memoryview(self.head).cast("Q")[SLOT_HEADS[slot] // 8] = generation
+
+    def read(self, slot: int) -> State | None:
+        """What a slot holds; None if that is nothing, or is just changing."""
+        generation, version, step, created, seal = _SLOT_HEAD.unpack_from(self.head, SLOT_HEADS[slot])
+        if generation % 2 or generation == 0:
+            return None
+        sums = self.sums(slot)
+        state = State(slot=slot, generation=generation, version=version, step=step, created=created, sums=sums)
+        return state if _seal(state) == seal else None
+
+    def write(self, state: State) -> None:
+        """Let the slot say what it holds; its generation is written last, and from then on it is seen."""
+        self.head[self.places.sums(state.slot)] = state.sums
+        head = (state.generation, state.version, state.step, state.created, _seal(state))
+        start = SLOT_HEADS[state.slot]
+        self.head[start + 8 : start + _SLOT_HEAD.size] = _SLOT_HEAD.pack(*head)[8:]
+        self.set_generation(state.slot, state.generation)
+
+    def newest(self) -> State | None:
+        """The newest of the two."""
+        states = [state for slot in (0, 1) if (state := self.read(slot)) is not None]
+        return max(states, key=lambda state: state.version, default=None)
+
+    def sums(self, slot: int) -> bytes:
+        return self.head[self.places.sums(slot)]
+
+    def set_sum(self, slot: int, index: int, checksum: bytes) -> None:
+        self.head[self.places.sum(slot, index)] = checksum
+
+    def together(self, work: Work, slot: int, generation: int, do: Callable[[int], None]) -> None:
+        """`do` for the tensor of every index, unless another process does; all is done when this returns.
+
+        What another has begun and not ended within CLAIM_S is done here.
+        """
+        begun, done = (generation << _MARK_BITS | mark for mark in _MARKS[work])
+        places = [self.places.mark(slot, index) for index in range(len(self.layout.tensors))]
+        with memoryview(self.head).cast("Q") as marks:
+            left = [index for index in self._largest_first if marks[places[index]] != done]
+            for index in left:
+                if marks[places[index]] not in (begun, done):
+                    marks[places[index]] = begun
+                    do(index)
+                    marks[places[index]] = done
+            deadline = time.monotonic() + CLAIM_S
+            for index in left:
+                while marks[places[index]] == begun and time.monotonic() < deadline:
+                    time.sleep(NAP_S)
+                if marks[places[index]] != done:
+                    do(index)
+                    marks[places[index]] = done
+
+    def mark_all(self, work: Work, slot: int, generation: int) -> None:
+        """Say of every tensor that it is done."""
+        done = generation << _MARK_BITS | _MARKS[work][1]
+        with memoryview(self.head).cast("Q") as marks:
+            for index in range(len(self.layout.tensors)):
+                marks[self.places.mark(slot, index)] = done
+
+    @functools.cached_property
+    def _largest_first(self) -> list[int]:
+        tensors = self.layout.tensors
+        return sorted(range(len(tensors)), key=lambda index: tensors[index].nbytes, reverse=True)
+
+
+def _seal(state: State) -> bytes:
+    head = struct.pack("=Qqqd", state.generation, state.version, state.step, state.created)
+    return xxhash.xxh3_128_digest(head + state.sums)
