@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-.PHONY: install vllm demo test check bench clean
+.PHONY: install vllm demo test test-fast check names bench clean
 
 install: $(VENV)/.local
 
@@ -14,13 +14,21 @@ demo: $(VENV)/.local
 
 test: $(VENV)/.dev $(VENV)/.vllm
 	bash jobs/lab/packages.sh
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=20
+
+# What needs neither Slurm nor vLLM nor a campaign, in one process a core.
+test-fast: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/unit tests/contract tests/golden --numprocesses auto --dist loadfile
+
+names:
+	@$(PYTHON) .ci/names.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(PYTHON) .ci/names.py
 	$(BIN)/shellcheck jobs/*.sh jobs/lab/*.sh .ci/run
 	$(BIN)/codespell
 

@@ -213,10 +213,8 @@ def _memory_refusal(recipe: Recipe, choices: dict[RoleName, Choice], site: Site)
                 f"a {role} worker needs {needs[role]:.0f} GiB for {num_params / 1e9:.1f} billion weights and has "
                 f"{limit:.0f} GiB ({choice.partition}): raise resources.{role}.{cure}"
             )
-        wanted, there = (
-            node_needs(role, recipe, workers_per_node=choice.workers_per_node)[1],
-            site.partitions[choice.partition].mem_gib_per_node,
-        )
+        _, wanted = node_needs(role, recipe, workers_per_node=choice.workers_per_node)
+        there = site.partitions[choice.partition].mem_gib_per_node
         if wanted > there:
             return (
                 f"a {role} node needs {wanted} GiB, {memory_model.window_memory_gib(num_params):.0f} of them "

@@ -103,7 +103,7 @@ def test_a_column_of_another_kind_is_refused(name, value):
         {"extra": {"model": object()}},
         {"turns": [Turn(start=0, end=1, extra={"x": {1, 2}})]},
     ],
-    ids=str,
+    ids=["text", "status", "surrogate", "no time", "no turns", "too large", "nan", "object", "set in a turn"],
 )
 def test_facts_that_could_not_be_read_back_are_refused(wrong):
     with pytest.raises(SpoolError, match="trajectory 'math/0/1' cannot be stored"):

@@ -1,0 +1,137 @@
+"""Measure how well the names of hpcrl explain themselves: `make names`; exit code 1 when a bar is missed.
+
+    python .ci/names.py            the table
+    python .ci/names.py --words    where the dialect words are
+    python .ci/names.py --classes  one-word classes, and classes of one name
+
+Private names count, without their underscores. Dialect words count in the package and the docs; those of tests and benches are printed too.
+"""
+
+import ast
+import re
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "hpcrl"
+SMALL_LINES = 120
+DIALECT = (
+    r"told|tells?|said|says?|saying|heard|hears?|heed\w*|begins?|began|begun|anew|lies|nobody|somebody|nothing of it|"
+    r"of late|in vain|reckon\w*|dear|dearer|dearest|mend|mends|mended|mending|put aside|puts aside|let go|lets go|"
+    r"given? up|gives up|gave up|takes? in|took in|taken in|goes? on|went on|going on|so many|as many|is no|are no|"
+    r"comes? into question|of its own|of their own|take it away|sooner|attained|strained|the dead|the living|"
+    r"what of|who \w+s|rungs?|ladder|ill|well (?:known|meant)|many a"
+)
+DIALECT_WORD = re.compile(rf"(?<![A-Za-z])(?:{DIALECT})(?![A-Za-z])")
+TEXT_FILES = ("*.py", "*.md", "*.toml", "*.sh", "Makefile", "run")
+CODE_AND_DOCS = ("hpcrl", "docs", "recipes", "sites", "jobs")
+TESTS = ("tests", "bench")
+ROOT_TEXTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml")
+
+
+def main(args: list[str]) -> int:
+    modules = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+    trees = {name: ast.parse(path.read_text()) for name, path in modules.items()}
+    classes = find_classes(trees)
+    words = count_words(CODE_AND_DOCS, ROOT_TEXTS)
+    test_words = count_words(TESTS)
+    if "--words" in args:
+        for place, number in sorted((words + test_words).items(), key=lambda item: -item[1]):
+            print(f"{number:6} {place}")
+        return 0
+    if "--classes" in args:
+        print("one word:", *sorted({name for name in classes if num_words(name) == 1}))
+        print(
+            "several modules:", *(f"{name} ({', '.join(where)})" for name, where in classes.items() if len(where) > 1)
+        )
+        return 0
+    functions = [
+        node.name
+        for tree in trees.values()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    content = {name for name, tree in trees.items() if not is_empty(tree)}
+    small = find_small_single_user_modules(trees, modules, content)
+    rows = [
+        ("one-word class names", percent(sum(num_words(name) == 1 for name in classes), len(classes)), 20, "%"),
+        (
+            "one-word module functions",
+            percent(sum("_" not in f.strip("_") for f in functions), len(functions)),
+            25,
+            "%",
+        ),
+        ("class names in several modules", sum(len(where) > 1 for where in classes.values()), 0, ""),
+        ("modules with one importer, under 120 lines", percent(len(small), len(content)), 8, "%"),
+        ("modules in the root", len(list(PACKAGE.glob("*.py"))), 3, ""),
+    ]
+    missed = False
+    for label, value, bar, unit in rows:
+        missed |= value > bar
+        print(f"{label:<44} {value:4}{unit:1}  at most {bar}{unit}{'   MISSED' if value > bar else ''}")
+    print(f"{'dialect words in code and docs':<44} {sum(words.values()):4}   goal: under 100 (--words lists them)")
+    print(f"{'dialect words in tests and benches':<44} {sum(test_words.values()):4}")
+    return int(missed)
+
+
+def module_name(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def find_classes(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(module)
+    return found
+
+
+def num_words(name: str) -> int:
+    return len(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name.strip("_")))
+
+
+def is_empty(tree: ast.Module) -> bool:
+    return all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in tree.body)
+
+
+def find_small_single_user_modules(
+    trees: dict[str, ast.Module], modules: dict[str, Path], content: set[str]
+) -> list[str]:
+    importers: dict[str, set[str]] = defaultdict(set)
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    target = f"{node.module}.{alias.name}"
+                    importers[target if target in modules else node.module].add(module)
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    importers[alias.name].add(module)
+    return [
+        name
+        for name in content
+        if len(importers[name] - {name}) == 1 and len(modules[name].read_text().splitlines()) < SMALL_LINES
+    ]
+
+
+def percent(part: int, whole: int) -> int:
+    return round(100 * part / max(whole, 1))
+
+
+def count_words(folders: tuple[str, ...], files: tuple[str, ...] = ()) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    paths = [path for folder in folders for pattern in TEXT_FILES for path in (ROOT / folder).rglob(pattern)]
+    for path in [*paths, *(ROOT / name for name in files)]:
+        if "golden/files" in str(path) or path.name == "glossary.md" or path == Path(__file__).resolve():
+            continue
+        text = re.sub(r"[_`]", " ", path.read_text(errors="replace"))
+        if number := len(DIALECT_WORD.findall(text)):
+            counts[str(path.relative_to(ROOT))] += number
+    return counts
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
