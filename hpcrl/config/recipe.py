@@ -110,6 +110,11 @@ class Rollout(Table, frozen=True, kw_only=True):
     """Tokens the model may generate in one turn."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
 
+    @property
+    def episodes_per_group(self) -> int:
+        """The number of episodes that a group starts with; it keeps `group_size` of them."""
+        return self.group_size + self.redundancy
+
 
 class Spool(Table, frozen=True, kw_only=True):
     """How trajectories are stored, and for how long."""

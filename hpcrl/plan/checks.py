@@ -72,7 +72,7 @@ def not_for_megatron(train: Train) -> str | None:
 
 def _check_rollout(recipe: Recipe) -> None:
     rollout, num_hosts = recipe.rollout, recipe.resources.env.num_workers
-    least = (rollout.group_size + rollout.redundancy) * num_hosts
+    least = rollout.episodes_per_group * num_hosts
     if rollout.max_running < least:
         raise PlanError(
             f"rollout.max_running = {rollout.max_running} cannot hold one group of {rollout.group_size} (and "

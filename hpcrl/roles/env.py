@@ -105,7 +105,7 @@ class Host:
         context, rollout = self.context, self.context.recipe.rollout
         self.groups = Groups(
             group_size=rollout.group_size,
-            redundancy=rollout.redundancy,
+            episodes_per_group=rollout.episodes_per_group,
             replacements=rollout.replacements,
             max_lag=rollout.max_lag,
         )
@@ -129,7 +129,7 @@ class Host:
             ),
             budget=FaultBudget(most=rollout.max_env_faults),
             groups_ahead=rollout.groups_ahead,
-            episodes_per_group=rollout.group_size + rollout.redundancy,
+            episodes_per_group=rollout.episodes_per_group,
             cpus=context.role_plan.cpus_per_worker,
             mem_gib=context.role_plan.mem_gib_per_worker,
             open_env=self.open_env,
@@ -208,8 +208,7 @@ class Host:
     def _begin(self, task: Task) -> None:
         """Begin a group; its episodes go their own ways from here."""
         self.journal.begun(self.groups.begin(task.group))
-        rollout = self.context.recipe.rollout
-        self._begin_episodes(task, range(rollout.group_size + rollout.redundancy))
+        self._begin_episodes(task, range(self.context.recipe.rollout.episodes_per_group))
 
     def _begin_episodes(self, task: Task, indices: Iterable[int]) -> None:
         for index in indices:

@@ -44,8 +44,8 @@ def admitted_groups(
     """How many whole groups env host `host` may begin now, so that no group ever waits half begun.
 
     Only `running_episodes` and `running_groups` are the host's own; `accepted_groups` is the campaign's, so that what
-    a slow or dead host does not produce falls to the others. `episodes_per_group` is group size and redundancy;
-    a `max_running` below it admits nothing, on any host.
+    a slow or dead host does not produce falls to the others.
+    A `max_running` below `episodes_per_group` admits nothing, on any host.
     """
     most = share(max_running // episodes_per_group, host=host, num_hosts=num_hosts) * episodes_per_group
     fresh = (max_lag + version + 1) * groups_per_step - accepted_groups
@@ -91,7 +91,6 @@ class Gate:
         self._groups_per_step = recipe.train.groups_per_step
         self._host = host
         self._num_hosts = num_hosts
-        self._each = rollout.group_size + rollout.redundancy
         self._num_wanted = 0
 
     def admitted(self, groups: Groups, *, num_unsealed: int, num_waiting: int) -> int:
@@ -106,7 +105,7 @@ class Gate:
             host=self._host,
             num_hosts=self._num_hosts,
             max_running=rollout.max_running,
-            episodes_per_group=self._each,
+            episodes_per_group=rollout.episodes_per_group,
             running_episodes=groups.num_running,
             running_groups=under_way,
             max_lag=lag_of(rollout.mode, max_lag=rollout.max_lag),
@@ -133,7 +132,8 @@ class Gate:
             return admitted
         if not groups.num_open:
             self._num_wanted = admitted
-        room = self._share(self._rollout.max_running // self._each) - groups.num_running // self._each
+        each = self._rollout.episodes_per_group
+        room = self._share(self._rollout.max_running // each) - groups.num_running // each
         spare = self._share(self._rollout.spare_groups)
         return with_spare(admitted, under_way=groups.num_open, spare=spare, room=room)
 

@@ -1,6 +1,6 @@
 """Groups of episodes: what is kept, what is aborted, what is begun in place of what was lost. Pure.
 
-A group begins with `group_size + redundancy` episodes and keeps the first `group_size` that finish. One that can no
+A group begins with `episodes_per_group` episodes and keeps the first `group_size` that finish. One that can no
 longer fill begins others of the same task, `replacements` at most, before it is given up: what its members have done so
 far is not thrown away for one fault. What was kept and has grown older than `max_lag` meanwhile is put out of the
 group again, so that nothing stale leaves. A group closes when it is full (its trajectories are released) or given up
@@ -116,11 +116,13 @@ class _Group:
 class Groups:
     """The groups of one env host."""
 
-    def __init__(self, *, group_size: int, redundancy: int, replacements: int = 0, max_lag: int | None = None) -> None:
+    def __init__(
+        self, *, group_size: int, episodes_per_group: int, replacements: int = 0, max_lag: int | None = None
+    ) -> None:
         """`max_lag`: how old what is kept may grow; None: as old as it likes."""
         self._group_size = group_size
-        self._first = group_size + redundancy
-        self._most = self._first + replacements
+        self._first = episodes_per_group
+        self._most = episodes_per_group + replacements
         self._max_lag = max_lag
         self._groups: dict[str, _Group] = {}
         self.accounts = Accounts()

@@ -44,7 +44,7 @@ def test_nothing_begins_while_the_engines_are_too_far_behind() -> None:
         version=3,
         num_unsealed=0,
         curriculum=None,
-        groups=Groups(group_size=2, redundancy=0),
+        groups=Groups(group_size=2, episodes_per_group=2),
         gate=Gate(recipe, host=0, num_hosts=1),
         rollouts=SimpleNamespace(num_sealed=lambda: 0),
         router=SimpleNamespace(versions=lambda: [*told, -1], refresh=refresh),

@@ -21,7 +21,7 @@ def gate_of(mode, *, spare=0, max_running=100, host=0, num_hosts=1):
 
 
 def groups_of(num):
-    groups = Groups(group_size=2, redundancy=0)
+    groups = Groups(group_size=2, episodes_per_group=2)
     for number in range(num):
         groups.begin(f"lake/{number}")
     return groups

@@ -31,11 +31,11 @@ def trajectory(episode, status="done", start_version=0):
 
 
 def test_a_group_begins_with_its_redundant_episodes():
-    assert Groups(group_size=2, redundancy=1).begin("lake/4") == ["lake/4/0", "lake/4/1", "lake/4/2"]
+    assert Groups(group_size=2, episodes_per_group=3).begin("lake/4") == ["lake/4/0", "lake/4/1", "lake/4/2"]
 
 
 def test_the_first_to_finish_are_released_by_index_and_the_rest_aborted():
-    groups = Groups(group_size=2, redundancy=2)
+    groups = Groups(group_size=2, episodes_per_group=4)
     groups.begin("lake/0")
     assert groups.end(trajectory("lake/0/3")).released == ()
     ending = groups.end(trajectory("lake/0/1", "truncated"))
@@ -46,7 +46,7 @@ def test_the_first_to_finish_are_released_by_index_and_the_rest_aborted():
 
 
 def test_what_a_batch_does_not_need_is_given_up():
-    groups = Groups(group_size=2, redundancy=0)
+    groups = Groups(group_size=2, episodes_per_group=2)
     groups.begin("lake/0")
     groups.begin("lake/1")
     groups.end(trajectory("lake/0/0"))
@@ -59,19 +59,19 @@ def test_what_a_batch_does_not_need_is_given_up():
 
 
 def test_what_was_kept_in_vain_is_named():
-    groups = Groups(group_size=2, redundancy=0, max_lag=1)
+    groups = Groups(group_size=2, episodes_per_group=2, max_lag=1)
     groups.begin("lake/0")
     groups.end(trajectory("lake/0/0"))
     ending = groups.end(trajectory("lake/0/1", "env-fault"))
     assert (ending.lost, ending.dropped) == (True, ["lake/0/0"])
-    again = Groups(group_size=2, redundancy=1, max_lag=1)
+    again = Groups(group_size=2, episodes_per_group=3, max_lag=1)
     again.begin("lake/1")
     again.end(trajectory("lake/1/0"))
     assert again.end(trajectory("lake/1/1", start_version=2), newest=2).dropped == ["lake/1/0"]
 
 
 def test_an_episode_that_finishes_too_late_is_booked_as_redundant():
-    groups = Groups(group_size=1, redundancy=1)
+    groups = Groups(group_size=1, episodes_per_group=2)
     groups.begin("lake/0")
     groups.end(trajectory("lake/0/0"))
     late = groups.end(trajectory("lake/0/1"))
@@ -81,7 +81,7 @@ def test_an_episode_that_finishes_too_late_is_booked_as_redundant():
 
 
 def test_a_fault_that_redundancy_covers_costs_nothing_more():
-    groups = Groups(group_size=2, redundancy=1)
+    groups = Groups(group_size=2, episodes_per_group=3)
     groups.begin("lake/0")
     assert not groups.end(trajectory("lake/0/0", "env-fault")).lost
     groups.end(trajectory("lake/0/1"))
@@ -89,7 +89,7 @@ def test_a_fault_that_redundancy_covers_costs_nothing_more():
 
 
 def test_a_group_that_can_no_longer_fill_is_lost_and_released_never():
-    groups = Groups(group_size=2, redundancy=1)
+    groups = Groups(group_size=2, episodes_per_group=3)
     groups.begin("lake/0")
     groups.end(trajectory("lake/0/0"))
     groups.end(trajectory("lake/0/1", "aborted-stale"))
@@ -99,19 +99,19 @@ def test_a_group_that_can_no_longer_fill_is_lost_and_released_never():
 
 
 def test_what_still_runs_in_a_lost_group_is_aborted():
-    groups = Groups(group_size=2, redundancy=0)
+    groups = Groups(group_size=2, episodes_per_group=2)
     groups.begin("lake/0")
     assert groups.end(trajectory("lake/0/0", "env-fault")).abort == ["lake/0/1"]
 
 
 def test_episodes_are_ordered_by_number_and_not_by_text():
-    groups = Groups(group_size=1, redundancy=11)
+    groups = Groups(group_size=1, episodes_per_group=12)
     groups.begin("lake/0")
     assert groups.end(trajectory("lake/0/0")).abort[-2:] == ["lake/0/10", "lake/0/11"]
 
 
 def test_a_late_duplicate_changes_nothing():
-    groups = Groups(group_size=2, redundancy=0)
+    groups = Groups(group_size=2, episodes_per_group=2)
     groups.begin("lake/0")
     groups.end(trajectory("lake/0/0"))
     assert groups.end(trajectory("lake/0/0")) is None
@@ -120,7 +120,7 @@ def test_a_late_duplicate_changes_nothing():
 
 
 def test_a_lost_episode_is_replaced_in_its_group():
-    groups = Groups(group_size=2, redundancy=0, replacements=1)
+    groups = Groups(group_size=2, episodes_per_group=2, replacements=1)
     groups.begin("lake/0")
     groups.end(trajectory("lake/0/0"))
     ending = groups.end(trajectory("lake/0/1", "env-fault"))
@@ -130,7 +130,7 @@ def test_a_lost_episode_is_replaced_in_its_group():
 
 
 def test_a_group_is_given_up_after_its_replacements():
-    groups = Groups(group_size=2, redundancy=0, replacements=1)
+    groups = Groups(group_size=2, episodes_per_group=2, replacements=1)
     groups.begin("lake/0")
     groups.end(trajectory("lake/0/1", "env-fault"))
     ending = groups.end(trajectory("lake/0/2", "env-fault"))
@@ -139,7 +139,7 @@ def test_a_group_is_given_up_after_its_replacements():
 
 
 def test_what_was_kept_and_grew_old_is_replaced_and_never_released():
-    groups = Groups(group_size=2, redundancy=0, replacements=2, max_lag=1)
+    groups = Groups(group_size=2, episodes_per_group=2, replacements=2, max_lag=1)
     groups.begin("lake/0")
     groups.end(trajectory("lake/0/0", start_version=3), newest=3)
     assert groups.end(trajectory("lake/0/1", start_version=5), newest=5).begin == [2]
@@ -149,7 +149,7 @@ def test_what_was_kept_and_grew_old_is_replaced_and_never_released():
 
 
 def test_an_episode_that_ends_too_old_is_booked_as_stale():
-    groups = Groups(group_size=2, redundancy=0, max_lag=1)
+    groups = Groups(group_size=2, episodes_per_group=2, max_lag=1)
     groups.begin("lake/0")
     assert groups.end(trajectory("lake/0/0", start_version=1), newest=3).status == "aborted-stale"
 
@@ -159,7 +159,7 @@ class Books(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.size, self.redundancy, self.replacements, self.max_lag = 3, 1, 3, 1
+        self.size, self.first, self.replacements, self.max_lag = 3, 4, 3, 1
         self.journal = []
         self.begun_by_earlier_lives = self.ended_by_earlier_lives = 0
         self.groups = self.new_life()
@@ -170,7 +170,10 @@ class Books(RuleBasedStateMachine):
 
     def new_life(self):
         return Groups(
-            group_size=self.size, redundancy=self.redundancy, replacements=self.replacements, max_lag=self.max_lag
+            group_size=self.size,
+            episodes_per_group=self.first,
+            replacements=self.replacements,
+            max_lag=self.max_lag,
         )
 
     @property
