@@ -4,7 +4,8 @@
     python .ci/names.py --words    where the dialect words are
     python .ci/names.py --classes  one-word classes, and classes of one name
 
-Private names count, without their underscores. Dialect words count in the package and the docs; those of tests and benches are printed too.
+Private names count, without their underscores. Dialect words count in the package and the docs; those of tests and
+benches are printed too.
 """
 
 import ast
@@ -47,7 +48,7 @@ def main(args: list[str]) -> int:
         )
         return 0
     functions = [
-        node.name
+        node.name.strip("_")
         for tree in trees.values()
         for node in tree.body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -58,7 +59,7 @@ def main(args: list[str]) -> int:
         ("one-word class names", percent(sum(num_words(name) == 1 for name in classes), len(classes)), 20, "%"),
         (
             "one-word module functions",
-            percent(sum("_" not in f.strip("_") for f in functions), len(functions)),
+            percent(sum("_" not in name for name in functions), len(functions)),
             25,
             "%",
         ),
