@@ -1,0 +1,6 @@
+"""What a model directory holds.
+
+    chat_layout    turns as tokens, from the chat template
+    chat_template  renders and tokenizes conversations
+    tiny           a model that learns in seconds
+"""

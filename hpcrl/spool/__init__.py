@@ -1,0 +1,11 @@
+"""Trajectories on disk: durable, compressed, found again.
+
+    base       the protocols
+    record     a trajectory and its packed form
+    segment    one file of trajectories
+    hdf5       HDF5 written by hand, and read by any h5py
+    listing    the segments of a directory
+    reader     reads what is new
+    writer     batches, and the disk writer
+    retention  what is archived and removed
+"""
