@@ -42,7 +42,7 @@ from hpcrl.learn.batch import Choice, choose_groups
 from hpcrl.plan.plan import make_plan
 from hpcrl.roles.context import Context
 from hpcrl.roles.env import Host, Rollouts
-from hpcrl.rollout.flow_control import go_on
+from hpcrl.rollout.flow_control import SettledCount, SettledWriter, go_on
 from hpcrl.rollout.routing.router import Router
 from hpcrl.spool.record import Status, Trajectory
 from hpcrl.spool.writer import Batching
@@ -295,7 +295,7 @@ class Trainer:
         self._waiting: list[Trajectory] = []
         self._consumed: set[str] = set()
         self._version = 0
-        self._told: dict[str, int] = {}
+        self._settled_writer = SettledWriter(stage.run.settled)
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -336,10 +336,8 @@ class Trainer:
         await asyncio.gather(*(engine.load_version(self._version) for engine in self._stage.engines))
 
     def _settle(self) -> None:
-        told = {"num": len(self._consumed) + len(self.thrown), "version": self._version}
-        if told != self._told:
-            self._told = told
-            publish_json(self._stage.run.settled, told)
+        settled = SettledCount(num=len(self._consumed) + len(self.thrown), version=self._version)
+        self._settled_writer.write(settled)
 
 
 def _context(root: Path, setting: Setting) -> Context:

@@ -26,7 +26,7 @@ from hpcrl.rollout.curriculum import Curriculum
 from hpcrl.rollout.episode import Layout, now
 from hpcrl.rollout.evaluation import Doing, Evaluator
 from hpcrl.rollout.fault_budget import FaultBudget
-from hpcrl.rollout.flow_control import Telling, UnderWay
+from hpcrl.rollout.flow_control import Telling, UnderWay, read_settled
 from hpcrl.rollout.groups import Ending, Groups
 from hpcrl.rollout.journal import Journal, reserve_block
 from hpcrl.rollout.player import Player
@@ -198,12 +198,9 @@ class Host:
 
     def _settled(self) -> int:
         """How many are settled; a version that is on its way out is known by it."""
-        try:
-            settled = read_json(self.context.run.settled)
-        except FileNotFoundError:
-            return 0
-        self.version = max(self.version, int(settled["version"]))
-        return int(settled["num"])
+        settled = read_settled(self.context.run.settled)
+        self.version = max(self.version, settled.version)
+        return settled.num
 
     def _begin(self, task: Task) -> None:
         """Begin a group; its episodes go their own ways from here."""

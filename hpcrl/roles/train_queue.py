@@ -1,7 +1,7 @@
 """The trainer's stock of trajectories: what is new, what waits for its group, what is settled, what may be retired.
 
 A trajectory is settled once it neither waits nor is trained on: it was used, dropped, or had come a second time. Env
-hosts read how many are, and of which version on (settled.json), and begin as many new ones.
+workers read how many are (hpcrl.rollout.flow_control).
 """
 
 import threading
@@ -12,12 +12,11 @@ from hpcrl.errors import SpoolError
 from hpcrl.learn.batch import Choice, choose_groups
 from hpcrl.learn.consumed import Consumed
 from hpcrl.roles.context import Context
-from hpcrl.rollout.flow_control import go_on
+from hpcrl.rollout.flow_control import SettledCount, SettledWriter, go_on
 from hpcrl.spool.listing import counted, quarantine
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.retention import Settled, Shelves, prune, recover, retire, worth_retiring
-from hpcrl.system.files import publish_json
 from hpcrl.trainers import checkpoint
 
 
@@ -33,7 +32,7 @@ class Stock:
         self._waiting: list[Trajectory] = []
         self._num_training = 0
         self._version = 0
-        self._told: dict[str, int] = {}
+        self._settled_writer = SettledWriter(context.run.settled)
         self._settled = Settled(grace_s=context.recipe.spool.retire_after_s)
         self._times_damaged: Counter[str] = Counter()
         self._accounts = threading.Lock()
@@ -44,7 +43,7 @@ class Stock:
         """Finish what a crash cut short. Nothing counts as settled until the books are made anew, which is safe."""
         recover(
             self._shelves,
-            lower=lambda _: publish_json(self._context.run.settled, {"num": 0, "version": 0}),
+            lower=lambda _: self._settled_writer.write(SettledCount()),
             compression=self._context.recipe.spool.compression,
         )
 
@@ -143,10 +142,7 @@ class Stock:
 
     def _tell_settled(self) -> None:
         num = self._reader.num_passed - len(self._waiting) - self._num_training
-        told = {"num": num, "version": self._version}
-        if told != self._told:
-            publish_json(self._context.run.settled, told)
-            self._told = told
+        self._settled_writer.write(SettledCount(num=num, version=self._version))
 
     def _damaged(self, path: Path, why: str) -> None:
         """The reader has put it aside, so it is scored again; what comes out damaged twice is not tried once more."""

@@ -1,11 +1,21 @@
-"""Training waits for what its next version would make too old: what env hosts say of it, in a small file each.
+"""Flow control between env workers and the trainer: two small files close a loop in which neither calls the other.
 
-    UnderWay    the versions at which a host's episodes started, until they are durable or nothing will come of them
-    Telling     leaves a host's word: how far training may go for its sake
-    go_on       whether training may go on for the sake of all hosts
+    settled.json   trainer -> env workers: how many trajectories are settled (trained on, dropped, or seen twice), and
+                   the version of the weights from which that is so. Env workers subtract it from what is durable: the
+                   difference still waits for training, and admission starts that many fewer groups.
+    N-word.json    env worker N -> trainer: the version that the trainer should not pass yet, since a later one would
+                   make running episodes of this worker too old.
+
+So training frees room for new episodes, and running episodes delay training; each side reads only its own input, as
+often as it likes, and a file that is missing (or old, of a killed env worker) holds up neither side.
+
+    SettledWriter, read_settled   the trainer's half
+    UnderWay                      the versions at which a worker's episodes started, while something may come of them
+    Telling                       writes an env worker's word
+    go_on                         whether training may go on for the sake of all env workers
 
 An episode that is cut for its age was played in vain, and were every long one cut, only short tasks would be trained
-on. So training stands still while old episodes end, but only while their host has others to play: when none but old
+on. So training stands still while old episodes end, but only while their worker has others to play: when none but old
 ones run there, more would be lost by waiting than by cutting.
 """
 
@@ -16,7 +26,7 @@ from typing import Literal
 
 import msgspec
 
-from hpcrl.system.files import publish
+from hpcrl.system.files import publish, publish_json
 
 RENEW_S = 5.0
 """How often a host repeats its word."""
@@ -24,6 +34,37 @@ STALE_S = 30.0
 """What was said longer ago is not heeded: its host may be dead."""
 
 State = Literal["running", "kept", "leaving"]
+
+
+class SettledCount(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of settled.json."""
+
+    num: int = 0
+    """Trajectories that neither wait for training nor are trained on just now, since the campaign began."""
+    version: int = 0
+    """The trainer's version; it may still be on its way to the engines."""
+
+
+class SettledWriter:
+    """The trainer's settled.json, written when it changes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written: SettledCount | None = None
+
+    def write(self, settled: SettledCount) -> None:
+        """Make it visible to all env workers."""
+        if settled != self._written:
+            publish_json(self._path, msgspec.structs.asdict(settled))
+            self._written = settled
+
+
+def read_settled(path: Path) -> SettledCount:
+    """Read what the trainer has settled; nothing until it has written the file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SettledCount)
+    except FileNotFoundError:
+        return SettledCount()
 
 
 class UnderWay:
