@@ -234,7 +234,8 @@ def _logs(arguments: argparse.Namespace) -> int:
 def _stop(arguments: argparse.Namespace) -> int:
     from hpcrl.campaign import lifecycle as campaign
 
-    _say(campaign.stop(arguments.campaign, how=campaign.at_once if arguments.now else campaign.gently))
+    stop = campaign.stop_now if arguments.now else campaign.stop_gracefully
+    _say(stop(arguments.campaign))
     return 0
 
 
@@ -288,9 +289,10 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _lab(arguments: argparse.Namespace) -> int:
+    from hpcrl.config.site import default_lab_dir
     from hpcrl.lab import lab
 
-    state_dir = arguments.dir or lab.default_state_dir()
+    state_dir = arguments.dir or default_lab_dir()
     match arguments.action:
         case "up":
             _say(str(lab.up(state_dir)))

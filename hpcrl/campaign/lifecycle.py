@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -155,31 +155,46 @@ def _refuse_while_alive(run: RunDir, job: JobDir, site: Site) -> None:
         )
 
 
-def stop(name: str, *, how: Callable[[RunDir, JobDir, Site], str]) -> str:
-    """Ask a campaign to end in one of two ways (`gently`, `at_once`); says what was done."""
+def stop_gracefully(name: str) -> str:
+    """Ask a campaign to make a checkpoint and end; returns what was done. A job that is only queued is cancelled."""
     run = directory.find(name)
-    *before, last = map(run.job, run.job_numbers())
-    if last.outcome.exists():
-        outcome = read_json(last.outcome)
-        return f"campaign {run.name} has ended already ({outcome['outcome']}: {outcome['reason']})"
+    if (ended := _describe_end(run)) is not None:
+        return ended
+    job, site = _request_stop(run)
+    if site.scheduler == "slurm" and _state(job, site) == "queued":
+        return _end_job(run, job, site)
+    return f"campaign {run.name} is asked to stop: it makes a checkpoint and ends (`hpcrl monitor {run.name}` shows it)"
+
+
+def stop_now(name: str) -> str:
+    """End a campaign without a checkpoint; returns what was done."""
+    run = directory.find(name)
+    return _describe_end(run) or _end_job(run, *_request_stop(run))
+
+
+def _describe_end(run: RunDir) -> str | None:
+    """The text for a campaign that has ended already; None if its last job may still run."""
+    last = run.job(run.job_numbers()[-1])
+    if not last.outcome.exists():
+        return None
+    outcome = read_json(last.outcome)
+    return f"campaign {run.name} has ended already ({outcome['outcome']}: {outcome['reason']})"
+
+
+def _request_stop(run: RunDir) -> tuple[JobDir, Site]:
+    """Publish the wish to stop, and cancel a job that only waits for the running one; returns the job that is left."""
     publish(run.stop, "")
+    *before, last = map(run.job, run.job_numbers())
     site = _read(run.site, Site)
     if last.follows.exists() and not before[-1].outcome.exists() and _state(last, site) == "queued":
         slurm.cancel(submitted(last), site=site)
         discard(last.root)
         last = before[-1]
-    return how(run, last, site)
+    return last, site
 
 
-def gently(run: RunDir, job: JobDir, site: Site) -> str:
-    """A running job checkpoints and ends; one that only waits in the queue is taken out of it."""
-    if site.scheduler == "slurm" and _state(job, site) == "queued":
-        return at_once(run, job, site)
-    return f"campaign {run.name} is asked to stop: it makes a checkpoint and ends (`hpcrl monitor {run.name}` shows it)"
-
-
-def at_once(run: RunDir, job: JobDir, site: Site) -> str:
-    """End a job without a checkpoint: it is told to, and cancelled by its recorded id if it does not."""
+def _end_job(run: RunDir, job: JobDir, site: Site) -> str:
+    """End a job without a checkpoint: it is interrupted, and cancelled by its recorded id if it does not end."""
     resumable = f"`hpcrl resume {run.name}` goes on from the last checkpoint"
     if _state(job, site) == "running":
         slurm.interrupt(submitted(job), site=site)
