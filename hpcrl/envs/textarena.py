@@ -1,8 +1,7 @@
 """TextArena's games, seen by one player; who plays the others is a function of a name.
 
     TextArena        one of its games, by id
-    first_legal      an opponent: the first move that the game offers
-    random_legal     an opponent: any of them, by the task's seed
+    random_legal     an opponent: any of the moves that the game offers, by the task's seed
 
 A game is worth what TextArena gives the player in the end, -1 to 1; an invalid move that ends it is worth that too.
 """
@@ -31,12 +30,6 @@ def moves_in(observation: str) -> list[str]:
     """The moves that the game last offered, with their brackets."""
     offered = _OFFERED.findall(observation)
     return _MOVE.findall(offered[-1]) if offered else []
-
-
-def first_legal(observation: str, draw: random.Random) -> str:
-    """The first move that the game offers."""
-    del draw
-    return next(iter(moves_in(observation)), "[0]")
 
 
 def random_legal(observation: str, draw: random.Random) -> str:

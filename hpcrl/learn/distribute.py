@@ -56,11 +56,6 @@ def imbalance(weights: Sequence[float], parts: Parts) -> float:
     return max(sums) / mean if mean else 1.0
 
 
-def naive(num: int, *, num_parts: int) -> Parts:
-    """Every so-manieth row, whatever it weighs: what balance is compared with."""
-    return [list(range(start, num, num_parts)) for start in range(num_parts)]
-
-
 def _joined(weights: Sequence[float], num_parts: int) -> Parts:
     """Tuples of parts, the most uneven two joined, until one is left."""
     by_weight = sorted(range(len(weights)), key=lambda index: (-weights[index], index))

@@ -1,7 +1,6 @@
 """How many new episodes may begin: bounded by what can run at once and by how stale their data may become. Pure.
 
-capacity         RollArt's and AReaL's formula, in whatever unit the caller counts (episodes or groups)
-admitted_groups  the same in whole groups, for one of several env hosts
+admitted_groups  how many whole groups one of several env hosts may begin
 lag_of           how far ahead of training a mode lets episodes begin
 in_batches       a whole batch or nothing, for the mode that waits for the last episode of each
 with_spare       the same with groups to spare, of which the slowest are not waited for
@@ -14,18 +13,6 @@ from collections.abc import Sequence
 
 from hpcrl.config.recipe import Recipe, RolloutMode
 from hpcrl.rollout.groups import Groups
-
-
-def capacity(*, max_running: int, running: int, max_lag: int, version: int, batch: int, accepted: int) -> int:
-    """How many more may begin: min(max_running - running, (max_lag + version + 1) * batch - (accepted + running)).
-
-    `version` is the number of training steps done, `batch` what one step consumes, and `accepted` all that was
-    handed to training since the campaign began. What training threw away must not stay in `accepted`: the trainer
-    would wait for ever for what nobody may produce. After a recovery it is `version * batch` plus what waits in
-    the spools.
-    """
-    fresh = (max_lag + version + 1) * batch - (accepted + running)
-    return max(0, min(max_running - running, fresh))
 
 
 def admitted_groups(
@@ -42,6 +29,9 @@ def admitted_groups(
     accepted_groups: int,
 ) -> int:
     """How many whole groups env host `host` may begin now, so that no group ever waits half begun.
+
+    This is the formula of RollArt and AReaL: the lesser of what may run at once and of what stays fresh,
+    (max_lag + version + 1) * groups_per_step - (accepted + running).
 
     Only `running_episodes` and `running_groups` are the host's own; `accepted_groups` is the campaign's, so that what
     a slow or dead host does not produce falls to the others.

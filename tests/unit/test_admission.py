@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.rollout.admission import admitted_groups, capacity, share, with_spare
+from hpcrl.rollout.admission import admitted_groups, share, with_spare
 
 counts = st.integers(0, 10_000)
 
@@ -25,28 +25,6 @@ def groups(**changed):
     return admitted_groups(**(asked | changed))
 
 
-def test_capacity_is_bounded_by_what_may_run_at_once():
-    assert capacity(max_running=10, running=4, max_lag=9, version=0, batch=100, accepted=0) == 6
-
-
-def test_capacity_is_bounded_by_how_stale_the_data_may_become():
-    assert capacity(max_running=1000, running=4, max_lag=1, version=2, batch=8, accepted=20) == 8
-
-
-def test_capacity_is_never_negative():
-    assert capacity(max_running=1, running=5, max_lag=0, version=0, batch=8, accepted=99) == 0
-
-
-@given(counts, counts, st.integers(0, 8), counts, st.integers(1, 64), counts)
-def test_what_capacity_admits_is_fresh_when_it_is_trained_on(max_running, running, max_lag, version, batch, accepted):
-    admitted = capacity(
-        max_running=max_running, running=running, max_lag=max_lag, version=version, batch=batch, accepted=accepted
-    )
-    if admitted:
-        step_that_trains_on_the_last = (accepted + running + admitted - 1) // batch
-        assert step_that_trains_on_the_last - version <= max_lag
-
-
 @given(counts, st.integers(1, 64))
 def test_shares_differ_by_one_at_most_and_sum_to_the_whole(whole, num_hosts):
     shares = [share(whole, host=host, num_hosts=num_hosts) for host in range(num_hosts)]
@@ -54,7 +32,7 @@ def test_shares_differ_by_one_at_most_and_sum_to_the_whole(whole, num_hosts):
     assert max(shares) - min(shares) <= 1
 
 
-def test_one_host_admits_as_capacity_says_in_groups():
+def test_one_host_admits_what_may_run_and_what_stays_fresh():
     assert groups() == 16
     assert groups(max_running=80) == 10
     assert groups(accepted_groups=5, running_groups=4, running_episodes=32) == 7
