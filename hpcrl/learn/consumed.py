@@ -8,7 +8,6 @@ about 14 bytes of JSON each). Ids of another form are kept as they are.
 Which groups the newest checkpoint says were trained on.
 """
 
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-_NUMBERED = re.compile(r"(?P<domain>.+)/(?P<number>0|[1-9][0-9]*)/[0-9]+")
+from hpcrl.spool.ids import parse_episode_id, parse_group_id
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,19 +37,21 @@ class Consumed:
     def __contains__(self, trajectory_id: object) -> bool:
         if not isinstance(trajectory_id, str):
             return False
-        match = _NUMBERED.fullmatch(trajectory_id)
-        if match is None:
+        task = _parse_task(trajectory_id)
+        if task is None:
             return trajectory_id in self._others
-        runs = self._runs.get(match["domain"])
-        return runs is not None and int(match["number"]) in runs
+        domain, number = task
+        runs = self._runs.get(domain)
+        return runs is not None and number in runs
 
     def add(self, trajectory_id: str) -> None:
         """Its group counts as consumed from now on."""
-        match = _NUMBERED.fullmatch(trajectory_id)
-        if match is None:
+        task = _parse_task(trajectory_id)
+        if task is None:
             self._others.add(trajectory_id)
         else:
-            self._runs.setdefault(match["domain"], _Runs()).add(int(match["number"]))
+            domain, number = task
+            self._runs.setdefault(domain, _Runs()).add(number)
 
     def update(self, trajectory_ids: Iterable[str]) -> None:
         for trajectory_id in trajectory_ids:
@@ -68,6 +69,12 @@ class Consumed:
         consumed._runs = {domain: _Runs(pairs) for domain, pairs in record.runs.items()}
         consumed._others = set(record.others)
         return consumed
+
+
+def _parse_task(trajectory_id: str) -> tuple[str, int] | None:
+    """Return the domain and the number of the group that a trajectory belongs to; None for an id of another form."""
+    episode = parse_episode_id(trajectory_id)
+    return parse_group_id(episode[0]) if episode else None
 
 
 class _Runs:
@@ -167,7 +174,7 @@ def sorted_numbers(groups: Iterable[str]) -> dict[str, list[int]]:
     """Groups `domain/number` as sorted numbers by domain."""
     numbers: dict[str, list[int]] = {}
     for group in groups:
-        domain, _, number = group.rpartition("/")
-        if number.isascii() and number.isdigit():
-            numbers.setdefault(domain, []).append(int(number[:18]))
+        if parsed := parse_group_id(group):
+            domain, number = parsed
+            numbers.setdefault(domain, []).append(number)
     return {domain: sorted(set(found)) for domain, found in numbers.items()}

@@ -24,6 +24,7 @@ from hpcrl.envs.base import Env, Step
 from hpcrl.errors import EngineError, EnvFault
 from hpcrl.rollout.tasks import Task, stable_hash
 from hpcrl.rollout.turn import Speaker, say
+from hpcrl.spool.ids import make_attempt_id, make_request_id
 from hpcrl.spool.record import Status, Trajectory, Turn
 
 T = TypeVar("T")
@@ -241,7 +242,7 @@ class _Attempt:
     def _request(self, turn: int) -> GenerateRequest:
         draft, limits = self._draft, self._limits
         return GenerateRequest(
-            request_id=f"{draft.id}/{self._number}/{turn}",
+            request_id=make_request_id(make_attempt_id(draft.id, self._number), turn),
             token_ids=list(draft.token_ids),
             max_new_tokens=min(limits.max_new_tokens, self._room),
             temperature=limits.temperature,

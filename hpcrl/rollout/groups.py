@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpcrl.spool.ids import get_index, make_episode_id
 from hpcrl.spool.record import TRAINABLE, Status, Trajectory
 
 
@@ -150,7 +151,7 @@ class Groups:
     def begin(self, group: str) -> list[str]:
         """Begin a group; returns the ids of its episodes."""
         assert group not in self._groups, f"group {group} has begun already"
-        episodes = [f"{group}/{index}" for index in range(self._first)]
+        episodes = [make_episode_id(group, index) for index in range(self._first)]
         self._groups[group] = _Group(running=set(episodes), num_begun=self._first)
         self.accounts.begin(episodes)
         self.num_open += 1
@@ -213,7 +214,7 @@ class Groups:
         missing = self._group_size - len(fresh) - len(group.running)
         if len(fresh) == self._group_size:
             self.num_released += 1
-            released = sorted(fresh, key=lambda kept: _index(kept.id))
+            released = sorted(fresh, key=lambda kept: get_index(kept.id))
             return Ending(status=status, released=released, abort=self._close(group), dropped=evicted)
         if missing <= 0:
             return Ending(status=status, dropped=evicted)
@@ -226,7 +227,7 @@ class Groups:
     def _replace(self, name: str, group: _Group, missing: int) -> list[int]:
         """Begin `missing` more episodes of a group, under numbers that were never used in it."""
         indices = list(range(group.num_begun, group.num_begun + missing))
-        episodes = [f"{name}/{index}" for index in indices]
+        episodes = [make_episode_id(name, index) for index in indices]
         group.num_begun += missing
         group.running.update(episodes)
         self.accounts.begin(episodes)
@@ -241,8 +242,4 @@ class Groups:
         group.closed = True
         group.kept = []
         self.num_open -= 1
-        return sorted(group.running, key=_index)
-
-
-def _index(episode: str) -> int:
-    return int(episode.rpartition("/")[2])
+        return sorted(group.running, key=get_index)

@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator, Callable
 
 from hpcrl.engines.base import Completion, GenerateRequest, Part
 from hpcrl.rollout.routing.trajectories import whose
-from hpcrl.rollout.tasks import is_held_out
 from hpcrl.rollout.turn import Policy
+from hpcrl.spool.ids import is_held_out
 
 
 class Counted:

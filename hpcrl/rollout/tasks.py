@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-HELD_OUT = "held-out:"
-"""Before the domain of such tasks; no domain of a recipe has a colon."""
+from hpcrl.spool.ids import make_episode_id, make_group_id, make_held_out_domain
+
 NUM_SEEDS = 1 << 31
 """Seeds of training tasks are below, those of held-out tasks are not."""
 
@@ -30,11 +30,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def group(self) -> str:
-        return f"{self.domain}/{self.number}"
+        return make_group_id(self.domain, self.number)
 
     def episode(self, index: int) -> str:
         """The id of the group's episode `index`."""
-        return f"{self.group}/{index}"
+        return make_episode_id(self.group, index)
 
 
 class TaskStream:
@@ -63,17 +63,9 @@ class TaskStream:
 
 def held_out(domain: str, *, recipe_seed: int, round: int, index: int) -> Task:
     """Held-out task `index` of a domain: the same in every round, and no seed of training's."""
-    seed = NUM_SEEDS + stable_hash(recipe_seed, HELD_OUT + domain, index, bits=31)
-    return Task(domain=HELD_OUT + domain, number=round, seed=seed)
-
-
-def is_held_out(domain: str) -> bool:
-    return domain.startswith(HELD_OUT)
-
-
-def domain_of(name: str) -> str:
-    """The recipe's domain that a task's domain stands for."""
-    return name.removeprefix(HELD_OUT)
+    name = make_held_out_domain(domain)
+    seed = NUM_SEEDS + stable_hash(recipe_seed, name, index, bits=31)
+    return Task(domain=name, number=round, seed=seed)
 
 
 def next_domain(weights: Mapping[str, float], begun: Mapping[str, int]) -> str:

@@ -14,6 +14,7 @@ import msgspec
 from hpcrl.engines.base import Completion, GenerateRequest, Part, as_part, joined
 from hpcrl.errors import EngineError
 from hpcrl.rollout.tasks import stable_hash
+from hpcrl.spool.ids import make_request_id
 
 MAX_INTERRUPTIONS = 8
 """How often one turn is continued after an engine gave it up half said."""
@@ -68,7 +69,7 @@ def _rest(request: GenerateRequest, said: list[Part], *, part: int) -> GenerateR
     words = [token for piece in said for token in piece.token_ids]
     return msgspec.structs.replace(
         request,
-        request_id=f"{request.request_id}/{part}",
+        request_id=make_request_id(request.request_id, part),
         token_ids=[*request.token_ids, *words],
         max_new_tokens=request.max_new_tokens - len(words),
         seed=stable_hash(request.seed, part, bits=63),

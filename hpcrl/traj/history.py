@@ -17,6 +17,7 @@ import msgspec
 
 from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import SpoolError
+from hpcrl.spool.ids import get_group, parse_episode_id
 from hpcrl.spool.listing import counted, listed
 from hpcrl.spool.record import TRAINABLE, Facts, Trajectory
 from hpcrl.spool.segment import Segment, read_segment
@@ -82,19 +83,20 @@ class SeenIds:
 
     def add(self, trajectory_id: str) -> bool:
         """Add it; whether it is new."""
-        group, _, index = trajectory_id.rpartition("/")
-        if not (index.isascii() and index.isdigit() and str(int(index[:9])) == index and int(index) < _EPISODE_BITS):
+        parsed = parse_episode_id(trajectory_id)
+        if parsed is None or parsed[1] >= _EPISODE_BITS:
             new = trajectory_id not in self._others
             self._others.add(trajectory_id)
             return new
-        bit, seen = 1 << int(index), self._episodes.get(group, 0)
+        group, index = parsed
+        bit, seen = 1 << index, self._episodes.get(group, 0)
         self._episodes[group] = seen | bit
         return not seen & bit
 
     def groups(self) -> Iterable[str]:
         """The groups of the ids."""
         yield from self._episodes
-        yield from (other.rpartition("/")[0] for other in self._others)
+        yield from (get_group(other) for other in self._others)
 
 
 @dataclass

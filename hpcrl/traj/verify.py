@@ -25,6 +25,7 @@ from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import SpoolError
 from hpcrl.learn.consumed import ConsumedGroups, read_consumed, sorted_numbers
 from hpcrl.spool import listing
+from hpcrl.spool.ids import get_group, make_group_id
 from hpcrl.spool.listing import listed, parse
 from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.segment import Segment, read_segment
@@ -49,7 +50,7 @@ def read_checked(path: Path) -> Segment:
 
 def flaw(trajectory: Trajectory, *, is_scored: bool) -> str | None:
     """What in a trajectory cannot be, though its bytes are as they were written."""
-    if trajectory.group != trajectory.id.rpartition("/")[0]:
+    if trajectory.group != get_group(trajectory.id):
         return f"its group {trajectory.group!r} does not begin its id"
     place = 0
     for index, turn in enumerate(trajectory.turns):
@@ -215,7 +216,8 @@ class Inspection:
         num_missing = 0
         for domain, num, example in consumed.missing(present):
             num_missing += num
-            reason = f"trained on, and in no spool: {num:,} of the groups of {domain}, such as '{domain}/{example}'"
+            group = make_group_id(domain, example)
+            reason = f"trained on, and in no spool: {num:,} of the groups of {domain}, such as {group!r}"
             self._add("damage", self.run.checkpoints / consumed.checkpoint, reason)
         self.report.consumed = f"{said}; {f'{num_missing:,} missing' if num_missing else 'all there'}"
 

@@ -9,7 +9,8 @@ import pytest
 
 from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import SPOOLS, RunDir
-from hpcrl.rollout.tasks import NUM_SEEDS, is_held_out
+from hpcrl.rollout.tasks import NUM_SEEDS
+from hpcrl.spool.ids import is_held_out
 from hpcrl.spool.segment import read_segment
 from hpcrl.system.files import read_json
 from tests.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until

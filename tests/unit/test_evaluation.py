@@ -18,7 +18,8 @@ from hpcrl.rollout.evaluation import Doing, Evaluator, evaluated
 from hpcrl.rollout.reporting import Counted
 from hpcrl.rollout.routing.router import Router
 from hpcrl.rollout.routing.trajectories import NUM_LEVELS, Course, Courses, whose
-from hpcrl.rollout.tasks import NUM_SEEDS, TaskStream, held_out, is_held_out
+from hpcrl.rollout.tasks import NUM_SEEDS, TaskStream, held_out
+from hpcrl.spool.ids import is_held_out
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import checkpoint
 

@@ -15,6 +15,7 @@ from hpcrl.rollout.agents.server import Proxy
 from hpcrl.rollout.agents.session import Session
 from hpcrl.rollout.episode import Limits, now, pause_s
 from hpcrl.rollout.tasks import Task
+from hpcrl.spool.ids import make_attempt_id
 from hpcrl.spool.record import Status, Trajectory
 
 
@@ -34,7 +35,7 @@ async def run_program(
         if attempt:
             await asyncio.sleep(pause_s(limits.first_pause_s, attempt=attempt, episode=task.episode(index)))
         session = Session(
-            name=f"{task.episode(index)}/{attempt}",
+            name=make_attempt_id(task.episode(index), attempt),
             trajectory=task.episode(index),
             domain=task.domain,
             seed=task.seed,

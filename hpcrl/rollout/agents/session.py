@@ -12,6 +12,7 @@ from hpcrl.rollout.agents.recording import Choice, Prompt, Recording
 from hpcrl.rollout.agents.requests import ApiError, ChatRequest, TextRequest
 from hpcrl.rollout.episode import Limits
 from hpcrl.rollout.tasks import stable_hash
+from hpcrl.spool.ids import make_request_id
 
 SamplingBy = Literal["recipe", "program"]
 """Whose temperature, top_p and top_k count; what is not sampled as the recipe says is recorded but not trained on."""
@@ -86,7 +87,7 @@ class Session:
             raise ApiError(400, why, code="context_length_exceeded", param="messages")
         wanted = getattr(asked, "max_completion_tokens", None) or asked.max_tokens or limits.max_new_tokens
         request = GenerateRequest(
-            request_id=f"{self.name}/{self.num_calls}.{choice}",
+            request_id=make_request_id(self.name, f"{self.num_calls}.{choice}"),
             token_ids=token_ids,
             max_new_tokens=min(wanted, limits.max_new_tokens, room),
             temperature=limits.temperature,

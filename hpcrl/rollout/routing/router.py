@@ -30,7 +30,7 @@ from hpcrl.rollout.routing.engines import Patience, Worker, reckon, sorted_out
 from hpcrl.rollout.routing.role_switch import Flips
 from hpcrl.rollout.routing.room_queue import HeldBack
 from hpcrl.rollout.routing.trajectories import HELD_OUT_LEVEL, Course, Courses
-from hpcrl.rollout.tasks import domain_of, is_held_out
+from hpcrl.spool.ids import is_held_out, strip_held_out
 
 Connect = Callable[[Endpoint], Engine]
 Hear = Callable[[Part], None]
@@ -159,7 +159,7 @@ class Router:
     def decide(self, request: GenerateRequest, course: Course, *, refused: Container[str] = ()) -> Decision:
         """Where a turn would go now."""
         num_new, num_held = self.courses.reply_tokens(request), self._num_held(request, course)
-        ask = Ask(domain_of(request.domain), len(request.token_ids), num_new, course, num_held)
+        ask = Ask(strip_held_out(request.domain), len(request.token_ids), num_new, course, num_held)
         if must_yield(ask, self._known):
             self.reasons["KV given up"] += 1
             self._let_go(course)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from hpcrl.engines.base import Completion, GenerateRequest
-from hpcrl.rollout.tasks import is_held_out
+from hpcrl.spool.ids import is_held_out, parse_request_id
 
 MIN_SAMPLES = 100
 """With fewer pauses seen, nothing is said of the next."""
@@ -138,10 +138,10 @@ class Course:
 
 def whose(request: GenerateRequest) -> GenerateRequest:
     """The request with the trajectory and the domain that its id begins with: `domain/number/index/...`."""
-    parts = request.request_id.split("/")
-    if request.trajectory or len(parts) < 3:
+    if request.trajectory or (parsed := parse_request_id(request.request_id)) is None:
         return request
-    return msgspec.structs.replace(request, trajectory="/".join(parts[:3]), domain=parts[0])
+    domain, episode = parsed
+    return msgspec.structs.replace(request, trajectory=episode, domain=domain)
 
 
 @dataclass
