@@ -3,6 +3,8 @@
 A user's own account and paths go into `~/.config/hpcrl/sites/NAME.toml` with `extends = "NAME"`.
 """
 
+import os
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -128,3 +130,9 @@ def load_site(name: str, *, settings: tuple[str, ...] = ()) -> Site:
                 f"{partition.gpus_per_node}: give both, or neither"
             )
     return site
+
+
+def default_lab_dir() -> Path:
+    """The lab's directory: $HPCRL_LAB, else one for each user on the local disk (short, for unix sockets)."""
+    chosen = os.environ.get("HPCRL_LAB")
+    return Path(chosen) if chosen else Path(f"/tmp/hpcrl-lab-{os.getuid()}")

@@ -82,12 +82,6 @@ class LabStatus:
         return "\n".join(line for line in lines if line.strip())
 
 
-def default_state_dir() -> Path:
-    """$HPCRL_LAB, else one directory a user on this machine's own disk (short, as unix sockets need it)."""
-    chosen = os.environ.get("HPCRL_LAB")
-    return Path(chosen) if chosen else Path(f"/tmp/hpcrl-lab-{os.getuid()}")
-
-
 def environment(state_dir: Path) -> dict[str, str]:
     """What to export so that every Slurm command, and `hpcrl lab` itself, means this lab."""
     lab = _lab_dir(state_dir)

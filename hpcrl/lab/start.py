@@ -11,7 +11,6 @@ import os
 import pwd
 import secrets
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from hpcrl.errors import LabError
 from hpcrl.lab import daemons, keeper
 from hpcrl.lab.conf import Cluster, LabDir, reserved_ports, write_conf
 from hpcrl.lab.daemons import TOKEN, Daemon, Marks
+from hpcrl.slurm.commands import run_slurm
 from hpcrl.system import files
 
 START_TIMEOUT_S = 120.0
@@ -154,18 +154,7 @@ def boot_id() -> str:
 
 def ask(lab: LabDir, command: str, *arguments: str, timeout_s: float = 5.0) -> str:
     """What a Slurm command prints; nothing if it fails or does not answer."""
-    try:
-        done = subprocess.run(
-            [daemons.program(command), *arguments],
-            env=_environment(lab),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return ""
+    done = run_slurm([daemons.program(command), *arguments], env=_environment(lab), timeout_s=timeout_s)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 

@@ -12,7 +12,7 @@ from hpcrl.campaign_dir.events import Step
 from hpcrl.config.recipe import ROLES
 from hpcrl.monitor.job_state import BEAT_S, JobVerdict, State, component_state
 from hpcrl.monitor.progress import Job, Note, Progress, Rewards, Worker
-from hpcrl.slurm.status import expand_nodes
+from hpcrl.slurm.commands import expand_nodes
 
 
 class ComponentView(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,6 @@
 """Facts inside a job: which nodes each component got, when it ends, and how a step is started on a node."""
 
 import os
-import subprocess
 import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from itertools import accumulate
 from hpcrl.errors import SlurmError
 from hpcrl.plan.components import Component
 from hpcrl.plan.plan import Plan
+from hpcrl.slurm.commands import ask_slurm, expand_nodes
 from hpcrl.system.network import this_node
 
 KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_HET_SIZE", "SLURM_CLUSTER_NAME", "SLURMD_NODENAME")
@@ -108,7 +108,7 @@ def _of_groups(plan: Plan) -> list[list[str]]:
             raise SlurmError(
                 f"SLURM_JOB_NODELIST_HET_GROUP_{component.index} is not set: the job has fewer components than the plan"
             )
-        found.append(_hostnames(names))
+        found.append(expand_nodes(names))
     return found
 
 
@@ -118,23 +118,11 @@ def _dealt(plan: Plan) -> list[list[str]]:
     if listed is None:
         raise SlurmError("SLURM_JOB_NODELIST is not set, so nobody knows the nodes of this job")
     here = this_node()
-    names = sorted(_hostnames(listed), key=lambda name: name != here)  # stable: neighbours stay together
+    names = sorted(expand_nodes(listed), key=lambda name: name != here)  # stable: neighbours stay together
     ends = list(accumulate(component.nodes for component in plan.components))
     return [names[end - part.nodes : end] for part, end in zip(plan.components, ends, strict=True)]
 
 
-def _hostnames(nodelist: str) -> list[str]:
-    return _ask(["scontrol", "show", "hostnames", nodelist]).split()
-
-
 def _end_time(job_id: str) -> float:
     """Slurm's clock for the end of the job: SLURM_JOB_END_TIME is not set everywhere."""
-    return datetime.fromisoformat(_ask(["squeue", "-h", "-j", job_id, "-o", "%e"]).split()[0]).timestamp()
-
-
-def _ask(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise SlurmError(f"{' '.join(command)} failed inside the job: {error}") from error
-    return done.stdout
+    return datetime.fromisoformat(ask_slurm(["squeue", "-h", "-j", job_id, "-o", "%e"]).split()[0]).timestamp()

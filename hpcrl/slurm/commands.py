@@ -1,27 +1,152 @@
-"""Small jobs beside the campaign's own: one node each, preemptible, there only while there is work for them.
+"""Run Slurm's commands: the one place that runs sbatch, squeue, scancel, scontrol, sacct and sinfo.
+
+run_slurm, ask_slurm       run one command with a time limit, and none of the variables that would change what it means
+limited_command            the same as words, for submitit, which starts sbatch itself
+check_answer               SlurmError for a command that was refused or did not answer, with what to do about it
+expand_nodes(nodelist)     `cpu[1-3]` as a list
+
+Jobs that a running job queues go through here too: reward jobs (one node each, preemptible, there only while there is
+work for them), and the next job of the chain, which is a whole het job.
 
 queue, begin            through sbatch; `begin` records the id
 alive, cancel           through squeue and scancel; only recorded ids are ever asked about or ended
-cancel_recorded         what a driver began that could not end it any more
+cancel_recorded         what a driver queued that can no longer end it
 """
 
+import itertools
 import os
+import re
+import signal
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hpcrl.errors import SlurmError
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = float(os.environ.get("HPCRL_SLURM_TIMEOUT_S", "40"))
+"""How long one Slurm command may take to answer; a caller that only displays the answer may wait less."""
+TIMED_OUT = 124
+"""The exit code of coreutils' timeout, and of a command that did not answer here."""
+MAX_NODES = 100_000
+"""No machine has more in one range: a longer one is garbage."""
+
+_SETTINGS = ("SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
+"""Variables that begin so act as options of a command."""
+
+
+def run_slurm(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
+    """Run one command and return how it ended; without an answer in time, with TIMED_OUT.
+
+    `env` is the environment to start from (default: this process's). SlurmError if there is no such command: no
+    patience helps with that.
+    """
+    environment = _clean_environment(os.environ if env is None else env, command)
+    try:
+        # A separate session: sites wrap these commands, and all of a wrapper must end when the time is up.
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise SlurmError(
+            f"{command[0]} cannot be run ({error.strerror}; PATH={environment.get('PATH', '')}): run this on a login "
+            "node of the site, load its Slurm module, or for the lab bring it up with `hpcrl lab up`"
+        ) from error
+    with child:
+        try:
+            out, err = child.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return subprocess.CompletedProcess(
+                command, TIMED_OUT, "", f"{command[0]} did not answer within {timeout_s:g} s"
+            )
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(
+        command, child.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+    )
+
+
+def ask_slurm(command: Sequence[str], *, env: Mapping[str, str] | None = None) -> str:
+    """Run one command and return what it printed; SlurmError if it was refused or did not answer."""
+    done = run_slurm(command, env=env)
+    check_answer(command[0], done.returncode, done.stderr or done.stdout)
+    return done.stdout
+
+
+def limited_command(command: Sequence[str], *, env: Mapping[str, str]) -> list[str]:
+    """Words that run a command in the environment and within the time that `run_slurm` would give it."""
+    wanted = _clean_environment(env, command)
+    unset = [word for name in os.environ if name not in wanted for word in ("-u", name)]
+    exports = [f"{name}={value}" for name, value in wanted.items() if os.environ.get(name) != value]
+    return ["env", *unset, *exports, "timeout", str(TIMEOUT_S), *command]
+
+
+def check_answer(command: str, code: int | None, text: str) -> None:
+    """Raise SlurmError if `command` ended with another code than 0 and printed `text`."""
+    if code == TIMED_OUT:
+        raise SlurmError(f"{command} did not answer within {TIMEOUT_S:g} s: is slurmctld up? Try again later")
+    if code != 0:
+        raise SlurmError(_explain_refusal(text, command))
+
+
+def _explain_refusal(text: str, command: str) -> str:
+    """Slurm's own reason, and what to do about the usual ones."""
+    lines = [line for line in text.splitlines() if f"{command}: error" in line]
+    reason = "; ".join(line.partition("error: ")[2] for line in lines) or text.strip() or "no reason given"
+    fixes = {
+        "Unable to contact slurm controller": "the controller is down or slurm_conf points elsewhere: try again later",
+        "nvalid account": "give the account that this partition charges: -s site.account=...",
+        "nvalid partition": "correct slurm_partition in the site file (sinfo lists the partitions)",
+        "configuration is not available": "no node can give that: `hpcrl plan` shows what is asked",
+        "operation not supported": "if it runs no heterogeneous jobs: -s job.layout=hetstep asks for one allocation",
+    }
+    unknown = "nothing was queued" if command == "sbatch" else f"the answer of {command}"
+    fix = next((fix for words, fix in fixes.items() if words in reason), unknown)
+    return f"Slurm refused: {reason} ({fix})"
+
+
+def _clean_environment(env: Mapping[str, str], command: Sequence[str]) -> dict[str, str]:
+    """Remove what acts as options of a command, and what Slurm says about the job that this process is in."""
+    removed = (*_SETTINGS, "SLURM_") if "SLURM_JOB_ID" in env else _SETTINGS
+    kept = {name: value for name, value in env.items() if name == "SLURM_CONF" or not name.startswith(removed)}
+    if Path(command[0]).name == "sbatch":  # its environment becomes the job's
+        return kept
+    return kept | {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
+
+
+def expand_nodes(nodelist: str) -> list[str]:
+    """`gpu[01-03,7],login` as a list of names."""
+    parts = re.split(r",(?![^\[]*\])", nodelist)
+    return list(itertools.chain.from_iterable(_expand_name(part) for part in parts if part))
+
+
+def _expand_name(name: str) -> list[str]:
+    found = re.fullmatch(r"(?P<before>[^\[]*)\[(?P<ranges>\d+(-\d+)?(,\d+(-\d+)?)*)\](?P<after>.*)", name)
+    if found is None:
+        return [name]
+    numbers: list[str] = []
+    for part in found["ranges"].split(","):
+        low, _, high = part.partition("-")
+        if high and int(high) - int(low) > MAX_NODES:
+            return [name]
+        numbers += [str(n).zfill(len(low)) for n in range(int(low), int(high or low) + 1)]
+    return [f"{found['before']}{n}{after}" for n in numbers for after in _expand_name(found["after"])]
 
 
 def queue(script: Path, *options: str) -> str:
-    """Hand a script to Slurm; returns the id of its job."""
-    return _ask(["sbatch", "--parsable", *options, str(script)]).strip().partition(";")[0]
+    """Submit a script to Slurm; returns the id of its job."""
+    return ask_slurm(["sbatch", "--parsable", *options, str(script)]).strip().partition(";")[0]
 
 
 def begin(script: Path, *, record: Path) -> str:
-    """The same; the id is in `record` by then."""
+    """Submit a script and append the id of its job to `record`; returns the id."""
     id = queue(script)
     with os.fdopen(os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
         file.write(f"{id}\n")
@@ -33,7 +158,7 @@ def alive(ids: Sequence[str]) -> dict[str, bool] | None:
     if not ids:
         return {}
     try:
-        rows = _ask(["squeue", "-h", "--me", "-o", "%A %T"]).split("\n")
+        rows = ask_slurm(["squeue", "-h", "--me", "-o", "%A %T"]).split("\n")
     except SlurmError:
         return None
     states = dict(row.split(maxsplit=1) for row in rows if row)
@@ -44,7 +169,7 @@ def cancel(ids: Iterable[str]) -> None:
     """End jobs; those that have ended already are no matter."""
     wanted = list(ids)
     if wanted:
-        _ask(["scancel", *wanted])
+        ask_slurm(["scancel", *wanted])
 
 
 def cancel_recorded(record: Path) -> None:
@@ -55,29 +180,5 @@ def cancel_recorded(record: Path) -> None:
         return
     left = alive(ids)
     if left is None:
-        raise SlurmError(f"squeue did not say which jobs of {record} are left: scancel {' '.join(ids)}")
+        raise SlurmError(f"squeue does not list which jobs of {record} are left: scancel {' '.join(ids)}")
     cancel(left)
-
-
-def _ask(command: list[str]) -> str:
-    # What Slurm said of our own job must not become options of another one.
-    environ = {name: value for name, value in os.environ.items() if not _is_ours(name)}
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TIMEOUT_S,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise SlurmError(f"{command[0]} did not answer inside the job: {error}") from error
-    if done.returncode:
-        raise SlurmError(f"{command[0]} refused inside the job: {done.stderr.strip()}")
-    return done.stdout
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith(("SLURM_", "SBATCH_", "SRUN_")) and name != "SLURM_CONF"

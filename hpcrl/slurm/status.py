@@ -3,7 +3,6 @@
 job_states(ids, env=...)   asks; whoever gets no answer is "unknown", which is not "failed"
 parse_queue, parse_ended   the two text formats (JSON drifts between Slurm versions)
 overall(states)            the state of a heterogeneous job from those of its components
-expand_nodes(nodelist)     `cpu[1-3]` as a list
 
 States are Slurm's own words in lower case. squeue is the authority on jobs that live; sacct runs behind it and may
 be disabled, so it is believed only about jobs that have ended.
@@ -12,17 +11,14 @@ Why a job waits or ended: Slurm's words in plain ones.
 """
 
 import datetime
-import itertools
-import os
 import re
-import signal
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from hpcrl.errors import SlurmError
+from hpcrl.slurm.commands import TIMED_OUT, run_slurm
 
 _REASONS = {
     "Priority": "jobs of higher priority are ahead of it",
@@ -83,9 +79,6 @@ ENDED = (
     "cancelled", "completed",
 )  # fmt: skip
 
-MAX_NODES = 100_000
-"""No machine has more in one range: a longer one is garbage."""
-
 _QUEUE_FORMAT = "%i|%A|%T|%P|%S|%e|%N|%r"
 _ENDED_FORMAT = "JobIDRaw,JobID,State,ExitCode,Partition,NodeList"
 _COMPONENT_ID = re.compile(r"(?P<leader>\d+)(?:\+(?P<index>\d+))?")
@@ -138,12 +131,11 @@ def job_states(ids: Sequence[str], *, env: Mapping[str, str], timeout_s: float =
     states = {job: JobStatus(id=job, state=UNKNOWN, reason=f"{job!r} is no Slurm job id") for job in ids}
     if not numbers:
         return states
-    environment = _plain_environment(env)
-    queue = _ask(_queue_command(numbers), environment, timeout_s=timeout_s)
+    queue = _ask(_queue_command(numbers), env, timeout_s=timeout_s)
     found = parse_queue(queue.text)
     missing = [job for job in numbers if job not in found]
     if missing:
-        ended = _ask(_ended_command(missing), environment, timeout_s=timeout_s, optional=True)
+        ended = _ask_accounting(_ended_command(missing), env, timeout_s=timeout_s)
         found |= parse_ended(ended.text)
         why = queue.problem or ended.problem or "neither squeue nor sacct knows it"
         found |= {job: JobStatus(id=job, state=UNKNOWN, reason=why) for job in missing if job not in found}
@@ -212,24 +204,6 @@ def overall(states: Iterable[str]) -> str:
     return min(listed, key=ENDED.index)
 
 
-def expand_nodes(nodelist: str) -> list[str]:
-    """`gpu[01-03,7],login` as a list of names."""
-    return list(itertools.chain.from_iterable(_expand(part) for part in re.split(r",(?![^\[]*\])", nodelist) if part))
-
-
-def _expand(name: str) -> list[str]:
-    found = re.fullmatch(r"(?P<before>[^\[]*)\[(?P<ranges>\d+(-\d+)?(,\d+(-\d+)?)*)\](?P<after>.*)", name)
-    if found is None:
-        return [name]
-    numbers: list[str] = []
-    for part in found["ranges"].split(","):
-        low, _, high = part.partition("-")
-        if high and int(high) - int(low) > MAX_NODES:
-            return [name]
-        numbers += [str(n).zfill(len(low)) for n in range(int(low), int(high or low) + 1)]
-    return [f"{found['before']}{n}{after}" for n in numbers for after in _expand(found["after"])]
-
-
 def _job(job: str, components: list[ComponentStatus]) -> JobStatus:
     ordered = sorted(components, key=lambda component: component.index)
     state = overall(component.state for component in ordered)
@@ -269,47 +243,23 @@ def _ended_command(ids: Sequence[str]) -> list[str]:
     return ["sacct", *arguments, f"--format={_ENDED_FORMAT}"]
 
 
-def _ask(command: list[str], env: Mapping[str, str], *, timeout_s: float, optional: bool = False) -> _Answer:
-    """Run one command; only a missing one is an error, as no patience helps with that."""
-    try:
-        return _run(command, env, timeout_s=timeout_s)
-    except OSError as error:
-        if optional:
-            return _Answer("", f"{command[0]} cannot be run here ({error.strerror})")
-        raise SlurmError(
-            f"{command[0]} cannot be run ({error.strerror}; PATH={env.get('PATH', '')}): run this on a login node of "
-            "the site, load its Slurm module, or for the lab bring it up with `hpcrl lab up`"
-        ) from error
-
-
-def _run(command: list[str], env: Mapping[str, str], *, timeout_s: float) -> _Answer:
-    # A session of its own: sites wrap these commands, and all of a wrapper must end when the time is up.
-    with subprocess.Popen(
-        command,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    ) as child:
-        try:
-            out, err = child.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return _Answer("", f"{command[0]} did not answer within {timeout_s:g} s")
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-    complaint = err.decode(errors="replace").strip()
-    if child.returncode != 0 and "Invalid job id" not in complaint:  # squeue's way to say that none is listed
-        last = complaint.splitlines()[-1] if complaint else f"exit code {child.returncode}"
+def _ask(command: list[str], env: Mapping[str, str], *, timeout_s: float) -> _Answer:
+    done = run_slurm(command, env=env, timeout_s=timeout_s)
+    complaint = done.stderr.strip()
+    if done.returncode == TIMED_OUT:
+        return _Answer("", complaint)
+    if done.returncode != 0 and "Invalid job id" not in complaint:  # squeue's way to say that none is listed
+        last = complaint.splitlines()[-1] if complaint else f"exit code {done.returncode}"
         return _Answer("", f"{command[0]}: {last}")
-    return _Answer(out.decode(errors="replace"))
+    return _Answer(done.stdout)
 
 
-def _plain_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Without the variables that change what squeue and sacct print or select."""
-    kept = {key: value for key, value in env.items() if not key.startswith(("SQUEUE_", "SACCT_"))}
-    return kept | {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
+def _ask_accounting(command: list[str], env: Mapping[str, str], *, timeout_s: float) -> _Answer:
+    """Run sacct, which a site without accounting may lack."""
+    try:
+        return _ask(command, env, timeout_s=timeout_s)
+    except SlurmError as error:
+        return _Answer("", str(error))
 
 
 def _seconds(text: str) -> float | None:

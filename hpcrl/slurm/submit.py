@@ -13,15 +13,12 @@ from typing import Literal
 import msgspec
 
 from hpcrl.campaign_dir.paths import JobDir
-from hpcrl.config.site import Site
+from hpcrl.config.site import Site, default_lab_dir
 from hpcrl.errors import SlurmError
+from hpcrl.slurm.commands import ask_slurm, check_answer, limited_command, run_slurm
 from hpcrl.system.files import publish
 from hpcrl.system.processes import is_alive, start_ticks
 
-TIMEOUT_S = float(os.environ.get("HPCRL_SLURM_TIMEOUT_S", "40"))
-"""How long one Slurm command may take to answer."""
-TIMED_OUT = 124
-"""The exit code of coreutils' timeout."""
 NEEDED = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 
 
@@ -52,9 +49,7 @@ def site_environment(site: Site) -> dict[str, str]:
 def expand(text: str) -> str:
     """`~` and $NAME in a path of a site file; $HPCRL_LAB has a default."""
     if "$HPCRL_LAB" in text:
-        from hpcrl.lab.lab import default_state_dir
-
-        text = text.replace("$HPCRL_LAB", str(default_state_dir()))
+        text = text.replace("$HPCRL_LAB", str(default_lab_dir()))
     expanded = os.path.expandvars(Path(text).expanduser())
     if "$" in expanded:
         raise SlurmError(f"{text!r} names a variable that is not set here: export it, or write the path out")
@@ -85,13 +80,15 @@ def record(submitted: Submitted, *, job: JobDir) -> None:
 
 def test_only(script: Path, *, site: Site) -> str:
     """What Slurm says of the script without queueing it."""
-    return _slurm(["sbatch", "--test-only", str(script)], site=site)
+    done = run_slurm(["sbatch", "--test-only", str(script)], env=_slurm_environment(site))
+    check_answer("sbatch", done.returncode, done.stderr or done.stdout)
+    return (done.stdout + done.stderr).strip()
 
 
 def interrupt(submitted: Submitted, *, site: Site) -> None:
     """Tell a running job to end now and clear up; what scancel kills cannot."""
     if submitted.scheduler == "slurm":
-        _slurm(["scancel", "--batch", "--signal=INT", submitted.id], site=site)
+        ask_slurm(["scancel", "--batch", "--signal=INT", submitted.id], env=_slurm_environment(site))
     else:
         _signal(submitted, signal.SIGINT)
 
@@ -99,7 +96,7 @@ def interrupt(submitted: Submitted, *, site: Site) -> None:
 def cancel(submitted: Submitted, *, site: Site) -> None:
     """End a job. One that is gone already is no error."""
     if submitted.scheduler == "slurm":
-        _slurm(["scancel", submitted.id], site=site)
+        ask_slurm(["scancel", submitted.id], env=_slurm_environment(site))
     else:
         _signal(submitted, signal.SIGTERM)
 
@@ -134,51 +131,19 @@ def _submit_slurm(script: str, job: JobDir, site: Site) -> Submitted:
             return command
 
         def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-            return _command(["sbatch", str(submission_file_path)], site=site)
+            return limited_command(["sbatch", str(submission_file_path)], env=_slurm_environment(site))
 
     executor = HetExecutor(folder=job.root)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
             submitted = executor._submit_command(script)
     except submitit.core.utils.FailedJobError as error:
-        _check_answered(getattr(error.__cause__, "returncode", None), "sbatch")
-        raise SlurmError(_refusal(str(error))) from error
+        check_answer("sbatch", getattr(error.__cause__, "returncode", 1), str(error))
+        raise
     except submitit.core.utils.FailedSubmissionError as error:
         raise SlurmError(f"sbatch answered something unexpected: {error}") from error
     return Submitted(id=submitted.job_id, scheduler="slurm", time=time.time())
 
 
-def _command(command: list[str], *, site: Site) -> list[str]:
-    """A Slurm command with the site's environment, none of SBATCH_*, and a time limit."""
-    stray = [name for name in os.environ if name.startswith(("SBATCH_", "SRUN_", "SALLOC_"))]
-    unset = [word for name in stray for word in ("-u", name)]
-    exports = [f"{name}={value}" for name, value in site_environment(site).items()]
-    return ["env", *unset, *exports, "timeout", str(TIMEOUT_S), *command]
-
-
-def _slurm(command: list[str], *, site: Site) -> str:
-    done = subprocess.run(_command(command, site=site), capture_output=True, text=True, check=False)
-    _check_answered(done.returncode, command[0])
-    if done.returncode:
-        raise SlurmError(_refusal(done.stderr or done.stdout))
-    return (done.stdout + done.stderr).strip()
-
-
-def _check_answered(code: int | None, command: str) -> None:
-    if code == TIMED_OUT:
-        raise SlurmError(f"{command} did not answer within {TIMEOUT_S:g} s: is slurmctld up? Try again later")
-
-
-def _refusal(text: str) -> str:
-    """Slurm's own reason, and what to do about the usual ones."""
-    lines = [line for line in text.splitlines() if "sbatch: error" in line or "scancel: error" in line]
-    reason = "; ".join(line.partition("error: ")[2] for line in lines) or text.strip() or "no answer"
-    cures = {
-        "Unable to contact slurm controller": "the controller is down or slurm_conf points elsewhere: try again later",
-        "nvalid account": "give the account that this partition charges: -s site.account=...",
-        "nvalid partition": "mend slurm_partition in the site file (sinfo lists the partitions)",
-        "configuration is not available": "no node can give that: `hpcrl plan` shows what is asked",
-        "operation not supported": "if it runs no heterogeneous jobs: -s job.layout=hetstep asks for one allocation",
-    }
-    cure = next((cure for words, cure in cures.items() if words in reason), "nothing was queued")
-    return f"Slurm refused: {reason} ({cure})"
+def _slurm_environment(site: Site) -> dict[str, str]:
+    return {**os.environ, **site_environment(site)}

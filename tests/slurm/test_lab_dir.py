@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.config.site import default_lab_dir
 from hpcrl.errors import LabError
 from hpcrl.lab import daemons
 from hpcrl.lab import lab as labs
@@ -91,6 +92,6 @@ def test_environment_points_at_the_state_directory(tmp_path: Path) -> None:
 
 def test_default_state_directory_is_one_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HPCRL_LAB", raising=False)
-    assert str(os.getuid()) in labs.default_state_dir().name
+    assert str(os.getuid()) in default_lab_dir().name
     monkeypatch.setenv("HPCRL_LAB", "/x/lab")
-    assert labs.default_state_dir() == Path("/x/lab")
+    assert default_lab_dir() == Path("/x/lab")

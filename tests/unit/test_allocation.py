@@ -12,17 +12,16 @@ from hpcrl.slurm import allocation as module
 from hpcrl.slurm.allocation import Allocation, read_allocation, scrub
 
 COMMAND = ["python", "courier.py"]
-NAMES = {"gpu[1-4]": "gpu1\ngpu2\ngpu3\ngpu4\n", "gpu[1-3]": "gpu1\ngpu2\ngpu3\n"}
 
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Slurm that knows the names of nodes, and when jobs end."""
+    """A Slurm that knows when jobs end."""
 
     def ask(command: list[str]) -> str:
-        return NAMES.get(command[-1], f"{command[-1]}\n") if command[0] == "scontrol" else "2026-11-20T12:00:00\n"
+        return "2026-11-20T12:00:00\n" if command[0] == "squeue" else ""
 
-    monkeypatch.setattr(module, "_ask", ask)
+    monkeypatch.setattr(module, "ask_slurm", ask)
     monkeypatch.setenv("SLURM_JOB_ID", "123")
 
 

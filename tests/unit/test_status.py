@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import SlurmError
-from hpcrl.slurm.status import expand_nodes, job_states, overall, parse_ended, parse_queue, plain_reason
+from hpcrl.slurm.commands import expand_nodes
+from hpcrl.slurm.status import job_states, overall, parse_ended, parse_queue, plain_reason
 from hpcrl.system.processes import start_ticks
 
 FAKES = Path(__file__).parent.parent / "fakes"

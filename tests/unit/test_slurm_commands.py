@@ -1,0 +1,70 @@
+"""The one place that runs Slurm's commands: what a command inherits, and what its answers become."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpcrl.errors import SlurmError
+from hpcrl.slurm.commands import ask_slurm, expand_nodes, limited_command, run_slurm
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Commands that print their environment, in a job that has variables of its own."""
+    for name in ("sbatch", "squeue"):
+        (tmp_path / name).write_text("#!/bin/sh\nenv\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("LC_ALL", raising=False)
+    return tmp_path
+
+
+def test_options_in_the_environment_never_reach_a_command(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "stray")
+    monkeypatch.setenv("SLURM_CLUSTERS", "green")
+    printed = ask_slurm(["sbatch"])
+    assert "SBATCH_PARTITION" not in printed
+    assert "SLURM_CLUSTERS=green" in printed
+
+
+def test_variables_of_our_own_job_never_reach_another_one(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
+    monkeypatch.setenv("SLURM_CONF", "/etc/other.conf")
+    printed = ask_slurm(["sbatch"])
+    assert "SLURM_MEM_PER_CPU" not in printed
+    assert "SLURM_CONF=/etc/other.conf" in printed
+
+
+def test_sbatch_keeps_the_locale_for_its_job(slurm: Path) -> None:
+    assert "LC_ALL=C" in ask_slurm(["squeue"])
+    assert "LC_ALL=C" not in ask_slurm(["sbatch"])
+
+
+def test_submitit_runs_a_command_in_the_same_environment(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SALLOC_ACCOUNT", "stray")
+    words = limited_command(["sbatch"], env={"PATH": f"{slurm}:/usr/bin:/bin", "SLURM_CONF": "/x"})
+    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert "SALLOC_ACCOUNT" not in printed
+    assert "SLURM_CONF=/x" in printed
+
+
+def test_a_refusal_names_the_command_and_its_reason(slurm: Path) -> None:
+    (slurm / "squeue").write_text("#!/bin/sh\necho 'slurm_load_jobs error: no permission' >&2; exit 1\n")
+    with pytest.raises(SlurmError, match=r"Slurm refused: slurm_load_jobs error: no permission \(the answer of squeue"):
+        ask_slurm(["squeue"])
+
+
+def test_a_command_without_an_answer_is_ended(slurm: Path) -> None:
+    (slurm / "squeue").write_text("#!/bin/sh\nexec sleep 1000\n")
+    done = run_slurm(["squeue"], timeout_s=0.2)
+    assert (done.returncode, done.stderr) == (124, "squeue did not answer within 0.2 s")
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "nodes"), [("", []), ("a", ["a"]), ("r[1-2]n[01,3]", ["r1n01", "r1n3", "r2n01", "r2n3"])]
+)
+def test_node_lists_become_names(nodelist: str, nodes: list[str]) -> None:
+    assert expand_nodes(nodelist) == nodes
