@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from hpcrl.campaign_dir.events import CampaignEvent, FaultReported
 from hpcrl.campaign_dir.paths import JobDir, RunDir
 from hpcrl.config.recipe import Metrics
 from hpcrl.system.files import last_line
@@ -23,8 +24,8 @@ def wanted(metrics: Metrics) -> bool:
 class Reporter:
     """The metrics reader of one job."""
 
-    def __init__(self, run: RunDir, job: JobDir, *, emit: Callable[..., None]) -> None:
-        self._command = [sys.executable, "-m", "hpcrl.metrics", str(run.root), str(job.number)]
+    def __init__(self, run: RunDir, job: JobDir, *, emit: Callable[[CampaignEvent], None]) -> None:
+        self._command = [sys.executable, "-m", "hpcrl.job.metrics_export", str(run.root), str(job.number)]
         self._log = job.log("metrics-0")
         self._emit = emit
         self._process: subprocess.Popen[bytes] | None = None
@@ -37,7 +38,7 @@ class Reporter:
         if self._process is not None:
             why = f"exit code {self._process.returncode}: {last_line(self._log)}"
             self._process = None
-            self._emit("fault", what="metrics", detail=f"the reader ended: {why}")
+            self._emit(FaultReported(what="metrics", detail=f"the reader ended: {why}"))
         if self._num_starts <= RESTARTS:
             self._start()
 
