@@ -1,4 +1,4 @@
-"""`python -m hpcrl.metrics CAMPAIGN JOB`: the one reader that feeds TensorBoard and the like from the events.
+"""`python -m hpcrl.job.metrics_export CAMPAIGN JOB`: the one reader that feeds TensorBoard and the like from the events.
 
 A process of its own, started by the driver: neither the trainer nor anybody else waits for a sink. It goes on where
 the reader of the job before left off; SIGTERM makes it take what is left and end.
@@ -26,6 +26,7 @@ import msgspec
 import xxhash
 
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
+from hpcrl.campaign_dir.events import CampaignEvent, EvaluationFinished, FaultReported, StepFinished, TrainingResumed
 from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.config.recipe import Metrics, Recipe
 from hpcrl.system.files import private_dir, publish_json, read_json
@@ -52,32 +53,32 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, float]
 
 
-def figures_of(event: Mapping[str, Any]) -> Figures | None:
+def figures_of(event: CampaignEvent) -> Figures | None:
     """The figures of a training step or an evaluation."""
-    match event.get("event"):
-        case "step":
-            return _shown(event, step=event["step"], values=_of_step(event))
-        case "evaluation":
-            return _shown(event, step=event["version"], values=_of_evaluation(event))
+    match event:
+        case StepFinished():
+            return _shown(event, step=event.step, values=_of_step(event))
+        case EvaluationFinished():
+            return _shown(event, step=event.version, values=_of_evaluation(event))
     return None
 
 
-def _shown(event: Mapping[str, Any], *, step: int, values: Iterator[tuple[str, Any]]) -> Figures:
+def _shown(event: CampaignEvent, *, step: int, values: Iterator[tuple[str, Any]]) -> Figures:
     numbers = {name: float(value) for name, value in values if isinstance(value, int | float) and math.isfinite(value)}
-    return Figures(time=float(event["time"]), step=step, values=numbers)
+    return Figures(time=event.time, step=step, values=numbers)
 
 
-def _of_step(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _of_step(event: StepFinished) -> Iterator[tuple[str, Any]]:
     for group, names in GROUPS.items():
-        yield from ((f"{group}/{name}", event.get(name)) for name in names)
-    yield from ((f"staleness/lag_{lag}", num) for lag, num in event.get("lags", {}).items())
-    yield from ((f"time/{name}_s", seconds) for name, seconds in event.get("times", {}).items())
+        yield from ((f"{group}/{name}", getattr(event, name)) for name in names)
+    yield from ((f"staleness/lag_{lag}", num) for lag, num in event.lags.items())
+    yield from ((f"time/{name}_s", seconds) for name, seconds in event.times.items())
 
 
-def _of_evaluation(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _of_evaluation(event: EvaluationFinished) -> Iterator[tuple[str, Any]]:
     for name in ("reward_mean", "length_mean", "num_episodes", "num_faults"):
-        yield f"evaluation/{name}", event.get(name)
-    yield from ((f"evaluation/reward_mean/{name}", reward) for name, reward in event.get("domains", {}).items())
+        yield f"evaluation/{name}", getattr(event, name)
+    yield from ((f"evaluation/reward_mean/{name}", reward) for name, reward in event.domains.items())
 
 
 class Sink(Protocol):
@@ -173,7 +174,9 @@ LOOK_S = 2.0
 class Feeder:
     """Reads what is new and gives it to every sink that still works."""
 
-    def __init__(self, run: RunDir, makers: Mapping[str, Callable[[], Sink]], *, emit: Callable[..., None]) -> None:
+    def __init__(
+        self, run: RunDir, makers: Mapping[str, Callable[[], Sink]], *, emit: Callable[[CampaignEvent], None]
+    ) -> None:
         self._state = run.metrics / "read.json"
         self._emit = emit
         self._makers = makers
@@ -190,7 +193,7 @@ class Feeder:
 
     def feed(self) -> None:
         """Give on what is new. What was given and not noted when this process is killed is given again."""
-        told = sorted(self._reader.poll(), key=lambda event: (event.get("job", 0), event.get("time", 0.0)))
+        told = sorted(self._reader.poll(), key=lambda event: (event.job, event.time))
         for event in told:
             self._give(event)
         for name, sink in list(self._sinks.items()):
@@ -204,9 +207,9 @@ class Feeder:
             with self._alone(name):
                 sink.close()
 
-    def _give(self, event: dict[str, Any]) -> None:
-        if event.get("event") == "resumed":
-            self._each(lambda sink: sink.go_back_before(event["step"] + 1))
+    def _give(self, event: CampaignEvent) -> None:
+        if isinstance(event, TrainingResumed):
+            self._each(lambda sink: sink.go_back_before(event.step + 1))
         elif (figures := figures_of(event)) is not None:
             self._each(lambda sink: sink.write(figures))
 
@@ -223,7 +226,7 @@ class Feeder:
         except Exception as error:  # noqa: BLE001 - a foreign package may raise anything; a campaign outlives it
             self._sinks.pop(name, None)
             detail = f"{name} is left out from now on: {type(error).__name__}: {error}"
-            self._emit("fault", what="metrics", detail=detail)
+            self._emit(FaultReported(what="metrics", detail=detail))
 
 
 def main() -> int:

@@ -45,7 +45,7 @@ PARTITION = "HPCRL_PARTITION"
 HEARTBEAT_S = 5
 LOST_AFTER_S = 20
 KERNEL_END_S = 10.0
-WORKER = "hpcrl.roles:work"
+WORKER = "hpcrl.roles.__main__:work"
 SCORE = "hpcrl.roles.reward:score"
 
 STEP = ("-m", "hpcrl.job.step")

@@ -41,7 +41,7 @@ inputs = ["weigh"]
 def reader_of(run: RunDir) -> psutil.Process | None:
     """The process that feeds the sinks."""
     guardian = psutil.Process(read_json(run.job(0).submitted)["pid"])
-    found = [process for process in guardian.children(recursive=True) if "hpcrl.metrics" in process.cmdline()]
+    found = [process for process in guardian.children(recursive=True) if "hpcrl.job.metrics_export" in process.cmdline()]
     return found[0] if found else None
 
 
