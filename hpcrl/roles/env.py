@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.campaign_dir.endpoints import Endpoint
+from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import Domain
 from hpcrl.engines.base import Completion, Engine
 from hpcrl.engines.http import RemoteEngine, client_session
@@ -118,13 +119,12 @@ class Host:
             newest_version=lambda: self.version,
             producer=context.name,
         )
-        self.num_hosts = context.role_plan.num_workers
+        self.worker = EnvWorkerId(context.index, context.role_plan.num_workers)
         self.agenda = Agenda(
             context.recipe.domains,
             tasks=TaskStream(
+                self.worker,
                 recipe_seed=context.recipe.seed,
-                host=context.index,
-                num_hosts=self.num_hosts,
                 start=reserve_block(context.run.task_blocks, host=context.index) * TASKS_PER_BLOCK,
             ),
             budget=FaultBudget(most=rollout.max_env_faults),
@@ -135,7 +135,7 @@ class Host:
             open_env=self.open_env,
         )
         self.curriculum = Curriculum.of(context.recipe, events=context.run.events)
-        self.gate = Gate(context.recipe, host=context.index, num_hosts=self.num_hosts)
+        self.gate = Gate(context.recipe, self.worker)
         self.journal = Journal(context.run.journal(context.index))
         self.telling = Telling(context.run.word(context.index))
         self.evaluator = _evaluator(self) if context.recipe.evaluation.every_versions else None
@@ -193,7 +193,7 @@ class Host:
     def _evaluate(self) -> None:
         """Go on with the evaluation, if there is one, in the room that training leaves."""
         if self.evaluator is not None:
-            most = share(self.context.recipe.rollout.max_running, host=self.context.index, num_hosts=self.num_hosts)
+            most = share(self.context.recipe.rollout.max_running, self.worker)
             self.evaluator.tend(version=self.version, room=most - self.groups.num_running, now=now())
 
     def _settled(self) -> int:
@@ -360,8 +360,7 @@ def _evaluator(host: Host) -> Evaluator:
 
     return Evaluator(
         context.recipe,
-        host=context.index,
-        num_hosts=host.num_hosts,
+        host.worker,
         job=context.job.number,
         record=Evaluations(context.run.evaluations),
         doing=Doing(

@@ -11,14 +11,14 @@ How many groups an env host may begin now, in every mode. Pure: what there is co
 
 from collections.abc import Sequence
 
+from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import Recipe, RolloutMode
 from hpcrl.rollout.groups import Groups
 
 
 def admitted_groups(
+    worker: EnvWorkerId,
     *,
-    host: int,
-    num_hosts: int,
     max_running: int,
     episodes_per_group: int,
     running_episodes: int,
@@ -28,18 +28,18 @@ def admitted_groups(
     groups_per_step: int,
     accepted_groups: int,
 ) -> int:
-    """How many whole groups env host `host` may begin now, so that no group ever waits half begun.
+    """How many whole groups an env worker may begin now, so that no group ever waits half begun.
 
     This is the formula of RollArt and AReaL: the lesser of what may run at once and of what stays fresh,
     (max_lag + version + 1) * groups_per_step - (accepted + running).
 
-    Only `running_episodes` and `running_groups` are the host's own; `accepted_groups` is the campaign's, so that what
+    Only `running_episodes` and `running_groups` are the worker's own; `accepted_groups` is the campaign's, so that what
     a slow or dead host does not produce falls to the others.
     A `max_running` below `episodes_per_group` admits nothing, on any host.
     """
-    most = share(max_running // episodes_per_group, host=host, num_hosts=num_hosts) * episodes_per_group
+    most = share(max_running // episodes_per_group, worker) * episodes_per_group
     fresh = (max_lag + version + 1) * groups_per_step - accepted_groups
-    mine = share(max(0, fresh), host=host, num_hosts=num_hosts)
+    mine = share(max(0, fresh), worker)
     return max(0, min((most - running_episodes) // episodes_per_group, mine - running_groups))
 
 
@@ -64,23 +64,21 @@ def with_spare(admitted: int, *, under_way: int, spare: int, room: int) -> int:
     return admitted if under_way or not admitted else max(admitted, min(admitted + spare, room))
 
 
-def share(whole: int, *, host: int, num_hosts: int) -> int:
-    """Host `host`'s part of `whole`; the parts differ by one at most and sum to it exactly."""
-    assert 0 <= host < num_hosts, f"host {host} of {num_hosts}"
-    return whole // num_hosts + (host < whole % num_hosts)
+def share(whole: int, worker: EnvWorkerId) -> int:
+    """One env worker's part of `whole`; the parts differ by one at most and sum to it exactly."""
+    return whole // worker.count + (worker.index < whole % worker.count)
 
 
 class Gate:
     """What one env host lets begin."""
 
-    def __init__(self, recipe: Recipe, *, host: int, num_hosts: int) -> None:
+    def __init__(self, recipe: Recipe, worker: EnvWorkerId) -> None:
         rollout = recipe.rollout
         self.waits = rollout.mode != "async"
         """Whole batches: one begins when nothing of the last is under way, and all of it with the newest version."""
         self._rollout = rollout
         self._groups_per_step = recipe.train.groups_per_step
-        self._host = host
-        self._num_hosts = num_hosts
+        self._worker = worker
         self._num_wanted = 0
 
     def admitted(self, groups: Groups, *, num_unsealed: int, num_waiting: int) -> int:
@@ -92,8 +90,7 @@ class Gate:
         rollout = self._rollout
         under_way = groups.num_open + num_unsealed // rollout.group_size
         admitted = admitted_groups(
-            host=self._host,
-            num_hosts=self._num_hosts,
+            self._worker,
             max_running=rollout.max_running,
             episodes_per_group=rollout.episodes_per_group,
             running_episodes=groups.num_running,
@@ -133,4 +130,4 @@ class Gate:
         return self.waits and self._num_wanted <= 0
 
     def _share(self, whole: int) -> int:
-        return share(whole, host=self._host, num_hosts=self._num_hosts)
+        return share(whole, self._worker)

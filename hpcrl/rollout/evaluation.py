@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import Domain, Recipe
 from hpcrl.errors import EnvFault
 from hpcrl.learn.evaluations import Evaluations, Part, Result, Round, due, merged
@@ -68,12 +69,9 @@ class _Share:
 class Evaluator:
     """The evaluations of one env host; `tend` it often, `close` it at the end."""
 
-    def __init__(
-        self, recipe: Recipe, *, host: int, num_hosts: int, job: int, record: Evaluations, doing: Doing
-    ) -> None:
+    def __init__(self, recipe: Recipe, worker: EnvWorkerId, *, job: int, record: Evaluations, doing: Doing) -> None:
         self._recipe = recipe
-        self._host = host
-        self._num_hosts = num_hosts
+        self._worker = worker
         self._job = job
         self._record = record
         self._doing = doing
@@ -97,7 +95,7 @@ class Evaluator:
     def _tend(self, *, version: int, room: int, now: float) -> None:
         if now - self._looked >= LOOK_S:
             self._looked = now
-            if self._host == 0:
+            if self._worker.index == 0:
                 self._lead(version)
             self._take_share(now)
         share = self._share
@@ -109,7 +107,7 @@ class Evaluator:
             self._playing.add(episode)
             episode.add_done_callback(self._playing.discard)
         if not share.waiting and not self._playing:
-            self._record.leave(share.part(), round=share.round, host=self._host)
+            self._record.leave(share.part(), round=share.round, host=self._worker.index)
             self._share = None
 
     async def close(self) -> None:
@@ -124,7 +122,7 @@ class Evaluator:
         if self._last is None:
             self._last = record.last()
         if round is not None and round.job == self._job and not record.has_result(round):
-            parts = record.parts(round, num_hosts=self._num_hosts)
+            parts = record.parts(round, num_hosts=self._worker.count)
             if parts is not None:
                 self._conclude(merged(round, parts))
         elif due(self._last, newest=version, every=self._recipe.evaluation.every_versions):
@@ -141,10 +139,10 @@ class Evaluator:
         if self._share is not None:
             return
         round = self._record.round()
-        if round is None or round.job != self._job or self._record.has_part(round, host=self._host):
+        if round is None or round.job != self._job or self._record.has_part(round, host=self._worker.index):
             return
         every = [(name, index) for name in self._domains for index in range(self._recipe.evaluation.num_episodes)]
-        self._share = _Share(round=round, began=now, waiting=deque(every[self._host :: self._num_hosts]))
+        self._share = _Share(round=round, began=now, waiting=deque(every[self._worker.index :: self._worker.count]))
 
     def _engines_ready(self, share: _Share, now: float) -> bool:
         return self._doing.served() >= share.round.version or now - share.began > ENGINES_S

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.spool.ids import make_episode_id, make_group_id, make_held_out_domain
 
 NUM_SEEDS = 1 << 31
@@ -38,16 +39,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskStream:
-    """The tasks of env host `host`: numbers `start` and above that are `host` modulo `num_hosts`.
+    """The tasks of an env worker: numbers `start` and above that are its index modulo the count of workers.
 
     After a resume `start` must be above every number used before; a number used twice would be the same task again.
     """
 
-    def __init__(self, *, recipe_seed: int, host: int, num_hosts: int, start: int = 0) -> None:
-        assert 0 <= host < num_hosts, f"host {host} of {num_hosts}"
+    def __init__(self, worker: EnvWorkerId, *, recipe_seed: int, start: int = 0) -> None:
         self._recipe_seed = recipe_seed
-        self._num_hosts = num_hosts
-        self._next = start + (host - start) % num_hosts
+        self._num_workers = worker.count
+        self._next = start + (worker.index - start) % worker.count
         self._weights: dict[str, float] = {}
         self._begun: Counter[str] = Counter()
 
@@ -57,7 +57,7 @@ class TaskStream:
             self._weights, self._begun = dict(weights), Counter()
         domain = next_domain(self._weights, self._begun)
         self._begun[domain] += 1
-        number, self._next = self._next, self._next + self._num_hosts
+        number, self._next = self._next, self._next + self._num_workers
         return Task(domain=domain, number=number, seed=stable_hash(self._recipe_seed, domain, number, bits=31))
 
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.rollout.admission import admitted_groups, share, with_spare
 
 counts = st.integers(0, 10_000)
@@ -11,8 +12,7 @@ counts = st.integers(0, 10_000)
 
 def groups(**changed):
     asked = {
-        "host": 0,
-        "num_hosts": 1,
+        "worker": EnvWorkerId(0, 1),
         "max_running": 128,
         "episodes_per_group": 8,
         "running_episodes": 0,
@@ -27,7 +27,7 @@ def groups(**changed):
 
 @given(counts, st.integers(1, 64))
 def test_shares_differ_by_one_at_most_and_sum_to_the_whole(whole, num_hosts):
-    shares = [share(whole, host=host, num_hosts=num_hosts) for host in range(num_hosts)]
+    shares = [share(whole, EnvWorkerId(host, num_hosts)) for host in range(num_hosts)]
     assert sum(shares) == whole
     assert max(shares) - min(shares) <= 1
 
@@ -53,22 +53,22 @@ def test_fresh_hosts_together_admit_what_one_host_would(num_hosts, max_running, 
         "version": version,
         "accepted_groups": accepted,
     }
-    assert sum(groups(host=host, num_hosts=num_hosts, **common) for host in range(num_hosts)) == groups(**common)
+    assert sum(groups(worker=EnvWorkerId(host, num_hosts), **common) for host in range(num_hosts)) == groups(**common)
 
 
 def test_what_a_dead_host_does_not_produce_falls_to_the_others():
     version, accepted = 0, 0
     for _ in range(200):
-        admitted = groups(host=1, num_hosts=2, version=version, accepted_groups=accepted)
+        admitted = groups(worker=EnvWorkerId(1, 2), version=version, accepted_groups=accepted)
         accepted += admitted
         version = accepted // 8
     assert version > 50
 
 
 @pytest.mark.parametrize("host", [-1, 2])
-def test_a_host_outside_the_count_has_no_share(host):
+def test_a_host_outside_the_count_is_refused(host):
     with pytest.raises(AssertionError, match="of 2"):
-        share(3, host=host, num_hosts=2)
+        EnvWorkerId(host, 2)
 
 
 def test_a_batch_begins_with_groups_to_spare_as_far_as_there_is_room() -> None:

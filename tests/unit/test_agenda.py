@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import Domain
 from hpcrl.envs.pool import Places, Pool, open_env
 from hpcrl.errors import ConfigError, EnvFault
@@ -187,7 +188,7 @@ def agenda(*, domain=None, **changed):
         name: Domain(env=f"tests.bad_envs:{env}", **(domain or {})) for name, env in (("a", "Echo"), ("b", "AsyncEcho"))
     }
     usual = {"budget": FaultBudget(most=0.5), "groups_ahead": 2, "episodes_per_group": 2, "cpus": 1, "mem_gib": 4.0}
-    return Agenda(domains, tasks=TaskStream(recipe_seed=0, host=0, num_hosts=1), **(usual | changed))
+    return Agenda(domains, tasks=TaskStream(EnvWorkerId(0, 1), recipe_seed=0), **(usual | changed))
 
 
 def test_isolated_environments_run_only_as_many_at_once_as_fit_into_memory():

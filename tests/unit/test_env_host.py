@@ -5,6 +5,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
+from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import load_recipe
 from hpcrl.roles.env import Host
 from hpcrl.rollout.admission import Gate
@@ -45,7 +46,7 @@ def test_nothing_begins_while_the_engines_are_too_far_behind() -> None:
         num_unsealed=0,
         curriculum=None,
         groups=Groups(group_size=2, episodes_per_group=2),
-        gate=Gate(recipe, host=0, num_hosts=1),
+        gate=Gate(recipe, EnvWorkerId(0, 1)),
         rollouts=SimpleNamespace(num_sealed=lambda: 0),
         router=SimpleNamespace(versions=lambda: [*told, -1], refresh=refresh),
         agenda=SimpleNamespace(next=lambda now: SimpleNamespace(group=f"lake/{now}")),

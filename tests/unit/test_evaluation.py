@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import load_recipe
 from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.errors import PlanError
@@ -72,7 +73,7 @@ class Hosts:
         self.go.set()
         doing = Doing(play=self.play, score=self.reward, emit=self.emit, served=lambda: self.served)
         self.hosts = [
-            Evaluator(self.recipe, host=host, num_hosts=num, job=job, record=self.record, doing=doing)
+            Evaluator(self.recipe, EnvWorkerId(host, num), job=job, record=self.record, doing=doing)
             for host in range(num)
         ]
         self.now = 0.0
@@ -138,7 +139,7 @@ def test_a_version_has_the_score_of_the_evaluation_nearest_to_it():
 
 
 def test_held_out_tasks_are_the_same_in_every_round_and_have_seeds_that_no_training_task_has():
-    stream = TaskStream(recipe_seed=0, host=0, num_hosts=1)
+    stream = TaskStream(EnvWorkerId(0, 1), recipe_seed=0)
     assert all(stream.draw({"lake": 1.0}).seed < NUM_SEEDS for _ in range(100))
     first, later = (held_out("lake", recipe_seed=0, round=number, index=3) for number in (0, 9))
     assert first.seed == later.seed >= NUM_SEEDS

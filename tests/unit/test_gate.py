@@ -2,6 +2,7 @@
 
 import pytest
 
+from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import load_recipe
 from hpcrl.rollout.admission import Gate
 from hpcrl.rollout.groups import Groups
@@ -17,7 +18,7 @@ def gate_of(mode, *, spare=0, max_running=100, host=0, num_hosts=1):
         "train.groups_per_step": 4,
     }
     recipe = load_recipe("quickstart", settings=tuple(f"{name}={value}" for name, value in settings.items()))
-    return Gate(recipe, host=host, num_hosts=num_hosts)
+    return Gate(recipe, EnvWorkerId(host, num_hosts))
 
 
 def groups_of(num):

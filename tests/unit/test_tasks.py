@@ -6,11 +6,12 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.rollout.tasks import TaskStream, next_domain, stable_hash
 
 
 def stream(weights=None, **changed):
-    tasks = TaskStream(**({"recipe_seed": 7, "host": 0, "num_hosts": 1} | changed))
+    tasks = TaskStream(**({"worker": EnvWorkerId(0, 1), "recipe_seed": 7} | changed))
     return iter(lambda: tasks.draw(weights or {"lake": 1.0}), None)
 
 
@@ -35,7 +36,7 @@ def test_a_stable_hash_is_the_same_on_every_machine():
 
 @given(st.integers(1, 6), st.integers(0, 1000))
 def test_hosts_never_share_a_number_and_leave_none_out(num_hosts, start):
-    streams = [stream(host=host, num_hosts=num_hosts, start=start) for host in range(num_hosts)]
+    streams = [stream(worker=EnvWorkerId(host, num_hosts), start=start) for host in range(num_hosts)]
     numbers = [task.number for one in streams for task in islice(one, 10)]
     assert sorted(numbers) == list(range(start, start + 10 * num_hosts))
 
@@ -57,14 +58,14 @@ def test_the_domain_furthest_behind_comes_next():
 
 
 def test_a_domain_that_comes_back_after_a_pause_does_not_take_all_turns():
-    tasks = TaskStream(recipe_seed=7, host=0, num_hosts=1)
+    tasks = TaskStream(EnvWorkerId(0, 1), recipe_seed=7)
     for _ in range(50):
         tasks.draw({"a": 1.0})
     assert [tasks.draw({"a": 1.0, "b": 1.0}).domain for _ in range(4)] == ["a", "b", "a", "b"]
 
 
 def test_new_weights_count_from_when_they_are_given():
-    tasks = TaskStream(recipe_seed=7, host=0, num_hosts=1)
+    tasks = TaskStream(EnvWorkerId(0, 1), recipe_seed=7)
     for _ in range(50):
         tasks.draw({"a": 1.0, "b": 1.0})
     assert Counter(tasks.draw({"a": 3.0, "b": 1.0}).domain for _ in range(40)) == {"a": 30, "b": 10}
