@@ -48,7 +48,7 @@ ROLLART = {"FrozenLake": (0.53, 0.53), "GEM-math": (1 / 0.79, 1 / 0.49)}
 """Time on 2 H800 / time on 6 H20; the shortest and the longest it tells."""
 EQUAL_COST = {"h800": 2, "h20": 6}
 NUM_ENVIRONMENTS = 1024
-TOLD = Routing(affinity={"compute": "compute", "bandwidth": "bandwidth"}, reluctance=1000.0, fair_domains=False)
+TOLD = Routing(affinity={"compute": "compute", "bandwidth": "bandwidth"}, mismatch_penalty=1000.0, fair_domains=False)
 """For trajectories whose domain says which hardware they belong to."""
 FILES = argparse.ArgumentParser(add_help=False)
 FILES.add_argument("--calls", type=Path, default=os.environ.get("HPCRL_BENCH_CALLS"))

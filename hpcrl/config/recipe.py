@@ -127,7 +127,7 @@ class Spool(Table, frozen=True, kw_only=True):
     """Smaller files that cost CPU time and are not mapped but copied; needs Python package hdf5plugin."""
     keep: Literal["all", "versions", "none"] = "all"
     """What becomes of trajectories that training is done with: archived, archived for a while, or removed."""
-    keep_versions: Count = 100
+    archive_versions: Count = 100
     """With keep = "versions": how many versions of the weights back the archive reaches."""
     retire_after_s: Annotated[float, Meta(ge=0)] = 300.0
     """Files are left alone for so long after their last use: readers on other machines may have them mapped."""
@@ -180,11 +180,11 @@ class Routing(Table, frozen=True, kw_only=True):
     affinity: Literal["auto"] | dict[Name, Literal["compute", "bandwidth"]] = "auto"
     """Hardware by domain ("default" for the rest): a domain of compute is served whole by prefill workers where these
     have more of it than decode workers; auto: decode workers, where they differ, by the cost model."""
-    reluctance: Annotated[float, Meta(ge=1)] = 2.0
+    mismatch_penalty: Annotated[float, Meta(ge=1)] = 2.0
     """How many times longer a turn may take on the hardware of its domain before it goes to another."""
-    home: bool = True
+    prefix_affinity: bool = True
     """Go back to the engine that holds the trajectory's KV, unless its turn is much less work for another."""
-    stay: Annotated[float, Meta(ge=1)] = 2.0
+    migration_factor: Annotated[float, Meta(ge=1)] = 2.0
     """How many times less work a turn must be elsewhere, prompt and all, for a trajectory to leave its home."""
     remote_prefill: Literal["always", "auto", "never"] = "always"
     """auto: where the cost model says that the prompt is sooner there."""
@@ -194,13 +194,13 @@ class Routing(Table, frozen=True, kw_only=True):
     """Domains that used more than their weight let the others go first."""
     keep_kv: bool = True
     """Tell engines for how long the KV of a trajectory is worth keeping between its turns."""
-    hold_back: bool = True
+    kv_admission: bool = True
     """A new trajectory waits while the KV of those that run fills all engines: what they drop is computed twice."""
-    flip: bool = False
+    switch_roles: bool = False
     """A worker changes over between prefill and decode when one of them is overloaded for long."""
     sizing: Literal["recipe", "auto"] = "recipe"
     """auto: workers change over towards the split that the cost model wants for the turns seen."""
-    sampled: Share = 0.0
+    log_share: Share = 0.0
     """Share of the decisions that are told as events."""
 
 
@@ -427,5 +427,5 @@ def load_recipe(name: str, *, settings: tuple[str, ...] = ()) -> Recipe:
     table, source = load_table("recipes", name, settings=settings)
     recipe = to_struct(table, Recipe, source=source)
     if (recipe.model.path is None) == (recipe.model.tiny is None):
-        raise ConfigError(f"{source}: [model] needs either `path` (a model directory) or [model.tiny]")
+        raise ConfigError(f"{source}: [model] needs either `path` (a model directory) or [model.tiny], and not both")
     return recipe

@@ -29,6 +29,18 @@ PATTERNS = {
     NAME: "a name of at most 64 letters, digits, '_' and '-'",
 }
 """What the patterns in structs mean to a person."""
+MAX_DEPTH = 64
+"""Tables and lists inside each other; no recipe or site needs a tenth of that."""
+RENAMED_KEYS = {
+    "router.reluctance": "router.mismatch_penalty",
+    "router.home": "router.prefix_affinity",
+    "router.stay": "router.migration_factor",
+    "router.hold_back": "router.kv_admission",
+    "router.flip": "router.switch_roles",
+    "router.sampled": "router.log_share",
+    "spool.keep_versions": "spool.archive_versions",
+}
+"""Old keys of recipes, and what they are called now."""
 
 
 def shipped(folder: Literal["recipes", "sites", "jobs"]) -> Path:
@@ -73,6 +85,7 @@ def load_table(kind: Kind, name: str, *, settings: Sequence[str] = ()) -> tuple[
     table = _extended(kind, path, seen=())
     for setting in settings:
         _apply(table, setting)
+    _refuse_deep(table, source=str(path))
     return table, str(path)
 
 
@@ -104,20 +117,62 @@ def _extended(kind: Kind, path: Path, *, seen: tuple[Path, ...]) -> Table:
 
 def _parse(path: Path) -> Table:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ConfigError(_too_deep(path)) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}): save it as UTF-8") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    _refuse_deep(table, source=path)
+    return table
 
 
-def _merged(base: Table, over: Table) -> Table:
-    merged = dict(base)
+def _refuse_deep(table: Table, *, source: object) -> None:
+    """Refuse what is nested too deep for functions that call themselves, level by level."""
+    level: list[Any] = [table]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _members(outer)]
+    if level:
+        raise ConfigError(_too_deep(source))
+
+
+def _members(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _too_deep(source: object) -> str:
+    return f"{source}: more than {MAX_DEPTH} tables or lists are nested in each other: make it flatter"
+
+
+def _replaced_key(trail: tuple[str, ...]) -> str | None:
+    """Return the key beside this one that is not taken over from the parent when a table sets this one.
+
+    Options are the arguments of one piece of code, and another one need not know them; a model is one of two things.
+    """
+    match trail:
+        case ("domains", _, "env") | ("train", "pipeline", _, "function"):
+            return "options"
+        case ("domains", _, "reward"):
+            return "reward_options"
+        case ("model", "path"):
+            return "tiny"
+        case ("model", "tiny"):
+            return "path"
+    return None
+
+
+def _merged(base: Table, over: Table, *, trail: tuple[str, ...] = ()) -> Table:
+    replaced = {_replaced_key((*trail, key)) for key in over}
+    merged = {key: value for key, value in base.items() if key not in replaced}
     for key, value in over.items():
         old = merged.get(key)
-        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = _merged(old, value, trail=(*trail, key)) if both else value
     return merged
 
 
@@ -129,8 +184,12 @@ def _apply(table: Table, setting: str) -> None:
         raise ConfigError(f"-s {setting}: expected key=value, such as -s rollout.group_size=16")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
+    except RecursionError:
+        raise ConfigError(_too_deep(f"-s {key.strip()}")) from None
     except tomllib.TOMLDecodeError:
         value = text
+    if parts[0] == "model" and isinstance(model := table.get("model"), dict):
+        model.pop(_replaced_key(tuple(parts[:2])), None)
     for part in parts[:-1]:
         inner = table.setdefault(part, {})
         if not isinstance(inner, dict):
@@ -160,6 +219,8 @@ def _refuse_unknown(value: Any, kind: Any, *, source: str, trail: tuple[str, ...
 
 def _unknown_key(source: str, trail: tuple[str, ...], key: str, known: Iterable[str]) -> str:
     where = ".".join((*trail, key))
+    if where in RENAMED_KEYS:
+        return f"{source}: {where!r} is now called {RENAMED_KEYS[where]!r}: use the new name"
     names = sorted(known)
     table = f"[{'.'.join(trail)}]" if trail else "the top level"
     return f"{source}: unknown key {where!r}: {nearest(key, names)}{table} takes {', '.join(names)}"

@@ -127,7 +127,7 @@ class Stock:
                 compression=spool.compression,
             )
             if spool.keep == "versions":
-                prune(self._shelves.archive, oldest_version=version - spool.keep_versions)
+                prune(self._shelves.archive, oldest_version=version - spool.archive_versions)
         except (OSError, SpoolError) as error:  # tried again later; training needs none of it
             emit("fault", what="spool", detail=f"segments could not be retired: {error}")
             return

@@ -35,8 +35,8 @@ gpu = ["h100", "h20"] # workers with an even number compute faster, those with a
 speed = 20
 
 [router]
-sampled = 1
-reluctance = 1000 # never on the other hardware
+log_share = 1
+mismatch_penalty = 1000 # never on the other hardware
 
 [router.affinity]
 lake = "compute"

@@ -56,6 +56,40 @@ def test_a_mistake_is_one_message_with_the_cure(home: Path, arguments: tuple[str
     assert nothing_left(home)
 
 
+@pytest.mark.parametrize("command", ["plan", "submit"])
+def test_a_recipe_that_is_nested_too_deep_is_refused(home: Path, tmp_path: Path, command: str) -> None:
+    recipe = tmp_path / "deep.toml"
+    recipe.write_text("x = " + "[" * 2000 + "]" * 2000)
+    message = refused(command, str(recipe), "--site", "local")
+    assert "deep.toml: more than 64 tables or lists are nested" in message
+    assert len(message.splitlines()) == 1
+    assert nothing_left(home)
+
+
+def test_the_first_example_of_the_docs_is_accepted(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example names a module, so one of that name is made."""
+    text = Path(__file__).parents[2].joinpath("docs", "recipes.md").read_text()
+    (tmp_path / "mine.toml").write_text(text.split("```toml\n")[1].split("```")[0])
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "my_module.py").write_text(OWN_ENV)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    hpcrl("submit", str(tmp_path / "mine.toml"), "--site", "local", "--dry-run")
+
+
+OWN_ENV = """
+class MyEnv:
+    def __init__(self, *, size: int) -> None: ...
+    def reset(self, seed: int) -> str: ...
+    def step(self, action: str) -> None: ...
+    def close(self) -> None: ...
+
+def my_reward(trajectory):
+    return 1.0
+"""
+
+
 def test_a_model_directory_that_is_none_is_refused(home: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text(

@@ -6,7 +6,7 @@ import pytest
 
 from hpcrl.config.recipe import load_recipe
 from hpcrl.config.site import load_site
-from hpcrl.config.toml import find, known_names, load_table
+from hpcrl.config.toml import RENAMED_KEYS, find, known_names, load_table
 from hpcrl.errors import ConfigError
 
 RECIPE = """
@@ -119,7 +119,8 @@ def test_a_setting_below_a_plain_value_is_refused(recipe: Path) -> None:
 
 
 def test_a_model_needs_exactly_one_source(recipe: Path) -> None:
-    assert "either `path`" in refused(recipe, "model.path=/models/x")
+    recipe.write_text(RECIPE.replace("[model.tiny]", "[model]"))
+    assert "either `path`" in refused(recipe)
 
 
 def test_an_unknown_recipe_lists_what_there_is(home: Path) -> None:
@@ -149,3 +150,79 @@ def test_a_gpu_that_nobody_knows_is_refused(home: Path) -> None:
 def test_settings_reach_a_table_that_was_not_there(recipe: Path) -> None:
     table, _ = load_table("recipes", str(recipe), settings=("job.walltime_min=5",))
     assert table["job"] == {"walltime_min": 5}
+
+
+DEEP = {
+    "lists": "x = " + "[" * 2000 + "]" * 2000,
+    "tables": f"[{'.'.join('a' * 2000)}]",
+    "inline": "x = " + "{a = " * 2000,
+}
+
+
+@pytest.mark.parametrize("text", DEEP.values(), ids=DEEP)
+def test_a_file_that_is_nested_too_deep_is_refused(recipe: Path, text: str) -> None:
+    recipe.write_text(text)
+    assert "nested" in refused(recipe)
+
+
+@pytest.mark.parametrize("setting", ["x=" + "[" * 2000, ".".join("a" * 2000) + "=1"], ids=["value", "key"])
+def test_a_setting_that_is_nested_too_deep_is_refused(recipe: Path, setting: str) -> None:
+    assert "nested" in refused(recipe, setting)
+
+
+def child_of(recipe: Path, text: str) -> Path:
+    child = recipe.with_name("child.toml")
+    child.write_text(f'extends = "small.toml"\n{text}')
+    return child
+
+
+LAKE_OPTIONS = '[domains.lake.options]\nmap = "4x4"\nshow = "lake"\n[domains.lake.reward_options]\nscale = 2\n'
+
+
+def test_options_of_the_parent_are_merged(recipe: Path) -> None:
+    recipe.write_text(RECIPE + LAKE_OPTIONS)
+    child = child_of(recipe, '[domains.lake.options]\nshow = "position"')
+    assert load_recipe(str(child)).domains["lake"].options == {"map": "4x4", "show": "position"}
+
+
+def test_options_of_the_parent_are_replaced_by_a_table_that_sets_env(recipe: Path) -> None:
+    recipe.write_text(RECIPE + LAKE_OPTIONS)
+    lake = load_recipe(str(child_of(recipe, '[domains.lake]\nenv = "my.own:Env"\noptions.size = 8'))).domains["lake"]
+    assert (lake.env, lake.options, lake.reward_options) == ("my.own:Env", {"size": 8}, {"scale": 2})
+
+
+def test_reward_options_of_the_parent_are_replaced_by_a_table_that_sets_reward(recipe: Path) -> None:
+    recipe.write_text(RECIPE + LAKE_OPTIONS)
+    lake = load_recipe(str(child_of(recipe, '[domains.lake]\nreward = "my.own:reward"'))).domains["lake"]
+    assert (lake.options, lake.reward_options) == ({"map": "4x4", "show": "lake"}, {})
+
+
+def test_pipeline_options_of_the_parent_are_replaced_by_a_node_that_sets_function(recipe: Path) -> None:
+    recipe.write_text(RECIPE + '[train.pipeline.shape]\nfunction = "a:b"\noptions.low = 1\n')
+    child = child_of(recipe, '[train.pipeline.shape]\nfunction = "a:c"\noptions.high = 2')
+    assert load_recipe(str(child)).train.pipeline["shape"].options == {"high": 2}
+
+
+def test_a_model_path_replaces_the_tiny_model_of_the_parent(recipe: Path) -> None:
+    model = load_recipe(str(child_of(recipe, '[model]\npath = "/models/small"'))).model
+    assert (model.path, model.tiny) == ("/models/small", None)
+    assert load_recipe(str(recipe), settings=("model.path=/models/small",)).model == model
+
+
+def test_a_tiny_model_replaces_the_model_path_of_the_parent(recipe: Path) -> None:
+    recipe.write_text(RECIPE.replace("[model.tiny]", '[model]\npath = "/models/small"'))
+    model = load_recipe(str(child_of(recipe, "[model.tiny]\nhidden_size = 32"))).model
+    assert (model.path, model.tiny and model.tiny.hidden_size) == (None, 32)
+    assert load_recipe(str(recipe), settings=("model.tiny.hidden_size=32",)).model == model
+
+
+def test_a_model_path_and_a_tiny_model_in_one_file_are_refused(recipe: Path) -> None:
+    recipe.write_text(RECIPE.replace("[model.tiny]", '[model]\npath = "/models/small"\n[model.tiny]'))
+    assert "not both" in refused(recipe)
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
+def test_an_old_key_is_answered_with_the_new_one(recipe: Path, old: str, new: str) -> None:
+    assert f"{old!r} is now called {new!r}" in refused(recipe, f"{old}=1")
+    table, name = new.split(".")
+    assert name in getattr(load_recipe(str(recipe)), table).__struct_fields__

@@ -59,7 +59,7 @@ def test_a_new_trajectory_waits_while_all_kv_is_spoken_for():
     full = [worker(gpu, held=KV[gpu], holding=9) for gpu in ("h100", "h20")]
     decision = decide(ask(), known(*full), draw=random.Random(0))
     assert (decision.decode, decision.reason) == (None, "no room for KV")
-    assert chosen(ask(), known(*full, hold_back=False)) is not None
+    assert chosen(ask(), known(*full, kv_admission=False)) is not None
 
 
 def test_a_trajectory_that_has_its_place_does_not_wait_for_room():
@@ -79,7 +79,7 @@ def test_where_trajectories_have_outgrown_the_kv_the_small_ones_give_way():
     large = Course("lake", home=full.name, held_at=full.name, held=KV["h100"] // 2)
     assert must_yield(ask(course=small), known(full))
     assert not must_yield(ask(KV["h100"] // 2, course=large), known(full))
-    assert not must_yield(ask(course=small), known(full, hold_back=False))
+    assert not must_yield(ask(course=small), known(full, kv_admission=False))
 
 
 def test_nobody_gives_way_while_there_is_room_or_to_nobody():
@@ -145,7 +145,7 @@ def test_a_trajectory_to_which_a_tool_gave_a_long_file_leaves_for_hardware_that_
     course = at_home(home, num_kept=3000)
     assert chosen(ask(11_000, num_new=100, course=course), known(home, other)) == other.name
     assert chosen(ask(3200, num_new=100, course=course), known(home, other)) == home.name
-    assert chosen(ask(11_000, num_new=100, course=course), known(home, other, stay=10.0)) == home.name
+    assert chosen(ask(11_000, num_new=100, course=course), known(home, other, migration_factor=10.0)) == home.name
 
 
 def test_a_trajectory_does_not_leave_for_an_engine_whose_kv_is_spoken_for():

@@ -386,7 +386,7 @@ def test_decisions_are_told_when_they_are_sampled(pool):
     told = []
 
     async def run():
-        rules = Routing(sampled=1.0)
+        rules = Routing(log_share=1.0)
         async with Router(
             pool.directory, connect=pool.connect, seed=0, patience=FAST, rules=rules, on_route=told.append
         ) as router:
@@ -406,7 +406,7 @@ def test_a_worker_that_changed_over_does_the_other_role(pool, tmp_path_factory):
     path.write_text('{"000-decode-1": "prefill"}')
 
     async def run():
-        flips = Flips(path, rules=Routing(flip=True), leads=False)
+        flips = Flips(path, rules=Routing(switch_roles=True), leads=False)
         async with Router(pool.directory, connect=pool.connect, seed=0, patience=FAST, flips=flips) as router:
             return sorted(router.loads("prefill")), sorted(router.loads("decode"))
 
@@ -420,7 +420,7 @@ def test_the_leading_host_flips_a_worker_when_a_strain_has_lasted(pool, tmp_path
     path = tmp_path_factory.mktemp("flips") / "flips.json"
 
     async def run():
-        flips = Flips(path, rules=Routing(flip=True), leads=True)
+        flips = Flips(path, rules=Routing(switch_roles=True), leads=True)
         async with Router(pool.directory, connect=pool.connect, seed=0, flips=flips) as router:
             pool.engines["000-prefill-0"].running = 40
             await asyncio.sleep(SUSTAINED_S + 5)

@@ -57,7 +57,7 @@ def routed(tmp_path, config):
     (run.model / "config.json").write_text(json.dumps(config))
     endpoint = Endpoint(role="decode", worker="000-decode-0", node="n", url="u", token="t", gpu="h20", num_gpus=1)
     announce(run.endpoints, endpoint)
-    recipe = load_recipe("quickstart", settings=("router.sampled=1.0",))
+    recipe = load_recipe("quickstart", settings=("router.log_share=1.0",))
 
     async def turn():
         log = EventLog(run.events / "env.jsonl", role="env")

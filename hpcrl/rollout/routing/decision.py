@@ -179,7 +179,7 @@ class Known:
 
     def home(self, name: str | None) -> Worker | None:
         """The worker of that name, if trajectories go back to theirs."""
-        return self.workers.get(name) if name and self.rules.home else None
+        return self.workers.get(name) if name and self.rules.prefix_affinity else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +225,8 @@ def _choice(
     if not fit:  # bad luck with the draw: look at all
         everyone = (worker for kind in kinds.values() for worker in kind)
         fit = _fit(everyone, ask, role, known, home=home, wanted=wanted, refused=refused)
-    stay = known.rules.stay if role == "prefill" else 1.0  # prompts wait for each other there
-    return cheapest(fit, reluctance=known.rules.reluctance, stay=stay)
+    stay = known.rules.migration_factor if role == "prefill" else 1.0  # prompts wait for each other there
+    return cheapest(fit, reluctance=known.rules.mismatch_penalty, stay=stay)
 
 
 def _fit(
@@ -249,7 +249,7 @@ def _fit(
     if home is None or role == "prefill":
         return candidates
     at_home = _candidate(ask, home, role, suits=True, is_home=True)
-    stay = known.rules.stay if _num_known(ask, home) else 1.0
+    stay = known.rules.migration_factor if _num_known(ask, home) else 1.0
     return [one for one in candidates if one.is_home or pays_to_leave(at_home, one, stay=stay)]
 
 
@@ -268,7 +268,7 @@ def _candidate(ask: Ask, worker: Worker, role: str, *, suits: bool, is_home: boo
 def _has_room(ask: Ask, worker: Worker, known: Known, *, home: Worker | None) -> bool:
     """A trajectory that begins, or could stay at home, shall not make others lose their KV; where nobody has any, or
     where its own home is gone, it may go on."""
-    if not known.rules.hold_back:
+    if not known.rules.kv_admission:
         return True
     if ask.course.held_at is not None and (home is None or ask.course.held_at == worker.name):
         return True
@@ -283,7 +283,7 @@ def must_yield(ask: Ask, known: Known) -> bool:
     to where they were, or to hardware that computes their prompts no more slowly.
     """
     worker = known.workers.get(ask.course.held_at or "")
-    if worker is None or not known.rules.hold_back or worker.ours_holding < 2:
+    if worker is None or not known.rules.kv_admission or worker.ours_holding < 2:
         return False
     is_small = ask.course.held * worker.ours_holding <= worker.ours_held
     return is_small and worker.kv_fullness(num_held=_num_held(ask, worker)) > 1

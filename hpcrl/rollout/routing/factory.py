@@ -26,7 +26,7 @@ def make_router(
         return pace(gpu, shape=shape, tp=max(1, endpoint.num_gpus)) if gpu and shape else None
 
     rules = recipe.router
-    may_flip = rules.flip or rules.sizing == "auto"
+    may_flip = rules.switch_roles or rules.sizing == "auto"
     return Router(
         run.endpoints,
         connect=connect,
@@ -35,7 +35,7 @@ def make_router(
         weights={name: domain.weight for name, domain in recipe.domains.items()},
         pace_of=pace_of,
         flips=Flips(run.flips, rules=rules, leads=host == 0) if may_flip else None,
-        on_route=(lambda decided: events.emit("route", **decided)) if rules.sampled else None,
+        on_route=(lambda decided: events.emit("route", **decided)) if rules.log_share else None,
     )
 
 

@@ -133,7 +133,7 @@ class Flips:
     def _strain(
         self, by_role: dict[Role, list[Worker]], *, usual_turn: tuple[float, float], now: float
     ) -> Strain | None:
-        if self.rules.flip:
+        if self.rules.switch_roles:
             loads = {role: mean_load(found) for role, found in by_role.items()}
             if (found := strain(loads, before=self.strained, now=now)) is not None:
                 return found

@@ -369,7 +369,7 @@ class Router:
 
     def _note(self, request: GenerateRequest, decision: Decision) -> None:
         self.reasons[decision.reason] += 1
-        if self._on_route is not None and self._draw.random() < self._rules.sampled:
+        if self._on_route is not None and self._draw.random() < self._rules.log_share:
             self._on_route({"id": request.request_id, "domain": request.domain, **asdict(decision)})
 
 
