@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING
 
 from hpcrl import __version__
 from hpcrl.errors import HpcrlError
+from hpcrl.system.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 
 if TYPE_CHECKING:
     from hpcrl.campaign_dir.paths import RunDir
     from hpcrl.config.recipe import Recipe
     from hpcrl.plan.plan import Plan
-
-EXIT_USAGE = 2
-EXIT_CAMPAIGN_FAILED = 1
-EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -209,7 +206,7 @@ def _watch(name: str) -> int:
     snapshot = watch(collector, console=Console(highlight=False), until_done=True)
     for line in campaign.closing_words(run, state=snapshot.state, rewards=snapshot.reward_mean):
         _say(line)
-    return 0 if snapshot.state in ("done", "stopped", "queued", "running", "draining") else EXIT_CAMPAIGN_FAILED
+    return 0 if snapshot.state in ("done", "stopped", "queued", "running", "draining") else EXIT_FAILED
 
 
 def _logs(arguments: argparse.Namespace) -> int:

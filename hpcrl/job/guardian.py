@@ -19,6 +19,7 @@ from hpcrl.errors import SlurmError
 from hpcrl.job import next_job
 from hpcrl.job.next_job import Outcome
 from hpcrl.slurm.commands import cancel_recorded
+from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.files import publish
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, wait_for_descendants
 from hpcrl.weights.window.file import unlink_recorded
@@ -45,7 +46,7 @@ def guarded(drive: Callable[[int], int], run: RunDir, job: JobDir) -> int:
     publish(job.outcome, told or verdict("failed", f"the driver {how}"))
     if next_job.ending(run, job) is not None:
         _try(lambda: next_job.take_back(run, job))
-    return code if code >= 0 else 128 - code
+    return encode_exit_code(code)
 
 
 def verdict(outcome: Outcome, reason: str) -> bytes:

@@ -11,12 +11,12 @@ import sys
 import time
 from types import FrameType
 
-from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, encode_exit_code
 from hpcrl.system.processes import die_with_parent
 
 LOOK_S = 0.25
 GRACE_S = 10.0
-ENDED_WELL = (0, EXIT_DONE, EXIT_DRAINED)
+ENDED_WELL = (EXIT_DONE, EXIT_DRAINED)
 
 
 def main(size: int, first: int, num: int, command: list[str]) -> int:
@@ -33,7 +33,7 @@ def main(size: int, first: int, num: int, command: list[str]) -> int:
         time.sleep(LOOK_S)
     code = next((_failed(rank) for rank in ranks if _failed(rank)), ranks[0].returncode)
     _end(ranks)
-    return code if code >= 0 else 128 - code
+    return encode_exit_code(code)
 
 
 def _started(command: list[str], *, rank: int, local: int, size: int) -> "subprocess.Popen[bytes]":

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
+from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants
 
 GRACE_S = 3.0
@@ -32,7 +33,7 @@ def main(end: Path, command: list[str]) -> int:
             signal.signal(sig, forward)
         code = _until_it_ends(child, end)
         end_descendants(grace_s=GRACE_S)
-    return code if code >= 0 else 128 - code
+    return encode_exit_code(code)
 
 
 def _until_it_ends(child: "subprocess.Popen[bytes]", end: Path) -> int:

@@ -19,7 +19,7 @@ from hpcrl.slurm.commands import ask_slurm, check_answer, limited_command, run_s
 from hpcrl.system.files import publish
 from hpcrl.system.processes import is_alive, start_ticks
 
-NEEDED = ("sbatch", "srun", "squeue", "scancel", "scontrol")
+NEEDED = ("sbatch", "srun", "squeue", "scancel")
 
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):

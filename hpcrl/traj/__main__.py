@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import HpcrlError
+from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
 from hpcrl.system.files import read_json
 from hpcrl.traj.arguments import add_commands
 
 if TYPE_CHECKING:
     from hpcrl.traj.history import History
 
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 NUM_TOLD = 5
 
 

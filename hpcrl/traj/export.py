@@ -18,6 +18,7 @@ import msgspec
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool.record import COLUMNS, Trajectory, Turn
+from hpcrl.system.exit_codes import EXIT_FAILED
 from hpcrl.system.files import discard, staged, sync_directory
 from hpcrl.system.terminal import complain
 from hpcrl.traj.conversation import Speech, conversation, load_speech, messages
@@ -66,7 +67,6 @@ STDOUT = Path("-")
 MARK = "hpcrl-export.json"
 SHARD_TOKENS = 64 << 20
 """About a GiB of columns before compression."""
-EXIT_INCOMPLETE = 1
 _ENDINGS = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", "": "hf"}
 
 
@@ -90,7 +90,7 @@ def export(history: History, wanted: Wanted, *, target: Path, kind: str | None, 
         raise SpoolError(f"cannot export as {kind}: {error}; nothing was left in {str(target)!r}") from error
     where = "" if target == STDOUT else f" to {target}"
     complain(f"{counted.num:,} trajectories exported{where}")
-    return EXIT_INCOMPLETE if history.problems else 0
+    return EXIT_FAILED if history.problems else 0
 
 
 class _Counted:

@@ -29,6 +29,7 @@ from hpcrl.spool.ids import get_group, make_group_id
 from hpcrl.spool.listing import listed, parse
 from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.segment import Segment, read_segment
+from hpcrl.system.exit_codes import EXIT_FAILED
 from hpcrl.system.files import read_json
 from hpcrl.system.terminal import in_line, make_console, print_json, size
 from hpcrl.traj.arguments import SPOOLS
@@ -300,7 +301,6 @@ def _progress(items: Sequence[T], what: str) -> Iterable[T]:
     return track(items, what, console=console, transient=True, disable=not items or not console.is_terminal)
 
 
-EXIT_DAMAGE = 1
 NUM_SHOWN = 100
 
 
@@ -311,7 +311,7 @@ def verify(run: RunDir, *, as_json: bool) -> int:
         print_json(report)
     else:
         _print(make_console(), report)
-    return 0 if report.clean else EXIT_DAMAGE
+    return 0 if report.clean else EXIT_FAILED
 
 
 def _print(console: Console, report: Report) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from types import FrameType
 
+from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.processes import adopt_orphans, descendants, die_with_parent, end_descendants
 from hpcrl.weights.window.shm_cleanup import Ledger, sweep
 
@@ -38,7 +39,7 @@ def main(parent: int, command: list[str]) -> int:
     ledger.note(descendants())
     end_descendants(grace_s=GRACE_S)
     ledger.clear()
-    return code if code >= 0 else 128 - code
+    return encode_exit_code(code)
 
 
 def _until_it_ends(child: "subprocess.Popen[bytes]", ledger: Ledger) -> int:

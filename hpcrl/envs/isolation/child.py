@@ -21,6 +21,7 @@ from typing import Any
 from hpcrl.envs.base import Step, construct
 from hpcrl.envs.isolation.wire import Act, Answer, Close, Make, Request, Reset, encode, receive_request
 from hpcrl.errors import HpcrlError
+from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.processes import adopt_orphans, end_descendants
 
 ASIDE = 500
@@ -45,7 +46,7 @@ def _keep(child: int) -> int:
     status = os.waitpid(child, os.WNOHANG)[1] if ended in select.select([ended], [], [], 0)[0] else 0
     end_descendants(grace_s=0.0)
     code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    return encode_exit_code(code)
 
 
 def _serve(connection: socket.socket) -> int:
