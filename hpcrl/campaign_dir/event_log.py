@@ -1,4 +1,4 @@
-"""Append-only JSON-lines events, one file a process; the monitor and the tests read nothing else.
+"""Append-only JSON-lines events, one file a process; what they say is in hpcrl.campaign_dir.events.
 
 A line is written by one write(2) on an O_APPEND descriptor, so a killed process tears at most its own last line.
 Every line has `time` (seconds since the epoch), `event`, and who wrote it: `job`, `role`, `worker`, `node`.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcrl.campaign_dir.events import CampaignEvent, build_line, parse
 from hpcrl.system.files import json_lines
 
 
@@ -24,10 +25,10 @@ class EventLog:
         self._who = who
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
-    def emit(self, event: str, **fields: Any) -> None:
+    def emit(self, event: CampaignEvent) -> None:
         """Append one event."""
-        line = json.dumps({"time": round(time.time(), 3), "event": event, **self._who, **fields})
-        os.write(self._fd, line.encode() + b"\n")
+        line = build_line(event, time=round(time.time(), 3), origin=self._who)
+        os.write(self._fd, json.dumps(line).encode() + b"\n")
 
     def beat(self) -> None:
         """Say "alive" without a line: touch the file."""
@@ -51,8 +52,12 @@ class EventReader:
     offsets: dict[str, int] = field(default_factory=dict)
     """How many bytes of each file have been read; whoever keeps them can go on there in another process."""
 
-    def poll(self) -> Iterator[dict[str, Any]]:
-        """New events, file by file; a line still being written waits for the next call."""
+    def poll(self) -> Iterator[CampaignEvent]:
+        """New events, file by file; a line still being written waits for the next call, one of no use is skipped."""
+        return (event for line in self.poll_lines() if (event := parse(line)) is not None)
+
+    def poll_lines(self) -> Iterator[dict[str, Any]]:
+        """The same as they are written, of whatever kind."""
         self.unreadable.clear()
         for path in sorted(self.directory.glob(self.pattern)):
             try:
@@ -78,5 +83,5 @@ class EventReader:
 
 
 def read_events(directory: Path) -> list[dict[str, Any]]:
-    """All events of a campaign so far, in order of time."""
-    return sorted(EventReader(directory).poll(), key=lambda event: float(event.get("time", 0.0)))
+    """All lines of a campaign so far, in order of time."""
+    return sorted(EventReader(directory).poll_lines(), key=lambda event: float(event.get("time", 0.0)))

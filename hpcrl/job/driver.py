@@ -18,6 +18,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import (
+    DrainStarted,
+    FaultReported,
+    JobEnded,
+    JobStarted,
+    LayoutChosen,
+    NextJobQueued,
+    RungChanged,
+    WorkerFailed,
+    WorkerRestarted,
+)
 from hpcrl.campaign_dir.paths import JobDir, RunDir
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
@@ -138,8 +149,8 @@ class Driver:
         signal.signal(signal.SIGUSR2, self._on_near_end)
         allocation = read_allocation(self.plan)
         self.slurm_id = allocation.job_id
-        self.events.emit("job-started", slurm_id=allocation.job_id, end_time=allocation.end_time)
-        self.events.emit("layout", layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes)
+        self.events.emit(JobStarted(slurm_id=allocation.job_id, end_time=allocation.end_time))
+        self.events.emit(LayoutChosen(layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes))
         if allocation.job_id is not None:
             scrub(os.environ)
         for number in self.run.job_numbers():  # where a whole node died, nobody was left to end them
@@ -165,7 +176,7 @@ class Driver:
             runtime.close(grace_s=CLOSE_GRACE_S)
             if self.reporter is not None:
                 self.reporter.close()
-        self.events.emit("job-ended", outcome=outcome, reason=reason)
+        self.events.emit(JobEnded(outcome=outcome, reason=reason))
         return outcome, reason
 
     def _start_couriers(self, runtime: "Runtime") -> None:
@@ -187,15 +198,15 @@ class Driver:
             return
         before, were_running = self.couriers.rung, self.couriers.running
         if (wrong := self.couriers.tend()) is not None:
-            self.events.emit("worker-failed", of="couriers", reason=wrong)
+            self.events.emit(WorkerFailed(of="couriers", reason=wrong))
         if self.couriers.running and (wrong is not None or not were_running):
-            self.events.emit("worker-restarted", of="couriers")
+            self.events.emit(WorkerRestarted(of="couriers"))
         if self.couriers.rung != before:
             self._take_rung(self.couriers.rung)
 
     def _take_rung(self, rung: Rung) -> None:
         versions.set_rung(private_dir(self.run.weights), rung)
-        self.events.emit("rung", rung=rung.rung, reason=rung.reason)
+        self.events.emit(RungChanged(rung=rung.rung, reason=rung.reason))
 
     def _close_couriers(self) -> None:
         if self.couriers is not None:
@@ -210,10 +221,10 @@ class Driver:
         try:
             id = next_job.follow(self.run, self.job, plan=self.plan, site=self.site, slurm_id=self.slurm_id)
         except (SlurmError, OSError) as error:
-            self.events.emit("fault", what="chain", detail=f"no job follows this one: {error}")
+            self.events.emit(FaultReported(what="chain", detail=f"no job follows this one: {error}"))
         else:
             if id is not None:
-                self.events.emit("follower", slurm_id=id, number=self.job.number + 1)
+                self.events.emit(NextJobQueued(slurm_id=id, number=self.job.number + 1))
 
     def _start_workers(self, runtime: "Runtime") -> None:
         for role in LONG_LIVED:
@@ -248,10 +259,10 @@ class Driver:
             self._worker_failed("train-0", f"exit code {trainer_code}: {last_line(self.job.log('train-0'))}")
             runtime.start_trainer()
         for role, node in runtime.replace_lost_blocks():
-            self.events.emit("fault", what="worker pool", detail=f"{role} on {node} ended and was started again")
+            self.events.emit(FaultReported(what="worker pool", detail=f"{role} on {node} ended and was started again"))
             pool = f"the worker pool of {role} on {node}"
             if self._survives(pool) and runtime.give_up(role, node):
-                self.events.emit("fault", what="node", detail=f"{role} goes on without {node}")
+                self.events.emit(FaultReported(what="node", detail=f"{role} goes on without {node}"))
                 if self.couriers is not None:
                     self.couriers.go(runtime.courier_ways(self.site, [way.rung for way in self.couriers.ways]))
             else:
@@ -263,9 +274,9 @@ class Driver:
                 worker.future = runtime.start_worker(worker.role, worker.index)
 
     def _worker_failed(self, name: str, reason: str) -> None:
-        self.events.emit("worker-failed", of=name, reason=reason)
+        self.events.emit(WorkerFailed(of=name, reason=reason))
         self._spend(name, reason)
-        self.events.emit("worker-restarted", of=name)
+        self.events.emit(WorkerRestarted(of=name))
 
     def _survives(self, pool: str) -> bool:
         """A node that takes no more steps is lost, and the job is to outlive that."""
@@ -294,7 +305,7 @@ class Driver:
         self.drain_reason = reason
         self.drain_deadline = time.monotonic() + grace_s
         publish(self.job.drain, reason)
-        self.events.emit("draining", reason=reason, grace_s=grace_s)
+        self.events.emit(DrainStarted(reason=reason, grace_s=grace_s))
 
     def _drained(self) -> tuple[Outcome, str]:
         stopped = self.run.stop.exists()

@@ -12,6 +12,7 @@ import time
 from typing import Literal
 
 from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import CheckpointSaved
 from hpcrl.campaign_dir.paths import JobDir, RunDir
 from hpcrl.config.site import Site
 from hpcrl.plan.plan import Plan
@@ -83,4 +84,4 @@ def _num_left(job: JobDir, plan: Plan) -> int:
 
 def _made_checkpoint(run: RunDir, number: int) -> bool:
     told = EventReader(run.events, pattern=f"{number:03d}-train-*.jsonl").poll()
-    return any(event["event"] == "checkpoint" for event in told)
+    return any(isinstance(event, CheckpointSaved) for event in told)

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, RewardJobsScaled
 from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.config.recipe import Reward
 from hpcrl.spool.listing import Listing
@@ -78,7 +79,7 @@ class Scoring:
     reward: Reward
     elastic: bool
     """Whether reward jobs can be begun; without them all is scored on spare cores."""
-    emit: Callable[..., None]
+    emit: Callable[[CampaignEvent], None]
     spend: Callable[[str, str], None]
     """Called with what failed and why; it raises once that has happened too often."""
     work: dict[str, _Work] = field(default_factory=dict)
@@ -114,7 +115,7 @@ class Scoring:
         error = future.exception()
         if error is None:
             return
-        self.emit("fault", what="reward", detail=f"{segment}: {error}")
+        self.emit(FaultReported(what="reward", detail=f"{segment}: {error}"))
         if not _is_lost(error):  # a preempted job says nothing about the segment: it is simply scored again
             self.spend(f"the scoring of {segment}", str(error))
 
@@ -122,7 +123,7 @@ class Scoring:
         for segment, work in list(self.work.items()):
             if work.elastic and not work.future.done() and self.scale.gives_up(since=work.since, now=now):
                 why = f"no reward job took it for {self.scale.patience_s:g} s: spare cores do"
-                self.emit("fault", what="reward", detail=f"{segment}: {why}")
+                self.emit(FaultReported(what="reward", detail=f"{segment}: {why}"))
                 self._begin(workers, segment, elastic=False, now=now)
 
     def _rescale(self, workers: Workers, *, now: float) -> None:
@@ -131,10 +132,10 @@ class Scoring:
         match self.scale.look(waiting=waiting, jobs=jobs, now=now):
             case "begin":
                 workers.begin_reward_job()
-                self.emit("reward-jobs", num=jobs + 1, waiting=waiting)
+                self.emit(RewardJobsScaled(num=jobs + 1, waiting=waiting))
             case "end":
                 workers.end_reward_jobs()
-                self.emit("reward-jobs", num=0, waiting=0)
+                self.emit(RewardJobsScaled(num=0, waiting=0))
 
 
 def _is_lost(error: Any) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpcrl.campaign_dir.event_log import EventReader
-from hpcrl.campaign_dir.events import parse
 from hpcrl.campaign_dir.paths import SPOOLS, RunDir
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
@@ -85,7 +84,7 @@ class Collector:
         directory = self._rundir.events
         if directory.exists() and not os.access(directory, os.R_OK | os.X_OK, effective_ids=True):
             problems.append(f"{directory.name}/ cannot be read: permission denied")
-        self._progress.add_all(event for line in self._reader.poll() if (event := parse(line)))
+        self._progress.add_all(self._reader.poll())
         problems += [f"{name} cannot be read: {why}" for name, why in self._reader.unreadable.items()]
 
     def _ask_slurm(self, ids: Sequence[str], now: float) -> None:

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 import msgspec
 
 from hpcrl.campaign_dir.events import (
-    Draining,
-    Episodes,
-    Evaluation,
-    Event,
-    Fault,
+    CampaignEvent,
+    DrainStarted,
+    EpisodesCounted,
+    EvaluationFinished,
+    FaultReported,
     JobEnded,
     JobStarted,
-    Layout,
-    Loaded,
-    Published,
-    Resumed,
-    Scored,
-    Step,
+    LayoutChosen,
+    SegmentScored,
+    StepFinished,
+    TrainingResumed,
+    VersionLoaded,
+    VersionPublished,
     WorkerEnded,
     WorkerFailed,
     WorkerRestarted,
@@ -70,7 +70,7 @@ class Worker:
     """It has said something and nobody has said that it ended."""
     version: int | None = None
     """Version of the weights that it serves."""
-    episodes: Episodes | None = None
+    episodes: EpisodesCounted | None = None
     """The newest counts of an env worker."""
 
 
@@ -134,9 +134,9 @@ class Progress:
     """What a campaign has done so far."""
 
     version: int = 0
-    steps: dict[int, Step] = field(default_factory=dict)
+    steps: dict[int, StepFinished] = field(default_factory=dict)
     """One per step, in order of steps; those that a resume went back behind are gone."""
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    evaluations: dict[int, EvaluationFinished] = field(default_factory=dict)
     """By number, in the order in which they were told."""
     totals: Totals = field(default_factory=Totals)
     domains: dict[str, Rewards] = field(default_factory=dict)
@@ -146,30 +146,30 @@ class Progress:
     notes: deque[Note] = field(default_factory=lambda: deque(maxlen=KEPT_NOTES))
     num_notes: int = 0
 
-    def add(self, event: Event) -> None:
+    def add(self, event: CampaignEvent) -> None:
         """Take in one event."""
         job = self._job(event)
         match event:
-            case Episodes() | Scored():  # first, and without a note: nearly all lines of a campaign are these
+            case EpisodesCounted() | SegmentScored():  # first, and without a note: nearly all lines are these
                 self._count(event)
                 return
-            case Evaluation(number=number) if self.evaluations.setdefault(number, event) is not event:
+            case EvaluationFinished(number=number) if self.evaluations.setdefault(number, event) is not event:
                 return  # told again by a worker that died right after it had told it
-            case JobStarted() | Layout() | Draining() | JobEnded():
+            case JobStarted() | LayoutChosen() | DrainStarted() | JobEnded():
                 self._about_job(job, event)
-            case Published():
+            case VersionPublished():
                 self.version = max(self.version, event.version)
-            case Step():
+            case StepFinished():
                 self._go_back_before(event.step)
                 self.steps[event.step] = event
                 self.version = max(self.version, event.version)
-            case Resumed():
+            case TrainingResumed():
                 self._go_back_before(event.step + 1)
-            case WorkerStarted() | WorkerRestarted() | WorkerEnded() | WorkerFailed() | Loaded():
+            case WorkerStarted() | WorkerRestarted() | WorkerEnded() | WorkerFailed() | VersionLoaded():
                 self._about_worker(event)
         self._note(event)
 
-    def add_all(self, events: Iterable[Event]) -> None:
+    def add_all(self, events: Iterable[CampaignEvent]) -> None:
         """Take in what several files hold, in order of jobs and time."""
         for event in sorted(events, key=lambda event: (event.job, event.time)):
             self.add(event)
@@ -178,25 +178,25 @@ class Progress:
         """Over all the time that jobs have run."""
         return self.totals.num_tokens / max(sum(job.last - job.first for job in self.jobs.values()), 1.0)
 
-    def _job(self, event: Event) -> Job:
+    def _job(self, event: CampaignEvent) -> Job:
         job = self.jobs.setdefault(event.job, Job(first=event.time, last=event.time))
         job.first, job.last = min(job.first, event.time), max(job.last, event.time)
         return job
 
     @staticmethod
-    def _about_job(job: Job, event: JobStarted | Layout | Draining | JobEnded) -> None:
+    def _about_job(job: Job, event: JobStarted | LayoutChosen | DrainStarted | JobEnded) -> None:
         match event:
             case JobStarted():
                 job.started, job.end_time, job.node = event.time, event.end_time, event.node or ""
                 job.ended = job.draining = None  # a requeued job starts again under its old number
-            case Layout():
+            case LayoutChosen():
                 job.nodes = event.nodes
-            case Draining():
+            case DrainStarted():
                 job.draining = event.reason
             case JobEnded():
                 job.ended = event
 
-    def _worker(self, event: Event) -> Worker:
+    def _worker(self, event: CampaignEvent) -> Worker:
         of = getattr(event, "of", None)
         if of:
             about = of.removeprefix(f"{event.job:03d}-")
@@ -211,36 +211,39 @@ class Progress:
             worker.node, worker.partition = event.node or worker.node, event.partition or worker.partition
         return worker
 
-    def _about_worker(self, event: WorkerStarted | WorkerRestarted | WorkerEnded | WorkerFailed | Loaded) -> None:
+    def _about_worker(
+        self, event: WorkerStarted | WorkerRestarted | WorkerEnded | WorkerFailed | VersionLoaded
+    ) -> None:
         worker = self._worker(event)
         match event:
             case WorkerStarted() | WorkerRestarted():
                 worker.up = True
             case WorkerEnded() | WorkerFailed():
                 worker.up = False
-            case Loaded():
+            case VersionLoaded():
                 worker.version = event.version
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: CampaignEvent) -> None:
         text = plain(event)
         if text:
-            bad = isinstance(event, WorkerFailed | Fault) or (isinstance(event, JobEnded) and event.outcome == "failed")
+            has_failed = isinstance(event, JobEnded) and event.outcome == "failed"
+            bad = has_failed or isinstance(event, WorkerFailed | FaultReported)
             self.num_notes += 1
             self.notes.append(Note(time=event.time, text=" ".join(text.split()), bad=bad))
 
-    def _count(self, event: Episodes | Scored) -> None:
+    def _count(self, event: EpisodesCounted | SegmentScored) -> None:
         worker = self._worker(event)
-        if isinstance(event, Episodes):
+        if isinstance(event, EpisodesCounted):
             self._count_episodes(worker, event)
             return
         for domain, rewards in event.rewards.items():
             self.domains.setdefault(domain, Rewards()).add(rewards)
 
-    def _count_episodes(self, worker: Worker, now: Episodes) -> None:
-        before = worker.episodes or Episodes(time=now.time)
+    def _count_episodes(self, worker: Worker, now: EpisodesCounted) -> None:
+        before = worker.episodes or EpisodesCounted(time=now.time)
         added = [getattr(now, name) - getattr(before, name) for name in COUNTERS]
         if min(added) < 0:  # a new process of this worker counts from zero
-            before = Episodes(time=now.time)
+            before = EpisodesCounted(time=now.time)
             added = [getattr(now, name) for name in COUNTERS]
         for name, more in zip(COUNTERS, added, strict=True):
             if more:

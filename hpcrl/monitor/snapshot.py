@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hpcrl.campaign_dir.events import Step
+from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.config.recipe import ROLES
 from hpcrl.monitor.job_state import BEAT_S, JobVerdict, State, component_state
 from hpcrl.monitor.progress import Job, Note, Progress, Rewards, Worker
@@ -90,7 +90,7 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
     """Until the end of its allocation."""
     start_estimate: float | None = None
     """When Slurm thinks that a queued job starts."""
-    last_step: Step | None = None
+    last_step: StepFinished | None = None
     engine_versions: list[int] = []
     """Versions that the engine workers serve now: oldest and newest."""
     num_tokens: int = 0

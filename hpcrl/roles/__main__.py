@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.campaign_dir.events import WorkerEnded, WorkerFailed, WorkerStarted
 from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.config.recipe import ROLES, RoleName
 from hpcrl.plan.plan import Plan
@@ -24,15 +25,15 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     plan = msgspec.json.decode(run.plan.read_bytes(), type=Plan)
     devices = pin(plan.role(role))
     context = open_context(run, job_number, role, index)
-    context.events.emit("worker-started", pid=os.getpid(), gpus=devices)
+    context.events.emit(WorkerStarted(pid=os.getpid(), gpus=devices))
     try:
         code: int = importlib.import_module(f"hpcrl.roles.{MODULES.get(role, role)}").run(context) or 0
     except Exception as error:  # noqa: BLE001 - whatever it was, the driver must be able to read it
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"
-        context.events.emit("worker-failed", of=context.name, reason=reason)
+        context.events.emit(WorkerFailed(of=context.name, reason=reason))
         raise RuntimeError(reason) from None  # a plain exception reaches the driver whatever packages it has
-    context.events.emit("worker-ended", reason="the job is ending")
+    context.events.emit(WorkerEnded(reason="the job is ending"))
     return code
 
 

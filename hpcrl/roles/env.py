@@ -6,11 +6,11 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from hpcrl.campaign_dir.endpoints import Endpoint
+from hpcrl.campaign_dir.events import CurriculumUpdated, EpisodesCounted, FaultReported
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import Domain
 from hpcrl.engines.base import Completion, Engine
@@ -38,7 +38,7 @@ from hpcrl.rollout.routing.router import Router
 from hpcrl.rollout.task_queue import Agenda
 from hpcrl.rollout.tasks import Task, TaskStream, stable_hash
 from hpcrl.spool.listing import Listing, counted
-from hpcrl.spool.record import TRAINABLE, Status, Trajectory
+from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.writer import Batching, BatchWriter, DiskSpoolWriter
 from hpcrl.system.files import read_json
 from hpcrl.weights.versions import newest_version
@@ -98,7 +98,7 @@ class Host:
     """Trajectories that were released and are not durable yet."""
     by_domain: dict[str, Counter[str]] = field(default_factory=dict)
     episodes: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
-    reported: dict[str, Any] = field(default_factory=dict)
+    reported: EpisodesCounted | None = None
     reported_at: float = 0.0
     under_way: UnderWay = field(default_factory=UnderWay)
 
@@ -167,13 +167,13 @@ class Host:
         num_lost = self.groups.accounts.lose(self.journal.open())
         if num_lost:
             detail = f"{num_lost} episodes were lost with an earlier life of this env worker"
-            self.context.events.emit("fault", what="env-fault", detail=detail)
+            self.context.events.emit(FaultReported(what="env-fault", detail=detail))
 
     async def _begin_groups(self) -> None:
         """Begin as many groups as may begin now, by the weights of the curriculum if there is one."""
         if self.curriculum is not None and (weights := self.curriculum.weights(now=now())) is not None:
             self.agenda.reweigh(weights)
-            self.context.events.emit("curriculum", weights=weights)
+            self.context.events.emit(CurriculumUpdated(weights=weights))
         waiting = self.rollouts.num_sealed() - self._settled()
         admitted = self.gate.admitted(self.groups, num_unsealed=self.num_unsealed, num_waiting=waiting)
         if admitted and not self._is_served():
@@ -298,20 +298,20 @@ class Host:
         """Name a fault in an event; an environment that has too many of them is left alone for a while."""
         fault = trajectory.extra.get("fault")
         if fault:
-            self.context.events.emit("fault", what=ending.status, detail=fault, id=trajectory.id)
+            self.context.events.emit(FaultReported(what=ending.status, detail=fault, id=trajectory.id))
         failed = trajectory.status == "env-fault"
         pause_s = self.agenda.ended(trajectory.domain, fault=failed, now=now())
         if pause_s is not None:
             env = self.context.recipe.domains[trajectory.domain].env
             detail = f"{env} is paused for {pause_s:g} s: too many faults (rollout.max_env_faults), the last: {fault}"
-            self.context.events.emit("fault", what="env-paused", detail=detail, domain=trajectory.domain)
+            self.context.events.emit(FaultReported(what="env-paused", detail=detail, domain=trajectory.domain))
 
     async def _seal(self, flush: Callable[[], list[str]]) -> None:
         """Make trajectories durable in a thread. A full disk loses nothing that is held; it is asked less and less."""
         try:
             sealed = await asyncio.to_thread(flush)
         except SpoolError as error:
-            self.context.events.emit("fault", what="spool", detail=str(error))
+            self.context.events.emit(FaultReported(what="spool", detail=str(error)))
         else:
             self.num_unsealed -= len(sealed)  # not in one line with the wait: episodes end meanwhile and add to it
             for episode in sealed:
@@ -327,19 +327,24 @@ class Host:
         if now() - self.reported_at < REPORT_S:
             return
         endings = self.groups.endings
-        counts = {
-            "running": self.groups.num_running,
-            **{status.replace("-", "_"): endings[status] for status in _STATUSES},
-            "num_tokens": self.policy.num_tokens,
-            "turns": self.policy.num_turns,
-            "remote_prefills": self.policy.num_remote_prefills,
-            "groups_lost": self.groups.num_lost,
-            "replaced": self.groups.num_replaced,
-            "evicted": self.groups.num_evicted,
-            "by_domain": {name: dict(counter) for name, counter in self.by_domain.items()},
-        }
+        counts = EpisodesCounted(
+            running=self.groups.num_running,
+            done=endings["done"],
+            truncated=endings["truncated"],
+            aborted_stale=endings["aborted-stale"],
+            aborted_redundant=endings["aborted-redundant"],
+            env_fault=endings["env-fault"],
+            policy_fault=endings["policy-fault"],
+            num_tokens=self.policy.num_tokens,
+            turns=self.policy.num_turns,
+            remote_prefills=self.policy.num_remote_prefills,
+            groups_lost=self.groups.num_lost,
+            replaced=self.groups.num_replaced,
+            evicted=self.groups.num_evicted,
+            by_domain={name: dict(counter) for name, counter in self.by_domain.items()},
+        )
         if counts != self.reported:
-            self.context.events.emit("episodes", **counts)
+            self.context.events.emit(counts)
             self.reported = counts
         self.reported_at = now()
 
@@ -380,6 +385,3 @@ def _on_disk(context: Context) -> Rollouts:
     listing = Listing(directory)
     writer = DiskSpoolWriter(directory, producer=context.name, batching=batching, compression=spool.compression)
     return Rollouts(writer=writer, num_sealed=lambda: counted(listing.names()))
-
-
-_STATUSES: tuple[Status, ...] = ("done", "truncated", "aborted-stale", "aborted-redundant", "env-fault", "policy-fault")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.campaign_dir.events import FaultReported, SegmentScored, WorkerStarted
 from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import HpcrlError, SpoolError
 from hpcrl.roles.context import PARTITION, Context, log_to, open_context
@@ -42,18 +43,18 @@ def score(campaign: str, job_number: int, segment: str) -> None:
         else:
             given = [reward for domain in rewards.values() for reward in domain]
             mean = sum(given) / len(given) if given else None
-            context.events.emit("scored", segment=segment, num=len(given), reward_mean=mean, rewards=rewards)
+            context.events.emit(SegmentScored(segment=segment, num=len(given), reward_mean=mean, rewards=rewards))
             return
 
 
 def _after(error: SpoolError, source: Path, context: Context, *, pause_s: float) -> float:
     """A disk that is full or fails is asked again, less and less often; a damaged segment is put aside."""
     if not is_out_of_reach(error):
-        context.events.emit("fault", what="spool", detail=quarantine(source, str(error)))
+        context.events.emit(FaultReported(what="spool", detail=quarantine(source, str(error))))
         return pause_s
     if context.draining:
         raise RuntimeError(str(error)) from None
-    context.events.emit("fault", what="spool", detail=str(error))
+    context.events.emit(FaultReported(what="spool", detail=str(error)))
     context.pause(pause_s)
     return min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -66,7 +67,7 @@ def _context(campaign: str, job_number: int) -> Context:
     index = int(block) * 1000 + int(rank) + ELASTIC * (PARTITION in os.environ)
     log_to(run.job(job_number), "reward", index)
     context = open_context(run, job_number, "reward", index)
-    context.events.emit("worker-started", pid=os.getpid(), gpus=[])
+    context.events.emit(WorkerStarted(pid=os.getpid(), gpus=[]))
     return context
 
 
@@ -95,5 +96,5 @@ def _scorer(context: Context, *, seen: dict[str, list[float]]) -> Callable[[Traj
 def _faulted(trajectory: Trajectory, why: str, context: Context) -> Trajectory:
     """Never scored as zero: a reward that failed says nothing about the agent."""
     name = context.recipe.domains[trajectory.domain].reward
-    context.events.emit("fault", what="reward", detail=f"{name} on {trajectory.id}: {why}", id=trajectory.id)
+    context.events.emit(FaultReported(what="reward", detail=f"{name} on {trajectory.id}: {why}", id=trajectory.id))
     return msgspec.structs.replace(trajectory, status="env-fault")

@@ -15,6 +15,7 @@ from aiohttp import ClientSession
 
 from hpcrl.campaign_dir import endpoints
 from hpcrl.campaign_dir.endpoints import Endpoint
+from hpcrl.campaign_dir.events import FaultReported, RungChanged, VersionLoaded
 from hpcrl.campaign_dir.paths import JobDir, RunDir
 from hpcrl.config.recipe import Engine
 from hpcrl.config.site import Inference
@@ -226,12 +227,12 @@ class Follower:
         except WeightsError as error:
             newest = await asyncio.to_thread(self._source.newest)
             if newest is None or newest.version <= manifest.version:  # else it was only overtaken
-                self._context.events.emit("fault", what="weights", detail=str(error))
+                self._context.events.emit(FaultReported(what="weights", detail=str(error)))
                 await asyncio.sleep(FAULT_PAUSE_S)
             return
         self._loaded = manifest.version
         wall_s = round(time.monotonic() - began, 4)
-        self._context.events.emit("loaded", version=manifest.version, wall_s=wall_s, stall_s=round(stall_s, 4))
+        self._context.events.emit(VersionLoaded(version=manifest.version, wall_s=wall_s, stall_s=round(stall_s, 4)))
 
     def _heed_lag(self) -> None:
         """An engine that does not see what the trainer has long made asks for files, which everybody sees."""
@@ -245,7 +246,7 @@ class Follower:
         if time.monotonic() - self._behind_since > BEHIND_S and rung is not None and rung.rung != "files":
             reason = f"{self._context.name} has waited {BEHIND_S:g} s for version {made} on rung {rung.rung}"
             set_rung(weights, Rung(rung="files", reason=reason))
-            self._context.events.emit("rung", rung="files", reason=reason)
+            self._context.events.emit(RungChanged(rung="files", reason=reason))
 
 
 def run(context: Context) -> None:

@@ -11,6 +11,7 @@ from typing import cast
 
 import msgspec
 
+from hpcrl.campaign_dir.events import CheckpointSaved, FaultReported, StaleDropped, StepFinished, TrainingResumed
 from hpcrl.errors import TrainError
 from hpcrl.hardware.gpus import GPUS
 from hpcrl.learn.consumed import Consumed
@@ -146,12 +147,12 @@ class Learner:
         trainer: Trainer = leader or cast(Trainer, mine)
         found = checkpoint.newest(
             run.checkpoints,
-            report=lambda path, why: context.events.emit("fault", what="checkpoint", detail=f"{path}: {why}"),
+            report=lambda path, why: context.events.emit(FaultReported(what="checkpoint", detail=f"{path}: {why}")),
         )
         if found is not None:
             manifest, consumed = checkpoint.load(found, trainer=trainer)
             step, version = manifest.step, manifest.version
-            context.events.emit("resumed", step=step, version=version, checkpoint=found.name)
+            context.events.emit(TrainingResumed(step=step, version=version, checkpoint=found.name))
         stock = Stock(context, consumed=consumed)
         if leader is not None:
             leader.segment_of, leader.upcoming = stock.segment_of, stock.upcoming
@@ -181,7 +182,7 @@ class Learner:
         recipe = self.context.recipe
         choice = self.stock.choose(version=self.version)
         if choice.stale:
-            self.context.events.emit("stale", num=len(choice.stale), version=self.version)
+            self.context.events.emit(StaleDropped(num=len(choice.stale), version=self.version))
         if not choice.chosen:
             return False
         wait_s = time.monotonic() - self.waiting_since
@@ -196,7 +197,7 @@ class Learner:
         times = metrics.times | {"publish": round(time.monotonic() - began, 6), "wait": round(wait_s, 6)}
         self.stock.trained(version=self.version)
         told = msgspec.structs.asdict(metrics) | {"times": times, "mfu": self.mfu(metrics)}
-        self.context.events.emit("step", **told, wait_s=round(wait_s, 4))
+        self.context.events.emit(StepFinished(**told, wait_s=round(wait_s, 4)))
         self.heed(metrics)
         if self.step % recipe.train.checkpoint_every_steps == 0:
             self.begin_checkpoint()
@@ -213,7 +214,8 @@ class Learner:
         self.reward = metrics.reward_mean
         self.num_skipped = self.num_skipped + 1 if metrics.skipped else 0
         if metrics.skipped:
-            self.context.events.emit("fault", what="step", detail=f"step {metrics.step} was skipped: {metrics.skipped}")
+            detail = f"step {metrics.step} was skipped: {metrics.skipped}"
+            self.context.events.emit(FaultReported(what="step", detail=detail))
         if self.num_skipped > self.context.recipe.train.max_skipped_steps:
             self.settle_checkpoint()
             raise TrainError(
@@ -237,7 +239,7 @@ class Learner:
         while every and due(record.last(), newest=self.version, every=every) and not self.context.draining:
             if time.monotonic() > deadline:
                 detail = f"the evaluation of version {self.version} did not end in {evaluation.patience_s:g} s"
-                self.context.events.emit("fault", what="evaluation", detail=detail)
+                self.context.events.emit(FaultReported(what="evaluation", detail=detail))
                 return
             self.tend()
             self.context.pause(EVALUATION_POLL_S)
@@ -296,12 +298,9 @@ class Learner:
         )
         self.stock.covered_by(saved)
         wall_s = time.monotonic() - began
+        wall_s, stall_s = round(wall_s, 4), round(stall_s, 4)
         self.context.events.emit(
-            "checkpoint",
-            step=moment.step,
-            version=moment.version,
-            wall_s=round(wall_s, 4),
-            stall_s=round(stall_s, 4),
+            CheckpointSaved(step=moment.step, version=moment.version, wall_s=wall_s, stall_s=stall_s)
         )
 
 

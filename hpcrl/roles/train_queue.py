@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+from hpcrl.campaign_dir.events import FaultReported, SegmentsRetired
 from hpcrl.errors import SpoolError
 from hpcrl.learn.batch import Choice, choose_groups
 from hpcrl.learn.consumed import Consumed
@@ -129,11 +130,11 @@ class Stock:
             if spool.keep == "versions":
                 prune(self._shelves.archive, oldest_version=version - spool.archive_versions)
         except (OSError, SpoolError) as error:  # tried again later; training needs none of it
-            emit("fault", what="spool", detail=f"segments could not be retired: {error}")
+            emit(FaultReported(what="spool", detail=f"segments could not be retired: {error}"))
             return
         with self._accounts:
             self._settled.drop(intent.segments)
-        emit("retired", num=counted(intent.segments), num_segments=len(intent.segments), archive=intent.archive)
+        emit(SegmentsRetired(num=counted(intent.segments), num_segments=len(intent.segments), archive=intent.archive))
 
     def _lower(self, segments: list[str]) -> None:
         with self._accounts:
@@ -146,8 +147,8 @@ class Stock:
 
     def _damaged(self, path: Path, why: str) -> None:
         """The reader has put it aside, so it is scored again; what comes out damaged twice is not tried once more."""
-        self._context.events.emit("fault", what="spool", detail=f"{path}: {why}")
+        self._context.events.emit(FaultReported(what="spool", detail=f"{path}: {why}"))
         self._times_damaged[path.name] += 1
         if self._times_damaged[path.name] > 1 and not path.exists():
             told = quarantine(self._shelves.rollouts / path.name, f"its scored twin is damaged again and again: {why}")
-            self._context.events.emit("fault", what="spool", detail=told)
+            self._context.events.emit(FaultReported(what="spool", detail=told))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import CampaignEvent, SegmentScored
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError
@@ -59,10 +60,10 @@ class Curriculum:
         self._weights = answer
         return answer
 
-    def _hear(self, events: Iterable[Mapping[str, Any]]) -> None:
+    def _hear(self, events: Iterable[CampaignEvent]) -> None:
         for event in events:
-            if event["event"] == "scored":
-                for domain, rewards in event.get("rewards", {}).items():
+            if isinstance(event, SegmentScored):
+                for domain, rewards in event.rewards.items():
                     self._rewards[domain].extend(rewards)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from hpcrl.campaign_dir.events import CampaignEvent, EvaluationFinished, FaultReported
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import Domain, Recipe
 from hpcrl.errors import EnvFault
@@ -39,7 +40,7 @@ class Doing:
 
     play: Play
     score: Score
-    emit: Callable[..., None]
+    emit: Callable[[CampaignEvent], None]
     served: Callable[[], int]
     """The oldest version that engines serve."""
 
@@ -90,7 +91,7 @@ class Evaluator:
             self._tend(version=version, room=room, now=now)
         except OSError as error:  # a disk that is full or fails must not end what trains
             self._rests_until = now + REST_S
-            self._doing.emit("fault", what="evaluation", detail=f"{error}: tried again in {REST_S:g} s")
+            self._doing.emit(FaultReported(what="evaluation", detail=f"{error}: tried again in {REST_S:g} s"))
 
     def _tend(self, *, version: int, room: int, now: float) -> None:
         if now - self._looked >= LOOK_S:
@@ -130,7 +131,7 @@ class Evaluator:
 
     def _conclude(self, result: Result) -> None:
         # Told first: a host that dies in between tells it again, under the same number.
-        self._doing.emit("evaluation", **msgspec.structs.asdict(result))
+        self._doing.emit(EvaluationFinished(**msgspec.structs.asdict(result)))
         self._record.conclude(result)
         self._last = result
 
@@ -155,7 +156,7 @@ class Evaluator:
         except Exception as error:  # noqa: BLE001 - a user's code may raise anything; one episode must not end a run
             share.num_faults += 1
             detail = f"{type(error).__name__}: {error}"
-            self._doing.emit("fault", what="evaluation", detail=detail, id=task.episode(index))
+            self._doing.emit(FaultReported(what="evaluation", detail=detail, id=task.episode(index)))
             return
         share.rewards.setdefault(name, []).append(reward)
         share.num_tokens += len(trajectory)

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import RungChanged, VersionPublished
 from hpcrl.errors import WeightsError
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.store import Tensors
@@ -76,7 +77,7 @@ class Publisher:
     def take_rung(self, rung: Rung) -> None:
         """Say how versions go from now on, to every worker and to whoever watches."""
         set_rung(self._files.directory, rung)
-        self._events.emit("rung", rung=rung.rung, reason=rung.reason)
+        self._events.emit(RungChanged(rung=rung.rung, reason=rung.reason))
 
     def publish(self, weights: Any, *, version: int, step: int, whole: Callable[[], Tensors] | None = None) -> None:
         """Give the weights to every engine; the tensors may change when this returns.
@@ -151,7 +152,7 @@ class Publisher:
 
     def _published(self, *, version: int, step: int, began: float, stall_s: float) -> None:
         wall_s = round(time.monotonic() - began, 4)
-        self._events.emit("published", version=version, step=step, wall_s=wall_s, stall_s=round(stall_s, 4))
+        self._events.emit(VersionPublished(version=version, step=step, wall_s=wall_s, stall_s=round(stall_s, 4)))
 
     def _by_files(self) -> bool:
         """Do engines need every version in files?"""

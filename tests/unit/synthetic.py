@@ -7,6 +7,14 @@ from typing import Any
 import msgspec
 
 from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import (
+    CampaignEvent,
+    JobStarted,
+    LayoutChosen,
+    StepFinished,
+    VersionPublished,
+    WorkerStarted,
+)
 from hpcrl.campaign_dir.paths import SPOOLS, RunDir
 from hpcrl.system.files import private_dir, publish_json
 from hpcrl.system.processes import start_ticks
@@ -41,7 +49,7 @@ class SyntheticCampaign:
     def outcome(self, outcome: str, reason: str = "", *, number: int = 0) -> None:
         publish_json(self.run.job(number).outcome, {"outcome": outcome, "reason": reason, "time": self.now})
 
-    def emit(self, worker: str, event: str, *, job: int = 0, **fields: Any) -> None:
+    def emit(self, worker: str, event: CampaignEvent, *, job: int = 0) -> None:
         """One event of `worker` ("decode-0", "driver") at the campaign's clock."""
         name = f"{job:03d}-{worker}"
         role = worker.rpartition("-")[0] or worker
@@ -50,7 +58,7 @@ class SyntheticCampaign:
             if role in PARTITIONS:
                 who["partition"] = PARTITIONS[role]
             self._logs[name] = EventLog(self.run.events / f"{name}.jsonl", **who)
-        self._logs[name].emit(event, **{"time": self.now, **fields})
+        self._logs[name].emit(msgspec.structs.replace(event, time=self.now))
         self.beat(name)
 
     def beat(self, name: str) -> None:
@@ -62,19 +70,20 @@ class SyntheticCampaign:
 
     def start(self, *, job: int = 0, workers: int = 1) -> None:
         """The driver and all workers come up."""
-        self.emit("driver", "job-started", job=job, slurm_id="123", end_time=self.now + 3600)
-        self.emit("driver", "layout", job=job, layout="hetjob", reason="site lab runs heterogeneous jobs")
+        self.emit("driver", JobStarted(slurm_id="123", end_time=self.now + 3600), job=job)
+        self.emit("driver", LayoutChosen(layout="hetjob", reason="site lab runs heterogeneous jobs"), job=job)
         for role in PARTITIONS:
             for index in range(workers):
-                self.emit(f"{role}-{index}", "worker-started", job=job, pid=1, gpus=[])
+                self.emit(f"{role}-{index}", WorkerStarted(pid=1, gpus=[]), job=job)
 
     def step(self, step: int, *, job: int = 0, reward: float | None = None, num_trajectories: int = 8) -> None:
-        self.emit("train-0", "published", job=job, version=step, step=step, num_bytes=1, wall_s=0.1)
+        self.emit("train-0", VersionPublished(version=step, step=step, wall_s=0.1), job=job)
         figures = {"loss": 0.1, "kl": 0.002, "entropy": 1.5, "lag_mean": 0.5, "step_s": 2.0, "wait_s": 0.4}
         value = step / 10 if reward is None else reward
         self.emit(
-            "train-0", "step", job=job, step=step, version=step - 1, reward_mean=value,
-            num_trajectories=num_trajectories, **figures,
+            "train-0", StepFinished(
+                step=step, version=step - 1, reward_mean=value, num_trajectories=num_trajectories, **figures
+            ), job=job,
         )  # fmt: skip
 
     def segment(self, spool: str, number: int, count: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from hpcrl.campaign import lifecycle
 from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import CheckpointSaved
 from hpcrl.campaign_dir.paths import JobDir, RunDir
 from hpcrl.errors import SlurmError
 from hpcrl.job import next_job
@@ -53,7 +54,7 @@ def ended(run: RunDir, number: int, outcome: str, reason: str = "so it is") -> J
 
 
 def checkpointed(run: RunDir, number: int) -> None:
-    EventLog(run.events / f"{number:03d}-train-0.jsonl", job=number).emit("checkpoint", step=1)
+    EventLog(run.events / f"{number:03d}-train-0.jsonl", job=number).emit(CheckpointSaved(step=1))
 
 
 def test_one_job_waits_behind_another_as_often_as_the_recipe_says(

@@ -12,6 +12,18 @@ from pathlib import Path
 import pytest
 from synthetic import T0, SyntheticCampaign
 
+from hpcrl.campaign_dir.events import (
+    EpisodesCounted,
+    EvaluationFinished,
+    JobEnded,
+    JobStarted,
+    LayoutChosen,
+    SegmentScored,
+    TrainingResumed,
+    WorkerFailed,
+    WorkerRestarted,
+    WorkerStarted,
+)
 from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import SlurmError
 from hpcrl.monitor.collect import Collector
@@ -83,9 +95,9 @@ def test_the_json_has_exactly_the_fields_of_the_contract(campaign: SyntheticCamp
 
 
 def test_the_json_has_the_rewards_and_the_accounts_of_a_campaign(campaign: SyntheticCampaign) -> None:
-    running(campaign).emit("env-0", "episodes", running=2, done=5, truncated=1, aborted_stale=2, env_fault=1)
-    campaign.emit("reward-0", "scored", num=2, rewards={"sums": [1.0, 0.0]})
-    campaign.emit("reward-0", "scored", num=300, rewards={"sums": [1.0] * 300})
+    running(campaign).emit("env-0", EpisodesCounted(running=2, done=5, truncated=1, aborted_stale=2, env_fault=1))
+    campaign.emit("reward-0", SegmentScored(num=2, rewards={"sums": [1.0, 0.0]}))
+    campaign.emit("reward-0", SegmentScored(num=300, rewards={"sums": [1.0] * 300}))
 
     printed = json.loads(to_json(collector(campaign).poll()))
 
@@ -100,7 +112,7 @@ def test_the_json_has_the_rewards_and_the_accounts_of_a_campaign(campaign: Synth
 def test_the_nodes_of_one_allocation_are_shown_as_they_were_dealt(campaign: SyntheticCampaign) -> None:
     publish_json(campaign.run.plan, read_json(campaign.run.plan) | {"layout": "hetstep"})
     dealt = [["gpu1"], ["gpu2"], ["gpu3"], ["gpu4", "gpu5"]]
-    running(campaign).emit("driver", "layout", layout="hetstep", reason="one allocation", nodes=dealt)
+    running(campaign).emit("driver", LayoutChosen(layout="hetstep", reason="one allocation", nodes=dealt))
     slurm = FakeSlurm("123|123|RUNNING|gpu|2026-11-20T10:00:00|N/A|gpu[1-5]|None\n")
 
     components = collector(campaign, slurm).poll().jobs[0].components
@@ -147,11 +159,11 @@ def test_a_job_that_was_not_asked_about_has_the_nodes_that_its_workers_named(cam
 def test_counts_of_env_workers_add_up_over_workers_and_jobs(campaign: SyntheticCampaign) -> None:
     running(campaign)
     counts = {"running": 4, "done": 10, "truncated": 2, "aborted_stale": 1, "aborted_redundant": 2, "env_fault": 3}
-    campaign.emit("env-0", "episodes", **counts, policy_fault=1, num_tokens=100)
-    campaign.emit("env-1", "episodes", running=1, done=5, num_tokens=50)
+    campaign.emit("env-0", EpisodesCounted(**counts, policy_fault=1, num_tokens=100))
+    campaign.emit("env-1", EpisodesCounted(running=1, done=5, num_tokens=50))
     reading = collector(campaign)
     reading.poll()
-    campaign.emit("env-0", "episodes", **{**counts, "done": 11}, policy_fault=1, num_tokens=120)
+    campaign.emit("env-0", EpisodesCounted(**{**counts, "done": 11}, policy_fault=1, num_tokens=120))
 
     episodes = reading.poll().episodes
 
@@ -160,9 +172,9 @@ def test_counts_of_env_workers_add_up_over_workers_and_jobs(campaign: SyntheticC
 
 def test_a_restarted_env_worker_counts_on_from_where_the_first_ended(campaign: SyntheticCampaign) -> None:
     running(campaign)
-    campaign.emit("env-0", "episodes", done=10, num_tokens=100)
-    campaign.emit("env-0", "worker-started", pid=2, gpus=[])
-    campaign.emit("env-0", "episodes", done=2, num_tokens=20)
+    campaign.emit("env-0", EpisodesCounted(done=10, num_tokens=100))
+    campaign.emit("env-0", WorkerStarted(pid=2, gpus=[]))
+    campaign.emit("env-0", EpisodesCounted(done=2, num_tokens=20))
 
     snapshot = collector(campaign).poll()
 
@@ -172,9 +184,9 @@ def test_a_restarted_env_worker_counts_on_from_where_the_first_ended(campaign: S
 
 def test_episodes_of_a_dead_worker_do_not_run(campaign: SyntheticCampaign) -> None:
     running(campaign)
-    campaign.emit("env-0", "episodes", running=7, done=1)
+    campaign.emit("env-0", EpisodesCounted(running=7, done=1))
     campaign.now += 1
-    campaign.emit("driver", "worker-failed", of="env-0", reason="exit code -9")
+    campaign.emit("driver", WorkerFailed(of="env-0", reason="exit code -9"))
 
     snapshot = collector(campaign).poll()
 
@@ -204,7 +216,7 @@ def test_a_resumed_trainer_unlearns_what_came_after_the_checkpoint(campaign: Syn
     running(campaign)
     for step in (1, 2, 3):
         campaign.step(step)
-    campaign.emit("train-0", "resumed", step=1, version=1, checkpoint="x")
+    campaign.emit("train-0", TrainingResumed(step=1, version=1, checkpoint="x"))
 
     snapshot = collector(campaign).poll()
 
@@ -229,7 +241,7 @@ def test_reading_bit_by_bit_gives_what_reading_at_once_gives(campaign: Synthetic
     bit_by_bit = collector(campaign)
     for step in range(1, 8):
         campaign.step(step)
-        campaign.emit("env-0", "episodes", done=step * 3, num_tokens=step * 10)
+        campaign.emit("env-0", EpisodesCounted(done=step * 3, num_tokens=step * 10))
         bit_by_bit.poll()
 
     assert to_json(bit_by_bit.poll()) == to_json(collector(campaign).poll())
@@ -237,10 +249,10 @@ def test_reading_bit_by_bit_gives_what_reading_at_once_gives(campaign: Synthetic
 
 def test_tokens_per_second_are_those_of_the_last_minute_while_it_runs(campaign: SyntheticCampaign) -> None:
     running(campaign)
-    campaign.emit("env-0", "episodes", num_tokens=1_000_000)
+    campaign.emit("env-0", EpisodesCounted(num_tokens=1_000_000))
     for _ in range(100):
         campaign.now += 1
-        campaign.emit("env-0", "episodes", num_tokens=1_000_000 + int(campaign.now - T0) * 50)
+        campaign.emit("env-0", EpisodesCounted(num_tokens=1_000_000 + int(campaign.now - T0) * 50))
 
     assert collector(campaign).poll().tokens_per_s == pytest.approx(50, rel=0.05)
 
@@ -248,7 +260,7 @@ def test_tokens_per_second_are_those_of_the_last_minute_while_it_runs(campaign: 
 def test_tokens_per_second_of_an_ended_campaign_are_its_mean(campaign: SyntheticCampaign) -> None:
     running(campaign)
     campaign.now += 100
-    campaign.emit("env-0", "episodes", num_tokens=5000)
+    campaign.emit("env-0", EpisodesCounted(num_tokens=5000))
     campaign.outcome("done")
     campaign.now += 10_000
 
@@ -282,16 +294,16 @@ def test_a_worker_is_alive_while_it_touches_its_file(campaign: SyntheticCampaign
 def test_a_restarted_worker_is_alive_again(campaign: SyntheticCampaign) -> None:
     running(campaign)
     campaign.now += 1
-    campaign.emit("driver", "worker-failed", of="decode-0", reason="exit code 1")
+    campaign.emit("driver", WorkerFailed(of="decode-0", reason="exit code 1"))
     reading = collector(campaign)
     assert reading.poll().roles["decode"].alive == 0
-    campaign.emit("driver", "worker-restarted", of="decode-0")
+    campaign.emit("driver", WorkerRestarted(of="decode-0"))
 
     assert reading.poll().roles["decode"].alive == 1
 
 
 def test_a_worker_that_reports_its_own_failure_by_its_full_name_is_the_same_worker(campaign: SyntheticCampaign) -> None:
-    running(campaign).emit("decode-0", "worker-failed", of="000-decode-0", reason="RuntimeError")
+    running(campaign).emit("decode-0", WorkerFailed(of="000-decode-0", reason="RuntimeError"))
 
     decode = collector(campaign).poll().roles["decode"]
 
@@ -379,7 +391,7 @@ def test_a_pid_that_was_used_again_is_not_the_driver(campaign: SyntheticCampaign
 
 def test_a_local_run_on_another_machine_is_judged_by_its_signs_of_life(campaign: SyntheticCampaign) -> None:
     campaign.submit_local(pid=2**22 + 1)
-    campaign.emit("driver", "job-started", slurm_id=None, end_time=None, node="another-login-node")
+    campaign.emit("driver", JobStarted(slurm_id=None, end_time=None, node="another-login-node"))
 
     reading = collector(campaign)
 
@@ -405,7 +417,7 @@ def test_a_drained_campaign_without_a_next_job_is_stopped_and_says_how_to_go_on(
 
 
 def test_a_driver_that_says_its_last_word_is_draining_until_it_leaves_its_outcome(campaign: SyntheticCampaign) -> None:
-    running(campaign).emit("driver", "job-ended", outcome="done", reason="every training step was made")
+    running(campaign).emit("driver", JobEnded(outcome="done", reason="every training step was made"))
     reading = collector(campaign)
     assert reading.poll().state == "draining"
     campaign.outcome("done", "every training step was made")
@@ -414,7 +426,7 @@ def test_a_driver_that_says_its_last_word_is_draining_until_it_leaves_its_outcom
 
 
 def test_a_last_word_is_the_outcome_of_a_driver_that_could_not_leave_one(campaign: SyntheticCampaign) -> None:
-    running(campaign).emit("driver", "job-ended", outcome="done", reason="every training step was made")
+    running(campaign).emit("driver", JobEnded(outcome="done", reason="every training step was made"))
     campaign.now += 60
 
     assert collector(campaign, FakeSlurm("")).poll().state == "done"
@@ -658,9 +670,7 @@ def as_another_user(top: Path, closed: list[Path]) -> Iterator[None]:
 def test_an_evaluation_that_is_told_twice_counts_once(campaign: SyntheticCampaign) -> None:
     running(campaign)
     for number, version, mean in ((0, 0, 0.1), (1, 50, 0.4), (1, 50, 0.4), (2, 100, None)):
-        campaign.emit(
-            "env-0", "evaluation", number=number, version=version, reward_mean=mean, num_episodes=8, num_faults=0
-        )
+        campaign.emit("env-0", EvaluationFinished(number=number, version=version, reward_mean=mean, num_episodes=8))
     snapshot = collector(campaign).poll()
     assert [(one.version, one.reward_mean) for one in snapshot.evaluations] == [(0, 0.1), (50, 0.4), (100, None)]
     told = [note.text for note in snapshot.detail.notes if "evaluation" in note.text]

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from hpcrl.campaign_dir.events import EvaluationFinished, FaultReported
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import load_recipe
 from hpcrl.engines.base import Completion, GenerateRequest
@@ -71,7 +72,7 @@ class Hosts:
         self.told, self.begun, self.most, self.running = [], [], 0, 0
         self.served, self.status, self.score, self.go = 0, status, score, asyncio.Event()
         self.go.set()
-        doing = Doing(play=self.play, score=self.reward, emit=self.emit, served=lambda: self.served)
+        doing = Doing(play=self.play, score=self.reward, emit=self.told.append, served=lambda: self.served)
         self.hosts = [
             Evaluator(self.recipe, EnvWorkerId(host, num), job=job, record=self.record, doing=doing)
             for host in range(num)
@@ -90,11 +91,8 @@ class Hosts:
         assert trajectory.domain == name, "a reward function never sees that its trajectory is held out"
         return self.score
 
-    def emit(self, event, **fields):
-        self.told.append((event, fields))
-
     def results(self):
-        return [fields for event, fields in self.told if event == "evaluation"]
+        return [event for event in self.told if isinstance(event, EvaluationFinished)]
 
     async def tend(self, *, version=0, room=99, times=6):
         for _ in range(times):
@@ -155,13 +153,13 @@ def test_one_host_plays_every_task_once_and_tells_the_result_with_its_version(tm
         hosts.served = 3
         await hosts.tend(version=3)
         assert [index for _, index, _, _ in hosts.begun] == [0, 1, 2, 3]
-        assert [(told["number"], told["version"], told["num_episodes"]) for told in hosts.results()] == [(0, 3, 4)]
+        assert [(told.number, told.version, told.num_episodes) for told in hosts.results()] == [(0, 3, 4)]
         assert hosts.record.last().reward_mean == 1.0
         await hosts.tend(version=9)
         assert len(hosts.results()) == 1
         hosts.served = 10
         await hosts.tend(version=10)
-        assert [told["version"] for told in hosts.results()] == [3, 10]
+        assert [told.version for told in hosts.results()] == [3, 10]
 
     asyncio.run(run())
 
@@ -172,7 +170,7 @@ def test_several_hosts_share_a_round_and_only_the_first_concludes_it(tmp_path):
         await hosts.tend()
         assert sorted(index for _, index, _, _ in hosts.begun) == [0, 1, 2, 3]
         assert len(hosts.results()) == 1
-        assert hosts.results()[0]["num_episodes"] == 4
+        assert hosts.results()[0].num_episodes == 4
 
     asyncio.run(run())
 
@@ -185,7 +183,7 @@ def test_a_round_waits_for_the_engines_to_serve_its_version_but_not_for_ever(tmp
         assert hosts.begun == []
         await hosts.tend(version=2, times=40)
         assert len(hosts.begun) == 4
-        assert hosts.results()[0]["oldest"] == 1  # who really acted is told
+        assert hosts.results()[0].oldest == 1  # who really acted is told
 
     asyncio.run(run())
 
@@ -218,7 +216,7 @@ def test_an_interrupted_round_is_never_counted_and_the_next_job_begins_another(t
         return again
 
     again = asyncio.run(run())
-    assert [(told["number"], told["version"], told["num_episodes"]) for told in again.results()] == [(1, 7, 4)]
+    assert [(told.number, told.version, told.num_episodes) for told in again.results()] == [(1, 7, 4)]
     assert [found.number for found in again.record.results()] == [1]
 
 
@@ -234,16 +232,16 @@ def test_a_host_that_is_begun_anew_in_its_job_keeps_the_parts_that_are_there(tmp
     first, again = asyncio.run(run())
     assert sorted(index for _, index, _, _ in first.begun) == [0, 2]
     assert sorted(index for _, index, _, _ in again.begun) == [1, 3]
-    assert again.results()[0]["num_episodes"] == 4
+    assert again.results()[0].num_episodes == 4
 
 
 @pytest.mark.parametrize(("status", "score"), [("env-fault", 1.0), ("policy-fault", 1.0), ("done", float("nan"))])
 def test_what_cannot_be_scored_is_told_and_counted_apart(tmp_path, status, score):
     hosts = Hosts(tmp_path, status=status, score=score)
     asyncio.run(hosts.tend())
-    assert hosts.results()[0]["num_faults"] == 4
-    assert hosts.results()[0]["reward_mean"] is None
-    assert sum(event == "fault" for event, _ in hosts.told) == 4
+    assert hosts.results()[0].num_faults == 4
+    assert hosts.results()[0].reward_mean is None
+    assert sum(isinstance(event, FaultReported) for event in hosts.told) == 4
 
 
 def test_a_disk_that_fails_delays_an_evaluation_and_loses_nothing(tmp_path):
@@ -259,9 +257,9 @@ def test_a_disk_that_fails_delays_an_evaluation_and_loses_nothing(tmp_path):
         hosts.record.leave = full_once
         await hosts.tend()
         assert hosts.results() == []
-        assert [fields["what"] for event, fields in hosts.told if event == "fault"] == ["evaluation"]
+        assert [event.what for event in hosts.told if isinstance(event, FaultReported)] == ["evaluation"]
         await hosts.tend(times=40)
-        assert hosts.results()[0]["num_episodes"] == 4
+        assert hosts.results()[0].num_episodes == 4
         assert len(hosts.begun) == 4
 
     asyncio.run(run())
@@ -278,7 +276,7 @@ def test_a_damaged_file_is_measured_again_under_another_number(tmp_path):
         return again
 
     again = asyncio.run(run())
-    assert [(told["number"], told["num_episodes"]) for told in again.results()] == [(1, 4)]
+    assert [(told.number, told.num_episodes) for told in again.results()] == [(1, 4)]
     assert len(again.begun) == 4
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from hpcrl.campaign_dir.endpoints import Endpoint, announce, listed, new_token, withdraw
 from hpcrl.campaign_dir.event_log import EventLog, EventReader, read_events
+from hpcrl.campaign_dir.events import DrainStarted, JobStarted
 from hpcrl.errors import ConfigError
 from hpcrl.system.files import discard, private_dir, publish, staged
 from hpcrl.system.network import address_of
@@ -55,22 +56,22 @@ def test_discard_removes_a_link_and_not_what_it_points_to(tmp_path: Path) -> Non
 
 def test_events_are_read_once_and_a_torn_line_waits(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "w.jsonl", worker="w")
-    log.emit("one")
+    log.emit(JobStarted())
     reader = EventReader(tmp_path)
-    assert [event["event"] for event in reader.poll()] == ["one"]
+    assert [type(event) for event in reader.poll()] == [JobStarted]
     with (tmp_path / "w.jsonl").open("a") as file:
-        file.write('{"event": "tw')
+        file.write('{"time": 1, "event": "dra')
     assert list(reader.poll()) == []
     with (tmp_path / "w.jsonl").open("a") as file:
-        file.write('o"}\nnot json\n')
-    assert [event["event"] for event in reader.poll()] == ["two"]
+        file.write('ining"}\nnot json\n')
+    assert [type(event) for event in reader.poll()] == [DrainStarted]
     log.close()
 
 
 def test_events_of_all_processes_come_in_order_of_time(tmp_path: Path) -> None:
     first, second = (EventLog(tmp_path / f"{name}.jsonl", worker=name) for name in "ba")
-    first.emit("x")
-    second.emit("y")
+    first.emit(JobStarted())
+    second.emit(DrainStarted())
     assert [event["time"] for event in read_events(tmp_path)] == sorted(e["time"] for e in read_events(tmp_path))
     assert {event["worker"] for event in read_events(tmp_path)} == {"a", "b"}
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import EpisodesCounted, EvaluationFinished, StepFinished, TrainingResumed
 from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.config.recipe import Metrics, load_recipe
 from hpcrl.job.metrics_export import Feeder, figures_of
@@ -67,13 +68,13 @@ def trainer(run: RunDir) -> EventLog:
 
 def feeder(run, **makers):
     told = []
-    made = Feeder(run, makers, emit=lambda event, **fields: told.append((event, fields)))
+    made = Feeder(run, makers, emit=told.append)
     made.open()
     return made, told
 
 
 def test_a_step_gives_numbers_under_headings_and_leaves_out_what_is_none():
-    figures = figures_of({"event": "step", "time": 7.0, "step": 3, **STEP})
+    figures = figures_of(StepFinished(time=7.0, step=3, **STEP))
     assert (figures.step, figures.time) == (3, 7.0)
     assert figures.values == {
         "reward/reward_mean": 0.5,
@@ -85,17 +86,21 @@ def test_a_step_gives_numbers_under_headings_and_leaves_out_what_is_none():
 
 
 def test_an_evaluation_is_shown_at_its_version_and_other_events_are_not_shown():
-    told = {"event": "evaluation", "time": 1.0, "version": 20, "reward_mean": 0.25, "domains": {"a": 0.25}}
-    assert figures_of(told).values == {"evaluation/reward_mean": 0.25, "evaluation/reward_mean/a": 0.25}
+    told = EvaluationFinished(number=2, version=20, reward_mean=0.25, num_episodes=4, num_faults=1, domains={"a": 0.25})
+    assert figures_of(told).values == {
+        "evaluation/reward_mean": 0.25,
+        "evaluation/num_episodes": 4,
+        "evaluation/num_faults": 1,
+        "evaluation/reward_mean/a": 0.25,
+    }
     assert figures_of(told).step == 20
-    assert figures_of({"event": "episodes", "time": 1.0}) is None
+    assert figures_of(EpisodesCounted()) is None
 
 
 def test_every_figure_of_the_issue_is_in_a_step_event_and_under_a_heading():
     from hpcrl.job.metrics_export import GROUPS
-    from hpcrl.trainers.base import StepMetrics
 
-    fields = set(StepMetrics.__struct_fields__) | {"mfu", "wait_s"}  # the role adds these two
+    fields = set(StepFinished.__struct_fields__)
     assert {name for names in GROUPS.values() for name in names} <= fields
     assert {"reward_mean", "length_mean", "kl", "entropy", "clip_fraction", "lags", "grad_norm", "times"} <= fields
     assert {"is_ratio_p05", "is_ratio_p50", "is_ratio_p95", "tokens_per_s"} <= fields
@@ -103,10 +108,10 @@ def test_every_figure_of_the_issue_is_in_a_step_event_and_under_a_heading():
 
 def test_a_reader_goes_on_where_the_last_one_left_off(run):
     log, first, second = trainer(run), Shelf(), Shelf()
-    log.emit("step", step=1, **STEP)
+    log.emit(StepFinished(step=1, **STEP))
     one, _ = feeder(run, shelf=lambda: first)
     one.feed()
-    log.emit("step", step=2, **STEP)
+    log.emit(StepFinished(step=2, **STEP))
     two, _ = feeder(run, shelf=lambda: second)
     two.feed()
     assert [step for step, _ in first.shown] == [1]
@@ -117,9 +122,9 @@ def test_steps_that_a_resume_went_back_behind_are_taken_back(run):
     log, shelf = trainer(run), Shelf()
     made, _ = feeder(run, shelf=lambda: shelf)
     for step in (1, 2, 3):
-        log.emit("step", step=step, **STEP)
-    log.emit("resumed", step=1, version=4)
-    log.emit("step", step=2, **STEP)
+        log.emit(StepFinished(step=step, **STEP))
+    log.emit(TrainingResumed(step=1, version=4))
+    log.emit(StepFinished(step=2, **STEP))
     made.feed()
     assert [step for step, _ in shelf.shown] == [1, 2]
 
@@ -131,12 +136,12 @@ def test_a_sink_that_fails_is_told_of_and_the_others_go_on(run):
     log, bad, good = trainer(run), Shelf(breaks_at=2), Shelf()
     made, told = feeder(run, missing=never, bad=lambda: bad, good=lambda: good)
     for step in (1, 2, 3):
-        log.emit("step", step=step, **STEP)
+        log.emit(StepFinished(step=step, **STEP))
         made.feed()
     made.close()
     assert [step for step, _ in good.shown] == [1, 2, 3]
     assert [step for step, _ in bad.shown] == [1]
-    assert [fields["detail"].split()[0] for _, fields in told] == ["missing", "bad"]
+    assert [fault.detail.split()[0] for fault in told] == ["missing", "bad"]
     assert good.calls[-1] == "close"
     assert "close" not in bad.calls
 
@@ -148,9 +153,9 @@ def test_tensorboard_shows_what_was_learned_and_not_what_was_taken_back(run):
     log = trainer(run)
     made, told = feeder(run, **sinks_of(Metrics(tensorboard=True), run=run))
     for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3)):
-        log.emit("step", step=step, reward_mean=reward)
-    log.emit("resumed", step=1, version=4)
-    log.emit("step", step=2, reward_mean=0.9)
+        log.emit(StepFinished(step=step, reward_mean=reward))
+    log.emit(TrainingResumed(step=1, version=4))
+    log.emit(StepFinished(step=2, reward_mean=0.9))
     made.feed()
     made.close()
     assert told == []
@@ -168,9 +173,9 @@ def shown_in(directory: Path) -> dict[int, float]:
 def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_asked(run):
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
-    trainer(run).emit("step", step=1, reward_mean=0.5)
+    trainer(run).emit(StepFinished(step=1, reward_mean=0.5))
     faults = []
-    reporter = Reporter(run, run.job(0), emit=lambda event, **fields: faults.append(fields))
+    reporter = Reporter(run, run.job(0), emit=faults.append)
     reporter.tend()
     until((run.metrics / "read.json").exists, what="the reader has read", timeout_s=240)
     reporter.close()
@@ -184,7 +189,7 @@ def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_a
 
 def test_a_reader_that_cannot_live_is_begun_anew_a_few_times_and_then_let_be(run):
     faults = []
-    reporter = Reporter(run, run.job(0), emit=lambda event, **fields: faults.append(fields["detail"]))
+    reporter = Reporter(run, run.job(0), emit=lambda fault: faults.append(fault.detail))
     run.recipe.write_text("{}")  # it cannot even read what it is asked to do
 
     def given_up() -> bool:
@@ -216,7 +221,7 @@ def test_a_package_that_is_missing_is_refused_before_anything_is_queued(setting,
         [sys.executable, "-c", code], input=msgspec.json.encode(recipe), capture_output=True, check=False
     )
     assert done.returncode == 2
-    assert f"pip install 'hpcrl[{extra}]'".encode() in done.stderr
+    assert f"pip install 'hpcrl[{extra}]'".encode() in done.stdout
 
 
 def test_what_was_read_is_on_record_only_after_it_was_given(run):
@@ -224,7 +229,7 @@ def test_what_was_read_is_on_record_only_after_it_was_given(run):
         def flush(self):
             assert not (run.metrics / "read.json").exists()
 
-    trainer(run).emit("step", step=1, **STEP)
+    trainer(run).emit(StepFinished(step=1, **STEP))
     made, _ = feeder(run, slow=Slow)
     made.feed()
     assert read_json(run.metrics / "read.json")["000-train-0.jsonl"] > 0

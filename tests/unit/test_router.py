@@ -393,9 +393,7 @@ def test_decisions_are_told_when_they_are_sampled(pool):
             await router.generate(of_trajectory(0))
 
     asyncio.run(run())
-    assert [(one["decode"], one["domain"], one["reason"]) for one in told] == [
-        ("000-decode-0", "lake", "no prefill endpoint")
-    ]
+    assert [(one.decode, one.domain, one.reason) for one in told] == [("000-decode-0", "lake", "no prefill endpoint")]
 
 
 def test_a_worker_that_changed_over_does_the_other_role(pool, tmp_path_factory):

@@ -4,6 +4,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.config.recipe import Reward, load_recipe
 from hpcrl.config.site import load_site
@@ -97,7 +98,7 @@ def make(run, spent, events):
             run=run,
             reward=Reward(**reward),
             elastic=elastic,
-            emit=lambda event, **fields: events.append((event, fields)),
+            emit=events.append,
             spend=lambda what, why: spent.append(what),
         )
 
@@ -126,7 +127,7 @@ def test_what_a_preempted_job_lost_is_scored_again_and_costs_no_attempt(make, sp
     scoring.tend(workers)
     assert len(workers.tasks) == 2
     assert spent == []
-    assert events[-1][0] == "fault"
+    assert isinstance(events[-1], FaultReported)
 
 
 def test_a_task_that_fails_costs_an_attempt(make, spent):

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from hpcrl.campaign_dir.events import FaultReported, SegmentsRetired
 from hpcrl.campaign_dir.paths import SPOOLS, RunDir
 from hpcrl.config.recipe import Spool, load_recipe
 from hpcrl.learn.consumed import Consumed
@@ -21,11 +22,11 @@ GROUP = 4
 
 
 class Events(list):
-    def emit(self, event, **fields):
-        self.append((event, fields))
+    def emit(self, event):
+        self.append(event)
 
-    def of(self, event):
-        return [fields for name, fields in self if name == event]
+    def of(self, kind):
+        return [event for event in self if isinstance(event, kind)]
 
 
 @pytest.fixture
@@ -183,8 +184,8 @@ def test_used_segments_leave_the_spools_and_the_accounts_stay_even(context):
     assert num_trajectories(context.run.spool("archive")) == GROUP
     assert num_trajectories(context.run.spool("rollouts")) == num_trajectories(context.run.spool("scored")) == 1
     assert settled(context) == 0
-    (told,) = context.events.of("retired")
-    assert (told["num"], told["num_segments"]) == (GROUP, 1)
+    (told,) = context.events.of(SegmentsRetired)
+    assert (told.num, told.num_segments) == (GROUP, 1)
 
 
 def test_nothing_leaves_while_an_older_checkpoint_is_kept(context):
@@ -211,8 +212,8 @@ def test_a_retirement_that_fails_is_told_and_training_goes_on(context, monkeypat
     context.run.spool("archive").write_text("in the way")
     stock.retire(version=1)
     stock.close()
-    (fault,) = context.events.of("fault")
-    assert "could not be retired" in fault["detail"]
+    (fault,) = context.events.of(FaultReported)
+    assert "could not be retired" in fault.detail
     assert num_trajectories(context.run.spool("rollouts")) == GROUP
 
 
@@ -228,4 +229,4 @@ def test_a_damaged_segment_is_scored_again_and_not_a_third_time(context):
             score(context, name)
     assert listed(context.run.spool("rollouts")) == []
     assert (context.run.spool("rollouts") / "quarantine" / name).exists()
-    assert len(context.events.of("fault")) == 3
+    assert len(context.events.of(FaultReported)) == 3

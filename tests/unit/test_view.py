@@ -9,6 +9,15 @@ from rich.cells import cell_len
 from rich.console import Console
 from synthetic import SyntheticCampaign
 
+from hpcrl.campaign_dir.events import (
+    CheckpointSaved,
+    EpisodesCounted,
+    EvaluationFinished,
+    FaultReported,
+    SegmentScored,
+    VersionLoaded,
+    WorkerStarted,
+)
 from hpcrl.monitor.collect import Collector
 from hpcrl.monitor.screen import render
 from hpcrl.monitor.snapshot import Snapshot
@@ -48,11 +57,12 @@ def running(root: Path) -> SyntheticCampaign:
         campaign.now += 10
         campaign.step(step)
         campaign.emit(
-            "env-0", "episodes", running=5, done=step * 8, num_tokens=step * 600, turns=step * 10,
-            remote_prefills=step * 9, env_fault=1,
+            "env-0", EpisodesCounted(
+                running=5, done=step * 8, num_tokens=step * 600, turns=step * 10, remote_prefills=step * 9, env_fault=1
+            ),
         )  # fmt: skip
-        campaign.emit("decode-0", "loaded", version=step, wall_s=0.1)
-    campaign.emit("driver", "fault", what="reward", detail=LONG)
+        campaign.emit("decode-0", VersionLoaded(version=step, wall_s=0.1))
+    campaign.emit("driver", FaultReported(what="reward", detail=LONG))
     campaign.beat_all()
     return campaign
 
@@ -109,7 +119,7 @@ def test_a_failure_is_told_whole(tmp_path: Path) -> None:
 
 def test_markup_in_names_and_reasons_is_plain_text(tmp_path: Path) -> None:
     campaign = running(tmp_path)
-    campaign.emit("driver", "fault", what="[bold]reward[/]", detail="[/nothing] [link=x]y")
+    campaign.emit("driver", FaultReported(what="[bold]reward[/]", detail="[/nothing] [link=x]y"))
 
     assert any("[bold]reward[/]: [/nothing] [link=x]y" in line for line in text_of(collector(campaign).poll()))
 
@@ -118,7 +128,7 @@ def test_nodes_of_a_thousand_workers_are_summed_up(tmp_path: Path) -> None:
     campaign = planned(tmp_path)
     campaign.submit()
     for index in range(1000):
-        campaign.emit(f"env-{index}", "worker-started", node=f"nid{index:06d}", pid=1, gpus=[])
+        campaign.emit(f"env-{index}", WorkerStarted(node=f"nid{index:06d}", pid=1, gpus=[]))
     campaign.close()
 
     screen = "\n".join(text_of(collector(campaign).poll()))
@@ -160,7 +170,7 @@ def test_plain_lines_come_only_with_news(tmp_path: Path) -> None:
     third = reading.poll()
     campaign.step(22)
     fourth = reading.poll()
-    campaign.emit("train-0", "checkpoint", step=22, version=22, wall_s=0.1)
+    campaign.emit("train-0", CheckpointSaved(step=22, version=22, wall_s=0.1))
 
     assert changes(None, first)[-1].split()[1:4] == ["running", "step", "20/40"]
     assert changes(first, second) == []
@@ -176,7 +186,7 @@ def test_notes_that_were_forgotten_are_not_told_twice(tmp_path: Path) -> None:
     reading = collector(campaign)
     before = reading.poll()
     for number in range(200):
-        campaign.emit("driver", "fault", what=f"number {number}")
+        campaign.emit("driver", FaultReported(what=f"number {number}"))
 
     lines = changes(before, reading.poll())
 
@@ -239,15 +249,15 @@ def test_campaigns_are_listed_for_people_and_for_scripts(tmp_path: Path, capsys:
 
 def test_rewards_are_shown_by_domain_where_there_are_several(tmp_path: Path) -> None:
     campaign = running(tmp_path)
-    campaign.emit("reward-0", "scored", num=3, rewards={"sums": [1.0, 0.0], "game": [-1.0]})
-    campaign.emit("reward-1", "scored", num=1, rewards={"sums": [0.5]})
+    campaign.emit("reward-0", SegmentScored(num=3, rewards={"sums": [1.0, 0.0], "game": [-1.0]}))
+    campaign.emit("reward-1", SegmentScored(num=1, rewards={"sums": [0.5]}))
 
     assert any("domains   game -1.000 (1)   sums 0.500 (3)" in line for line in text_of(collector(campaign).poll()))
 
 
 def test_one_domain_needs_no_line_of_its_own(tmp_path: Path) -> None:
     campaign = running(tmp_path)
-    campaign.emit("reward-0", "scored", num=1, rewards={"sums": [1.0]})
+    campaign.emit("reward-0", SegmentScored(num=1, rewards={"sums": [1.0]}))
 
     assert not any(line.startswith("domains") for line in text_of(collector(campaign).poll()))
 
@@ -256,7 +266,7 @@ def test_what_was_measured_on_held_out_tasks_has_a_line_of_its_own(tmp_path: Pat
     campaign = running(tmp_path)
     assert not any("held out" in line for line in text_of(collector(campaign).poll()))
     for number, mean in enumerate((0.1, 0.8, 0.5)):
-        campaign.emit("env-0", "evaluation", number=number, version=10 * number, reward_mean=mean, num_episodes=8)
+        campaign.emit("env-0", EvaluationFinished(number=number, version=10 * number, reward_mean=mean, num_episodes=8))
     lines = text_of(collector(campaign).poll())
     (line,) = [line for line in lines if line.startswith("held out")]
     assert line.endswith("0.500, best 0.800 at version 10")

@@ -35,7 +35,7 @@ def make_router(
         weights={name: domain.weight for name, domain in recipe.domains.items()},
         pace_of=pace_of,
         flips=Flips(run.flips, rules=rules, leads=host == 0) if may_flip else None,
-        on_route=(lambda decided: events.emit("route", **decided)) if rules.log_share else None,
+        on_route=events.emit if rules.log_share else None,
     )
 
 

@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 
 from hpcrl.campaign_dir.endpoints import Endpoint, listed
+from hpcrl.campaign_dir.events import TurnRouted
 from hpcrl.config.recipe import Routing
 from hpcrl.engines.base import Completion, Engine, GenerateRequest, KvHandle, Part, joined
 from hpcrl.errors import EngineError, EngineRefusedError
@@ -60,7 +61,7 @@ class Router:
         weights: dict[str, float] | None = None,
         pace_of: Callable[[Endpoint], Pace | None] = _no_pace,
         flips: Flips | None = None,
-        on_route: Callable[[dict[str, Any]], None] | None = None,
+        on_route: Callable[[TurnRouted], None] | None = None,
     ) -> None:
         self.reasons: Counter[str] = Counter()
         """Turns by how they were routed, and failures by role."""
@@ -370,7 +371,7 @@ class Router:
     def _note(self, request: GenerateRequest, decision: Decision) -> None:
         self.reasons[decision.reason] += 1
         if self._on_route is not None and self._draw.random() < self._rules.log_share:
-            self._on_route({"id": request.request_id, "domain": request.domain, **asdict(decision)})
+            self._on_route(TurnRouted(id=request.request_id, domain=request.domain, **asdict(decision)))
 
 
 def _now() -> float:

@@ -21,7 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, get_args
 
+import msgspec
+
 from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import JobDir, RunDir
 from hpcrl.errors import WeightsError
 from hpcrl.system.network import this_node
@@ -71,10 +74,12 @@ def main() -> NoReturn:
     try:
         _serve(place, events)
     except WeightsError as error:
-        facts = {}
+        fault = FaultReported(what="courier", detail=str(error))
         if isinstance(error, StuckError):
-            facts = {"rank": error.rank, "at": error.node, "bucket": error.bucket, "bytes": error.nbytes}
-        events.emit("fault", what="courier", detail=str(error), **facts)
+            fault = msgspec.structs.replace(
+                fault, rank=error.rank, at=error.node, bucket=error.bucket, bytes=error.nbytes
+            )
+        events.emit(fault)
         hopeless = isinstance(error, NoWorldError | NoRoomError)
         Standing(ready=False, reason=str(error), hopeless=hopeless).write(place.job.couriers(place.life))
         print(error, file=sys.stderr, flush=True)  # noqa: T201 - the step's log

@@ -10,6 +10,7 @@ from typing import NoReturn
 import msgspec
 
 from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
 from hpcrl.weights.couriers.link import Link, Piece, Tag
@@ -71,7 +72,7 @@ class Contributor:
             raise
         except WeightsError as error:
             self._damaged = announced.number
-            self._events.emit("fault", what="courier", detail=str(error), version=announced.version)
+            self._events.emit(FaultReported(what="courier", detail=str(error), version=announced.version))
             if not self._gone:  # it was not there to begin with
                 blank = memoryview(bytes(max(message.stop - message.start for message in cut)))
                 self._stream((blank[: message.stop - message.start] for message in cut), announced)

@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 
 from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
 from hpcrl.weights.couriers import delta_codec
@@ -223,7 +224,7 @@ class Receiver:
             raise
         except WeightsError as error:  # the trainer may have overwritten it meanwhile: the sender knows
             self._damaged = announced.number
-            self._events.emit("fault", what="courier", detail=str(error), version=announced.version)
+            self._events.emit(FaultReported(what="courier", detail=str(error), version=announced.version))
         link.tell(self._source.rank, Tag.REPORT, self._report())
         link.watch.end()
 

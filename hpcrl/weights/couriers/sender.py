@@ -16,6 +16,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import FaultReported, VersionDelivered
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
 from hpcrl.weights.couriers import delta_codec
@@ -124,7 +125,7 @@ class Sender:
         except LostError:
             raise
         except WeightsError as error:
-            self._events.emit("fault", what="courier", detail=str(error), version=manifest.version)
+            self._events.emit(FaultReported(what="courier", detail=str(error), version=manifest.version))
             again = time.monotonic() + RETRY_S
             self._link.until(lambda: time.monotonic() >= again)
             return False
@@ -240,15 +241,16 @@ class Sender:
         else:
             self._pace.was_delta(announced.nbytes, wall_s)
         self._events.emit(
-            "courier",
-            version=announced.version,
-            bytes=announced.layout.nbytes,
-            sent_bytes=announced.nbytes,
-            wall_s=round(wall_s, 4),
-            codec=load.codec,
-            reason=load.reason,
-            to=[self._peers[rank].node for rank in announced.chain],
-            sources=[self._node_of(part.source) for part in announced.parts_from(self._link.wire.rank)],
+            VersionDelivered(
+                version=announced.version,
+                bytes=announced.layout.nbytes,
+                sent_bytes=announced.nbytes,
+                wall_s=round(wall_s, 4),
+                codec=load.codec,
+                reason=load.reason,
+                to=[self._peers[rank].node for rank in announced.chain],
+                sources=[self._node_of(part.source) for part in announced.parts_from(self._link.wire.rank)],
+            )
         )
 
     def _node_of(self, rank: int) -> str:

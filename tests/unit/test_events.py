@@ -1,0 +1,279 @@
+"""Events: the lines of each kind, what readers skip, and that nothing but a struct is emitted."""
+
+import ast
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import hpcrl
+from hpcrl.campaign_dir import event_log
+from hpcrl.campaign_dir.event_log import EventLog, EventReader
+from hpcrl.campaign_dir.events import (
+    CampaignEvent,
+    CheckpointSaved,
+    CurriculumUpdated,
+    DrainStarted,
+    EpisodesCounted,
+    EvaluationFinished,
+    FaultReported,
+    JobEnded,
+    JobStarted,
+    LayoutChosen,
+    NextJobQueued,
+    RewardJobsScaled,
+    RungChanged,
+    SegmentScored,
+    SegmentsRetired,
+    StaleDropped,
+    StepFinished,
+    TrainingResumed,
+    TurnRouted,
+    VersionDelivered,
+    VersionLoaded,
+    VersionPublished,
+    WorkerEnded,
+    WorkerFailed,
+    WorkerRestarted,
+    WorkerStarted,
+    parse,
+)
+from hpcrl.trainers.base import StepMetrics
+
+ORIGIN = {"job": 0, "role": "train", "worker": "w", "node": "n"}
+LINES = [
+    (JobStarted(slurm_id=None, end_time=9.5), "job-started", '"slurm_id": null, "end_time": 9.5'),
+    (
+        JobEnded(outcome="done", reason="every training step was made"),
+        "job-ended",
+        '"outcome": "done", "reason": "every training step was made"',
+    ),
+    (NextJobQueued(slurm_id="123", number=1), "follower", '"slurm_id": "123", "number": 1'),
+    (
+        DrainStarted(reason="its walltime is nearly over", grace_s=60.0),
+        "draining",
+        '"reason": "its walltime is nearly over", "grace_s": 60.0',
+    ),
+    (WorkerStarted(pid=7, gpus=["0"]), "worker-started", '"pid": 7, "gpus": ["0"]'),
+    (WorkerRestarted(of="decode-0"), "worker-restarted", '"of": "decode-0"'),
+    (WorkerEnded(reason="the job is ending"), "worker-ended", '"reason": "the job is ending"'),
+    (WorkerFailed(of="decode-0", reason="exit code 1"), "worker-failed", '"of": "decode-0", "reason": "exit code 1"'),
+    (RewardJobsScaled(num=0, waiting=0), "reward-jobs", '"num": 0, "waiting": 0'),
+    (
+        EpisodesCounted(
+            running=1,
+            done=2,
+            truncated=0,
+            aborted_stale=0,
+            aborted_redundant=0,
+            env_fault=0,
+            policy_fault=0,
+            num_tokens=30,
+            turns=4,
+            remote_prefills=3,
+            groups_lost=0,
+            replaced=0,
+            evicted=0,
+            by_domain={"lake": {"done": 2}},
+        ),
+        "episodes",
+        '"running": 1, "done": 2, "truncated": 0, "aborted_stale": 0, "aborted_redundant": 0, "env_fault": 0, '
+        '"policy_fault": 0, "num_tokens": 30, "turns": 4, "remote_prefills": 3, "groups_lost": 0, "replaced": 0, '
+        '"evicted": 0, "by_domain": {"lake": {"done": 2}}',
+    ),
+    (CurriculumUpdated(weights={"lake": 0.5}), "curriculum", '"weights": {"lake": 0.5}'),
+    (
+        TurnRouted(
+            id="lake/0/0", domain="lake", prefill=None, decode="d", reason="home", wait_s=0.0, serve_s=1.0, is_home=True
+        ),
+        "route",
+        '"id": "lake/0/0", "domain": "lake", "prefill": null, "decode": "d", "reason": "home", "wait_s": 0.0, '
+        '"serve_s": 1.0, "is_home": true',
+    ),
+    (
+        SegmentScored(segment="s.h5", num=0, reward_mean=None, rewards={}),
+        "scored",
+        '"segment": "s.h5", "num": 0, "reward_mean": null, "rewards": {}',
+    ),
+    (
+        VersionPublished(version=1, step=1, wall_s=0.2, stall_s=0.1),
+        "published",
+        '"version": 1, "step": 1, "wall_s": 0.2, "stall_s": 0.1',
+    ),
+    (
+        VersionDelivered(
+            version=1, bytes=8, sent_bytes=4, wall_s=0.2, codec="delta", reason="it is smaller", to=["b"], sources=["a"]
+        ),
+        "courier",
+        '"version": 1, "bytes": 8, "sent_bytes": 4, "wall_s": 0.2, "codec": "delta", "reason": "it is smaller", '
+        '"to": ["b"], "sources": ["a"]',
+    ),
+    (VersionLoaded(version=1, wall_s=0.2, stall_s=0.1), "loaded", '"version": 1, "wall_s": 0.2, "stall_s": 0.1'),
+    (RungChanged(rung="files", reason="no window"), "rung", '"rung": "files", "reason": "no window"'),
+    (
+        StepFinished(
+            step=3,
+            version=2,
+            skipped=None,
+            num_trajectories=8,
+            num_groups=2,
+            num_flat_groups=0,
+            num_too_long=0,
+            num_tokens=90,
+            num_padded_tokens=96,
+            reward_mean=0.5,
+            reward_std=0.1,
+            lag_mean=0.5,
+            lag_max=1,
+            loss=float("nan"),
+            grad_norm=1.0,
+            clip_fraction=0.0,
+            is_ratio_mean=1.0,
+            is_truncated_fraction=0.0,
+            kl=0.01,
+            entropy=1.5,
+            step_s=2.0,
+            kl_reference=None,
+            is_ratio_p05=0.9,
+            is_ratio_p50=1.0,
+            is_ratio_p95=1.1,
+            value_loss=None,
+            learning_rate=1e-05,
+            length_mean=11.0,
+            length_max=12,
+            lags={"0": 6, "1": 2},
+            imbalance=1.0,
+            tokens_per_s=45.0,
+            times={"learn": 1.5, "publish": 0.1},
+            mfu=None,
+            wait_s=0.4,
+        ),
+        "step",
+        '"step": 3, "version": 2, "skipped": null, "num_trajectories": 8, "num_groups": 2, "num_flat_groups": 0, '
+        '"num_too_long": 0, "num_tokens": 90, "num_padded_tokens": 96, "reward_mean": 0.5, "reward_std": 0.1, '
+        '"lag_mean": 0.5, "lag_max": 1, "loss": NaN, "grad_norm": 1.0, "clip_fraction": 0.0, '
+        '"is_ratio_mean": 1.0, "is_truncated_fraction": 0.0, "kl": 0.01, "entropy": 1.5, "step_s": 2.0, '
+        '"kl_reference": null, "is_ratio_p05": 0.9, "is_ratio_p50": 1.0, "is_ratio_p95": 1.1, '
+        '"value_loss": null, "learning_rate": 1e-05, "length_mean": 11.0, "length_max": 12, "lags": {"0": 6, '
+        '"1": 2}, "imbalance": 1.0, "tokens_per_s": 45.0, "times": {"learn": 1.5, "publish": 0.1}, "mfu": null, '
+        '"wait_s": 0.4',
+    ),
+    (StaleDropped(num=2, version=5), "stale", '"num": 2, "version": 5'),
+    (
+        EvaluationFinished(
+            number=0,
+            version=0,
+            reward_mean=None,
+            domains={},
+            num_episodes=0,
+            num_faults=4,
+            length_mean=0.0,
+            oldest=None,
+            newest=None,
+        ),
+        "evaluation",
+        '"number": 0, "version": 0, "reward_mean": null, "domains": {}, "num_episodes": 0, "num_faults": 4, '
+        '"length_mean": 0.0, "oldest": null, "newest": null',
+    ),
+    (SegmentsRetired(num=8, num_segments=1, archive=None), "retired", '"num": 8, "num_segments": 1, "archive": null'),
+    (
+        TrainingResumed(step=4, version=6, checkpoint="000001-step-000004"),
+        "resumed",
+        '"step": 4, "version": 6, "checkpoint": "000001-step-000004"',
+    ),
+    (
+        CheckpointSaved(step=4, version=4, wall_s=0.2, stall_s=0.1),
+        "checkpoint",
+        '"step": 4, "version": 4, "wall_s": 0.2, "stall_s": 0.1',
+    ),
+    (
+        LayoutChosen(layout="local", reason="one machine", nodes=[["n"]]),
+        "layout",
+        '"layout": "local", "reason": "one machine", "nodes": [["n"]]',
+    ),
+    (
+        FaultReported(what="chain", detail="no job follows this one: é"),
+        "fault",
+        '"what": "chain", "detail": "no job follows this one: \\u00e9"',
+    ),
+    (
+        FaultReported(what="reward", detail="it broke", id="lake/0/0"),
+        "fault",
+        '"what": "reward", "detail": "it broke", "id": "lake/0/0"',
+    ),
+    (
+        FaultReported(what="courier", detail="it is gone", version=3),
+        "fault",
+        '"what": "courier", "detail": "it is gone", "version": 3',
+    ),
+    (
+        FaultReported(what="env-paused", detail="too many faults", domain="lake"),
+        "fault",
+        '"what": "env-paused", "detail": "too many faults", "domain": "lake"',
+    ),
+    (
+        FaultReported(what="courier", detail="rank 2 is silent", rank=2, at="n2", bucket=1, bytes=9),
+        "fault",
+        '"what": "courier", "detail": "rank 2 is silent", "rank": 2, "at": "n2", "bucket": 1, "bytes": 9',
+    ),
+]
+"""An event of each kind, its name on disk, and the keys and values of its line behind the origin."""
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_log.time, "time", lambda: 1.5)
+    return EventLog(tmp_path / "w.jsonl", **ORIGIN)
+
+
+@pytest.mark.parametrize(("event", "name", "fields"), LINES)
+def test_an_event_is_written_with_its_name_and_its_keys_in_order(log, event, name, fields):
+    log.emit(event)
+    origin = json.dumps({"time": 1.5, "event": name, **ORIGIN})
+    assert log.path.read_text() == f"{origin[:-1]}, {fields}}}\n"
+
+
+@pytest.mark.parametrize(("event", "name", "fields"), LINES)
+def test_an_event_is_read_as_it_was_emitted(log, event, name, fields):
+    log.emit(event)
+    (read,) = EventReader(log.path.parent).poll()
+    assert repr(read) == repr(msgspec.structs.replace(event, time=1.5, **ORIGIN))
+
+
+def test_every_kind_of_event_has_a_line_here():
+    assert {type(event) for event, _, _ in LINES} == set(CampaignEvent.__subclasses__())
+
+
+def test_an_unknown_event_and_an_unknown_field_are_skipped():
+    assert parse({"event": "started-dreaming", "time": 1.0, "job": 0}) is None
+    line = {"event": "rung", "time": 1.0, "job": 0, "rung": "files", "reason": "why", "speed": [1]}
+    assert parse(line) == RungChanged(time=1.0, rung="files", reason="why")
+
+
+def test_a_line_without_a_time_is_skipped():
+    assert parse({"event": "job-started", "job": 0}) is None
+
+
+def test_a_step_event_has_all_figures_of_a_step_in_their_order():
+    own = [name for name in StepFinished.__struct_fields__ if name not in CampaignEvent.__struct_fields__]
+    assert own == [*StepMetrics.__struct_fields__, "mfu", "wait_s"]
+
+
+def test_no_emitter_passes_a_string():
+    """`emit("fault", ...)` would not be an event; `emit(FaultReported(...))` is."""
+    found = []
+    for path in Path(hpcrl.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or _name_of(node.func).lstrip("_") != "emit":
+                continue
+            if len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Constant | ast.JoinedStr):
+                found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
+def _name_of(function: ast.expr) -> str:
+    match function:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""
