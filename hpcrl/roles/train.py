@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
@@ -22,8 +21,8 @@ from hpcrl.roles.train_queue import Stock
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
 from hpcrl.system.network import address_of, this_node
 from hpcrl.trainers import checkpoint
-from hpcrl.trainers.base import StepMetrics, Trainer
-from hpcrl.trainers.leader import Leader, Ranked, follow
+from hpcrl.trainers.base import RankTrainer, StepMetrics, Trainer
+from hpcrl.trainers.leader import Leader, follow
 from hpcrl.trainers.publishing import shard_store
 from hpcrl.trainers.step_metrics import flops_used
 from hpcrl.trainers.torch import TorchTrainer
@@ -58,7 +57,7 @@ def run(context: Context) -> int:
         leave(world)
 
 
-def _lead(context: Context, mine: Ranked) -> int:
+def _lead(context: Context, mine: RankTrainer) -> int:
     learner = Learner.begin_or_resume(context, mine)
     while learner.step < context.recipe.train.num_steps:
         if context.draining:
@@ -87,7 +86,7 @@ def _surroundings(context: Context) -> Mapping[str, str]:
     return os.environ | {"MASTER_ADDR": address_of(interface)}
 
 
-def _trainer(context: Context, world: World) -> Ranked:
+def _trainer(context: Context, world: World) -> RankTrainer:
     """This rank's end of the trainer that the recipe names."""
     recipe, model = context.recipe, context.run.model
     temperature = recipe.rollout.temperature
@@ -138,13 +137,13 @@ class Learner:
     waiting_since: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def begin_or_resume(cls, context: Context, mine: Ranked) -> "Learner":
+    def begin_or_resume(cls, context: Context, mine: RankTrainer) -> "Learner":
         """From the newest whole checkpoint, or from the initial weights; either way a version is published."""
         run = context.run
         consumed, step, version = Consumed(), 0, 0
         leader = _leader(context, mine) if mine.world.size > 1 else None
         publisher = _publisher(context, leader)
-        trainer: Trainer = leader or cast(Trainer, mine)
+        trainer: Trainer = leader or mine
         found = checkpoint.newest(
             run.checkpoints,
             report=lambda path, why: context.events.emit(FaultReported(what="checkpoint", detail=f"{path}: {why}")),
@@ -313,7 +312,7 @@ def _score(context: Context) -> Callable[[checkpoint.Checkpoint], float | None]:
     return lambda manifest: score_of(manifest.version, results, every=every)
 
 
-def _leader(context: Context, mine: Ranked) -> Leader:
+def _leader(context: Context, mine: RankTrainer) -> Leader:
     recipe = context.recipe
     spool, checkpoints = context.run.spool("scored"), context.run.checkpoints
     return Leader(mine, train=recipe.train, seed=recipe.seed, spool=spool, checkpoints=checkpoints)

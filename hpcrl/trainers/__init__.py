@@ -2,6 +2,7 @@
 
     base          the protocols
     step          one step, for any backend
+    micro_batch_loss  the loss of one micro-batch
     step_metrics  the figures of a step
     torch         the torch trainer
     torch_model   its model, and LoRA

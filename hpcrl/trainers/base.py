@@ -1,16 +1,26 @@
-"""What a trainer is: trajectories in, one step of learning and its figures out; weights by their HF names."""
+"""The interfaces of a trainer: trajectories in, one step of learning and its metrics out; weights by their HF names.
 
-from collections.abc import Sequence
+    Trainer        what the train role calls, whether one rank trains or many
+    RankTrainer    what one rank does besides: the parts of a step that `step.learn` calls, and its part of the weights
+
+All ranks of a trainer make every call together.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
 
 from hpcrl.errors import TrainError
+from hpcrl.learn.batch import MicroBatch
+from hpcrl.learn.loss import LossSums
 from hpcrl.spool.record import Trajectory
+from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs
 from hpcrl.trainers.state import Piece, state_file, write
+from hpcrl.trainers.world import World
 
 
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +96,7 @@ class Snapshot:
 
 
 class Trainer(Protocol):
-    """Whoever owns the weights. With several ranks, each has one, and they make every call together."""
+    """The owner of the weights, as the train role sees it: one rank, or rank 0 on behalf of all (`Leader`)."""
 
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
         """Learn from whole groups. A loss or gradient that is not finite leaves the weights as they were."""
@@ -99,6 +109,59 @@ class Trainer(Protocol):
 
     def load(self, directory: Path) -> None:
         """Go on exactly as if `snapshot` had been the last call, whatever parallelism wrote the directory."""
+
+
+class PreparedMinibatch(NamedTuple):
+    """The micro-batches of one optimizer step, on this rank's device, and what had to be computed before the first."""
+
+    micro_batches: list[MicroBatch]
+    prior: list[PriorLogprobs]
+    """Of each micro-batch."""
+
+
+class RankTrainer(Trainer, Protocol):
+    """One rank of a trainer; what it returns of all ranks is the same on each."""
+
+    world: World
+
+    @property
+    def num_shares(self) -> int:
+        """Into how many shares a step is dealt."""
+
+    @property
+    def share(self) -> int:
+        """Which of them is this rank's."""
+
+    @property
+    def max_length(self) -> int:
+        """Positions that the model can read."""
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    def prepare_minibatches(self, minibatches: list[list[MicroBatch]]) -> list[PreparedMinibatch]:
+        """Give every rank the same number of micro-batches, and compute what must be known before weights change."""
+
+    def accumulate_gradient(self, minibatch: PreparedMinibatch, totals: MinibatchTotals) -> LossSums:
+        """Add the gradient of a minibatch, of all ranks."""
+
+    def clip_gradient(self) -> float:
+        """Clip the gradient; returns its norm before, over all ranks."""
+
+    def apply_gradient(self, *, rate: float) -> None:
+        """Make an optimizer step at this learning rate; the gradient is gone afterwards."""
+
+    def discard_gradient(self) -> None:
+        """Leave the weights as they are."""
+
+    def train_critic(self, number: int, *, totals: MinibatchTotals, step: int) -> float | None:
+        """Make the critic's optimizer step of minibatch `number`; returns its loss, None if there is no critic."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the model, whichever rank holds it; the same on all ranks."""
+
+    def shards(self) -> Iterator[Piece]:
+        """The boxes of the weights that this rank gives, each value once over all ranks."""
 
 
 def check_trainable(trajectories: Sequence[Trajectory], *, vocabulary_size: int) -> None:

@@ -13,11 +13,11 @@ changed by a guess. Two steps' rows are in memory at most: those that are learne
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -30,13 +30,10 @@ from hpcrl.learn.batch import Row
 from hpcrl.learn.distribute import Deal, Item, Share, deal, rows_of
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.segment import read_segment
-from hpcrl.trainers.base import StepMetrics, Writable
+from hpcrl.trainers.base import RankTrainer, StepMetrics, Writable
 from hpcrl.trainers.parts import Together, begun, leave
 from hpcrl.trainers.publishing import Orders, boxes, shard_store
-from hpcrl.trainers.state import Piece
-from hpcrl.trainers.step import train_step
-from hpcrl.trainers.step_metrics import Learned
-from hpcrl.trainers.world import World
+from hpcrl.trainers.step import learn, train_step
 from hpcrl.weights.layout import Shard
 from hpcrl.weights.sharded_store import ShardStore
 from hpcrl.weights.window.file import Key
@@ -97,27 +94,6 @@ def _copied(row: Row) -> Row:
 WAIT_EVERY_S = 10.0
 
 
-class Ranked(Protocol):
-    """One rank's end of a trainer."""
-
-    world: World
-
-    @property
-    def num_shares(self) -> int: ...
-    @property
-    def share(self) -> int: ...
-    @property
-    def max_length(self) -> int: ...
-    @property
-    def vocabulary_size(self) -> int: ...
-    def learn(self, parts: list[list[Row]], *, step: int, skipped: str | None = None) -> Learned: ...
-    def tensors(self) -> dict[str, Tensor]: ...
-    def shapes(self) -> dict[str, tuple[int, ...]]: ...
-    def shards(self) -> Iterator[Piece]: ...
-    def snapshot(self) -> Writable: ...
-    def load(self, directory: Path) -> None: ...
-
-
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What rank 0 wants all ranks to do now."""
 
@@ -134,7 +110,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Leader:
     """Rank 0's trainer, on behalf of all ranks."""
 
-    def __init__(self, mine: Ranked, *, train: Train, seed: int, spool: Path, checkpoints: Path) -> None:
+    def __init__(self, mine: RankTrainer, *, train: Train, seed: int, spool: Path, checkpoints: Path) -> None:
         self.segment_of: Callable[[Trajectory], str] = lambda _: ""
         """Where a trajectory of the spool lies; known once there is a reader."""
         self.upcoming: Callable[[int], Sequence[Trajectory]] = lambda _: ()
@@ -226,7 +202,7 @@ class Leader:
         self._told = time.monotonic()
 
 
-def follow(mine: Ranked, *, train: Train, spool: Path, store: ShardStore | None = None) -> None:
+def follow(mine: RankTrainer, *, train: Train, spool: Path, store: ShardStore | None = None) -> None:
     """Do what rank 0 orders until the end; `store` is this rank's end of the window, where there is one."""
     behind, writing = ThreadPoolExecutor(1, "checkpoint"), None
     ahead = _ahead(mine, train=train, spool=spool)
@@ -235,7 +211,7 @@ def follow(mine: Ranked, *, train: Train, spool: Path, store: ShardStore | None 
         match order.do:
             case "learn":
                 rows = _rows(ahead, order.shares, order.ahead, share=mine.share)
-                mine.learn(rows, step=order.step, skipped=order.skipped)
+                learn(mine, rows, train=train, step=order.step, skipped=order.skipped)
             case "tensors":
                 mine.tensors()
             case "stage" | "leave":
@@ -256,7 +232,7 @@ def follow(mine: Ranked, *, train: Train, spool: Path, store: ShardStore | None 
                 return
 
 
-def _publish(mine: Ranked, order: Order, *, store: ShardStore) -> None:
+def _publish(mine: RankTrainer, order: Order, *, store: ShardStore) -> None:
     """Rank 0 has staged a version, or wants one in files."""
     if order.do == "leave":
         store.leave(order.version, Path(order.directory))
@@ -265,7 +241,7 @@ def _publish(mine: Ranked, order: Order, *, store: ShardStore) -> None:
         store.stage(boxes(mine), version=order.version, step=order.step)
 
 
-def _ahead(mine: Ranked, *, train: Train, spool: Path) -> Ahead:
+def _ahead(mine: RankTrainer, *, train: Train, spool: Path) -> Ahead:
     """This rank's reading of its shares."""
 
     def read(share: Share) -> list[list[Row]]:

@@ -7,18 +7,17 @@
 Nowhere is a whole tensor assembled that ranks on several nodes hold, but for files, and then one after the other.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
 
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.system.network import this_node
-from hpcrl.trainers.state import Piece
-from hpcrl.trainers.world import World
+from hpcrl.trainers.base import RankTrainer
 from hpcrl.weights import part_files
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import Layout, Parts, Shard
@@ -27,18 +26,6 @@ from hpcrl.weights.window.file import Key
 
 DTYPE = "float32"
 """Of the weights that trainers hold, and so of what is published."""
-
-
-class Sharded(Protocol):
-    """A trainer's rank, as far as its weights are concerned."""
-
-    world: World
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the model, whoever holds it; the same on all ranks."""
-
-    def shards(self) -> Iterator[Piece]:
-        """The boxes that this rank gives, each value once over all ranks."""
 
 
 class Orders(NamedTuple):
@@ -86,7 +73,7 @@ class LedStore(ShardStore):
         return self.gatherer(files, version=version, step=step, directory=directory)
 
 
-def shard_store(mine: Sharded, key: Key, *, job: JobDir, orders: Orders | None = None) -> ShardStore:
+def shard_store(mine: RankTrainer, key: Key, *, job: JobDir, orders: Orders | None = None) -> ShardStore:
     """This rank's end of the window of its node; rank 0 gives `orders`. All ranks call it."""
     rank, exchange = mine.world.rank, exchange_over(mine.world.cpu_group)
     layout = Layout.pack((name, DTYPE, shape) for name, shape in mine.shapes().items())
@@ -102,7 +89,7 @@ def shard_store(mine: Sharded, key: Key, *, job: JobDir, orders: Orders | None =
     return store
 
 
-def _parts(mine: Sharded, layout: Layout, *, exchange: Exchange) -> Parts | None:
+def _parts(mine: RankTrainer, layout: Layout, *, exchange: Exchange) -> Parts | None:
     """What lies where; None, on all ranks, if they are on one node."""
     own = Held(node=this_node(), shards=tuple(piece.shard for piece in mine.shards()))
     held = [msgspec.msgpack.decode(said, type=Held) for said in exchange(msgspec.msgpack.encode(own))]
@@ -110,6 +97,6 @@ def _parts(mine: Sharded, layout: Layout, *, exchange: Exchange) -> Parts | None
     return Parts.of(layout, nodes=nodes, held=[one.shards for one in held]) if len(set(nodes)) > 1 else None
 
 
-def boxes(mine: Sharded) -> list[tuple[Shard, Tensor]]:
+def boxes(mine: RankTrainer) -> list[tuple[Shard, Tensor]]:
     """What this rank stages."""
     return [(piece.shard, piece.tensor) for piece in mine.shards()]

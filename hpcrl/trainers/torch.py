@@ -1,7 +1,6 @@
 """The torch trainer: a transformers causal LM, AdamW, on one rank or many (DDP or FSDP2).
 
-    together     this rank's rows -> micro-batches
-    gradients    what adds the gradient of each minibatch; steps.py has the order of things
+step.py has the order of a training step; what it calls is here.
 
 Legend  B rows of a micro-batch - T positions - K positions that anyone trains on - N model tokens - V vocabulary
 
@@ -10,8 +9,7 @@ minibatches are drawn from (seed, step), and no step touches torch's global gene
 generator state. Many ranks give the same numbers up to the order of sums.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,19 +17,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpcrl.config.recipe import Train
-from hpcrl.learn.batch import MicroBatch, Row, micro_batches, nothing, packed_batches
+from hpcrl.learn.batch import MicroBatch, nothing
 from hpcrl.learn.loss import LossSums, chosen_logprobs, log_distribution
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import torch_model
-from hpcrl.trainers.base import Snapshot, StepMetrics
+from hpcrl.trainers.base import PreparedMinibatch, Snapshot, StepMetrics
 from hpcrl.trainers.critic import Critic
+from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs, compute_micro_batch_loss
 from hpcrl.trainers.state import Piece, check_same, fill, wholes
-from hpcrl.trainers.step import Before, Minibatch, Totals, learn, rows_in_memory, scored, totals_of, train_step
-from hpcrl.trainers.step_metrics import Learned
+from hpcrl.trainers.step import Minibatch, rows_in_memory, train_step
 from hpcrl.trainers.torch_model import Net, load_causal
 from hpcrl.trainers.world import ALONE, World
-
-Gradient = Callable[[Totals], LossSums]
 
 
 class TorchTrainer:
@@ -83,13 +79,6 @@ class TorchTrainer:
         rows = rows_in_memory(trajectories, share=self.share, train=self._train, max_length=self.max_length)
         return train_step(self, trajectories, train=self._train, seed=self._seed, step=step, version=version, rows=rows)
 
-    def learn(self, parts: list[list[Row]], *, step: int, skipped: str | None = None) -> Learned:
-        """One optimizer step per minibatch; the first that is not finite is not taken and ends the training step.
-
-        `parts` are this rank's rows of each minibatch; every rank calls this with as many.
-        """
-        return learn(self, parts, train=self._train, world=self.world, step=step, skipped=skipped)
-
     def tensors(self) -> dict[str, Tensor]:
         """The whole weights on every rank; where they are sharded, all ranks must call this together."""
         return {
@@ -126,56 +115,29 @@ class TorchTrainer:
     def _nets(self) -> list[Net]:
         return [self._policy] if self._critic is None else [self._policy, self._critic.net]
 
-    def together(self, parts: list[list[Row]]) -> tuple[list[Minibatch], list[Totals]]:
-        """Micro-batches, as many of each minibatch on every rank, and what all ranks have of each minibatch."""
-        make = packed_batches if self._train.rows == "packed" else micro_batches
-        minibatches = [make(rows, tokens_per_micro_batch=self._train.tokens_per_micro_batch) for rows in parts]
-        totals = totals_of(minibatches, world=self.world)
+    def prepare_minibatches(self, minibatches: list[Minibatch]) -> list[PreparedMinibatch]:
+        """Give every rank the same number of micro-batches; with their advantages and prior log-probs."""
         if self.world.size > 1:
             most = [self.world.max(len(part)) for part in minibatches]
             minibatches = [
                 part + [nothing() for _ in range(num - len(part))] for part, num in zip(minibatches, most, strict=True)
             ]
-        return [[micro.to(self.world.device) for micro in part] for part in minibatches], totals
-
-    def gradients(self, minibatches: list[Minibatch]) -> list[Gradient]:
-        """For each minibatch what adds its gradient."""
+        minibatches = [[micro.to(self.world.device) for micro in part] for part in minibatches]
         if self._critic is not None:
             minibatches = self._critic.judged(minibatches)
         moves = len(minibatches) > 1
-        before = [[self._before(micro, moves=moves) for micro in part] for part in minibatches]
-        return [partial(self._accumulate, part, known) for part, known in zip(minibatches, before, strict=True)]
+        return [PreparedMinibatch(part, [self._before(micro, moves=moves) for micro in part]) for part in minibatches]
 
-    def clip(self) -> float:
-        """The norm of the gradient over all ranks, before it was clipped."""
-        return self._policy.clip()
-
-    def take(self, number: int, *, rate: float | None, totals: Totals, step: int) -> float | None:
-        """The optimizer step of minibatch `number`; with no rate its gradient is only forgotten."""
-        if rate is not None:
-            self._policy.step(learning_rate=rate)
-        self._policy.optimizer.zero_grad()
-        if rate is None or self._critic is None:
-            return None
-        return self._critic.learn(number, num_tokens=totals.num_tokens, step=step)
-
-    def _before(self, micro: MicroBatch, *, moves: bool) -> Before:
-        """The proximal log-probs are not needed where the policy cannot have moved since."""
-        with torch.no_grad():
-            wanted = moves and self._train.proximal == "recomputed"
-            proximal_N = self._logprobs(micro) if wanted else None
-            reference_N = self._logprobs(micro, model=self._reference) if self._reference is not None else None
-        return Before(proximal_N, reference_N)
-
-    def _accumulate(self, part: Minibatch, before: list[Before], totals: Totals) -> LossSums:
-        """Add the gradient of one optimizer step; ranks exchange theirs with its last micro-batch."""
+    def accumulate_gradient(self, minibatch: PreparedMinibatch, totals: MinibatchTotals) -> LossSums:
+        """Add the gradient of a minibatch; ranks exchange theirs with its last micro-batch."""
         total = LossSums.zero(self.world.device)
-        for number, (micro, known) in enumerate(zip(part, before, strict=True)):
-            with self._policy.passes(last=number == len(part) - 1):
-                loss, sums = scored(
+        last = len(minibatch.micro_batches) - 1
+        for number, (micro, prior) in enumerate(zip(*minibatch, strict=True)):
+            with self._policy.passes(last=number == last):
+                loss, sums = compute_micro_batch_loss(
                     micro,
                     self._logits(micro),
-                    before=known,
+                    prior=prior,
                     totals=totals,
                     train=self._train,
                     temperature=self._temperature,
@@ -184,6 +146,33 @@ class TorchTrainer:
                 self._policy.backward(loss)
             total = total.plus(sums)
         return total if self.world.size == 1 else LossSums.unflat(self.world.sum(total.flat()))
+
+    def clip_gradient(self) -> float:
+        """Clip the gradient; returns its norm before, over all ranks."""
+        return self._policy.clip()
+
+    def apply_gradient(self, *, rate: float) -> None:
+        """Make an optimizer step of the policy; the gradient is gone afterwards."""
+        self._policy.step(learning_rate=rate)
+        self._policy.optimizer.zero_grad()
+
+    def discard_gradient(self) -> None:
+        """Leave the weights as they are."""
+        self._policy.optimizer.zero_grad()
+
+    def train_critic(self, number: int, *, totals: MinibatchTotals, step: int) -> float | None:
+        """Make the critic's optimizer step of minibatch `number`; returns its loss, None without a critic."""
+        if self._critic is None:
+            return None
+        return self._critic.learn(number, num_tokens=totals.num_tokens, step=step)
+
+    def _before(self, micro: MicroBatch, *, moves: bool) -> PriorLogprobs:
+        """Take the prior log-probs; the proximal ones are not needed where the policy cannot have moved since."""
+        with torch.no_grad():
+            wanted = moves and self._train.proximal == "recomputed"
+            proximal_N = self._logprobs(micro) if wanted else None
+            reference_N = self._logprobs(micro, model=self._reference) if self._reference is not None else None
+        return PriorLogprobs(proximal_N, reference_N)
 
     def _logprobs(self, micro: MicroBatch, *, model: torch.nn.Module | Net | None = None) -> Tensor:
         """Log-probs of the micro-batch's model tokens."""

@@ -1,7 +1,6 @@
 """The Megatron trainer: tensor, pipeline and data parallelism of megatron-core, the same numbers as `torch`.
 
-    together     this rank's rows -> micro-batches of one shape
-    gradients    Megatron's schedule over them, then gradients over the ranks; steps.py has the order of things
+step.py has the order of a training step; what it calls is here.
 
 Legend  B rows of a micro-batch - T positions - N model tokens - V vocabulary, this rank's part until it is gathered
 
@@ -24,16 +23,16 @@ from torch import Tensor
 
 from hpcrl.config.recipe import Train
 from hpcrl.errors import TrainError
-from hpcrl.learn.batch import MicroBatch, Row, micro_batches, nothing, of_one_shape
+from hpcrl.learn.batch import MicroBatch, nothing, of_one_shape
 from hpcrl.learn.loss import LossSums, chosen_logprobs, log_distribution
 from hpcrl.plan.checks import not_for_megatron
 from hpcrl.spool.record import Trajectory
-from hpcrl.trainers.base import Snapshot, StepMetrics
+from hpcrl.trainers.base import PreparedMinibatch, Snapshot, StepMetrics
 from hpcrl.trainers.megatron.model import adapted, build
 from hpcrl.trainers.megatron.weight_names import Rank, links
+from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs, compute_micro_batch_loss
 from hpcrl.trainers.state import WEIGHT, Piece, check_same, fill, wholes
-from hpcrl.trainers.step import Before, Minibatch, Totals, learn, rows_in_memory, scored, totals_of, train_step
-from hpcrl.trainers.step_metrics import Learned
+from hpcrl.trainers.step import Minibatch, rows_in_memory, train_step
 from hpcrl.trainers.torch_model import MOMENTS
 from hpcrl.trainers.world import World
 from hpcrl.weights.layout import Shard
@@ -83,10 +82,6 @@ class MegatronTrainer:
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
         rows = rows_in_memory(trajectories, share=self.share, train=self._train, max_length=self.max_length)
         return train_step(self, trajectories, train=self._train, seed=self._seed, step=step, version=version, rows=rows)
-
-    def learn(self, parts: list[list[Row]], *, step: int, skipped: str | None = None) -> Learned:
-        """One optimizer step per minibatch; the first that is not finite is not taken and ends the training step."""
-        return learn(self, parts, train=self._train, world=self.world, step=step, skipped=skipped)
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole weights on every rank: all ranks must call this together."""
@@ -146,55 +141,21 @@ class MegatronTrainer:
                 yield Piece(part, shard, link.whole, state[part][link.rows])
             yield Piece(STEP, Shard(name=link.name, start=(), shape=()), (), state["step"])
 
-    def together(self, parts: list[list[Row]]) -> tuple[list[Minibatch], list[Totals]]:
-        """Micro-batches of one shape, as many on every rank, and what all of them have of each minibatch."""
-        bound = self._train.tokens_per_micro_batch
-        minibatches = [micro_batches(rows, tokens_per_micro_batch=bound) for rows in parts]
-        totals = totals_of(minibatches, world=self.world, times=self.world.size / self._part.num_data)
-        same = []
-        for part in minibatches:
-            num = self.world.max(len(part))
-            filled = part + [nothing() for _ in range(num - len(part))]
-            rows = self.world.max(max(len(micro.inputs_BT) for micro in filled))
-            length = self.world.max(max(micro.inputs_BT.shape[1] for micro in filled))
-            same.append([of_one_shape(micro, rows=rows, length=length).to(self.world.device) for micro in filled])
-        return same, totals
+    def prepare_minibatches(self, minibatches: list[Minibatch]) -> list[PreparedMinibatch]:
+        """Give every rank the same number of micro-batches, of one shape; with their prior log-probs."""
+        same = [self._of_one_shape(part) for part in minibatches]
+        moves = len(same) > 1 and self._train.proximal == "recomputed"
+        return [PreparedMinibatch(part, self._proximal(part) if moves else _unmoved(part)) for part in same]
 
-    def gradients(self, minibatches: list[Minibatch]) -> list[Callable[[Totals], LossSums]]:
-        """For each minibatch what adds its gradient."""
-        moves = len(minibatches) > 1 and self._train.proximal == "recomputed"
-        before = [self._proximal(part) if moves else _unmoved(part) for part in minibatches]
-        return [partial(self._accumulate, part, known) for part, known in zip(minibatches, before, strict=True)]
-
-    def take(self, number: int, *, rate: float | None, totals: Totals, step: int) -> None:
-        """The optimizer step; with no rate the gradient is only forgotten."""
-        if rate is not None:
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def _proximal(self, part: Minibatch) -> list[Before]:
-        """Log-probs before the first optimizer step; they stay on the last stage, where they are needed."""
-
-        def kept(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, Before]:
-            logprobs_NV = log_distribution(self._at_tokens(micro, logits_BTV), temperature=self._temperature)
-            logprobs_N = chosen_logprobs(logprobs_NV, micro.targets_N)
-            return logprobs_N.sum(), Before(logprobs_N)
-
-        with torch.no_grad():
-            found: list[Before] = list(self._scheduled(part, kept, forward_only=True))
-        return found or _unmoved(part)
-
-    def _accumulate(self, part: Minibatch, before: list[Before], totals: Totals) -> LossSums:
-        """Add the gradient of one optimizer step, on all ranks."""
-        known = iter(before)
+    def accumulate_gradient(self, minibatch: PreparedMinibatch, totals: MinibatchTotals) -> LossSums:
+        """Add the gradient of a minibatch, on all ranks: Megatron's schedule, then sums over the ranks."""
+        part, remaining = minibatch.micro_batches, iter(minibatch.prior)
 
         def judge(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, LossSums]:
-            loss, sums = scored(
+            loss, sums = compute_micro_batch_loss(
                 micro,
                 self._at_tokens(micro, logits_BTV),
-                before=next(known),
+                prior=next(remaining),
                 totals=totals,
                 train=self._train,
                 temperature=self._temperature,
@@ -206,9 +167,58 @@ class MegatronTrainer:
         for sums in self._scheduled(part, judge, forward_only=False):
             total = total.plus(sums)
         if self._part.rank.tp or not self._part.rank.is_last:
-            total = LossSums.zero(self.world.device)  # said once, by the first rank of the last stage
+            total = LossSums.zero(self.world.device)  # counted once, by the first rank of the last stage
         self._exchange_gradients()
         return LossSums.unflat(self.world.sum(total.flat()))
+
+    def clip_gradient(self) -> float:
+        """Clip the gradient; returns the norm of the whole model's before, in which every value counts once."""
+        total = torch.zeros((), dtype=torch.double, device=self.world.device)
+        if not self._part.data_rank:
+            for link, parameter in self._part.links():
+                if link.given and parameter.grad is not None:
+                    total += parameter.grad[link.rows].double().square().sum()
+        norm = float(self.world.sum(total).sqrt())
+        scale = self._train.max_grad_norm / (norm + 1e-6)
+        if scale < 1:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        return norm
+
+    def apply_gradient(self, *, rate: float) -> None:
+        """Make an optimizer step; the gradient is gone afterwards."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def discard_gradient(self) -> None:
+        """Leave the weights as they are."""
+        self._optimizer.zero_grad()
+
+    def train_critic(self, number: int, *, totals: MinibatchTotals, step: int) -> None:
+        """There is no critic: `not_for_megatron` refuses recipes that need one."""
+
+    def _of_one_shape(self, part: Minibatch) -> Minibatch:
+        """A minibatch whose micro-batches have one number and one shape on all ranks."""
+        num = self.world.max(len(part))
+        filled = part + [nothing() for _ in range(num - len(part))]
+        rows = self.world.max(max(len(micro.inputs_BT) for micro in filled))
+        length = self.world.max(max(micro.inputs_BT.shape[1] for micro in filled))
+        return [of_one_shape(micro, rows=rows, length=length).to(self.world.device) for micro in filled]
+
+    def _proximal(self, part: Minibatch) -> list[PriorLogprobs]:
+        """Log-probs before the first optimizer step; they stay on the last stage, where they are needed."""
+
+        def kept(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, PriorLogprobs]:
+            logprobs_NV = log_distribution(self._at_tokens(micro, logits_BTV), temperature=self._temperature)
+            logprobs_N = chosen_logprobs(logprobs_NV, micro.targets_N)
+            return logprobs_N.sum(), PriorLogprobs(logprobs_N)
+
+        with torch.no_grad():
+            found: list[PriorLogprobs] = list(self._scheduled(part, kept, forward_only=True))
+        return found or _unmoved(part)
 
     def _scheduled(self, part: Minibatch, judge: _Judge, *, forward_only: bool) -> list[Any]:
         """Megatron's schedule over the stages; the second thing that `judge` returns, on the last stage."""
@@ -261,25 +271,10 @@ class MegatronTrainer:
             name = "embedding.word_embeddings.weight" if rank.is_first else "output_layer.weight"
             dist.all_reduce(self._parameters[name].grad, group=parallel_state.get_embedding_group())
 
-    def clip(self) -> float:
-        """The norm of the whole model's gradient, before it was clipped; every value counts once."""
-        total = torch.zeros((), dtype=torch.double, device=self.world.device)
-        if not self._part.data_rank:
-            for link, parameter in self._part.links():
-                if link.given and parameter.grad is not None:
-                    total += parameter.grad[link.rows].double().square().sum()
-        norm = float(self.world.sum(total).sqrt())
-        scale = self._train.max_grad_norm / (norm + 1e-6)
-        if scale < 1:
-            for parameter in self._parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
-        return norm
 
-
-def _unmoved(part: Minibatch) -> list[Before]:
+def _unmoved(part: Minibatch) -> list[PriorLogprobs]:
     """No proximal log-probs: they are the current ones, or those of the policy that acted."""
-    return [Before() for _ in part]
+    return [PriorLogprobs() for _ in part]
 
 
 def _causal(length: int, device: torch.device) -> Tensor:

@@ -1,0 +1,61 @@
+"""The loss of one micro-batch, from its logits.
+
+Legend  N model tokens of a micro-batch - V vocabulary
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hpcrl.config.recipe import Train
+from hpcrl.learn.batch import MicroBatch
+from hpcrl.learn.loss import LossSums, Said, judged, policy_loss, token_shares
+
+
+class MinibatchTotals(NamedTuple):
+    """What all ranks together have of one minibatch."""
+
+    num_tokens: float
+    """Model tokens."""
+    num_sequences: float
+    num_not_finite: float
+    """Rewards and log-probs that are not finite."""
+    num_padded_tokens: float
+
+
+class PriorLogprobs(NamedTuple):
+    """Log-probs of a micro-batch's tokens, taken before the first optimizer step of a training step."""
+
+    proximal_N: Tensor | None = None
+    """None where the policy cannot have moved since: they are the current ones then."""
+    reference_N: Tensor | None = None
+
+
+def compute_micro_batch_loss(
+    micro: MicroBatch,
+    logits_NV: Tensor,
+    *,
+    prior: PriorLogprobs,
+    totals: MinibatchTotals,
+    train: Train,
+    temperature: float,
+    max_length: int,
+) -> tuple[Tensor, LossSums]:
+    """Compute the loss to differentiate: every token has the same share, whatever its micro-batch and rank."""
+    logprobs_N, entropy_N = judged(logits_NV, micro.targets_N, temperature=temperature, train=train)
+    proximal_N = micro.behaviour_N if train.proximal == "behaviour" else prior.proximal_N
+    token_inputs = Said(
+        behaviour_N=micro.behaviour_N,
+        proximal_N=logprobs_N.detach() if proximal_N is None else proximal_N,
+        advantages_N=micro.advantages_N,
+        rows_N=micro.rows_N,
+        shares_N=token_shares(
+            micro.rows_N,
+            aggregation=train.aggregation,
+            num_tokens=totals.num_tokens,
+            num_sequences=totals.num_sequences,
+            max_length=max_length,
+        ),
+        reference_N=prior.reference_N,
+    )
+    return policy_loss(logprobs_N, entropy_N=entropy_N, said=token_inputs, train=train)
