@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from hpcrl.engines.base import TOP_LOGPROBS, GenerateRequest
 from hpcrl.errors import EngineError
-from hpcrl.system.files import read_json
+from hpcrl.models.model_config import read_model_config
 
 
 def check(request: GenerateRequest, *, max_new_tokens: int, context_length: int, vocabulary: int) -> None:
@@ -46,8 +46,7 @@ def check_speaks(request: GenerateRequest) -> None:
 def check_fit(model: Path) -> None:
     """EngineError if prompts made with the tokenizer in `model` may have ids beyond the model's vocabulary."""
     path = model / "tokenizer.json"
-    config = read_json(model / "config.json")
-    known = config.get("text_config", config).get("vocab_size")
+    known = read_model_config(model / "config.json").vocabulary_size
     if known is None or not path.is_file():  # whoever needs them says so
         return
     try:

@@ -66,7 +66,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """The shape of the model that a transformers config.json describes: attention, gated MLP or experts, embeddings."""
+    """The shape of the model with these fields in its config.json: attention, gated MLP or experts, embeddings."""
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads

@@ -20,6 +20,7 @@ from hpcrl.envs.pool import open_env
 from hpcrl.errors import SpoolError
 from hpcrl.learn.evaluations import Evaluations
 from hpcrl.models.chat_layout import load_chat, load_template
+from hpcrl.models.model_config import read_context_length
 from hpcrl.roles.context import Context
 from hpcrl.rollout.admission import Gate, share
 from hpcrl.rollout.agents.server import Proxy
@@ -40,7 +41,6 @@ from hpcrl.rollout.tasks import Task, TaskStream, stable_hash
 from hpcrl.spool.listing import Listing, counted
 from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.writer import Batching, BatchWriter, DiskSpoolWriter
-from hpcrl.system.files import read_json
 from hpcrl.weights.versions import newest_version
 
 POLL_S = 0.1
@@ -350,8 +350,7 @@ class Host:
 
 
 def _context_length(context: Context) -> int:
-    model_sees = int(read_json(context.run.model / "config.json")["max_position_embeddings"])
-    return min(model_sees, context.recipe.engine.max_model_len or model_sees)
+    return read_context_length(context.run.model, max_model_len=context.recipe.engine.max_model_len)
 
 
 def _evaluator(host: Host) -> Evaluator:

@@ -26,11 +26,10 @@ from hpcrl.engines.base import LOCAL, Completion, FetchKv, GenerateRequest, KvHa
 from hpcrl.engines.request_checks import check_fit, check_speaks
 from hpcrl.engines.request_loop import Steps, Turns
 from hpcrl.engines.sim.batch import SimBatch, SimRow, drawn_reply
-from hpcrl.engines.vllm.protocol import limits_of
 from hpcrl.errors import EngineError, EngineRefusedError, WeightsError
 from hpcrl.hardware.cost_model import Pace, pace, shape_of
 from hpcrl.hardware.gpus import GPUS
-from hpcrl.system.files import read_json
+from hpcrl.models.model_config import read_model_config, read_model_limits
 from hpcrl.weights.store import WeightSource
 
 LINK_BYTES_PER_S = 25e9
@@ -70,16 +69,16 @@ def simulated(
 ) -> "SimEngine":
     """An engine for the prompts of the model in `model`, as slow as one of `config` (or that one) on such GPUs."""
     check_fit(model)
-    limits = limits_of(model, max_model_len=max_model_len)
+    limits = read_model_limits(model, max_model_len=max_model_len)
     path = config or model / "config.json"
     try:
-        one = pace(GPUS[gpu], shape=shape_of(read_json(path)), tp=max(1, num_gpus))
+        one = pace(GPUS[gpu], shape=shape_of(read_model_config(path).fields), tp=max(1, num_gpus))
     except (OSError, KeyError, ValueError) as error:
         raise EngineError(f"{path} does not say how fast its model is ({error!r}): set engine.sim.config") from error
     if not one.kv_tokens:
         raise EngineError(f"the model of {path} does not fit into {num_gpus} {gpu}: give the worker more GPUs")
     settings = SimSettings(
-        vocabulary=limits.num_tokens_known,
+        vocabulary=limits.vocabulary_size,
         context_length=limits.context_length,
         max_batch=max_batch,
         time_scale=1 / speed,

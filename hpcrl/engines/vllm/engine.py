@@ -20,9 +20,10 @@ import msgspec
 from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures, Part
 from hpcrl.engines.request_checks import check, check_speaks
 from hpcrl.engines.vllm import kv_connectors, kv_files
-from hpcrl.engines.vllm.protocol import chunk_of, completion_of, figures_of, limits_of, sampling_of
+from hpcrl.engines.vllm.protocol import chunk_of, completion_of, figures_of, sampling_of
 from hpcrl.engines.vllm.server import Launch, VllmServer
 from hpcrl.errors import EngineError, WeightsError
+from hpcrl.models.model_config import read_model_limits
 
 GENERATE = "/inference/v1/generate"
 SWITCH = "/hpcrl/switch"
@@ -76,7 +77,7 @@ class VllmEngine:
         launch = self._launch
         await self.server.__aenter__()
         try:
-            self._limits = limits_of(launch.model, max_model_len=launch.max_model_len)
+            self._limits = read_model_limits(launch.model, max_model_len=launch.max_model_len)
             self._generated_before = (await self._figures()).num_generated_tokens
         except BaseException:
             await self.server.__aexit__(None, None, None)
@@ -236,7 +237,7 @@ class VllmEngine:
             request,
             max_new_tokens=max_new_tokens,
             context_length=limits.context_length,
-            vocabulary=limits.num_tokens_known,
+            vocabulary=limits.vocabulary_size,
         )
         serving = self._serving[request.request_id] = _Serving(str(next(self._names)))
         try:

@@ -1,6 +1,5 @@
 """What is said to a vLLM server and what it says, as plain values. Pure.
 
-Limits, limits_of    what the model can take, from its directory
 sampling_of          a request as vLLM's sampling parameters
 completion_of        an answer of /inference/v1/generate
 chunks_of, chunk_of  the same, told while it is made: events of a stream, and the tokens in one
@@ -10,14 +9,12 @@ figures_of           load figures out of /metrics
 import json
 import re
 from collections.abc import AsyncIterable, AsyncIterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from hpcrl.engines.base import Completion, FinishReason, GenerateRequest, Part, joined
 from hpcrl.errors import EngineError
-from hpcrl.system.files import read_json
 
 _METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _CAPACITY = re.compile(r'^vllm:cache_config_info\{.*kv_cache_size_tokens="(\d+)"', re.MULTILINE)
@@ -25,23 +22,6 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort":
 MAX_SEED = (1 << 63) - 1
 CLAMPED = -9998.0
 """vLLM writes -9999 where a log-probability is not finite."""
-
-
-class Limits(NamedTuple):
-    """What the model can take."""
-
-    context_length: int
-    num_tokens_known: int
-
-
-def limits_of(model: Path, *, max_model_len: int | None) -> Limits:
-    """From the model's config.json; `max_model_len` if that is given."""
-    config = read_json(model / "config.json")
-    text = config.get("text_config", config)
-    try:
-        return Limits(max_model_len or int(text["max_position_embeddings"]), int(text["vocab_size"]))
-    except KeyError as error:
-        raise EngineError(f"{model}/config.json does not say {error}: set engine.max_model_len") from None
 
 
 def sampling_of(request: GenerateRequest, *, max_new_tokens: int) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.engines.base import Engine
 from hpcrl.hardware.cost_model import ModelShape, Pace, pace, shape_of
 from hpcrl.hardware.gpus import GPUS
+from hpcrl.models.model_config import read_model_config
 from hpcrl.rollout.routing.role_switch import Flips
 from hpcrl.rollout.routing.router import Router
-from hpcrl.system.files import read_json
 
 
 def make_router(
@@ -42,6 +42,6 @@ def make_router(
 def _shape(config: Path) -> ModelShape | None:
     """The model's shape, unless its config.json has other words for it: then turns are counted and not reckoned."""
     try:
-        return shape_of(read_json(config))
+        return shape_of(read_model_config(config).fields)
     except KeyError:
         return None

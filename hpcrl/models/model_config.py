@@ -1,0 +1,65 @@
+"""Read the config.json of a model, as transformers writes it: the one place that does.
+
+ModelConfig, read_model_config    its context length, its vocabulary, and the fields that its shape is computed from
+ModelLimits, read_model_limits    what an engine of the model can take
+read_context_length               how long its conversations can be
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hpcrl.errors import EngineError
+from hpcrl.system.files import read_json
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a config.json contains about a language model; None where it does not have that field."""
+
+    context_length: int | None
+    vocabulary_size: int | None
+    fields: dict[str, Any]
+    """All fields; a model of more than text keeps those of its language model in `text_config`, and they come first."""
+
+
+class ModelLimits(NamedTuple):
+    """What the model can take."""
+
+    context_length: int
+    vocabulary_size: int
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Read one config.json."""
+    config = read_json(path)
+    fields = config | config.get("text_config", {})
+    context_length, vocabulary_size = fields.get("max_position_embeddings"), fields.get("vocab_size")
+    return ModelConfig(
+        context_length=None if context_length is None else int(context_length),
+        vocabulary_size=None if vocabulary_size is None else int(vocabulary_size),
+        fields=fields,
+    )
+
+
+def read_model_limits(model: Path, *, max_model_len: int | None) -> ModelLimits:
+    """Read the limits of the model in `model`; its context is `max_model_len` if that is given."""
+    path = model / "config.json"
+    config = read_model_config(path)
+    context_length = max_model_len or _require_context(config, path)
+    if config.vocabulary_size is None:
+        raise EngineError(f"{path} has no vocab_size: save the model with its transformers configuration")
+    return ModelLimits(context_length, config.vocabulary_size)
+
+
+def read_context_length(model: Path, *, max_model_len: int | None) -> int:
+    """Read the context length of the model in `model`, or return `max_model_len` if that is less."""
+    path = model / "config.json"
+    context_length = _require_context(read_model_config(path), path)
+    return min(context_length, max_model_len or context_length)
+
+
+def _require_context(config: ModelConfig, path: Path) -> int:
+    if config.context_length is None:
+        raise EngineError(f"{path} has no max_position_embeddings: set engine.max_model_len")
+    return config.context_length
