@@ -29,6 +29,8 @@ import aiohttp
 from aiohttp import web
 
 from bench.figures import Figure, main
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import TinyModel
 from hpcrl.engines.base import Completion, GenerateRequest, Part, as_part
 from hpcrl.models.chat_layout import load_template
@@ -112,11 +114,12 @@ def _embedded(model: Path) -> AbstractAsyncContextManager[Policy]:
 
 
 def _vllm(model: Path) -> AbstractAsyncContextManager[Policy]:
-    from hpcrl.engines.vllm.engine import Origin, VllmEngine
+    from hpcrl.engines.vllm.engine import VllmEngine
     from hpcrl.engines.vllm.server import Launch
 
     launch = Launch(model=model, log=model.parent / "vllm.log", dtype="float32", max_model_len=512)
-    return VllmEngine(launch, origin=Origin(campaign=model.parent, job=0, node="here"))
+    run = RunDir(model.parent)
+    return VllmEngine(launch, place=WorkerPlace(run, run.job(0), "here"))
 
 
 async def _compared(engine: Policy, template: Template, *, rounds: int) -> tuple[float, float]:

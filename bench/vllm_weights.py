@@ -27,10 +27,11 @@ from safetensors.torch import save_file
 
 from bench.figures import Figure, main
 from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import TinyModel
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.embedded.engine import load_model
-from hpcrl.engines.vllm.engine import Origin, VllmEngine
+from hpcrl.engines.vllm.engine import VllmEngine
 from hpcrl.engines.vllm.server import Launch
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.system.files import private_dir
@@ -65,10 +66,10 @@ async def _measure(root: Path, *, rounds: int) -> list[Figure]:
     launch = Launch(
         model=run.model, log=job.log("vllm"), dtype="float32", extra_args=("--enforce-eager", "--block-size", "32")
     )
-    origin = Origin(campaign=run.root, job=0, node="here")
+    place = WorkerPlace(run, job, "here")
     ours, theirs, copies, anew = [], [], [], []
     try:
-        async with VllmEngine(launch, origin=origin) as engine:
+        async with VllmEngine(launch, place=place) as engine:
             for version in range(1, rounds + 1):
                 window.publish(tensors, version=version, step=version)
                 ours.append(await _silence(engine, engine.load_version(version), after=NUM_BEFORE))

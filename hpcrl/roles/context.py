@@ -11,6 +11,7 @@ import msgspec
 
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.plan.plan import Plan, RolePlan
@@ -39,6 +40,10 @@ class Context:
     def name(self) -> str:
         """Unique in the campaign: job, role, index."""
         return worker_name(self.job, self.role, self.index)
+
+    @property
+    def place(self) -> WorkerPlace:
+        return WorkerPlace(self.run, self.job, this_node())
 
     @property
     def role_plan(self) -> RolePlan:

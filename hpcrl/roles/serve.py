@@ -16,7 +16,7 @@ from aiohttp import ClientSession
 from hpcrl.campaign_dir import endpoints
 from hpcrl.campaign_dir.endpoints import Endpoint
 from hpcrl.campaign_dir.events import FaultReported, RungChanged, VersionLoaded
-from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import Engine
 from hpcrl.config.site import Inference
 from hpcrl.engines.base import Updatable
@@ -53,7 +53,8 @@ class WorkerEngine(ServedEngine, Updatable, Protocol):
 async def serve_engine(context: Context) -> None:
     """Wait for the first version, serve until the job ends."""
     weights = context.run.weights
-    window = WindowStore(window_key(context.run, node=this_node()), job=context.job)
+    place = context.place
+    window = WindowStore(window_key(place.campaign, node=place.node), job=place.job)
     source = Newest(window, FileStore(weights))
     first = await _first_version(context, source)
     if first is None:
@@ -121,23 +122,22 @@ def _gpu(context: Context) -> str | None:
 
 
 def _vllm(context: Context) -> AbstractAsyncContextManager[WorkerEngine]:
-    from hpcrl.engines.vllm.engine import Origin, VllmEngine
+    from hpcrl.engines.vllm.engine import VllmEngine
 
-    origin = Origin(campaign=context.run.root, job=context.job.number, node=this_node())
+    place = context.place
     launch = vllm_launch(
         context.recipe.engine,
         role=context.role_plan,
         inference=context.site.inference,
-        run=context.run,
-        job=context.job,
+        place=place,
         log=context.job.log(f"{context.role}-{context.index}-vllm"),
         host=network.address_of(context.site.network.interface),
     )
-    return VllmEngine(launch, origin=origin)
+    return VllmEngine(launch, place=place)
 
 
 def vllm_launch(
-    engine: Engine, *, role: RolePlan, inference: Inference, run: RunDir, job: JobDir, log: Path, host: str
+    engine: Engine, *, role: RolePlan, inference: Inference, place: WorkerPlace, log: Path, host: str
 ) -> "Launch":
     """What the plan gives a worker, as its vLLM server is told; `host` is where other nodes reach this one."""
     from hpcrl.engines.vllm import kv_connectors as vllm_connectors
@@ -146,7 +146,7 @@ def vllm_launch(
     ours = inference.kv_connector == vllm_connectors.OURS
     is_foreign = inference.kv_connector is not None and not ours
     return Launch(
-        model=run.model,
+        model=place.campaign.model,
         log=log,
         dtype=engine.dtype,
         max_model_len=engine.max_model_len,
@@ -157,7 +157,7 @@ def vllm_launch(
         cpu_kv_gib=engine.cpu_kv_gib,
         kv_connector=inference.kv_connector,
         kv_options=inference.kv_options,
-        kv_dir=job.kv if ours else None,
+        kv_dir=place.job.kv if ours else None,
         kv_address=network.free_address(host) if is_foreign else None,
         start_s=engine.start_timeout_s,
         extra_args=tuple(engine.vllm_args),

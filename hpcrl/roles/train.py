@@ -19,7 +19,7 @@ from hpcrl.models.tiny import make_tiny_model
 from hpcrl.roles.context import Context
 from hpcrl.roles.train_queue import Stock
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
-from hpcrl.system.network import address_of, this_node
+from hpcrl.system.network import address_of
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.base import RankTrainer, StepMetrics, Trainer
 from hpcrl.trainers.leader import Leader, follow
@@ -327,7 +327,7 @@ def _peak_flops(context: Context) -> float:
 
 
 def _window(context: Context) -> Key:
-    return window_key(context.run, node=this_node())
+    return window_key(context.run, node=context.place.node)
 
 
 def _publisher(context: Context, leader: Leader | None) -> Publisher:

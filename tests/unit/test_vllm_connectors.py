@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import Engine, load_recipe
 from hpcrl.config.site import Inference, load_site
 from hpcrl.engines.vllm.kv_connectors import OURS, environment, fetched, found, left
@@ -85,7 +86,8 @@ def launched(connector: str | None, root: Path) -> Launch:
     run = RunDir(root)
     role = make_plan(load_recipe("quickstart-vllm"), load_site("lab")).role("decode")
     inference = Inference(kv_connector=connector)
-    return vllm_launch(Engine(), role=role, inference=inference, run=run, job=run.job(0), log=HERE, host="127.0.0.1")
+    place = WorkerPlace(run, run.job(0), "here")
+    return vllm_launch(Engine(), role=role, inference=inference, place=place, log=HERE, host="127.0.0.1")
 
 
 def test_each_worker_of_a_campaign_gets_an_address_for_the_sites_connector(tmp_path: Path) -> None:

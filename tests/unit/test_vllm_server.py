@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.embedded.engine import load_model
 from hpcrl.engines.sim.engine import simulated
-from hpcrl.engines.vllm.engine import Origin, VllmEngine
+from hpcrl.engines.vllm.engine import VllmEngine
 from hpcrl.engines.vllm.protocol import figures_of
 from hpcrl.engines.vllm.server import Launch, command, environment
 from hpcrl.errors import EngineError, WeightsError
@@ -46,8 +48,8 @@ def launch(tmp_path: Path, scratch: Path, tiny_model_dir: Path, monkeypatch: pyt
 
 def with_engine(launch: Launch, body: Callable[[VllmEngine], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        origin = Origin(campaign=Path("/none"), job=0, node="n")
-        async with VllmEngine(launch, origin=origin) as engine:
+        run = RunDir(Path("/none"))
+        async with VllmEngine(launch, place=WorkerPlace(run, run.job(0), "n")) as engine:
             return await body(engine)
 
     return asyncio.run(run())

@@ -14,9 +14,10 @@ import torch
 
 from hpcrl.campaign_dir.endpoints import Endpoint
 from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.engines.base import LoadFigures
 from hpcrl.engines.http import RemoteEngine, serve
-from hpcrl.engines.vllm.engine import Origin, VllmEngine
+from hpcrl.engines.vllm.engine import VllmEngine
 from hpcrl.engines.vllm.kv_connectors import OURS
 from hpcrl.engines.vllm.server import Launch
 from hpcrl.system.files import private_dir
@@ -77,8 +78,8 @@ class Place:
             self.do(stack.aclose())
 
     async def _start(self, stack: AsyncExitStack, names: tuple[str, ...]) -> list[Behind]:
-        origin = Origin(campaign=self.root, job=0, node="here")
-        engines = [VllmEngine(self.launch(name), origin=origin) for name in names]
+        place = WorkerPlace(self.run, self.job, "here")
+        engines = [VllmEngine(self.launch(name), place=place) for name in names]
         await asyncio.gather(*(stack.enter_async_context(engine) for engine in engines))
         found = []
         for name, engine in zip(names, engines, strict=True):

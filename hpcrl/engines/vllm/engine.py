@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import msgspec
 
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures, Part
 from hpcrl.engines.request_checks import check, check_speaks
 from hpcrl.engines.vllm import kv_connectors, kv_files
@@ -39,15 +40,6 @@ HANDLE = "vllm:"
 """URLs of our handles begin so; the connector's name follows."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """Where vLLM's own processes find versions."""
-
-    campaign: Path
-    job: int
-    node: str
-
-
 @dataclass(eq=False)
 class _Serving:
     """A request that vLLM has; it knows it by another id, since ours may come again."""
@@ -59,11 +51,12 @@ class _Serving:
 class VllmEngine:
     """Use it as `async with VllmEngine(...) as engine`: vLLM is up when the block begins and gone when it ends."""
 
-    def __init__(self, launch: Launch, *, origin: Origin) -> None:
+    def __init__(self, launch: Launch, *, place: WorkerPlace) -> None:
+        """`place`: where vLLM's own processes find versions."""
         self.version = launch.version
         self.server = VllmServer(launch)
         self._launch = launch
-        self._origin = origin
+        self._place = place
         self._serving: dict[str, _Serving] = {}
         self._names = itertools.count()
         self._leftovers: set[asyncio.Task[None]] = set()
@@ -197,7 +190,8 @@ class VllmEngine:
 
     async def _make_ready(self, version: int) -> None:
         """WeightsError, in the words of vLLM's worker, if the version cannot be loaded; nothing has changed then."""
-        where = {"campaign": str(self._origin.campaign), "job": self._origin.job, "node": self._origin.node}
+        place = self._place
+        where = {"campaign": str(place.campaign.root), "job": place.job.number, "node": place.node}
         try:
             path = self.server.new_answer()
             info = where | {"version": version, "answer": str(path)}

@@ -27,7 +27,8 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.engines.vllm.weight_twin import Twin
 from hpcrl.errors import WeightsError
 from hpcrl.system.files import publish
@@ -68,11 +69,10 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(NAME, VersionEngine)
 
 
-def source_of(campaign: Path, *, job: int, node: str) -> WeightSource:
+def source_of(place: WorkerPlace) -> WeightSource:
     """Where the engines of a node find versions: in its window, else in files."""
-    run = RunDir(campaign)
-    window = WindowStore(window_key(run, node=node), job=JobDir(run.job(job).root))
-    return Newest(window, FileStore(run.weights))
+    window = WindowStore(window_key(place.campaign, node=place.node), job=place.job)
+    return Newest(window, FileStore(place.campaign.weights))
 
 
 class VersionEngine(WeightTransferEngine[Look, Load]):
@@ -88,7 +88,7 @@ class VersionEngine(WeightTransferEngine[Look, Load]):
         self._has_room = torch.device(device).type == "cpu" and vllm_config.quant_config is None
         """For weights twice over; a GPU's memory is full of KV."""
         self._expected = _expected(self.model_config.hf_config)
-        self._source: tuple[tuple[str, int, str], WeightSource] | None = None
+        self._source: tuple[WorkerPlace, WeightSource] | None = None
         """A window that is mapped already is not mapped again: that holds up whoever generates."""
         self._beside: threading.Thread | None = None
         """The newest of those that work beside the one that generates; each waits for the one before."""
@@ -160,9 +160,10 @@ class VersionEngine(WeightTransferEngine[Look, Load]):
             return partial(self._load, tensors)
 
     def _source_of(self, look: Look) -> WeightSource:
-        where = (look.campaign, look.job, look.node)
-        if self._source is None or self._source[0] != where:
-            self._source = where, source_of(Path(look.campaign), job=look.job, node=look.node)
+        run = RunDir(Path(look.campaign))
+        place = WorkerPlace(run, run.job(look.job), look.node)
+        if self._source is None or self._source[0] != place:
+            self._source = place, source_of(place)
         return self._source[1]
 
     def _take_over(self, twin: Twin) -> None:

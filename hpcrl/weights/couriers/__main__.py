@@ -25,7 +25,8 @@ import msgspec
 
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import FaultReported
-from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.errors import WeightsError
 from hpcrl.system.network import this_node
 from hpcrl.system.processes import die_with_parent
@@ -47,9 +48,7 @@ SLACK_S = 10.0
 class Place:
     """What a courier is told."""
 
-    run: RunDir
-    job: JobDir
-    node: str
+    here: WorkerPlace
     nodes: tuple[str, ...]
     sources: tuple[str, ...]
     wire: str
@@ -60,7 +59,7 @@ class Place:
 
     def sees(self, node: str) -> bool:
         """The first source hears everybody, and everybody it."""
-        return (node == self.sources[0]) != (self.node == self.sources[0])
+        return (node == self.sources[0]) != (self.here.node == self.sources[0])
 
 
 def main() -> NoReturn:
@@ -68,9 +67,9 @@ def main() -> NoReturn:
     die_with_parent(signal.SIGKILL)  # one that was stopped has to end with its step too
     faulthandler.enable()
     place = _place(sys.argv[1:])
-    name = f"{place.job.number:03d}-courier-{place.node}"
-    path = place.run.events / f"{name}.jsonl"
-    events = EventLog(path, job=place.job.number, role="courier", worker=name, node=place.node)
+    name = f"{place.here.job.number:03d}-courier-{place.here.node}"
+    path = place.here.campaign.events / f"{name}.jsonl"
+    events = EventLog(path, job=place.here.job.number, role="courier", worker=name, node=place.here.node)
     try:
         _serve(place, events)
     except WeightsError as error:
@@ -81,7 +80,7 @@ def main() -> NoReturn:
             )
         events.emit(fault)
         hopeless = isinstance(error, NoWorldError | NoRoomError)
-        Standing(ready=False, reason=str(error), hopeless=hopeless).write(place.job.couriers(place.life))
+        Standing(ready=False, reason=str(error), hopeless=hopeless).write(place.here.job.couriers(place.life))
         print(error, file=sys.stderr, flush=True)  # noqa: T201 - the step's log
     except BaseException:  # noqa: BLE001 - os._exit follows: nobody else would print it
         sys.excepthook(*sys.exc_info())
@@ -93,18 +92,19 @@ def _serve(place: Place, events: EventLog) -> NoReturn:
     join = _join_mpi if place.wire == "mpi" else _join_tcp
     link = meet(*join(place), place)
     faulthandler.cancel_dump_traceback_later()
-    key = window_key(place.run, node=place.node, part=place.node in place.sources and len(place.sources) > 1)
-    if place.node not in place.sources:
-        Receiver(key, link, job=place.job, events=events).serve()
-    if place.node != place.sources[0]:
-        Contributor(key, link, job=place.job, events=events).serve()
+    run, node = place.here.campaign, place.here.node
+    key = window_key(run, node=node, part=node in place.sources and len(place.sources) > 1)
+    if node not in place.sources:
+        Receiver(key, link, job=place.here.job, events=events).serve()
+    if node != place.sources[0]:
+        Contributor(key, link, job=place.here.job, events=events).serve()
     ranks = {peer.node: rank for rank, peer in link.watch.peers.items()}
     Sender(
         key,
         link,
-        job=place.job,
+        job=place.here.job,
         events=events,
-        standing=place.job.couriers(place.life),
+        standing=place.here.job.couriers(place.life),
         codec=place.codec,
         contributors=[ranks[node] for node in place.sources[1:]],
     ).serve()
@@ -115,7 +115,7 @@ def _join_mpi(place: Place) -> tuple[Wire, list[str]]:
     from hpcrl.weights.couriers import wire_mpi as mpi  # each wire brings a package that the other one does without
 
     faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
-    return mpi.join(place.node, num_ranks=len(place.nodes))
+    return mpi.join(place.here.node, num_ranks=len(place.nodes))
 
 
 def _join_tcp(place: Place) -> tuple[Wire, list[str]]:
@@ -123,9 +123,9 @@ def _join_tcp(place: Place) -> tuple[Wire, list[str]]:
 
     faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
     wire = tcp.join(
-        place.node,
+        place.here.node,
         nodes=place.nodes,
-        meeting=place.job.meeting(place.life),
+        meeting=place.here.job.meeting(place.life),
         interface=place.interface,
         timeout_s=WATCHDOG_S - SLACK_S,
     )
@@ -155,9 +155,7 @@ def _place(arguments: list[str]) -> Place:
     given = parser.parse_args(arguments)
     run = RunDir(given.campaign)
     return Place(
-        run=run,
-        job=run.job(given.job),
-        node=this_node(),
+        here=WorkerPlace(run, run.job(given.job), this_node()),
         nodes=tuple(given.nodes.split(",")),
         sources=tuple(given.sources.split(",")),
         wire=given.wire,
