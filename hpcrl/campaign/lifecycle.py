@@ -118,6 +118,8 @@ def _check_user_code(asked: Request) -> None:
             "importing must be quick; open files and start servers in reset()"
         ) from error
     if done.returncode:
+        if message := "; ".join(done.stdout.decode(errors="replace").splitlines()):
+            raise ConfigError(f"recipe {asked.recipe.name!r}: {message}")
         lines = done.stderr.decode(errors="replace").strip().splitlines() or ["its code cannot be checked"]
         if lines[-1].startswith("ModuleNotFoundError"):  # our own: what a user's code lacks is told by the check
             raise ConfigError(f"{command[0]} lacks what a job needs ({lines[-1]}): pip install 'hpcrl[local]' there")

@@ -1,8 +1,10 @@
 """`python -m hpcrl.envs.check < recipe.json`: can all the user's code and all packages that it names be used here?
 
-A process of its own, so that the login-node side stays light and user code that breaks breaks only this.
+A process of its own, so that the login-node side stays light and user code that breaks breaks only this. Its standard
+output has nothing but the message of what was refused; what user code prints goes to standard error.
 """
 
+import os
 import sys
 from importlib.util import find_spec
 
@@ -16,6 +18,7 @@ from hpcrl.errors import ConfigError
 
 def main() -> int:
     recipe = msgspec.json.decode(sys.stdin.buffer.read(), type=Recipe)
+    answer = _take_stdout()
     try:
         for name, domain in recipe.domains.items():
             load_code(domain.reward, what=f"domains.{name}.reward")
@@ -26,9 +29,19 @@ def main() -> int:
         check_packages(recipe)
         _check_pipeline(recipe)
     except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201 - this is the program's answer
+        os.write(answer, str(error).encode())
+        return 2
+    except SystemExit as error:
+        os.write(answer, f"its code ends the program with sys.exit({error.code!r}): take that out of it".encode())
         return 2
     return 0
+
+
+def _take_stdout() -> int:
+    """Return a descriptor of what was standard output until now; what is printed goes to standard error instead."""
+    answer = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return answer
 
 
 def _check_curriculum(recipe: Recipe) -> None:

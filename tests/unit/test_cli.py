@@ -66,9 +66,7 @@ def test_a_recipe_that_is_nested_too_deep_is_refused(home: Path, tmp_path: Path,
     assert nothing_left(home)
 
 
-def test_the_first_example_of_the_docs_is_accepted(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_example_of_the_docs_is_accepted(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example names a module, so one of that name is made."""
     text = Path(__file__).parents[2].joinpath("docs", "recipes.md").read_text()
     (tmp_path / "mine.toml").write_text(text.split("```toml\n")[1].split("```")[0])
@@ -107,6 +105,38 @@ def test_an_env_that_breaks_the_interpreter_is_refused(
     message = refused("submit", "quickstart", "--site", "local", "-s", "domains.lake.env=breaking:Env")
     assert "cannot be checked" in message
     assert nothing_left(home)
+
+
+NOISE = """
+import atexit, os, sys
+print("printed while it was imported")
+sys.stderr.write("written to the other stream\\n")
+os.system("echo printed by a program that it started")
+atexit.register(print, "printed at the end")
+atexit.register(os.write, 2, b"written at the end\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise ValueError('the map is\\nmissing')", "importing noisy failed (ValueError: the map is; missing)"),
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("sys.exit(0)", "sys.exit(0)"),
+        ("def Env():\n    raise KeyError('lake')", "KeyError: 'lake'"),
+    ],
+)
+def test_an_env_that_prints_is_refused_with_the_message_of_its_exception(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str
+) -> None:
+    (tmp_path / "noisy.py").write_text(NOISE + code + "\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    setting = 'domains.lake={env="noisy:Env"}'
+    message = refused("submit", "quickstart", "--site", "local", "-s", setting)
+    assert said in message
+    assert "printed" not in message
+    assert "written" not in message
+    assert len(message.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

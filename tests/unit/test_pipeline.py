@@ -201,4 +201,4 @@ def test_a_function_that_is_not_there_is_refused_before_anything_is_queued(funct
         check=False,
     )
     assert done.returncode == 2
-    assert said in done.stderr.decode()
+    assert said in done.stdout.decode()
