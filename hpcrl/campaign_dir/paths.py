@@ -1,14 +1,31 @@
-"""Every path of a campaign. No other module joins path names.
+"""Name every file and directory of a campaign that more than one module uses.
+
+What is below a directory of one owner (a version in weights/, a segment in spools/) is named by that owner.
 
 CAMPAIGN/
   campaign.json            name, site, created: written once, last; a directory without it is no campaign
   recipe.json site.json    what was asked, resolved
   plan.json
   stop                     present: somebody asked the campaign to stop
-  jobs/000/                one Slurm job (or local run): script, id, driver state, logs
+  settled.json             how far the trainer is: what bounds how far env workers may be ahead
+  flips.json               workers that do the other role's work for now
+  jobs/000/                one Slurm job (or local run)
+    job.sh                 its script, where submitit did not make one under its id (ID_submission.sh)
+    submitted.json         its id: what may be cancelled
+    follows                present: the job before queued this one; how many may still come after it
+    outcome.json           how its driver ended
+    drain end dump-stacks  present: asked to drain, to end every step, to write what each worker is doing
+    logs/ parsl/           one log a worker; parsl's own files
+    windows reward-jobs    shared memory to be removed, and reward jobs to be cancelled, after this job
+    ranks-0.json           where the ranks of one start of the trainer meet
+    couriers-LIFE.json meetings/LIFE  status of the couriers, and where they find each other over TCP
+    kv/                    KV from prefill to decode engines, where they have nothing faster
   events/                  JSON lines, one file a process
   endpoints/               one file an engine worker, 0600 (holds its token)
   model/                   architecture and tokenizer, as transformers reads them
+  task-blocks/             one file a block of task numbers that an env worker reserved, as 0-3
+    0-under-way.jsonl      the groups that env worker 0 has under way
+    0-word.json            how far training may go without making these too old
   spools/rollouts|scored|archive/  trajectories: as played, with rewards, and those that training is done with
   weights/                 versions of the weights
   evaluations/             what was measured on held-out tasks
@@ -18,8 +35,10 @@ CAMPAIGN/
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
-SPOOLS = ("rollouts", "scored", "archive")
+SpoolName = Literal["rollouts", "scored", "archive"]
+SPOOLS: tuple[SpoolName, ...] = get_args(SpoolName)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from hpcrl.slurm.script import reward_script
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
 from hpcrl.system.files import publish
 from hpcrl.system.processes import end_group
+from hpcrl.system.variables import PARTITION_VARIABLE, TRAINER_START_VARIABLE
 from hpcrl.weights.versions import RungName
 
 PARSL_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env", "reward")
@@ -41,7 +42,6 @@ WEIGHT_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "train")
 """Roles that make or need weights."""
 ELASTIC = "reward-jobs"
 """The executor whose blocks come and go with the work."""
-PARTITION = "HPCRL_PARTITION"
 HEARTBEAT_S = 5
 LOST_AFTER_S = 20
 KERNEL_END_S = 10.0
@@ -141,7 +141,7 @@ class Runtime:
         self._end_trainer(grace_s=5.0)
         role = [sys.executable, "-m", "hpcrl.roles", "train", str(self._run.root), str(self._job.number)]
         master = "127.0.0.1" if self._plan.layout == "local" else self._allocation.nodes[plan.component][0]
-        environ = {"HPCRL_TRAINER_START": str(self._num_starts), "MASTER_ADDR": master}
+        environ = {TRAINER_START_VARIABLE: str(self._num_starts), "MASTER_ADDR": master}
         self._num_starts += 1
         first = 0
         for prefix in self._prefixes(plan).values():
@@ -247,7 +247,7 @@ class Runtime:
 
     def _elastic_provider(self, wanted: RewardJobs) -> Steps | Jobs:
         """Jobs of their own; on a machine without a scheduler, processes that come and go."""
-        partition = ["env", f"{PARTITION}={wanted.partition}"]
+        partition = ["env", f"{PARTITION_VARIABLE}={wanted.partition}"]
         if self._allocation.job_id is None:
             prefixes = {f"{ELASTIC}-{index}": partition for index in range(wanted.max_jobs)}
             return Steps(prefixes=prefixes, log_dir=self._job.logs, first=0)

@@ -16,10 +16,9 @@ from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.system.network import this_node
+from hpcrl.system.variables import PARTITION_VARIABLE
 
 BEAT_S = 2.0
-PARTITION = "HPCRL_PARTITION"
-"""Where a worker runs that is not on its role's component."""
 
 
 @dataclass
@@ -76,7 +75,7 @@ def open_context(run: RunDir, job_number: int, role: RoleName, index: int) -> Co
         role=role,
         worker=name,
         node=this_node(),
-        partition=os.environ.get(PARTITION, component.partition),
+        partition=os.environ.get(PARTITION_VARIABLE, component.partition),
     )
     context = Context(
         run=run,

@@ -14,12 +14,13 @@ import msgspec
 from hpcrl.campaign_dir.events import FaultReported, SegmentScored, WorkerStarted
 from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.errors import HpcrlError, SpoolError
-from hpcrl.roles.context import PARTITION, Context, log_to, open_context
+from hpcrl.roles.context import Context, log_to, open_context
 from hpcrl.rollout.rewards import load_reward, parts_of
 from hpcrl.spool.listing import quarantine
 from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.segment import is_out_of_reach
 from hpcrl.spool.writer import FIRST_PAUSE_S, LONGEST_PAUSE_S, derive
+from hpcrl.system.variables import PARTITION_VARIABLE
 
 ELASTIC = 1_000_000
 """Workers in jobs of their own are numbered from here on: Parsl numbers the blocks of each pool from 0."""
@@ -64,7 +65,7 @@ def _context(campaign: str, job_number: int) -> Context:
     """This worker's own; rewards share a pool, so the index is Parsl's."""
     run = RunDir(Path(campaign))
     block, rank = os.environ.get("PARSL_WORKER_BLOCK_ID", "0"), os.environ.get("PARSL_WORKER_RANK", "0")
-    index = int(block) * 1000 + int(rank) + ELASTIC * (PARTITION in os.environ)
+    index = int(block) * 1000 + int(rank) + ELASTIC * (PARTITION_VARIABLE in os.environ)
     log_to(run.job(job_number), "reward", index)
     context = open_context(run, job_number, "reward", index)
     context.events.emit(WorkerStarted(pid=os.getpid(), gpus=[]))

@@ -19,6 +19,7 @@ from hpcrl.models.tiny import make_tiny_model
 from hpcrl.roles.context import Context
 from hpcrl.roles.train_queue import Stock
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
+from hpcrl.system.variables import TRAINER_START_VARIABLE
 from hpcrl.system.network import address_of
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.base import RankTrainer, StepMetrics, Trainer
@@ -73,7 +74,7 @@ def _lead(context: Context, mine: RankTrainer) -> int:
 
 def _meeting(context: Context) -> Path:
     """Where the ranks of this start of the trainer meet."""
-    return context.job.ranks(int(os.environ.get("HPCRL_TRAINER_START", "0")))
+    return context.job.ranks(int(os.environ.get(TRAINER_START_VARIABLE, "0")))
 
 
 def _surroundings(context: Context) -> Mapping[str, str]:

@@ -5,4 +5,5 @@
     network     names, addresses, ports
     terminal    text that is safe to print
     exit_codes  why a worker ended
+    variables   environment variables between processes
 """

@@ -1,5 +1,8 @@
 """The pipeline as a DAG."""
 
+from functools import reduce
+from importlib import import_module
+
 import pytest
 
 from hpcrl.config.pipeline import Node, depths, dot, linearised, mermaid, picture, problems, ready
@@ -24,6 +27,13 @@ def test_the_ready_pipelines_can_run(asked):
     assert all(
         order.index(taken) < order.index(name) for name in order for taken in pipeline[name].inputs if taken in order
     )
+
+
+@pytest.mark.parametrize("asked", READY.values(), ids=READY)
+def test_every_node_names_a_function_that_exists(asked):
+    for ready_node in ready(**asked).values():
+        module, _, name = ready_node.function.partition(":")
+        assert callable(reduce(getattr, name.split("."), import_module(module))), ready_node.function
 
 
 def test_ppo_has_a_critic_and_grpo_has_none():
