@@ -1,4 +1,4 @@
-"""`python -m hpcrl.job.metrics_export CAMPAIGN JOB`: the one reader that feeds TensorBoard and the like from the events.
+"""`python -m hpcrl.job.metrics_export CAMPAIGN JOB`: the one reader that feeds TensorBoard and the like.
 
 A process of its own, started by the driver: neither the trainer nor anybody else waits for a sink. It goes on where
 the reader of the job before left off; SIGTERM makes it take what is left and end.
