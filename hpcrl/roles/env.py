@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import sys
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from hpcrl.campaign_dir.endpoints import Endpoint
-from hpcrl.campaign_dir.events import CurriculumUpdated, EpisodesCounted, FaultReported
+from hpcrl.campaign_dir.events import CurriculumUpdated, FaultReported
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import Domain
 from hpcrl.engines.base import Completion, Engine
@@ -32,19 +31,18 @@ from hpcrl.rollout.flow_control import Telling, UnderWay, read_settled
 from hpcrl.rollout.groups import Ending, Groups
 from hpcrl.rollout.journal import Journal, reserve_block
 from hpcrl.rollout.player import Player
-from hpcrl.rollout.reporting import Counted
+from hpcrl.rollout.reporting import Counted, EpisodeReporter
 from hpcrl.rollout.rewards import load_reward, parts_of
 from hpcrl.rollout.routing.factory import make_router
 from hpcrl.rollout.routing.router import Router
 from hpcrl.rollout.task_queue import Agenda
 from hpcrl.rollout.tasks import Task, TaskStream, stable_hash
 from hpcrl.spool.listing import Listing, counted
-from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.record import Trajectory
 from hpcrl.spool.writer import Batching, BatchWriter, DiskSpoolWriter
 from hpcrl.weights.versions import newest_version
 
 POLL_S = 0.1
-REPORT_S = 1.0
 TASKS_PER_BLOCK = 1 << 32
 
 
@@ -96,10 +94,7 @@ class Host:
     version: int = 0
     num_unsealed: int = 0
     """Trajectories that were released and are not durable yet."""
-    by_domain: dict[str, Counter[str]] = field(default_factory=dict)
     episodes: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
-    reported: EpisodesCounted | None = None
-    reported_at: float = 0.0
     under_way: UnderWay = field(default_factory=UnderWay)
 
     def __post_init__(self) -> None:
@@ -134,6 +129,13 @@ class Host:
             mem_gib=context.role_plan.mem_gib_per_worker,
             open_env=self.open_env,
         )
+        self.reporter = EpisodeReporter(
+            context.recipe.domains,
+            groups=self.groups,
+            policy=self.policy,
+            agenda=self.agenda,
+            emit=context.events.emit,
+        )
         self.curriculum = Curriculum.of(context.recipe, events=context.run.events)
         self.gate = Gate(context.recipe, self.worker)
         self.journal = Journal(context.run.journal(context.index))
@@ -149,7 +151,7 @@ class Host:
             self._evaluate()
             self._tell()
             await self._seal(self.rollouts.writer.flush_due)
-            self._report()
+            self.reporter.report_due(now=now())
             await asyncio.sleep(POLL_S)
         for task in self.episodes.values():
             task.cancel()
@@ -158,16 +160,12 @@ class Host:
             await self.evaluator.close()
         await self.agenda.close()
         await self._seal(self.rollouts.writer.close)
-        self.reported_at = 0.0
-        self._report()
+        self.reporter.report()
         self.journal.close()
 
     def _recover(self) -> None:
         """Book what an earlier life of this host was running when it was killed."""
-        num_lost = self.groups.accounts.lose(self.journal.open())
-        if num_lost:
-            detail = f"{num_lost} episodes were lost with an earlier life of this env worker"
-            self.context.events.emit(FaultReported(what="env-fault", detail=detail))
+        self.reporter.lose_episodes(self.groups.accounts.lose(self.journal.open()))
 
     async def _begin_groups(self) -> None:
         """Begin as many groups as may begin now, by the weights of the curriculum if there is one."""
@@ -253,12 +251,11 @@ class Host:
 
     def _book(self, task: Task, trajectory: Trajectory) -> None:
         ending = self.groups.end(trajectory, newest=self.version)
-        self._follow(trajectory.id, ending)
+        self.under_way.end(trajectory.id, ending)
         if ending is None:
             return
         self.journal.ended(trajectory.id, running=self.groups.accounts.running)
-        self.by_domain.setdefault(trajectory.domain, Counter())[ending.status] += 1
-        self._judge(trajectory, ending)
+        self.reporter.end_episode(trajectory, ending.status, now=now())
         for kept in ending.released:
             self.rollouts.writer.append(kept)
         self.num_unsealed += len(ending.released)
@@ -282,30 +279,6 @@ class Host:
     def _acted(self, episode: str, completion: Completion) -> None:
         self.under_way.acted(episode, version=min(completion.versions, default=self.version))
 
-    def _follow(self, episode: str, ending: Ending | None) -> None:
-        """Know what of a group is still under way."""
-        if ending is None or ending.status not in TRAINABLE:
-            self.under_way.drop(episode)
-        else:
-            self.under_way.keep(episode)
-        if ending is not None:
-            for kept in ending.released:
-                self.under_way.leave(kept.id)
-            for dropped in ending.dropped:
-                self.under_way.drop(dropped)
-
-    def _judge(self, trajectory: Trajectory, ending: Ending) -> None:
-        """Name a fault in an event; an environment that has too many of them is left alone for a while."""
-        fault = trajectory.extra.get("fault")
-        if fault:
-            self.context.events.emit(FaultReported(what=ending.status, detail=fault, id=trajectory.id))
-        failed = trajectory.status == "env-fault"
-        pause_s = self.agenda.ended(trajectory.domain, fault=failed, now=now())
-        if pause_s is not None:
-            env = self.context.recipe.domains[trajectory.domain].env
-            detail = f"{env} is paused for {pause_s:g} s: too many faults (rollout.max_env_faults), the last: {fault}"
-            self.context.events.emit(FaultReported(what="env-paused", detail=detail, domain=trajectory.domain))
-
     async def _seal(self, flush: Callable[[], list[str]]) -> None:
         """Make trajectories durable in a thread. A full disk loses nothing that is held; it is asked less and less."""
         try:
@@ -321,32 +294,6 @@ class Host:
         """Ask training not to make too old what is under way, as far as that is worth it."""
         max_lag = self.context.recipe.rollout.max_lag
         self.telling.tell(self.under_way.limit(newest=self.version, max_lag=max_lag), now=now())
-
-    def _report(self) -> None:
-        """The accounts so far, when they changed."""
-        if now() - self.reported_at < REPORT_S:
-            return
-        endings = self.groups.endings
-        counts = EpisodesCounted(
-            running=self.groups.num_running,
-            done=endings["done"],
-            truncated=endings["truncated"],
-            aborted_stale=endings["aborted-stale"],
-            aborted_redundant=endings["aborted-redundant"],
-            env_fault=endings["env-fault"],
-            policy_fault=endings["policy-fault"],
-            num_tokens=self.policy.num_tokens,
-            turns=self.policy.num_turns,
-            remote_prefills=self.policy.num_remote_prefills,
-            groups_lost=self.groups.num_lost,
-            replaced=self.groups.num_replaced,
-            evicted=self.groups.num_evicted,
-            by_domain={name: dict(counter) for name, counter in self.by_domain.items()},
-        )
-        if counts != self.reported:
-            self.context.events.emit(counts)
-            self.reported = counts
-        self.reported_at = now()
 
 
 def _context_length(context: Context) -> int:

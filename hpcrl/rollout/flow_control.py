@@ -26,6 +26,8 @@ from typing import Literal
 
 import msgspec
 
+from hpcrl.rollout.groups import Ending
+from hpcrl.spool.record import TRAINABLE
 from hpcrl.system.files import publish, publish_json
 
 RENEW_S = 5.0
@@ -96,6 +98,18 @@ class UnderWay:
         known = self._of.pop(episode, None)
         if known is not None:
             self._uncount(*known)
+
+    def end(self, episode: str, ending: Ending | None) -> None:
+        """An episode has ended, with these consequences for its group."""
+        if ending is None or ending.status not in TRAINABLE:
+            self.drop(episode)
+        else:
+            self.keep(episode)
+        if ending is not None:
+            for kept in ending.released:
+                self.leave(kept.id)
+            for dropped in ending.dropped:
+                self.drop(dropped)
 
     def limit(self, *, newest: int, max_lag: int) -> int | None:
         """The version that training had better not pass yet; None: any."""

@@ -1,12 +1,24 @@
-"""The model as an env host's episodes ask it: through the router, and counted; turns of evaluations are not."""
+"""The events of an env worker about its episodes: counts about once a second, and every fault when it happens.
+
+Counted            the router as episodes use it, which counts turns and tokens; those of evaluations do not count
+EpisodeReporter    counts endings, judges faults, emits
+"""
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping
 
+from hpcrl.campaign_dir.events import CampaignEvent, EpisodesCounted, FaultReported
+from hpcrl.config.recipe import Domain
 from hpcrl.engines.base import Completion, GenerateRequest, Part
+from hpcrl.rollout.groups import Groups
 from hpcrl.rollout.routing.trajectories import whose
+from hpcrl.rollout.task_queue import Agenda
 from hpcrl.rollout.turn import Policy
 from hpcrl.spool.ids import is_held_out
+from hpcrl.spool.record import Status, Trajectory
+
+REPORT_INTERVAL_S = 1.0
 
 
 class Counted:
@@ -40,3 +52,76 @@ class Counted:
             async for piece in pieces:
                 self.num_tokens += len(piece.token_ids) * counted
                 yield piece
+
+
+class EpisodeReporter:
+    """The counts and faults of one env worker's episodes of training."""
+
+    def __init__(
+        self,
+        domains: Mapping[str, Domain],
+        *,
+        groups: Groups,
+        policy: Counted,
+        agenda: Agenda,
+        emit: Callable[[CampaignEvent], None],
+    ) -> None:
+        self._domains = domains
+        self._groups = groups
+        self._policy = policy
+        self._agenda = agenda
+        self._emit = emit
+        self._by_domain: dict[str, Counter[str]] = {}
+        self._reported: EpisodesCounted | None = None
+        self._reported_at = 0.0
+
+    def end_episode(self, trajectory: Trajectory, status: Status, *, now: float) -> None:
+        """Count an ending by its status and emit its fault; too many faults pause the environment for a while."""
+        self._by_domain.setdefault(trajectory.domain, Counter())[status] += 1
+        fault = trajectory.extra.get("fault")
+        if fault:
+            self._emit(FaultReported(what=status, detail=fault, id=trajectory.id))
+        failed = trajectory.status == "env-fault"
+        pause_s = self._agenda.ended(trajectory.domain, fault=failed, now=now)
+        if pause_s is not None:
+            env = self._domains[trajectory.domain].env
+            detail = f"{env} is paused for {pause_s:g} s: too many faults (rollout.max_env_faults), the last: {fault}"
+            self._emit(FaultReported(what="env-paused", detail=detail, domain=trajectory.domain))
+
+    def lose_episodes(self, num: int) -> None:
+        """Emit how many episodes an earlier run of this worker was playing when it was killed."""
+        if num:
+            detail = f"{num} episodes were lost with an earlier life of this env worker"
+            self._emit(FaultReported(what="env-fault", detail=detail))
+
+    def report_due(self, *, now: float) -> None:
+        """Emit the counts if they have changed, about once a second."""
+        if now - self._reported_at >= REPORT_INTERVAL_S:
+            self.report()
+            self._reported_at = now
+
+    def report(self) -> None:
+        """Emit the counts if they have changed."""
+        counts = self._count()
+        if counts != self._reported:
+            self._emit(counts)
+            self._reported = counts
+
+    def _count(self) -> EpisodesCounted:
+        endings = self._groups.endings
+        return EpisodesCounted(
+            running=self._groups.num_running,
+            done=endings["done"],
+            truncated=endings["truncated"],
+            aborted_stale=endings["aborted-stale"],
+            aborted_redundant=endings["aborted-redundant"],
+            env_fault=endings["env-fault"],
+            policy_fault=endings["policy-fault"],
+            num_tokens=self._policy.num_tokens,
+            turns=self._policy.num_turns,
+            remote_prefills=self._policy.num_remote_prefills,
+            groups_lost=self._groups.num_lost,
+            replaced=self._groups.num_replaced,
+            evicted=self._groups.num_evicted,
+            by_domain={name: dict(counter) for name, counter in self._by_domain.items()},
+        )
