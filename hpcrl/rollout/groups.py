@@ -34,8 +34,6 @@ class Accounts:
         self.endings: Counter[Status] = Counter()
         """Episodes that ended, by how."""
         self.num_begun = 0
-        self.num_late = 0
-        """Endings that came twice, or for an episode that never began here; they changed nothing."""
 
     @property
     def balanced(self) -> bool:
@@ -52,7 +50,6 @@ class Accounts:
     def end(self, episode: str, status: Status) -> bool:
         """Book the end of an episode; False for one that is not running, which changes nothing."""
         if episode not in self.running:
-            self.num_late += 1
             return False
         self.running.remove(episode)
         self.endings[status] += 1
@@ -129,8 +126,6 @@ class Groups:
         self.accounts = Accounts()
         self.num_open = 0
         """Groups that may still be released."""
-        self.num_released = 0
-        """Groups whose trajectories were handed on."""
         self.num_lost = 0
         """Groups that were given up."""
         self.num_replaced = 0
@@ -164,7 +159,6 @@ class Groups:
         """
         group = self._groups.get(trajectory.group)
         if group is None or trajectory.id not in group.running:
-            self.accounts.num_late += 1
             return None
         group.running.remove(trajectory.id)
         status = self._heading(group, trajectory, newest=newest)
@@ -213,7 +207,6 @@ class Groups:
         group.kept = fresh
         missing = self._group_size - len(fresh) - len(group.running)
         if len(fresh) == self._group_size:
-            self.num_released += 1
             released = sorted(fresh, key=lambda kept: get_index(kept.id))
             return Ending(status=status, released=released, abort=self._close(group), dropped=evicted)
         if missing <= 0:

@@ -77,7 +77,6 @@ class Router:
         self._workers: dict[str, Worker] = {}
         self._held_back = HeldBack[Decision]()
         self._sort_out()
-        self._serving: dict[str, Worker] = {}
         self._refreshing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -123,12 +122,6 @@ class Router:
             turn.cancel()
             await asyncio.wait({turn})
 
-    async def abort(self, request_id: str) -> None:
-        """End a request of ours wherever it is being served; one that is not is no error."""
-        worker = self._serving.get(request_id)
-        if worker is not None:
-            await worker.engine.abort(request_id)
-
     def forget(self, trajectory: str) -> None:
         """A trajectory has ended."""
         if (course := self.courses.forget(trajectory)) is not None:
@@ -148,10 +141,6 @@ class Router:
         reckon(list(self._workers.values()))
         self._sort_out()
         self._held_back.wake()
-
-    def loads(self, role: str) -> dict[str, float]:
-        """The workers of a role that may be chosen now, with their loads."""
-        return {worker.name: worker.load for kind in self._known.pools.of(role).values() for worker in kind}
 
     def versions(self) -> list[int]:
         """Of the weights that each decode worker serves, as far as was told."""
@@ -286,7 +275,7 @@ class Router:
         seconds = worker.pace.prefill_s(len(request.token_ids)) if worker.pace else 1.0
         try:
             async with asyncio.timeout(self._patience.prefill_s):
-                with self._sent(worker, request, seconds=seconds):
+                with self._sent(worker, seconds=seconds):
                     handle = await worker.engine.prefill(request)
         except EngineRefusedError:
             self.reasons["prefill refused"] += 1
@@ -302,7 +291,7 @@ class Router:
     ) -> Completion:
         try:
             async with asyncio.timeout(self._patience.generate_s):
-                with self._sent(worker, request, seconds=decision.serve_s):
+                with self._sent(worker, seconds=decision.serve_s):
                     if hear is None:
                         completion = await worker.engine.generate(request)
                     else:
@@ -333,18 +322,16 @@ class Router:
         return joined(parts)
 
     @contextlib.contextmanager
-    def _sent(self, worker: Worker, request: GenerateRequest, *, seconds: float) -> Iterator[None]:
-        """Count a request as ours and remember where it is, for as long as it is there."""
+    def _sent(self, worker: Worker, *, seconds: float) -> Iterator[None]:
+        """Count a request as ours for as long as the worker has it."""
         worker.ours += 1
         worker.ours_s += seconds
-        self._serving[request.request_id] = worker
         try:
             yield
             worker.failures = 0
         finally:
             worker.ours -= 1
             worker.ours_s = worker.ours_s - seconds if worker.ours else 0.0
-            self._serving.pop(request.request_id, None)
 
     def _hold(self, course: Course, name: str | None, *, num_tokens: int) -> None:
         """Count a trajectory's KV at this worker and nowhere else."""
