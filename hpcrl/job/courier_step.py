@@ -3,6 +3,7 @@
     rungs      what a site lets us try above files, best first
     Way        a rung, and the step that carries versions on it
     Couriers   starts the step, watches it, starts it again alone; says when the rung changes
+    WeightPlane  a job's couriers for its driver: publishes the rung in use, emits what changes
 
 The ladder: one MPI step over all nodes that need weights (joined over het groups, or inside one allocation), else the
 same step over TCP, else files. A rung that never came to serve is left for good. One that served and then failed too
@@ -16,17 +17,19 @@ import math
 import secrets
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.campaign_dir.events import CampaignEvent, RungChanged, WorkerFailed, WorkerRestarted
+from hpcrl.campaign_dir.paths import JobDir, RunDir
 from hpcrl.config.site import Mpi
 from hpcrl.plan.layout import Layout
-from hpcrl.system.files import discard, last_line
+from hpcrl.plan.plan import Plan
+from hpcrl.system.files import discard, last_line, private_dir, publish
 from hpcrl.system.processes import PAUSE_S, end_group
 from hpcrl.weights.couriers.protocol import Standing
-from hpcrl.weights.versions import Rung, RungName, newest_version, read_rung
+from hpcrl.weights.versions import Rung, RungName, newest_version, read_rung, set_rung
 
 STARTUP_S = 180.0
 """How long the couriers may take to find each other; they give up by themselves before."""
@@ -222,3 +225,65 @@ class Couriers:
         if self._process is not None:
             end_group(self._process, grace_s=TERM_GRACE_S)
             self._process = None
+
+
+class WeightPlane:
+    """The way that a job's weights take, as its driver sees it: by files, and by couriers once these serve."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        job: JobDir,
+        *,
+        plan: Plan,
+        ways: Callable[[Sequence[RungName]], list[Way]],
+        emit: Callable[[CampaignEvent], None],
+    ) -> None:
+        """`ways` makes the couriers' commands on the nodes that are left."""
+        self._run = run
+        self._job = job
+        self._layout = plan.layout
+        self._ways = ways
+        self._emit = emit
+        self._couriers: Couriers | None = None
+
+    def start(self, mpi: Mpi) -> None:
+        """Weights go by files until couriers serve; on one machine the trainer's window is enough, and it says so."""
+        if self._layout == "local":
+            return
+        above, why = rungs(mpi, layout=self._layout)
+        starting = f"the couriers are being started ({above[0]})" if above else ""
+        rung = Rung(rung="files", reason="; ".join(filter(None, (why, starting))))
+        self._take_rung(rung)
+        if above:
+            self._couriers = Couriers(job=self._job, weights=self._run.weights, ways=self._ways(above), rung=rung)
+            self._couriers.start()
+
+    def tend(self) -> None:
+        """When couriers fail, weights go by files from then on: a campaign never dies of its weight plane."""
+        couriers = self._couriers
+        if couriers is None:
+            return
+        before, were_running = couriers.rung, couriers.running
+        if (wrong := couriers.tend()) is not None:
+            self._emit(WorkerFailed(of="couriers", reason=wrong))
+        if couriers.running and (wrong is not None or not were_running):
+            self._emit(WorkerRestarted(of="couriers"))
+        if couriers.rung != before:
+            self._take_rung(couriers.rung)
+
+    def go_around(self) -> None:
+        """Start the couriers again on the nodes that are left, after one was lost."""
+        if self._couriers is not None:
+            self._couriers.go(self._ways([way.rung for way in self._couriers.ways]))
+
+    def close(self) -> None:
+        """End the couriers; a job that drains tells them that this is the end, and their windows go."""
+        if self._couriers is not None:
+            if not self._job.drain.exists():
+                publish(self._job.drain, "the job is ending")
+            self._couriers.close()
+
+    def _take_rung(self, rung: Rung) -> None:
+        set_rung(private_dir(self._run.weights), rung)
+        self._emit(RungChanged(rung=rung.rung, reason=rung.reason))

@@ -24,19 +24,17 @@ from hpcrl.campaign_dir.events import (
     JobEnded,
     JobStarted,
     LayoutChosen,
-    NextJobQueued,
-    RungChanged,
     WorkerFailed,
     WorkerRestarted,
 )
 from hpcrl.campaign_dir.paths import JobDir, RunDir
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
-from hpcrl.errors import HpcrlError, SlurmError
+from hpcrl.errors import HpcrlError
 from hpcrl.job import next_job
-from hpcrl.job.courier_step import Couriers, rungs
+from hpcrl.job.courier_step import WeightPlane
 from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_rewards, guarded, verdict
-from hpcrl.job.metrics_process import Reporter, wanted
+from hpcrl.job.metrics_process import Reporter
 from hpcrl.job.next_job import Outcome
 from hpcrl.job.reward_tasks import Scoring
 from hpcrl.plan.plan import Plan
@@ -45,7 +43,6 @@ from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
 from hpcrl.system.files import discard, last_line, private_dir, publish
 from hpcrl.system.network import address_of, this_node
 from hpcrl.weights import versions
-from hpcrl.weights.versions import Rung
 
 if TYPE_CHECKING:
     from hpcrl.job.runtime import Runtime
@@ -101,8 +98,6 @@ class Driver:
     site: Site
     events: EventLog
     workers: list[Worker] = field(default_factory=list)
-    couriers: Couriers | None = None
-    reporter: Reporter | None = None
     slurm_id: str | None = None
     """None on a machine without a scheduler."""
     failures: Counter[str] = field(default_factory=Counter)
@@ -113,6 +108,7 @@ class Driver:
     near_end: bool = False
 
     def __post_init__(self) -> None:
+        self.reporter = Reporter(self.run, self.job, metrics=self.recipe.metrics, emit=self.events.emit)
         self.scoring = Scoring(
             run=self.run,
             reward=self.recipe.reward,
@@ -162,69 +158,31 @@ class Driver:
             allocation=allocation,
             address=address_of(self.site.network.interface),
         )
+        self.weight_plane = WeightPlane(
+            self.run,
+            self.job,
+            plan=self.plan,
+            ways=lambda rungs: runtime.courier_ways(self.site, rungs),
+            emit=self.events.emit,
+        )
         try:
             runtime.start_trainer()  # first: it makes the weights that all others wait for
-            self._start_couriers(runtime)
+            self.weight_plane.start(self.site.mpi)
             runtime.start()
             self._start_workers(runtime)
-            if wanted(self.recipe.metrics):
-                self.reporter = Reporter(self.run, self.job, emit=self.events.emit)
             self._queue_next()
             outcome, reason = self._supervise(runtime, end_time=allocation.end_time)
         finally:
-            self._close_couriers()
+            self.weight_plane.close()
             runtime.close(grace_s=CLOSE_GRACE_S)
-            if self.reporter is not None:
-                self.reporter.close()
+            self.reporter.close()
         self.events.emit(JobEnded(outcome=outcome, reason=reason))
         return outcome, reason
 
-    def _start_couriers(self, runtime: "Runtime") -> None:
-        """Weights go by files until couriers serve; on one machine the trainer's window is enough, and it says so."""
-        if self.plan.layout == "local":
-            return
-        above, why = rungs(self.site.mpi, layout=self.plan.layout)
-        starting = f"the couriers are being started ({above[0]})" if above else ""
-        rung = Rung(rung="files", reason="; ".join(filter(None, (why, starting))))
-        self._take_rung(rung)
-        if above:
-            ways = runtime.courier_ways(self.site, above)
-            self.couriers = Couriers(job=self.job, weights=self.run.weights, ways=ways, rung=rung)
-            self.couriers.start()
-
-    def _tend_couriers(self) -> None:
-        """When they fail, weights go by files from then on: a campaign never dies of its weight plane."""
-        if self.couriers is None:
-            return
-        before, were_running = self.couriers.rung, self.couriers.running
-        if (wrong := self.couriers.tend()) is not None:
-            self.events.emit(WorkerFailed(of="couriers", reason=wrong))
-        if self.couriers.running and (wrong is not None or not were_running):
-            self.events.emit(WorkerRestarted(of="couriers"))
-        if self.couriers.rung != before:
-            self._take_rung(self.couriers.rung)
-
-    def _take_rung(self, rung: Rung) -> None:
-        versions.set_rung(private_dir(self.run.weights), rung)
-        self.events.emit(RungChanged(rung=rung.rung, reason=rung.reason))
-
-    def _close_couriers(self) -> None:
-        if self.couriers is not None:
-            if not self.job.drain.exists():  # it tells them that this is the end, and their windows go
-                publish(self.job.drain, "the job is ending")
-            self.couriers.close()
-
     def _queue_next(self) -> None:
-        """The job that goes on after this one; without it somebody has to resume the campaign."""
-        if self.slurm_id is None:
-            return
-        try:
-            id = next_job.follow(self.run, self.job, plan=self.plan, site=self.site, slurm_id=self.slurm_id)
-        except (SlurmError, OSError) as error:
-            self.events.emit(FaultReported(what="chain", detail=f"no job follows this one: {error}"))
-        else:
-            if id is not None:
-                self.events.emit(NextJobQueued(slurm_id=id, number=self.job.number + 1))
+        next_job.try_follow(
+            self.run, self.job, plan=self.plan, site=self.site, slurm_id=self.slurm_id, emit=self.events.emit
+        )
 
     def _start_workers(self, runtime: "Runtime") -> None:
         for role in LONG_LIVED:
@@ -252,9 +210,8 @@ class Driver:
 
     def _mend(self, runtime: "Runtime", *, trainer_code: int | None) -> None:
         """Begin anew what has ended before its time, within a budget each."""
-        self._tend_couriers()
-        if self.reporter is not None:
-            self.reporter.tend()
+        self.weight_plane.tend()
+        self.reporter.tend()
         if trainer_code is not None:
             self._worker_failed("train-0", f"exit code {trainer_code}: {last_line(self.job.log('train-0'))}")
             runtime.start_trainer()
@@ -263,8 +220,7 @@ class Driver:
             pool = f"the worker pool of {role} on {node}"
             if self._survives(pool) and runtime.give_up(role, node):
                 self.events.emit(FaultReported(what="node", detail=f"{role} goes on without {node}"))
-                if self.couriers is not None:
-                    self.couriers.go(runtime.courier_ways(self.site, [way.rung for way in self.couriers.ways]))
+                self.weight_plane.go_around()
             else:
                 self._spend(pool, f"see parsl.{role}.block-*.log")
         for worker in self.workers:

@@ -16,15 +16,11 @@ RESTARTS = 3
 CLOSE_S = 10.0
 
 
-def wanted(metrics: Metrics) -> bool:
-    """Whether figures go anywhere but into the events."""
-    return metrics.tensorboard or metrics.wandb != "off"
-
-
 class Reporter:
-    """The metrics reader of one job."""
+    """The metrics reader of one job; none runs where the recipe wants metrics in the events alone."""
 
-    def __init__(self, run: RunDir, job: JobDir, *, emit: Callable[[CampaignEvent], None]) -> None:
+    def __init__(self, run: RunDir, job: JobDir, *, metrics: Metrics, emit: Callable[[CampaignEvent], None]) -> None:
+        self._is_wanted = metrics.tensorboard or metrics.wandb != "off"
         self._command = [sys.executable, "-m", "hpcrl.job.metrics_export", str(run.root), str(job.number)]
         self._log = job.log("metrics-0")
         self._emit = emit
@@ -39,7 +35,7 @@ class Reporter:
             why = f"exit code {self._process.returncode}: {last_line(self._log)}"
             self._process = None
             self._emit(FaultReported(what="metrics", detail=f"the reader ended: {why}"))
-        if self._num_starts <= RESTARTS:
+        if self._is_wanted and self._num_starts <= RESTARTS:
             self._start()
 
     def close(self) -> None:

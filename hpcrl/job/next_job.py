@@ -4,17 +4,20 @@ So a campaign goes on where nobody was left to say so: its walltime was over, it
 has nothing to follow is taken back; one that begins all the same sees that, and ends.
 
     follow      queue the next job, unless there is one
+    try_follow  the same for a driver: emits what came of it, and a refusal is no error
     take_back   out of the queue with it
     ending      what a campaign ends with, if no job is to follow this one
 """
 
 import time
+from collections.abc import Callable
 from typing import Literal
 
 from hpcrl.campaign_dir.event_log import EventReader
-from hpcrl.campaign_dir.events import CheckpointSaved
+from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, FaultReported, NextJobQueued
 from hpcrl.campaign_dir.paths import JobDir, RunDir
 from hpcrl.config.site import Site
+from hpcrl.errors import SlurmError
 from hpcrl.plan.plan import Plan
 from hpcrl.slurm import commands
 from hpcrl.slurm.script import script_of_job
@@ -42,6 +45,21 @@ def follow(run: RunDir, job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -
         raise
     record(Submitted(id=id, scheduler="slurm", time=time.time()), job=following)
     return id
+
+
+def try_follow(
+    run: RunDir, job: JobDir, *, plan: Plan, site: Site, slurm_id: str | None, emit: Callable[[CampaignEvent], None]
+) -> None:
+    """Queue the job after `job` where there is a scheduler; without it somebody has to resume the campaign."""
+    if slurm_id is None:
+        return
+    try:
+        id = follow(run, job, plan=plan, site=site, slurm_id=slurm_id)
+    except (SlurmError, OSError) as error:
+        emit(FaultReported(what="chain", detail=f"no job follows this one: {error}"))
+    else:
+        if id is not None:
+            emit(NextJobQueued(slurm_id=id, number=job.number + 1))
 
 
 def take_back(run: RunDir, job: JobDir) -> None:

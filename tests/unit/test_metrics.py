@@ -62,6 +62,9 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
+WANTED = Metrics(tensorboard=True)
+
+
 def trainer(run: RunDir) -> EventLog:
     return EventLog(run.events / "000-train-0.jsonl", job=0, role="train", worker="000-train-0")
 
@@ -175,7 +178,7 @@ def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_a
     pytest.importorskip("wandb")
     trainer(run).emit(StepFinished(step=1, reward_mean=0.5))
     faults = []
-    reporter = Reporter(run, run.job(0), emit=faults.append)
+    reporter = Reporter(run, run.job(0), metrics=WANTED, emit=faults.append)
     reporter.tend()
     until((run.metrics / "read.json").exists, what="the reader has read", timeout_s=240)
     reporter.close()
@@ -189,7 +192,7 @@ def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_a
 
 def test_a_reader_that_cannot_live_is_begun_anew_a_few_times_and_then_let_be(run):
     faults = []
-    reporter = Reporter(run, run.job(0), emit=lambda fault: faults.append(fault.detail))
+    reporter = Reporter(run, run.job(0), metrics=WANTED, emit=lambda fault: faults.append(fault.detail))
     run.recipe.write_text("{}")  # it cannot even read what it is asked to do
 
     def given_up() -> bool:
