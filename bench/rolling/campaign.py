@@ -44,7 +44,8 @@ from hpcrl.roles.context import Context
 from hpcrl.roles.env import Host, Rollouts
 from hpcrl.rollout.flow_control import SettledCount, SettledWriter, go_on
 from hpcrl.rollout.routing.router import Router
-from hpcrl.spool.record import Status, Trajectory
+from hpcrl.spool.record import Trajectory
+from hpcrl.spool.status import EpisodeStatus
 from hpcrl.spool.writer import Batching
 from hpcrl.system.files import publish_json
 from hpcrl.testing.memory import MemorySpool, MemorySpoolReader, MemorySpoolWriter
@@ -118,7 +119,7 @@ class Outcome:
 
     step_ends: list[float] = field(default_factory=list)
     """When each training step was over."""
-    endings: Counter[Status] = field(default_factory=Counter)
+    endings: Counter[EpisodeStatus] = field(default_factory=Counter)
     num_said: int = 0
     """Tokens of groups in which nothing runs any more."""
     num_kept: int = 0
@@ -332,7 +333,7 @@ class Trainer:
 
     async def _publish(self) -> None:
         self._version += 1
-        versions.announce(self._stage.run.weights, versions.Announced(version=self._version, step=self._version))
+        versions.announce(self._stage.run.weights, versions.WeightVersion(version=self._version, step=self._version))
         await asyncio.gather(*(engine.load_version(self._version) for engine in self._stage.engines))
 
     def _settle(self) -> None:
@@ -349,7 +350,7 @@ def _context(root: Path, setting: Setting) -> Context:
     for directory in (run.events, run.endpoints, run.weights, run.model, run.task_blocks, run.job(0).root):
         directory.mkdir(parents=True)
     publish_json(run.model / "config.json", {"max_position_embeddings": CONTEXT})
-    versions.announce(run.weights, versions.Announced(version=0, step=0))
+    versions.announce(run.weights, versions.WeightVersion(version=0, step=0))
     return Context(
         run=run,
         job=run.job(0),

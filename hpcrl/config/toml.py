@@ -171,8 +171,10 @@ def _merged(base: Table, over: Table, *, trail: tuple[str, ...] = ()) -> Table:
     merged = {key: value for key, value in base.items() if key not in replaced}
     for key, value in over.items():
         old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        merged[key] = _merged(old, value, trail=(*trail, key)) if both else value
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[key] = _merged(old, value, trail=(*trail, key))
+        else:
+            merged[key] = value
     return merged
 
 

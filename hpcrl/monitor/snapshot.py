@@ -13,6 +13,7 @@ from hpcrl.config.recipe import ROLES
 from hpcrl.monitor.job_state import BEAT_S, JobVerdict, State, component_state
 from hpcrl.monitor.progress import Job, Note, Progress, Rewards, Worker
 from hpcrl.slurm.commands import expand_nodes
+from hpcrl.spool.status import STATUSES
 
 
 class ComponentView(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +141,7 @@ def to_json(snapshot: Snapshot) -> bytes:
     return msgspec.json.format(msgspec.json.encode(fields), indent=2) + b"\n"
 
 
-_ENDINGS = ("done", "truncated", "aborted_stale", "aborted_redundant", "env_fault", "policy_fault")
+_ENDINGS = tuple(status.replace("-", "_") for status in STATUSES)
 
 
 class Campaign(msgspec.Struct, kw_only=True):

@@ -25,7 +25,8 @@ from hpcrl.errors import EngineError, EnvFault
 from hpcrl.rollout.tasks import Task, stable_hash
 from hpcrl.rollout.turn import Speaker, say
 from hpcrl.spool.ids import make_attempt_id, make_request_id
-from hpcrl.spool.record import Status, Trajectory, Turn
+from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.spool.status import EpisodeStatus
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 5.0
@@ -148,7 +149,7 @@ class _Draft:
         self._versions += versions
         self._mask += [said] * len(token_ids)
 
-    def finished(self, status: Status, *, fault: str, attempts: int) -> Trajectory:
+    def finished(self, status: EpisodeStatus, *, fault: str, attempts: int) -> Trajectory:
         said = [version for version, mine in zip(self._versions, self._mask, strict=True) if mine]
         return Trajectory(
             id=self.id,
@@ -190,7 +191,7 @@ class _Attempt:
         self._limits = limits
         self._newest = newest
 
-    async def to_the_end(self, env: Env) -> Status:
+    async def to_the_end(self, env: Env) -> EpisodeStatus:
         draft, limits = self._draft, self._limits
         began = now()
         observation = await _within(
@@ -255,7 +256,7 @@ class _OutOfTime(Exception):
     """The whole episode is over its time; no new attempt would have any."""
 
 
-async def _until(end: float, run: Coroutine[Any, Any, Status], what: str) -> Status:
+async def _until(end: float, run: Coroutine[Any, Any, EpisodeStatus], what: str) -> EpisodeStatus:
     """An attempt's status, if it ends before `end`, by the loop's time."""
     try:
         async with asyncio.timeout_at(end) as limit:
@@ -266,8 +267,8 @@ async def _until(end: float, run: Coroutine[Any, Any, Status], what: str) -> Sta
 
 
 async def _with_env(
-    make_env: Callable[[], Awaitable[Env]], run: Callable[[Env], Awaitable[Status]], *, create_timeout_s: float
-) -> Status:
+    make_env: Callable[[], Awaitable[Env]], run: Callable[[Env], Awaitable[EpisodeStatus]], *, create_timeout_s: float
+) -> EpisodeStatus:
     """Make an environment, run an attempt in it, and close it, whatever happens."""
     env = await _within(make_env(), create_timeout_s, "making the environment")
     try:

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcrl.spool.ids import get_index, make_episode_id
-from hpcrl.spool.record import TRAINABLE, Status, Trajectory
+from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.status import EpisodeStatus
 
 
 class Accounts:
@@ -31,7 +32,7 @@ class Accounts:
     def __init__(self) -> None:
         self.running: set[str] = set()
         """Episodes that have not ended, those being aborted included: they hold their place until they have."""
-        self.endings: Counter[Status] = Counter()
+        self.endings: Counter[EpisodeStatus] = Counter()
         """Episodes that ended, by how."""
         self.num_begun = 0
 
@@ -47,7 +48,7 @@ class Accounts:
         self.running |= new
         self.num_begun += len(new)
 
-    def end(self, episode: str, status: Status) -> bool:
+    def end(self, episode: str, status: EpisodeStatus) -> bool:
         """Book the end of an episode; False for one that is not running, which changes nothing."""
         if episode not in self.running:
             return False
@@ -87,7 +88,7 @@ def replay(lines: Iterable[Mapping[str, Any]]) -> set[str]:
 class Ending:
     """What follows from the end of one episode."""
 
-    status: Status
+    status: EpisodeStatus
     """As booked: an episode that nobody needs any more is `aborted-redundant`, however it ended."""
     released: Sequence[Trajectory] = ()
     """The group is full: its trajectories, by index."""
@@ -139,7 +140,7 @@ class Groups:
         return len(self.accounts.running)
 
     @property
-    def endings(self) -> Counter[Status]:
+    def endings(self) -> Counter[EpisodeStatus]:
         """Episodes that ended, by the status they were booked with."""
         return self.accounts.endings
 
@@ -187,7 +188,7 @@ class Groups:
         dropped = [kept.id for group in still_open for kept in group.kept]
         return [episode for group in still_open for episode in self._close(group)], dropped
 
-    def _heading(self, group: _Group, trajectory: Trajectory, *, newest: int) -> Status:
+    def _heading(self, group: _Group, trajectory: Trajectory, *, newest: int) -> EpisodeStatus:
         """Under what an ending is booked: too late for its group, too old for training, or as it says itself."""
         status = trajectory.status
         if status in TRAINABLE and group.closed:
@@ -198,7 +199,7 @@ class Groups:
             return "aborted-redundant"
         return status
 
-    def _consequence(self, name: str, group: _Group, status: Status, *, newest: int) -> Ending:
+    def _consequence(self, name: str, group: _Group, status: EpisodeStatus, *, newest: int) -> Ending:
         if group.closed:
             return Ending(status=status)
         fresh = [kept for kept in group.kept if not self._is_stale(kept, newest=newest)]

@@ -1,5 +1,7 @@
 """Trajectories on disk: durable, compressed, found again.
 
+    ids        ids of groups, episodes, attempts and requests
+    status     how an episode ended
     base       the protocols
     record     a trajectory and its packed form
     segment    one file of trajectories

@@ -15,8 +15,9 @@ import msgspec
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool.listing import Listing, parse, quarantine
-from hpcrl.spool.record import TRAINABLE, Facts, Status, Trajectory
+from hpcrl.spool.record import TRAINABLE, Facts, Trajectory
 from hpcrl.spool.segment import is_out_of_reach, read_segment
+from hpcrl.spool.status import EpisodeStatus
 
 _Key = tuple[str, bool]
 
@@ -25,7 +26,7 @@ class Where(msgspec.Struct, frozen=True, kw_only=True):
     """Which trajectories a consumer wants; without a condition, all."""
 
     domains: frozenset[str] = frozenset()
-    statuses: frozenset[Status] = frozenset()
+    statuses: frozenset[EpisodeStatus] = frozenset()
     min_version: int = 0
     """No episode that began with older weights."""
     max_version: int | None = None

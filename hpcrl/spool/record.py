@@ -16,19 +16,19 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.errors import SpoolError
+from hpcrl.spool.status import EpisodeStatus
 
 SCHEMA_MAJOR = 1
 SCHEMA_MINOR = 0
 
-Status = Literal["done", "truncated", "aborted-stale", "aborted-redundant", "env-fault", "policy-fault"]
-TRAINABLE: frozenset[Status] = frozenset({"done", "truncated"})
+TRAINABLE: frozenset[EpisodeStatus] = frozenset({"done", "truncated"})
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -55,7 +55,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Episodes with one group had the same task: `domain/number`."""
     domain: str
     seed: int
-    status: Status
+    status: EpisodeStatus
     producer: str
     """The worker that ran it."""
     created: float

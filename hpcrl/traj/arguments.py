@@ -4,9 +4,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.campaign_dir.paths import SPOOLS
+from hpcrl.spool.status import STATUSES
+
 FORMATS = ("parquet", "jsonl", "hf")
-STATUSES = ("done", "truncated", "aborted-stale", "aborted-redundant", "env-fault", "policy-fault")
-SPOOLS = ("rollouts", "scored", "archive")
 DEFAULT_LIMIT = 20
 
 if TYPE_CHECKING:

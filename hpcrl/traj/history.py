@@ -15,13 +15,12 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import SPOOLS, RunDir
 from hpcrl.errors import SpoolError
 from hpcrl.spool.ids import get_group, parse_episode_id
 from hpcrl.spool.listing import counted, listed
 from hpcrl.spool.record import TRAINABLE, Facts, Trajectory
 from hpcrl.spool.segment import Segment, read_segment
-from hpcrl.traj.arguments import SPOOLS
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):

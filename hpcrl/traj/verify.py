@@ -21,7 +21,7 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import SPOOLS, RunDir
 from hpcrl.errors import SpoolError
 from hpcrl.learn.consumed import ConsumedGroups, read_consumed, sorted_numbers
 from hpcrl.spool import listing
@@ -32,7 +32,6 @@ from hpcrl.spool.segment import Segment, read_segment
 from hpcrl.system.exit_codes import EXIT_FAILED
 from hpcrl.system.files import read_json
 from hpcrl.system.terminal import in_line, make_console, print_json, size
-from hpcrl.traj.arguments import SPOOLS
 from hpcrl.traj.history import SeenIds
 
 LEFTOVER_AGE_S = 3600.0

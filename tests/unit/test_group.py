@@ -7,8 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hpcrl.rollout.groups import Groups, begun, ended, replay
 from hpcrl.spool.record import TRAINABLE, Trajectory
-
-STATUSES = ("done", "truncated", "aborted-stale", "aborted-redundant", "env-fault", "policy-fault")
+from hpcrl.spool.status import STATUSES
 
 
 def trajectory(episode, status="done", start_version=0):

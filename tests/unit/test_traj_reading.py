@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.spool.record import Status
+from hpcrl.campaign_dir.paths import SPOOLS
 from hpcrl.system.terminal import ago, in_line, safe, span, time_bar
 from hpcrl.traj.__main__ import main
-from hpcrl.traj.arguments import SPOOLS, STATUSES
 from hpcrl.traj.conversation import Speech, conversation, load_speech, messages
 from hpcrl.traj.history import History, SeenIds, Wanted
 from hpcrl.traj.stats import Tally
@@ -49,10 +48,6 @@ def ids(spools, *words, capsys):
     code, out, _ = traj(spools, "ls", "--json", *words, capsys=capsys)
     assert code == 0
     return [row["id"] for row in json.loads(out)]
-
-
-def test_the_statuses_of_the_command_line_are_those_of_the_record():
-    assert set(STATUSES) == set(Status.__args__)
 
 
 def test_ls_lists_each_trajectory_once_and_the_newest_first(filled, capsys):

@@ -16,7 +16,8 @@ from hpcrl.rollout.agents.session import Session
 from hpcrl.rollout.episode import Limits, now, pause_s
 from hpcrl.rollout.tasks import Task
 from hpcrl.spool.ids import make_attempt_id
-from hpcrl.spool.record import Status, Trajectory
+from hpcrl.spool.record import Trajectory
+from hpcrl.spool.status import EpisodeStatus
 
 
 async def run_program(
@@ -108,7 +109,7 @@ async def _run(program: Program, session: Session, door: ModelDoor) -> float | N
             await asyncio.wait({running})
 
 
-def _status(session: Session, reward: float | None) -> Status:
+def _status(session: Session, reward: float | None) -> EpisodeStatus:
     """How the episode ended."""
     if session.is_stale:
         return "aborted-stale"

@@ -24,7 +24,8 @@ import numpy as np
 from hpcrl.engines.base import Completion
 from hpcrl.errors import ConfigError, EngineAnswerError
 from hpcrl.models.chat_template import Template
-from hpcrl.spool.record import Status, Trajectory, Turn
+from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.spool.status import EpisodeStatus
 
 Message = dict[str, Any]
 Choice = Literal["longest", "last"]
@@ -240,7 +241,7 @@ class EpisodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     domain: str
     seed: int
-    status: Status
+    status: EpisodeStatus
     producer: str
     start_version: int
     began: float
