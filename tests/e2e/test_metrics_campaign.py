@@ -40,8 +40,8 @@ inputs = ["weigh"]
 
 def reader_of(run: RunDir) -> psutil.Process | None:
     """The process that feeds the sinks."""
-    guardian = psutil.Process(read_json(run.job(0).submitted)["pid"])
-    found = [process for process in guardian.children(recursive=True) if "hpcrl.job.metrics_export" in process.cmdline()]
+    children = psutil.Process(read_json(run.job(0).submitted)["pid"]).children(recursive=True)
+    found = [process for process in children if "hpcrl.job.metrics_export" in process.cmdline()]
     return found[0] if found else None
 
 

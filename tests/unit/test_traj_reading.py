@@ -249,7 +249,7 @@ def test_untrusted_text_reaches_the_terminal_spelled_out(spools, monkeypatch, ca
 
     hostile = trajectory(producer="\x1b[1m", extra={"fault\x1b": UNTRUSTED, "list": [UNTRUSTED]})
     spools.add("scored", msgspec.structs.replace(hostile, id="\x1b[0mlake\n/0/0"))
-    monkeypatch.setattr("hpcrl.traj.conversation.load_speech", lambda run: Speech(Chat()))
+    monkeypatch.setattr("hpcrl.traj.show.load_speech", lambda run: Speech(Chat()))
     for words in (("ls",), ("show", "--tokens"), ("show", "--json"), ("stats",), ("verify",)):
         _, out, err = traj(spools, *words, capsys=capsys)
         assert not set("\x1b\x07\x9b\u202e\r\x7f\x00") & set(out + err), words

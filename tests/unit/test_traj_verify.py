@@ -84,7 +84,7 @@ def test_any_changed_byte_or_cut_is_found(spools, seed):
 
 
 def test_a_segment_of_a_newer_schema_is_told_with_the_cure(spools, monkeypatch):
-    monkeypatch.setattr("hpcrl.spool.record.SCHEMA_MAJOR", record.SCHEMA_MAJOR + 1)
+    monkeypatch.setattr("hpcrl.spool.segment.SCHEMA_MAJOR", record.SCHEMA_MAJOR + 1)
     path = spools.add("rollouts", unscored(trajectory(9)))
     monkeypatch.undo()
     where, reason = only_damage(spools)
@@ -281,7 +281,7 @@ def test_without_h5py_the_cure_is_told(spools, home):
     (home / "campaigns").mkdir(parents=True)
     (home / "campaigns" / "mine").symlink_to(spools.run.root)
     code = "import sys; sys.modules['h5py'] = None; sys.modules['numpy'] = None; "
-    code += "from hpcrl.traj import main; sys.exit(main(sys.argv[1:]))"
+    code += "from hpcrl.traj.__main__ import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", code, str(spools.run.root), "ls", "mine"],
         capture_output=True,
