@@ -16,7 +16,8 @@ from hpcrl.rollout.routing.trajectories import whose
 from hpcrl.rollout.task_queue import Agenda
 from hpcrl.rollout.turn import Policy
 from hpcrl.spool.ids import is_held_out
-from hpcrl.spool.record import Status, Trajectory
+from hpcrl.spool.record import Trajectory
+from hpcrl.spool.status import EpisodeStatus
 
 REPORT_INTERVAL_S = 1.0
 
@@ -75,7 +76,7 @@ class EpisodeReporter:
         self._reported: EpisodesCounted | None = None
         self._reported_at = 0.0
 
-    def end_episode(self, trajectory: Trajectory, status: Status, *, now: float) -> None:
+    def end_episode(self, trajectory: Trajectory, status: EpisodeStatus, *, now: float) -> None:
         """Count an ending by its status and emit its fault; too many faults pause the environment for a while."""
         self._by_domain.setdefault(trajectory.domain, Counter())[status] += 1
         fault = trajectory.extra.get("fault")
