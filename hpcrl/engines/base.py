@@ -4,7 +4,7 @@ Small protocols, so that a caller depends on what it uses:
 
     Generator   generate, prefill, abort, load_figures     used by env hosts, in process or over HTTP
     Streamer    stream                                     a turn told while it is said, for those who wait for its text
-    Updatable   pause, load_version, resume                used by the worker that watches the weights
+    Updatable   load_version                               used by the worker that watches the weights
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -151,14 +151,9 @@ class Engine(Generator, Streamer, Protocol):
 class Updatable(Protocol):
     """An engine as the weight plane sees it."""
 
-    async def pause(self) -> None:
-        """Stop between two steps and keep the requests."""
-
     async def load_version(self, version: int) -> float:
         """Take over a version of the weights; KV of running requests is recomputed.
 
         Returns for how many seconds generation stood still. WeightsError: what was in use stays in use, or, if the
         version was overwritten while it was read, the engine stands still until it is given another.
         """
-
-    async def resume(self) -> None: ...

@@ -129,13 +129,14 @@ class EmbeddedEngine:
             num_places=self._max_batch,
         )
 
-    # ---- Updatable
-
     async def pause(self) -> None:
+        """Stop between two steps and keep the requests."""
         await self._turns.pause()
 
     async def resume(self) -> None:
         self._turns.resume()
+
+    # ---- Updatable
 
     async def load_version(self, version: int) -> float:
         """Found and checked while generation goes on with the old weights, copied while it goes on with the new ones.

@@ -177,13 +177,14 @@ class SimEngine:
             num_places=self._settings.max_batch,
         )
 
-    # ---- Updatable
-
     async def pause(self) -> None:
+        """Stop between two steps and keep the requests."""
         await self._turns.pause()
 
     async def resume(self) -> None:
         self._turns.resume()
+
+    # ---- Updatable
 
     async def load_version(self, version: int) -> float:
         """Stand still for as long as the weights take over the link."""

@@ -163,9 +163,8 @@ class VllmEngine:
             num_places=self._launch.max_batch,
         )
 
-    # ---- Updatable
-
     async def pause(self) -> None:
+        """Stop between two steps and keep the requests."""
         async with self._switching:
             await self._pause()
             self._paused = True
@@ -175,6 +174,8 @@ class VllmEngine:
             self._paused = False
             if not self._torn:
                 await self.server.post("/resume", limit_s=SHORT_S)
+
+    # ---- Updatable
 
     async def load_version(self, version: int) -> float:
         """Found, checked and compared with the model while generation goes on; then it stands still for the load."""
