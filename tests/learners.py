@@ -164,7 +164,15 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, r
         store = shard_store(mine, key, job=run.job(0))
         follow(mine, train=settings(), spool=run.spool("scored"), store=store)
         return len(counted)
-    leader = Leader(mine, train=settings(), seed=0, spool=run.spool("scored"), checkpoints=run.checkpoints)
+    leader = Leader(
+        mine,
+        train=settings(),
+        seed=0,
+        spool=run.spool("scored"),
+        checkpoints=run.checkpoints,
+        segment_of=lambda _: "",
+        upcoming=lambda _: (),
+    )
     events = EventLog(run.events / "t.jsonl", job=0, role="train", worker="train-0", node="n", partition="p")
     publisher = Publisher(FileStore(run.weights), leader.window(key, job=run.job(0)), events=events, keep_versions=4)
     publisher.take_rung(Rung(rung=rung, reason="a test"))
@@ -219,9 +227,15 @@ def lead_steps(world, model_dir, spool, checkpoints, last, dies_at=None):
     if world.rank:
         follow(mine, train=train, spool=Path(spool))
         return None
-    leader = Leader(mine, train=train, seed=3, spool=Path(spool), checkpoints=Path(checkpoints))
-    leader.segment_of = lambda episode: segment_of_step(int(episode.group.partition("/")[2]) // 3)
-    leader.upcoming = lambda version: batch(version + 1) if version < last else []
+    leader = Leader(
+        mine,
+        train=train,
+        seed=3,
+        spool=Path(spool),
+        checkpoints=Path(checkpoints),
+        segment_of=lambda episode: segment_of_step(int(episode.group.partition("/")[2]) // 3),
+        upcoming=lambda version: batch(version + 1) if version < last else [],
+    )
     path = newest(Path(checkpoints), report=_refuse_damage)
     step, consumed = 0, Consumed()
     if path is not None:

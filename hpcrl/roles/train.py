@@ -142,20 +142,20 @@ class Learner:
         """From the newest whole checkpoint, or from the initial weights; either way a version is published."""
         run = context.run
         consumed, step, version = Consumed(), 0, 0
-        leader = _leader(context, mine) if mine.world.size > 1 else None
-        publisher = _publisher(context, leader)
-        trainer: Trainer = leader or mine
         found = checkpoint.newest(
             run.checkpoints,
             report=lambda path, why: context.events.emit(FaultReported(what="checkpoint", detail=f"{path}: {why}")),
         )
         if found is not None:
-            manifest, consumed = checkpoint.load(found, trainer=trainer)
+            manifest, consumed = checkpoint.read_checkpoint(found)
             step, version = manifest.step, manifest.version
-            context.events.emit(TrainingResumed(step=step, version=version, checkpoint=found.name))
         stock = Stock(context, consumed=consumed)
-        if leader is not None:
-            leader.segment_of, leader.upcoming = stock.segment_of, stock.upcoming
+        leader = _leader(context, mine, stock) if mine.world.size > 1 else None
+        publisher = _publisher(context, leader)
+        trainer: Trainer = leader or mine
+        if found is not None:
+            trainer.load(found)
+            context.events.emit(TrainingResumed(step=step, version=version, checkpoint=found.name))
         learner = cls(
             context=context,
             trainer=trainer,
@@ -313,10 +313,16 @@ def _score(context: Context) -> Callable[[checkpoint.Checkpoint], float | None]:
     return lambda manifest: score_of(manifest.version, results, every=every)
 
 
-def _leader(context: Context, mine: RankTrainer) -> Leader:
-    recipe = context.recipe
-    spool, checkpoints = context.run.spool("scored"), context.run.checkpoints
-    return Leader(mine, train=recipe.train, seed=recipe.seed, spool=spool, checkpoints=checkpoints)
+def _leader(context: Context, mine: RankTrainer, stock: Stock) -> Leader:
+    return Leader(
+        mine,
+        train=context.recipe.train,
+        seed=context.recipe.seed,
+        spool=context.run.spool("scored"),
+        checkpoints=context.run.checkpoints,
+        segment_of=stock.segment_of,
+        upcoming=stock.upcoming,
+    )
 
 
 def _peak_flops(context: Context) -> float:

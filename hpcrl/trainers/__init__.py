@@ -10,7 +10,6 @@
     megatron      the Megatron-core trainer
     state         tensors on disk for any parallelism
     checkpoint    checkpoints
-    parts         parts of several ranks in one directory
     world         ranks and collectives
     leader        rank 0 and the ranks that follow
     publishing    weights handed to the weight plane

@@ -127,9 +127,13 @@ def newest(directory: Path, *, report: Callable[[Path, str], None]) -> Path | No
 
 def load(path: Path, *, trainer: Trainer) -> tuple[Checkpoint, Consumed]:
     """Bring `trainer` to where the checkpoint was made; `newest` has checked the files."""
-    manifest = _decode((path / MANIFEST).read_bytes())
     trainer.load(path)
-    return manifest, Consumed.decode((path / CONSUMED).read_bytes())
+    return read_checkpoint(path)
+
+
+def read_checkpoint(path: Path) -> tuple[Checkpoint, Consumed]:
+    """Read all of a checkpoint but the trainer's state."""
+    return _decode((path / MANIFEST).read_bytes()), Consumed.decode((path / CONSUMED).read_bytes())
 
 
 def noted_reward(manifest: Checkpoint) -> float | None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -30,10 +31,11 @@ from hpcrl.learn.batch import Row
 from hpcrl.learn.distribute import Deal, Item, Share, deal, rows_of
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.segment import read_segment
+from hpcrl.system.files import discard
 from hpcrl.trainers.base import RankTrainer, StepMetrics, Writable
-from hpcrl.trainers.parts import Together, begun, leave
 from hpcrl.trainers.publishing import Orders, boxes, shard_store
 from hpcrl.trainers.step import learn, train_step
+from hpcrl.weights import part_files
 from hpcrl.weights.layout import Shard
 from hpcrl.weights.sharded_store import ShardStore
 from hpcrl.weights.window.file import Key
@@ -107,14 +109,55 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     directory: str = ""
 
 
+@dataclass(frozen=True)
+class Together:
+    """The state of all ranks, written in the background: the ranks train on."""
+
+    own: Writable
+    directory: Path
+    """Where the others leave theirs."""
+    size: int
+
+    def write(self, directory: Path) -> None:
+        """Write rank 0's part, then move the others' beside it."""
+        self.own.write(directory)
+        for rank in range(1, self.size):
+            part_files.awaited(self.directory, rank)
+            for path in part_files.part_directory(self.directory, rank).iterdir():
+                path.rename(directory / path.name)
+        discard(self.directory)
+
+
+def leave_state(state: Writable, directory: Path, *, rank: int) -> None:
+    """Leave a rank's part of a checkpoint."""
+
+    def write(own: Path) -> dict[str, str]:
+        state.write(own)
+        return {}
+
+    part_files.leave(write, directory, rank=rank)
+
+
 class Leader:
     """Rank 0's trainer, on behalf of all ranks."""
 
-    def __init__(self, mine: RankTrainer, *, train: Train, seed: int, spool: Path, checkpoints: Path) -> None:
-        self.segment_of: Callable[[Trajectory], str] = lambda _: ""
-        """Where a trajectory of the spool lies; known once there is a reader."""
-        self.upcoming: Callable[[int], Sequence[Trajectory]] = lambda _: ()
-        """What the step that begins with this version will probably train on; all ranks read it ahead."""
+    def __init__(
+        self,
+        mine: RankTrainer,
+        *,
+        train: Train,
+        seed: int,
+        spool: Path,
+        checkpoints: Path,
+        segment_of: Callable[[Trajectory], str],
+        upcoming: Callable[[int], Sequence[Trajectory]],
+    ) -> None:
+        """`segment_of` gives the segment of the spool that holds a trajectory.
+
+        `upcoming` gives what the step that starts with a version will probably train on; all ranks read it ahead.
+        """
+        self._segment_of = segment_of
+        self._upcoming = upcoming
         self._mine = mine
         self._train = train
         self._seed = seed
@@ -132,7 +175,7 @@ class Leader:
             step=step,
             version=version,
             rows=lambda dealt: self._shared_out(dealt, step=step, version=version),
-            segment_of=self.segment_of,
+            segment_of=self._segment_of,
         )
 
     def _shared_out(self, dealt: Deal, *, step: int, version: int) -> list[list[Row]]:
@@ -147,7 +190,7 @@ class Leader:
         Nor where dealing calls the user's nodes: they see what is trained on, and nothing else.
         """
         can_guess = step <= self._train.num_steps and not self._train.pipeline
-        trajectories = self.upcoming(version) if can_guess else ()
+        trajectories = self._upcoming(version) if can_guess else ()
         if not trajectories:
             return []
         guess = deal(
@@ -157,7 +200,7 @@ class Leader:
             seed=self._seed,
             step=step,
             max_length=self._mine.max_length,
-            segment_of=self.segment_of,
+            segment_of=self._segment_of,
         )
         return guess.shares
 
@@ -179,7 +222,7 @@ class Leader:
 
     def snapshot(self) -> Writable:
         """Every rank copies its part in memory and writes it behind; whoever writes this waits for them all."""
-        directory = begun(self._checkpoints)
+        directory = part_files.begun(self._checkpoints)
         self._tell(Order(do="snapshot", directory=str(directory)))
         return Together(self._mine.snapshot(), directory, self._mine.world.size)
 
@@ -220,7 +263,7 @@ def follow(mine: RankTrainer, *, train: Train, spool: Path, store: ShardStore | 
             case "snapshot":
                 if writing is not None:
                     writing.result()
-                writing = behind.submit(leave, mine.snapshot(), Path(order.directory), rank=mine.world.rank)
+                writing = behind.submit(leave_state, mine.snapshot(), Path(order.directory), rank=mine.world.rank)
             case "load":
                 mine.load(Path(order.directory))
             case "end":

@@ -1,16 +1,19 @@
-"""A version that lies on several nodes, put into one file: each node leaves its part, and rank 0 takes them in.
+"""Parts that several ranks write into one directory while they train on; there is no collective.
 
-    begun     rank 0: where the parts of a version are left
-    leave     another node's writer: its part of a version, and then a mark that says so
-    tensors   rank 0: all tensors of the version, one after the other, once the parts are there
+    begun           rank 0: where the parts are left
+    leave           another rank: its part, and then a mark that it is complete, or why it is not
+    awaited         rank 0: wait for that mark
+    leave_window    what another node holds of a version of the weights, as a part
+    tensors         rank 0: all tensors of the version, one after the other, from its window and the parts
 
-No collective: the ranks train on meanwhile. Nor is more than one tensor in memory besides the windows.
+The parts of a checkpoint are left in the same way (`trainers.leader`). Of a version no more than one tensor is in
+memory besides the windows.
 """
 
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -25,18 +28,20 @@ from hpcrl.weights.window.window import Window
 
 LOOK_S = 0.02
 WAIT_S = 1800.0
-"""Longer than this no node writes its part."""
+"""The longest that a rank may take to write its part."""
+WINDOW_FILE = "window.bin"
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says once its part is there, or will not be."""
+    """The state of a part: complete, or failed."""
 
     error: str = ""
     checksums: dict[str, str] = {}
+    """Of what is in the part, where its writer has any."""
 
 
 def begun(directory: Path) -> Path:
-    """A new directory beside the versions; what an earlier one has left that was killed is removed."""
+    """Make a directory of a new name; what a killed trainer has left of an earlier one is removed."""
     private_dir(directory)
     for torn in directory.glob(".parts-*.tmp"):
         discard(torn)
@@ -45,20 +50,53 @@ def begun(directory: Path) -> Path:
     return parts
 
 
-def leave(window: Window, version: int, directory: Path, *, rank: int) -> None:
-    """Write what lies in this node's window, durable, and then the mark, which also tells what went wrong."""
-    path, mark = _data(directory, rank), Mark()
+def leave(write: Callable[[Path], Mapping[str, str]], directory: Path, *, rank: int) -> None:
+    """Have `write` fill this rank's part, make it durable, then publish the mark, which also has what went wrong.
+
+    `write` returns the checksums for the mark, if there are any.
+    """
+    own = part_directory(directory, rank)
     try:
+        own.mkdir(mode=0o700)
+        mark = Mark(checksums=dict(write(own)))
+        for path in own.iterdir():
+            sync_file(path)
+        sync_directory(own)
+    except (OSError, WeightsError) as found:
+        mark = Mark(error=str(found) or type(found).__name__)
+        discard(own)  # a full disk must have room for the mark
+    publish(_mark(directory, rank), msgspec.json.encode(mark))
+
+
+def awaited(directory: Path, rank: int) -> Mark:
+    """Wait until a rank has written its part; OSError, naming the rank, if it could not or takes too long."""
+    path, deadline = _mark(directory, rank), time.monotonic() + WAIT_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise OSError(f"rank {rank} has not written its part within {WAIT_S:g} s: see its log")
+        time.sleep(LOOK_S)
+    mark = msgspec.json.decode(path.read_bytes(), type=Mark)
+    if mark.error:
+        raise OSError(f"rank {rank} cannot write its part: {mark.error}")
+    return mark
+
+
+def part_directory(directory: Path, rank: int) -> Path:
+    """The files of a rank's part."""
+    return directory / f"rank-{rank}"
+
+
+def leave_window(window: Window, version: int, directory: Path, *, rank: int) -> None:
+    """Leave what is in this node's window of a version."""
+
+    def write(own: Path) -> Mapping[str, str]:
+        path = own / WINDOW_FILE
         with window.reading(version) as data, path.open("xb") as file:
             path.chmod(0o600)
             file.write(data)
-            mark = Mark(checksums=window.manifest(version).checksums)
-        sync_file(path)
-        sync_directory(directory)
-    except (OSError, WeightsError) as found:
-        mark = Mark(error=str(found) or type(found).__name__)
-        discard(path)  # a full disk must have room for the mark
-    publish(_mark(directory, rank), msgspec.json.encode(mark))
+            return window.manifest(version).checksums
+
+    leave(write, directory, rank=rank)
 
 
 def tensors(
@@ -66,7 +104,7 @@ def tensors(
 ) -> Iterator[memoryview]:
     """All tensors of a version in order: from `own`, this rank's slot, and from the files of the other writers.
 
-    `parts` are by writer. WeightsError if one has not left its part, or it is damaged.
+    `parts` are by writer. OSError if one has not left its part, WeightsError if it is damaged.
     """
     slots = {writer: own if writer == rank else _left(directory, writer, part) for writer, part in parts.items()}
     boxes: dict[str, list[tuple[memoryview, Placed]]] = defaultdict(list)
@@ -90,7 +128,7 @@ def _whole(tensor: Placed, boxes: list[tuple[memoryview, Placed]]) -> memoryview
 
 def _left(directory: Path, writer: int, part: Layout) -> memoryview:
     """What another node has left, mapped and checked."""
-    mark, path = _awaited(directory, writer), _data(directory, writer)
+    mark, path = awaited(directory, writer), part_directory(directory, writer) / WINDOW_FILE
     if path.stat().st_size != part.nbytes:
         raise WeightsError(f"{path} has {path.stat().st_size} bytes and not {part.nbytes}: it was cut short")
     data = np.memmap(path, np.uint8, "r").data if part.nbytes else memoryview(b"")
@@ -98,22 +136,6 @@ def _left(directory: Path, writer: int, part: Layout) -> memoryview:
         if (seen := sum_of(data, box).hex()) != (wanted := mark.checksums.get(box.name)):
             raise WeightsError(f"{path}: box {box.name!r} has checksum {seen}, {wanted} was written: it is damaged")
     return data
-
-
-def _awaited(directory: Path, writer: int) -> Mark:
-    path, deadline = _mark(directory, writer), time.monotonic() + WAIT_S
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise WeightsError(f"rank {writer} has not written its part within {WAIT_S:g} s: see its log")
-        time.sleep(LOOK_S)
-    mark = msgspec.json.decode(path.read_bytes(), type=Mark)
-    if mark.error:
-        raise WeightsError(f"rank {writer} cannot write its part of the weights: {mark.error}")
-    return mark
-
-
-def _data(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank}.bin"
 
 
 def _mark(directory: Path, rank: int) -> Path:

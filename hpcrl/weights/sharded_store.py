@@ -117,7 +117,7 @@ class ShardStore:
     def leave(self, version: int, directory: Path) -> None:
         """If this rank commits for its node: leave its part of what was staged there, behind everything else."""
         if self._rank == self._writer and (window := self._window) is not None:
-            self._later(lambda: part_files.leave(window, version, directory, rank=self._rank))
+            self._later(lambda: part_files.leave_window(window, version, directory, rank=self._rank))
 
     def unlink(self) -> None:
         """Remove the name of a window that this rank made; for the trainer's end."""

@@ -112,7 +112,7 @@ def test_each_node_has_its_part_alone_and_the_file_has_everything(run: RunDir, t
     for version in (1, 2):
         trainer.publish(version)
     gather, directory = left(run, trainer, 2)
-    assert (directory / "rank-1.bin").stat().st_size == PARTS.layouts["b"].nbytes < LAYOUT.nbytes
+    assert (directory / "rank-1" / "window.bin").stat().st_size == PARTS.layouts["b"].nbytes < LAYOUT.nbytes
     gather()
     got = FileStore(run.weights).load(2)
     assert list(got) == list(full(2))
@@ -139,7 +139,7 @@ def test_a_part_that_is_not_what_was_left_makes_no_version(
 ) -> None:
     trainer.publish(1)
     gather, directory = left(run, trainer, 1)
-    damage(directory / "rank-1.bin")
+    damage(directory / "rank-1" / "window.bin")
     with pytest.raises(WeightsError, match=complaint):
         gather()
     assert listed(run.weights) == []
@@ -149,7 +149,7 @@ def test_a_node_that_cannot_write_its_part_is_named(run: RunDir, trainer: Traine
     trainer.publish(1)
     with largest_file(1 << 12):
         gather, _ = left(run, trainer, 1)
-    with pytest.raises(WeightsError, match=r"rank 1 cannot write its part of the weights: .*File too large"):
+    with pytest.raises(WeightsError, match=r"rank 1 cannot write its part: .*File too large"):
         gather()
 
 
