@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.campaign_dir.events import CampaignEvent, RungChanged, WorkerFailed, WorkerRestarted
-from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import Mpi
 from hpcrl.plan.layout import Layout
 from hpcrl.plan.plan import Plan
@@ -232,16 +233,15 @@ class WeightPlane:
 
     def __init__(
         self,
-        run: RunDir,
-        job: JobDir,
+        place: WorkerPlace,
         *,
         plan: Plan,
         ways: Callable[[Sequence[RungName]], list[Way]],
         emit: Callable[[CampaignEvent], None],
     ) -> None:
         """`ways` makes the couriers' commands on the nodes that are left."""
-        self._run = run
-        self._job = job
+        self._run = place.campaign
+        self._job = place.job
         self._layout = plan.layout
         self._ways = ways
         self._emit = emit

@@ -27,7 +27,8 @@ from hpcrl.campaign_dir.events import (
     WorkerFailed,
     WorkerRestarted,
 )
-from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.errors import HpcrlError
@@ -59,15 +60,15 @@ TERM_GRACE_S = 20.0
 def main() -> int:
     """The batch script's process becomes the guardian of a child, which drives."""
     run, number = RunDir(Path(sys.argv[1])), int(sys.argv[2])
-    job = run.job(number)
-    return guarded(lambda answer: _drive(run, job, answer=answer), run, job)
+    place = WorkerPlace(run, run.job(number), this_node())
+    return guarded(lambda answer: _drive(place, answer=answer), place)
 
 
-def _drive(run: RunDir, job: JobDir, *, answer: int) -> int:
+def _drive(place: WorkerPlace, *, answer: int) -> int:
     """The driver's whole life; every way out but a kill tells the guardian how it went."""
     outcome: Outcome = "failed"
     try:
-        outcome, reason = Driver.load(run, job).drive()
+        outcome, reason = Driver.load(place).drive()
     except HpcrlError as error:
         reason = str(error)
         print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
@@ -91,8 +92,7 @@ class Worker:
 class Driver:
     """Supervision of one job."""
 
-    run: RunDir
-    job: JobDir
+    place: WorkerPlace
     plan: Plan
     recipe: Recipe
     site: Site
@@ -108,7 +108,8 @@ class Driver:
     near_end: bool = False
 
     def __post_init__(self) -> None:
-        self.reporter = Reporter(self.run, self.job, metrics=self.recipe.metrics, emit=self.events.emit)
+        self.run, self.job = self.place.campaign, self.place.job
+        self.reporter = Reporter(self.place, metrics=self.recipe.metrics, emit=self.events.emit)
         self.scoring = Scoring(
             run=self.run,
             reward=self.recipe.reward,
@@ -118,16 +119,16 @@ class Driver:
         )
 
     @classmethod
-    def load(cls, run: RunDir, job: JobDir) -> "Driver":
+    def load(cls, place: WorkerPlace) -> "Driver":
         """Read what was submitted; forget what an earlier, requeued run of this job left to obey."""
+        run, job = place.campaign, place.job
         private_dir(job.parsl)
         for path in (job.drain, job.end, job.outcome, job.dump_stacks):
             discard(path)
         name = f"{job.number:03d}-driver"
-        events = EventLog(run.events / f"{name}.jsonl", job=job.number, role="driver", worker=name, node=this_node())
+        events = EventLog(run.events / f"{name}.jsonl", job=job.number, role="driver", worker=name, node=place.node)
         return cls(
-            run=run,
-            job=job,
+            place=place,
             plan=msgspec.json.decode(run.plan.read_bytes(), type=Plan),
             recipe=msgspec.json.decode(run.recipe.read_bytes(), type=Recipe),
             site=msgspec.json.decode(run.site.read_bytes(), type=Site),
@@ -153,14 +154,12 @@ class Driver:
             cancel_rewards(self.run.job(number))
         runtime = Runtime(
             self.plan,
-            run=self.run,
-            job=self.job,
+            place=self.place,
             allocation=allocation,
             address=address_of(self.site.network.interface),
         )
         self.weight_plane = WeightPlane(
-            self.run,
-            self.job,
+            self.place,
             plan=self.plan,
             ways=lambda rungs: runtime.courier_ways(self.site, rungs),
             emit=self.events.emit,
@@ -180,9 +179,7 @@ class Driver:
         return outcome, reason
 
     def _queue_next(self) -> None:
-        next_job.try_follow(
-            self.run, self.job, plan=self.plan, site=self.site, slurm_id=self.slurm_id, emit=self.events.emit
-        )
+        next_job.try_follow(self.place, plan=self.plan, site=self.site, slurm_id=self.slurm_id, emit=self.events.emit)
 
     def _start_workers(self, runtime: "Runtime") -> None:
         for role in LONG_LIVED:

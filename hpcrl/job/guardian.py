@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.errors import SlurmError
 from hpcrl.job import next_job
 from hpcrl.job.next_job import Outcome
@@ -29,8 +30,9 @@ CLOSE_GRACE_S = 10.0
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
-def guarded(drive: Callable[[int], int], run: RunDir, job: JobDir) -> int:
+def guarded(drive: Callable[[int], int], place: WorkerPlace) -> int:
     """Run `drive` in a child, which writes its verdict to the descriptor that it is given; the exit code of the job."""
+    run, job = place.campaign, place.job
     adopt_orphans()
     answer, driver_end = os.pipe()
     driver = os.fork()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from hpcrl.campaign_dir.events import CampaignEvent, FaultReported
-from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import Metrics
 from hpcrl.system.files import last_line
 
@@ -19,8 +19,9 @@ CLOSE_S = 10.0
 class Reporter:
     """The metrics reader of one job; none runs where the recipe wants metrics in the events alone."""
 
-    def __init__(self, run: RunDir, job: JobDir, *, metrics: Metrics, emit: Callable[[CampaignEvent], None]) -> None:
+    def __init__(self, place: WorkerPlace, *, metrics: Metrics, emit: Callable[[CampaignEvent], None]) -> None:
         self._is_wanted = metrics.tensorboard or metrics.wandb != "off"
+        run, job = place.campaign, place.job
         self._command = [sys.executable, "-m", "hpcrl.job.metrics_export", str(run.root), str(job.number)]
         self._log = job.log("metrics-0")
         self._emit = emit

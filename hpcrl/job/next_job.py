@@ -16,6 +16,7 @@ from typing import Literal
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, FaultReported, NextJobQueued
 from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
 from hpcrl.plan.plan import Plan
@@ -48,18 +49,18 @@ def follow(run: RunDir, job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -
 
 
 def try_follow(
-    run: RunDir, job: JobDir, *, plan: Plan, site: Site, slurm_id: str | None, emit: Callable[[CampaignEvent], None]
+    place: WorkerPlace, *, plan: Plan, site: Site, slurm_id: str | None, emit: Callable[[CampaignEvent], None]
 ) -> None:
-    """Queue the job after `job` where there is a scheduler; without it somebody has to resume the campaign."""
+    """Queue the next job where there is a scheduler; without it somebody has to resume the campaign."""
     if slurm_id is None:
         return
     try:
-        id = follow(run, job, plan=plan, site=site, slurm_id=slurm_id)
+        id = follow(place.campaign, place.job, plan=plan, site=site, slurm_id=slurm_id)
     except (SlurmError, OSError) as error:
         emit(FaultReported(what="chain", detail=f"no job follows this one: {error}"))
     else:
         if id is not None:
-            emit(NextJobQueued(slurm_id=id, number=job.number + 1))
+            emit(NextJobQueued(slurm_id=id, number=place.job.number + 1))
 
 
 def take_back(run: RunDir, job: JobDir) -> None:

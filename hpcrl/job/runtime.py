@@ -22,7 +22,7 @@ from parsl.executors import HighThroughputExecutor
 from parsl.jobs.error_handlers import noop_error_handler
 from parsl.providers.base import ExecutionProvider
 
-from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import RoleName
 from hpcrl.config.site import Site
 from hpcrl.job.courier_step import Way
@@ -81,10 +81,10 @@ def call(function: str, *args: Any) -> Any:
 class Runtime:
     """Starts and ends the workers of a job; holds no data of theirs."""
 
-    def __init__(self, plan: Plan, *, run: RunDir, job: JobDir, allocation: Allocation, address: str) -> None:
+    def __init__(self, plan: Plan, *, place: WorkerPlace, allocation: Allocation, address: str) -> None:
         self._plan = plan
-        self._run = run
-        self._job = job
+        self._run = place.campaign
+        self._job = place.job
         self._allocation = allocation
         self._address = address
         self._steps: dict[RoleName, Steps] = {}

@@ -11,6 +11,7 @@ import pytest
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import EpisodesCounted, EvaluationFinished, StepFinished, TrainingResumed
 from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import Metrics, load_recipe
 from hpcrl.job.metrics_export import Feeder, figures_of
 from hpcrl.job.metrics_process import RESTARTS, Reporter
@@ -178,7 +179,8 @@ def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_a
     pytest.importorskip("wandb")
     trainer(run).emit(StepFinished(step=1, reward_mean=0.5))
     faults = []
-    reporter = Reporter(run, run.job(0), metrics=WANTED, emit=faults.append)
+    place = WorkerPlace(run, run.job(0), "here")
+    reporter = Reporter(place, metrics=WANTED, emit=faults.append)
     reporter.tend()
     until((run.metrics / "read.json").exists, what="the reader has read", timeout_s=240)
     reporter.close()
@@ -192,7 +194,8 @@ def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_a
 
 def test_a_reader_that_cannot_live_is_begun_anew_a_few_times_and_then_let_be(run):
     faults = []
-    reporter = Reporter(run, run.job(0), metrics=WANTED, emit=lambda fault: faults.append(fault.detail))
+    place = WorkerPlace(run, run.job(0), "here")
+    reporter = Reporter(place, metrics=WANTED, emit=lambda fault: faults.append(fault.detail))
     run.recipe.write_text("{}")  # it cannot even read what it is asked to do
 
     def given_up() -> bool:
