@@ -22,6 +22,7 @@ from bench.figures import Figure, main
 from bench.fleet import MPIEXEC, Fleet, fleet, publish, until
 from bench.weights import NUM_READERS, SPAWN, qwen2_shapes, random_bfloat16, readers, scratch_run
 from hpcrl.weights.layout import Layout, Parts, split
+from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import Key
 from hpcrl.weights.window.window import Window
 from hpcrl.weights.window_store import WindowStore
@@ -145,7 +146,7 @@ def one_node(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
         store = WindowStore(Key(campaign=run.root, node="bench"), job=run.job(0))
         for version in range(rounds + 1):
             began = time.perf_counter()
-            store.commit(store.stage(tensors, version=version, step=version))
+            store.commit(store.stage(tensors, WeightVersion(version=version, step=version)))
             totals.append(max(pipe.recv()[0] for pipe in pipes) - began)
         store.close()
     ours = min(totals[1:])

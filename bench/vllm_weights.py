@@ -36,6 +36,7 @@ from hpcrl.engines.vllm.server import Launch
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.system.files import private_dir
 from hpcrl.weights.model_update import parameters_of
+from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import window_key
 from hpcrl.weights.window_store import WindowStore
 
@@ -71,7 +72,7 @@ async def _measure(root: Path, *, rounds: int) -> list[Figure]:
     try:
         async with VllmEngine(launch, place=place) as engine:
             for version in range(1, rounds + 1):
-                window.publish(tensors, version=version, step=version)
+                window.publish(tensors, WeightVersion(version=version, step=version))
                 ours.append(await _silence(engine, engine.load_version(version), after=NUM_BEFORE))
                 theirs.append(await _silence(engine, _reload(engine, disk), after=ours[-1].num_heard))
                 copies.append(_copy_s(tensors))

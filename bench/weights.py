@@ -30,6 +30,7 @@ from hpcrl.weights.couriers import delta_codec
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import Layout
 from hpcrl.weights.model_update import parameters_of
+from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import unlink_recorded, window_key
 from hpcrl.weights.window_store import WindowStore
 
@@ -100,7 +101,7 @@ def fan_out(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
             copies.append(seconds(lambda: copy_all(tensors, spare)))
             before = anonymous_nbytes()
             began = time.perf_counter()
-            staged = store.stage(tensors, version=version, step=version)
+            staged = store.stage(tensors, WeightVersion(version=version, step=version))
             stalls.append(time.perf_counter() - began)
             store.commit(staged)
             visible.append(time.perf_counter() - began)
@@ -241,11 +242,11 @@ async def updates(
     by_window, by_files, version = [], [], 0
     async with EmbeddedEngine(model, store=window) as engine, running(engine):
         for version in range(1, rounds + 1):
-            await asyncio.to_thread(window.publish, tensors, version=version, step=0)
+            await asyncio.to_thread(window.publish, tensors, WeightVersion(version=version, step=0))
             by_window.append(await watched(engine, engine.load_version(version)))
     async with EmbeddedEngine(model, store=files) as engine, running(engine):
         for version in range(1, rounds + 1):
-            await asyncio.to_thread(files.publish, tensors, version=version, step=0)
+            await asyncio.to_thread(files.publish, tensors, WeightVersion(version=version, step=0))
             forget(files.directory)
             by_files.append(await watched(engine, reload(engine, version)))
         steps = [await watched(engine, asyncio.sleep(0, 0.0)) for _ in range(5)]

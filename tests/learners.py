@@ -19,7 +19,7 @@ from hpcrl.trainers.publishing import shard_store
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.publisher import Publisher
-from hpcrl.weights.versions import Rung, read_rung
+from hpcrl.weights.versions import Rung, WeightVersion, read_rung
 from hpcrl.weights.window.file import Key
 
 VOCABULARY = 32
@@ -177,7 +177,7 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, r
     publisher = Publisher(FileStore(run.weights), leader.window(key, job=run.job(0)), events=events, keep_versions=4)
     publisher.take_rung(Rung(rung=rung, reason="a test"))
     for version in (1, 2):
-        publisher.publish(leader.boxes(), version=version, step=version, whole=leader.tensors)
+        publisher.publish(leader.boxes(), WeightVersion(version=version, step=version), whole=leader.tensors)
     publisher.persist()
     windows = {path.name.rpartition("-")[2]: path.stat().st_size for path in Path(window_dir).glob("hpcrl-*")}
     leader.tend()

@@ -27,6 +27,7 @@ from hpcrl.rollout.tasks import Task
 from hpcrl.spool.record import Trajectory
 from hpcrl.testing.memory import MemoryStore
 from hpcrl.trainers.torch import TorchTrainer
+from hpcrl.weights.versions import WeightVersion
 
 GROUP = 8
 
@@ -87,7 +88,7 @@ async def _learned(lesson: Lesson, directory: Path, *, alpha: int, correction: s
     settings = {"num_steps": lesson.num_steps, "groups_per_step": lesson.groups, "correction": correction}
     trainer = TorchTrainer(directory, Train(**{**settings, **lesson.train}), seed=seed)
     store, rewards, waiting = MemoryStore(), [], deque[list[Trajectory]]()
-    store.publish(trainer.tensors(), version=0, step=0)
+    store.publish(trainer.tensors(), WeightVersion(version=0, step=0))
     async with EmbeddedEngine(load_model(directory), store=store, max_batch=lesson.groups * GROUP) as engine:
         for step in range(lesson.num_steps):
             waiting.append(await _batch(lesson, engine, load_chat(directory), step=step, seed=seed))
@@ -97,7 +98,7 @@ async def _learned(lesson: Lesson, directory: Path, *, alpha: int, correction: s
                 metrics = trainer.train_step(waiting.popleft(), step=version + 1, version=version)
                 assert metrics.skipped is None, metrics.skipped
                 assert metrics.lag_max == min(alpha, version)
-                store.publish(trainer.tensors(), version=version + 1, step=version + 1)
+                store.publish(trainer.tensors(), WeightVersion(version=version + 1, step=version + 1))
                 await engine.load_version(version + 1)
     return rewards
 

@@ -30,7 +30,7 @@ from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import World, join, leave
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.publisher import Publisher
-from hpcrl.weights.versions import Rung
+from hpcrl.weights.versions import Rung, WeightVersion
 from hpcrl.weights.window.file import Key, window_key
 from hpcrl.weights.window_store import WindowStore
 
@@ -246,11 +246,12 @@ class Learner:
 
     def publish(self) -> None:
         """Give the weights to every engine."""
+        weight_version = WeightVersion(version=self.version, step=self.step)
         if self.leader is not None:
             boxes, whole = self.leader.boxes(), self.trainer.tensors
-            self.publisher.publish(boxes, version=self.version, step=self.step, whole=whole)
+            self.publisher.publish(boxes, weight_version, whole=whole)
         else:
-            self.publisher.publish(self.trainer.tensors(), version=self.version, step=self.step)
+            self.publisher.publish(self.trainer.tensors(), weight_version)
 
     def finish(self) -> None:
         """The last checkpoint; the newest version is in files when this returns."""

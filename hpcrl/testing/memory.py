@@ -9,8 +9,8 @@ from hpcrl.errors import WeightsError
 from hpcrl.spool.reader import Cursor
 from hpcrl.spool.record import Packed, parse_facts, with_columns
 from hpcrl.spool.writer import Batching, BatchWriter
-from hpcrl.weights.store import Tensors, _manifest, _verify
-from hpcrl.weights.versions import Manifest, check_newer
+from hpcrl.weights.store import Tensors, _checksums, _manifest, _verify
+from hpcrl.weights.versions import Manifest, WeightVersion, check_newer
 
 
 class MemorySpool:
@@ -56,10 +56,11 @@ class MemoryStore:
     def __init__(self) -> None:
         self._versions: dict[int, tuple[Manifest, Tensors]] = {}
 
-    def publish(self, tensors: Tensors, *, version: int, step: int) -> Manifest:
+    def publish(self, tensors: Tensors, weight_version: WeightVersion) -> Manifest:
+        version = weight_version.version
         check_newer(version, than=max(self._versions, default=None))
         copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-        manifest = _manifest(copies, version=version, step=step)
+        manifest = _manifest(weight_version, _checksums(copies))
         self._versions[version] = (manifest, copies)
         return manifest
 

@@ -38,6 +38,7 @@ from hpcrl.trainers.step import learn, train_step
 from hpcrl.weights import part_files
 from hpcrl.weights.layout import Shard
 from hpcrl.weights.sharded_store import ShardStore
+from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import Key
 
 Parts = list[list[Row]]
@@ -211,7 +212,7 @@ class Leader:
     def window(self, key: Key, *, job: JobDir) -> ShardStore:
         """What all ranks publish by, each its part. Called once, at the start."""
         orders = Orders(
-            stage=lambda version, step: self._tell(Order(do="stage", version=version, step=step)),
+            stage=lambda made: self._tell(Order(do="stage", version=made.version, step=made.step)),
             leave=lambda version, path: self._tell(Order(do="leave", version=version, directory=str(path))),
         )
         return shard_store(self._mine, key, job=job, orders=orders)
@@ -281,7 +282,7 @@ def _publish(mine: RankTrainer, order: Order, *, store: ShardStore) -> None:
         store.leave(order.version, Path(order.directory))
         return
     with suppress(WeightsError):  # rank 0 has met it too, and publishes in another way from now on
-        store.stage(boxes(mine), version=order.version, step=order.step)
+        store.stage(boxes(mine), WeightVersion(version=order.version, step=order.step))
 
 
 def _ahead(mine: RankTrainer, *, train: Train, spool: Path) -> Ahead:

@@ -22,6 +22,7 @@ from hpcrl.weights import part_files
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import Layout, Parts, Shard
 from hpcrl.weights.sharded_store import Exchange, Shards, ShardStore, exchange_over
+from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import Key
 
 DTYPE = "float32"
@@ -31,8 +32,7 @@ DTYPE = "float32"
 class Orders(NamedTuple):
     """How rank 0 has the others do what it does."""
 
-    stage: Callable[[int, int], None]
-    """A version and its step."""
+    stage: Callable[[WeightVersion], None]
     leave: Callable[[int, Path], None]
     """A version, and where."""
 
@@ -60,17 +60,17 @@ class LedStore(ShardStore):
         super().__init__(key, job=job, layout=layout, rank=0, exchange=exchange, parts=parts)
         self._orders = orders
 
-    def stage(self, shards: Shards, *, version: int, step: int) -> None:
-        self._orders.stage(version, step)
-        super().stage(shards, version=version, step=step)
+    def stage(self, shards: Shards, weight_version: WeightVersion) -> None:
+        self._orders.stage(weight_version)
+        super().stage(shards, weight_version)
 
-    def saver(self, files: FileStore, *, version: int, step: int) -> Callable[[], object]:
+    def saver(self, files: FileStore, weight_version: WeightVersion) -> Callable[[], object]:
         """Between steps the other nodes are told to leave their parts; behind them these are put together."""
         if self._parts is None:
-            return super().saver(files, version=version, step=step)
+            return super().saver(files, weight_version)
         directory = part_files.begun(files.directory)
-        self._orders.leave(version, directory)
-        return self.gatherer(files, version=version, step=step, directory=directory)
+        self._orders.leave(weight_version.version, directory)
+        return self.gatherer(files, weight_version, directory=directory)
 
 
 def shard_store(mine: RankTrainer, key: Key, *, job: JobDir, orders: Orders | None = None) -> ShardStore:

@@ -1,6 +1,5 @@
 """Weight versions as safetensors files on a shared filesystem; survives kill -9, garbage and a full disk."""
 
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +12,10 @@ from hpcrl.errors import WeightsError
 from hpcrl.system.files import discard, private_dir, publish, staged
 from hpcrl.weights import tensor_file
 from hpcrl.weights.layout import Layout
-from hpcrl.weights.store import Tensors, _manifest, _save, _verify
+from hpcrl.weights.store import Tensors, _checksums, _manifest, _save, _verify
 from hpcrl.weights.versions import (
     Manifest,
+    WeightVersion,
     check_newer,
     listed,
     newest_manifest,
@@ -31,22 +31,24 @@ class FileStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def publish(self, tensors: Tensors, *, version: int, step: int) -> Manifest:
+    def publish(self, tensors: Tensors, weight_version: WeightVersion) -> Manifest:
+        version = weight_version.version
         check_newer(version, than=max(listed(self.directory), default=None))
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        manifest = _manifest(on_cpu, version=version, step=step)
+        manifest = _manifest(weight_version, _checksums(on_cpu))
         with self._making(version, nbytes=sum(tensor.nbytes for tensor in on_cpu.values())) as temporary:
             _save(on_cpu, temporary / tensors_file(self.directory, version).name)
             publish(temporary / "manifest.json", msgspec.json.encode(manifest))
         return manifest
 
-    def publish_each(self, layout: Layout, tensors: Iterable[memoryview], *, version: int, step: int) -> Manifest:
+    def publish_each(self, layout: Layout, tensors: Iterable[memoryview], weight_version: WeightVersion) -> Manifest:
         """The same for tensors that come one after the other, in the layout's order: no more than one is in memory."""
+        version = weight_version.version
         check_newer(version, than=max(listed(self.directory), default=None))
         with self._making(version, nbytes=layout.nbytes) as temporary:
             path = temporary / tensors_file(self.directory, version).name
             checksums = tensor_file.write(layout, tensors, path)
-            manifest = Manifest(version=version, step=step, checksums=checksums, created=time.time())
+            manifest = _manifest(weight_version, checksums)
             publish(temporary / "manifest.json", msgspec.json.encode(manifest))
         return manifest
 

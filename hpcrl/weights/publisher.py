@@ -20,7 +20,7 @@ from hpcrl.campaign_dir.events import RungChanged, VersionPublished
 from hpcrl.errors import WeightsError
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.store import Tensors
-from hpcrl.weights.versions import Announced, Manifest, Rung, announce, newest_version, read_rung, set_rung
+from hpcrl.weights.versions import Manifest, Rung, WeightVersion, announce, newest_version, read_rung, set_rung
 
 TEND_EVERY_S = 1.0
 
@@ -28,7 +28,7 @@ TEND_EVERY_S = 1.0
 class Stage(Protocol):
     """Where versions are published: WindowStore takes all tensors by name, ShardStore the shards of a rank."""
 
-    def stage(self, weights: Any, /, *, version: int, step: int) -> Any:
+    def stage(self, weights: Any, weight_version: WeightVersion, /) -> Any:
         """Copy the weights to where nobody reads yet; they may change afterwards."""
 
     def commit(self, staged: Any, /) -> Manifest:
@@ -39,7 +39,7 @@ class Stage(Protocol):
     def made(self) -> int | None:
         """The newest version that was ever begun with, be it whole or not."""
 
-    def saver(self, files: FileStore, /, *, version: int, step: int) -> Callable[[], object]:
+    def saver(self, files: FileStore, weight_version: WeightVersion, /) -> Callable[[], object]:
         """What writes the version that was staged last to files; asked for between steps, run behind them."""
 
     def unlink(self) -> None: ...
@@ -55,9 +55,8 @@ class Publisher:
         self._window = window
         self._events = events
         self._keep_versions = keep_versions
-        self._version: int | None = None
-        self._step = 0
-        self._saved: int | None = None
+        self._version: WeightVersion | None = None
+        self._saved: WeightVersion | None = None
         """The newest version that is in files, or is behind."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._behind: list[Future[None]] = []
@@ -79,32 +78,34 @@ class Publisher:
         set_rung(self._files.directory, rung)
         self._events.emit(RungChanged(rung=rung.rung, reason=rung.reason))
 
-    def publish(self, weights: Any, *, version: int, step: int, whole: Callable[[], Tensors] | None = None) -> None:
+    def publish(
+        self, weights: Any, weight_version: WeightVersion, *, whole: Callable[[], Tensors] | None = None
+    ) -> None:
         """Give the weights to every engine; the tensors may change when this returns.
 
         `whole` gives all tensors where `weights` are the shards of a rank; without it they cannot go by files.
         """
         self._wait()
         began = time.monotonic()
-        commit = self._staged(weights, version=version, step=step, can_be_whole=whole is not None)
-        self._version, self._step = version, step
+        commit = self._staged(weights, weight_version, can_be_whole=whole is not None)
+        self._version = weight_version
         if commit is None:
-            announce(self._files.directory, Announced(version=version, step=step))
+            announce(self._files.directory, weight_version)
             tensors = weights if whole is None else whole()
-            self._save(lambda: self._files.publish(tensors, version=version, step=step))
-            self._published(version=version, step=step, began=began, stall_s=time.monotonic() - began)
+            self._save(lambda: self._files.publish(tensors, weight_version))
+            self._published(weight_version, began=began, stall_s=time.monotonic() - began)
         else:
             stall_s = time.monotonic() - began
-            self._later(lambda: self._commit(commit, version=version, step=step))
+            self._later(lambda: self._commit(commit, weight_version))
             if self._by_files():
                 self.persist()
-            self._later(lambda: self._published(version=version, step=step, began=began, stall_s=stall_s))
+            self._later(lambda: self._published(weight_version, began=began, stall_s=stall_s))
 
     def persist(self) -> None:
         """See to it that the newest version is in files; it is, once `close` or the next `publish` has returned."""
         if self._window is None or self._version is None or self._version == self._saved:
             return
-        save = self._window.saver(self._files, version=self._version, step=self._step)
+        save = self._window.saver(self._files, self._version)
         self._saved = self._version
         self._later(lambda: self._save(save))
 
@@ -125,13 +126,15 @@ class Publisher:
             self._window.unlink()
             self._window.close()
 
-    def _staged(self, weights: Any, *, version: int, step: int, can_be_whole: bool) -> Callable[[], Manifest] | None:
+    def _staged(
+        self, weights: Any, weight_version: WeightVersion, *, can_be_whole: bool
+    ) -> Callable[[], Manifest] | None:
         """What makes visible what is in the window now; None: there is no window, from now on."""
         if self._window is None:
             return None
         window = self._window
         try:
-            staged = window.stage(weights, version=version, step=step)
+            staged = window.stage(weights, weight_version)
         except WeightsError as error:
             if not (can_be_whole or isinstance(weights, dict)):  # nobody has the whole of it to write to files
                 raise
@@ -141,8 +144,8 @@ class Publisher:
             return None
         return lambda: window.commit(staged)
 
-    def _commit(self, commit: Callable[[], Manifest], *, version: int, step: int) -> None:
-        announce(self._files.directory, Announced(version=version, step=step))
+    def _commit(self, commit: Callable[[], Manifest], weight_version: WeightVersion) -> None:
+        announce(self._files.directory, weight_version)
         commit()
 
     def _save(self, save: Callable[[], object]) -> None:
@@ -150,7 +153,8 @@ class Publisher:
         save()
         self._files.prune(keep=self._keep_versions)
 
-    def _published(self, *, version: int, step: int, began: float, stall_s: float) -> None:
+    def _published(self, weight_version: WeightVersion, *, began: float, stall_s: float) -> None:
+        version, step = weight_version.version, weight_version.step
         wall_s = round(time.monotonic() - began, 4)
         self._events.emit(VersionPublished(version=version, step=step, wall_s=wall_s, stall_s=round(stall_s, 4)))
 

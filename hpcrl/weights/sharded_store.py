@@ -4,7 +4,7 @@
     exchange_over   what the ranks tell each other by, over a torch.distributed group
 
     store = ShardStore(window_key(run, node=this_node()), job=job, layout=layout, rank=rank, exchange=exchange)
-    store.stage(shards, version=7, step=7)      # on every rank; training goes on when it returns
+    store.stage(shards, weight_version)         # on every rank; training goes on when it returns
     store.commit()                              # on rank 0, in any thread: Publisher does it
 
 What any rank finds wrong, all ranks raise, before anything is visible; the version before stays in use.
@@ -31,7 +31,7 @@ from hpcrl.weights import part_files
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import Layout, Parts, Placed, Shard, check_cover, check_shard
 from hpcrl.weights.store import tensors_in
-from hpcrl.weights.versions import Manifest
+from hpcrl.weights.versions import Manifest, WeightVersion
 from hpcrl.weights.window.file import Key
 from hpcrl.weights.window.window import Turn, Window
 
@@ -84,13 +84,13 @@ class ShardStore:
 
     # ---- every rank
 
-    def stage(self, shards: Shards, *, version: int, step: int) -> None:
+    def stage(self, shards: Shards, weight_version: WeightVersion) -> None:
         """Copy this rank's boxes into the slot; all ranks call it, and the tensors may change when it returns.
 
         WeightsError, on all ranks alike: a tensor is missing, extra, held twice, of a wrong shape or type, or there
         is no window to write to.
         """
-        turn, error = self._agree(shards, version=version, step=step), ""
+        turn, error = self._agree(shards, weight_version), ""
         try:
             window = self._joined()
             with window.part(turn) as slot:
@@ -152,24 +152,24 @@ class ShardStore:
         known = [*self._before, None if newest is None else newest.version]
         return max((version for version in known if version is not None), default=None)
 
-    def saver(self, files: FileStore, *, version: int, step: int) -> Callable[[], object]:
+    def saver(self, files: FileStore, weight_version: WeightVersion) -> Callable[[], object]:
         """What writes a version to files once it is committed."""
-        return lambda: self._save(files, version=version, step=step)
+        return lambda: self._save(files, weight_version)
 
-    def gatherer(self, files: FileStore, *, version: int, step: int, directory: Path) -> Callable[[], object]:
+    def gatherer(self, files: FileStore, weight_version: WeightVersion, *, directory: Path) -> Callable[[], object]:
         """The same where the parts of other nodes are left in `directory`."""
-        return lambda: self._gather(files, version=version, step=step, directory=directory)
+        return lambda: self._gather(files, weight_version, directory=directory)
 
     # ---- inside
 
-    def _agree(self, shards: Shards, *, version: int, step: int) -> Turn:
+    def _agree(self, shards: Shards, weight_version: WeightVersion) -> Turn:
         """Where to write, once all ranks have said what they hold and it is right."""
         error, turn, boxes = "", None, tuple(shard for shard, _ in shards)
         try:
             self._settle()
             _check(shards, self._layout)
             if self._rank == self._writer:
-                turn = self._begun(version, step=step)
+                turn = self._begun(weight_version)
         except WeightsError as found:
             error = str(found)
         words = self._say(Word(error=error, layout=self._layout.digest(), shards=boxes, turn=turn))
@@ -198,11 +198,11 @@ class ShardStore:
             raise WeightsError("; ".join(wrong))
         return words
 
-    def _begun(self, version: int, *, step: int) -> Turn:
+    def _begun(self, weight_version: WeightVersion) -> Turn:
         if self._window is None or self._window.end != "writer":
             self._let_go()
             self._window = Window.create(self._key, self._here, job=self._job)
-        self._window.begin(version, step=step)
+        self._window.begin(weight_version.version, step=weight_version.step)
         return self._window.turn()
 
     def _joined(self) -> Window:
@@ -216,18 +216,18 @@ class ShardStore:
     def _writers(self) -> list[int]:
         return [0] if self._parts is None else list(self._parts.writers().values())
 
-    def _save(self, files: FileStore, *, version: int, step: int) -> None:
+    def _save(self, files: FileStore, weight_version: WeightVersion) -> None:
         assert self._window is not None, "there is a version to read"
-        with self._window.reading(version) as slot:
-            files.publish(tensors_in(slot, self._layout), version=version, step=step)
+        with self._window.reading(weight_version.version) as slot:
+            files.publish(tensors_in(slot, self._layout), weight_version)
 
-    def _gather(self, files: FileStore, *, version: int, step: int, directory: Path) -> None:
+    def _gather(self, files: FileStore, weight_version: WeightVersion, *, directory: Path) -> None:
         assert self._window is not None, "there is a version to read"
         assert self._parts is not None, "other nodes leave their parts"
         parts = {writer: self._parts.layouts[node] for node, writer in self._parts.writers().items()}
-        with self._window.reading(version) as slot:
+        with self._window.reading(weight_version.version) as slot:
             tensors = part_files.tensors(self._layout, slot, parts, directory, rank=self._rank)
-            files.publish_each(self._layout, tensors, version=version, step=step)
+            files.publish_each(self._layout, tensors, weight_version)
         discard(directory)
 
     def _later(self, work: Callable[[], Any]) -> None:

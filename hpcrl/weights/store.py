@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from hpcrl.errors import WeightsError
 from hpcrl.system.files import sync_file
 from hpcrl.weights.layout import Layout, Placed
-from hpcrl.weights.versions import Manifest
+from hpcrl.weights.versions import Manifest, WeightVersion
 from hpcrl.weights.window.file import for_each_tensor
 
 Tensors = dict[str, torch.Tensor]
@@ -55,7 +55,7 @@ class WeightSource(Protocol):
 class WeightStore(WeightSource, Protocol):
     """Where the trainer leaves new versions."""
 
-    def publish(self, tensors: Tensors, *, version: int, step: int) -> Manifest:
+    def publish(self, tensors: Tensors, weight_version: WeightVersion) -> Manifest:
         """Add a version, which must be newer than all others."""
 
     def prune(self, *, keep: int) -> None:
@@ -129,9 +129,12 @@ def _copy_and_hash(source: Any, target: Any) -> bytes:
     return there.digest()
 
 
-def _manifest(tensors: Tensors, *, version: int, step: int) -> Manifest:
-    checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
-    return Manifest(version=version, step=step, checksums=checksums, created=time.time())
+def _manifest(weight_version: WeightVersion, checksums: dict[str, str]) -> Manifest:
+    return Manifest(version=weight_version.version, step=weight_version.step, checksums=checksums, created=time.time())
+
+
+def _checksums(tensors: Tensors) -> dict[str, str]:
+    return {name: _checksum(tensor) for name, tensor in tensors.items()}
 
 
 def _checksum(tensor: torch.Tensor) -> str:

@@ -43,23 +43,23 @@ class Rung(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class Announced(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that the trainer has made."""
+class WeightVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that the trainer has made, and the training step that made it."""
 
     version: int
     step: int
 
 
-def announce(directory: Path, announced: Announced) -> None:
-    """Say that a version exists, before anybody can see it: no version number is ever used for other weights."""
-    publish(directory / "newest.json", msgspec.json.encode(announced))
+def announce(directory: Path, weight_version: WeightVersion) -> None:
+    """Record that a version exists, before any process can see it: its number is never used for other weights."""
+    publish(directory / "newest.json", msgspec.json.encode(weight_version))
 
 
 def newest_version(directory: Path) -> int | None:
     """The newest version that the trainer has made, wherever it lies; None before the first."""
     there = listed(directory)
     with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):  # a damaged note is not worth more than none
-        there.append(msgspec.json.decode((directory / "newest.json").read_bytes(), type=Announced).version)
+        there.append(msgspec.json.decode((directory / "newest.json").read_bytes(), type=WeightVersion).version)
     return max(there, default=None)
 
 

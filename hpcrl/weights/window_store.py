@@ -8,7 +8,7 @@ from hpcrl.errors import WeightsError
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import Layout
 from hpcrl.weights.store import Tensors, _copy, tensors_in
-from hpcrl.weights.versions import Manifest
+from hpcrl.weights.versions import Manifest, WeightVersion
 from hpcrl.weights.window.file import Key
 from hpcrl.weights.window.window import Window
 
@@ -23,17 +23,17 @@ class WindowStore:
 
     # ---- the trainer's end
 
-    def publish(self, tensors: Tensors, *, version: int, step: int) -> Manifest:
-        return self.commit(self.stage(tensors, version=version, step=step))
+    def publish(self, tensors: Tensors, weight_version: WeightVersion) -> Manifest:
+        return self.commit(self.stage(tensors, weight_version))
 
-    def stage(self, tensors: Tensors, *, version: int, step: int) -> list[bytes]:
+    def stage(self, tensors: Tensors, weight_version: WeightVersion) -> list[bytes]:
         """Copy the weights into the slot; the tensors may change afterwards. The checksums of what lies there now."""
         layout = Layout.of(tensors)
         if self._window is None or self._window.end != "writer":
             self.close()
             self._window = Window.create(self._key, layout, job=self._job)
         self._window.layout.check_same(layout, ours="the window", theirs="the trainer")
-        slot = self._window.begin(version, step=step)
+        slot = self._window.begin(weight_version.version, step=weight_version.step)
         return _copy(tensors, slot, layout)
 
     def commit(self, sums: list[bytes]) -> Manifest:
@@ -47,12 +47,12 @@ class WindowStore:
         manifest = self.newest()
         return None if manifest is None else manifest.version
 
-    def saver(self, files: FileStore, *, version: int, step: int) -> Callable[[], object]:
+    def saver(self, files: FileStore, weight_version: WeightVersion) -> Callable[[], object]:
         """What writes a version to files once it is committed."""
 
         def save() -> None:
-            with self.reading(version) as tensors:
-                files.publish(tensors, version=version, step=step)
+            with self.reading(weight_version.version) as tensors:
+                files.publish(tensors, weight_version)
 
         return save
 

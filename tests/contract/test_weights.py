@@ -12,7 +12,7 @@ from hpcrl.testing.memory import MemoryStore
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.model_update import check_fit, copy_into, parameters_of
 from hpcrl.weights.store import WeightStore
-from hpcrl.weights.versions import listed, manifest_file, newest_manifest, tensors_file, version_dir
+from hpcrl.weights.versions import WeightVersion, listed, manifest_file, newest_manifest, tensors_file, version_dir
 from hpcrl.weights.window.file import Key
 from hpcrl.weights.window_store import WindowStore
 
@@ -46,7 +46,7 @@ def test_an_empty_store_has_no_newest(store: WeightStore) -> None:
 def test_a_version_comes_back_bit_for_bit(store: WeightStore) -> None:
     odd = {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3), "across": torch.arange(6.0).view(2, 3).t()}
     sent = weights() | odd
-    store.publish(sent, version=3, step=7)
+    store.publish(sent, WeightVersion(version=3, step=7))
     got = store.load(3)
     assert {name: (t.dtype, t.shape, bits(t)) for name, t in got.items()} == {
         name: (t.dtype, t.shape, bits(t)) for name, t in sent.items()
@@ -54,35 +54,35 @@ def test_a_version_comes_back_bit_for_bit(store: WeightStore) -> None:
 
 
 def test_the_newest_manifest_is_what_publish_returned(store: WeightStore) -> None:
-    store.publish(weights(), version=0, step=0)
-    manifest = store.publish(weights(2.0), version=5, step=4)
+    store.publish(weights(), WeightVersion(version=0, step=0))
+    manifest = store.publish(weights(2.0), WeightVersion(version=5, step=4))
     assert store.newest() == manifest
     assert (manifest.version, manifest.step, set(manifest.checksums)) == (5, 4, {"a", "b"})
 
 
 def test_a_published_version_does_not_change_with_the_trainer(store: WeightStore) -> None:
     live = weights(1.0)
-    store.publish(live, version=1, step=1)
+    store.publish(live, WeightVersion(version=1, step=1))
     live["a"].zero_()
     assert store.load(1)["a"].min() == 1.0
 
 
 @pytest.mark.parametrize("version", [4, 5, -1])
 def test_versions_never_go_back(store: WeightStore, version: int) -> None:
-    store.publish(weights(), version=5, step=1)
+    store.publish(weights(), WeightVersion(version=5, step=1))
     with pytest.raises(WeightsError, match="never go back"):
-        store.publish(weights(), version=version, step=2)
+        store.publish(weights(), WeightVersion(version=version, step=2))
 
 
 def test_loading_an_unknown_version_says_which_are_there(store: WeightStore) -> None:
-    store.publish(weights(), version=2, step=1)
+    store.publish(weights(), WeightVersion(version=2, step=1))
     with pytest.raises(WeightsError, match=r"version 9 .*there: 2"):
         store.load(9)
 
 
 def test_pruning_keeps_the_newest_versions(store: WeightStore) -> None:
     for version in range(5):
-        store.publish(weights(version), version=version, step=version)
+        store.publish(weights(version), WeightVersion(version=version, step=version))
     store.prune(keep=2)
     assert [float(store.load(version)["a"][0, 0]) for version in (3, 4)] == [3.0, 4.0]
     with pytest.raises(WeightsError):
@@ -90,7 +90,7 @@ def test_pruning_keeps_the_newest_versions(store: WeightStore) -> None:
 
 
 def test_pruning_never_drops_the_newest_version(store: WeightStore) -> None:
-    store.publish(weights(), version=1, step=1)
+    store.publish(weights(), WeightVersion(version=1, step=1))
     store.prune(keep=0)
     assert store.newest() is not None
 
@@ -125,8 +125,8 @@ def remove_tensors(directory: Path) -> None:
 @pytest.mark.parametrize("damage", [flip_a_byte, cut_short, garble_manifest, swap_versions, remove_tensors])
 def test_a_damaged_version_is_refused(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     store = FileStore(tmp_path)
-    store.publish(weights(), version=0, step=0)
-    store.publish(weights(2.0), version=1, step=1)
+    store.publish(weights(), WeightVersion(version=0, step=0))
+    store.publish(weights(2.0), WeightVersion(version=1, step=1))
     damage(tmp_path)
     with pytest.raises(WeightsError):
         store.load(1)
@@ -134,7 +134,7 @@ def test_a_damaged_version_is_refused(tmp_path: Path, damage: Callable[[Path], N
 
 
 def test_a_flipped_bit_is_reported_by_the_tensor_it_is_in(tmp_path: Path) -> None:
-    FileStore(tmp_path).publish({"only.weight": torch.ones(4)}, version=1, step=0)
+    FileStore(tmp_path).publish({"only.weight": torch.ones(4)}, WeightVersion(version=1, step=0))
     flip_a_byte(tmp_path)
     with pytest.raises(WeightsError, match=r"'only\.weight' has checksum"):
         FileStore(tmp_path).load(1)
@@ -142,17 +142,17 @@ def test_a_flipped_bit_is_reported_by_the_tensor_it_is_in(tmp_path: Path) -> Non
 
 def test_what_a_killed_publisher_left_is_invisible_and_cleared_by_the_next(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
-    store.publish(weights(), version=0, step=0)
+    store.publish(weights(), WeightVersion(version=0, step=0))
     torn = tmp_path / ".v00000001.deadbeef.tmp"
     torn.mkdir()
     (torn / "model.safetensors").write_bytes(b"half")
     assert listed(tmp_path) == [0]
-    store.publish(weights(), version=1, step=1)
+    store.publish(weights(), WeightVersion(version=1, step=1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000000", "v00000001"]
 
 
 def test_a_directory_without_a_manifest_is_no_version(tmp_path: Path) -> None:
-    FileStore(tmp_path).publish(weights(), version=0, step=0)
+    FileStore(tmp_path).publish(weights(), WeightVersion(version=0, step=0))
     version_dir(tmp_path, 1).mkdir()
     (tmp_path / "notes.txt").write_text("not ours")
     newest = newest_manifest(tmp_path)
@@ -164,12 +164,12 @@ def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> 
     store = FileStore(tmp_path)
     shared = torch.ones(4)
     with pytest.raises(WeightsError, match=r"version 0 .* cannot be written"):
-        store.publish({"a": shared, "b": shared}, version=0, step=0)
+        store.publish({"a": shared, "b": shared}, WeightVersion(version=0, step=0))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_versions_are_private_to_their_owner(tmp_path: Path) -> None:
-    FileStore(tmp_path / "weights").publish(weights(), version=0, step=0)
+    FileStore(tmp_path / "weights").publish(weights(), WeightVersion(version=0, step=0))
     paths = [tmp_path / "weights", *(tmp_path / "weights").rglob("*")]
     assert [path for path in paths if path.stat().st_mode & 0o077] == []
 

@@ -22,6 +22,7 @@ from hpcrl.engines.embedded.sampling import distribution, sample, uniforms
 from hpcrl.errors import EngineError, WeightsError
 from hpcrl.testing.memory import MemoryStore
 from hpcrl.weights.model_update import Loan, parameters_of
+from hpcrl.weights.versions import WeightVersion
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ def test_neighbouring_seeds_and_positions_are_uncorrelated() -> None:
 
 def test_new_weights_in_mid_generation_are_recorded_per_token(model: Any, tiny_model_dir: Path) -> None:
     store = MemoryStore()
-    store.publish(another(model, scale=1.5), version=4, step=1)
+    store.publish(another(model, scale=1.5), WeightVersion(version=4, step=1))
     engine = EmbeddedEngine(model, store=store)
     requests = [ask(f"r{n}", max_new_tokens=300, seed=n, token_ids=[5 + n] * (3 + 20 * n)) for n in range(3)]
 
@@ -188,7 +189,8 @@ def test_new_weights_in_mid_generation_are_recorded_per_token(model: Any, tiny_m
 def test_weights_that_do_not_fit_are_refused_and_generation_goes_on_with_the_old(model: Any) -> None:
     store = MemoryStore()
     store.publish(
-        {name: tensor for name, tensor in parameters_of(model).items() if "lm_head" not in name}, version=1, step=1
+        {name: tensor for name, tensor in parameters_of(model).items() if "lm_head" not in name},
+        WeightVersion(version=1, step=1),
     )
     engine = EmbeddedEngine(model, store=store)
 
@@ -207,7 +209,7 @@ def test_weights_that_do_not_fit_are_refused_and_generation_goes_on_with_the_old
 def test_an_engine_never_goes_back_to_an_older_version(model: Any) -> None:
     store = MemoryStore()
     for version in (1, 2):
-        store.publish(another(model, scale=1.0), version=version, step=version)
+        store.publish(another(model, scale=1.0), WeightVersion(version=version, step=version))
     engine = EmbeddedEngine(model, store=store)
 
     async def body() -> None:
@@ -222,7 +224,7 @@ def test_an_engine_never_goes_back_to_an_older_version(model: Any) -> None:
 def test_weights_overwritten_while_they_are_copied_are_never_generated_with(model: Any) -> None:
     store = MemoryStore()
     for version in (1, 2):
-        store.publish(another(model, scale=float(version)), version=version, step=version)
+        store.publish(another(model, scale=float(version)), WeightVersion(version=version, step=version))
     load = store.reading
 
     @contextmanager
@@ -254,7 +256,7 @@ def test_generation_goes_on_with_the_new_weights_where_they_lie_while_they_are_c
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = MemoryStore()
-    store.publish(another(model, scale=1.5), version=1, step=1)
+    store.publish(another(model, scale=1.5), WeightVersion(version=1, step=1))
     own = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     engine = EmbeddedEngine(model, store=store)
     copied, copy = threading.Event(), Loan.copy
@@ -287,7 +289,7 @@ def test_generation_goes_on_with_the_new_weights_where_they_lie_while_they_are_c
 
 def test_requests_dropped_between_an_update_and_the_next_step_leave_the_others_right(model: Any) -> None:
     store = MemoryStore()
-    store.publish(another(model, scale=1.5), version=1, step=1)
+    store.publish(another(model, scale=1.5), WeightVersion(version=1, step=1))
     engine = EmbeddedEngine(model, store=store)
     requests = [ask(f"r{n}", max_new_tokens=60, seed=n, token_ids=[5 + n] * (3 + n)) for n in range(3)]
 
@@ -311,8 +313,8 @@ def test_requests_dropped_between_an_update_and_the_next_step_leave_the_others_r
 def test_damaged_weights_fail_requests_and_good_ones_mend_the_engine(model: Any) -> None:
     store = MemoryStore()
     good = another(model, scale=1.0)
-    store.publish({name: tensor * float("nan") for name, tensor in good.items()}, version=1, step=1)
-    store.publish(good, version=2, step=2)
+    store.publish({name: tensor * float("nan") for name, tensor in good.items()}, WeightVersion(version=1, step=1))
+    store.publish(good, WeightVersion(version=2, step=2))
     engine = EmbeddedEngine(model, store=store)
 
     long = ask("long", token_ids=[7] * 50, max_new_tokens=400)
@@ -335,7 +337,7 @@ def test_damaged_weights_fail_requests_and_good_ones_mend_the_engine(model: Any)
 
 def test_kv_of_the_old_weights_is_not_used_after_an_update(model: Any) -> None:
     store = MemoryStore()
-    store.publish(another(model, scale=1.5), version=1, step=1)
+    store.publish(another(model, scale=1.5), WeightVersion(version=1, step=1))
     engine = EmbeddedEngine(model, store=store)
 
     async def body() -> Completion:
@@ -486,7 +488,7 @@ def test_kv_of_another_shape_is_computed_anew(model: Any) -> None:
 
 def test_kv_that_weights_overtake_on_its_way_is_computed_anew(model: Any) -> None:
     store = MemoryStore()
-    store.publish(another(model, scale=1.5), version=1, step=1)
+    store.publish(another(model, scale=1.5), WeightVersion(version=1, step=1))
 
     async def fetch(_: KvHandle) -> bytes:
         packed = await engine.take_kv(handle.url.removeprefix(LOCAL))

@@ -13,7 +13,7 @@ from hpcrl.job import courier_step as module
 from hpcrl.job.courier_step import RESTARTS, RETURNS, TRIES, Couriers, Way, rungs
 from hpcrl.system.files import private_dir
 from hpcrl.weights.couriers.protocol import Standing
-from hpcrl.weights.versions import Announced, Rung, RungName, announce, set_rung
+from hpcrl.weights.versions import Rung, RungName, WeightVersion, announce, set_rung
 from tests.campaigns import until
 
 FILES = Rung(rung="files", reason="starting")
@@ -245,7 +245,7 @@ def test_versions_go_by_couriers_again_once_they_bring_what_an_engine_missed(
     couriers = start(started, job, SERVE)
     serving(couriers)
     for turn in range(1, RETURNS + 2):
-        announce(couriers.weights, Announced(version=10 * turn, step=turn))
+        announce(couriers.weights, WeightVersion(version=10 * turn, step=turn))
         set_rung(couriers.weights, Rung(rung="files", reason="decode-0 has waited"))
         before = couriers.rung
         carried(couriers, 10 * turn)

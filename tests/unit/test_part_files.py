@@ -16,7 +16,7 @@ from hpcrl.weights import part_files, tensor_file
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import ITEM_SIZES, Layout, Parts, Shard, split, whole
 from hpcrl.weights.sharded_store import Shards, ShardStore
-from hpcrl.weights.versions import listed
+from hpcrl.weights.versions import WeightVersion, listed
 from hpcrl.weights.window.file import Key, unlink_recorded
 from hpcrl.weights.window.window import Window
 from tests.disks import largest_file
@@ -66,7 +66,9 @@ class Trainer:
         return [call.exception(timeout=60) or call.result() for call in calls]
 
     def publish(self, version: int) -> None:
-        self.together(lambda store, rank: store.stage(held(rank, version), version=version, step=version))
+        self.together(
+            lambda store, rank: store.stage(held(rank, version), WeightVersion(version=version, step=version))
+        )
         self.stores[0].commit()
 
     def end(self) -> None:
@@ -105,7 +107,9 @@ def left(run: RunDir, trainer: Trainer, version: int) -> tuple[Callable[[], obje
     trainer.stores[1].leave(version, directory)
     trainer.stores[1].close()  # waits for it
     files = FileStore(run.weights)
-    return trainer.stores[0].gatherer(files, version=version, step=version, directory=directory), directory
+    return trainer.stores[0].gatherer(
+        files, WeightVersion(version=version, step=version), directory=directory
+    ), directory
 
 
 def test_each_node_has_its_part_alone_and_the_file_has_everything(run: RunDir, trainer: Trainer) -> None:
@@ -164,7 +168,7 @@ def test_what_a_killed_trainer_has_left_of_parts_is_removed_by_the_next(run: Run
 def test_a_version_that_one_node_alone_has_is_never_made_again(run: RunDir) -> None:
     first = Trainer(run)
     first.publish(1)
-    first.together(lambda store, rank: store.stage(held(rank, 2), version=2, step=2))
+    first.together(lambda store, rank: store.stage(held(rank, 2), WeightVersion(version=2, step=2)))
     first.end()  # rank 0 was killed before it committed
     again = Trainer(run)
     assert again.stores[0].newest() is None
@@ -188,7 +192,7 @@ def test_a_trainer_that_begins_anew_finds_the_version_that_all_nodes_have(run: R
 
 
 def test_ranks_that_hold_other_boxes_than_at_the_start_are_refused_on_all_nodes(trainer: Trainer) -> None:
-    swapped = trainer.together(lambda store, rank: store.stage(held(1 - rank, 1), version=1, step=1))
+    swapped = trainer.together(lambda store, rank: store.stage(held(1 - rank, 1), WeightVersion(version=1, step=1)))
     assert ["other boxes of the weights than when they began" in str(error) for error in swapped] == [True, True]
 
 

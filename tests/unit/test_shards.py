@@ -20,7 +20,7 @@ from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import Layout, Shard, split, whole
 from hpcrl.weights.publisher import Publisher
 from hpcrl.weights.sharded_store import Shards, ShardStore, exchange_over
-from hpcrl.weights.versions import listed, newest_version
+from hpcrl.weights.versions import WeightVersion, listed, newest_version
 from hpcrl.weights.window.file import Key, unlink_recorded
 from hpcrl.weights.window.window import Window
 from hpcrl.weights.window_store import WindowStore
@@ -137,7 +137,7 @@ def seen(run: RunDir, version: int) -> bool:
 def publish_three(held: Callable[[int, int], Shards], store: ShardStore, rank: int) -> Any:
     manifests = []
     for version in (1, 2, 5):
-        store.stage(held(rank, version), version=version, step=version)
+        store.stage(held(rank, version), WeightVersion(version=version, step=version))
         if rank == 0:
             manifests.append(store.commit())
     store.close()
@@ -184,11 +184,11 @@ def wrong_then_right(store: ShardStore, rank: int, run: RunDir) -> Any:
         if rank == 3:
             change(held)
         try:
-            store.stage(held, version=2, step=2)
+            store.stage(held, WeightVersion(version=2, step=2))
             complaints.append("")
         except WeightsError as error:
             complaints.append(str(error))
-    store.stage(held_tp_pp(rank, 3), version=3, step=3)
+    store.stage(held_tp_pp(rank, 3), WeightVersion(version=3, step=3))
     if rank == 0:
         store.commit()
     store.close()
@@ -197,7 +197,7 @@ def wrong_then_right(store: ShardStore, rank: int, run: RunDir) -> Any:
 
 def test_what_one_rank_has_wrong_every_rank_hears_with_the_tensor_and_the_rank(run: RunDir) -> None:
     before = WindowStore(key(run), job=run.job(0))
-    before.publish(full(1), version=1, step=1)
+    before.publish(full(1), WeightVersion(version=1, step=1))
     before.close()
     answers = ranks(wrong_then_right, run, 4)
     assert len({tuple(complaints) for complaints in answers.values()}) == 1
@@ -218,7 +218,7 @@ def another_model(store: ShardStore, rank: int, run: RunDir) -> Any:
     other = Layout.pack([("a", "float32", (rank + 1,))])
     held = [(whole(other.tensors[0]), torch.zeros(rank + 1))]
     ShardStore(key(run), job=run.job(0), layout=other, rank=rank, exchange=exchange_over()).stage(
-        held, version=1, step=1
+        held, WeightVersion(version=1, step=1)
     )
 
 
@@ -230,7 +230,7 @@ def test_ranks_with_different_models_are_refused(run: RunDir) -> None:
 def no_memory(store: ShardStore, rank: int, run: RunDir) -> Any:
     nowhere = Key(campaign=run.root, node="n", directory=run.root / "absent")
     ShardStore(nowhere, job=run.job(0), layout=LAYOUT, rank=rank, exchange=exchange_over()).stage(
-        held_tp_pp(rank, 1), version=1, step=1
+        held_tp_pp(rank, 1), WeightVersion(version=1, step=1)
     )
 
 
@@ -258,7 +258,7 @@ def killed_in_mid_write(store: ShardStore, rank: int, run: RunDir) -> Any:
 
 
 def publish_one(store: ShardStore, rank: int, *, version: int) -> None:
-    store.stage(held_tp_pp(rank, version), version=version, step=version)
+    store.stage(held_tp_pp(rank, version), WeightVersion(version=version, step=version))
     if rank == 0:
         store.commit()
 
@@ -287,7 +287,7 @@ def one_killed_while_summing(store: ShardStore, rank: int, run: RunDir) -> Any:
         Window.sum_up = lambda window, turn: (  # type: ignore[method-assign]
             window._heads.together("sum", turn.slot, turn.generation, lambda _: os.kill(os.getpid(), signal.SIGKILL))
         )
-    store.stage(held_dp(rank, 1), version=1, step=1)
+    store.stage(held_dp(rank, 1), WeightVersion(version=1, step=1))
     if rank == 1:
         store.close()
     return store.commit().version
@@ -316,14 +316,14 @@ def test_a_slot_is_not_given_away_while_a_rank_still_fills_it(run: RunDir, monke
 def published(store: ShardStore, rank: int, run: RunDir) -> Any:
     if rank != 0:
         for version in (1, 2):
-            store.stage(held_tp_pp(rank, version), version=version, step=version)
+            store.stage(held_tp_pp(rank, version), WeightVersion(version=version, step=version))
         store.close()
         return None
     run.weights.mkdir()
     events = EventLog(run.events / "train.jsonl", role="train")
     publisher = Publisher(FileStore(run.weights), store, events=events, keep_versions=2)
     for version in (1, 2):
-        publisher.publish(held_tp_pp(rank, version), version=version, step=version)
+        publisher.publish(held_tp_pp(rank, version), WeightVersion(version=version, step=version))
     publisher.persist()
     publisher.close()
     return [newest_version(run.weights), listed(run.weights)]

@@ -22,6 +22,7 @@ from hpcrl.errors import WeightsError
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import Layout
 from hpcrl.weights.store import CHUNK_BYTES, Newest
+from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window import window as windows
 from hpcrl.weights.window.file import SHARED_MEMORY, SLOT_HEADS, Key, unlink_recorded, window_key
 from hpcrl.weights.window.window import Window
@@ -337,7 +338,7 @@ def test_no_reader_ever_sees_a_mixed_version(run: RunDir, seed: int) -> None:
     store = WindowStore(key(run), job=run.job(0))
     for version in range(last + 1):
         tensors = {name: torch.full((n,), float(version)) for name, n in (("a", 5000), ("b", 70), ("c", 1))}
-        store.publish(tensors, version=version, step=version)
+        store.publish(tensors, WeightVersion(version=version, step=version))
         time.sleep(dice.random() * 0.004)
     assert [answers.get(timeout=120) for _ in readers] == [last] * 4
     for reader in readers:
@@ -405,11 +406,11 @@ def test_a_reader_finds_the_window_that_replaced_its_own(run: RunDir) -> None:
     reader = WindowStore(key(run), job=run.job(0))
     assert reader.newest() is None
     first = WindowStore(key(run), job=run.job(0))
-    first.publish({"a": torch.ones(3)}, version=1, step=1)
+    first.publish({"a": torch.ones(3)}, WeightVersion(version=1, step=1))
     assert float(reader.load(1)["a"][0]) == 1.0
     first.close()
     second = WindowStore(key(run), job=run.job(0))
-    second.publish({"a": torch.ones(5)}, version=2, step=2)
+    second.publish({"a": torch.ones(5)}, WeightVersion(version=2, step=2))
     assert reader.load(2)["a"].shape == (5,)
 
 
@@ -454,7 +455,7 @@ def test_full_shared_memory_is_an_error_and_not_a_signal(run: RunDir, tmp_path: 
     try:
         store = WindowStore(Key(campaign=run.root, node="n", directory=small), job=run.job(0))
         with pytest.raises(WeightsError, match="No space left on device"):
-            store.publish({"a": torch.ones(1 << 20)}, version=0, step=0)
+            store.publish({"a": torch.ones(1 << 20)}, WeightVersion(version=0, step=0))
         assert list(small.iterdir()) == []
     finally:
         subprocess.run(["umount", str(small)], check=True)
@@ -500,7 +501,7 @@ def test_the_guardian_can_clean_up_without_heavy_imports() -> None:
 
 
 def test_what_was_summed_while_it_was_copied_is_not_checked_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    WindowStore(key(run), job=run.job(0)).publish({"a": torch.ones(3)}, version=1, step=1)
+    WindowStore(key(run), job=run.job(0)).publish({"a": torch.ones(3)}, WeightVersion(version=1, step=1))
 
     def refuse(*_: object) -> bytes:
         raise AssertionError("checked again")
@@ -515,14 +516,14 @@ def test_what_is_staged_has_the_checksum_that_readers_compute(run: RunDir, kind:
     """Larger than the pieces that it is copied in."""
     values = torch.arange(3 * CHUNK_BYTES // 4 + 1, dtype=torch.float32)[: None if kind != "empty" else 0]
     tensor = torch.stack([values, -values]).T if kind == "transposed" else values
-    manifest = WindowStore(key(run), job=run.job(0)).publish({"a": tensor}, version=1, step=1)
+    manifest = WindowStore(key(run), job=run.job(0)).publish({"a": tensor}, WeightVersion(version=1, step=1))
     assert manifest.checksums["a"] == xxhash.xxh3_128_hexdigest(tensor.contiguous().numpy().tobytes())
     assert torch.equal(WindowStore(key(run), job=run.job(0)).load(1)["a"], tensor)
 
 
 def test_a_model_that_changes_its_tensors_is_refused_by_name(run: RunDir) -> None:
     store = WindowStore(key(run), job=run.job(0))
-    store.publish({"a": torch.ones(3), "b": torch.ones(2)}, version=0, step=0)
+    store.publish({"a": torch.ones(3), "b": torch.ones(2)}, WeightVersion(version=0, step=0))
     for tensors, complaint in (
         ({"a": torch.ones(3)}, "'b'"),
         ({"a": torch.ones(3), "b": torch.ones(2), "c": torch.ones(1)}, "'c'"),
@@ -530,7 +531,7 @@ def test_a_model_that_changes_its_tensors_is_refused_by_name(run: RunDir) -> Non
         ({"a": torch.ones(4), "b": torch.ones(2)}, "'a' is float32"),
     ):
         with pytest.raises(WeightsError, match=complaint):
-            store.publish(tensors, version=1, step=1)
+            store.publish(tensors, WeightVersion(version=1, step=1))
     assert store.newest() is not None
     assert float(store.load(0)["b"][0]) == 1.0
 
@@ -539,13 +540,13 @@ def test_the_newest_of_window_and_files_is_taken_and_each_is_read_where_it_lies(
     window, files = WindowStore(key(run), job=run.job(0)), FileStore(run.weights)
     both = Newest(window, files)
     assert both.newest() is None
-    files.publish({"a": torch.zeros(2)}, version=0, step=0)
-    window.publish({"a": torch.ones(2)}, version=1, step=1)
+    files.publish({"a": torch.zeros(2)}, WeightVersion(version=0, step=0))
+    window.publish({"a": torch.ones(2)}, WeightVersion(version=1, step=1))
     manifest = both.newest()
     assert manifest is not None
     assert manifest.version == 1
     assert [float(both.load(version)["a"][0]) for version in (0, 1)] == [0.0, 1.0]
-    files.publish({"a": torch.full((2,), 2.0)}, version=2, step=2)
+    files.publish({"a": torch.full((2,), 2.0)}, WeightVersion(version=2, step=2))
     with both.reading(2) as tensors:
         assert float(tensors["a"][0]) == 2.0
 

@@ -13,7 +13,7 @@ from hpcrl.engines.embedded.engine import load_model
 from hpcrl.errors import WeightsError
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.model_update import parameters_of
-from hpcrl.weights.versions import tensors_file
+from hpcrl.weights.versions import WeightVersion, tensors_file
 from tests.vllm.served import greedy
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def test_a_turn_goes_on_through_an_update_and_every_token_has_its_version(
     """The first update of this engine: before it, it has the weights of the model directory."""
     engine = updated.engine
     before = load_model(vllm_place.model, device="cpu")
-    vllm_place.window.publish(stir(model, seed=version), version=version, step=version)
+    vllm_place.window.publish(stir(model, seed=version), WeightVersion(version=version, step=version))
 
     async def body() -> Completion:
         start = (await engine.load_figures()).num_generated_tokens
@@ -87,7 +87,7 @@ def test_a_stream_tells_the_version_of_each_piece_through_an_update(
     vllm_place: "Place", updated: "Behind", model: Any, version: int
 ) -> None:
     engine, old = updated.engine, updated.engine.version
-    vllm_place.window.publish(stir(model, seed=version), version=version, step=version)
+    vllm_place.window.publish(stir(model, seed=version), WeightVersion(version=version, step=version))
 
     async def body() -> list[int]:
         told: list[int] = []
@@ -110,7 +110,7 @@ def test_new_requests_are_answered_by_the_new_weights_as_by_transformers(
 ) -> None:
     engine = updated.engine
     vllm_place.do(engine.generate(ask("fill the prefix cache", token_ids=PROMPT * 20)))
-    vllm_place.window.publish(stir(model, seed=version), version=version, step=version)
+    vllm_place.window.publish(stir(model, seed=version), WeightVersion(version=version, step=version))
     vllm_place.do(engine.load_version(version))
     answer = vllm_place.do(engine.generate(ask("new", token_ids=PROMPT * 20)))
     assert answer.token_ids == greedy(model, PROMPT * 20, answer.token_ids)
@@ -121,7 +121,7 @@ def test_kv_of_the_version_before_is_not_used(vllm_place: "Place", updated: "Beh
     engine, old = updated.engine, updated.engine.version
     handle = vllm_place.do(engine.prefill(ask("prefill")))
     assert handle.version == old
-    vllm_place.window.publish(stir(model, seed=version), version=version, step=version)
+    vllm_place.window.publish(stir(model, seed=version), WeightVersion(version=version, step=version))
     vllm_place.do(engine.load_version(version))
     forged = msgspec.structs.replace(handle, version=version)
     for name, kv in (("honest", handle), ("forged", forged)):
@@ -134,7 +134,7 @@ def test_a_paused_engine_loads_and_stays_paused(
     vllm_place: "Place", updated: "Behind", model: Any, version: int
 ) -> None:
     engine = updated.engine
-    vllm_place.window.publish(stir(model, seed=version), version=version, step=version)
+    vllm_place.window.publish(stir(model, seed=version), WeightVersion(version=version, step=version))
 
     async def body() -> tuple[bool, Completion]:
         await engine.pause()
@@ -169,7 +169,7 @@ def test_a_version_that_cannot_be_loaded_is_named_and_the_old_one_stays(
         case "shape":
             tensors[EMBEDDING] = torch.zeros(3, 3)
     if wrong != "absent":
-        store.publish(tensors, version=version, step=version)
+        store.publish(tensors, WeightVersion(version=version, step=version))
     if wrong == "damaged":
         path = tensors_file(vllm_place.run.weights, version)
         data = bytearray(path.read_bytes())
@@ -187,7 +187,7 @@ def test_the_engine_goes_on_when_weights_come_by_files(
     vllm_place: "Place", updated: "Behind", model: Any, version: int
 ) -> None:
     engine, store = updated.engine, FileStore(vllm_place.run.weights)
-    store.publish(stir(model, seed=version), version=version, step=version)
+    store.publish(stir(model, seed=version), WeightVersion(version=version, step=version))
     vllm_place.do(engine.load_version(version))
     answer = vllm_place.do(engine.generate(ask("files")))
     assert answer.token_ids == greedy(model, PROMPT, answer.token_ids)
