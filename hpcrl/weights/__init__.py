@@ -1,6 +1,7 @@
 """New weights, from the trainer to every engine while it generates.
 
     layout         tensors and shards in bytes
+    checksum       the checksum of a tensor's bytes
     versions       manifests, the newest version, the transport in use
     publisher      the trainer's end
     store          the protocols, and the newest of several stores

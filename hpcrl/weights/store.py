@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import xxhash
 from safetensors.torch import save_file
 
 from hpcrl.errors import WeightsError
 from hpcrl.system.files import sync_file
+from hpcrl.weights.checksum import hash_bytes, start_hash
 from hpcrl.weights.layout import Layout, Placed
 from hpcrl.weights.versions import Manifest, WeightVersion
 from hpcrl.weights.window.file import for_each_tensor
@@ -113,7 +113,7 @@ def _copy(tensors: Tensors, slot: memoryview, layout: Layout) -> list[bytes]:
             sums[index] = _copy_and_hash(source.reshape(-1).view(torch.uint8).numpy(), target.numpy())
         else:
             target.view(source.dtype).view(source.shape).copy_(source)
-            sums[index] = xxhash.xxh3_128_digest(target.numpy().data)
+            sums[index] = hash_bytes(target.numpy().data)
 
     for_each_tensor(layout, copy)
     return sums
@@ -121,7 +121,7 @@ def _copy(tensors: Tensors, slot: memoryview, layout: Layout) -> list[bytes]:
 
 def _copy_and_hash(source: Any, target: Any) -> bytes:
     """Copy bytes; the checksum of what is there now, taken piece by piece while the cache holds it."""
-    there = xxhash.xxh3_128()
+    there = start_hash()
     for start in range(0, len(source), CHUNK_BYTES):
         piece = target[start : start + CHUNK_BYTES]
         np.copyto(piece, source[start : start + CHUNK_BYTES])
@@ -139,7 +139,7 @@ def _checksums(tensors: Tensors) -> dict[str, str]:
 
 def _checksum(tensor: torch.Tensor) -> str:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(flat.numpy().data)
+    return hash_bytes(flat.numpy().data).hex()
 
 
 def _save(tensors: Tensors, path: Path) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from hpcrl.system.files import sync_file
+from hpcrl.weights.checksum import hash_bytes
 from hpcrl.weights.layout import Layout
 
 CODES = {
@@ -42,7 +42,7 @@ def write(layout: Layout, tensors: Iterable[memoryview], path: Path) -> dict[str
         path.chmod(0o600)
         file.write(_LENGTH.pack(len(header)) + header)
         for tensor, data in zip(layout.tensors, tensors, strict=True):
-            checksums[tensor.name] = xxhash.xxh3_128_hexdigest(data)
+            checksums[tensor.name] = hash_bytes(data).hex()
             file.write(data)
     sync_file(path)
     return checksums

@@ -15,12 +15,12 @@ from threading import Lock
 from typing import NoReturn
 
 import msgspec
-import xxhash
 
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
+from hpcrl.weights.checksum import start_hash
 from hpcrl.weights.couriers import delta_codec
 from hpcrl.weights.couriers.link import Link, Piece, Tag, pieces_of
 from hpcrl.weights.couriers.protocol import Announcement, LostError, NoRoomError, Part, Report, buckets
@@ -41,7 +41,7 @@ class Sums:
         """`ended` hears of each box whose bytes are all here."""
         self.done: dict[str, bytes] = {}
         self._left = deque(boxes)
-        self._hash = xxhash.xxh3_128()
+        self._hash = start_hash()
         self._ended = ended
 
     def take(self, start: int, data: memoryview) -> None:

@@ -26,6 +26,7 @@ import xxhash
 
 from hpcrl.campaign_dir.paths import JobDir, RunDir
 from hpcrl.errors import WeightsError
+from hpcrl.weights.checksum import hash_bytes
 from hpcrl.weights.layout import Layout, Placed
 
 SUM_BYTES = 16
@@ -36,7 +37,7 @@ SMALL_BYTES = 4 << 20
 
 def sum_of(data: memoryview, tensor: Placed) -> bytes:
     """The checksum of one tensor in a slot."""
-    return xxhash.xxh3_128_digest(data[tensor.offset : tensor.offset + tensor.nbytes])
+    return hash_bytes(data[tensor.offset : tensor.offset + tensor.nbytes])
 
 
 def for_each_tensor(layout: Layout, work: Callable[[int, Placed], None]) -> None:

@@ -1,0 +1,15 @@
+"""The checksum of a tensor's bytes: xxh3_128."""
+
+from typing import Any
+
+import xxhash
+
+
+def hash_bytes(data: Any) -> bytes:
+    """Compute the checksum of a buffer."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def start_hash() -> xxhash.xxh3_128:
+    """Start a checksum that bytes are added to while they arrive."""
+    return xxhash.xxh3_128()
