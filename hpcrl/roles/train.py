@@ -19,8 +19,8 @@ from hpcrl.models.tiny import make_tiny_model
 from hpcrl.roles.context import Context
 from hpcrl.roles.train_queue import Stock
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
-from hpcrl.system.variables import TRAINER_START_VARIABLE
 from hpcrl.system.network import address_of
+from hpcrl.system.variables import TRAINER_START_VARIABLE
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.base import RankTrainer, StepMetrics, Trainer
 from hpcrl.trainers.leader import Leader, follow
