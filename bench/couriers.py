@@ -21,9 +21,9 @@ from typing import Any
 from bench.figures import Figure, main
 from bench.fleet import MPIEXEC, Fleet, fleet, publish, until
 from bench.weights import NUM_READERS, SPAWN, qwen2_shapes, random_bfloat16, readers, scratch_run
-from hpcrl.weights.layout import Layout, Parts, split
+from hpcrl.weights.layout import PartAssignment, TensorLayout, split_tensor
 from hpcrl.weights.versions import WeightVersion
-from hpcrl.weights.window.file import Key
+from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window
 from hpcrl.weights.window_store import WindowStore
 
@@ -54,7 +54,7 @@ def two_nodes(size: str, shapes: dict[str, Any], *, turns: int) -> list[Figure]:
     Windows are made with the first version, which does not count: from then on the same memory is written again and
     again, as it is in a campaign, and so is the memory of the raw broadcast.
     """
-    layout = Layout.pack((name, "bfloat16", shape) for name, shape in shapes.items())
+    layout = TensorLayout.pack((name, "bfloat16", shape) for name, shape in shapes.items())
     raw: dict[str, list[float]] = {way: [] for way in RAW_WAYS}
     visible: list[float] = []
     with (
@@ -93,9 +93,11 @@ def two_nodes(size: str, shapes: dict[str, Any], *, turns: int) -> list[Figure]:
 
 def two_sources(size: str, shapes: dict[str, Any], *, turns: int) -> list[Figure]:
     """One receiver, which gets as many bytes from two as from one; they take turns, and the best of each counts."""
-    layout = Layout.pack((name, "bfloat16", shape) for name, shape in shapes.items())
-    halves = [split(tensor, axis=0, num=2) for tensor in layout.tensors]
-    parts = Parts.of(layout, nodes=("n0", "n1"), held=[[half[rank] for half in halves] for rank in range(2)])
+    layout = TensorLayout.pack((name, "bfloat16", shape) for name, shape in shapes.items())
+    halves = [split_tensor(tensor, axis=0, num_shards=2) for tensor in layout.tensors]
+    parts = PartAssignment.from_shards(
+        layout, nodes=("n0", "n1"), held_by_rank=[[half[rank] for half in halves] for rank in range(2)]
+    )
     with (
         tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as folder,
         fleet(Path(folder) / "one", "n0", "n1") as one,
@@ -143,7 +145,7 @@ def one_node(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
     tensors = random_bfloat16(shapes)
     totals = []
     with scratch_run() as run, readers(run) as pipes:
-        store = WindowStore(Key(campaign=run.root, node="bench"), job=run.job(0))
+        store = WindowStore(WindowKey(campaign=run.root, node="bench"), job=run.job(0))
         for version in range(rounds + 1):
             began = time.perf_counter()
             store.commit(store.stage(tensors, WeightVersion(version=version, step=version)))
@@ -206,7 +208,7 @@ def idle_share(couriers: Fleet) -> float:
 
 def random_kills() -> list[Figure]:
     """Three nodes with an engine each; whatever it can read must be of one version, and versions never go back."""
-    layout = Layout.pack([(f"layers.{number}", "bfloat16", (1024, 2048)) for number in range(8)])
+    layout = TensorLayout.pack([(f"layers.{number}", "bfloat16", (1024, 2048)) for number in range(8)])
     chance = random.Random(0)
     num_kills = 0
     nodes = ("n0", "n1", "n2", "n3")
@@ -259,7 +261,7 @@ class Engine:
         return seen
 
 
-def look(key: Key, pipe: Connection) -> None:
+def look(key: WindowKey, pipe: Connection) -> None:
     """An engine's life: counts versions, and those that are mixed or older than one before."""
     import numpy as np
 
@@ -274,7 +276,7 @@ def look(key: Key, pipe: Connection) -> None:
         if window is None or manifest is None or manifest.version == newest:
             time.sleep(0.002)
             continue
-        with window.reading(manifest.version) as data:
+        with window.read_version(manifest.version) as data:
             values = np.frombuffer(data, np.uint64)
             whole = bool((values == manifest.version).all())
             del values

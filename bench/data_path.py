@@ -30,13 +30,13 @@ from torch import Tensor
 
 from bench import figures
 from bench.figures import Figure
-from hpcrl.config.recipe import Train
-from hpcrl.learn.batch import MicroBatch, micro_batches
-from hpcrl.learn.distribute import Deal, deal, rows_of
+from hpcrl.config.recipe import TrainConfig
+from hpcrl.learn.batch import MicroBatch, make_micro_batches
+from hpcrl.learn.distribute import StepShares, distribute_step, load_share_rows
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.spool.record import EpisodeTurn, Trajectory
 from hpcrl.spool.segment import write_segment
-from hpcrl.trainers.leader import Order, fetch
+from hpcrl.trainers.leader import RankOrder, fetch_trajectories
 from hpcrl.trainers.world import World
 from tests import ranks
 
@@ -47,7 +47,7 @@ ROWS = 32
 TURN = 1024
 """Tokens of a turn, half of them said by the model."""
 GROUP = 8
-TRAIN = Train(num_steps=9, groups_per_step=4, learning_rate=1e-3, tokens_per_micro_batch=4 * LENGTH)
+TRAIN = TrainConfig(num_steps=9, groups_per_step=4, learning_rate=1e-3, tokens_per_micro_batch=4 * LENGTH)
 NUM_TIMED = 3
 NUM_WATCHED = 2
 """Steps of a process in which its memory is looked at, after the timed ones; one more, before them, warms up."""
@@ -132,12 +132,15 @@ def _made(make: _Way, world: World, spool: Path, chosen: list[Trajectory], step:
 
 
 def _ours(world: World, spool: Path, chosen: list[Trajectory], step: int) -> list[MicroBatch]:
-    order = Order(do="learn", step=step, shares=_dealt(world, chosen, step).shares if world.rank == 0 else [])
-    heard = msgspec.json.decode(world.hear(msgspec.json.encode(order)), type=Order)
-    parts = rows_of(
-        heard.shares[world.rank], fetch=lambda items: fetch(items, spool=spool), train=TRAIN, max_length=LENGTH
+    order = RankOrder(do="learn", step=step, shares=_dealt(world, chosen, step).shares if world.rank == 0 else [])
+    heard = msgspec.json.decode(world.broadcast(msgspec.json.encode(order)), type=RankOrder)
+    parts = load_share_rows(
+        heard.shares[world.rank],
+        fetch=lambda items: fetch_trajectories(items, spool=spool),
+        train=TRAIN,
+        max_length=LENGTH,
     )
-    return micro_batches(parts[0], tokens_per_micro_batch=TRAIN.tokens_per_micro_batch)
+    return make_micro_batches(parts[0], tokens_per_micro_batch=TRAIN.tokens_per_micro_batch)
 
 
 def _controller(world: World, _: Path, chosen: list[Trajectory], step: int) -> list[MicroBatch]:
@@ -146,8 +149,10 @@ def _controller(world: World, _: Path, chosen: list[Trajectory], step: int) -> l
     by_id = {trajectory.id: trajectory for trajectory in chosen}
     packed = []
     for share in _dealt(world, chosen, step).shares:
-        parts = rows_of(share, fetch=lambda items: [by_id[item.id] for item in items], train=TRAIN, max_length=LENGTH)
-        micros = micro_batches(parts[0], tokens_per_micro_batch=TRAIN.tokens_per_micro_batch)
+        parts = load_share_rows(
+            share, fetch=lambda items: [by_id[item.id] for item in items], train=TRAIN, max_length=LENGTH
+        )
+        micros = make_micro_batches(parts[0], tokens_per_micro_batch=TRAIN.tokens_per_micro_batch)
         if world.size == 1:
             return micros
         packed.append(_packed(micros))
@@ -172,7 +177,7 @@ def _packed(micros: list[MicroBatch]) -> tuple[Kinds, Tensor]:
 
 def _scattered(world: World, packed: list[tuple[Kinds, Tensor]]) -> tuple[Kinds, Tensor]:
     """Each rank gets its own; gloo wants them of one size."""
-    heard = world.hear(msgspec.json.encode([kinds for kinds, _ in packed]))
+    heard = world.broadcast(msgspec.json.encode([kinds for kinds, _ in packed]))
     kinds = msgspec.json.decode(heard, type=list[Kinds])
     sizes = [sum(_num_bytes(*kind) for micro in rank for kind in micro) for rank in kinds]
     mine = torch.empty(max(sizes), dtype=torch.uint8)
@@ -205,9 +210,9 @@ def _num_bytes(dtype: str, shape: list[int]) -> int:
     return math.prod(shape) * size
 
 
-def _dealt(world: World, chosen: list[Trajectory], step: int) -> Deal:
+def _dealt(world: World, chosen: list[Trajectory], step: int) -> StepShares:
     name = {trajectory.id: _segment(int(trajectory.group.rpartition("/")[2])) for trajectory in chosen}
-    return deal(
+    return distribute_step(
         chosen,
         train=TRAIN,
         num_ranks=world.size,
@@ -267,7 +272,7 @@ def _episode(group: int, index: int, *, rng: np.random.Generator) -> Trajectory:
         created=float(group),
         start_version=0,
         end_version=0,
-        turns=[Turn(start=start, end=min(start + TURN // 2, length)) for start in starts],
+        turns=[EpisodeTurn(start=start, end=min(start + TURN // 2, length)) for start in starts],
         reward=float(index % 2),
         token_ids=rng.integers(0, 100, length, dtype=np.int32),
         logprobs=np.where(said, -4.6, 0.0).astype(np.float32),

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.campaign_dir.event_log import read_events
-from hpcrl.campaign_dir.paths import JobDir, RunDir
-from hpcrl.weights.couriers.protocol import Standing
-from hpcrl.weights.layout import Layout
-from hpcrl.weights.window.file import Key, unlink_recorded
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir
+from hpcrl.weights.couriers.protocol import CourierStatus
+from hpcrl.weights.layout import TensorLayout
+from hpcrl.weights.window.file import WindowKey, unlink_recorded_windows
 from hpcrl.weights.window.window import Window
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
@@ -35,7 +35,7 @@ WAIT_S = 180.0
 class Fleet:
     """One courier a node; the first node is the trainer's, or the first few are."""
 
-    run: RunDir
+    run: CampaignDir
     nodes: tuple[str, ...]
     silent_s: float = 10.0
     wire: str = "mpi"
@@ -61,8 +61,8 @@ class Fleet:
     def receivers(self) -> tuple[str, ...]:
         return self.nodes[self.num_sources :]
 
-    def key(self, node: str) -> Key:
-        return Key(campaign=self.run.root, node=node, part=self.num_sources > 1 and node in self.sources)
+    def key(self, node: str) -> WindowKey:
+        return WindowKey(campaign=self.run.root, node=node, part=self.num_sources > 1 and node in self.sources)
 
     def start(self) -> None:
         """Start the couriers, and wait until they serve."""
@@ -89,8 +89,8 @@ class Fleet:
                 start_new_session=True,
             )
 
-    def standing(self) -> Standing | None:
-        return Standing.read(self.job.couriers(str(self.lives)))
+    def standing(self) -> CourierStatus | None:
+        return CourierStatus.read(self.job.courier_status(str(self.lives)))
 
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
@@ -117,7 +117,7 @@ class Fleet:
     def log(self) -> str:
         return self.job.log("couriers").read_text()
 
-    def trainer(self, layout: Layout, *, node: int = 0) -> Window:
+    def trainer(self, layout: TensorLayout, *, node: int = 0) -> Window:
         """The trainer's end of its window, or of one of them."""
         window = Window.create(self.key(self.nodes[node]), layout, job=self.job)
         self.windows.append(window)
@@ -139,7 +139,7 @@ class Fleet:
         """What an engine on a node loads; while it does, the next version but one cannot arrive there."""
         window = Window.open(self.key(node), job=0)
         assert window is not None
-        with contextlib.closing(window), window.reading(version) as data:
+        with contextlib.closing(window), window.read_version(version) as data:
             yield data
 
     def read(self, node: str, version: int) -> bytes:
@@ -181,7 +181,9 @@ def fleet(
     root: Path, *nodes: str, silent_s: float = 10.0, wire: str = "mpi", codec: str = "full", num_sources: int = 1
 ) -> Iterator[Fleet]:
     """Couriers for these nodes, not yet started; nothing is left of them."""
-    couriers = Fleet(run=RunDir(root), nodes=nodes, silent_s=silent_s, wire=wire, codec=codec, num_sources=num_sources)
+    couriers = Fleet(
+        run=CampaignDir(root), nodes=nodes, silent_s=silent_s, wire=wire, codec=codec, num_sources=num_sources
+    )
     for folder in (couriers.run.events, couriers.run.weights, couriers.job.logs):
         folder.mkdir(parents=True, mode=0o700)
     try:
@@ -190,7 +192,7 @@ def fleet(
         couriers.stop()
         for window in couriers.windows:
             window.close()
-        unlink_recorded(couriers.job)
+        unlink_recorded_windows(couriers.job)
         shutil.rmtree(root, ignore_errors=True)
 
 
@@ -207,12 +209,12 @@ def _by_shell(commands: dict[str, list[str]]) -> list[str]:
     return ["bash", "-c", "\n".join([*lines, "wait -n", "sleep 0.2", "kill -KILL 0"])]
 
 
-def courier_pids(run: RunDir) -> dict[str, int]:
+def courier_pids(run: CampaignDir) -> dict[str, int]:
     """The courier of every node of a campaign."""
     return processes(run, "hpcrl.weights.couriers", by="SLURMD_NODENAME")
 
 
-def processes(run: RunDir, *program: str, by: str) -> dict[str, int]:
+def processes(run: CampaignDir, *program: str, by: str) -> dict[str, int]:
     """The processes of a campaign that run `python -m PROGRAM...`, by a variable of their environment."""
     found = {}
     for entry in Path("/proc").iterdir():
@@ -237,12 +239,12 @@ def until(fact: Callable[[], bool], *, what: str | Callable[[], str], timeout_s:
         time.sleep(0.02)
 
 
-def filled(layout: Layout, version: int) -> bytes:
+def filled(layout: TensorLayout, version: int) -> bytes:
     """Bytes in which every 8 say which version they belong to: a mixed version shows."""
     return version.to_bytes(8, "little") * (layout.nbytes // 8)
 
 
 def publish(window: Window, version: int) -> None:
     """What the trainer does."""
-    window.begin(version, step=version)[:] = filled(window.layout, version)
+    window.start_version(version, step=version)[:] = filled(window.layout, version)
     window.commit()

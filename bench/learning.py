@@ -22,10 +22,10 @@ import torch
 
 from bench import data_path, figures
 from bench.figures import Figure
-from hpcrl.config.recipe import TinyModel, Train
-from hpcrl.learn.batch import MicroBatch, make_rows, micro_batches
-from hpcrl.learn.consumed import Consumed
-from hpcrl.learn.distribute import balanced, imbalance, naive
+from hpcrl.config.recipe import TinyModel, TrainConfig
+from hpcrl.learn.batch import MicroBatch, make_micro_batches, make_rows
+from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.learn.distribute import balance_parts, compute_imbalance, naive
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import checkpoint
@@ -52,8 +52,8 @@ def balance() -> list[Figure]:
     ours, theirs = [], []
     for _ in range(20):
         lengths = rng.lognormal(7, 1, 256).tolist()
-        ours.append(imbalance(lengths, balanced(lengths, num_parts=NUM_RANKS)))
-        theirs.append(imbalance(lengths, naive(len(lengths), num_parts=NUM_RANKS)))
+        ours.append(compute_imbalance(lengths, balance_parts(lengths, num_parts=NUM_RANKS)))
+        theirs.append(compute_imbalance(lengths, naive(len(lengths), num_parts=NUM_RANKS)))
     return [
         Figure(name="max/mean tokens of 8 ranks, in turn", value=statistics.mean(theirs)),
         Figure(name="max/mean tokens of 8 ranks, balanced", value=statistics.mean(ours), bar=1.02, better="lower"),
@@ -67,7 +67,7 @@ class _Pair:
         self.checkpoints = scratch / "checkpoints"
         model_dir = scratch / "model"
         make_tiny_model(model_dir, TinyModel(hidden_size=128, num_layers=2, context_length=LENGTH), seed=0)
-        self.train = Train(num_steps=100, groups_per_step=4, learning_rate=1e-4, tokens_per_micro_batch=2048)
+        self.train = TrainConfig(num_steps=100, groups_per_step=4, learning_rate=1e-4, tokens_per_micro_batch=2048)
         self.ours = TorchTrainer(model_dir, self.train)
         self.bare = _Bare(model_dir, self.train)
 
@@ -100,7 +100,7 @@ def checkpoints(pair: _Pair, *, rounds: int) -> list[Figure]:
                 pair.ours.train_step(_episodes(step), step=1, version=0)
                 if saved and not step:
                     stall = time.perf_counter()
-                    writing = behind.submit(checkpoint.commit, pair.checkpoints, _moment(pair.ours, number))
+                    writing = behind.submit(checkpoint.commit_checkpoint, pair.checkpoints, _moment(pair.ours, number))
                     stalls.append(time.perf_counter() - stall)
             if writing is not None:
                 writing.result()
@@ -113,14 +113,16 @@ def checkpoints(pair: _Pair, *, rounds: int) -> list[Figure]:
     ]
 
 
-def _moment(trainer: TorchTrainer, step: int) -> checkpoint.Moment:
-    return checkpoint.Moment(step=step, version=step, state=trainer.snapshot(), consumed=Consumed().encode(), extra={})
+def _moment(trainer: TorchTrainer, step: int) -> checkpoint.PendingCheckpoint:
+    return checkpoint.PendingCheckpoint(
+        step=step, version=step, state=trainer.snapshot(), consumed=ConsumedTrajectories().encode(), extra={}
+    )
 
 
 class _Bare:
     """Forward, backward, clip, step: no advantages, no clip, no figures."""
 
-    def __init__(self, model_dir: Path, train: Train) -> None:
+    def __init__(self, model_dir: Path, train: TrainConfig) -> None:
         self._model = load_causal(model_dir).eval()
         self._parameters = list(self._model.parameters())
         self._optimizer = torch.optim.AdamW(self._parameters, lr=train.learning_rate, fused=True, weight_decay=0.0)
@@ -135,9 +137,9 @@ class _Bare:
         self._optimizer.zero_grad()
 
 
-def _micros(episodes: list[Trajectory], train: Train) -> list[MicroBatch]:
+def _micros(episodes: list[Trajectory], train: TrainConfig) -> list[MicroBatch]:
     rows, _ = make_rows(episodes, credits=[[1.0]] * len(episodes), max_length=LENGTH)
-    return micro_batches(rows, tokens_per_micro_batch=train.tokens_per_micro_batch)
+    return make_micro_batches(rows, tokens_per_micro_batch=train.tokens_per_micro_batch)
 
 
 def _episodes(seed: int) -> list[Trajectory]:

@@ -29,17 +29,17 @@ import aiohttp
 from aiohttp import web
 
 from bench.figures import Figure, main
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import TinyModel
-from hpcrl.engines.base import Completion, GenerateRequest, Part, as_part
-from hpcrl.models.chat_layout import load_template
-from hpcrl.models.chat_template import Template
-from hpcrl.rollout.agents.recording import Recording
-from hpcrl.rollout.agents.server import Proxy
-from hpcrl.rollout.agents.session import Session
-from hpcrl.rollout.episode import Limits
-from hpcrl.rollout.turn import Policy
+from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, convert_to_chunk
+from hpcrl.models.chat_layout import load_chat_template
+from hpcrl.models.chat_template import ChatTemplate
+from hpcrl.rollout.agents.recording import ConversationRecording
+from hpcrl.rollout.agents.server import ModelProxy
+from hpcrl.rollout.agents.session import ProgramSession
+from hpcrl.rollout.episode import EpisodeLimits
+from hpcrl.rollout.turn import StreamingGenerator
 
 BAR_LATENCY = 1.10
 BAR_RATE = 0.4
@@ -58,8 +58,8 @@ class Instant:
     async def generate(self, request: GenerateRequest) -> Completion:
         return self._said
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
-        yield as_part(self._said)
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
+        yield convert_to_chunk(self._said)
 
 
 def _measure(full: bool, *, engine: str) -> list[Figure]:
@@ -83,16 +83,16 @@ def _model(root: Path) -> Path:
     return root / "model"
 
 
-def _session(template: Template) -> Session:
-    limits = Limits(max_turns=1 << 30, max_new_tokens=NUM_TOKENS, context_length=512, max_lag=1)
-    return Session(
+def _session(template: ChatTemplate) -> ProgramSession:
+    limits = EpisodeLimits(max_turns=1 << 30, max_new_tokens=NUM_TOKENS, context_length=512, max_lag=1)
+    return ProgramSession(
         name="b/0/0",
         trajectory="b/0",
         domain="b",
         seed=1,
         limits=limits,
-        recording=Recording(template),
-        newest=lambda: 0,
+        recording=ConversationRecording(template),
+        newest_version=lambda: 0,
         start_version=0,
     )
 
@@ -101,31 +101,31 @@ def _session(template: Template) -> Session:
 
 
 async def _latency(model: Path, *, engine: str, rounds: int) -> tuple[float, float]:
-    template = load_template(model)
+    template = load_chat_template(model)
     async with _vllm(model) if engine == "vllm" else _embedded(model) as opened:
         return await _compared(opened, template, rounds=rounds)
 
 
-def _embedded(model: Path) -> AbstractAsyncContextManager[Policy]:
+def _embedded(model: Path) -> AbstractAsyncContextManager[StreamingGenerator]:
     from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
     from hpcrl.testing.memory import MemoryStore
 
     return EmbeddedEngine(load_model(model, device="cpu"), store=MemoryStore(), prefix_bytes=0)
 
 
-def _vllm(model: Path) -> AbstractAsyncContextManager[Policy]:
+def _vllm(model: Path) -> AbstractAsyncContextManager[StreamingGenerator]:
     from hpcrl.engines.vllm.engine import VllmEngine
-    from hpcrl.engines.vllm.server import Launch
+    from hpcrl.engines.vllm.server import VllmLaunch
 
-    launch = Launch(model=model, log=model.parent / "vllm.log", dtype="float32", max_model_len=512)
-    run = RunDir(model.parent)
+    launch = VllmLaunch(model=model, log=model.parent / "vllm.log", dtype="float32", max_model_len=512)
+    run = CampaignDir(model.parent)
     return VllmEngine(launch, place=WorkerPlace(run, run.job(0), "here"))
 
 
-async def _compared(engine: Policy, template: Template, *, rounds: int) -> tuple[float, float]:
+async def _compared(engine: StreamingGenerator, template: ChatTemplate, *, rounds: int) -> tuple[float, float]:
     """The ratio of the medians, and the straight one in ms. The two take turns; the first rounds warm up."""
     seconds: dict[str, list[float]] = {"proxy": [], "straight": []}
-    async with Proxy(engine, template=template) as proxy, aiohttp.ClientSession() as client:
+    async with ModelProxy(engine, template=template) as proxy, aiohttp.ClientSession() as client:
         session = _session(template)
         headers = {"Authorization": f"Bearer {proxy.open(session)}"}
         ids = template.encode(template.render(ASKED["messages"]))  # type: ignore[arg-type]
@@ -202,8 +202,8 @@ class _Server:
 
 def _serve_proxy(model: str, pipe: Connection) -> None:
     async def serve() -> None:
-        template = load_template(Path(model))
-        async with Proxy(Instant(), template=template) as proxy:
+        template = load_chat_template(Path(model))
+        async with ModelProxy(Instant(), template=template) as proxy:
             session = _session(template)
             pipe.send((f"{proxy.url}/chat/completions", proxy.open(session)))
             while True:  # an episode has tens of turns, not all that a bench asks

@@ -33,12 +33,12 @@ from bench.routing.fleet import Fleet, Run, replay
 from bench.routing.losses import losses
 from bench.routing.serving import errors, fit, read_points
 from bench.routing.workload import Call, Script, read_calls, repeated, synthetic
-from hpcrl.campaign_dir.endpoints import Endpoint
-from hpcrl.config.recipe import Routing
+from hpcrl.campaign_dir.endpoints import EngineEndpoint
+from hpcrl.config.recipe import RouterConfig
 from hpcrl.engines.base import Completion, GenerateRequest, LoadFigures
-from hpcrl.rollout.routing.decision import Ask, Known, decide
-from hpcrl.rollout.routing.engines import Worker, sorted_out
-from hpcrl.rollout.routing.trajectories import Courses
+from hpcrl.rollout.routing.decision import RoutingView, TurnFacts, choose_workers
+from hpcrl.rollout.routing.engines import EngineState, build_pools
+from hpcrl.rollout.routing.trajectories import TrajectoryTable
 
 BAR_RIVALS = 1.3
 BAR_BOUND = 1.15
@@ -48,7 +48,9 @@ ROLLART = {"FrozenLake": (0.53, 0.53), "GEM-math": (1 / 0.79, 1 / 0.49)}
 """Time on 2 H800 / time on 6 H20; the shortest and the longest it tells."""
 EQUAL_COST = {"h800": 2, "h20": 6}
 NUM_ENVIRONMENTS = 1024
-TOLD = Routing(affinity={"compute": "compute", "bandwidth": "bandwidth"}, mismatch_penalty=1000.0, fair_domains=False)
+TOLD = RouterConfig(
+    affinity={"compute": "compute", "bandwidth": "bandwidth"}, mismatch_penalty=1000.0, fair_domains=False
+)
 """For trajectories whose domain says which hardware they belong to."""
 FILES = argparse.ArgumentParser(add_help=False)
 FILES.add_argument("--calls", type=Path, default=os.environ.get("HPCRL_BENCH_CALLS"))
@@ -204,15 +206,21 @@ def _decision_figures() -> list[Figure]:
 
 def _decision_us(num_running: int) -> float:
     """With a home and without, by the cost model; the median of many."""
-    fleet, draw, rules = Fleet(workers={}), random.Random(3), Routing()
+    fleet, draw, rules = Fleet(workers={}), random.Random(3), RouterConfig()
     workers = {}
     for number in range(256):
         gpu, role = ("h100", "h20")[number % 2], "prefill" if number % 4 == 0 else "decode"
-        endpoint = Endpoint(role=role, worker=f"000-{role}-{number}", node="n", url="u", token="t", gpu=gpu)
-        worker = Worker(endpoint, _Silent(), fleet.pace(gpu), role)  # type: ignore[arg-type]
-        worker.heard(LoadFigures(version=0, num_running=draw.randrange(32), num_waiting=0, num_generated_tokens=0))
+        endpoint = EngineEndpoint(role=role, worker=f"000-{role}-{number}", node="n", url="u", token="t", gpu=gpu)
+        worker = EngineState(endpoint, _Silent(), fleet.pace(gpu), role)  # type: ignore[arg-type]
+        worker.update_load(
+            LoadFigures(version=0, num_running=draw.randrange(32), num_waiting=0, num_generated_tokens=0)
+        )
         workers[worker.name] = worker
-    courses, known, names = Courses(weights={}), Known(sorted_out(workers.values()), workers, rules), list(workers)
+    courses, known, names = (
+        TrajectoryTable(weights={}),
+        RoutingView(build_pools(workers.values()), workers, rules),
+        list(workers),
+    )
     requests = [
         GenerateRequest(
             request_id=f"lake/{n}/0/0/0", token_ids=[1] * 64, max_new_tokens=64, trajectory=f"{n}", domain="lake"
@@ -221,17 +229,17 @@ def _decision_us(num_running: int) -> float:
     ]
     completion = Completion(token_ids=[1] * 8, logprobs=[0.0] * 8, versions=[0] * 8, finish_reason="stop")
     for request in requests:
-        course = courses.begin_turn(request, now=0)
-        course.home, course.num_kept, course.version = draw.choice(names), 48, 0
-        course.held_at, course.held = course.home, 48
+        course = courses.start_turn(request, now=0)
+        course.home, course.num_cached, course.version = draw.choice(names), 48, 0
+        course.held_at, course.held_tokens = course.home, 48
         courses.end_turn(course, request, completion, seconds=1.0)
     seconds = []
     for request in draw.choices(requests, k=4000):
         began = time.perf_counter()
-        course = courses.begin_turn(request, now=1)
+        course = courses.start_turn(request, now=1)
         num_prompt = len(request.token_ids)
-        ask = Ask(request.domain, num_prompt, courses.reply_tokens(request), course, num_held=num_prompt)
-        decide(ask, known, draw=draw)
+        ask = TurnFacts(request.domain, num_prompt, courses.reply_tokens(request), course, num_held=num_prompt)
+        choose_workers(ask, known, draw=draw)
         seconds.append(time.perf_counter() - began)
         courses.end_turn(course, request, None, seconds=1.0)
     return median(seconds) * 1e6

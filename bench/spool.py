@@ -29,9 +29,9 @@ import numpy as np
 from bench.figures import Figure, main
 from bench.peers import memory, raw, records, stores, transferqueue
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.record import COLUMNS, Trajectory, pack
+from hpcrl.spool.record import COLUMNS, Trajectory, pack_trajectory
 from hpcrl.spool.segment import read_segment
-from hpcrl.spool.writer import Batching, DiskSpoolWriter
+from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
 
 APPEND_BARS = {64: 0.75, 256: 0.85}
 RAW_SEGMENTS = "raw segment files"
@@ -104,7 +104,7 @@ def _ratios(label: str, seconds: dict[str, list[float]], bars: dict[str, float |
 
 
 def _limits(batch: list[Trajectory], per_batch: int) -> dict[str, Contender]:
-    ready = raw.ready([pack(one) for one in batch], per_batch)
+    ready = raw.ready([pack_trajectory(one) for one in batch], per_batch)
     return {
         "spool": lambda directory: write_spool(directory, batch, per_batch),
         RAW_SEGMENTS: lambda directory: raw.write_segments(directory, ready),
@@ -119,7 +119,7 @@ def _bound(store: stores.Store, batch: list[Trajectory], per_batch: int) -> Cont
 def write_spool(directory: Path, batch: list[Trajectory], per_batch: int) -> None:
     """As an env host does: append each, flush when the batch is due."""
     writer = DiskSpoolWriter(
-        directory, producer="000-env-0", batching=Batching(max_count=per_batch, max_bytes=1 << 40, max_age_s=1e9)
+        directory, producer="000-env-0", batching=BatchLimits(max_count=per_batch, max_bytes=1 << 40, max_age_s=1e9)
     )
     for one in batch:
         writer.append(one)

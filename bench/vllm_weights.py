@@ -26,18 +26,18 @@ import torch
 from safetensors.torch import save_file
 
 from bench.figures import Figure, main
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import TinyModel
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.embedded.engine import load_model
 from hpcrl.engines.vllm.engine import VllmEngine
-from hpcrl.engines.vllm.server import Launch
+from hpcrl.engines.vllm.server import VllmLaunch
 from hpcrl.models.tiny import make_tiny_model
-from hpcrl.system.files import private_dir
-from hpcrl.weights.model_update import parameters_of
+from hpcrl.system.files import make_private_dir
+from hpcrl.weights.model_update import collect_parameters
 from hpcrl.weights.versions import WeightVersion
-from hpcrl.weights.window.file import window_key
+from hpcrl.weights.window.file import make_window_key
 from hpcrl.weights.window_store import WindowStore
 
 BAR = 5.0
@@ -54,17 +54,17 @@ def measure(full: bool) -> list[Figure]:
 
 
 async def _measure(root: Path, *, rounds: int) -> list[Figure]:
-    run = RunDir(root / "campaign")
+    run = CampaignDir(root / "campaign")
     job = run.job(0)
     for private in (job.logs, run.weights):
-        private_dir(private)
+        make_private_dir(private)
     make_tiny_model(run.model, SHAPE, seed=0)
-    tensors = {name: tensor.clone() for name, tensor in parameters_of(load_model(run.model)).items()}
+    tensors = {name: tensor.clone() for name, tensor in collect_parameters(load_model(run.model)).items()}
     disk = root / "disk"
     disk.mkdir()
     save_file(tensors, disk / "model.safetensors")
-    window = WindowStore(window_key(run, node="here"), job=job)
-    launch = Launch(
+    window = WindowStore(make_window_key(run, node="here"), job=job)
+    launch = VllmLaunch(
         model=run.model, log=job.log("vllm"), dtype="float32", extra_args=("--enforce-eager", "--block-size", "32")
     )
     place = WorkerPlace(run, job, "here")

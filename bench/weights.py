@@ -23,15 +23,15 @@ import numpy as np
 import torch
 
 from bench.figures import Figure, main
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.embedded.engine import EmbeddedEngine
 from hpcrl.weights.couriers import delta_codec
 from hpcrl.weights.file_store import FileStore
-from hpcrl.weights.layout import Layout
-from hpcrl.weights.model_update import parameters_of
+from hpcrl.weights.layout import TensorLayout
+from hpcrl.weights.model_update import collect_parameters
 from hpcrl.weights.versions import WeightVersion
-from hpcrl.weights.window.file import unlink_recorded, window_key
+from hpcrl.weights.window.file import make_window_key, unlink_recorded_windows
 from hpcrl.weights.window_store import WindowStore
 
 NUM_READERS = 4
@@ -93,7 +93,7 @@ def fan_out(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
     tensors = random_bfloat16(shapes)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with scratch_run() as run, readers(run) as pipes:
-        store = WindowStore(window_key(run, node="bench"), job=run.job(0))
+        store = WindowStore(make_window_key(run, node="bench"), job=run.job(0))
         spare = {name: tensor.clone() for name, tensor in tensors.items()}
         copies, stalls, visible, totals = [], [], [], []
         private = 0
@@ -108,7 +108,7 @@ def fan_out(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
             answers = [pipe.recv() for pipe in pipes]
             totals.append(max(at for at, _ in answers) - began)
             private = max(private, anonymous_nbytes() - before + sum(grown for _, grown in answers))
-        shared = window_key(run, node="bench").path.stat().st_blocks * 512
+        shared = make_window_key(run, node="bench").path.stat().st_blocks * 512
         store.close()
     copies, stalls, visible, totals = copies[1:], stalls[1:], visible[1:], totals[1:]  # the first touches new memory
     limit = 2 * nbytes + 2 * (CHUNK_MIB << 20)
@@ -148,7 +148,7 @@ def copy_all(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -
 
 
 @contextmanager
-def readers(run: RunDir) -> Iterator[list[Connection]]:
+def readers(run: CampaignDir) -> Iterator[list[Connection]]:
     """Processes that say when they had a version, whole and checked, and what memory of their own it took."""
     pipes, processes = [], []
     for _ in range(NUM_READERS):
@@ -169,7 +169,7 @@ def readers(run: RunDir) -> Iterator[list[Connection]]:
 
 def read_versions(root: Path, pipe: Connection) -> None:
     """A reader's life."""
-    store = WindowStore(window_key(RunDir(root), node="bench"), job=RunDir(root).job(0))
+    store = WindowStore(make_window_key(CampaignDir(root), node="bench"), job=CampaignDir(root).job(0))
     before, seen = anonymous_nbytes(), -1
     pipe.send("ready")
     while True:
@@ -177,7 +177,7 @@ def read_versions(root: Path, pipe: Connection) -> None:
         if manifest is None or manifest.version == seen:
             time.sleep(0.0005)
             continue
-        with store.reading(manifest.version):
+        with store.read_version(manifest.version):
             at = time.perf_counter()
         seen = manifest.version
         pipe.send((at, anonymous_nbytes() - before))
@@ -205,11 +205,11 @@ def engine_stall(*, rounds: int) -> list[Figure]:
         tie_word_embeddings=True,
     )
     model = Qwen2ForCausalLM(config).eval().requires_grad_(False)
-    tensors = {name: tensor.clone() for name, tensor in parameters_of(model).items()}
+    tensors = {name: tensor.clone() for name, tensor in collect_parameters(model).items()}
     spare = {name: tensor.clone() for name, tensor in tensors.items()}
     copy_s = min(seconds(lambda: copy_all(tensors, spare)) for _ in range(5))
     with scratch_run() as run:
-        window = WindowStore(window_key(run, node="bench"), job=run.job(0))
+        window = WindowStore(make_window_key(run, node="bench"), job=run.job(0))
         files = FileStore(run.weights)
         by_window, by_files, step_s = asyncio.run(updates(model, tensors, window, files, rounds=rounds))
         window.close()
@@ -341,16 +341,16 @@ def adamw_delta(rate: float) -> tuple[float, float]:
         optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
-        versions.append({name: tensor.bfloat16() for name, tensor in parameters_of(model).items()})
-    layout = Layout.of(versions[0])
+        versions.append({name: tensor.bfloat16() for name, tensor in collect_parameters(model).items()})
+    layout = TensorLayout.from_tensors(versions[0])
     num = sum(tensor.numel() for tensor in versions[0].values())
     changed = sum(int((versions[-1][name] != old).sum()) for name, old in versions[-2].items()) / num
     old, new = (flat(version, layout) for version in versions[-2:])
-    delta = delta_codec.encode(memoryview(old), memoryview(new), layout, base=0, version=1)
+    delta = delta_codec.encode_delta(memoryview(old), memoryview(new), layout, base=0, version=1)
     return changed, (len(delta) if delta is not None else layout.nbytes) / layout.nbytes
 
 
-def flat(tensors: dict[str, torch.Tensor], layout: Layout) -> Any:
+def flat(tensors: dict[str, torch.Tensor], layout: TensorLayout) -> Any:
     """All tensors as a slot holds them."""
     data = np.zeros(layout.nbytes, np.uint8)
     for place in layout.tensors:
@@ -360,17 +360,19 @@ def flat(tensors: dict[str, torch.Tensor], layout: Layout) -> Any:
 
 def coding_speed() -> list[Figure]:
     """1 % of the values of a 512 MiB version, anywhere."""
-    layout = Layout.of(tensors := random_bfloat16(qwen2_shapes(hidden=896, inner=4864, kv=128, num_layers=9)))
+    layout = TensorLayout.from_tensors(
+        tensors := random_bfloat16(qwen2_shapes(hidden=896, inner=4864, kv=128, num_layers=9))
+    )
     old = flat(tensors, layout)
     del tensors
     new = old.copy()
     values = new.view(np.uint16)
     values[np.random.default_rng(1).integers(0, len(values), len(values) // 100)] ^= 1
     began = time.perf_counter()
-    delta = delta_codec.encode(memoryview(old), memoryview(new), layout, base=0, version=1)
+    delta = delta_codec.encode_delta(memoryview(old), memoryview(new), layout, base=0, version=1)
     encode_s = time.perf_counter() - began
     assert delta is not None
-    apply_s = seconds(lambda: delta_codec.apply(delta, memoryview(old), layout, base=0))
+    apply_s = seconds(lambda: delta_codec.apply_delta(delta, memoryview(old), layout, base=0))
     assert (old == new).all()
     return [
         Figure(name="delta, 512 MiB, 1% changed anywhere: full / delta", value=layout.nbytes / len(delta), bar=20.0),
@@ -383,14 +385,14 @@ def coding_speed() -> list[Figure]:
 
 
 @contextmanager
-def scratch_run() -> Iterator[RunDir]:
+def scratch_run() -> Iterator[CampaignDir]:
     """A campaign directory whose windows are gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as directory:
-        run = RunDir(Path(directory) / "campaign")
+        run = CampaignDir(Path(directory) / "campaign")
         try:
             yield run
         finally:
-            unlink_recorded(run.job(0))
+            unlink_recorded_windows(run.job(0))
 
 
 def seconds(work: Callable[[], object]) -> float:

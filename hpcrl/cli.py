@@ -13,7 +13,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.system.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 
 if TYPE_CHECKING:
-    from hpcrl.campaign_dir.paths import RunDir
+    from hpcrl.campaign_dir.paths import CampaignDir
     from hpcrl.config.recipe import Recipe
     from hpcrl.plan.plan import Plan
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; what a user can mend is one message and exit code 2, never a traceback."""
     words = sys.argv[1:] if argv is None else list(argv)
-    arguments = _parser().parse_args(words, argparse.Namespace(words=words))
+    arguments = _make_parser().parse_args(words, argparse.Namespace(words=words))
     try:
         code: int = arguments.run(arguments)
     except HpcrlError as error:
@@ -35,13 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcrl", description="Agentic-RL campaigns as one heterogeneous Slurm job: plan, submit, train, survive."
     )
     parser.add_argument("--version", action="version", version=f"hpcrl {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_asking(commands)
+    _add_planning(commands)
     _add_campaign(commands)
     _add_export(commands)
     _add_traj(commands)
@@ -49,20 +49,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_asking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_planning(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     plan = commands.add_parser("plan", help="show what would be asked of a site, and what it costs")
     _add_request(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument(
         "--dag", choices=["text", "dot", "mermaid"], nargs="?", const="text", help="print the learning pipeline"
     )
-    plan.set_defaults(run=_plan)
+    plan.set_defaults(run=_run_plan)
     submit = commands.add_parser("submit", help="start a campaign")
     _add_request(submit)
     submit.add_argument("--name", help="the campaign's name (default: the recipe's, numbered)")
     submit.add_argument("--dry-run", action="store_true", help="check everything, ask Slurm, submit nothing")
     submit.add_argument("--watch", action="store_true", help="follow the campaign until it ends")
-    submit.set_defaults(run=_submit)
+    submit.set_defaults(run=_run_submit)
 
 
 def _add_request(parser: argparse.ArgumentParser) -> None:
@@ -82,25 +82,25 @@ def _add_request(parser: argparse.ArgumentParser) -> None:
 def _add_campaign(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     ls = commands.add_parser("ls", help="list campaigns, newest first")
     ls.add_argument("--json", action="store_true")
-    ls.set_defaults(run=_ls)
+    ls.set_defaults(run=_run_ls)
     monitor = commands.add_parser("monitor", help="watch a campaign")
     monitor.add_argument("campaign", metavar="CAMPAIGN")
     monitor.add_argument("--once", action="store_true", help="print one frame")
     monitor.add_argument("--json", action="store_true", help="print one snapshot as JSON")
-    monitor.set_defaults(run=_monitor)
+    monitor.set_defaults(run=_run_monitor)
     logs = commands.add_parser("logs", help="show the logs of the last job")
     logs.add_argument("campaign", metavar="CAMPAIGN")
     logs.add_argument("role", metavar="ROLE", nargs="?", help="env, prefill, decode, reward, train, driver")
     logs.add_argument("-n", "--lines", type=int, default=40, help="lines of each log (default 40)")
-    logs.set_defaults(run=_logs)
+    logs.set_defaults(run=_run_logs)
     stop = commands.add_parser("stop", help="checkpoint and end a campaign")
     stop.add_argument("campaign", metavar="CAMPAIGN")
     stop.add_argument("--now", action="store_true", help="cancel its job at once")
-    stop.set_defaults(run=_stop)
+    stop.set_defaults(run=_run_stop)
     resume = commands.add_parser("resume", help="go on from the last checkpoint in a new job")
     resume.add_argument("campaign", metavar="CAMPAIGN")
     resume.add_argument("--watch", action="store_true", help="follow the campaign until it ends")
-    resume.set_defaults(run=_resume)
+    resume.set_defaults(run=_run_resume)
 
 
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -110,7 +110,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--hf", type=Path, required=True, metavar="DIR", help="made anew; transformers and vLLM load it"
     )
     export.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
-    export.set_defaults(run=_export)
+    export.set_defaults(run=_run_export)
 
 
 def _add_traj(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -118,190 +118,196 @@ def _add_traj(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
     traj = commands.add_parser("traj", help="read, count, export and verify the trajectories of a campaign")
     add_commands(traj)
-    traj.set_defaults(run=_traj)
+    traj.set_defaults(run=_run_traj)
 
 
 def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     lab = commands.add_parser("lab", help="a real Slurm on this machine, to try things out")
     lab.add_argument("action", choices=["up", "down", "status", "env"])
     lab.add_argument("--dir", type=Path, help="state directory (default: $HPCRL_LAB, else one of this user's)")
-    lab.set_defaults(run=_lab)
+    lab.set_defaults(run=_run_lab)
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def _run_plan(arguments: argparse.Namespace) -> int:
     from hpcrl.campaign import lifecycle as campaign
 
-    asked = campaign.request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+    request = campaign.load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     if arguments.json:
-        sys.stdout.write(asked.plan.to_json().decode())
+        sys.stdout.write(request.plan.to_json().decode())
     elif arguments.dag:
-        _show_dag(asked.recipe, how=arguments.dag)
+        _show_dag(request.recipe, how=arguments.dag)
     else:
-        _show_plan(asked.plan, campaign.script_of(asked, name=f"{asked.recipe.name}-1"))
+        _show_plan(request.plan, campaign.preview_script(request, name=f"{request.recipe.name}-1"))
     return 0
 
 
 def _show_dag(recipe: "Recipe", *, how: str) -> None:
     from hpcrl.config import pipeline as dag
 
-    _say(dag.PICTURES[how](dag.pipeline_of(recipe.train)))
+    _print_line(dag.RENDERERS[how](dag.make_pipeline(recipe.train)))
 
 
-def _submit(arguments: argparse.Namespace) -> int:
+def _run_submit(arguments: argparse.Namespace) -> int:
     from hpcrl.campaign import lifecycle as campaign
 
-    asked = campaign.request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+    request = campaign.load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     if arguments.dry_run:
-        opinion = campaign.dry_run(asked)
-        _show_plan(asked.plan, campaign.script_of(asked, name=arguments.name or f"{asked.recipe.name}-1"))
-        _say(f"dry run: nothing was submitted. {asked.site.name}: {opinion}")
+        opinion = campaign.dry_run(request)
+        _show_plan(request.plan, campaign.preview_script(request, name=arguments.name or f"{request.recipe.name}-1"))
+        _print_line(f"dry run: nothing was submitted. {request.site.name}: {opinion}")
         return 0
-    run = campaign.submit(asked, name=arguments.name)
-    job = campaign.submitted(run.job(0))
-    _say(f"campaign {run.name}: {asked.recipe.name} on {asked.site.name}, job {job.id}, in {run.root}")
+    campaign_dir = campaign.submit(request, name=arguments.name)
+    job = campaign.read_submission(campaign_dir.job(0))
+    _print_line(
+        f"campaign {campaign_dir.name}: {request.recipe.name} on {request.site.name}, job {job.id}, in {campaign_dir.root}"
+    )
     if arguments.watch:
-        return _watch(run.name)
-    _say(f"watch it with `hpcrl monitor {run.name}`")
+        return _watch_campaign(campaign_dir.name)
+    _print_line(f"watch it with `hpcrl monitor {campaign_dir.name}`")
     return 0
 
 
-def _ls(arguments: argparse.Namespace) -> int:
+def _run_ls(arguments: argparse.Namespace) -> int:
     from hpcrl.campaign import directory as home
-    from hpcrl.monitor.view import list_campaigns
+    from hpcrl.monitor.view import print_campaigns
 
-    return list_campaigns(home.everyone(), as_json=arguments.json)
+    return print_campaigns(home.list_campaigns(), as_json=arguments.json)
 
 
-def _monitor(arguments: argparse.Namespace) -> int:
+def _run_monitor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from hpcrl.campaign import directory as home
     from hpcrl.campaign import lifecycle as campaign
-    from hpcrl.monitor.collect import Collector, slurm_at
-    from hpcrl.monitor.snapshot import to_json
-    from hpcrl.monitor.view import show_once, watch
+    from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
+    from hpcrl.monitor.snapshot import encode_snapshot
+    from hpcrl.monitor.view import show_snapshot, watch_campaign
 
-    run = home.find(arguments.campaign)
-    collector = Collector(run, ask=slurm_at(campaign.site_of(run)))
+    campaign_dir = home.find_campaign(arguments.campaign)
+    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(campaign.read_site(campaign_dir)))
     if arguments.json:
-        sys.stdout.write(to_json(collector.poll()).decode())
+        sys.stdout.write(encode_snapshot(collector.poll()).decode())
     elif arguments.once:
-        show_once(collector.poll(), console=Console(highlight=False))
+        show_snapshot(collector.poll(), console=Console(highlight=False))
     else:
-        watch(collector, console=Console(highlight=False), until_done=False)
+        watch_campaign(collector, console=Console(highlight=False), until_done=False)
     return 0
 
 
-def _watch(name: str) -> int:
+def _watch_campaign(name: str) -> int:
     """Follow a campaign to its end and say what came of it."""
     from rich.console import Console
 
     from hpcrl.campaign import directory as home
     from hpcrl.campaign import lifecycle as campaign
-    from hpcrl.monitor.collect import Collector, slurm_at
-    from hpcrl.monitor.view import watch
+    from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
+    from hpcrl.monitor.view import watch_campaign
 
-    run = home.find(name)
-    collector = Collector(run, ask=slurm_at(campaign.site_of(run)))
-    snapshot = watch(collector, console=Console(highlight=False), until_done=True)
-    for line in campaign.closing_words(run, state=snapshot.state, rewards=snapshot.reward_mean):
-        _say(line)
+    campaign_dir = home.find_campaign(name)
+    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(campaign.read_site(campaign_dir)))
+    snapshot = watch_campaign(collector, console=Console(highlight=False), until_done=True)
+    for line in campaign.final_summary(campaign_dir, state=snapshot.state, rewards=snapshot.reward_mean):
+        _print_line(line)
     return 0 if snapshot.state in ("done", "stopped", "queued", "running", "draining") else EXIT_FAILED
 
 
-def _logs(arguments: argparse.Namespace) -> int:
+def _run_logs(arguments: argparse.Namespace) -> int:
     from hpcrl.campaign import directory as home
 
-    run = home.find(arguments.campaign)
-    jobs = [run.job(number) for number in run.job_numbers()]
+    campaign = home.find_campaign(arguments.campaign)
+    jobs = [campaign.job(number) for number in campaign.job_numbers()]
     job = next((job for job in reversed(jobs) if any(job.logs.glob("*.log"))), jobs[-1])  # the last may only wait
     role = {"driver": "batch"}.get(arguments.role, arguments.role)
     logs = sorted(job.logs.glob(f"{role}*.log" if role else "*.log"))
     if not logs:
         present = ", ".join(sorted({path.stem.split("-")[0] for path in job.logs.glob("*.log")})) or "none yet"
-        raise HpcrlError(f"job {job.number} of {run.name} has no log of {arguments.role!r}: it has {present}")
+        raise HpcrlError(f"job {job.number} of {campaign.name} has no log of {arguments.role!r}: it has {present}")
     for path in logs:
         lines = path.read_text(errors="replace").splitlines()[-arguments.lines :]
-        _say(f"== {path}" + ("" if lines else " (empty)"))
+        _print_line(f"== {path}" + ("" if lines else " (empty)"))
         for line in lines:
-            _say(line)
+            _print_line(line)
     return 0
 
 
-def _stop(arguments: argparse.Namespace) -> int:
+def _run_stop(arguments: argparse.Namespace) -> int:
     from hpcrl.campaign import lifecycle as campaign
 
     stop = campaign.stop_now if arguments.now else campaign.stop_gracefully
-    _say(stop(arguments.campaign))
+    _print_line(stop(arguments.campaign))
     return 0
 
 
-def _resume(arguments: argparse.Namespace) -> int:
+def _run_resume(arguments: argparse.Namespace) -> int:
     from hpcrl.campaign import lifecycle as campaign
 
-    run = campaign.resume(arguments.campaign)
-    job = run.job(run.job_numbers()[-1])
-    _say(f"campaign {run.name}: job {campaign.submitted(job).id} goes on from the last checkpoint")
-    return _watch(run.name) if arguments.watch else 0
+    campaign_dir = campaign.resume(arguments.campaign)
+    job = campaign_dir.job(campaign_dir.job_numbers()[-1])
+    _print_line(
+        f"campaign {campaign_dir.name}: job {campaign.read_submission(job).id} goes on from the last checkpoint"
+    )
+    return _watch_campaign(campaign_dir.name) if arguments.watch else 0
 
 
-def _traj(arguments: argparse.Namespace) -> int:
+def _run_traj(arguments: argparse.Namespace) -> int:
     """Become an interpreter that can read segments."""
     from hpcrl.campaign import directory as home
 
-    run = home.find(arguments.campaign)
-    python = _python_with("h5py", run)
+    campaign = home.find_campaign(arguments.campaign)
+    python = _find_python_with("h5py", campaign)
     sys.stdout.flush()
     try:
-        os.execv(python, [python, "-m", "hpcrl.traj", str(run.root), *arguments.words[1:]])
+        os.execv(python, [python, "-m", "hpcrl.traj", str(campaign.root), *arguments.words[1:]])
     except OSError as error:
-        cure = "pip install 'hpcrl[local]' here"
-        raise HpcrlError(f"{python!r} cannot be run here ({error.strerror}), and reads trajectories: {cure}") from error
+        hint = "pip install 'hpcrl[local]' here"
+        raise HpcrlError(f"{python!r} cannot be run here ({error.strerror}), and reads trajectories: {hint}") from error
 
 
-def _python_with(module: str, run: "RunDir") -> str:
+def _find_python_with(module: str, campaign_dir: "CampaignDir") -> str:
     """This interpreter if it has the module, else the one that the campaign's jobs run with."""
     from importlib.util import find_spec
 
     from hpcrl.campaign import lifecycle as campaign
 
-    return sys.executable if find_spec(module) else campaign.site_of(run).python or sys.executable
+    return sys.executable if find_spec(module) else campaign.read_site(campaign_dir).python or sys.executable
 
 
-def _export(arguments: argparse.Namespace) -> int:
+def _run_export(arguments: argparse.Namespace) -> int:
     """Run where there is torch."""
     from hpcrl.campaign import directory as home
 
-    run = home.find(arguments.campaign)
+    campaign = home.find_campaign(arguments.campaign)
     step = [] if arguments.step is None else [str(arguments.step)]
     words = [
-        _python_with("torch", run),
+        _find_python_with("torch", campaign),
         "-m",
         "hpcrl.trainers.export",
-        str(run.root),
+        str(campaign.root),
         str(arguments.hf.absolute()),
         *step,
     ]
     return subprocess.run(words, check=False).returncode
 
 
-def _lab(arguments: argparse.Namespace) -> int:
+def _run_lab(arguments: argparse.Namespace) -> int:
     from hpcrl.config.site import default_lab_dir
     from hpcrl.lab import lab
 
     state_dir = arguments.dir or default_lab_dir()
     match arguments.action:
         case "up":
-            _say(str(lab.up(state_dir)))
+            _print_line(str(lab.up(state_dir)))
         case "down":
-            _say(f"the lab in {state_dir} is {'down: nothing of it is left' if lab.down(state_dir) else 'not up'}")
+            _print_line(
+                f"the lab in {state_dir} is {'down: nothing of it is left' if lab.down(state_dir) else 'not up'}"
+            )
         case "status":
-            _say(str(lab.status(state_dir)))
+            _print_line(str(lab.status(state_dir)))
         case "env":
             if not lab.status(state_dir).is_up:
                 raise HpcrlError(f"the lab in {state_dir} is not up: `hpcrl lab up` first")
-            for name, value in lab.environment(state_dir).items():
-                _say(f"export {name}={value}")
+            for name, value in lab.make_environment(state_dir).items():
+                _print_line(f"export {name}={value}")
     return 0
 
 
@@ -341,7 +347,7 @@ def _show_plan(plan: "Plan", script: str) -> None:
     console.print(f"\n[dim]{escape(script.rstrip())}[/]", soft_wrap=True)  # unwrapped: it can be copied
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     print(text)  # noqa: T201 - the command's answer
 
 

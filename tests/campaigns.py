@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.campaign_dir.event_log import read_events
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import read_json
 
 SMALL = ("-s", "train.num_steps=4", "-s", "train.groups_per_step=2", "-s", "rollout.group_size=4")
@@ -44,12 +44,12 @@ def until(fact: Callable[[], bool], *, what: str, timeout_s: float = 120.0) -> N
         time.sleep(0.2)
 
 
-def steps(run: RunDir) -> list[dict[str, Any]]:
+def steps(run: CampaignDir) -> list[dict[str, Any]]:
     """The training steps so far."""
     return [event for event in read_events(run.events) if event["event"] == "step"]
 
 
-def outcome(run: RunDir, job: int = 0) -> dict[str, Any]:
+def outcome(run: CampaignDir, job: int = 0) -> dict[str, Any]:
     """How a job's driver ended, once it has."""
     path = run.job(job).outcome
     until(path.exists, what=f"{path} exists")
@@ -72,9 +72,9 @@ def processes_of(home: Path) -> list[str]:
     return found
 
 
-def driver_of(run: RunDir) -> int:
+def driver_of(run: CampaignDir) -> int:
     """The guardian's only child that is the driver."""
-    guardian = read_json(run.job(0).submitted)["pid"]
+    guardian = read_json(run.job(0).submission)["pid"]
     children = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
     return int(children[0])
 
@@ -82,7 +82,7 @@ def driver_of(run: RunDir) -> int:
 def last_words(campaigns: Path, *, most: int = 8) -> list[tuple[str, str]]:
     """Of each campaign, the last lines of its logs and the last events of every kind, of what is frequent only one."""
     told = []
-    for run in map(RunDir, sorted(campaigns.glob("*"))):
+    for run in map(CampaignDir, sorted(campaigns.glob("*"))):
         lines = [
             f"{path.name}: {line[:300]}"
             for path in sorted(run.jobs.glob("*/logs/*.log"))
@@ -100,7 +100,7 @@ def last_words(campaigns: Path, *, most: int = 8) -> list[tuple[str, str]]:
     return told
 
 
-def num_consumed_groups(run: RunDir) -> int:
+def num_consumed_groups(run: CampaignDir) -> int:
     """Groups in the newest checkpoint's account of what was trained on."""
     newest = sorted(run.checkpoints.iterdir())[-1]
     runs = read_json(newest / "consumed.json")["runs"]

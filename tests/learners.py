@@ -9,18 +9,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hpcrl.campaign_dir.event_log import EventLog
-from hpcrl.campaign_dir.paths import RunDir
-from hpcrl.config.recipe import Train
-from hpcrl.learn.consumed import Consumed
-from hpcrl.spool.record import Trajectory, Turn
-from hpcrl.trainers.checkpoint import load, newest, save
-from hpcrl.trainers.leader import Leader, follow
-from hpcrl.trainers.publishing import shard_store
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import TrainConfig
+from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.spool.record import EpisodeTurn, Trajectory
+from hpcrl.trainers.checkpoint import find_newest, load_checkpoint, save_checkpoint
+from hpcrl.trainers.leader import RankLeader, follow_orders
+from hpcrl.trainers.publishing import open_shard_store
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.weights.file_store import FileStore
-from hpcrl.weights.publisher import Publisher
-from hpcrl.weights.versions import Rung, WeightVersion, read_rung
-from hpcrl.weights.window.file import Key
+from hpcrl.weights.publisher import WeightPublisher
+from hpcrl.weights.versions import Transport, WeightVersion, read_transport
+from hpcrl.weights.window.file import WindowKey
 
 VOCABULARY = 32
 CONTEXT = 64
@@ -76,7 +76,7 @@ def trajectory(group, index, *, reward, length, seed=0):
         logprobs=np.where(said, -np.log(VOCABULARY) + 0.1 * rng.normal(size=length), 0).astype(np.float32),
         versions=np.ones(length, dtype=np.int32),
         loss_mask=said,
-        turns=[Turn(start=start, end=end, reward=reward / 2) for start, end in spans],
+        turns=[EpisodeTurn(start=start, end=end, reward=reward / 2) for start, end in spans],
         reward=reward,
     )
 
@@ -99,7 +99,7 @@ def batch(step=0, *, num_groups=3, size=4):
 
 def settings(**changed):
     plain = {"num_steps": 9, "groups_per_step": 3, "learning_rate": 1e-3, "tokens_per_micro_batch": 128}
-    return Train(**{**plain, **changed})
+    return TrainConfig(**{**plain, **changed})
 
 
 def trained(trainer, *, first=1, last=5):
@@ -157,14 +157,14 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, r
     torch.set_num_threads(1)
     os.environ["SLURMD_NODENAME"] = nodes[world.rank]
     mine, counted = _counting(_kind(trainer)(Path(model_dir), settings(**changed), world=world))
-    run = RunDir(Path(root))
+    run = CampaignDir(Path(root))
     run.weights.mkdir(exist_ok=True)
-    key = Key(campaign=run.root, node=nodes[world.rank], directory=Path(window_dir))
+    key = WindowKey(campaign=run.root, node=nodes[world.rank], directory=Path(window_dir))
     if world.rank:
-        store = shard_store(mine, key, job=run.job(0))
-        follow(mine, train=settings(), spool=run.spool("scored"), store=store)
+        store = open_shard_store(mine, key, job=run.job(0))
+        follow_orders(mine, train=settings(), spool=run.spool("scored"), store=store)
         return len(counted)
-    leader = Leader(
+    leader = RankLeader(
         mine,
         train=settings(),
         seed=0,
@@ -174,13 +174,17 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, r
         upcoming=lambda _: (),
     )
     events = EventLog(run.events / "t.jsonl", job=0, role="train", worker="train-0", node="n", partition="p")
-    publisher = Publisher(FileStore(run.weights), leader.window(key, job=run.job(0)), events=events, keep_versions=4)
-    publisher.take_rung(Rung(rung=rung, reason="a test"))
+    publisher = WeightPublisher(
+        FileStore(run.weights), leader.window(key, job=run.job(0)), events=events, keep_versions=4
+    )
+    publisher.set_transport(Transport(rung=rung, reason="a test"))
     for version in (1, 2):
-        publisher.publish(leader.boxes(), WeightVersion(version=version, step=version), whole=leader.tensors)
+        publisher.publish(
+            leader.weight_shards(), WeightVersion(version=version, step=version), gather_tensors=leader.tensors
+        )
     publisher.persist()
     windows = {path.name.rpartition("-")[2]: path.stat().st_size for path in Path(window_dir).glob("hpcrl-*")}
-    leader.tend()
+    leader.keep_ranks_alive()
     num_gathered = len(counted)
     expected = leader.tensors()
     leader.close()
@@ -192,7 +196,7 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, r
     return {
         "same": same,
         "num_gathered": num_gathered,
-        "rung": read_rung(run.weights).rung,
+        "rung": read_transport(run.weights).rung,
         "windows": windows,
         "files": sorted(path.name for path in run.weights.iterdir()),
         "nbytes": sum(tensor.nbytes for tensor in expected.values()),
@@ -225,9 +229,9 @@ def lead_steps(world, model_dir, spool, checkpoints, last, dies_at=None):
     train = settings()
     mine = TorchTrainer(Path(model_dir), train, seed=3, world=world)
     if world.rank:
-        follow(mine, train=train, spool=Path(spool))
+        follow_orders(mine, train=train, spool=Path(spool))
         return None
-    leader = Leader(
+    leader = RankLeader(
         mine,
         train=train,
         seed=3,
@@ -236,10 +240,10 @@ def lead_steps(world, model_dir, spool, checkpoints, last, dies_at=None):
         segment_of=lambda episode: segment_of_step(int(episode.group.partition("/")[2]) // 3),
         upcoming=lambda version: batch(version + 1) if version < last else [],
     )
-    path = newest(Path(checkpoints), report=_refuse_damage)
-    step, consumed = 0, Consumed()
+    path = find_newest(Path(checkpoints), report=_refuse_damage)
+    step, consumed = 0, ConsumedTrajectories()
     if path is not None:
-        manifest, consumed = load(path, trainer=leader)
+        manifest, consumed = load_checkpoint(path, trainer=leader)
         step = manifest.step
     losses = {}
     while step < last:
@@ -250,7 +254,7 @@ def lead_steps(world, model_dir, spool, checkpoints, last, dies_at=None):
         losses[step + 1] = leader.train_step(episodes, step=step + 1, version=step).loss
         step += 1
         consumed.update(episode.id for episode in episodes)
-        save(Path(checkpoints), step=step, version=step, trainer=leader, consumed=consumed)
+        save_checkpoint(Path(checkpoints), step=step, version=step, trainer=leader, consumed=consumed)
     leader.close()
     return losses
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from hpcrl.learn.batch import Row
+from hpcrl.learn.batch import TrainingRow
 from hpcrl.spool.record import Trajectory
 
 
@@ -31,7 +31,7 @@ def doubled(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [2 * each for each in advantages]
 
 
-def first_tokens_only(rows: Sequence[Row], *, keep: int = 4) -> list[Row]:
+def first_tokens_only(rows: Sequence[TrainingRow], *, keep: int = 4) -> list[TrainingRow]:
     """A node on rows: only the first tokens of each trajectory are learned from."""
     return [replace(row, credit=np.where(np.arange(len(row.credit)) < keep, row.credit, 0.0)) for row in rows]
 
@@ -40,7 +40,7 @@ def too_few(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     return list(trajectories)[:-1]
 
 
-def nothing(rows: Sequence[Row]) -> None:
+def nothing(rows: Sequence[TrainingRow]) -> None:
     """It forgot to return."""
 
 

@@ -39,14 +39,14 @@ def run(size, function, *args, timeout_s=240):
 
 
 def main():
-    from hpcrl.trainers.world import join, leave
+    from hpcrl.trainers.world import join_world, leave_world
 
     meeting, answer, function, args = sys.argv[1:5]
-    world = join(Path(meeting))
+    world = join_world(Path(meeting))
     module, _, name = function.partition(":")
     result = getattr(importlib.import_module(module), name)(world, *json.loads(args))
     Path(answer).write_text(json.dumps(result))
-    leave(world)
+    leave_world(world)
 
 
 if __name__ == "__main__":

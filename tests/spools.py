@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.spool.record import EpisodeTurn, Trajectory
 
 
 def trajectory(name: str, num_tokens: int) -> Trajectory:
@@ -16,7 +16,7 @@ def trajectory(name: str, num_tokens: int) -> Trajectory:
         created=0.0,
         start_version=0,
         end_version=0,
-        turns=[Turn(start=0, end=num_tokens)],
+        turns=[EpisodeTurn(start=0, end=num_tokens)],
         token_ids=np.arange(num_tokens, dtype=np.int32),
         logprobs=np.zeros(num_tokens, np.float32),
         versions=np.zeros(num_tokens, np.int32),

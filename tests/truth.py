@@ -15,15 +15,15 @@ from pathlib import Path
 import msgspec
 import torch
 
-from hpcrl.config.recipe import TinyModel, Train
+from hpcrl.config.recipe import TinyModel, TrainConfig
 from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.envs.arithmetic import Arithmetic
 from hpcrl.envs.base import Env
 from hpcrl.envs.gymnasium_text import FrozenLake
-from hpcrl.models.chat_layout import load_chat
+from hpcrl.models.chat_layout import load_chat_layout
 from hpcrl.models.tiny import make_tiny_model
-from hpcrl.rollout.episode import Limits, run_episode
-from hpcrl.rollout.tasks import Task
+from hpcrl.rollout.episode import EpisodeLimits, run_episode
+from hpcrl.rollout.tasks import AgentTask
 from hpcrl.spool.record import Trajectory
 from hpcrl.testing.memory import MemoryStore
 from hpcrl.trainers.torch import TorchTrainer
@@ -86,12 +86,12 @@ async def _learned(lesson: Lesson, directory: Path, *, alpha: int, correction: s
     if not directory.exists():
         make_tiny_model(directory, TinyModel(), seed=seed)
     settings = {"num_steps": lesson.num_steps, "groups_per_step": lesson.groups, "correction": correction}
-    trainer = TorchTrainer(directory, Train(**{**settings, **lesson.train}), seed=seed)
+    trainer = TorchTrainer(directory, TrainConfig(**{**settings, **lesson.train}), seed=seed)
     store, rewards, waiting = MemoryStore(), [], deque[list[Trajectory]]()
     store.publish(trainer.tensors(), WeightVersion(version=0, step=0))
     async with EmbeddedEngine(load_model(directory), store=store, max_batch=lesson.groups * GROUP) as engine:
         for step in range(lesson.num_steps):
-            waiting.append(await _batch(lesson, engine, load_chat(directory), step=step, seed=seed))
+            waiting.append(await _batch(lesson, engine, load_chat_layout(directory), step=step, seed=seed))
             rewards.append(_mean(waiting[-1]))
             if len(waiting) > alpha:
                 version = engine.version
@@ -105,14 +105,14 @@ async def _learned(lesson: Lesson, directory: Path, *, alpha: int, correction: s
 
 async def _batch(lesson: Lesson, engine: EmbeddedEngine, chat: object, *, step: int, seed: int) -> list[Trajectory]:
     """Whole groups, sampled with the engine's version."""
-    limits = Limits(max_turns=lesson.max_turns, max_new_tokens=1, context_length=256, max_lag=99)
+    limits = EpisodeLimits(max_turns=lesson.max_turns, max_new_tokens=1, context_length=256, max_lag=99)
 
     async def made() -> Env:
         return lesson.make()
 
     def episode(number: int, index: int) -> object:
         return run_episode(
-            Task(domain="truth", number=number, seed=seed * 1_000_000 + number),
+            AgentTask(domain="truth", number=number, seed=seed * 1_000_000 + number),
             index=index,
             make_env=made,
             layout=chat,

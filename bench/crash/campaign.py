@@ -22,12 +22,12 @@ import numpy as np
 from bench.peers import records
 from hpcrl.errors import HpcrlError, SpoolError
 from hpcrl.learn.batch import choose_groups
-from hpcrl.learn.consumed import Consumed
-from hpcrl.spool.listing import listed
+from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.spool.listing import list_segments
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import COLUMNS, Trajectory
-from hpcrl.spool.retention import Settled, Shelves, recover, retire, worth_retiring
-from hpcrl.spool.writer import Batching, DiskSpoolWriter, derive
+from hpcrl.spool.retention import SettledSegments, SpoolDirs, choose_retirable, recover_retirement, retire_segments
+from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter, derive_segment
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.base import Trainer
 
@@ -53,15 +53,17 @@ class Losses:
         self.unreadable += other.unreadable
 
 
-def shelves_of(root: Path) -> Shelves:
-    return Shelves(rollouts=root / "rollouts", scored=root / "scored", archive=root / "archive")
+def shelves_of(root: Path) -> SpoolDirs:
+    return SpoolDirs(rollouts=root / "rollouts", scored=root / "scored", archive=root / "archive")
 
 
 class Writer:
     """Episodes from `first` on; three make a batch."""
 
     def __init__(self, root: Path, *, first: int, seed: int, mean_tokens: int) -> None:
-        self._writer = DiskSpoolWriter(shelves_of(root).rollouts, producer="000-env-0", batching=Batching(max_count=3))
+        self._writer = DiskSpoolWriter(
+            shelves_of(root).rollouts, producer="000-env-0", batching=BatchLimits(max_count=3)
+        )
         self._rng = random.Random(seed)
         self._mean_tokens = mean_tokens
         self._next = first
@@ -88,9 +90,9 @@ class Scorer:
     def step(self) -> None:
         """Score every segment that was not."""
         rollouts, scored = self._shelves.rollouts, self._shelves.scored
-        for name in listed(rollouts):
+        for name in list_segments(rollouts):
             try:
-                derive(rollouts / name, scored, lambda one: one)
+                derive_segment(rollouts / name, scored, lambda one: one)
             except SpoolError as error:
                 if not isinstance(error.__cause__, FileNotFoundError):  # else it was retired since it was listed
                     raise
@@ -124,18 +126,18 @@ class Consumer:
     def __init__(self, root: Path, *, on_damage: Callable[[str], None]) -> None:
         self.ledger = Ledger()
         self._checkpoints, self._shelves = root / "checkpoints", shelves_of(root)
-        self._consumed, self._step, self._saved = Consumed(), 0, 0
+        self._consumed, self._step, self._saved = ConsumedTrajectories(), 0, 0
         self._waiting: list[Trajectory] = []
-        self._settled = Settled(grace_s=0.0)
+        self._settled = SettledSegments(grace_s=0.0)
 
         def report(path: Path, reason: str) -> None:
             on_damage(f"{path.name}: {reason}")
 
-        found = checkpoint.newest(self._checkpoints, report=report)
+        found = checkpoint.find_newest(self._checkpoints, report=report)
         if found is not None:
-            manifest, self._consumed = checkpoint.load(found, trainer=self._trainer())
+            manifest, self._consumed = checkpoint.load_checkpoint(found, trainer=self._trainer())
             self._step = self._saved = manifest.step
-        recover(self._shelves, lower=_nobody_counts)
+        recover_retirement(self._shelves, lower_settled=_nobody_counts)
         self._reader = DiskSpoolReader(self._shelves.scored, on_damage=report, consumed=self._consumed)
 
     def step(self) -> bool:
@@ -160,22 +162,22 @@ class Consumer:
         return True
 
     def commit(self) -> None:
-        self._settled.note(self._reader.finished(self._waiting))
-        saved = checkpoint.save(
+        self._settled.note(self._reader.finished_segments(self._waiting))
+        saved = checkpoint.save_checkpoint(
             self._checkpoints, step=self._step, version=self._step, trainer=self._trainer(), consumed=self._consumed
         )
-        checkpoint.prune(self._checkpoints, keep=KEEP_CHECKPOINTS)
-        self._settled.cover(checkpoint.number_of(saved))
+        checkpoint.prune_checkpoints(self._checkpoints, keep=KEEP_CHECKPOINTS)
+        self._settled.cover(checkpoint.parse_commit_number(saved))
         self._saved = self._step
         self._retire()
 
     def _retire(self) -> None:
-        oldest = checkpoint.oldest_number(self._checkpoints)
+        oldest = checkpoint.find_oldest_number(self._checkpoints)
         assert oldest is not None
         due = self._settled.due(oldest_checkpoint=oldest)
-        if chosen := worth_retiring(due, self._shelves.scored, max_bytes=_MERGE_BYTES):
+        if chosen := choose_retirable(due, self._shelves.scored, max_bytes=_MERGE_BYTES):
             self._reader.forget(chosen)
-            retire(self._shelves, chosen, keep=True, lower=_nobody_counts)
+            retire_segments(self._shelves, chosen, keep=True, lower_settled=_nobody_counts)
             self._settled.drop(chosen)
 
     def _trainer(self) -> Trainer:
@@ -206,7 +208,7 @@ def _finish(root: Path, *, on_damage: Callable[[str], None]) -> Counter[str]:
     return Counter(Consumer(root, on_damage=on_damage).ledger.trained)
 
 
-def _kept(shelves: Shelves, unreadable: list[str]) -> set[str]:
+def _kept(shelves: SpoolDirs, unreadable: list[str]) -> set[str]:
     """The ids in "scored" and in the archive."""
     kept = set()
     for directory in (shelves.scored, shelves.archive):

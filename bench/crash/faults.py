@@ -17,7 +17,7 @@ from unittest import mock
 from bench.crash.campaign import episode
 from hpcrl.errors import SpoolError
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.writer import Batching, DiskSpoolWriter
+from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
 
 _WRITES = ("write", "writev", "pwrite", "pwritev")
 _DAY_S = 86_400.0
@@ -40,7 +40,7 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.writer = DiskSpoolWriter(
-            self.directory, producer="000-env-0", batching=Batching(max_count=3), clock=lambda: self.now
+            self.directory, producer="000-env-0", batching=BatchLimits(max_count=3), clock=lambda: self.now
         )
         self.reader = DiskSpoolReader(self.directory, on_damage=lambda path, why: self.damage.append(f"{path}: {why}"))
 

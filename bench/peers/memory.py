@@ -1,7 +1,7 @@
 """A writer in a process of its own, and how far its memory rises above what the process had before.
 
 Prints peak resident memory (VmHWM, less what was resident after a first small spool had been written) as a multiple
-of `Batching.max_bytes`. Trajectories are made one by one and given away, so that the writer alone holds them.
+of `BatchLimits.max_bytes`. Trajectories are made one by one and given away, so that the writer alone holds them.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.peers import records
 from hpcrl.errors import SpoolError
 from hpcrl.spool.record import Trajectory
-from hpcrl.spool.writer import Batching, DiskSpoolWriter
+from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
 
 BATCH_MIB = 32
 
@@ -25,7 +25,7 @@ def main(directory: Path) -> None:
 
 
 def _write(directory: Path, *, batch_mib: int, num_batches: int) -> None:
-    batching = Batching(max_bytes=batch_mib << 20, max_count=1 << 30, max_age_s=1e9)
+    batching = BatchLimits(max_bytes=batch_mib << 20, max_count=1 << 30, max_age_s=1e9)
     writer = DiskSpoolWriter(directory, producer="000-env-0", batching=batching)
     for one in _stream(num_batches * batch_mib):
         try:

@@ -8,20 +8,20 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.spool.record import COLUMNS, Packed
+from hpcrl.spool.record import COLUMNS, PackedTrajectory
 from hpcrl.system.files import sync_directory
 
 _IOV_MAX = 1024
 Batches = list[list[memoryview]]
 
 
-def ready(packed: Sequence[Packed], per_batch: int) -> Batches:
+def ready(packed: Sequence[PackedTrajectory], per_batch: int) -> Batches:
     """What each file holds: column by column, then the facts."""
     groups = [packed[first : first + per_batch] for first in range(0, len(packed), per_batch)]
     return [_buffers(group) for group in groups]
 
 
-def _buffers(group: Sequence[Packed]) -> list[memoryview]:
+def _buffers(group: Sequence[PackedTrajectory]) -> list[memoryview]:
     columns = [memoryview(one.columns[name]).cast("B") for name in COLUMNS for one in group]
     return [*columns, *(memoryview(one.facts) for one in group)]
 

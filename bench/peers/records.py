@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.spool.record import EpisodeTurn, Trajectory
 
 NUM = 1024
 MEAN_TOKENS = 7800
@@ -61,11 +61,11 @@ def _trajectory(rng: np.random.Generator, group: int, index: int, num_tokens: in
     )
 
 
-def _turns(rng: np.random.Generator, num_tokens: int) -> list[Turn]:
+def _turns(rng: np.random.Generator, num_tokens: int) -> list[EpisodeTurn]:
     """About a turn for every 2,000 tokens, of which the model says four fifths."""
     edges = np.linspace(0, num_tokens, 2 + num_tokens // 2000).astype(int)
     return [
-        Turn(
+        EpisodeTurn(
             start=int(start + (end - start) // 5),
             end=int(end),
             generate_s=float(rng.random()),

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hpcrl.spool.record import COLUMNS, Facts, Trajectory
+from hpcrl.spool.record import COLUMNS, Trajectory, TrajectoryFacts
 from hpcrl.system.files import sync_directory
 
 Store = Callable[[Path, Sequence[Trajectory], int], None]
@@ -33,7 +33,7 @@ def available() -> tuple[dict[str, Store], list[str]]:
 
 
 def facts_json(trajectory: Trajectory) -> bytes:
-    return msgspec.json.encode({name: getattr(trajectory, name) for name in Facts.__struct_fields__})
+    return msgspec.json.encode({name: getattr(trajectory, name) for name in TrajectoryFacts.__struct_fields__})
 
 
 def write_lmdb(directory: Path, batch: Sequence[Trajectory], per_batch: int) -> None:

@@ -27,26 +27,26 @@ import msgspec
 
 from bench.rolling.world import Lengths, Lockstep, Plays, World
 from bench.routing.fleet import MODEL_8B
-from hpcrl.campaign_dir.endpoints import Endpoint, announce
+from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
 from hpcrl.campaign_dir.event_log import EventLog
-from hpcrl.campaign_dir.paths import RunDir
-from hpcrl.config.recipe import Domain, RolloutMode, load_recipe
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import DomainConfig, RolloutMode, load_recipe
 from hpcrl.config.site import load_site
-from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures, Part
+from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, KvHandle, LoadFigures
 from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.envs.base import Env
-from hpcrl.hardware.cost_model import pace
-from hpcrl.hardware.gpus import GPUS
-from hpcrl.learn.batch import Choice, choose_groups
+from hpcrl.hardware.cost_model import estimate_speed
+from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.learn.batch import GroupChoice, choose_groups
 from hpcrl.plan.plan import make_plan
-from hpcrl.roles.context import Context
-from hpcrl.roles.env import Host, Rollouts
-from hpcrl.rollout.flow_control import SettledCount, SettledWriter, go_on
+from hpcrl.roles.context import WorkerContext
+from hpcrl.roles.env import EnvWorker, RolloutSpool
+from hpcrl.rollout.flow_control import SettledCount, SettledWriter, may_publish
 from hpcrl.rollout.routing.router import Router
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.status import EpisodeStatus
-from hpcrl.spool.writer import Batching
+from hpcrl.spool.writer import BatchLimits
 from hpcrl.system.files import publish_json
 from hpcrl.testing.memory import MemorySpool, MemorySpoolReader, MemorySpoolWriter
 from hpcrl.weights import versions
@@ -183,8 +183,8 @@ async def _steps(setting: Setting) -> Outcome:
 class Stage:
     """A host that lives, and what it speaks to."""
 
-    host: Host
-    run: RunDir
+    host: EnvWorker
+    run: CampaignDir
     spool: MemorySpool
     engines: list[SimEngine]
     num_said: Counter[str]
@@ -206,35 +206,35 @@ async def opened(setting: Setting) -> AsyncIterator[Stage]:
         engines = [await stack.enter_async_context(_engine(setting)) for _ in range(setting.num_gpus)]
         served = {f"000-decode-{index}": Served(engine, said) for index, engine in enumerate(engines)}
         for name in served:
-            endpoint = Endpoint(role="decode", worker=name, node="n", url=name, token="t", gpu="h800", num_gpus=1)
-            announce(context.run.endpoints, endpoint)
-        one = pace(GPUS["h800"], shape=MODEL_8B)
+            endpoint = EngineEndpoint(role="decode", worker=name, node="n", url=name, token="t", gpu="h800", num_gpus=1)
+            announce_endpoint(context.campaign.endpoints, endpoint)
+        one = estimate_speed(GPU_CATALOGUE["h800"], shape=MODEL_8B)
         router = await stack.enter_async_context(
-            Router(context.run.endpoints, connect=lambda at: served[at.worker], seed=0, pace_of=lambda _: one)
+            Router(context.campaign.endpoints, connect=lambda at: served[at.worker], seed=0, speed_of=lambda _: one)
         )
         spool = MemorySpool()
-        host = Host(context, router=router, layout=Lengths(), rollouts=_in(spool), open_env=_opener(setting))
-        living = asyncio.create_task(host.live(), name="host")
-        yield Stage(host=host, run=context.run, spool=spool, engines=engines, num_said=said, living=living)
-        context.ending.set()
+        host = EnvWorker(context, router=router, layout=Lengths(), rollouts=_in(spool), open_env=_opener(setting))
+        living = asyncio.create_task(host.run_until_drained(), name="host")
+        yield Stage(host=host, run=context.campaign, spool=spool, engines=engines, num_said=said, living=living)
+        context.end_requested.set()
         await living
 
 
 def _engine(setting: Setting) -> SimEngine:
     settings = SimSettings(max_batch=setting.max_batch, context_length=CONTEXT)
-    return SimEngine(pace(GPUS["h800"], shape=MODEL_8B), settings=settings)
+    return SimEngine(estimate_speed(GPU_CATALOGUE["h800"], shape=MODEL_8B), settings=settings)
 
 
-def _in(spool: MemorySpool) -> Rollouts:
+def _in(spool: MemorySpool) -> RolloutSpool:
     clock = asyncio.get_running_loop().time
-    writer = MemorySpoolWriter(spool, batching=Batching(max_age_s=LOOK_S), clock=clock)
-    return Rollouts(writer=writer, num_sealed=lambda: len(spool.durable))
+    writer = MemorySpoolWriter(spool, batching=BatchLimits(max_age_s=LOOK_S), clock=clock)
+    return RolloutSpool(writer=writer, num_sealed=lambda: len(spool.durable))
 
 
-def _opener(setting: Setting) -> Callable[[str, Domain], Awaitable[Env]]:
+def _opener(setting: Setting) -> Callable[[str, DomainConfig], Awaitable[Env]]:
     numbers, lockstep = count(), Lockstep() if setting.lockstep else None
 
-    async def open_env(_: str, __: Domain) -> Env:
+    async def open_env(_: str, __: DomainConfig) -> Env:
         number = next(numbers)
         if setting.broken(number):
             return Hanging()
@@ -269,7 +269,7 @@ class Served:
         self._num_said[request.trajectory] += len(completion.token_ids)
         return completion
 
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         return self._engine.stream(request)
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
@@ -314,7 +314,7 @@ class Trainer:
             self._settle()
             self.outcome.step_ends.append(loop.time())
 
-    def _choose(self, *, now: float) -> Choice:
+    def _choose(self, *, now: float) -> GroupChoice:
         """The next batch, of what has its reward."""
         self._scoring += [(now + self._setting.reward_s, one) for one in self._reader.poll()]
         scored = [msgspec.structs.replace(one, reward=1.0) for ready, one in self._scoring if ready <= now]
@@ -327,13 +327,15 @@ class Trainer:
             max_lag=self._setting.max_lag,
             consumed=self._consumed,
         )
-        if choice.chosen and not go_on([self._stage.run.word(0)], version=self._version + 1):
+        if choice.chosen and not may_publish([self._stage.run.hold(0)], version=self._version + 1):
             return choice._replace(chosen=[], rest=[*choice.chosen, *choice.rest])
         return choice
 
     async def _publish(self) -> None:
         self._version += 1
-        versions.announce(self._stage.run.weights, versions.WeightVersion(version=self._version, step=self._version))
+        versions.announce_version(
+            self._stage.run.weights, versions.WeightVersion(version=self._version, step=self._version)
+        )
         await asyncio.gather(*(engine.load_version(self._version) for engine in self._stage.engines))
 
     def _settle(self) -> None:
@@ -341,18 +343,18 @@ class Trainer:
         self._settled_writer.write(settled)
 
 
-def _context(root: Path, setting: Setting) -> Context:
+def _context(root: Path, setting: Setting) -> WorkerContext:
     """A campaign directory with all that a host reads."""
     asked = {name: getattr(setting, name) for name in setting.__dataclass_fields__}
     (root / "bench.toml").write_text(RECIPE.format(**asked, longest_reply=LONGEST_REPLY))
     recipe, site = load_recipe(str(root / "bench.toml")), load_site("local")
-    run = RunDir(root / "campaign")
+    run = CampaignDir(root / "campaign")
     for directory in (run.events, run.endpoints, run.weights, run.model, run.task_blocks, run.job(0).root):
         directory.mkdir(parents=True)
     publish_json(run.model / "config.json", {"max_position_embeddings": CONTEXT})
-    versions.announce(run.weights, versions.WeightVersion(version=0, step=0))
-    return Context(
-        run=run,
+    versions.announce_version(run.weights, versions.WeightVersion(version=0, step=0))
+    return WorkerContext(
+        campaign=run,
         job=run.job(0),
         role="env",
         index=0,

@@ -142,7 +142,7 @@ class Lengths:
         num_shown, num_said = map(int, observation.split())
         return [*([1] * (num_shown - 1)), num_said]
 
-    def next_turn(self, observation: str, *, said: Sequence[int]) -> list[int]:
+    def next_turn(self, observation: str, *, generated: Sequence[int]) -> list[int]:
         return self.first_turn(observation)
 
     def decode(self, token_ids: Sequence[int]) -> str:

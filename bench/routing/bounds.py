@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from bench.routing.fleet import Fleet, crowded_life_s
 from bench.routing.workload import Script
-from hpcrl.hardware.cost_model import Pace
+from hpcrl.hardware.cost_model import WorkerSpeed
 
 NUM_SEARCHED = 30
 """Steps of the search for prices; each leaves two thirds of the range."""
@@ -94,7 +94,7 @@ def _priced_s(scripts: list[Script], fleet: Fleet, shares: list[float]) -> float
     return sum(num * _cheapest(script, paces, prices, batch=fleet.max_batch) for script, num in counted)
 
 
-def _cheapest(script: Script, paces: list[Pace], prices: list[float], *, batch: int) -> float:
+def _cheapest(script: Script, paces: list[WorkerSpeed], prices: list[float], *, batch: int) -> float:
     """The least price of a trajectory, over all ways to move between two kinds.
 
     A state is the kind of the turn before, and what of the conversation the other kind has KV of.
@@ -132,7 +132,7 @@ def _shared_out_s(pieces: list[list[float]], fleet: Fleet) -> float:
 # ---- one turn, one trajectory
 
 
-def _turn_s(one: Pace, num_prompt: int, fresh: int, num_new: int, batch: int) -> float:
+def _turn_s(one: WorkerSpeed, num_prompt: int, fresh: int, num_new: int, batch: int) -> float:
     return one.prefill_s(fresh - 1, num_known=num_prompt - fresh) + one.reply_s(
         num_new, num_context=num_prompt, batch=batch
     )

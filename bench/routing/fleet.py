@@ -19,14 +19,14 @@ from typing import Literal
 
 from bench.routing.policies import Chosen, Policy, Scripted, Spell, Sticky
 from bench.routing.workload import Script
-from hpcrl.campaign_dir.endpoints import Endpoint, announce
-from hpcrl.config.recipe import Routing
+from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
+from hpcrl.config.recipe import RouterConfig
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
-from hpcrl.hardware.cost_model import ModelShape, Pace, pace
-from hpcrl.hardware.gpus import GPUS
-from hpcrl.rollout.routing.decision import two_of
+from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed
+from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.rollout.routing.decision import sample_two
 from hpcrl.rollout.routing.router import Router
 
 PolicyName = Literal["router", "round-robin", "least-loaded", "power of two", "sticky"]
@@ -61,8 +61,8 @@ class Fleet:
         ends = [script.calls[-1].num_prompt + script.calls[-1].num_new for script in scripts]
         return int(room / (sum(ends) / len(ends)))
 
-    def pace(self, gpu: str) -> Pace:
-        return pace(GPUS[gpu], shape=self.shape)
+    def pace(self, gpu: str) -> WorkerSpeed:
+        return estimate_speed(GPU_CATALOGUE[gpu], shape=self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +90,13 @@ class Served:
     drain: Spell
 
 
-def replay(scripts: list[Script], fleet: Fleet, *, policy: PolicyName, rules: Routing | None = None) -> Run:
+def replay(scripts: list[Script], fleet: Fleet, *, policy: PolicyName, rules: RouterConfig | None = None) -> Run:
     """Run all scripts; `fleet.num_running` at a time, each begun as another ends."""
     with tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as directory:
-        return run_virtual(_replay(scripts, fleet, policy, rules or Routing(), Path(directory)))
+        return run_virtual(_replay(scripts, fleet, policy, rules or RouterConfig(), Path(directory)))
 
 
-async def _replay(scripts: list[Script], fleet: Fleet, policy: PolicyName, rules: Routing, directory: Path) -> Run:
+async def _replay(scripts: list[Script], fleet: Fleet, policy: PolicyName, rules: RouterConfig, directory: Path) -> Run:
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         engines: dict[str, Scripted] = {}
@@ -106,9 +106,9 @@ async def _replay(scripts: list[Script], fleet: Fleet, policy: PolicyName, rules
                 engine = await stack.enter_async_context(SimEngine(fleet.pace(gpu), settings=settings))
                 name = f"000-decode-{gpu}-{index}"
                 engines[name] = Scripted(engine, gpu=gpu)
-                announce(
+                announce_endpoint(
                     directory,
-                    Endpoint(role="decode", worker=name, node="n", url=name, token="t", gpu=gpu, num_gpus=1),
+                    EngineEndpoint(role="decode", worker=name, node="n", url=name, token="t", gpu=gpu, num_gpus=1),
                 )
         hosts = await _hosts(stack, policy, rules, fleet, engines, directory)
         lives, last_begun_s, spent = await _play(
@@ -131,7 +131,7 @@ async def _replay(scripts: list[Script], fleet: Fleet, policy: PolicyName, rules
 async def _hosts(
     stack: AsyncExitStack,
     policy: PolicyName,
-    rules: Routing,
+    rules: RouterConfig,
     fleet: Fleet,
     engines: dict[str, Scripted],
     directory: Path,
@@ -144,7 +144,7 @@ async def _hosts(
         case "least-loaded":
             return [Chosen(lambda: min(everyone, key=lambda one: one.num_ours))]
         case "power of two":
-            return [Chosen(lambda: min(two_of(everyone, draw=draw), key=lambda one: one.num_ours))]
+            return [Chosen(lambda: min(sample_two(everyone, draw=draw), key=lambda one: one.num_ours))]
         case "sticky":
             return [Sticky(everyone)]
         case "router":
@@ -154,7 +154,7 @@ async def _hosts(
                     connect=lambda endpoint: engines[endpoint.worker],
                     seed=host,
                     rules=rules,
-                    pace_of=lambda endpoint: fleet.pace(endpoint.gpu or ""),
+                    speed_of=lambda endpoint: fleet.pace(endpoint.gpu or ""),
                 )
                 for host in range(NUM_HOSTS)
             ]
@@ -207,7 +207,7 @@ async def _trajectory(script: Script, number: int, policy: Policy, pool: list[in
         policy.forget(name)
 
 
-def crowded_life_s(script: Script, one: Pace, *, batch: int) -> float:
+def crowded_life_s(script: Script, one: WorkerSpeed, *, batch: int) -> float:
     """From begin to end in a batch of others like it."""
     return sum(
         call.pause_s

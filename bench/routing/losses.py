@@ -40,4 +40,4 @@ def losses(run: Run, scripts: list[Script], fleet: Fleet, *, bound_s: float) -> 
 
 def _shared_s(spell: Spell, fleet: Fleet, gpu: str) -> float:
     """What steps stand still for, had all of them been full."""
-    return spell.num_said * fleet.pace(gpu).standing_s(fleet.max_batch) / fleet.max_batch
+    return spell.num_said * fleet.pace(gpu).base_step_s(fleet.max_batch) / fleet.max_batch

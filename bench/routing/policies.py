@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures, Part
+from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, KvHandle, LoadFigures
 from hpcrl.engines.sim.engine import SimEngine
 
 
@@ -58,7 +58,7 @@ class Scripted:
         spent = self.engine.batch.spent
         return Spell(
             num_said=self.engine.batch.num_generated,
-            standing_s=spent.standing_s,
+            standing_s=spent.base_s,
             prompts_s=spent.prompts_s,
             replies_s=spent.replies_s,
         )
@@ -73,7 +73,7 @@ class Scripted:
         finally:
             self.num_ours -= 1
 
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         return self.engine.stream(request)
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:

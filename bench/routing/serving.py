@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from hpcrl.hardware.cost_model import Fit, ModelShape, pace, shape_of
-from hpcrl.hardware.gpus import GPUS
+from hpcrl.hardware.cost_model import ModelShape, RooflineFit, estimate_speed, read_model_shape
+from hpcrl.hardware.gpus import GPU_CATALOGUE
 
 SYSTEMS = {"h100_sxm": "h100", "b200_sxm": "b200"}
 WEIGHT_BYTES = {"": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.56}
@@ -64,26 +64,32 @@ def _point(row: dict[str, str]) -> Point | None:
     """None where the KV cannot fit: those requests queued, and the time per token says nothing."""
     if row["attention_dp_size"] not in ("", "1"):
         return None
-    shape = msgspec.structs.replace(shape_of(CONFIGS[row["model_path"]]), weight_bytes=WEIGHT_BYTES[row["precision"]])
+    shape = msgspec.structs.replace(
+        read_model_shape(CONFIGS[row["model_path"]]), weight_bytes=WEIGHT_BYTES[row["precision"]]
+    )
     gpu, tp = SYSTEMS[row["system"]], int(row["tp_size"])
     batch, num_prompt, num_new = (int(row[name]) for name in ("batch_size", "isl", "osl"))
-    if batch * (num_prompt + num_new) > pace(GPUS[gpu], shape=shape, tp=tp).kv_tokens:
+    if batch * (num_prompt + num_new) > estimate_speed(GPU_CATALOGUE[gpu], shape=shape, tp=tp).kv_tokens:
         return None
     terms = tuple(
-        _token_s(gpu, shape, tp, Fit(**{name: float(name == term) for name in TERMS}), batch, num_prompt, num_new)
+        _token_s(
+            gpu, shape, tp, RooflineFit(**{name: float(name == term) for name in TERMS}), batch, num_prompt, num_new
+        )
         for term in TERMS
     )
     return Point(gpu=gpu, terms=terms, token_s=float(row["silicon_tpot_ms"]) / 1e3)
 
 
-def _token_s(gpu: str, shape: ModelShape, tp: int, fit: Fit, batch: int, num_prompt: int, num_new: int) -> float:
+def _token_s(
+    gpu: str, shape: ModelShape, tp: int, fit: RooflineFit, batch: int, num_prompt: int, num_new: int
+) -> float:
     """A decode step, and the prefills of the others that come in between."""
-    one = pace(GPUS[gpu], shape=shape, tp=tp, fit=fit)
+    one = estimate_speed(GPU_CATALOGUE[gpu], shape=shape, tp=tp, fit=fit)
     prefill_s = (batch - 1) * one.prefill_s(num_prompt) / num_new
     return one.decode_s(batch, num_kv=batch * (num_prompt + num_new / 2)) + prefill_s
 
 
-def fit(points: list[Point]) -> Fit:
+def fit(points: list[Point]) -> RooflineFit:
     """The least relative errors, by reweighted least squares: a few odd servers shall not bend it."""
     terms = np.array([point.terms for point in points])
     relative = terms / np.array([point.token_s for point in points])[:, None]
@@ -91,10 +97,10 @@ def fit(points: list[Point]) -> Fit:
     for _ in range(50):
         found = np.linalg.lstsq(relative * weights[:, None], weights, rcond=None)[0]
         weights = 1 / np.sqrt(np.abs(relative @ found - 1) + 0.02)
-    return Fit(**dict(zip(TERMS, map(float, found), strict=True)))
+    return RooflineFit(**dict(zip(TERMS, map(float, found), strict=True)))
 
 
-def errors(points: list[Point], found: Fit) -> list[float]:
+def errors(points: list[Point], found: RooflineFit) -> list[float]:
     coefficients = [getattr(found, term) for term in TERMS]
     return [
         abs(sum(term * by for term, by in zip(point.terms, coefficients, strict=True)) / point.token_s - 1)

@@ -1,5 +1,5 @@
 """A campaign as the login node sees it.
 
-    lifecycle  submit, dry run, resume, stop
-    directory  find, list and reserve campaign directories
+lifecycle  submit, dry run, resume, stop
+directory  find, list and reserve campaign directories
 """

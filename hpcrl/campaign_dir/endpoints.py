@@ -5,10 +5,10 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.system.files import publish
+from hpcrl.system.files import publish_file
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """One engine worker that answers requests."""
 
     role: str
@@ -24,29 +24,29 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     num_gpus: int = 0
 
 
-def new_token() -> str:
+def make_token() -> str:
     """A bearer token that cannot be guessed."""
     return secrets.token_urlsafe(32)
 
 
-def announce(directory: Path, endpoint: Endpoint) -> Path:
+def announce_endpoint(directory: Path, endpoint: EngineEndpoint) -> Path:
     """Publish an endpoint; the file's name is its worker's."""
     path = directory / f"{endpoint.worker}.json"
-    publish(path, msgspec.json.encode(endpoint), mode=0o600)
+    publish_file(path, msgspec.json.encode(endpoint), mode=0o600)
     return path
 
 
-def withdraw(directory: Path, worker: str) -> None:
+def withdraw_endpoint(directory: Path, worker: str) -> None:
     """Take an endpoint away before its worker ends."""
     (directory / f"{worker}.json").unlink(missing_ok=True)
 
 
-def listed(directory: Path) -> list[Endpoint]:
+def list_endpoints(directory: Path) -> list[EngineEndpoint]:
     """The endpoints announced now, by worker name."""
     found = []
     for path in sorted(directory.glob("*.json")):
         try:
-            found.append(msgspec.json.decode(path.read_bytes(), type=Endpoint))
+            found.append(msgspec.json.decode(path.read_bytes(), type=EngineEndpoint))
         except FileNotFoundError:  # withdrawn between listing and reading
             continue
     return found

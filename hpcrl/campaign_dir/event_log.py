@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.campaign_dir.events import CampaignEvent, build_line, parse
-from hpcrl.system.files import json_lines
+from hpcrl.campaign_dir.events import CampaignEvent, build_line, parse_event
+from hpcrl.system.files import parse_json_lines
 
 
 class EventLog:
     """The events of one process."""
 
-    def __init__(self, path: Path, **who: Any) -> None:
+    def __init__(self, path: Path, **origin: Any) -> None:
         self.path = path
-        self._who = who
+        self._origin = origin
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def emit(self, event: CampaignEvent) -> None:
         """Append one event."""
-        line = build_line(event, time=round(time.time(), 3), origin=self._who)
+        line = build_line(event, time=round(time.time(), 3), origin=self._origin)
         os.write(self._fd, json.dumps(line).encode() + b"\n")
 
     def beat(self) -> None:
@@ -54,7 +54,7 @@ class EventReader:
 
     def poll(self) -> Iterator[CampaignEvent]:
         """New events, file by file; a line still being written waits for the next call, one of no use is skipped."""
-        return (event for line in self.poll_lines() if (event := parse(line)) is not None)
+        return (event for line in self.poll_lines() if (event := parse_event(line)) is not None)
 
     def poll_lines(self) -> Iterator[dict[str, Any]]:
         """The same as they are written, of whatever kind."""
@@ -65,7 +65,7 @@ class EventReader:
             except OSError as error:  # another process's file: what can be read of the others still counts
                 self.unreadable[path.name] = error.strerror or str(error)
                 continue
-            yield from json_lines(data)
+            yield from parse_json_lines(data)
 
     def _new_data(self, path: Path) -> bytes:
         """The complete lines that were added to one file."""

@@ -14,15 +14,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-Count = Annotated[int, Meta(ge=0, lt=2**53)]
-Time = Annotated[float, Meta(gt=0, lt=1e11)]
+NonNegativeCount = Annotated[int, Meta(ge=0, lt=2**53)]
+UnixTime = Annotated[float, Meta(gt=0, lt=1e11)]
 
 
 class CampaignEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """What every line has. The event log fills it in; an emitter leaves it out."""
 
-    time: Time = 0.0
-    job: Count = 0
+    time: UnixTime = 0.0
+    job: NonNegativeCount = 0
     role: str = ""
     worker: str = ""
     node: str | None = None
@@ -45,7 +45,7 @@ class NextJobQueued(CampaignEvent, frozen=True, kw_only=True, tag="follower"):
     """The job that follows this one waits in Slurm's queue."""
 
     slurm_id: str
-    number: Count
+    number: NonNegativeCount
 
 
 class DrainStarted(CampaignEvent, frozen=True, kw_only=True, tag="draining"):
@@ -76,27 +76,27 @@ class WorkerFailed(CampaignEvent, frozen=True, kw_only=True, tag="worker-failed"
 class RewardJobsScaled(CampaignEvent, frozen=True, kw_only=True, tag="reward-jobs"):
     """A reward job was added, or all of them are ended."""
 
-    num: Count
-    waiting: Count = 0
+    num: NonNegativeCount
+    waiting: NonNegativeCount = 0
     """Segments that wait for a reward job."""
 
 
 class EpisodesCounted(CampaignEvent, frozen=True, kw_only=True, tag="episodes"):
     """The counts of one env worker; all but `running` increase for as long as its process lives."""
 
-    running: Count = 0
-    done: Count = 0
-    truncated: Count = 0
-    aborted_stale: Count = 0
-    aborted_redundant: Count = 0
-    env_fault: Count = 0
-    policy_fault: Count = 0
-    num_tokens: Count = 0
-    turns: Count = 0
-    remote_prefills: Count = 0
-    groups_lost: Count = 0
-    replaced: Count = 0
-    evicted: Count = 0
+    running: NonNegativeCount = 0
+    done: NonNegativeCount = 0
+    truncated: NonNegativeCount = 0
+    aborted_stale: NonNegativeCount = 0
+    aborted_redundant: NonNegativeCount = 0
+    env_fault: NonNegativeCount = 0
+    policy_fault: NonNegativeCount = 0
+    num_tokens: NonNegativeCount = 0
+    turns: NonNegativeCount = 0
+    remote_prefills: NonNegativeCount = 0
+    groups_lost: NonNegativeCount = 0
+    replaced: NonNegativeCount = 0
+    evicted: NonNegativeCount = 0
     by_domain: dict[str, dict[str, int]] = {}
     """Ended episodes by domain and status."""
 
@@ -126,7 +126,7 @@ class SegmentScored(CampaignEvent, frozen=True, kw_only=True, tag="scored"):
     """One segment of trajectories has its rewards."""
 
     segment: str = ""
-    num: Count = 0
+    num: NonNegativeCount = 0
     """Trajectories that have a reward."""
     reward_mean: float | None = None
     rewards: dict[str, list[float]] = {}
@@ -134,8 +134,8 @@ class SegmentScored(CampaignEvent, frozen=True, kw_only=True, tag="scored"):
 
 
 class VersionPublished(CampaignEvent, frozen=True, kw_only=True, tag="published"):
-    version: Count
-    step: Count = 0
+    version: NonNegativeCount
+    step: NonNegativeCount = 0
     wall_s: float | None = None
     stall_s: float | None = None
     """How long training stood still for it."""
@@ -144,10 +144,10 @@ class VersionPublished(CampaignEvent, frozen=True, kw_only=True, tag="published"
 class VersionDelivered(CampaignEvent, frozen=True, kw_only=True, tag="courier"):
     """The couriers have brought a version to the windows of all other nodes."""
 
-    version: Count
-    bytes: Count = 0
+    version: NonNegativeCount
+    bytes: NonNegativeCount = 0
     """Of the version."""
-    sent_bytes: Count = 0
+    sent_bytes: NonNegativeCount = 0
     """Over the wire, to each node."""
     wall_s: float | None = None
     codec: str = ""
@@ -158,7 +158,7 @@ class VersionDelivered(CampaignEvent, frozen=True, kw_only=True, tag="courier"):
 
 
 class VersionLoaded(CampaignEvent, frozen=True, kw_only=True, tag="loaded"):
-    version: Count
+    version: NonNegativeCount
     wall_s: float | None = None
     stall_s: float | None = None
     """How long the engine generated nothing."""
@@ -174,16 +174,16 @@ class RungChanged(CampaignEvent, frozen=True, kw_only=True, tag="rung"):
 class StepFinished(CampaignEvent, frozen=True, kw_only=True, tag="step"):
     """One training step: the fields of `trainers.base.StepMetrics`, which explains them, and two more."""
 
-    step: Count
-    version: Count = 0
+    step: NonNegativeCount
+    version: NonNegativeCount = 0
     skipped: str | None = None
     """Why the weights were left alone."""
-    num_trajectories: Count | None = None
-    num_groups: Count | None = None
-    num_flat_groups: Count | None = None
-    num_too_long: Count | None = None
-    num_tokens: Count | None = None
-    num_padded_tokens: Count | None = None
+    num_trajectories: NonNegativeCount | None = None
+    num_groups: NonNegativeCount | None = None
+    num_flat_groups: NonNegativeCount | None = None
+    num_too_long: NonNegativeCount | None = None
+    num_tokens: NonNegativeCount | None = None
+    num_padded_tokens: NonNegativeCount | None = None
     reward_mean: float | None = None
     reward_std: float | None = None
     lag_mean: float | None = None
@@ -217,22 +217,22 @@ class StepFinished(CampaignEvent, frozen=True, kw_only=True, tag="step"):
 class StaleDropped(CampaignEvent, frozen=True, kw_only=True, tag="stale"):
     """Trajectories were too old to train on."""
 
-    num: Count
-    version: Count = 0
+    num: NonNegativeCount
+    version: NonNegativeCount = 0
     """The version that they were too old for."""
 
 
 class EvaluationFinished(CampaignEvent, frozen=True, kw_only=True, tag="evaluation"):
     """The result of a round of held-out tasks; one that is written again has the same number."""
 
-    number: Count
-    version: Count = 0
+    number: NonNegativeCount
+    version: NonNegativeCount = 0
     """The newest weights when it began."""
     reward_mean: float | None = None
     domains: dict[str, float] = {}
     """The mean reward of each."""
-    num_episodes: Count = 0
-    num_faults: Count = 0
+    num_episodes: NonNegativeCount = 0
+    num_faults: NonNegativeCount = 0
     length_mean: float | None = None
     oldest: int | None = None
     """Of the versions that generated anything."""
@@ -242,22 +242,22 @@ class EvaluationFinished(CampaignEvent, frozen=True, kw_only=True, tag="evaluati
 class SegmentsRetired(CampaignEvent, frozen=True, kw_only=True, tag="retired"):
     """Trajectories that nothing needs any more left the spools."""
 
-    num: Count
-    num_segments: Count = 0
+    num: NonNegativeCount
+    num_segments: NonNegativeCount = 0
     archive: str | None = None
     """The archive's segment that holds them now."""
 
 
 class TrainingResumed(CampaignEvent, frozen=True, kw_only=True, tag="resumed"):
-    step: Count
-    version: Count = 0
+    step: NonNegativeCount
+    version: NonNegativeCount = 0
     checkpoint: str = ""
     """Its directory's name."""
 
 
 class CheckpointSaved(CampaignEvent, frozen=True, kw_only=True, tag="checkpoint"):
-    step: Count
-    version: Count = 0
+    step: NonNegativeCount
+    version: NonNegativeCount = 0
     wall_s: float | None = None
     stall_s: float | None = None
     """How long training stood still for it."""
@@ -290,15 +290,15 @@ class FaultReported(CampaignEvent, frozen=True, kw_only=True, tag="fault"):
 
 
 # By hand, because msgspec would look at all of a union for every single line.
-_KINDS: dict[str, type[CampaignEvent]] = {
+_EVENT_TYPES: dict[str, type[CampaignEvent]] = {
     str(kind.__struct_config__.tag): kind for kind in CampaignEvent.__subclasses__()
 }
 
 
-def parse(line: Mapping[str, Any]) -> CampaignEvent | None:
+def parse_event(line: Mapping[str, Any]) -> CampaignEvent | None:
     """The event in a line; None for one of an unknown kind, or that cannot be read."""
     name = line.get("event")
-    kind = _KINDS.get(name) if isinstance(name, str) else None
+    kind = _EVENT_TYPES.get(name) if isinstance(name, str) else None
     if kind is None or "time" not in line:
         return None
     try:
@@ -316,34 +316,34 @@ def build_line(event: CampaignEvent, *, time: float, origin: Mapping[str, Any]) 
     return line | {name: value for name, value in fields.items() if value is not UNSET}
 
 
-def plain(event: CampaignEvent) -> str | None:
+def describe_event(event: CampaignEvent) -> str | None:
     """What a person should read of an event; None for the steady flow."""
     match event:
         case JobStarted():
             return f"job {event.job} started on {event.node or 'its node'}"
         case JobEnded():
-            return f"job {event.job} {event.outcome}" + _because(event.reason)
+            return f"job {event.job} {event.outcome}" + _append_reason(event.reason)
         case DrainStarted():
-            return "draining: no new episodes, then a checkpoint" + _because(event.reason)
+            return "draining: no new episodes, then a checkpoint" + _append_reason(event.reason)
         case WorkerFailed():
-            return f"worker {event.of or event.worker} failed" + _because(event.reason)
+            return f"worker {event.of or event.worker} failed" + _append_reason(event.reason)
         case WorkerRestarted():
             return f"worker {event.of or event.worker} restarted"
         case LayoutChosen():
-            return f"layout {event.layout}" + _because(event.reason)
+            return f"layout {event.layout}" + _append_reason(event.reason)
         case RungChanged():
-            return f"weights go by {event.rung}" + _because(event.reason)
+            return f"weights go by {event.rung}" + _append_reason(event.reason)
         case FaultReported():
-            return event.what + _because(event.detail)
-    return _plain_training(event)
+            return event.what + _append_reason(event.detail)
+    return _describe_training_event(event)
 
 
-def _plain_training(event: CampaignEvent) -> str | None:
+def _describe_training_event(event: CampaignEvent) -> str | None:
     match event:
         case TrainingResumed():
             return f"training goes on from the checkpoint of step {event.step}"
         case StepFinished(skipped=str(why)):
-            return f"step {event.step} left the weights alone" + _because(why)
+            return f"step {event.step} left the weights alone" + _append_reason(why)
         case EvaluationFinished(reward_mean=float(mean)):
             return f"evaluation of version {event.version}: mean reward {mean:.3f} in {event.num_episodes} episodes"
         case EvaluationFinished():
@@ -351,11 +351,11 @@ def _plain_training(event: CampaignEvent) -> str | None:
         case CheckpointSaved():
             return f"checkpoint at step {event.step} (version {event.version})"
         case SegmentsRetired():
-            return f"{event.num} trajectories left the spools" + _because(
+            return f"{event.num} trajectories left the spools" + _append_reason(
                 f"archived in {event.archive}" * bool(event.archive)
             )
     return None
 
 
-def _because(reason: str) -> str:
+def _append_reason(reason: str) -> str:
     return f": {reason}" if reason else ""

@@ -12,7 +12,7 @@ CAMPAIGN/
   jobs/000/                one Slurm job (or local run)
     job.sh                 its script, where submitit did not make one under its id (ID_submission.sh)
     submitted.json         its id: what may be cancelled
-    follows                present: the job before queued this one; how many may still come after it
+    chain_marker           present: the job before queued this one; how many may still come after it
     outcome.json           how its driver ended
     drain end dump-stacks  present: asked to drain, to end every step, to write what each worker is doing
     logs/ parsl/           one log a worker; parsl's own files
@@ -42,7 +42,7 @@ SPOOLS: tuple[SpoolName, ...] = get_args(SpoolName)
 
 
 @dataclass(frozen=True)
-class RunDir:
+class CampaignDir:
     """The directory of one campaign."""
 
     root: Path
@@ -52,7 +52,7 @@ class RunDir:
         return self.root.name
 
     @property
-    def campaign(self) -> Path:
+    def manifest(self) -> Path:
         return self.root / "campaign.json"
 
     @property
@@ -84,7 +84,7 @@ class RunDir:
         return self.root / "endpoints"
 
     @property
-    def flips(self) -> Path:
+    def switched_roles(self) -> Path:
         """Workers that do the other role's work for now."""
         return self.root / "flips.json"
 
@@ -116,15 +116,15 @@ class RunDir:
     def task_blocks(self) -> Path:
         return self.root / "task-blocks"
 
-    def journal(self, host: int) -> Path:
-        """What env host `host` has under way, whatever job it runs in."""
-        return self.root / "task-blocks" / f"{host}-under-way.jsonl"
+    def journal(self, env_index: int) -> Path:
+        """What env host `env_index` has under way, whatever job it runs in."""
+        return self.root / "task-blocks" / f"{env_index}-under-way.jsonl"
 
-    def word(self, host: int) -> Path:
-        """How far training may go without making too old what env host `host` has under way."""
-        return self.root / "task-blocks" / f"{host}-word.json"
+    def hold(self, env_index: int) -> Path:
+        """How far training may go without making too old what env host `env_index` has under way."""
+        return self.root / "task-blocks" / f"{env_index}-word.json"
 
-    def words(self) -> list[Path]:
+    def holds(self) -> list[Path]:
         """Those of all env hosts."""
         return sorted(self.task_blocks.glob("*-word.json"))
 
@@ -156,12 +156,12 @@ class JobDir:
         return self.root / "job.sh"
 
     @property
-    def submitted(self) -> Path:
+    def submission(self) -> Path:
         """The recorded id: what may be cancelled, and nothing else."""
         return self.root / "submitted.json"
 
     @property
-    def follows(self) -> Path:
+    def chain_marker(self) -> Path:
         """Present: the job before queued this one, and not a person; how many may still come after it."""
         return self.root / "follows"
 
@@ -208,13 +208,13 @@ class JobDir:
         """Where the ranks of a start of the trainer meet."""
         return self.root / f"ranks-{start}.json"
 
-    def couriers(self, life: str) -> Path:
+    def courier_status(self, incarnation: str) -> Path:
         """What the couriers of one life say of themselves; one that is slow to end disturbs no later life."""
-        return self.root / f"couriers-{life}.json"
+        return self.root / f"couriers-{incarnation}.json"
 
-    def meeting(self, life: str) -> Path:
+    def meeting(self, incarnation: str) -> Path:
         """Where the couriers of one life find each other when they go over TCP."""
-        return self.root / "meetings" / life
+        return self.root / "meetings" / incarnation
 
     @property
     def parsl(self) -> Path:

@@ -6,7 +6,7 @@ WorkerPlace    the campaign, the job and the node
 
 from dataclasses import dataclass
 
-from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,6 @@ class EnvWorkerId:
 class WorkerPlace:
     """The campaign and job that a process works for, and the node that it runs on."""
 
-    campaign: RunDir
+    campaign: CampaignDir
     job: JobDir
     node: str

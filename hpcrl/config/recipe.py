@@ -8,27 +8,27 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from hpcrl.config.toml import NAME, USER_CODE, load_table, to_struct
+from hpcrl.config.toml import NAME_PATTERN, USER_CODE_PATTERN, load_table, to_struct
 from hpcrl.errors import ConfigError
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-UserCode = Annotated[str, Meta(pattern=USER_CODE)]
+UserCode = Annotated[str, Meta(pattern=USER_CODE_PATTERN)]
 """`package.module:name`, importable where the workers run."""
-Name = Annotated[str, Meta(pattern=NAME)]
+Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 RoleName = Literal["env", "prefill", "decode", "reward", "train"]
 Affinity = Literal["compute", "bandwidth", "cpu"]
 RolloutMode = Literal["async", "one-step-off", "sync"]
 ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "reward", "train")
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ConfigTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What all tables share: frozen, by keyword, nothing unknown."""
 
 
-class TinyModel(Table, frozen=True, kw_only=True):
+class TinyModel(ConfigTable, frozen=True, kw_only=True):
     """A seeded Qwen2 made on the spot with a character tokenizer, for demos and tests."""
 
     hidden_size: Count = 64
@@ -38,7 +38,7 @@ class TinyModel(Table, frozen=True, kw_only=True):
     context_length: Count = 512
 
 
-class Model(Table, frozen=True, kw_only=True):
+class ModelConfig(ConfigTable, frozen=True, kw_only=True):
     """What is trained: a directory that transformers can load, or a tiny model made on the spot."""
 
     path: str | None = None
@@ -47,7 +47,7 @@ class Model(Table, frozen=True, kw_only=True):
     """Number of weights (not of billions), by which a plan reckons memory and workers: it does not look into `path`."""
 
 
-class Domain(Table, frozen=True, kw_only=True):
+class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     """A kind of task: its environment, its reward, its limits."""
 
     env: UserCode
@@ -83,7 +83,7 @@ class Domain(Table, frozen=True, kw_only=True):
     """How often an episode is begun anew after an infrastructure fault."""
 
 
-class Rollout(Table, frozen=True, kw_only=True):
+class RolloutConfig(ConfigTable, frozen=True, kw_only=True):
     """How episodes are sampled."""
 
     group_size: Annotated[int, Meta(ge=2)]
@@ -116,7 +116,7 @@ class Rollout(Table, frozen=True, kw_only=True):
         return self.group_size + self.redundancy
 
 
-class Spool(Table, frozen=True, kw_only=True):
+class SpoolConfig(ConfigTable, frozen=True, kw_only=True):
     """How trajectories are stored, and for how long."""
 
     seal_after_s: Seconds = 2.0
@@ -133,7 +133,7 @@ class Spool(Table, frozen=True, kw_only=True):
     """Files are left alone for so long after their last use: readers on other machines may have them mapped."""
 
 
-class Simulated(Table, frozen=True, kw_only=True):
+class SimulatedEngineConfig(ConfigTable, frozen=True, kw_only=True):
     """What the simulated engine pretends to be; it says tokens at random, as fast as the cost model says."""
 
     gpu: Name | Annotated[list[Name], Meta(min_length=1)] | None = None
@@ -151,7 +151,7 @@ class Simulated(Table, frozen=True, kw_only=True):
         return [named] if isinstance(named, str) else named
 
 
-class Engine(Table, frozen=True, kw_only=True):
+class EngineConfig(ConfigTable, frozen=True, kw_only=True):
     """Which inference engine serves prefill and decode."""
 
     backend: Literal["embedded", "vllm", "sim"] = "embedded"
@@ -171,10 +171,10 @@ class Engine(Table, frozen=True, kw_only=True):
     """With vLLM: how long a server may take until it generates."""
     vllm_args: list[str] = []
     """With vLLM: further arguments of its server."""
-    sim: Simulated = Simulated()
+    sim: SimulatedEngineConfig = SimulatedEngineConfig()
 
 
-class Routing(Table, frozen=True, kw_only=True):
+class RouterConfig(ConfigTable, frozen=True, kw_only=True):
     """How turns find their engines. Every policy can be turned off."""
 
     affinity: Literal["auto"] | dict[Name, Literal["compute", "bandwidth"]] = "auto"
@@ -204,7 +204,7 @@ class Routing(Table, frozen=True, kw_only=True):
     """Share of the decisions that are told as events."""
 
 
-class PipelineNode(Table, frozen=True, kw_only=True):
+class PipelineNode(ConfigTable, frozen=True, kw_only=True):
     """A node of the learning pipeline: one of the user's, or what one of ours is to take. docs/learning.md."""
 
     function: UserCode | None = None
@@ -217,7 +217,7 @@ class PipelineNode(Table, frozen=True, kw_only=True):
     """Passed to the function as keyword arguments."""
 
 
-class Train(Table, frozen=True, kw_only=True):
+class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """How the model learns. docs/learning.md names the paper of every choice."""
 
     num_steps: Count
@@ -291,7 +291,7 @@ class Train(Table, frozen=True, kw_only=True):
     """Nodes besides those of `advantage` and the loss, by name."""
 
 
-class Evaluation(Table, frozen=True, kw_only=True):
+class EvaluationConfig(ConfigTable, frozen=True, kw_only=True):
     """What is measured now and then on tasks that are never trained on, with the newest weights. docs/learning.md."""
 
     every_versions: CountOrZero = 0
@@ -308,7 +308,7 @@ class Evaluation(Table, frozen=True, kw_only=True):
     """How long the end of training waits for the last evaluation."""
 
 
-class Metrics(Table, frozen=True, kw_only=True):
+class MetricsConfig(ConfigTable, frozen=True, kw_only=True):
     """Where the figures of every step go besides the events, under CAMPAIGN/metrics. docs/learning.md."""
 
     tensorboard: bool = False
@@ -318,7 +318,7 @@ class Metrics(Table, frozen=True, kw_only=True):
     wandb_project: str = "hpcrl"
 
 
-class Resources(Table, frozen=True, kw_only=True):
+class WorkerResources(ConfigTable, frozen=True, kw_only=True):
     """What one role asks for; the site and the planner decide where that is."""
 
     num_workers: Count = 1
@@ -329,14 +329,14 @@ class Resources(Table, frozen=True, kw_only=True):
     """compute: FLOP/s first (prefill, training) - bandwidth: memory bandwidth first (decode) - cpu: no GPU."""
 
 
-class EngineResources(Resources, frozen=True, kw_only=True):
+class EngineResources(WorkerResources, frozen=True, kw_only=True):
     """The same of prefill and decode."""
 
     num_workers: CountOrZero = 0
     """0: the planner chooses, by the model's size, the GPUs, and the domains' usual lengths; 1 where it cannot."""
 
 
-class ComputeResources(Resources, frozen=True, kw_only=True):
+class ComputeResources(WorkerResources, frozen=True, kw_only=True):
     """The same, with the defaults of train."""
 
     gpus_per_worker: CountOrZero = 1
@@ -357,7 +357,7 @@ class DecodeResources(EngineResources, frozen=True, kw_only=True):
     affinity: Affinity = "bandwidth"
 
 
-class Reward(Table, frozen=True, kw_only=True):
+class RewardConfig(ConfigTable, frozen=True, kw_only=True):
     """Where rewards are computed; how much each of their workers needs is in resources.reward."""
 
     placement: Literal["spare", "elastic"] = "spare"
@@ -370,23 +370,23 @@ class Reward(Table, frozen=True, kw_only=True):
     """What no reward job has taken for so long is scored on spare cores."""
 
 
-class RewardResources(Resources, frozen=True, kw_only=True):
+class RewardResources(WorkerResources, frozen=True, kw_only=True):
     """The same, with the defaults of reward."""
 
     mem_gib_per_worker: Annotated[float, Meta(gt=0)] = 1.0
 
 
-class RoleResources(Table, frozen=True, kw_only=True):
+class RoleResources(ConfigTable, frozen=True, kw_only=True):
     """Resources of the five roles; each has its own defaults, also when its table is given in part."""
 
-    env: Resources = Resources()
+    env: WorkerResources = WorkerResources()
     prefill: PrefillResources = PrefillResources()
     decode: DecodeResources = DecodeResources()
     reward: RewardResources = RewardResources()
     train: ComputeResources = ComputeResources()
 
 
-class Job(Table, frozen=True, kw_only=True):
+class JobConfig(ConfigTable, frozen=True, kw_only=True):
     """Limits of one job of the campaign."""
 
     walltime_min: Count = 60
@@ -402,24 +402,24 @@ class Job(Table, frozen=True, kw_only=True):
     """A job in which nothing has moved for so long is ended, so that nodes are never held idle."""
 
 
-class Recipe(Table, frozen=True, kw_only=True):
+class Recipe(ConfigTable, frozen=True, kw_only=True):
     """A whole recipe."""
 
     name: Name
     seed: CountOrZero = 0
     description: str = ""
-    model: Model
-    domains: Annotated[dict[Name, Domain], Meta(min_length=1)]
-    rollout: Rollout
-    train: Train
-    evaluation: Evaluation = Evaluation()
-    metrics: Metrics = Metrics()
-    spool: Spool = Spool()
-    reward: Reward = Reward()
-    engine: Engine = Engine()
-    router: Routing = Routing()
+    model: ModelConfig
+    domains: Annotated[dict[Name, DomainConfig], Meta(min_length=1)]
+    rollout: RolloutConfig
+    train: TrainConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    spool: SpoolConfig = SpoolConfig()
+    reward: RewardConfig = RewardConfig()
+    engine: EngineConfig = EngineConfig()
+    router: RouterConfig = RouterConfig()
     resources: RoleResources = RoleResources()
-    job: Job = Job()
+    job: JobConfig = JobConfig()
 
 
 def load_recipe(name: str, *, settings: tuple[str, ...] = ()) -> Recipe:

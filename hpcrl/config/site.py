@@ -9,15 +9,15 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from hpcrl.config.recipe import Count, CountOrZero, Name, Table
+from hpcrl.config.recipe import ConfigTable, Count, CountOrZero, Name
 from hpcrl.config.toml import load_table, to_struct
 from hpcrl.errors import ConfigError
-from hpcrl.hardware.gpus import GPUS
+from hpcrl.hardware.gpus import GPU_CATALOGUE
 
-Known = Literal["yes", "no", "unknown"]
+KnownState = Literal["yes", "no", "unknown"]
 
 
-class Partition(Table, frozen=True, kw_only=True):
+class SitePartition(ConfigTable, frozen=True, kw_only=True):
     """One kind of node and how Slurm is asked for it."""
 
     slurm_partition: str | None = None
@@ -51,7 +51,7 @@ class Partition(Table, frozen=True, kw_only=True):
     notes: str = ""
 
 
-class Network(Table, frozen=True, kw_only=True):
+class NetworkConfig(ConfigTable, frozen=True, kw_only=True):
     """What traffic between nodes goes over."""
 
     interface: str | None = None
@@ -62,13 +62,13 @@ class Network(Table, frozen=True, kw_only=True):
     internet_on_compute: Literal["yes", "no", "proxy", "unknown"] = "unknown"
 
 
-class Mpi(Table, frozen=True, kw_only=True):
+class MpiConfig(ConfigTable, frozen=True, kw_only=True):
     """How MPI programs are started."""
 
     flavour: Literal["mpich", "openmpi", "cray-mpich", "parastation", "none"] = "none"
     srun_type: str = "none"
     """The value of `srun --mpi`."""
-    world_over_components: Known = "unknown"
+    world_over_components: KnownState = "unknown"
     """Whether one MPI program spans the components of a heterogeneous job; inside one allocation it always may."""
     couriers: bool = True
     """Carry new weights from node to node, by MPI or else by TCP; false: they go by files."""
@@ -76,7 +76,7 @@ class Mpi(Table, frozen=True, kw_only=True):
     """What couriers send: whole versions, what has changed in them, or whichever is there sooner."""
 
 
-class Inference(Table, frozen=True, kw_only=True):
+class InferenceConfig(ConfigTable, frozen=True, kw_only=True):
     """How vLLM engines hand KV from prefill to decode."""
 
     kv_connector: Name | None = "files"
@@ -85,16 +85,16 @@ class Inference(Table, frozen=True, kw_only=True):
     """`kv_connector_extra_config` of a connector of vLLM's own."""
 
 
-class Site(Table, frozen=True, kw_only=True):
+class Site(ConfigTable, frozen=True, kw_only=True):
     """A whole site."""
 
     name: Name
     description: str = ""
     scheduler: Literal["slurm", "local"]
-    partitions: Annotated[dict[Name, Partition], Meta(min_length=1)]
+    partitions: Annotated[dict[Name, SitePartition], Meta(min_length=1)]
     account: str | None = None
     account_required: bool = False
-    het_jobs: Known = "unknown"
+    het_jobs: KnownState = "unknown"
     """no: all roles get nodes of one allocation, on one partition."""
     slurm_conf: str | None = None
     """Path of the slurm.conf to use, where it is not the machine's own; `~` and $NAME are expanded."""
@@ -105,9 +105,9 @@ class Site(Table, frozen=True, kw_only=True):
     prologue: str | None = None
     """A file of jobs/ that every batch script includes before Python starts (modules, exports)."""
     containers: list[Literal["apptainer", "singularity", "shifter", "podman-hpc", "enroot", "bubblewrap"]] = []
-    network: Network = Network()
-    mpi: Mpi = Mpi()
-    inference: Inference = Inference()
+    network: NetworkConfig = NetworkConfig()
+    mpi: MpiConfig = MpiConfig()
+    inference: InferenceConfig = InferenceConfig()
     slurm_min: str | None = None
     """The Slurm version that the facts below were seen with, or later."""
     verified: bool = False
@@ -121,8 +121,8 @@ def load_site(name: str, *, settings: tuple[str, ...] = ()) -> Site:
     table, source = load_table("sites", name, settings=settings)
     site = to_struct(table, Site, source=source)
     for label, partition in site.partitions.items():
-        if partition.gpu is not None and partition.gpu not in GPUS:
-            known = ", ".join(GPUS)
+        if partition.gpu is not None and partition.gpu not in GPU_CATALOGUE:
+            known = ", ".join(GPU_CATALOGUE)
             raise ConfigError(f"{source}: partitions.{label}.gpu = {partition.gpu!r} is not in the catalogue: {known}")
         if (partition.gpu is None) != (partition.gpus_per_node == 0):
             raise ConfigError(

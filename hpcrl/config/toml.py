@@ -18,15 +18,15 @@ import msgspec
 
 from hpcrl.errors import ConfigError
 
-Kind = Literal["recipes", "sites"]
-Table = dict[str, Any]
+ConfigKind = Literal["recipes", "sites"]
+TomlTable = dict[str, Any]
 T = TypeVar("T", bound=msgspec.Struct)
 
-USER_CODE = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
-PATTERNS = {
-    USER_CODE: "`package.module:name`",
-    NAME: "a name of at most 64 letters, digits, '_' and '-'",
+USER_CODE_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+PATTERN_MEANINGS = {
+    USER_CODE_PATTERN: "`package.module:name`",
+    NAME_PATTERN: "a name of at most 64 letters, digits, '_' and '-'",
 }
 """What the patterns in structs mean to a person."""
 MAX_DEPTH = 64
@@ -43,67 +43,67 @@ RENAMED_KEYS = {
 """Old keys of recipes, and what they are called now."""
 
 
-def shipped(folder: Literal["recipes", "sites", "jobs"]) -> Path:
+def shipped_folder(folder: Literal["recipes", "sites", "jobs"]) -> Path:
     """A folder that ships with hpcrl: inside the wheel, else at the top of the checkout."""
     package = Path(__file__).parents[1]
     inside = package / "_shipped" / folder
     return inside if inside.is_dir() else package.parent / folder
 
 
-def user_folder(kind: Kind) -> Path:
+def user_folder(kind: ConfigKind) -> Path:
     """Where a user's own sites and recipes are found by name."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "hpcrl" / kind
 
 
-def known_names(kind: Kind) -> list[str]:
-    """Names that `find` would accept, shipped and the user's own."""
-    folders = (user_folder(kind), shipped(kind))
+def list_known_names(kind: ConfigKind) -> list[str]:
+    """Names that `find_toml` would accept, shipped and the user's own."""
+    folders = (user_folder(kind), shipped_folder(kind))
     return sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.toml")})
 
 
-def find(kind: Kind, name: str, *, beside: Path | None = None) -> Path:
+def find_toml(kind: ConfigKind, name: str, *, beside: Path | None = None) -> Path:
     """The TOML file meant by a plain path or by a name."""
     if name.endswith(".toml") or "/" in name:
         path = Path(name).expanduser()
         candidates = [beside / path, path] if beside else [path]
     else:
-        candidates = [folder / f"{name}.toml" for folder in (beside, user_folder(kind), shipped(kind)) if folder]
+        candidates = [folder / f"{name}.toml" for folder in (beside, user_folder(kind), shipped_folder(kind)) if folder]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    names = known_names(kind)
+    names = list_known_names(kind)
     raise ConfigError(
-        f"no {kind[:-1]} {name!r}: {nearest(name, names)}known by name: {', '.join(names) or 'none'}; "
+        f"no {kind[:-1]} {name!r}: {suggest_name(name, names)}known by name: {', '.join(names) or 'none'}; "
         f"a path must name a .toml file (your own go to {user_folder(kind)})"
     )
 
 
-def load_table(kind: Kind, name: str, *, settings: Sequence[str] = ()) -> tuple[Table, str]:
+def load_table(kind: ConfigKind, name: str, *, settings: Sequence[str] = ()) -> tuple[TomlTable, str]:
     """The table of a recipe or site with `extends` and settings applied, and how to call it in messages."""
-    path = find(kind, name)
-    table = _extended(kind, path, seen=())
+    path = find_toml(kind, name)
+    table = _load_extended(kind, path, seen=())
     for setting in settings:
-        _apply(table, setting)
+        _apply_setting(table, setting)
     _refuse_deep(table, source=str(path))
     return table, str(path)
 
 
-def to_struct(table: Table, kind: type[T], *, source: str) -> T:
+def to_struct(table: TomlTable, kind: type[T], *, source: str) -> T:
     """Convert `table`, or say which key is wrong, what was seen there, and what would do."""
     _refuse_unknown(table, kind, source=source, trail=())
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {_readable(str(error), table, kind)}") from error
+        raise ConfigError(f"{source}: {_explain_error(str(error), table, kind)}") from error
 
 
-def _extended(kind: Kind, path: Path, *, seen: tuple[Path, ...]) -> Table:
+def _load_extended(kind: ConfigKind, path: Path, *, seen: tuple[Path, ...]) -> TomlTable:
     resolved = path.resolve()
     if resolved in seen:
         chain = " -> ".join(p.name for p in (*seen, resolved))
         raise ConfigError(f"{path}: `extends` goes round in a circle ({chain}): remove one of them")
-    table = _parse(path)
+    table = _parse_toml(path)
     base = table.pop("extends", None)
     if base is None:
         return table
@@ -111,11 +111,11 @@ def _extended(kind: Kind, path: Path, *, seen: tuple[Path, ...]) -> Table:
         raise ConfigError(f"{path}: extends: expected a name or a path, got {base!r}")
     beside = path.parent if base.endswith(".toml") or "/" in base else None
     own_name = beside is None and path.stem == base  # a user's own `lab.toml` that extends the shipped `lab`
-    parent = shipped(kind) / f"{base}.toml" if own_name else find(kind, base, beside=beside)
-    return _merged(_extended(kind, parent, seen=(*seen, resolved)), table)
+    parent = shipped_folder(kind) / f"{base}.toml" if own_name else find_toml(kind, base, beside=beside)
+    return _merge_tables(_load_extended(kind, parent, seen=(*seen, resolved)), table)
 
 
-def _parse(path: Path) -> Table:
+def _parse_toml(path: Path) -> TomlTable:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
@@ -130,7 +130,7 @@ def _parse(path: Path) -> Table:
     return table
 
 
-def _refuse_deep(table: Table, *, source: object) -> None:
+def _refuse_deep(table: TomlTable, *, source: object) -> None:
     """Refuse what is nested too deep for functions that call themselves, level by level."""
     level: list[Any] = [table]
     for _ in range(MAX_DEPTH):
@@ -166,19 +166,19 @@ def _replaced_key(trail: tuple[str, ...]) -> str | None:
     return None
 
 
-def _merged(base: Table, over: Table, *, trail: tuple[str, ...] = ()) -> Table:
+def _merge_tables(base: TomlTable, over: TomlTable, *, trail: tuple[str, ...] = ()) -> TomlTable:
     replaced = {_replaced_key((*trail, key)) for key in over}
     merged = {key: value for key, value in base.items() if key not in replaced}
     for key, value in over.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
-            merged[key] = _merged(old, value, trail=(*trail, key))
+            merged[key] = _merge_tables(old, value, trail=(*trail, key))
         else:
             merged[key] = value
     return merged
 
 
-def _apply(table: Table, setting: str) -> None:
+def _apply_setting(table: TomlTable, setting: str) -> None:
     """Set one `dotted.key=value`; the value is TOML, or else plain text."""
     key, equals, text = setting.partition("=")
     parts = [part.strip() for part in key.split(".")]
@@ -207,7 +207,7 @@ def _refuse_unknown(value: Any, kind: Any, *, source: str, trail: tuple[str, ...
             known = {field.encode_name: field.type for field in fields}
             for key, inner in value.items():
                 if key not in known:
-                    raise ConfigError(_unknown_key(source, trail, key, known))
+                    raise ConfigError(_explain_unknown_key(source, trail, key, known))
                 _refuse_unknown(inner, known[key], source=source, trail=(*trail, key))
         case msgspec.inspect.DictType(value_type=value_type) if isinstance(value, dict):
             for key, inner in value.items():
@@ -219,30 +219,30 @@ def _refuse_unknown(value: Any, kind: Any, *, source: str, trail: tuple[str, ...
             pass
 
 
-def _unknown_key(source: str, trail: tuple[str, ...], key: str, known: Iterable[str]) -> str:
+def _explain_unknown_key(source: str, trail: tuple[str, ...], key: str, known: Iterable[str]) -> str:
     where = ".".join((*trail, key))
     if where in RENAMED_KEYS:
         return f"{source}: {where!r} is now called {RENAMED_KEYS[where]!r}: use the new name"
     names = sorted(known)
     table = f"[{'.'.join(trail)}]" if trail else "the top level"
-    return f"{source}: unknown key {where!r}: {nearest(key, names)}{table} takes {', '.join(names)}"
+    return f"{source}: unknown key {where!r}: {suggest_name(key, names)}{table} takes {', '.join(names)}"
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
+def suggest_name(name: str, names: Sequence[str]) -> str:
     """A question for a message: the known name that a wrong one was likely meant to be; empty if none is near."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}? " if close else ""
 
 
-def _readable(message: str, table: Table, kind: type[msgspec.Struct]) -> str:
+def _explain_error(message: str, table: TomlTable, kind: type[msgspec.Struct]) -> str:
     """msgspec's "Expected `int`, got `str` - at `$.a.b`" with the key first and the value that was seen."""
     found = re.fullmatch(r"(?P<what>.*?)(?: - at `\$\.?(?P<trail>.*)`)?", message, re.DOTALL)
     assert found is not None
     what = found["what"].replace("`", "")
-    for pattern, meaning in PATTERNS.items():
+    for pattern, meaning in PATTERN_MEANINGS.items():
         what = what.replace(f"str matching regex {pattern!r}", meaning)
     trail = [part for part in re.split(r"[.\[\]]", (found["trail"] or "").replace("[...]", ".*")) if part]
-    trail = _spelled_out(trail, message, table, kind)
+    trail = _resolve_wildcard(trail, message, table, kind)
     missing = re.search(r"Object missing required field (\S+)", what)
     if missing:
         return f"{'.'.join([*trail, missing[1]])}: missing; it has no default, so add it"
@@ -257,7 +257,7 @@ def _readable(message: str, table: Table, kind: type[msgspec.Struct]) -> str:
     return f"{'.'.join(trail)}: {what[:1].lower()}{what[1:]} (seen: {seen!r})"
 
 
-def _spelled_out(trail: list[str], message: str, table: Table, kind: type[msgspec.Struct]) -> list[str]:
+def _resolve_wildcard(trail: list[str], message: str, table: TomlTable, kind: type[msgspec.Struct]) -> list[str]:
     """msgspec says "some key" for the keys of a dict; the one meant is the one that fails alone."""
     if "*" not in trail:
         return trail
@@ -266,7 +266,7 @@ def _spelled_out(trail: list[str], message: str, table: Table, kind: type[msgspe
     for part in trail[:at]:
         inner = inner[part]
     for key, value in inner.items():
-        alone: Table = {key: value}
+        alone: TomlTable = {key: value}
         for part in reversed(trail[:at]):
             alone = {part: alone}
         try:

@@ -2,9 +2,9 @@
 
 Small protocols, so that a caller depends on what it uses:
 
-    Generator   generate, prefill, abort, load_figures     used by env hosts, in process or over HTTP
-    Streamer    stream                                     a turn told while it is said, for those who wait for its text
-    Updatable   load_version                               used by the worker that watches the weights
+    TokenGenerator   generate, prefill, abort, load_figures     used by env hosts, in process or over HTTP
+    TokenStreamer    stream                                     a turn told while it is said, for those who wait for its text
+    UpdatableEngine  load_version                               used by the worker that watches the weights
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -28,7 +28,7 @@ class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
     """What a KV connector of vLLM told its other end; with a URL that begins with "vllm:"."""
 
 
-LOCAL = "local:"
+LOCAL_URL_PREFIX = "local:"
 """A handle whose URL begins so points into the engine that made it; a server puts its own address there."""
 FetchKv = Callable[[KvHandle], Awaitable[bytes]]
 """Gets handed-over KV from where its handle points; EngineError if it cannot."""
@@ -62,7 +62,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """For how long after this turn its KV is better kept than given up: the trajectory will likely be back by then."""
 
 
-TOP_LOGPROBS = 20
+MAX_TOP_LOGPROBS = 20
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """For each token, if asked for: the likeliest tokens at its place with their log-probabilities."""
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of a completion; the lists have one entry per token of the piece."""
 
     token_ids: list[int]
@@ -91,20 +91,20 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     top: list[dict[int, float]] = []
 
 
-def as_part(completion: Completion) -> Part:
+def convert_to_chunk(completion: Completion) -> CompletionChunk:
     """A whole completion as its only piece."""
-    return msgspec.convert(completion, Part, from_attributes=True)
+    return msgspec.convert(completion, CompletionChunk, from_attributes=True)
 
 
-def joined(parts: Sequence[Part]) -> Completion:
+def join_chunks(chunks: Sequence[CompletionChunk]) -> Completion:
     """The completion that these pieces are; one that was cut short is `aborted`."""
     return Completion(
-        token_ids=[token for part in parts for token in part.token_ids],
-        logprobs=[logprob for part in parts for logprob in part.logprobs],
-        versions=[version for part in parts for version in part.versions],
-        finish_reason=(parts[-1].finish_reason if parts else None) or "aborted",
-        remote_prefill=any(part.remote_prefill for part in parts),
-        top=[top for part in parts for top in part.top],
+        token_ids=[token for chunk in chunks for token in chunk.token_ids],
+        logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
+        versions=[version for chunk in chunks for version in chunk.versions],
+        finish_reason=(chunks[-1].finish_reason if chunks else None) or "aborted",
+        remote_prefill=any(chunk.remote_prefill for chunk in chunks),
+        top=[top for chunk in chunks for top in chunk.top],
     )
 
 
@@ -124,7 +124,7 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that it serves at once, at most; the others wait."""
 
 
-class Generator(Protocol):
+class TokenGenerator(Protocol):
     """An engine as its callers see it."""
 
     async def generate(self, request: GenerateRequest) -> Completion: ...
@@ -137,18 +137,18 @@ class Generator(Protocol):
     async def load_figures(self) -> LoadFigures: ...
 
 
-class Streamer(Protocol):
+class TokenStreamer(Protocol):
     """An engine that tells a turn while it is said."""
 
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         """The pieces of a turn as they come; closing it early ends the request."""
 
 
-class Engine(Generator, Streamer, Protocol):
+class InferenceEngine(TokenGenerator, TokenStreamer, Protocol):
     """An engine as a router needs it."""
 
 
-class Updatable(Protocol):
+class UpdatableEngine(Protocol):
     """An engine as the weight plane sees it."""
 
     async def load_version(self, version: int) -> float:

@@ -1,8 +1,8 @@
 """An engine behind an HTTP door, and the other end of it.
 
-    serve          POST /generate /stream /prefill /abort, GET /load /kv/NAME; every request carries the bearer token
-    RemoteEngine   a Generator that talks to such a door
-    kv_fetcher     gets handed-over KV for an engine that decodes
+    serve_over_http  POST /generate /stream /prefill /abort, GET /load /kv/NAME; every request carries the bearer token
+    RemoteEngine     a Generator that talks to such a door
+    make_kv_fetcher  gets handed-over KV for an engine that decodes
 
 Bodies are JSON of the structs in hpcrl.engines.base (a stream: one piece a line); KV travels as safetensors. A
 request that cannot be read is answered 400 and one that the engine refuses 422, each with {"error": "one line"}. A
@@ -20,74 +20,74 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from hpcrl.campaign_dir.endpoints import Endpoint
+from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.engines.base import (
-    LOCAL,
+    LOCAL_URL_PREFIX,
     Completion,
+    CompletionChunk,
     FetchKv,
     GenerateRequest,
-    Generator,
     KvHandle,
     LoadFigures,
-    Part,
-    Streamer,
+    TokenGenerator,
+    TokenStreamer,
 )
 from hpcrl.errors import EngineError, EngineRefusedError
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 64 << 20
 """A prompt of a million tokens is under 10 MB of JSON."""
-SHORT_S = 30.0
+SHORT_TIMEOUT_S = 30.0
 """How long anything but a generation may take to answer."""
-FULL = 503
+STATUS_FULL = 503
 """Answered to a request that may be offered elsewhere."""
-KV_FETCH_S = 20.0
+KV_FETCH_TIMEOUT_S = 20.0
 """After this the prompt is computed where it is decoded."""
 
 
-class ServedEngine(Generator, Streamer, Protocol):
+class ServedEngine(TokenGenerator, TokenStreamer, Protocol):
     """What stands behind the door: a Generator that also tells a turn as it is said, and gives out the KV it holds."""
 
     async def take_kv(self, name: str) -> bytes | None: ...
 
 
-class _Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _AbortRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     request_id: str
 
 
-class _Done(msgspec.Struct, frozen=True, kw_only=True):
+class _EmptyAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """There is nothing more to say."""
 
 
-class _Refusal(msgspec.Struct, frozen=True, kw_only=True):
+class _ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     error: str
 
 
 # ---- the door
 
 
-async def serve(engine: ServedEngine, *, host: str, token: str, port: int = 0) -> tuple[str, web.AppRunner]:
+async def serve_over_http(engine: ServedEngine, *, host: str, token: str, port: int = 0) -> tuple[str, web.AppRunner]:
     """Answer on `host` (port 0: any free one) until the runner's cleanup(); returns the URL that others use."""
-    app = web.Application(middlewares=[_bearer(token), _refusals], client_max_size=MAX_BODY_BYTES)
+    app = web.Application(middlewares=[_require_token(token), _answer_errors], client_max_size=MAX_BODY_BYTES)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-    door = _Door(engine, token=token)
-    app.router.add_post("/generate", door.generate)
-    app.router.add_post("/stream", door.stream)
-    app.router.add_post("/prefill", door.prefill)
-    app.router.add_post("/abort", door.abort)
-    app.router.add_get("/load", door.load)
-    app.router.add_get("/kv/{name}", door.kv)
+    handlers = _EngineHandlers(engine, token=token)
+    app.router.add_post("/generate", handlers.generate)
+    app.router.add_post("/stream", handlers.stream)
+    app.router.add_post("/prefill", handlers.prefill)
+    app.router.add_post("/abort", handlers.abort)
+    app.router.add_get("/load", handlers.load)
+    app.router.add_get("/kv/{name}", handlers.kv)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
     except OSError as error:
         await runner.cleanup()
         raise EngineError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    door.url = f"http://{_bracketed(host)}:{runner.addresses[0][1]}"
-    return door.url, runner
+    handlers.url = f"http://{_format_host(host)}:{runner.addresses[0][1]}"
+    return handlers.url, runner
 
 
-class _Door:
+class _EngineHandlers:
     """The routes of one engine."""
 
     def __init__(self, engine: ServedEngine, *, token: str) -> None:
@@ -95,31 +95,31 @@ class _Door:
         self._engine, self._token = engine, token
 
     async def generate(self, http: web.Request) -> web.Response:
-        return _answer(await self._engine.generate(await _body(http, GenerateRequest)))
+        return _make_json_response(await self._engine.generate(await _decode_body(http, GenerateRequest)))
 
     async def stream(self, http: web.Request) -> web.StreamResponse:
-        pieces = self._engine.stream(await _body(http, GenerateRequest))
+        chunks = self._engine.stream(await _decode_body(http, GenerateRequest))
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        async with contextlib.aclosing(pieces):
-            async for piece in _told(pieces):
+        async with contextlib.aclosing(chunks):
+            async for chunk in _append_error(chunks):
                 if not response.prepared:  # until here a refusal can have a status of its own
                     await response.prepare(http)
-                await response.write(msgspec.json.encode(piece) + b"\n")
+                await response.write(msgspec.json.encode(chunk) + b"\n")
         return response
 
     async def prefill(self, http: web.Request) -> web.Response:
-        handle = await self._engine.prefill(await _body(http, GenerateRequest))
-        if handle.url.startswith(LOCAL):
-            url = f"{self.url}/kv/{handle.url.removeprefix(LOCAL)}"
+        handle = await self._engine.prefill(await _decode_body(http, GenerateRequest))
+        if handle.url.startswith(LOCAL_URL_PREFIX):
+            url = f"{self.url}/kv/{handle.url.removeprefix(LOCAL_URL_PREFIX)}"
             handle = msgspec.structs.replace(handle, url=url, token=self._token)
-        return _answer(handle)
+        return _make_json_response(handle)
 
     async def abort(self, http: web.Request) -> web.Response:
-        await self._engine.abort((await _body(http, _Abort)).request_id)
-        return _answer(_Done())
+        await self._engine.abort((await _decode_body(http, _AbortRequest)).request_id)
+        return _make_json_response(_EmptyAnswer())
 
     async def load(self, _: web.Request) -> web.Response:
-        return _answer(await self._engine.load_figures())
+        return _make_json_response(await self._engine.load_figures())
 
     async def kv(self, http: web.Request) -> web.Response:
         data = await self._engine.take_kv(http.match_info["name"])
@@ -128,62 +128,62 @@ class _Door:
         return web.Response(body=data, content_type="application/octet-stream")
 
 
-async def _told(pieces: AsyncIterator[Part]) -> AsyncIterator[Part | _Refusal]:
+async def _append_error(chunks: AsyncIterator[CompletionChunk]) -> AsyncIterator[CompletionChunk | _ErrorAnswer]:
     """The pieces; if the engine fails when some are gone, then a refusal as the last line."""
-    begun = False
+    has_started = False
     try:
-        async for piece in pieces:
-            yield piece
-            begun = True
+        async for chunk in chunks:
+            yield chunk
+            has_started = True
     except EngineError as error:
-        if not begun:
+        if not has_started:
             raise
-        yield _Refusal(error=str(error))
+        yield _ErrorAnswer(error=str(error))
 
 
-async def _body(http: web.Request, kind: type[T]) -> T:
+async def _decode_body(http: web.Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(await http.read(), type=kind)
     except msgspec.DecodeError as error:
         raise web.HTTPBadRequest(text=f"the body is no {kind.__name__.strip('_')}: {error}") from None
 
 
-def _answer(value: msgspec.Struct) -> web.Response:
+def _make_json_response(value: msgspec.Struct) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
-def _bearer(token: str) -> Middleware:
+def _require_token(token: str) -> Middleware:
     """Nobody gets past without the token; comparing takes the same time however much of it is right."""
-    wanted = f"Bearer {token}".encode()
+    expected = f"Bearer {token}".encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         seen = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(seen, wanted):
-            return _refused(401, "this needs `Authorization: Bearer` with the endpoint's token")
+        if not hmac.compare_digest(seen, expected):
+            return _make_error_response(401, "this needs `Authorization: Bearer` with the endpoint's token")
         return await handler(request)
 
     return check
 
 
 @web.middleware
-async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except EngineRefusedError as error:
-        return _refused(FULL, str(error))
+        return _make_error_response(STATUS_FULL, str(error))
     except EngineError as error:
-        return _refused(422, str(error))
+        return _make_error_response(422, str(error))
     except web.HTTPClientError as error:
-        return _refused(error.status, error.text or error.reason)
+        return _make_error_response(error.status, error.text or error.reason)
 
 
-def _refused(status: int, why: str) -> web.Response:
-    body = msgspec.json.encode(_Refusal(error=" ".join(why.split())))
+def _make_error_response(status: int, why: str) -> web.Response:
+    body = msgspec.json.encode(_ErrorAnswer(error=" ".join(why.split())))
     return web.Response(status=status, body=body, content_type="application/json")
 
 
-def _bracketed(host: str) -> str:
+def _format_host(host: str) -> str:
     try:
         return f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
     except ValueError:
@@ -193,7 +193,7 @@ def _bracketed(host: str) -> str:
 # ---- the other end
 
 
-def client_session() -> aiohttp.ClientSession:
+def make_client_session() -> aiohttp.ClientSession:
     """A session with as many kept-alive connections as there are requests in flight."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
@@ -201,26 +201,26 @@ def client_session() -> aiohttp.ClientSession:
 class RemoteEngine:
     """The engine behind an endpoint; whatever goes wrong on the way is an EngineError that names the worker."""
 
-    def __init__(self, endpoint: Endpoint, session: aiohttp.ClientSession) -> None:
+    def __init__(self, endpoint: EngineEndpoint, session: aiohttp.ClientSession) -> None:
         self.endpoint = endpoint
         self._session = session
         self._headers = {"Authorization": f"Bearer {endpoint.token}"}
 
     async def generate(self, request: GenerateRequest) -> Completion:
         # How long a turn may take is the caller's business: cancelling it hangs up, which aborts it over there.
-        return await self._ask("POST", "/generate", request, kind=Completion, limit_s=None)
+        return await self._request_answer("POST", "/generate", request, kind=Completion, limit_s=None)
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         url = self.endpoint.url + "/stream"
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=SHORT_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=SHORT_TIMEOUT_S)
         data = msgspec.json.encode(request)
-        last: Part | None = None
+        last: CompletionChunk | None = None
         try:
             async with self._session.post(url, data=data, headers=self._headers, timeout=timeout) as http:
                 if http.status >= 400:
-                    raise self._answered(url, http.status, await http.read())
-                async for line in _lines(http.content):
-                    last = self._understood(line, kind=Part, url=url)
+                    raise self._make_error(url, http.status, await http.read())
+                async for line in _read_lines(http.content):
+                    last = self._decode_answer(line, kind=CompletionChunk, url=url)
                     yield last
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineError(f"worker {self.endpoint.worker} at {url} did not answer: {error!r}") from error
@@ -228,19 +228,21 @@ class RemoteEngine:
             raise EngineError(f"worker {self.endpoint.worker} at {url} fell silent in the middle of a turn")
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
-        return await self._ask("POST", "/prefill", request, kind=KvHandle, limit_s=None)
+        return await self._request_answer("POST", "/prefill", request, kind=KvHandle, limit_s=None)
 
     async def abort(self, request_id: str) -> None:
-        await self._ask("POST", "/abort", _Abort(request_id=request_id), kind=_Done, limit_s=SHORT_S)
+        await self._request_answer(
+            "POST", "/abort", _AbortRequest(request_id=request_id), kind=_EmptyAnswer, limit_s=SHORT_TIMEOUT_S
+        )
 
     async def load_figures(self) -> LoadFigures:
-        return await self._ask("GET", "/load", None, kind=LoadFigures, limit_s=SHORT_S)
+        return await self._request_answer("GET", "/load", None, kind=LoadFigures, limit_s=SHORT_TIMEOUT_S)
 
-    async def _ask(
+    async def _request_answer(
         self, method: str, path: str, body: msgspec.Struct | None, *, kind: type[T], limit_s: float | None
     ) -> T:
         data = None if body is None else msgspec.json.encode(body)
-        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=SHORT_S)
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=SHORT_TIMEOUT_S)
         url = self.endpoint.url + path
         try:
             async with self._session.request(method, url, data=data, headers=self._headers, timeout=timeout) as http:
@@ -248,45 +250,45 @@ class RemoteEngine:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineError(f"worker {self.endpoint.worker} at {url} did not answer: {error!r}") from error
         if http.status >= 400:
-            raise self._answered(url, http.status, answer)
-        return self._understood(answer, kind=kind, url=url)
+            raise self._make_error(url, http.status, answer)
+        return self._decode_answer(answer, kind=kind, url=url)
 
-    def _answered(self, url: str, status: int, answer: bytes) -> EngineError:
-        kind = EngineRefusedError if status in (FULL, 429) else EngineError
-        return kind(f"worker {self.endpoint.worker} at {url} answered {status}: {_reason(answer)}")
+    def _make_error(self, url: str, status: int, answer: bytes) -> EngineError:
+        kind = EngineRefusedError if status in (STATUS_FULL, 429) else EngineError
+        return kind(f"worker {self.endpoint.worker} at {url} answered {status}: {_read_error(answer)}")
 
-    def _understood(self, answer: bytes, *, kind: type[T], url: str) -> T:
+    def _decode_answer(self, answer: bytes, *, kind: type[T], url: str) -> T:
         try:
             return msgspec.json.decode(answer, type=kind)
         except msgspec.DecodeError as error:
-            why = _reason(answer)
+            why = _read_error(answer)
             raise EngineError(f"worker {self.endpoint.worker} at {url} is not understood: {error}: {why}") from error
 
 
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+async def _read_lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     """Line by line, however long: a stream's own `readline` refuses one of many tokens."""
-    begun = b""
+    rest = b""
     async for chunk in content.iter_any():
-        *whole, begun = (begun + chunk).split(b"\n")
-        for line in whole:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
             yield line
 
 
-def _reason(answer: bytes) -> str:
+def _read_error(answer: bytes) -> str:
     try:
-        return msgspec.json.decode(answer, type=_Refusal).error
+        return msgspec.json.decode(answer, type=_ErrorAnswer).error
     except msgspec.DecodeError:
         return answer[:200].decode(errors="replace")
 
 
-def kv_fetcher(session: aiohttp.ClientSession, *, max_bytes: int = 1 << 30) -> FetchKv:
+def make_kv_fetcher(session: aiohttp.ClientSession, *, max_bytes: int = 1 << 30) -> FetchKv:
     """Fetches the KV that handles point to, over HTTP and nothing else, and not more than `max_bytes` of it."""
 
     async def fetch(handle: KvHandle) -> bytes:
         if not handle.url.startswith(("http://", "https://")):
             raise EngineError(f"handed-over KV has the URL {handle.url!r}: only http and https are fetched")
         headers = {"Authorization": f"Bearer {handle.token}"}
-        timeout = aiohttp.ClientTimeout(total=KV_FETCH_S)
+        timeout = aiohttp.ClientTimeout(total=KV_FETCH_TIMEOUT_S)
         try:
             async with session.get(handle.url, headers=headers, timeout=timeout, allow_redirects=False) as http:
                 if http.status != 200:

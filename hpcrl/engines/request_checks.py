@@ -9,12 +9,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from hpcrl.engines.base import TOP_LOGPROBS, GenerateRequest
+from hpcrl.engines.base import MAX_TOP_LOGPROBS, GenerateRequest
 from hpcrl.errors import EngineError
 from hpcrl.models.model_config import read_model_config
 
 
-def check(request: GenerateRequest, *, max_new_tokens: int, context_length: int, vocabulary: int) -> None:
+def check_request(request: GenerateRequest, *, max_new_tokens: int, context_length: int, vocabulary: int) -> None:
     """EngineError if the request makes no sense to a model of this context and vocabulary."""
     num_prompt = len(request.token_ids)
     wrong = None
@@ -31,19 +31,19 @@ def check(request: GenerateRequest, *, max_new_tokens: int, context_length: int,
         wrong = f"temperature is {request.temperature}: it must be 0 (greedy) or a positive number"
     elif not 0 < request.top_p <= 1 or request.top_k < 0:
         wrong = f"top_p, top_k are {request.top_p}, {request.top_k}: above 0 and at most 1; 0 (all tokens) or more"
-    elif not 0 <= request.top_logprobs <= TOP_LOGPROBS:
-        wrong = f"top_logprobs is {request.top_logprobs}: it must be 0 to {TOP_LOGPROBS}"
+    elif not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
+        wrong = f"top_logprobs is {request.top_logprobs}: it must be 0 to {MAX_TOP_LOGPROBS}"
     if wrong is not None:
         raise EngineError(f"request {request.request_id!r}: {wrong}")
 
 
-def check_speaks(request: GenerateRequest) -> None:
+def check_asks_for_tokens(request: GenerateRequest) -> None:
     """EngineError if nothing may be said."""
     if request.max_new_tokens < 1:
         raise EngineError(f"max_new_tokens is {request.max_new_tokens}: ask for at least 1")
 
 
-def check_fit(model: Path) -> None:
+def check_tokenizer_fits(model: Path) -> None:
     """EngineError if prompts made with the tokenizer in `model` may have ids beyond the model's vocabulary."""
     path = model / "tokenizer.json"
     known = read_model_config(model / "config.json").vocabulary_size

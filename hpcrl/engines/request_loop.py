@@ -1,6 +1,6 @@
 """The requests of an engine that goes step by step: they wait, are stepped, are told while they grow, end or are ended.
 
-    Turns          what such an engine does about its requests, whatever a step of it is
+    RequestLoop    what such an engine does about its requests, whatever a step of it is
     Turns.finish   puts a row through the batch; a caller that goes away takes it out
     Turns.told     the same in pieces, as they are said
 
@@ -14,12 +14,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Ite
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from hpcrl.engines.base import GenerateRequest, Part
-from hpcrl.engines.request_checks import check
+from hpcrl.engines.base import CompletionChunk, GenerateRequest
+from hpcrl.engines.request_checks import check_request
 from hpcrl.errors import EngineError
 
 
-class Ending(Protocol):
+class LoopRequest(Protocol):
     """A row as far as its life goes."""
 
     failure: str
@@ -28,38 +28,38 @@ class Ending(Protocol):
     def is_done(self) -> bool: ...
 
 
-R = TypeVar("R", bound=Ending)
-Prepare = Callable[[], Awaitable[None]]
+R = TypeVar("R", bound=LoopRequest)
+PrepareHook = Callable[[], Awaitable[None]]
 """What is to be done for a row before it waits for a place, such as fetching its KV."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps(Generic[R]):
+class LoopHooks(Generic[R]):
     """How an engine goes on."""
 
     can_step: Callable[[], bool]
     """Is there anything to do, unless paused?"""
     step: Callable[[], Awaitable[Iterable[R]]]
-    """Let rows in that wait (`Turns.next_waiting`), go one step; the rows that are done then."""
+    """Let rows in that wait (`RequestLoop.next_waiting`), go one step; the rows that are done then."""
     drop: Callable[[Collection[R]], Awaitable[None]]
     """Take rows out before they are done."""
 
 
-class Turns(Generic[R]):
+class RequestLoop(Generic[R]):
     """Of one engine, from `start` to `stop`."""
 
-    def __init__(self, steps: Steps[R]) -> None:
+    def __init__(self, hooks: LoopHooks[R]) -> None:
         self.between_steps = asyncio.Lock()
         """Whoever holds it has the batch to himself."""
-        self._steps = steps
+        self._hooks = hooks
         self._rows: dict[str, R] = {}
-        self._answers: dict[R, asyncio.Future[None]] = {}
+        self._futures: dict[R, asyncio.Future[None]] = {}
         self._waiting: list[tuple[int, int, R]] = []
-        self._num_come = 0
-        self._unwanted: dict[R, None] = {}
+        self._num_queued = 0
+        self._to_drop: dict[R, None] = {}
         self._paused = False
-        self._wake = asyncio.Event()
-        self._stepped = asyncio.Event()
+        self._wake_event = asyncio.Event()
+        self._step_event = asyncio.Event()
         """Set and replaced after every step, for those who tell a turn while it is said."""
         self._loop_task: asyncio.Task[None] | None = None
 
@@ -72,7 +72,7 @@ class Turns(Generic[R]):
         await asyncio.wait({self._loop_task})
         self._fail_all("the engine was stopped")
 
-    async def failed(self) -> None:
+    async def wait_until_failed(self) -> None:
         """Wait until the engine cannot go on, and raise why; a worker ends with it, to be started anew."""
         assert self._loop_task is not None
         await asyncio.shield(self._loop_task)
@@ -85,50 +85,50 @@ class Turns(Generic[R]):
             raise EngineError("the engine is not running: its worker has to be started anew")
         if request.request_id in self._rows:
             raise EngineError(f"request_id {request.request_id!r} is being served already: give each turn its own")
-        check(request, max_new_tokens=max_new_tokens, context_length=context_length, vocabulary=vocabulary)
+        check_request(request, max_new_tokens=max_new_tokens, context_length=context_length, vocabulary=vocabulary)
 
-    async def finish(self, row: R, request: GenerateRequest, *, prepare: Prepare | None = None) -> None:
+    async def finish(self, row: R, request: GenerateRequest, *, prepare: PrepareHook | None = None) -> None:
         """Put a row through the batch once it is prepared. EngineError if it fails."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._rows[request.request_id], self._answers[row] = row, answer
+        self._rows[request.request_id], self._futures[row] = row, answer
         try:
             if prepare is not None:
                 await prepare()
             if not row.is_done:
-                self._num_come += 1
-                heapq.heappush(self._waiting, (request.priority, self._num_come, row))  # equals keep their order
+                self._num_queued += 1
+                heapq.heappush(self._waiting, (request.priority, self._num_queued, row))  # equals keep their order
                 self.wake()
             await answer
         finally:
-            del self._rows[request.request_id], self._answers[row]
+            del self._rows[request.request_id], self._futures[row]
             if not row.is_done:
                 self._drop_soon(row)
         if row.failure:
             raise EngineError(f"request {request.request_id!r}: {row.failure}")
 
-    async def told(
+    async def stream(
         self,
         row: R,
         request: GenerateRequest,
         *,
-        num_said: Callable[[R], int],
-        part: Callable[[R, int, int], Part],
-        prepare: Prepare | None = None,
-    ) -> AsyncGenerator[Part, None]:
+        count_generated: Callable[[R], int],
+        make_chunk: Callable[[R, int, int], CompletionChunk],
+        prepare: PrepareHook | None = None,
+    ) -> AsyncGenerator[CompletionChunk, None]:
         """The pieces of a row, each from a token to another; the last one when it is done."""
         finish = asyncio.create_task(self.finish(row, request, prepare=prepare), name=request.request_id)
-        told = 0
+        num_streamed = 0
         try:
             while not finish.done():
-                stepped = asyncio.create_task(self._stepped.wait())
+                stepped = asyncio.create_task(self._step_event.wait())
                 await asyncio.wait({finish, stepped}, return_when=asyncio.FIRST_COMPLETED)
                 stepped.cancel()
-                known = num_said(row)
-                if known > told and not row.is_done:
-                    yield part(row, told, known)
-                    told = known
+                num_generated = count_generated(row)
+                if num_generated > num_streamed and not row.is_done:
+                    yield make_chunk(row, num_streamed, num_generated)
+                    num_streamed = num_generated
             finish.result()
-            yield part(row, told, num_said(row))
+            yield make_chunk(row, num_streamed, count_generated(row))
         finally:
             finish.cancel()
             await asyncio.wait({finish})
@@ -138,7 +138,7 @@ class Turns(Generic[R]):
         row = self._rows.get(request_id)
         if row is not None:
             self._drop_soon(row)
-            await asyncio.wait([self._answers[row]])
+            await asyncio.wait([self._futures[row]])
 
     # ---- who waits
 
@@ -168,45 +168,45 @@ class Turns(Generic[R]):
 
     def wake(self) -> None:
         """There may be something to do."""
-        self._wake.set()
+        self._wake_event.set()
 
     async def _run(self) -> None:
         try:
             while True:
-                await self._wake.wait()
-                self._wake.clear()
-                while self._unwanted or (not self._paused and self._steps.can_step()):
+                await self._wake_event.wait()
+                self._wake_event.clear()
+                while self._to_drop or (not self._paused and self._hooks.can_step()):
                     async with self.between_steps:
-                        await self._go_on()
+                        await self._run_step()
         except Exception as error:
             self._fail_all(f"the engine failed with {type(error).__name__}: {error}")
             raise
 
-    async def _go_on(self) -> None:
+    async def _run_step(self) -> None:
         """Drop what nobody wants any more, then, unless paused, one step."""
-        if self._unwanted:
-            dropped, self._unwanted = self._unwanted, {}
+        if self._to_drop:
+            dropped, self._to_drop = self._to_drop, {}
             self._waiting = [entry for entry in self._waiting if entry[2] not in dropped]
             heapq.heapify(self._waiting)
-            await self._steps.drop(dropped)
-            self._answer(dropped)
-        if not self._paused and self._steps.can_step():
-            done = await self._steps.step()
-            self._stepped.set()
-            self._stepped = asyncio.Event()
-            self._answer(done)
+            await self._hooks.drop(dropped)
+            self._resolve_futures(dropped)
+        if not self._paused and self._hooks.can_step():
+            done = await self._hooks.step()
+            self._step_event.set()
+            self._step_event = asyncio.Event()
+            self._resolve_futures(done)
 
     def _drop_soon(self, row: R) -> None:
-        self._unwanted[row] = None
+        self._to_drop[row] = None
         self.wake()
 
-    def _answer(self, rows: Iterable[R]) -> None:
+    def _resolve_futures(self, rows: Iterable[R]) -> None:
         for row in rows:
-            answer = self._answers.get(row)
+            answer = self._futures.get(row)
             if answer is not None and not answer.done():
                 answer.set_result(None)
 
     def _fail_all(self, why: str) -> None:
-        for row in self._answers:
+        for row in self._futures:
             row.failure = row.failure or why
-        self._answer(list(self._answers))
+        self._resolve_futures(list(self._futures))

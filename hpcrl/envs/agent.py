@@ -1,7 +1,7 @@
 """An agent program as an environment: any command that talks to a model by OpenAI's API and says what it earned.
 
     AgentProgram    runs the command once for each episode, in a sandbox
-    reward_in       the reward in what a program printed
+    find_reward     the reward in what a program printed
 
 The program finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, and its task as one JSON object
 on standard input and in HPCRL_TASK. Its reward is the last line that it prints, as a number or as {"reward": number},
@@ -22,18 +22,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcrl.envs.base import ModelDoor
-from hpcrl.envs.isolation.program_launcher import Landing, Launch
-from hpcrl.envs.isolation.sandbox import Kind, Walls, Wanted, choose, readable, walled
+from hpcrl.envs.base import ModelAccess
+from hpcrl.envs.isolation.program_launcher import ProgramLaunch, ProgramResult
+from hpcrl.envs.isolation.sandbox import (
+    SandboxChoice,
+    SandboxKind,
+    SandboxSpec,
+    choose_sandbox,
+    list_readable_paths,
+    wrap_command,
+)
 from hpcrl.errors import ConfigError, EnvFault
 
 INSIDE_PORT = 8000
 """Where the model is on the loopback of a sandbox, which nobody else shares."""
-END_S = 5.0
+END_GRACE_S = 5.0
 """How long a program's launcher may take to end all that it started."""
-INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 """All that a program in a sandbox is told of our environment."""
-_LAUNCH = (
+_LAUNCHER_CODE = (
     "import sys; sys.path.insert(0, {root!r}); from hpcrl.envs.isolation.program_launcher import main; sys.exit(main())"
 )
 
@@ -60,7 +67,7 @@ class AgentProgram:
         command: Sequence[str],
         task: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
-        sandbox: Wanted = "auto",
+        sandbox: SandboxChoice = "auto",
         image: str | None = None,
         readable: Sequence[str] = (),
         timeout_s: float = 600.0,
@@ -86,7 +93,7 @@ class AgentProgram:
         self._command = [sys.executable if part == "python" else part for part in command[:1]] + list(command[1:])
         self._task = task or {}
         self._environment = environment or {}
-        self._sandbox: Wanted = sandbox
+        self._sandbox: SandboxChoice = sandbox
         self._image = image
         self._readable = tuple(readable)
         self._timeout_s = timeout_s
@@ -96,52 +103,54 @@ class AgentProgram:
             "file_bytes": int(file_gib * 2**30),
         }
 
-    async def run(self, seed: int, door: ModelDoor) -> float | None:
+    async def run(self, seed: int, access: ModelAccess) -> float | None:
         """One run of the program; EnvFault if it fails or says nothing of a reward."""
-        kind = await asyncio.to_thread(choose, self._sandbox, image=self._image)
+        kind = await asyncio.to_thread(choose_sandbox, self._sandbox, image=self._image)
         workdir = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="hpcrl-agent-"))
         try:
-            launch = self._launch(seed, door, kind=kind, workdir=workdir)
-            landing = await self._landed(launch, door, kind=kind, workdir=workdir)
+            launch = self._make_launch(seed, access, kind=kind, workdir=workdir)
+            result = await self._run_launcher(launch, access, kind=kind, workdir=workdir)
         finally:
             await asyncio.to_thread(shutil.rmtree, workdir, ignore_errors=True)
-        return _judged(landing)
+        return _read_reward(result)
 
-    def _launch(self, seed: int, door: ModelDoor, *, kind: Kind, workdir: Path) -> Launch:
+    def _make_launch(self, seed: int, access: ModelAccess, *, kind: SandboxKind, workdir: Path) -> ProgramLaunch:
         task = json.dumps({"seed": seed, **self._task})
-        url = door.url if kind == "none" else f"http://127.0.0.1:{INSIDE_PORT}/v1"
-        model = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": door.api_key, "OPENAI_MODEL": door.model}
-        return Launch(
+        url = access.url if kind == "none" else f"http://127.0.0.1:{INSIDE_PORT}/v1"
+        model = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": access.api_key, "OPENAI_MODEL": access.model}
+        return ProgramLaunch(
             command=self._command,
             task=task,
-            environment={**_environment(kind, workdir), **self._environment, **model, "HPCRL_TASK": task},
+            environment={**_build_environment(kind, workdir), **self._environment, **model, "HPCRL_TASK": task},
             forward_port=0 if kind == "none" else INSIDE_PORT,
-            socket=door.socket,
+            socket=access.socket,
             **self._limits,
         )
 
-    async def _landed(self, launch: Launch, door: ModelDoor, *, kind: Kind, workdir: Path) -> Landing:
-        seen = readable(str(Path(door.socket).parent), *self._readable)
-        walls = Walls(kind=kind, workdir=str(workdir), readable=seen, image=self._image)
+    async def _run_launcher(
+        self, launch: ProgramLaunch, access: ModelAccess, *, kind: SandboxKind, workdir: Path
+    ) -> ProgramResult:
+        seen = list_readable_paths(str(Path(access.socket).parent), *self._readable)
+        spec = SandboxSpec(kind=kind, workdir=str(workdir), readable=seen, image=self._image)
         root = str(Path(__file__).resolve().parents[2])
         process = await asyncio.create_subprocess_exec(
-            *walled([sys.executable, "-I", "-S", "-c", _LAUNCH.format(root=root)], walls),
+            *wrap_command([sys.executable, "-I", "-S", "-c", _LAUNCHER_CODE.format(root=root)], spec),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=_environment(kind, workdir),
+            env=_build_environment(kind, workdir),
             cwd=workdir,
             start_new_session=True,
         )
         try:
             async with asyncio.timeout(self._timeout_s):
-                said, errors = await process.communicate(json.dumps(asdict(launch)).encode())
+                output, errors = await process.communicate(json.dumps(asdict(launch)).encode())
         except TimeoutError:
             raise EnvFault(f"{self._name}: no end in timeout_s = {self._timeout_s:g} s") from None
         finally:
-            await _end(process)
+            await _end_launcher(process)
         try:
-            return Landing(**json.loads(said))
+            return ProgramResult(**json.loads(output))
         except (ValueError, TypeError):
             why = errors.decode(errors="replace").strip()[-300:]
             raise EnvFault(f"{self._name}: its sandbox ({kind}) ended with {process.returncode}: {why}") from None
@@ -151,12 +160,12 @@ class AgentProgram:
         return " ".join(self._command)[:120]
 
 
-def reward_in(output: str) -> float | None:
+def find_reward(output: str) -> float | None:
     """The reward in the last line that is one: a finite number, or an object with one; None if there is none."""
     for line in reversed(output.splitlines()):
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            said = json.loads(line)
-            reward = said["reward"] if isinstance(said, dict) else said
+            value = json.loads(line)
+            reward = value["reward"] if isinstance(value, dict) else value
             if isinstance(reward, bool) or not isinstance(reward, int | float):
                 continue
             if not math.isfinite(reward):
@@ -165,36 +174,38 @@ def reward_in(output: str) -> float | None:
     return None
 
 
-def _judged(landing: Landing) -> float | None:
+def _read_reward(result: ProgramResult) -> float | None:
     """The reward; a program that failed gets none, whatever it printed before."""
-    if landing.exit_code != 0:
-        how = f"ended with code {landing.exit_code}" if landing.exit_code > 0 else _killed(-landing.exit_code)
-        raise EnvFault(f"the program {how}: {landing.errors.strip()[-300:]}")
-    return reward_in(landing.output)
+    if result.exit_code != 0:
+        how = f"ended with code {result.exit_code}" if result.exit_code > 0 else _describe_signal(-result.exit_code)
+        raise EnvFault(f"the program {how}: {result.errors.strip()[-300:]}")
+    return find_reward(result.output)
 
 
-def _killed(number: int) -> str:
+def _describe_signal(number: int) -> str:
     try:
         return f"was killed by {signal.Signals(number).name}"
     except ValueError:
         return f"was killed by signal {number}"
 
 
-def _environment(kind: Kind, workdir: Path) -> dict[str, str]:
+def _build_environment(kind: SandboxKind, workdir: Path) -> dict[str, str]:
     """Without walls a program is one of ours and inherits all; inside it is told what it needs."""
-    known = os.environ if kind == "none" else {name: os.environ[name] for name in INHERITED if name in os.environ}
+    known = (
+        os.environ if kind == "none" else {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
+    )
     path = os.pathsep.join([str(Path(sys.executable).parent), known.get("PATH", os.defpath)])
     return {**known, "PATH": path, "HOME": str(workdir), "TMPDIR": str(workdir), "PYTHONUNBUFFERED": "1"}
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end_launcher(process: asyncio.subprocess.Process) -> None:
     """End the launcher, which ends the program and all that it started; it leads a session of its own."""
     if process.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(END_S):
+            async with asyncio.timeout(END_GRACE_S):
                 await process.wait()
         except TimeoutError:
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
 """Sums with a calculator: a small multi-turn tool-use environment.
 
-    Arithmetic    asks `7+5*3=?`; `calc 5*3` is answered by `15`, and `=22` is the model's answer
-    evaluate      the calculator: integers, + - * and brackets, by a parser of its own
-    correct       a reward function: 1 if the answer was right, else 0
+    Arithmetic           asks `7+5*3=?`; `calc 5*3` is answered by `15`, and `=22` is the model's answer
+    evaluate_expression  the calculator: integers, + - * and brackets, by a parser of its own
+    correct              a reward function: 1 if the answer was right, else 0
 
 A turn that is neither a call nor an answer is told so and lost. The answer ends the episode.
 """
@@ -17,8 +17,8 @@ from hpcrl.errors import ConfigError
 if TYPE_CHECKING:  # it needs numpy
     from hpcrl.spool.record import Trajectory
 
-RIGHT = 1.0
-LONGEST_EXPRESSION = 64
+RIGHT_REWARD = 1.0
+MAX_EXPRESSION_CHARS = 64
 """Characters; bounds the calculator's depth and the size of its numbers."""
 
 _CALL = re.compile(r"\s*calc\b(?P<expression>[^\n=]*)", re.IGNORECASE)
@@ -28,7 +28,7 @@ _TOKEN = re.compile(r"\s*(?:(?P<number>\d+)|(?P<symbol>[-+*()]))")
 
 def correct(trajectory: "Trajectory") -> float:
     """1 if the answer was right, else 0: only a right answer earns RIGHT."""
-    return float(any(turn.reward >= RIGHT for turn in trajectory.turns))
+    return float(any(turn.reward >= RIGHT_REWARD for turn in trajectory.turns))
 
 
 class Arithmetic:
@@ -58,7 +58,7 @@ class Arithmetic:
             raise ConfigError(f"Arithmetic: max_operand = {max_operand}: it is 1 to 9999")
         if not operators or set(operators) - set("+-*"):
             raise ConfigError(f"Arithmetic: operators = {operators!r}: give one or more of + - *, such as '+-'")
-        if not 0 <= format_credit < RIGHT or invalid_cost < 0:
+        if not 0 <= format_credit < RIGHT_REWARD or invalid_cost < 0:
             raise ConfigError(
                 f"Arithmetic: format_credit = {format_credit}, invalid_cost = {invalid_cost}: "
                 "format_credit is at least 0 and below 1, invalid_cost at least 0"
@@ -73,36 +73,36 @@ class Arithmetic:
     async def reset(self, seed: int) -> str:
         draw = random.Random(seed)
         terms = [str(draw.randint(0, self._max_operand)) for _ in range(self._num_terms)]
-        asked = terms[0] + "".join(draw.choice(self._operators) + term for term in terms[1:])
-        self._result = evaluate(asked)
-        return f"{asked}=?"
+        expression = terms[0] + "".join(draw.choice(self._operators) + term for term in terms[1:])
+        self._result = evaluate_expression(expression)
+        return f"{expression}=?"
 
     async def step(self, action: str) -> Step:
         call = _CALL.match(action)
         if call is not None and self._calculator:
-            return self._call(call["expression"])
+            return self._run_calculator(call["expression"])
         answer = _ANSWER.match(action)
         if answer is None:
             usage = "calc 1+2 or =3" if self._calculator else "=3"
             return Step(observation=f"say {usage}", reward=-self._invalid_cost)
         right = int(answer["value"]) == self._result
         return Step(
-            observation="right" if right else "wrong", reward=RIGHT if right else self._format_credit, done=True
+            observation="right" if right else "wrong", reward=RIGHT_REWARD if right else self._format_credit, done=True
         )
 
     async def close(self) -> None:
         """Nothing to end: all state lies in this object."""
 
-    def _call(self, expression: str) -> Step:
+    def _run_calculator(self, expression: str) -> Step:
         try:
-            return Step(observation=str(evaluate(expression)))
+            return Step(observation=str(evaluate_expression(expression)))
         except ValueError as error:
             return Step(observation=str(error), reward=-self._invalid_cost)
 
 
-def evaluate(expression: str) -> int:
+def evaluate_expression(expression: str) -> int:
     """The value of a sum of integers with + - * and brackets; ValueError, in a few words, for anything else."""
-    if len(expression) > LONGEST_EXPRESSION:
+    if len(expression) > MAX_EXPRESSION_CHARS:
         raise ValueError("too long")
     tokens = []
     position = 0
@@ -113,37 +113,37 @@ def evaluate(expression: str) -> int:
             raise ValueError("only digits + - * ( )")
         tokens.append(token["number"] or token["symbol"])
         position = token.end()
-    value = _sum(tokens)
+    value = _parse_sum(tokens)
     if tokens:
         raise ValueError("not a sum")
     return value
 
 
-def _sum(tokens: list[str]) -> int:
-    value = _product(tokens)
+def _parse_sum(tokens: list[str]) -> int:
+    value = _parse_product(tokens)
     while tokens and tokens[0] in "+-":
         sign = 1 if tokens.pop(0) == "+" else -1
-        value += sign * _product(tokens)
+        value += sign * _parse_product(tokens)
     return value
 
 
-def _product(tokens: list[str]) -> int:
-    value = _factor(tokens)
+def _parse_product(tokens: list[str]) -> int:
+    value = _parse_factor(tokens)
     while tokens and tokens[0] == "*":
         tokens.pop(0)
-        value *= _factor(tokens)
+        value *= _parse_factor(tokens)
     return value
 
 
-def _factor(tokens: list[str]) -> int:
+def _parse_factor(tokens: list[str]) -> int:
     """A number, a bracket, or the negative of one; takes its tokens away."""
     if not tokens:
         raise ValueError("not a sum")
     token = tokens.pop(0)
     if token == "-":
-        return -_factor(tokens)
+        return -_parse_factor(tokens)
     if token == "(":
-        value = _sum(tokens)
+        value = _parse_sum(tokens)
         if not tokens or tokens.pop(0) != ")":
             raise ValueError("not a sum")
         return value

@@ -1,7 +1,7 @@
 """What an environment is: text in, text out, plain or async, and a reward at the end.
 
 An environment is a class named in the recipe as `package.module:Name` and made with the domain's `options`.
-It may be written with plain or with `async` methods; `adapt` gives the async form that episodes use.
+It may be written with plain or with `async` methods; `adapt_env` gives the async form that episodes use.
 Whatever it raises is an infrastructure fault (retried, never scored): an agent's bad action is a normal step.
 
 A thread of its own for code that blocks, with answers for a running event loop.
@@ -43,7 +43,7 @@ class OwnThread:
     def call(self, function: Callable[..., T], *args: Any) -> Awaitable[T]:
         """Run `function` in the thread. Who is cancelled meanwhile leaves the call behind: it goes on."""
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._calls,), name="env", daemon=True)
+            self._thread = threading.Thread(target=_run_calls, args=(self._calls,), name="env", daemon=True)
             self._thread.start()
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
@@ -51,9 +51,9 @@ class OwnThread:
 
         def run() -> None:
             try:
-                settle = partial(_give, answer, result=function(*args))
+                settle = partial(_resolve_future, answer, result=function(*args))
             except BaseException as error:  # noqa: BLE001 - carried to the caller, who judges it
-                settle = partial(_give, answer, error=error)
+                settle = partial(_resolve_future, answer, error=error)
             self.busy = False
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
                 loop.call_soon_threadsafe(settle)
@@ -67,12 +67,12 @@ class OwnThread:
         self._thread = None
 
 
-def _serve(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+def _run_calls(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (call := calls.get()) is not None:
         call()
 
 
-def _give(answer: "asyncio.Future[Any]", *, result: Any = None, error: BaseException | None = None) -> None:
+def _resolve_future(answer: "asyncio.Future[Any]", *, result: Any = None, error: BaseException | None = None) -> None:
     if answer.done():  # given up at its deadline
         return
     if error is None:
@@ -103,7 +103,7 @@ class Env(Protocol):
     async def close(self) -> None: ...
 
 
-class ModelDoor(msgspec.Struct, frozen=True, kw_only=True):
+class ModelAccess(msgspec.Struct, frozen=True, kw_only=True):
     """Where a program reaches the model, by OpenAI's API."""
 
     url: str
@@ -115,7 +115,7 @@ class ModelDoor(msgspec.Struct, frozen=True, kw_only=True):
     model: str
 
 
-class Program(Protocol):
+class ProgramEnv(Protocol):
     """An environment that drives the model itself: an agent program, used for one episode.
 
     It is recognised by its method `run`.
@@ -126,11 +126,11 @@ class Program(Protocol):
     trains: Literal["longest", "last"]
     """Which of its conversations is trained: where the model said most, or the one gone on with last."""
 
-    async def run(self, seed: int, door: ModelDoor) -> float | None:
+    async def run(self, seed: int, access: ModelAccess) -> float | None:
         """Do the task that `seed` names; returns the reward, or None if it was posted. Being cancelled ends it all."""
 
 
-Reward = Callable[["Trajectory"], float | dict[str, float]]
+RewardFunction = Callable[["Trajectory"], float | dict[str, float]]
 """A reward function: the score of a finished trajectory, or named parts whose sum is the score."""
 
 
@@ -141,20 +141,20 @@ def env_reward(trajectory: "Trajectory") -> float:
 
 def make_env(name: str, options: dict[str, Any], *, what: str) -> Env:
     """Make the environment `name` with its options, in async form."""
-    return adapt(construct(name, options, what=what))
+    return adapt_env(construct_env(name, options, what=what))
 
 
-async def make_env_aside(name: str, options: dict[str, Any], *, what: str) -> Env:
+async def make_env_in_thread(name: str, options: dict[str, Any], *, what: str) -> Env:
     """The same in a thread: importing and making it stop no other episode, and who waits too long can be cancelled."""
     thread = OwnThread()
     try:
-        return adapt(await thread.call(partial(construct, name, options, what=what)), thread=thread)
+        return adapt_env(await thread.call(partial(construct_env, name, options, what=what)), thread=thread)
     except BaseException:
         thread.end()
         raise
 
 
-def construct(name: str, options: dict[str, Any], *, what: str) -> Any:
+def construct_env(name: str, options: dict[str, Any], *, what: str) -> Any:
     """Make the environment `name` with its options, as it is."""
     kind = load_code(name, what=what)
     try:
@@ -167,18 +167,18 @@ def construct(name: str, options: dict[str, Any], *, what: str) -> Any:
     return env
 
 
-def adapt(env: Any, *, thread: OwnThread | None = None) -> Env:
+def adapt_env(env: Any, *, thread: OwnThread | None = None) -> Env:
     """The async form of an environment with plain methods, which run in `thread`; an async one is returned as it is."""
     if not _check_methods(env):
-        return _Threaded(env, thread or OwnThread())
+        return _ThreadedEnv(env, thread or OwnThread())
     if thread is not None:
         thread.end()
     return cast(Env, env)
 
 
-def make_program(name: str, options: dict[str, Any], *, what: str) -> Program:
+def make_program(name: str, options: dict[str, Any], *, what: str) -> ProgramEnv:
     """Make the agent program `name` with its options."""
-    return cast(Program, construct(name, options, what=what))
+    return cast(ProgramEnv, construct_env(name, options, what=what))
 
 
 def is_program(name: str) -> bool:
@@ -208,7 +208,7 @@ def _check_methods(env: Any) -> bool:
     return kinds == {True}
 
 
-class _Threaded:
+class _ThreadedEnv:
     """A plain environment with a thread of its own, so that a slow step stops no other episode.
 
     Only `close` passes by a busy thread: it may be what frees it.
@@ -225,8 +225,8 @@ class _Threaded:
         return await self._thread.call(self._env.step, action)
 
     async def close(self) -> None:
-        aside = OwnThread() if self._thread.busy else self._thread
-        await aside.call(self._env.close)
-        aside.end()
-        if aside is not self._thread:
+        thread = OwnThread() if self._thread.busy else self._thread
+        await thread.call(self._env.close)
+        thread.end()
+        if thread is not self._thread:
             self._thread.end()

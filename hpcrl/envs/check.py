@@ -53,8 +53,8 @@ def _check_curriculum(recipe: Recipe) -> None:
     try:
         dict(hook({name: [] for name, domain in recipe.domains.items() if not domain.held_out}))
     except Exception as error:
-        cure = "it is called with the recent rewards of each domain, none at first, and gives weights by domain"
-        raise ConfigError(f"rollout.curriculum = {name!r}: {type(error).__name__}: {error}: {cure}") from error
+        hint = "it is called with the recent rewards of each domain, none at first, and gives weights by domain"
+        raise ConfigError(f"rollout.curriculum = {name!r}: {type(error).__name__}: {error}: {hint}") from error
 
 
 def check_packages(recipe: Recipe) -> None:

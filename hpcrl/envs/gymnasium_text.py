@@ -28,9 +28,9 @@ from hpcrl.spool.record import Trajectory
 
 GOAL_SHARE = 0.5
 INVALID_COST = 0.05
-LARGEST_LAKE = 20
+MAX_LAKE_SIZE = 20
 
-Transitions = Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bool]]]]
+TransitionTable = Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bool]]]]
 """Gymnasium's `P`: state -> action -> [(probability, next state, reward, whether the episode ends there)]."""
 
 
@@ -45,7 +45,7 @@ def goal_and_way(trajectory: Trajectory) -> dict[str, float]:
     return {"goal": goal, "way": float(sum(turn.reward for turn in trajectory.turns)) - goal}
 
 
-def actions_to_goal(table: Transitions) -> dict[int, int]:
+def count_actions_to_goal(table: TransitionTable) -> dict[int, int]:
     """The fewest actions from each state to success; a state that cannot reach it is absent."""
     before: dict[int, set[int]] = {}
     winning = set()
@@ -67,7 +67,7 @@ def actions_to_goal(table: Transitions) -> dict[int, int]:
     return fewest
 
 
-class _Walk:
+class _TableWalk:
     """One episode through a transition table, rewarded by the share of the way to the goal made good so far."""
 
     def __init__(self, env: Any, *, letters: str, fewest: Mapping[int, int], seed: int) -> None:
@@ -76,21 +76,21 @@ class _Walk:
         self._fewest = fewest
         self.state, _ = env.reset(seed=seed)
         self._at_start = fewest[self.state]
-        self._made_good = 0.0
+        self._progress = 0.0
 
-    def action(self, text: str) -> int | None:
+    def parse_action(self, text: str) -> int | None:
         """The action that the first valid letter of `text` names."""
         return next((self._letters.index(letter) for letter in text.upper() if letter in self._letters), None)
 
-    def act(self, action: int) -> tuple[float, bool]:
+    def take_action(self, action: int) -> tuple[float, bool]:
         """Do it; returns the reward and whether the episode has ended."""
         self.state, reward, ended, _, _ = self._env.step(action)
         solved = ended and reward > 0
-        way = 1.0 if solved else self._way()
-        change, self._made_good = way - self._made_good, way
+        progress = 1.0 if solved else self._measure_progress()
+        change, self._progress = progress - self._progress, progress
         return (1 - GOAL_SHARE) * change + GOAL_SHARE * solved, ended
 
-    def _way(self) -> float:
+    def _measure_progress(self) -> float:
         """0 at the start and behind it, and where the goal cannot be reached any more; 1 at the goal."""
         if self.state not in self._fewest:
             return 0.0
@@ -122,9 +122,9 @@ class FrozenLake:
             raise ConfigError(f"FrozenLake: start = {start!r}: it is 'fixed' or 'random'")
         if show not in ("lake", "position"):
             raise ConfigError(f"FrozenLake: show = {show!r}: it is 'lake' or 'position'")
-        if not 2 <= size <= LARGEST_LAKE:
-            raise ConfigError(f"FrozenLake: size = {size}: a random lake is 2 to {LARGEST_LAKE} cells wide")
-        self._rows = None if map == "random" else _checked_rows(map)
+        if not 2 <= size <= MAX_LAKE_SIZE:
+            raise ConfigError(f"FrozenLake: size = {size}: a random lake is 2 to {MAX_LAKE_SIZE} cells wide")
+        self._rows = None if map == "random" else _check_rows(map)
         self._size = size
         self._start = start
         self._slippery = slippery
@@ -132,51 +132,53 @@ class FrozenLake:
 
     async def reset(self, seed: int) -> str:
         self._lake = self._rows or tuple(generate_random_map(size=self._size, seed=seed))
-        fewest = _lake_ways(self._lake)
-        rows = _all_starts(self._lake, fewest) if self._start == "random" else list(self._lake)
+        fewest = _count_lake_actions(self._lake)
+        rows = _mark_all_starts(self._lake, fewest) if self._start == "random" else list(self._lake)
         env = FrozenLakeEnv(desc=rows, is_slippery=self._slippery)
-        self._walk = _Walk(env, letters=self.letters, fewest=fewest, seed=seed)
+        self._walk = _TableWalk(env, letters=self.letters, fewest=fewest, seed=seed)
         seen = "/".join(self._lake).replace("S", "F") + " " if self._show == "lake" else ""
-        return seen + self._place()
+        return seen + self._describe_place()
 
     async def step(self, action: str) -> Step:
-        chosen = self._walk.action(action)
+        chosen = self._walk.parse_action(action)
         if chosen is None:
-            return Step(observation=f"?{self._place()}", reward=-INVALID_COST)
-        reward, ended = self._walk.act(chosen)
-        return Step(observation=self._place(), reward=reward, done=ended)
+            return Step(observation=f"?{self._describe_place()}", reward=-INVALID_COST)
+        reward, ended = self._walk.take_action(chosen)
+        return Step(observation=self._describe_place(), reward=reward, done=ended)
 
     async def close(self) -> None:
         """Nothing to end: all state lies in this object."""
 
-    def _place(self) -> str:
+    def _describe_place(self) -> str:
         row, column = divmod(self._walk.state, len(self._lake[0]))
         return f"{ascii_lowercase[column]}{row + 1}"
 
 
-def _checked_rows(lake: str | Sequence[str]) -> tuple[str, ...]:
+def _check_rows(lake: str | Sequence[str]) -> tuple[str, ...]:
     """The rows of a lake that has one width, a start, and a goal that can be reached from it."""
     if isinstance(lake, str) and lake not in MAPS:
         names = ", ".join(sorted(MAPS))
         raise ConfigError(f"FrozenLake: map = {lake!r}: it is one of {names}, random, or a list of rows")
     rows = tuple(MAPS[lake] if isinstance(lake, str) else lake)
     cells = "".join(rows)
-    if len({len(row) for row in rows}) != 1 or len(rows) > LARGEST_LAKE or not 1 <= len(rows[0]) <= LARGEST_LAKE:
-        raise ConfigError(f"FrozenLake: map = {rows!r}: rows of one length are needed, at most {LARGEST_LAKE} each way")
+    if len({len(row) for row in rows}) != 1 or len(rows) > MAX_LAKE_SIZE or not 1 <= len(rows[0]) <= MAX_LAKE_SIZE:
+        raise ConfigError(
+            f"FrozenLake: map = {rows!r}: rows of one length are needed, at most {MAX_LAKE_SIZE} each way"
+        )
     if set(cells) - set("SFHG") or cells.count("S") != 1:
         raise ConfigError(f"FrozenLake: map = {rows!r}: it takes the letters F H G, and S (the start) exactly once")
-    if cells.index("S") not in _lake_ways(rows):
+    if cells.index("S") not in _count_lake_actions(rows):
         raise ConfigError(f"FrozenLake: map = {rows!r}: no way leads from S to a G: open one")
     return rows
 
 
 @lru_cache(maxsize=256)
-def _lake_ways(rows: tuple[str, ...]) -> dict[int, int]:
+def _count_lake_actions(rows: tuple[str, ...]) -> dict[int, int]:
     """The fewest actions to the goal where the ice does not slip; the episodes of a group share their lake."""
-    return actions_to_goal(FrozenLakeEnv(desc=list(rows), is_slippery=False).P)
+    return count_actions_to_goal(FrozenLakeEnv(desc=list(rows), is_slippery=False).P)
 
 
-def _all_starts(rows: Sequence[str], fewest: Mapping[int, int]) -> list[str]:
+def _mark_all_starts(rows: Sequence[str], fewest: Mapping[int, int]) -> list[str]:
     """The lake with a start on all ice from which the goal can be reached; Gymnasium draws one of them by seed."""
     width = len(rows[0])
     cells = enumerate("".join(rows).replace("S", "F"))
@@ -197,20 +199,20 @@ class Taxi:
 
     async def reset(self, seed: int) -> str:
         self._env = TaxiEnv()
-        self._walk = _Walk(self._env, letters=self.letters, fewest=_taxi_ways(), seed=seed)
-        return self._view()
+        self._walk = _TableWalk(self._env, letters=self.letters, fewest=_count_taxi_actions(), seed=seed)
+        return self._describe_state()
 
     async def step(self, action: str) -> Step:
-        chosen = self._walk.action(action)
+        chosen = self._walk.parse_action(action)
         if chosen is None:
-            return Step(observation=f"?{self._view()}", reward=-INVALID_COST)
-        reward, ended = self._walk.act(chosen)
-        return Step(observation=self._view(), reward=reward, done=ended)
+            return Step(observation=f"?{self._describe_state()}", reward=-INVALID_COST)
+        reward, ended = self._walk.take_action(chosen)
+        return Step(observation=self._describe_state(), reward=reward, done=ended)
 
     async def close(self) -> None:
         """Nothing to end: all state lies in this object."""
 
-    def _view(self) -> str:
+    def _describe_state(self) -> str:
         state = self._walk.state
         row, column, passenger, destination = self._env.decode(state)
         moves = self._env.P[state]
@@ -220,8 +222,8 @@ class Taxi:
 
 
 @cache
-def _taxi_ways() -> dict[int, int]:
-    return actions_to_goal(TaxiEnv().P)
+def _count_taxi_actions() -> dict[int, int]:
+    return count_actions_to_goal(TaxiEnv().P)
 
 
 class Blackjack:
@@ -242,7 +244,7 @@ class Blackjack:
     async def reset(self, seed: int) -> str:
         self._env = BlackjackEnv(natural=self._natural)
         seen, _ = self._env.reset(seed=seed)
-        self._seen = _hand(seen)
+        self._seen = _describe_hand(seen)
         return self._seen
 
     async def step(self, action: str) -> Step:
@@ -250,13 +252,13 @@ class Blackjack:
         if chosen is None:
             return Step(observation=f"?{self._seen}", reward=-INVALID_COST)
         seen, reward, ended, _, _ = self._env.step(chosen)
-        self._seen = _hand(seen)
+        self._seen = _describe_hand(seen)
         return Step(observation=self._seen, reward=float(reward), done=bool(ended))
 
     async def close(self) -> None:
         """Nothing to end: all state lies in this object."""
 
 
-def _hand(seen: tuple[int, int, int]) -> str:
+def _describe_hand(seen: tuple[int, int, int]) -> str:
     mine, dealers, usable_ace = seen
     return f"{mine}{'*' * bool(usable_ace)} vs {dealers}"

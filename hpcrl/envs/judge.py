@@ -20,7 +20,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.spool.record import Trajectory
 
 RUBRIC = "How well did the assistant do what it was asked in this conversation?"
-LONGEST_TEXT = 32_000
+MAX_TEXT_CHARS = 32_000
 """Characters of the end of a conversation that are shown."""
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
@@ -46,13 +46,15 @@ def judge(
     del trajectory
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"judge: url = {url!r}: it begins with http:// or https:// and ends with /v1")
-    shown = f"<conversation>\n{text[-LONGEST_TEXT:]}\n</conversation>"
-    asked = f"{rubric}\n\n{shown}\n\nAnswer with one number, 0 to {highest:g}."
-    body = {"model": model, "temperature": 0.0, "messages": [{"role": "user", "content": asked}]}
+    shown = f"<conversation>\n{text[-MAX_TEXT_CHARS:]}\n</conversation>"
+    prompt = f"{rubric}\n\n{shown}\n\nAnswer with one number, 0 to {highest:g}."
+    body = {"model": model, "temperature": 0.0, "messages": [{"role": "user", "content": prompt}]}
     problem: Exception | None = None
     for attempt in range(attempts):
         try:
-            return read_score(_ask(f"{url}/chat/completions", body, key_variable, timeout_s), highest=highest)
+            return read_score(
+                _request_judgement(f"{url}/chat/completions", body, key_variable, timeout_s), highest=highest
+            )
         except (OSError, ValueError, LookupError, TypeError) as error:
             problem = error
             time.sleep(0.5 * 2**attempt * (attempt + 1 < attempts))
@@ -67,7 +69,7 @@ def read_score(answer: str, *, highest: float) -> float:
     return float(numbers[-1]) / highest
 
 
-def _ask(url: str, body: Mapping[str, Any], key_variable: str, timeout_s: float) -> str:
+def _request_judgement(url: str, body: Mapping[str, Any], key_variable: str, timeout_s: float) -> str:
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(key_variable):
         headers["Authorization"] = f"Bearer {key}"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 
-class Chance:
+class IsolatedRandom:
     """The state of both generators between the calls of one environment."""
 
     def __init__(self) -> None:
@@ -20,21 +20,21 @@ class Chance:
 
     def seed(self, seed: int) -> None:
         """Begin anew."""
-        with self.own():
+        with self.activate():
             random.seed(seed)
             np.random.seed(seed % 2**32)
 
     @contextmanager
-    def own(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """The shared generators are ours for the while, and then as they were."""
-        theirs = random.getstate(), np.random.get_state()
+        shared_state = random.getstate(), np.random.get_state()
         if self._state is not None:
             self._restore(self._state)
         try:
             yield
         finally:
             self._state = random.getstate(), np.random.get_state()
-            self._restore(theirs)
+            self._restore(shared_state)
 
     @staticmethod
     def _restore(state: tuple[Any, Any]) -> None:

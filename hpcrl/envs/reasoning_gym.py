@@ -10,15 +10,15 @@ from typing import Any
 import reasoning_gym
 
 from hpcrl.envs.base import Step
-from hpcrl.envs.random_state import Chance
+from hpcrl.envs.random_state import IsolatedRandom
 from hpcrl.errors import ConfigError
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def answer_in(text: str) -> str:
+def extract_answer(text: str) -> str:
     """What stands in the last <answer> tags, else all of it."""
-    tagged = _TAGGED.findall(text)
+    tagged = _ANSWER_TAG.findall(text)
     return str(tagged[-1] if tagged else text).strip()
 
 
@@ -28,22 +28,22 @@ class ReasoningGym:
     def __init__(self, *, task: str, **options: Any) -> None:
         self._task = task
         self._options = options
-        self._chance = Chance()
+        self._random = IsolatedRandom()
         try:
             reasoning_gym.create_dataset(task, size=1, seed=0, **options)
         except (ValueError, TypeError, AssertionError) as error:
             raise ConfigError(f"ReasoningGym: task = {task!r} with options {options!r}: {error}") from error
 
     async def reset(self, seed: int) -> str:
-        self._chance.seed(seed)
-        with self._chance.own():
+        self._random.seed(seed)
+        with self._random.activate():
             self._dataset = reasoning_gym.create_dataset(self._task, size=1, seed=seed, **self._options)
             self._entry = self._dataset[0]
         return str(self._entry["question"])
 
     async def step(self, action: str) -> Step:
-        with self._chance.own():
-            score = float(self._dataset.score_answer(answer=answer_in(action), entry=self._entry))
+        with self._random.activate():
+            score = float(self._dataset.score_answer(answer=extract_answer(action), entry=self._entry))
         return Step(observation=f"score {score:g}", reward=score, done=True)
 
     async def close(self) -> None:

@@ -15,26 +15,26 @@ import textarena
 
 from hpcrl.config.user_code import load_code
 from hpcrl.envs.base import Step
-from hpcrl.envs.random_state import Chance
+from hpcrl.envs.random_state import IsolatedRandom
 from hpcrl.errors import ConfigError
 
-Opponent = Callable[[str, random.Random], str]
+OpponentFunction = Callable[[str, random.Random], str]
 """What another player says to what it sees."""
-_OFFERED = re.compile(r"Available Moves?:(.*?)(?:\n|$)", re.IGNORECASE)
+_OFFERED_MOVES = re.compile(r"Available Moves?:(.*?)(?:\n|$)", re.IGNORECASE)
 _MOVE = re.compile(r"\[[^\[\]]+\]")
-MOST_MOVES = 1000
+MAX_OPPONENT_MOVES = 1000
 """Of opponents in a row, before a game that never comes back to the player is given up."""
 
 
-def moves_in(observation: str) -> list[str]:
+def find_moves(observation: str) -> list[str]:
     """The moves that the game last offered, with their brackets."""
-    offered = _OFFERED.findall(observation)
+    offered = _OFFERED_MOVES.findall(observation)
     return _MOVE.findall(offered[-1]) if offered else []
 
 
 def random_legal(observation: str, draw: random.Random) -> str:
     """Any move that the game offers."""
-    return draw.choice(moves_in(observation) or ["[0]"])
+    return draw.choice(find_moves(observation) or ["[0]"])
 
 
 class TextArena:
@@ -61,33 +61,33 @@ class TextArena:
         self._game = game
         self._num_players = num_players
         self._seat = seat
-        self._opponent: Opponent = load_code(opponent, what="TextArena: opponent")
+        self._opponent: OpponentFunction = load_code(opponent, what="TextArena: opponent")
         self._bracketed = bracketed
         self._options = options
-        self._chance = Chance()
-        self._make()
+        self._random = IsolatedRandom()
+        self._make_game()
 
     async def reset(self, seed: int) -> str:
-        self._chance.seed(seed)
+        self._random.seed(seed)
         self._draw = random.Random(seed)
-        with self._chance.own():
-            self._env = self._make()
+        with self._random.activate():
+            self._env = self._make_game()
             self._env.reset(num_players=self._num_players, seed=seed)
-            seen, done = self._until_our_turn()
+            seen, done = self._play_others()
         if done:
             raise RuntimeError(f"{self._game} ended before the player of seat {self._seat} had a turn")
         self._shown = ""
-        return self._new(seen)
+        return self._new_text(seen)
 
     async def step(self, action: str) -> Step:
-        said = f"[{action.strip()}]" if self._bracketed and not _MOVE.search(action) else action
-        with self._chance.own():
-            done, _ = self._env.step(said)
+        move = f"[{action.strip()}]" if self._bracketed and not _MOVE.search(action) else action
+        with self._random.activate():
+            done, _ = self._env.step(move)
             seen = ""
             if not done:
-                seen, done = self._until_our_turn()
+                seen, done = self._play_others()
             if not done:
-                return Step(observation=self._new(seen))
+                return Step(observation=self._new_text(seen))
             rewards, _ = self._env.close()
         reward = float((rewards or {}).get(self._seat, 0.0))
         return Step(observation=f"the game is over: {reward:g}", reward=reward, done=True)
@@ -95,24 +95,24 @@ class TextArena:
     async def close(self) -> None:
         """Nothing to end: all state lies in this object."""
 
-    def _make(self) -> Any:
+    def _make_game(self) -> Any:
         try:
             return textarena.make(self._game, **self._options)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"TextArena: game = {self._game!r} with options {self._options!r}: {error}") from error
 
-    def _until_our_turn(self) -> tuple[str, bool]:
+    def _play_others(self) -> tuple[str, bool]:
         """Let the others play; returns what we see, and whether the game is over."""
-        for _ in range(MOST_MOVES):
+        for _ in range(MAX_OPPONENT_MOVES):
             player, seen = self._env.get_observation()
             if player == self._seat:
                 return str(seen), False
             done, _ = self._env.step(self._opponent(str(seen), self._draw))
             if done:
                 return "", True
-        raise RuntimeError(f"{self._game}: {MOST_MOVES} moves without a turn of seat {self._seat}")
+        raise RuntimeError(f"{self._game}: {MAX_OPPONENT_MOVES} moves without a turn of seat {self._seat}")
 
-    def _new(self, seen: str) -> str:
+    def _new_text(self, seen: str) -> str:
         """What was not shown yet, of an observation that repeats the whole game."""
         shown, self._shown = self._shown, seen
         return seen.removeprefix(shown).strip() or seen.strip()

@@ -34,15 +34,15 @@ class Verifiers:
         self._state = await self._env.init_state(row, client=None, model="policy", sampling_args={})
         self._state = await self._env.setup_state(self._state)
         self._prompt = await self._env.get_prompt_messages(self._state)
-        return _text(self._prompt)
+        return _join_texts(self._prompt)
 
     async def step(self, action: str) -> Step:
-        await self._env.add_model_response(self._state, self._prompt, _response(action))
+        await self._env.add_model_response(self._state, self._prompt, _make_response(action))
         seen = ""
         if not await self._env.is_completed(self._state):
             before = len(self._prompt) + 1
             self._prompt = await self._env.get_prompt_messages(self._state)
-            seen = _text(self._prompt[before:])
+            seen = _join_texts(self._prompt[before:])
             if self._state.get("final_env_response") is None:
                 return Step(observation=seen)
             await self._env.is_completed(self._state)
@@ -55,16 +55,16 @@ class Verifiers:
         """Nothing to end: all state lies in this object."""
 
 
-def _text(messages: Any) -> str:
+def _join_texts(messages: Any) -> str:
     """What a model is shown of messages: all that is not its own."""
     if isinstance(messages, str):
         return messages
     return "\n\n".join(str(message["content"]) for message in messages if message["role"] != "assistant")
 
 
-def _response(said: str) -> ChatCompletion:
+def _make_response(text: str) -> ChatCompletion:
     """What the model said, in the form that verifiers expects of an endpoint."""
-    message = {"role": "assistant", "content": said}
+    message = {"role": "assistant", "content": text}
     choice = {"index": 0, "finish_reason": "stop", "message": message}
     body = {"id": "0", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
     return ChatCompletion.model_validate(body)

@@ -1,8 +1,8 @@
 """What a plan costs, what a model needs, and how long a GPU takes over it, before a node-hour is spent. Pure.
 
     engine_memory_gib, train_memory_gib, ...     memory and charge of a plan
-    ModelShape, shape_of, usual_shape            what of a model decides its speed: read or guessed
-    Pace, pace                                   seconds that one worker takes, by its GPUs and the model
+    ModelShape, read_model_shape, guess_model_shape  what of a model decides its speed: read or guessed
+    WorkerSpeed, estimate_speed                      seconds that one worker takes, by its GPUs and the model
 
 A roofline with four fitted coefficients: `python -m bench.router` says how far it is off on GPUs it was not fitted on.
 """
@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.hardware.gpus import Gpu
+from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.memory_model import BYTES_BF16, GIB
 
 USABLE_SHARE = 0.9
 """Of a GPU's memory, what weights and KV may fill; activations and the driver take the rest."""
 
 
-def hours(num: int, *, walltime_min: int) -> float:
+def compute_hours(num: int, *, walltime_min: int) -> float:
     """Node-hours (or GPU-hours) of `num` nodes (or GPUs) held for the whole walltime."""
     return round(num * walltime_min / 60, 2)
 
@@ -65,7 +65,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.experts_per_token / self.num_experts if self.num_experts else 0.0
 
 
-def shape_of(config: Mapping[str, Any]) -> ModelShape:
+def read_model_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape of the model with these fields in its config.json: attention, gated MLP or experts, embeddings."""
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
@@ -87,7 +87,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def usual_shape(num_params: int) -> ModelShape:
+def guess_model_shape(num_params: int) -> ModelShape:
     """What dense models of this size look like, where only the size is known.
 
     From 8 billion weights on, Qwen's and Llama's have as many layers and as much KV, within a third; smaller ones may
@@ -107,7 +107,7 @@ def usual_shape(num_params: int) -> ModelShape:
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-class Fit(msgspec.Struct, frozen=True, kw_only=True):
+class RooflineFit(msgspec.Struct, frozen=True, kw_only=True):
     """The four coefficients between the roofline and a real server, fitted on published H100 measurements."""
 
     layer_s: float = 9.5e-5
@@ -121,7 +121,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class WorkerSpeed:
     """How fast one worker runs one model: all that a step's duration depends on, worked out once."""
 
     shape: ModelShape
@@ -144,13 +144,13 @@ class Pace:
 
     def decode_s(self, batch: float, *, num_kv: float) -> float:
         """One step that gives each of `batch` sequences a token, over `num_kv` tokens of KV in all."""
-        return self.standing_s(batch) + self.row_s * batch + self._kv_s(num_kv)
+        return self.base_step_s(batch) + self.row_s * batch + self._kv_s(num_kv)
 
     def reply_s(self, num_new: float, *, num_context: float, batch: float) -> float:
         """A sequence's share of the steps that give it `num_new` tokens in a batch of `batch`."""
-        return num_new * (self.standing_s(batch) / batch + self.row_s + self._kv_s(num_context + num_new / 2))
+        return num_new * (self.base_step_s(batch) / batch + self.row_s + self._kv_s(num_context + num_new / 2))
 
-    def standing_s(self, batch: float) -> float:
+    def base_step_s(self, batch: float) -> float:
         """What a step over `batch` tokens takes whatever is done with them: launching kernels and reading weights."""
         return self.step_s + self.byte_s * self.shape.bytes_read(batch)
 
@@ -159,12 +159,12 @@ class Pace:
 
 
 @cache
-def pace(gpu: Gpu, *, shape: ModelShape, tp: int = 1, fit: Fit = Fit()) -> Pace:  # noqa: B008 (frozen)
+def estimate_speed(gpu: GpuModel, *, shape: ModelShape, tp: int = 1, fit: RooflineFit = RooflineFit()) -> WorkerSpeed:  # noqa: B008 (frozen)
     """The pace of a worker of `tp` GPUs."""
     flops = gpu.bf16_tflops * 1e12 * tp * BYTES_BF16 / shape.weight_bytes  # tensor cores: half the bytes, twice as fast
     byte_s = fit.read / (gpu.memory_tb_per_s * 1e12 * tp)
     free_bytes = gpu.memory_gib * GIB * tp * USABLE_SHARE - shape.num_params * shape.weight_bytes
-    return Pace(
+    return WorkerSpeed(
         shape=shape,
         step_s=fit.layer_s * shape.num_layers,
         byte_s=byte_s,

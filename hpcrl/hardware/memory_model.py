@@ -2,17 +2,17 @@
 
 GIB = 2**30
 BYTES_BF16 = 2
-BYTES_TRAINED = 16
+TRAIN_BYTES_PER_PARAM = 16
 """Per weight while training in mixed precision: bf16 weight and gradient, fp32 master copy and two AdamW moments."""
-KV_SHARE = 0.25
+MIN_KV_SHARE = 0.25
 """Of an engine's memory, the least that is left for KV; with less, long trajectories no longer fit."""
-ENV_HOST_GIB = 1.0
+ENV_WORKER_GIB = 1.0
 """What an env worker takes by itself: its episodes, its tokenizer, environments without processes of their own."""
 
 
 def engine_memory_gib(num_params: int) -> float:
     """Memory that one inference worker needs for its weights and a useful KV cache."""
-    return num_params * BYTES_BF16 / GIB / (1 - KV_SHARE)
+    return num_params * BYTES_BF16 / GIB / (1 - MIN_KV_SHARE)
 
 
 def window_memory_gib(num_params: int) -> float:
@@ -22,9 +22,9 @@ def window_memory_gib(num_params: int) -> float:
 
 def train_memory_gib(num_params: int, *, num_workers: int) -> float:
     """Memory that one training worker needs for weights, gradients and optimizer state, sharded evenly."""
-    return num_params * BYTES_TRAINED / GIB / num_workers
+    return num_params * TRAIN_BYTES_PER_PARAM / GIB / num_workers
 
 
-def env_places(mem_gib: float, *, each_gib: float) -> int:
+def num_env_places(mem_gib: float, *, each_gib: float) -> int:
     """Environments in processes of their own that fit into an env worker's memory, beside the worker itself."""
-    return max(int((mem_gib - ENV_HOST_GIB) / each_gib), 0)
+    return max(int((mem_gib - ENV_WORKER_GIB) / each_gib), 0)

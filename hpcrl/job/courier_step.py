@@ -1,8 +1,8 @@
 """The step of the couriers, and the rung of the ladder that versions of the weights go by.
 
-    rungs      what a site lets us try above files, best first
-    Way        a rung, and the step that carries versions on it
-    Couriers   starts the step, watches it, starts it again alone; says when the rung changes
+    list_transports    what a site lets us try above files, best first
+    TransportCommand   a rung, and the step that carries versions on it
+    CourierSupervisor  starts the step, watches it, starts it again alone; says when the rung changes
     WeightPlane  a job's couriers for its driver: publishes the rung in use, emits what changes
 
 The ladder: one MPI step over all nodes that need weights (joined over het groups, or inside one allocation), else the
@@ -24,45 +24,45 @@ from pathlib import Path
 from hpcrl.campaign_dir.events import CampaignEvent, RungChanged, WorkerFailed, WorkerRestarted
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
-from hpcrl.config.site import Mpi
-from hpcrl.plan.layout import Layout
+from hpcrl.config.site import MpiConfig
+from hpcrl.plan.layout import JobLayout
 from hpcrl.plan.plan import Plan
-from hpcrl.system.files import discard, last_line, private_dir, publish
-from hpcrl.system.processes import PAUSE_S, end_group
-from hpcrl.weights.couriers.protocol import Standing
-from hpcrl.weights.versions import Rung, RungName, newest_version, read_rung, set_rung
+from hpcrl.system.files import make_private_dir, publish_file, read_last_line, remove_path
+from hpcrl.system.processes import MIN_RESTART_INTERVAL_S, end_group
+from hpcrl.weights.couriers.protocol import CourierStatus
+from hpcrl.weights.versions import Transport, TransportName, find_newest_version, read_transport, write_transport
 
-STARTUP_S = 180.0
+STARTUP_TIMEOUT_S = 180.0
 """How long the couriers may take to find each other; they give up by themselves before."""
-STEADY_S = 60.0
+STEADY_AFTER_S = 60.0
 """Couriers that have served so long have done well: what went wrong before is forgotten."""
-RESTARTS = 5
+MAX_RESTARTS = 5
 """How often in a row couriers that have served are started again."""
-TRIES = 2
+MAX_TRIES = 2
 """How often a rung is tried that has never served."""
-RETURNS = 3
+MAX_RETURNS = 3
 """How often in a job versions go by couriers again after they went by files."""
-RETRY_S = 60.0
+RETRY_INTERVAL_S = 60.0
 """After so long with files, couriers that were given up are tried again; each further time after four times as long."""
-ENDING_S = 15.0
+END_TIMEOUT_S = 15.0
 """How long a step may take to end after one of its ranks has given up."""
-MUTE_S = 30.0
+SILENCE_TIMEOUT_S = 30.0
 """Couriers that have said nothing for so long are gone, though their step has not ended: srun may hang."""
-LOOK_EVERY_S = 0.5
-LEAVE_S = 3.0
+POLL_INTERVAL_S = 0.5
+LEAVE_TIMEOUT_S = 3.0
 TERM_GRACE_S = 2.0
 
 
-def rungs(mpi: Mpi, *, layout: Layout) -> tuple[list[RungName], str]:
+def list_transports(mpi: MpiConfig, *, layout: JobLayout) -> tuple[list[TransportName], str]:
     """What can be tried above files, best first, and what keeps MPI, or all of it, from being tried."""
     if not mpi.couriers:
         return [], "the site does not want couriers (site.mpi.couriers = false)"
-    if (why := _no_mpi(mpi, layout)) is not None:
+    if (why := _explain_no_mpi(mpi, layout)) is not None:
         return ["tcp"], why
     return ["mpi", "tcp"], ""
 
 
-def _no_mpi(mpi: Mpi, layout: Layout) -> str | None:
+def _explain_no_mpi(mpi: MpiConfig, layout: JobLayout) -> str | None:
     if mpi.flavour == "none":
         return 'the site has no MPI (site.mpi.flavour = "none")'
     if mpi.world_over_components == "no" and layout == "hetjob":
@@ -73,112 +73,112 @@ def _no_mpi(mpi: Mpi, layout: Layout) -> str | None:
 
 
 @dataclass(frozen=True)
-class Way:
+class TransportCommand:
     """A rung above files."""
 
-    rung: RungName
+    transport: TransportName
     command: Sequence[str]
     """The couriers' step; every life of it is given a name."""
 
 
 @dataclass
-class Couriers:
+class CourierSupervisor:
     """The couriers of a job, in their present life."""
 
     job: JobDir
     weights: Path
     """Where the rung is said, also by an engine that asks for files."""
-    ways: list[Way]
+    commands: list[TransportCommand]
     """Best first."""
-    rung: Rung
+    transport: Transport
     """The one in use."""
-    life: str = ""
+    incarnation: str = ""
     _num_useless: int = 0
     """Ways that were of no use, and are not tried again on these nodes."""
     _process: "subprocess.Popen[bytes] | None" = None
-    _began: float = 0.0
-    _patience: float = 0.0
+    _started_at: float = 0.0
+    _patient_until: float = 0.0
     """Until then, a step that runs and does not serve is left alone: it is coming up, or ending by itself."""
-    _next_look: float = 0.0
-    _beat: float = 0.0
-    _heard: float = 0.0
+    _next_poll: float = 0.0
+    _last_beat: float = 0.0
+    _beat_changed_at: float = 0.0
     """When the beat was seen to change."""
     _failures: int = 0
     _has_served: bool = False
     _start_at: float = math.inf
     """When those that have ended are started again."""
-    _returns_left: int = RETURNS
-    _asked_at: int | None = None
+    _returns_left: int = MAX_RETURNS
+    _version_at_request: int | None = None
     """The newest version when an engine was seen to have asked for files."""
 
     def start(self) -> None:
         """Begin the step; nobody waits for it."""
-        discard(self.job.couriers(self.life))
-        self.life = secrets.token_hex(8)
-        command = [*self.ways[self._num_useless].command, f"--life={self.life}"]
+        remove_path(self.job.courier_status(self.incarnation))
+        self.incarnation = secrets.token_hex(8)
+        command = [*self.commands[self._num_useless].command, f"--life={self.incarnation}"]
         with self.job.log("couriers").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-        self._began = time.monotonic()
-        self._patience = self._began + STARTUP_S
+        self._started_at = time.monotonic()
+        self._patient_until = self._started_at + STARTUP_TIMEOUT_S
 
-    def tend(self) -> str | None:
+    def poll(self) -> str | None:
         """See how they are, start them again if they have ended; what went wrong, if something has."""
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_poll:
             return None
-        self._next_look = now + LOOK_EVERY_S
+        self._next_poll = now + POLL_INTERVAL_S
         if self._process is None:
             self._start_if_due(now)
             return None
-        standing, code = Standing.read(self.job.couriers(self.life)), self._process.poll()
-        if code is None and standing is not None and standing.ready and not self._is_mute(now):
+        status, code = CourierStatus.read(self.job.courier_status(self.incarnation)), self._process.poll()
+        if code is None and status is not None and status.ready and not self._is_silent(now):
             self._has_served = True
-            self._patience = now + ENDING_S
-            self._rise(standing)
+            self._patient_until = now + END_TIMEOUT_S
+            self._return_from_files(status)
             return None
-        if code is None and now < self._patience:
+        if code is None and now < self._patient_until:
             return None
-        reason = self._why(standing, code)
-        self._end()
-        self._failures = 1 if now - self._began > STEADY_S else self._failures + 1
-        if standing is not None and standing.hopeless:
-            self._go_down(reason, for_good=True)
-        elif self._failures > (RESTARTS if self._has_served else TRIES - 1):
-            self._go_down(reason, for_good=not self._has_served)
+        reason = self._failure_reason(status, code)
+        self._end_step()
+        self._failures = 1 if now - self._started_at > STEADY_AFTER_S else self._failures + 1
+        if status is not None and status.hopeless:
+            self._fall_back(reason, permanently=True)
+        elif self._failures > (MAX_RESTARTS if self._has_served else MAX_TRIES - 1):
+            self._fall_back(reason, permanently=not self._has_served)
         else:
-            self._start_at = self._began + PAUSE_S
+            self._start_at = self._started_at + MIN_RESTART_INTERVAL_S
         self._start_if_due(now)
         return reason
 
-    def _rise(self, standing: Standing) -> None:
+    def _return_from_files(self, status: CourierStatus) -> None:
         """Up from files: they serve now, or have done since an engine asked for files what it missed."""
-        name = self.ways[self._num_useless].rung
-        if self.rung.rung != name:
-            self.rung = Rung(rung=name, reason=standing.reason)
+        name = self.commands[self._num_useless].transport
+        if self.transport.rung != name:
+            self.transport = Transport(rung=name, reason=status.reason)
             return
-        said = read_rung(self.weights)
-        if said is None or said.rung != "files":
-            self._asked_at = None
-        elif self._asked_at is None:
-            self._asked_at = newest_version(self.weights) or 0
-        elif self._returns_left > 0 and standing.carried is not None and standing.carried > self._asked_at:
+        announced = read_transport(self.weights)
+        if announced is None or announced.rung != "files":
+            self._version_at_request = None
+        elif self._version_at_request is None:
+            self._version_at_request = find_newest_version(self.weights) or 0
+        elif self._returns_left > 0 and status.carried is not None and status.carried > self._version_at_request:
             self._returns_left -= 1
-            reason = f"every node has version {standing.carried}, made after an engine had asked for files"
-            self.rung = Rung(rung=name, reason=reason)
-            self._asked_at = None
+            reason = f"every node has version {status.carried}, made after an engine had asked for files"
+            self.transport = Transport(rung=name, reason=reason)
+            self._version_at_request = None
 
-    def _go_down(self, reason: str, *, for_good: bool) -> None:
+    def _fall_back(self, reason: str, *, permanently: bool) -> None:
         """Files for now; the next rung if this one is of no use, else this one again, later."""
-        self.rung = Rung(rung="files", reason=reason)
+        self.transport = Transport(rung="files", reason=reason)
         self._failures = 0
-        if for_good:
+        if permanently:
             self._num_useless += 1
             self._has_served = False
-            self._start_at = self._began if self._num_useless < len(self.ways) else math.inf
+            self._start_at = self._started_at if self._num_useless < len(self.commands) else math.inf
         elif self._returns_left > 0:
-            self._start_at = time.monotonic() + RETRY_S * 4 ** (RETURNS - self._returns_left)
+            self._start_at = time.monotonic() + RETRY_INTERVAL_S * 4 ** (MAX_RETURNS - self._returns_left)
             self._returns_left -= 1
         else:
             self._start_at = math.inf
@@ -187,15 +187,15 @@ class Couriers:
         if now >= self._start_at:
             self.start()
 
-    def go(self, ways: list[Way]) -> None:
+    def replace_commands(self, commands: list[TransportCommand]) -> None:
         """Other ways, on the nodes that are left when one is lost; a rung that failed there may have failed by that."""
-        if ways != self.ways:
-            self._end()
-            self.ways, self._num_useless, self._failures, self._has_served = ways, 0, 0, False
+        if commands != self.commands:
+            self._end_step()
+            self.commands, self._num_useless, self._failures, self._has_served = commands, 0, 0, False
             self.start()
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """A step of theirs is under way."""
         return self._process is not None
 
@@ -203,26 +203,26 @@ class Couriers:
         """End them for good; once the job drains they leave by themselves, and take their windows with them."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(LEAVE_S)
-        self._end()
+                self._process.wait(LEAVE_TIMEOUT_S)
+        self._end_step()
 
-    def _is_mute(self, now: float) -> bool:
+    def _is_silent(self, now: float) -> bool:
         """Every life has a file of its own, so that its first beat is a change."""
-        beat = Standing.beaten(self.job.couriers(self.life))
-        if beat != self._beat:
-            self._beat, self._heard = beat, now
-        return now - self._heard > MUTE_S
+        beat = CourierStatus.read_touch_time(self.job.courier_status(self.incarnation))
+        if beat != self._last_beat:
+            self._last_beat, self._beat_changed_at = beat, now
+        return now - self._beat_changed_at > SILENCE_TIMEOUT_S
 
-    def _why(self, standing: Standing | None, code: int | None) -> str:
-        if standing is not None and not standing.ready:
-            return standing.reason
-        if code is None and standing is not None:
-            return f"nothing was heard of the couriers for {MUTE_S:g} s, and their step does not end"
+    def _failure_reason(self, status: CourierStatus | None, code: int | None) -> str:
+        if status is not None and not status.ready:
+            return status.reason
+        if code is None and status is not None:
+            return f"nothing was heard of the couriers for {SILENCE_TIMEOUT_S:g} s, and their step does not end"
         if code is None:
-            return f"the couriers did not find each other within {STARTUP_S:g} s"
-        return f"the step of the couriers ended with code {code}: {last_line(self.job.log('couriers'))}"
+            return f"the couriers did not find each other within {STARTUP_TIMEOUT_S:g} s"
+        return f"the step of the couriers ended with code {code}: {read_last_line(self.job.log('couriers'))}"
 
-    def _end(self) -> None:
+    def _end_step(self) -> None:
         if self._process is not None:
             end_group(self._process, grace_s=TERM_GRACE_S)
             self._process = None
@@ -236,7 +236,7 @@ class WeightPlane:
         place: WorkerPlace,
         *,
         plan: Plan,
-        ways: Callable[[Sequence[RungName]], list[Way]],
+        ways: Callable[[Sequence[TransportName]], list[TransportCommand]],
         emit: Callable[[CampaignEvent], None],
     ) -> None:
         """`ways` makes the couriers' commands on the nodes that are left."""
@@ -245,18 +245,20 @@ class WeightPlane:
         self._layout = plan.layout
         self._ways = ways
         self._emit = emit
-        self._couriers: Couriers | None = None
+        self._couriers: CourierSupervisor | None = None
 
-    def start(self, mpi: Mpi) -> None:
+    def start(self, mpi: MpiConfig) -> None:
         """Weights go by files until couriers serve; on one machine the trainer's window is enough, and it says so."""
         if self._layout == "local":
             return
-        above, why = rungs(mpi, layout=self._layout)
+        above, why = list_transports(mpi, layout=self._layout)
         starting = f"the couriers are being started ({above[0]})" if above else ""
-        rung = Rung(rung="files", reason="; ".join(filter(None, (why, starting))))
+        rung = Transport(rung="files", reason="; ".join(filter(None, (why, starting))))
         self._take_rung(rung)
         if above:
-            self._couriers = Couriers(job=self._job, weights=self._run.weights, ways=self._ways(above), rung=rung)
+            self._couriers = CourierSupervisor(
+                job=self._job, weights=self._run.weights, commands=self._ways(above), transport=rung
+            )
             self._couriers.start()
 
     def tend(self) -> None:
@@ -264,26 +266,26 @@ class WeightPlane:
         couriers = self._couriers
         if couriers is None:
             return
-        before, were_running = couriers.rung, couriers.running
-        if (wrong := couriers.tend()) is not None:
+        before, were_running = couriers.transport, couriers.is_running
+        if (wrong := couriers.poll()) is not None:
             self._emit(WorkerFailed(of="couriers", reason=wrong))
-        if couriers.running and (wrong is not None or not were_running):
+        if couriers.is_running and (wrong is not None or not were_running):
             self._emit(WorkerRestarted(of="couriers"))
-        if couriers.rung != before:
-            self._take_rung(couriers.rung)
+        if couriers.transport != before:
+            self._take_rung(couriers.transport)
 
     def go_around(self) -> None:
         """Start the couriers again on the nodes that are left, after one was lost."""
         if self._couriers is not None:
-            self._couriers.go(self._ways([way.rung for way in self._couriers.ways]))
+            self._couriers.replace_commands(self._ways([way.transport for way in self._couriers.commands]))
 
     def close(self) -> None:
         """End the couriers; a job that drains tells them that this is the end, and their windows go."""
         if self._couriers is not None:
             if not self._job.drain.exists():
-                publish(self._job.drain, "the job is ending")
+                publish_file(self._job.drain, "the job is ending")
             self._couriers.close()
 
-    def _take_rung(self, rung: Rung) -> None:
-        set_rung(private_dir(self._run.weights), rung)
+    def _take_rung(self, rung: Transport) -> None:
+        write_transport(make_private_dir(self._run.weights), rung)
         self._emit(RungChanged(rung=rung.rung, reason=rung.reason))

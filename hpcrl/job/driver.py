@@ -27,60 +27,60 @@ from hpcrl.campaign_dir.events import (
     WorkerFailed,
     WorkerRestarted,
 )
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.errors import HpcrlError
 from hpcrl.job import next_job
 from hpcrl.job.courier_step import WeightPlane
-from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_rewards, guarded, verdict
-from hpcrl.job.metrics_process import Reporter
-from hpcrl.job.next_job import Outcome
-from hpcrl.job.reward_tasks import Scoring
+from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_reward_jobs, outcome_json, run_guarded
+from hpcrl.job.metrics_process import MetricsProcess
+from hpcrl.job.next_job import JobOutcome
+from hpcrl.job.reward_tasks import RewardScoring
 from hpcrl.plan.plan import Plan
-from hpcrl.slurm.allocation import read_allocation, scrub
+from hpcrl.slurm.allocation import read_allocation, scrub_environment
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
-from hpcrl.system.files import discard, last_line, private_dir, publish
-from hpcrl.system.network import address_of, this_node
+from hpcrl.system.files import make_private_dir, publish_file, read_last_line, remove_path
+from hpcrl.system.network import current_node, find_bind_address
 from hpcrl.weights import versions
 
 if TYPE_CHECKING:
-    from hpcrl.job.runtime import Runtime
+    from hpcrl.job.runtime import JobRuntime
 
 
-LONG_LIVED: tuple[RoleName, ...] = ("prefill", "decode", "env")
-RESTARTS = 3
+LONG_LIVED_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env")
+MAX_RESTARTS = 3
 """How often one worker (or the trainer, a worker pool, the scoring of one segment) is begun anew in a job."""
-TICK_S = 0.1
+POLL_INTERVAL_S = 0.1
 TERM_GRACE_S = 20.0
 """What is left after SIGTERM: Slurm kills 30 s later."""
 
 
 def main() -> int:
     """The batch script's process becomes the guardian of a child, which drives."""
-    run, number = RunDir(Path(sys.argv[1])), int(sys.argv[2])
-    place = WorkerPlace(run, run.job(number), this_node())
-    return guarded(lambda answer: _drive(place, answer=answer), place)
+    campaign, number = CampaignDir(Path(sys.argv[1])), int(sys.argv[2])
+    place = WorkerPlace(campaign, campaign.job(number), current_node())
+    return run_guarded(lambda outcome_fd: _drive_job(place, outcome_fd=outcome_fd), place)
 
 
-def _drive(place: WorkerPlace, *, answer: int) -> int:
+def _drive_job(place: WorkerPlace, *, outcome_fd: int) -> int:
     """The driver's whole life; every way out but a kill tells the guardian how it went."""
-    outcome: Outcome = "failed"
+    outcome: JobOutcome = "failed"
     try:
-        outcome, reason = Driver.load(place).drive()
+        outcome, reason = JobDriver.load(place).drive()
     except HpcrlError as error:
         reason = str(error)
         print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
     except BaseException as error:  # noqa: BLE001 - the guardian must hear of it whatever broke
         reason = f"the driver broke: {type(error).__name__}: {error}"
         sys.excepthook(*sys.exc_info())  # os._exit follows: nobody else would print it
-    os.write(answer, verdict(outcome, reason))
+    os.write(outcome_fd, outcome_json(outcome, reason))
     return 0 if outcome in ("done", "stopped", "drained") else 1
 
 
 @dataclass
-class Worker:
+class LongLivedWorker:
     """A long-lived worker in its present life."""
 
     role: RoleName
@@ -89,7 +89,7 @@ class Worker:
 
 
 @dataclass
-class Driver:
+class JobDriver:
     """Supervision of one job."""
 
     place: WorkerPlace
@@ -97,7 +97,7 @@ class Driver:
     recipe: Recipe
     site: Site
     events: EventLog
-    workers: list[Worker] = field(default_factory=list)
+    workers: list[LongLivedWorker] = field(default_factory=list)
     slurm_id: str | None = None
     """None on a machine without a scheduler."""
     failures: Counter[str] = field(default_factory=Counter)
@@ -108,39 +108,43 @@ class Driver:
     near_end: bool = False
 
     def __post_init__(self) -> None:
-        self.run, self.job = self.place.campaign, self.place.job
-        self.reporter = Reporter(self.place, metrics=self.recipe.metrics, emit=self.events.emit)
-        self.scoring = Scoring(
-            run=self.run,
+        self.campaign, self.job = self.place.campaign, self.place.job
+        self.reporter = MetricsProcess(self.place, metrics=self.recipe.metrics, emit=self.events.emit)
+        self.scoring = RewardScoring(
+            campaign=self.campaign,
             reward=self.recipe.reward,
             elastic=self.plan.reward_jobs is not None,
             emit=self.events.emit,
-            spend=self._spend,
+            count_failure=self._count_failure,
         )
 
     @classmethod
-    def load(cls, place: WorkerPlace) -> "Driver":
+    def load(cls, place: WorkerPlace) -> "JobDriver":
         """Read what was submitted; forget what an earlier, requeued run of this job left to obey."""
-        run, job = place.campaign, place.job
-        private_dir(job.parsl)
+        campaign, job = place.campaign, place.job
+        make_private_dir(job.parsl)
         for path in (job.drain, job.end, job.outcome, job.dump_stacks):
-            discard(path)
+            remove_path(path)
         name = f"{job.number:03d}-driver"
-        events = EventLog(run.events / f"{name}.jsonl", job=job.number, role="driver", worker=name, node=place.node)
+        events = EventLog(
+            campaign.events / f"{name}.jsonl", job=job.number, role="driver", worker=name, node=place.node
+        )
         return cls(
             place=place,
-            plan=msgspec.json.decode(run.plan.read_bytes(), type=Plan),
-            recipe=msgspec.json.decode(run.recipe.read_bytes(), type=Recipe),
-            site=msgspec.json.decode(run.site.read_bytes(), type=Site),
+            plan=msgspec.json.decode(campaign.plan.read_bytes(), type=Plan),
+            recipe=msgspec.json.decode(campaign.recipe.read_bytes(), type=Recipe),
+            site=msgspec.json.decode(campaign.site.read_bytes(), type=Site),
             events=events,
         )
 
-    def drive(self) -> tuple[Outcome, str]:
+    def drive(self) -> tuple[JobOutcome, str]:
         """Bring everything up, supervise, take everything down."""
-        from hpcrl.job.runtime import Runtime  # imports parsl: only here, and late
+        from hpcrl.job.runtime import JobRuntime  # imports parsl: only here, and late
 
-        if self.job.follows.exists() and (ended := next_job.ending(self.run, self.run.job(self.job.number - 1))):
-            return ended
+        if self.job.chain_marker.exists() and (
+            known_outcome := next_job.campaign_outcome(self.campaign, self.campaign.job(self.job.number - 1))
+        ):
+            return known_outcome
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, self._on_cancel)
         signal.signal(signal.SIGUSR2, self._on_near_end)
@@ -149,19 +153,19 @@ class Driver:
         self.events.emit(JobStarted(slurm_id=allocation.job_id, end_time=allocation.end_time))
         self.events.emit(LayoutChosen(layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes))
         if allocation.job_id is not None:
-            scrub(os.environ)
-        for number in self.run.job_numbers():  # where a whole node died, nobody was left to end them
-            cancel_rewards(self.run.job(number))
-        runtime = Runtime(
+            scrub_environment(os.environ)
+        for number in self.campaign.job_numbers():  # where a whole node died, nobody was left to end them
+            cancel_reward_jobs(self.campaign.job(number))
+        runtime = JobRuntime(
             self.plan,
             place=self.place,
             allocation=allocation,
-            address=address_of(self.site.network.interface),
+            address=find_bind_address(self.site.network.interface),
         )
         self.weight_plane = WeightPlane(
             self.place,
             plan=self.plan,
-            ways=lambda rungs: runtime.courier_ways(self.site, rungs),
+            ways=lambda rungs: runtime.courier_commands(self.site, rungs),
             emit=self.events.emit,
         )
         try:
@@ -181,45 +185,45 @@ class Driver:
     def _queue_next(self) -> None:
         next_job.try_follow(self.place, plan=self.plan, site=self.site, slurm_id=self.slurm_id, emit=self.events.emit)
 
-    def _start_workers(self, runtime: "Runtime") -> None:
-        for role in LONG_LIVED:
+    def _start_workers(self, runtime: "JobRuntime") -> None:
+        for role in LONG_LIVED_ROLES:
             for index in range(self.plan.role(role).num_workers):
-                self.workers.append(Worker(role=role, index=index, future=runtime.start_worker(role, index)))
+                self.workers.append(LongLivedWorker(role=role, index=index, future=runtime.start_worker(role, index)))
 
-    def _supervise(self, runtime: "Runtime", *, end_time: float) -> tuple[Outcome, str]:
-        progress = Progress(timeout_s=self.recipe.job.stall_timeout_min * 60)
+    def _supervise(self, runtime: "JobRuntime", *, end_time: float) -> tuple[JobOutcome, str]:
+        detector = StallDetector(timeout_s=self.recipe.job.stall_timeout_min * 60)
         while True:
             if self.cancelled:
                 return "stopped", "it was told to end at once (hpcrl stop --now)"
-            self._heed_requests(end_time=end_time)
-            code = runtime.trainer_code()
+            self._check_end_requests(end_time=end_time)
+            code = runtime.trainer_exit_code()
             if code == EXIT_DONE:
                 return self._finish("done", "every training step was made")
             if code == EXIT_DRAINED or (code is not None and self.drain_reason):
-                return self._drained()
+                return self._finish_drained()
             if time.monotonic() > self.drain_deadline:
-                return self._drained()
+                return self._finish_drained()
             if not self.drain_reason:
-                self._mend(runtime, trainer_code=code)
-                self.scoring.tend(runtime)
-                self._check_progress(progress)
-            time.sleep(TICK_S)
+                self._restart_failed(runtime, trainer_code=code)
+                self.scoring.poll(runtime)
+                self._check_progress(detector)
+            time.sleep(POLL_INTERVAL_S)
 
-    def _mend(self, runtime: "Runtime", *, trainer_code: int | None) -> None:
+    def _restart_failed(self, runtime: "JobRuntime", *, trainer_code: int | None) -> None:
         """Begin anew what has ended before its time, within a budget each."""
         self.weight_plane.tend()
-        self.reporter.tend()
+        self.reporter.keep_running()
         if trainer_code is not None:
-            self._worker_failed("train-0", f"exit code {trainer_code}: {last_line(self.job.log('train-0'))}")
+            self._worker_failed("train-0", f"exit code {trainer_code}: {read_last_line(self.job.log('train-0'))}")
             runtime.start_trainer()
         for role, node in runtime.replace_lost_blocks():
             self.events.emit(FaultReported(what="worker pool", detail=f"{role} on {node} ended and was started again"))
             pool = f"the worker pool of {role} on {node}"
-            if self._survives(pool) and runtime.give_up(role, node):
+            if self._can_lose_node(pool) and runtime.drop_node(role, node):
                 self.events.emit(FaultReported(what="node", detail=f"{role} goes on without {node}"))
                 self.weight_plane.go_around()
             else:
-                self._spend(pool, f"see parsl.{role}.block-*.log")
+                self._count_failure(pool, f"see parsl.{role}.block-*.log")
         for worker in self.workers:
             if worker.future.done():
                 error = worker.future.exception()
@@ -228,25 +232,25 @@ class Driver:
 
     def _worker_failed(self, name: str, reason: str) -> None:
         self.events.emit(WorkerFailed(of=name, reason=reason))
-        self._spend(name, reason)
+        self._count_failure(name, reason)
         self.events.emit(WorkerRestarted(of=name))
 
-    def _survives(self, pool: str) -> bool:
+    def _can_lose_node(self, pool: str) -> bool:
         """A node that takes no more steps is lost, and the job is to outlive that."""
-        return self.plan.survive_node_loss and self.failures[pool] == RESTARTS
+        return self.plan.survive_node_loss and self.failures[pool] == MAX_RESTARTS
 
-    def _spend(self, name: str, reason: str) -> None:
+    def _count_failure(self, name: str, reason: str) -> None:
         """Give up once something has failed too often: nodes are not held for what cannot run."""
         self.failures[name] += 1
-        if self.failures[name] > RESTARTS:
+        if self.failures[name] > MAX_RESTARTS:
             times = f"{name} failed {self.failures[name]} times"
             raise HpcrlError(f"{times}, the last time with: {reason}; the logs are in {self.job.logs}")
 
-    def _heed_requests(self, *, end_time: float) -> None:
+    def _check_end_requests(self, *, end_time: float) -> None:
         """Whoever wants the job to end: a person, Slurm, or the clock."""
         if self.drain_reason:
             return
-        if self.run.stop.exists():
+        if self.campaign.stop.exists():
             self._drain("somebody asked for it (hpcrl stop)", grace_s=self.recipe.job.drain_s)
         elif self.terminated:
             self._drain("it was told to terminate", grace_s=TERM_GRACE_S)
@@ -257,31 +261,31 @@ class Driver:
     def _drain(self, reason: str, *, grace_s: float) -> None:
         self.drain_reason = reason
         self.drain_deadline = time.monotonic() + grace_s
-        publish(self.job.drain, reason)
+        publish_file(self.job.drain, reason)
         self.events.emit(DrainStarted(reason=reason, grace_s=grace_s))
 
-    def _drained(self) -> tuple[Outcome, str]:
-        stopped = self.run.stop.exists()
+    def _finish_drained(self) -> tuple[JobOutcome, str]:
+        stopped = self.campaign.stop.exists()
         return self._finish("stopped" if stopped else "drained", self.drain_reason or "the trainer was drained")
 
-    def _finish(self, outcome: Outcome, reason: str) -> tuple[Outcome, str]:
+    def _finish(self, outcome: JobOutcome, reason: str) -> tuple[JobOutcome, str]:
         """Let the workers seal what they hold before they are ended."""
         if not self.job.drain.exists():
-            publish(self.job.drain, reason)
+            publish_file(self.job.drain, reason)
         deadline = time.monotonic() + CLOSE_GRACE_S
         while any(not worker.future.done() for worker in self.workers) and time.monotonic() < deadline:
-            time.sleep(TICK_S)
+            time.sleep(POLL_INTERVAL_S)
         return outcome, reason
 
-    def _check_progress(self, progress: "Progress") -> None:
+    def _check_progress(self, detector: "StallDetector") -> None:
         """Nodes are never held idle: with nothing moving, leave the stacks in the logs and end."""
-        seen = (self.scoring.num_seen(), versions.newest_version(self.run.weights))
-        if not progress.stalled(seen):
+        seen = (self.scoring.num_segments(), versions.find_newest_version(self.campaign.weights))
+        if not detector.has_stalled(seen):
             return
-        publish(self.job.dump_stacks, "")
+        publish_file(self.job.dump_stacks, "")
         time.sleep(CLOSE_GRACE_S)
         raise HpcrlError(
-            f"nothing moved for {progress.timeout_s / 60:g} min (job.stall_timeout_min): "
+            f"nothing moved for {detector.timeout_s / 60:g} min (job.stall_timeout_min): "
             f"what every worker was doing is at the end of its log in {self.job.logs}"
         )
 
@@ -296,14 +300,14 @@ class Driver:
 
 
 @dataclass
-class Progress:
+class StallDetector:
     """When did what is seen last change?"""
 
     timeout_s: float
     last: object = None
     since: float = field(default_factory=time.monotonic)
 
-    def stalled(self, seen: object) -> bool:
+    def has_stalled(self, seen: object) -> bool:
         """True once `seen` has stayed the same for too long."""
         if seen != self.last:
             self.last, self.since = seen, time.monotonic()

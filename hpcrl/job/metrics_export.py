@@ -27,13 +27,13 @@ import xxhash
 
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, EvaluationFinished, FaultReported, StepFinished, TrainingResumed
-from hpcrl.campaign_dir.paths import RunDir
-from hpcrl.config.recipe import Metrics, Recipe
-from hpcrl.system.files import private_dir, publish_json, read_json
-from hpcrl.system.network import this_node
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import MetricsConfig, Recipe
+from hpcrl.system.files import make_private_dir, publish_json, read_json
+from hpcrl.system.network import current_node
 from hpcrl.system.processes import die_with_parent
 
-GROUPS = {
+FIELDS_BY_HEADING = {
     "reward": ("reward_mean", "reward_std", "num_trajectories", "num_groups", "num_flat_groups", "num_too_long"),
     "length": ("length_mean", "length_max", "num_tokens", "num_padded_tokens"),
     "policy": ("loss", "value_loss", "kl", "kl_reference", "entropy", "clip_fraction", "grad_norm", "learning_rate"),
@@ -44,7 +44,7 @@ GROUPS = {
 """The fields of a step by the heading under which they are shown."""
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class EventFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What is shown of one event."""
 
     time: float
@@ -53,40 +53,40 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, float]
 
 
-def figures_of(event: CampaignEvent) -> Figures | None:
+def extract_figures(event: CampaignEvent) -> EventFigures | None:
     """The figures of a training step or an evaluation."""
     match event:
         case StepFinished():
-            return _shown(event, step=event.step, values=_of_step(event))
+            return _make_figures(event, step=event.step, values=_step_values(event))
         case EvaluationFinished():
-            return _shown(event, step=event.version, values=_of_evaluation(event))
+            return _make_figures(event, step=event.version, values=_evaluation_values(event))
     return None
 
 
-def _shown(event: CampaignEvent, *, step: int, values: Iterator[tuple[str, Any]]) -> Figures:
+def _make_figures(event: CampaignEvent, *, step: int, values: Iterator[tuple[str, Any]]) -> EventFigures:
     numbers = {name: float(value) for name, value in values if isinstance(value, int | float) and math.isfinite(value)}
-    return Figures(time=event.time, step=step, values=numbers)
+    return EventFigures(time=event.time, step=step, values=numbers)
 
 
-def _of_step(event: StepFinished) -> Iterator[tuple[str, Any]]:
-    for group, names in GROUPS.items():
+def _step_values(event: StepFinished) -> Iterator[tuple[str, Any]]:
+    for group, names in FIELDS_BY_HEADING.items():
         yield from ((f"{group}/{name}", getattr(event, name)) for name in names)
     yield from ((f"staleness/lag_{lag}", num) for lag, num in event.lags.items())
     yield from ((f"time/{name}_s", seconds) for name, seconds in event.times.items())
 
 
-def _of_evaluation(event: EvaluationFinished) -> Iterator[tuple[str, Any]]:
+def _evaluation_values(event: EvaluationFinished) -> Iterator[tuple[str, Any]]:
     for name in ("reward_mean", "length_mean", "num_episodes", "num_faults"):
         yield f"evaluation/{name}", getattr(event, name)
     yield from ((f"evaluation/reward_mean/{name}", reward) for name, reward in event.domains.items())
 
 
-class Sink(Protocol):
+class MetricsSink(Protocol):
     """Shows figures. Whatever it raises is its own end, and nobody else's."""
 
-    def write(self, figures: Figures) -> None: ...
+    def write(self, figures: EventFigures) -> None: ...
 
-    def go_back_before(self, step: int) -> None:
+    def rewind_before(self, step: int) -> None:
         """What was shown of this step and later ones is of a past that a resume left."""
 
     def flush(self) -> None: ...
@@ -94,17 +94,17 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def sinks_of(metrics: Metrics, *, run: RunDir) -> dict[str, Callable[[], Sink]]:
+def make_sink_factories(metrics: MetricsConfig, *, campaign: CampaignDir) -> dict[str, Callable[[], MetricsSink]]:
     """What makes each sink that the recipe asks for."""
-    found: dict[str, Callable[[], Sink]] = {}
+    found: dict[str, Callable[[], MetricsSink]] = {}
     if metrics.tensorboard:
-        found["tensorboard"] = partial(TensorBoard, run.metrics / "tensorboard")
+        found["tensorboard"] = partial(TensorBoardSink, campaign.metrics / "tensorboard")
     if metrics.wandb != "off":
-        found["wandb"] = partial(WeightsAndBiases, run, metrics)
+        found["wandb"] = partial(WandbSink, campaign, metrics)
     return found
 
 
-class TensorBoard:
+class TensorBoardSink:
     """Event files of TensorBoard: `tensorboard --logdir CAMPAIGN/metrics/tensorboard` shows them."""
 
     def __init__(self, directory: Path) -> None:
@@ -113,16 +113,16 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._session, self._summary = Event, SessionLog, Summary
-        self._writer = EventFileWriter(str(private_dir(directory)))
+        self._writer = EventFileWriter(str(make_private_dir(directory)))
 
-    def write(self, figures: Figures) -> None:
+    def write(self, figures: EventFigures) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.values.items()]
         summary = self._summary(value=values)
         self._writer.add_event(self._event(wall_time=figures.time, step=figures.step, summary=summary))
 
-    def go_back_before(self, step: int) -> None:
-        began = self._session(status=self._session.START)
-        self._writer.add_event(self._event(step=step, session_log=began))
+    def rewind_before(self, step: int) -> None:
+        restart = self._session(status=self._session.START)
+        self._writer.add_event(self._event(step=step, session_log=restart))
 
     def flush(self) -> None:
         self._writer.flush()
@@ -131,34 +131,34 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
+class WandbSink:
     """A run of Weights & Biases, one for all jobs of a campaign; offline, `wandb sync` sends its directories later."""
 
-    def __init__(self, run: RunDir, metrics: Metrics) -> None:
+    def __init__(self, campaign: CampaignDir, metrics: MetricsConfig) -> None:
         import wandb
 
-        created = read_json(run.campaign)["created"]
+        created = read_json(campaign.manifest)["created"]
         mode: Literal["online", "offline"] = "online" if metrics.wandb == "online" else "offline"
         settings = wandb.Settings(
             console="off", disable_code=True, disable_git=True, x_disable_machine_info=True, x_disable_stats=True
         )
         self._run: Any = wandb.init(
             project=metrics.wandb_project,
-            name=run.name,
-            id=xxhash.xxh3_64_hexdigest(f"{run.name}/{created}".encode()),
+            name=campaign.name,
+            id=xxhash.xxh3_64_hexdigest(f"{campaign.name}/{created}".encode()),
             resume="allow" if mode == "online" else None,
             mode=mode,
-            dir=str(private_dir(run.metrics / "wandb")),
-            config=read_json(run.recipe),
+            dir=str(make_private_dir(campaign.metrics / "wandb")),
+            config=read_json(campaign.recipe),
             settings=settings,
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")  # steps may go back, and W&B's own count may not
 
-    def write(self, figures: Figures) -> None:
+    def write(self, figures: EventFigures) -> None:
         self._run.log({"step": figures.step, **figures.values})
 
-    def go_back_before(self, step: int) -> None:
+    def rewind_before(self, step: int) -> None:
         """What is shown again lies over what was shown before."""
 
     def flush(self) -> None:
@@ -168,58 +168,62 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-LOOK_S = 2.0
+POLL_INTERVAL_S = 2.0
 
 
-class Feeder:
+class MetricsFeeder:
     """Reads what is new and gives it to every sink that still works."""
 
     def __init__(
-        self, run: RunDir, makers: Mapping[str, Callable[[], Sink]], *, emit: Callable[[CampaignEvent], None]
+        self,
+        campaign: CampaignDir,
+        factories: Mapping[str, Callable[[], MetricsSink]],
+        *,
+        emit: Callable[[CampaignEvent], None],
     ) -> None:
-        self._state = run.metrics / "read.json"
+        self._state = campaign.metrics / "read.json"
         self._emit = emit
-        self._makers = makers
-        self._sinks: dict[str, Sink] = {}
-        self._reader = EventReader(run.events)
+        self._factories = factories
+        self._sinks: dict[str, MetricsSink] = {}
+        self._reader = EventReader(campaign.events)
 
     def open(self) -> None:
         """Open the sinks, and go on where the last reader left off."""
-        for name, make in self._makers.items():
-            with self._alone(name):
+        for name, make in self._factories.items():
+            with self._isolate_failure(name):
                 self._sinks[name] = make()
         with contextlib.suppress(FileNotFoundError):
             self._reader.offsets = read_json(self._state)
 
     def feed(self) -> None:
         """Give on what is new. What was given and not noted when this process is killed is given again."""
-        told = sorted(self._reader.poll(), key=lambda event: (event.job, event.time))
-        for event in told:
-            self._give(event)
+        events = sorted(self._reader.poll(), key=lambda event: (event.job, event.time))
+        for event in events:
+            self._send_event(event)
         for name, sink in list(self._sinks.items()):
-            with self._alone(name):
+            with self._isolate_failure(name):
                 sink.flush()
-        if told:
+        if events:
             publish_json(self._state, self._reader.offsets)
 
     def close(self) -> None:
         for name, sink in list(self._sinks.items()):
-            with self._alone(name):
+            with self._isolate_failure(name):
                 sink.close()
 
-    def _give(self, event: CampaignEvent) -> None:
+    def _send_event(self, event: CampaignEvent) -> None:
         if isinstance(event, TrainingResumed):
-            self._each(lambda sink: sink.go_back_before(event.step + 1))
-        elif (figures := figures_of(event)) is not None:
-            self._each(lambda sink: sink.write(figures))
+            self._for_each_sink(lambda sink: sink.rewind_before(event.step + 1))
+        elif (figures := extract_figures(event)) is not None:
+            self._for_each_sink(lambda sink: sink.write(figures))
 
-    def _each(self, do: Callable[[Sink], None]) -> None:
+    def _for_each_sink(self, action: Callable[[MetricsSink], None]) -> None:
         for name, sink in list(self._sinks.items()):
-            with self._alone(name):
-                do(sink)
+            with self._isolate_failure(name):
+                action(sink)
 
     @contextlib.contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
+    def _isolate_failure(self, name: str) -> Iterator[None]:
         """A sink that fails is told of and left out from then on; the others go on."""
         try:
             yield
@@ -230,17 +234,17 @@ class Feeder:
 
 
 def main() -> int:
-    run, job = RunDir(Path(sys.argv[1])), int(sys.argv[2])
-    ending = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ending.set())
+    campaign, job = CampaignDir(Path(sys.argv[1])), int(sys.argv[2])
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     die_with_parent()
     worker = f"{job:03d}-metrics-0"
-    events = EventLog(run.events / f"{worker}.jsonl", job=job, role="metrics", worker=worker, node=this_node())
-    private_dir(run.metrics)
-    recipe = msgspec.json.decode(run.recipe.read_bytes(), type=Recipe)
-    feeder = Feeder(run, sinks_of(recipe.metrics, run=run), emit=events.emit)
+    events = EventLog(campaign.events / f"{worker}.jsonl", job=job, role="metrics", worker=worker, node=current_node())
+    make_private_dir(campaign.metrics)
+    recipe = msgspec.json.decode(campaign.recipe.read_bytes(), type=Recipe)
+    feeder = MetricsFeeder(campaign, make_sink_factories(recipe.metrics, campaign=campaign), emit=events.emit)
     feeder.open()
-    while not ending.wait(LOOK_S):
+    while not stopping.wait(POLL_INTERVAL_S):
         feeder.feed()
     feeder.feed()
     feeder.close()

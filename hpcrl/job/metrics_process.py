@@ -9,34 +9,34 @@ from collections.abc import Callable
 
 from hpcrl.campaign_dir.events import CampaignEvent, FaultReported
 from hpcrl.campaign_dir.workers import WorkerPlace
-from hpcrl.config.recipe import Metrics
-from hpcrl.system.files import last_line
+from hpcrl.config.recipe import MetricsConfig
+from hpcrl.system.files import read_last_line
 
-RESTARTS = 3
-CLOSE_S = 10.0
+MAX_RESTARTS = 3
+CLOSE_TIMEOUT_S = 10.0
 
 
-class Reporter:
+class MetricsProcess:
     """The metrics reader of one job; none runs where the recipe wants metrics in the events alone."""
 
-    def __init__(self, place: WorkerPlace, *, metrics: Metrics, emit: Callable[[CampaignEvent], None]) -> None:
+    def __init__(self, place: WorkerPlace, *, metrics: MetricsConfig, emit: Callable[[CampaignEvent], None]) -> None:
         self._is_wanted = metrics.tensorboard or metrics.wandb != "off"
-        run, job = place.campaign, place.job
-        self._command = [sys.executable, "-m", "hpcrl.job.metrics_export", str(run.root), str(job.number)]
+        campaign, job = place.campaign, place.job
+        self._command = [sys.executable, "-m", "hpcrl.job.metrics_export", str(campaign.root), str(job.number)]
         self._log = job.log("metrics-0")
         self._emit = emit
         self._process: subprocess.Popen[bytes] | None = None
         self._num_starts = 0
 
-    def tend(self) -> None:
+    def keep_running(self) -> None:
         """Start it, and start it again a few times; after that a campaign does without."""
         if self._process is not None and self._process.poll() is None:
             return
         if self._process is not None:
-            why = f"exit code {self._process.returncode}: {last_line(self._log)}"
+            why = f"exit code {self._process.returncode}: {read_last_line(self._log)}"
             self._process = None
             self._emit(FaultReported(what="metrics", detail=f"the reader ended: {why}"))
-        if self._is_wanted and self._num_starts <= RESTARTS:
+        if self._is_wanted and self._num_starts <= MAX_RESTARTS:
             self._start()
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class Reporter:
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:
-            self._process.wait(CLOSE_S)
+            self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own

@@ -3,10 +3,10 @@
 So a campaign goes on where nobody was left to say so: its walltime was over, it was preempted, its nodes are gone. What
 has nothing to follow is taken back; one that begins all the same sees that, and ends.
 
-    follow      queue the next job, unless there is one
-    try_follow  the same for a driver: emits what came of it, and a refusal is no error
-    take_back   out of the queue with it
-    ending      what a campaign ends with, if no job is to follow this one
+    queue_next_job    queue the next job, unless there is one
+    try_follow        the same for a driver: emits what came of it, and a refusal is no error
+    cancel_next_job   out of the queue with it
+    campaign_outcome  what a campaign ends with, if no job is to follow this one
 """
 
 import time
@@ -15,36 +15,38 @@ from typing import Literal
 
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, FaultReported, NextJobQueued
-from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
 from hpcrl.plan.plan import Plan
 from hpcrl.slurm import commands
-from hpcrl.slurm.script import script_of_job
-from hpcrl.slurm.submit import Submitted, record
-from hpcrl.system.files import discard, private_dir, publish, read_json
+from hpcrl.slurm.script import make_job_script
+from hpcrl.slurm.submit import SubmittedJob, record_submission
+from hpcrl.system.files import make_private_dir, publish_file, read_json, remove_path
 
-Outcome = Literal["done", "failed", "stopped", "drained"]
+JobOutcome = Literal["done", "failed", "stopped", "drained"]
 """How a job ends; only a campaign whose last job drained has more to do."""
 
 
-def follow(run: RunDir, job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> str | None:
+def queue_next_job(campaign: CampaignDir, job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> str | None:
     """Queue the job after `job`; its id, or None if there is one already, or none may be. SlurmError if refused."""
-    num_left = _num_left(job, plan)
-    following = run.job(job.number + 1)
-    if num_left < 1 or following.root.exists():
+    num_left = _count_jobs_left(job, plan)
+    next_job = campaign.job(job.number + 1)
+    if num_left < 1 or next_job.root.exists():
         return None
-    private_dir(following.root)
+    make_private_dir(next_job.root)
     try:
-        private_dir(following.logs)
-        publish(following.follows, str(num_left - 1))
-        publish(following.script, script_of_job(plan, run=run, job=following.number, site=site), mode=0o700)
-        id = commands.queue(following.script, f"--dependency=afterany:{slurm_id}")
+        make_private_dir(next_job.logs)
+        publish_file(next_job.chain_marker, str(num_left - 1))
+        publish_file(
+            next_job.script, make_job_script(plan, campaign=campaign, job=next_job.number, site=site), mode=0o700
+        )
+        id = commands.queue_script(next_job.script, f"--dependency=afterany:{slurm_id}")
     except BaseException:
-        discard(following.root)
+        remove_path(next_job.root)
         raise
-    record(Submitted(id=id, scheduler="slurm", time=time.time()), job=following)
+    record_submission(SubmittedJob(id=id, scheduler="slurm", time=time.time()), job=next_job)
     return id
 
 
@@ -55,7 +57,7 @@ def try_follow(
     if slurm_id is None:
         return
     try:
-        id = follow(place.campaign, place.job, plan=plan, site=site, slurm_id=slurm_id)
+        id = queue_next_job(place.campaign, place.job, plan=plan, site=site, slurm_id=slurm_id)
     except (SlurmError, OSError) as error:
         emit(FaultReported(what="chain", detail=f"no job follows this one: {error}"))
     else:
@@ -63,44 +65,44 @@ def try_follow(
             emit(NextJobQueued(slurm_id=id, number=place.job.number + 1))
 
 
-def take_back(run: RunDir, job: JobDir) -> None:
+def cancel_next_job(campaign: CampaignDir, job: JobDir) -> None:
     """Cancel the job that waits for `job`, which still runs, and forget it. SlurmError if Slurm does not answer."""
-    following = run.job(job.number + 1)
-    if not following.follows.exists() or following.outcome.exists():
+    next_job = campaign.job(job.number + 1)
+    if not next_job.chain_marker.exists() or next_job.outcome.exists():
         return
-    if following.submitted.exists():
-        commands.cancel([read_json(following.submitted)["id"]])
-    discard(following.root)
+    if next_job.submission.exists():
+        commands.cancel_jobs([read_json(next_job.submission)["id"]])
+    remove_path(next_job.root)
 
 
-def ending(run: RunDir, job: JobDir) -> tuple[Outcome, str] | None:
+def campaign_outcome(campaign: CampaignDir, job: JobDir) -> tuple[JobOutcome, str] | None:
     """How a campaign ends whose job `job` has ended, if it does; None: another job is to go on.
 
     A job that failed or was killed is followed as long as something comes of that: the last checkpoint was made by it,
     or, where it could not even say why it ended, by the one before.
     """
-    if run.stop.exists():
+    if campaign.stop.exists():
         return "stopped", "somebody asked for it (hpcrl stop)"
-    told = read_json(job.outcome) if job.outcome.exists() else None
-    if told is not None and told["outcome"] != "failed":
-        return None if told["outcome"] == "drained" else (told["outcome"], told["reason"])
-    if _made_checkpoint(run, job.number):
+    recorded = read_json(job.outcome) if job.outcome.exists() else None
+    if recorded is not None and recorded["outcome"] != "failed":
+        return None if recorded["outcome"] == "drained" else (recorded["outcome"], recorded["reason"])
+    if _has_checkpoint(campaign, job.number):
         return None
-    if told is not None:
-        return "failed", told["reason"]
-    if not job.follows.exists() or _made_checkpoint(run, job.number - 1):
+    if recorded is not None:
+        return "failed", recorded["reason"]
+    if not job.chain_marker.exists() or _has_checkpoint(campaign, job.number - 1):
         return None
     return "failed", f"jobs {job.number - 1} and {job.number} ended without a word and without a checkpoint"
 
 
-def _num_left(job: JobDir, plan: Plan) -> int:
+def _count_jobs_left(job: JobDir, plan: Plan) -> int:
     """How many jobs may follow; one that was submitted by hand begins anew to count."""
     try:
-        return int(job.follows.read_text())
+        return int(job.chain_marker.read_text())
     except FileNotFoundError:
         return plan.num_jobs - 1
 
 
-def _made_checkpoint(run: RunDir, number: int) -> bool:
-    told = EventReader(run.events, pattern=f"{number:03d}-train-*.jsonl").poll()
-    return any(isinstance(event, CheckpointSaved) for event in told)
+def _has_checkpoint(campaign: CampaignDir, number: int) -> bool:
+    events = EventReader(campaign.events, pattern=f"{number:03d}-train-*.jsonl").poll()
+    return any(isinstance(event, CheckpointSaved) for event in events)

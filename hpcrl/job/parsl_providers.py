@@ -18,21 +18,23 @@ from parsl.providers.base import ExecutionProvider
 
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import SlurmError
-from hpcrl.plan.components import RewardJobs
+from hpcrl.plan.components import RewardJobPlan
 from hpcrl.slurm import commands
-from hpcrl.system.files import publish
-from hpcrl.system.processes import PAUSE_S, end_group
+from hpcrl.system.files import publish_file
+from hpcrl.system.processes import MIN_RESTART_INTERVAL_S, end_group
 
-SETTLE_S = 5
+STATUS_INTERVAL_S = 5
 
 
-class Steps(ExecutionProvider):
+class StepProvider(ExecutionProvider):
     """Parsl blocks as steps of a job that runs already: one node of the component each."""
 
-    def __init__(self, *, prefixes: Mapping[str, Sequence[str]], log_dir: Path, first: int | None = None) -> None:
-        """`prefixes`: for each node, what stands before a command so that it runs there; `first`: blocks at first."""
+    def __init__(
+        self, *, prefixes: Mapping[str, Sequence[str]], log_dir: Path, initial_blocks: int | None = None
+    ) -> None:
+        """`prefixes`: for each node, what stands before a command so that it runs there; `initial_blocks`: blocks at first."""
         self.max_blocks = len(prefixes)
-        self.init_blocks = self.max_blocks if first is None else first
+        self.init_blocks = self.max_blocks if initial_blocks is None else initial_blocks
         self.min_blocks = 0
         self.nodes_per_block = 1
         self.parallelism = 1.0
@@ -42,9 +44,9 @@ class Steps(ExecutionProvider):
         self._nodes = list(prefixes)
         self._prefixes = list(prefixes.values())
         self._running: list[subprocess.Popen[bytes] | None] = [None] * len(prefixes)
-        self._began = [-math.inf] * len(prefixes)
+        self._started_at = [-math.inf] * len(prefixes)
         self._log_dir = log_dir
-        self._all: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def submit(self, command: str, tasks_per_node: int, job_name: str = "block") -> str | None:
         """Start the worker pool on a node that has none: the one where none was started for the longest time."""
@@ -52,7 +54,7 @@ class Steps(ExecutionProvider):
         free = [slot for slot, process in enumerate(self._running) if process is None or process.poll() is not None]
         if not free:
             return None
-        slot = min(free, key=self._began.__getitem__)
+        slot = min(free, key=self._started_at.__getitem__)
         with (self._log_dir / f"{job_name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [*self._prefixes[slot], *command.split("\n")],
@@ -61,46 +63,48 @@ class Steps(ExecutionProvider):
                 stderr=log,
                 start_new_session=True,
             )
-        self._running[slot], self._began[slot] = process, time.monotonic()
-        self._all[str(process.pid)] = process
+        self._running[slot], self._started_at[slot] = process, time.monotonic()
+        self._processes[str(process.pid)] = process
         return str(process.pid)
 
     def status(self, job_ids: Sequence[object]) -> list[JobStatus]:
-        return [self._status(self._all[str(job_id)]) for job_id in job_ids]
+        return [self._status(self._processes[str(job_id)]) for job_id in job_ids]
 
     def cancel(self, job_ids: Sequence[object]) -> list[bool]:
         """End the process groups of these blocks; srun passes the signal on to its step."""
         for job_id in job_ids:
-            process = self._all[str(job_id)]
+            process = self._processes[str(job_id)]
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
         return [True for _ in job_ids]
 
     def num_running(self) -> int:
         """Blocks that have not ended."""
-        return sum(process.poll() is None for process in self._all.values())
+        return sum(process.poll() is None for process in self._processes.values())
 
     def cancel_all(self) -> None:
         """End every block."""
-        self.cancel(list(self._all))
+        self.cancel(list(self._processes))
 
     def wait(self, *, deadline: float) -> None:
         """Give ended blocks until `deadline` (monotonic), then kill what is left of them."""
-        for process in self._all.values():
+        for process in self._processes.values():
             end_group(process, grace_s=deadline - time.monotonic())
 
-    def lost(self) -> list[str]:
+    def lost_nodes(self) -> list[str]:
         """Nodes whose block has ended and may be started again."""
-        latest = time.monotonic() - PAUSE_S
-        blocks = zip(self._nodes, self._running, self._began, strict=True)
-        return [node for node, block, began in blocks if block and block.poll() is not None and began <= latest]
+        latest = time.monotonic() - MIN_RESTART_INTERVAL_S
+        blocks = zip(self._nodes, self._running, self._started_at, strict=True)
+        return [
+            node for node, block, started_at in blocks if block and block.poll() is not None and started_at <= latest
+        ]
 
-    def give_up(self, node: str) -> bool:
+    def drop_node(self, node: str) -> bool:
         """Begin nothing on a node any more; False if it is the only one left."""
         if len(self._nodes) == 1:
             return False
         index = self._nodes.index(node)
-        del self._nodes[index], self._prefixes[index], self._running[index], self._began[index]
+        del self._nodes[index], self._prefixes[index], self._running[index], self._started_at[index]
         return True
 
     @property
@@ -122,13 +126,13 @@ class Steps(ExecutionProvider):
                 return JobStatus(JobState.FAILED, exit_code=code)
 
 
-class Jobs(ExecutionProvider):
+class JobProvider(ExecutionProvider):
     """Worker pools in jobs beside this one; Slurm may preempt them, and then they are simply gone."""
 
-    def __init__(self, wanted: RewardJobs, *, job: JobDir, script: Callable[[str, list[str]], str]) -> None:
+    def __init__(self, reward_jobs: RewardJobPlan, *, job: JobDir, script: Callable[[str, list[str]], str]) -> None:
         """`script(name, command)` is the batch script that runs a worker pool's command."""
         self.init_blocks = self.min_blocks = 0
-        self.max_blocks = wanted.max_jobs
+        self.max_blocks = reward_jobs.max_jobs
         self.nodes_per_block = 1
         self.parallelism = 1.0
         self.cores_per_node = self.mem_per_node = None
@@ -136,47 +140,47 @@ class Jobs(ExecutionProvider):
         self.resources: dict[object, object] = {}
         self._job = job
         self._script = script
-        self._begun: list[str] = []
+        self._started_ids: list[str] = []
         """Jobs that have not been seen to end."""
 
     def submit(self, command: str, tasks_per_node: int, job_name: str = "block") -> str | None:
         """Begin a job; None where Slurm refuses, which is no reason for the campaign to end."""
         del tasks_per_node
         path = self._job.root / f"{job_name}.sh"
-        publish(path, self._script(job_name, command.split("\n")))
+        publish_file(path, self._script(job_name, command.split("\n")))
         try:
-            id = commands.begin(path, record=self._job.reward_jobs)
+            id = commands.queue_recorded_script(path, record=self._job.reward_jobs)
         except SlurmError:
             return None
-        self._begun.append(id)
+        self._started_ids.append(id)
         return id
 
     def status(self, job_ids: Sequence[object]) -> list[JobStatus]:
-        alive = commands.alive([str(job_id) for job_id in job_ids])
+        alive = commands.query_live_jobs([str(job_id) for job_id in job_ids])
         if alive is None:
             return [JobStatus(JobState.UNKNOWN) for _ in job_ids]
-        return [JobStatus(_state(alive.get(str(job_id)))) for job_id in job_ids]
+        return [JobStatus(_parsl_state(alive.get(str(job_id)))) for job_id in job_ids]
 
     def cancel(self, job_ids: Sequence[object]) -> list[bool]:
         """End these jobs; one that Slurm does not end now ends with its walltime."""
         ids = [str(job_id) for job_id in job_ids]
         try:
-            commands.cancel(ids)
+            commands.cancel_jobs(ids)
         except SlurmError:
             return [False for _ in ids]
-        self._begun = [id for id in self._begun if id not in ids]
+        self._started_ids = [id for id in self._started_ids if id not in ids]
         return [True for _ in ids]
 
     def num_running(self) -> int:
         """Jobs that wait or run; those that Slurm says nothing of count as they did before."""
-        alive = commands.alive(self._begun)
+        alive = commands.query_live_jobs(self._started_ids)
         if alive is not None:
-            self._begun = [id for id in self._begun if id in alive]
-        return len(self._begun)
+            self._started_ids = [id for id in self._started_ids if id in alive]
+        return len(self._started_ids)
 
     def cancel_all(self) -> None:
         """End every job that this provider began."""
-        self.cancel(list(self._begun))
+        self.cancel(list(self._started_ids))
 
     @property
     def label(self) -> str:
@@ -184,11 +188,11 @@ class Jobs(ExecutionProvider):
 
     @property
     def status_polling_interval(self) -> int:
-        return SETTLE_S
+        return STATUS_INTERVAL_S
 
 
-def _state(runs: bool | None) -> JobState:
-    match runs:
+def _parsl_state(is_running: bool | None) -> JobState:
+    match is_running:
         case None:
             return JobState.COMPLETED
         case True:

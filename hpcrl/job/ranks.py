@@ -14,14 +14,14 @@ from types import FrameType
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, encode_exit_code
 from hpcrl.system.processes import die_with_parent
 
-LOOK_S = 0.25
-GRACE_S = 10.0
-ENDED_WELL = (EXIT_DONE, EXIT_DRAINED)
+POLL_INTERVAL_S = 0.25
+TERM_GRACE_S = 10.0
+SUCCESS_CODES = (EXIT_DONE, EXIT_DRAINED)
 
 
 def main(size: int, first: int, num: int, command: list[str]) -> int:
     """Start the ranks, pass signals on, end with the first code that is not 0."""
-    ranks = [_started(command, rank=first + local, local=local, size=size) for local in range(num)]
+    ranks = [_start_rank(command, rank=first + local, local=local, size=size) for local in range(num)]
 
     def forward(number: int, _: FrameType | None) -> None:
         for rank in ranks:
@@ -29,29 +29,29 @@ def main(size: int, first: int, num: int, command: list[str]) -> int:
 
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(sig, forward)
-    while any(rank.poll() is None for rank in ranks) and not any(_failed(rank) for rank in ranks):
-        time.sleep(LOOK_S)
-    code = next((_failed(rank) for rank in ranks if _failed(rank)), ranks[0].returncode)
-    _end(ranks)
+    while any(rank.poll() is None for rank in ranks) and not any(_failure_code(rank) for rank in ranks):
+        time.sleep(POLL_INTERVAL_S)
+    code = next((_failure_code(rank) for rank in ranks if _failure_code(rank)), ranks[0].returncode)
+    _end_ranks(ranks)
     return encode_exit_code(code)
 
 
-def _started(command: list[str], *, rank: int, local: int, size: int) -> "subprocess.Popen[bytes]":
+def _start_rank(command: list[str], *, rank: int, local: int, size: int) -> "subprocess.Popen[bytes]":
     place = {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(size), "PARSL_WORKER_RANK": str(local)}
     return subprocess.Popen([*command, str(rank)], env=os.environ | place, preexec_fn=die_with_parent)
 
 
-def _failed(rank: "subprocess.Popen[bytes]") -> int:
+def _failure_code(rank: "subprocess.Popen[bytes]") -> int:
     """How a rank ended, if not as rank 0 ends when training is done or drained; 0 otherwise."""
     code = rank.poll()
-    return code if code is not None and code not in ENDED_WELL else 0
+    return code if code is not None and code not in SUCCESS_CODES else 0
 
 
-def _end(ranks: "list[subprocess.Popen[bytes]]") -> None:
+def _end_ranks(ranks: "list[subprocess.Popen[bytes]]") -> None:
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + TERM_GRACE_S
     for rank in ranks:
         try:
             rank.wait(max(deadline - time.monotonic(), 0))

@@ -25,32 +25,32 @@ from parsl.providers.base import ExecutionProvider
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import RoleName
 from hpcrl.config.site import Site
-from hpcrl.job.courier_step import Way
-from hpcrl.job.parsl_providers import Jobs, Steps
-from hpcrl.plan.components import Component, RewardJobs
+from hpcrl.job.courier_step import TransportCommand
+from hpcrl.job.parsl_providers import JobProvider, StepProvider
+from hpcrl.plan.components import JobComponent, RewardJobPlan
 from hpcrl.plan.plan import Plan, RolePlan
-from hpcrl.slurm.allocation import Allocation
-from hpcrl.slurm.script import reward_script
+from hpcrl.slurm.allocation import JobAllocation
+from hpcrl.slurm.script import make_reward_script
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
-from hpcrl.system.files import publish
+from hpcrl.system.files import publish_file
 from hpcrl.system.processes import end_group
 from hpcrl.system.variables import PARTITION_VARIABLE, TRAINER_START_VARIABLE
-from hpcrl.weights.versions import RungName
+from hpcrl.weights.versions import TransportName
 
 PARSL_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env", "reward")
 WEIGHT_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "train")
 """Roles that make or need weights."""
-ELASTIC = "reward-jobs"
+ELASTIC_EXECUTOR = "reward-jobs"
 """The executor whose blocks come and go with the work."""
-HEARTBEAT_S = 5
-LOST_AFTER_S = 20
-KERNEL_END_S = 10.0
-WORKER = "hpcrl.roles.__main__:work"
-SCORE = "hpcrl.roles.reward:score"
+HEARTBEAT_INTERVAL_S = 5
+HEARTBEAT_TIMEOUT_S = 20
+KERNEL_STOP_TIMEOUT_S = 10.0
+WORKER_FUNCTION = "hpcrl.roles.__main__:work"
+SCORE_FUNCTION = "hpcrl.roles.reward:score"
 
-STEP = ("-m", "hpcrl.job.step")
-RANKS = ("-m", "hpcrl.job.ranks")
-POOL = ("-m", "parsl.executors.high_throughput.process_worker_pool")
+STEP_COMMAND = ("-m", "hpcrl.job.step")
+RANKS_COMMAND = ("-m", "hpcrl.job.ranks")
+POOL_COMMAND = ("-m", "parsl.executors.high_throughput.process_worker_pool")
 POOL_OPTIONS = (
     "{max_workers_per_node}",
     "--addresses={addresses}",
@@ -69,27 +69,27 @@ POOL_OPTIONS = (
     "--cpu-affinity={cpu_affinity}",
     "--mpi-launcher={mpi_launcher}",
 )
-"""Parsl's own command in lines instead of words, so that a path may hold spaces; `Steps` splits it again."""
+"""Parsl's own command in lines instead of words, so that a path may hold spaces; `StepProvider` splits it again."""
 
 
-def call(function: str, *args: Any) -> Any:
+def call_by_name(function: str, *args: Any) -> Any:
     """Run `package.module:name` in a worker; tasks travel as names, so the driver imports no role."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)(*args)
 
 
-class Runtime:
+class JobRuntime:
     """Starts and ends the workers of a job; holds no data of theirs."""
 
-    def __init__(self, plan: Plan, *, place: WorkerPlace, allocation: Allocation, address: str) -> None:
+    def __init__(self, plan: Plan, *, place: WorkerPlace, allocation: JobAllocation, address: str) -> None:
         self._plan = plan
-        self._run = place.campaign
+        self._campaign = place.campaign
         self._job = place.job
         self._allocation = allocation
         self._address = address
-        self._steps: dict[RoleName, Steps] = {}
+        self._steps: dict[RoleName, StepProvider] = {}
         self._executors: dict[str, HighThroughputExecutor] = {}
-        self._reward_jobs: Steps | Jobs | None = None
+        self._reward_jobs: StepProvider | JobProvider | None = None
         self._kernel: parsl.DataFlowKernel | None = None
         self._trainer: list[subprocess.Popen[bytes]] = []
         self._num_starts = 0
@@ -102,7 +102,9 @@ class Runtime:
         if self._plan.reward_jobs is not None:
             self._reward_jobs = self._elastic_provider(self._plan.reward_jobs)
             num = self._plan.reward_jobs.workers_per_job
-            self._executors[ELASTIC] = self._executor(ELASTIC, self._reward_jobs, workers_per_node=num)
+            self._executors[ELASTIC_EXECUTOR] = self._executor(
+                ELASTIC_EXECUTOR, self._reward_jobs, workers_per_node=num
+            )
         self._kernel = parsl.DataFlowKernel(
             Config(
                 executors=list(self._executors.values()),
@@ -116,19 +118,25 @@ class Runtime:
 
     def start_worker(self, role: RoleName, index: int) -> "Future[None]":
         """Begin a long-lived worker; the future ends when it does."""
-        return self._submit(role, WORKER, str(self._run.root), self._job.number, role, index)
+        return self._submit(role, WORKER_FUNCTION, str(self._campaign.root), self._job.number, role, index)
 
     def score(self, segment: str, *, elastic: bool) -> "Future[None]":
         """Begin a reward task for one segment of the spool "rollouts": in a reward job, or on spare cores."""
-        return self._submit(ELASTIC if elastic else "reward", SCORE, str(self._run.root), self._job.number, segment)
+        return self._submit(
+            ELASTIC_EXECUTOR if elastic else "reward",
+            SCORE_FUNCTION,
+            str(self._campaign.root),
+            self._job.number,
+            segment,
+        )
 
     def num_reward_jobs(self) -> int:
         """Reward jobs that wait or run."""
         return self._reward_jobs.num_running() if self._reward_jobs is not None else 0
 
-    def begin_reward_job(self) -> None:
+    def start_reward_job(self) -> None:
         """Ask for one more; what Slurm refuses is asked for again at the next look."""
-        self._executors[ELASTIC].scale_out_facade(1)
+        self._executors[ELASTIC_EXECUTOR].scale_out_facade(1)
 
     def end_reward_jobs(self) -> None:
         """End all of them."""
@@ -139,7 +147,7 @@ class Runtime:
         """Begin (or begin anew) the trainer, a step of its own on each node of its component."""
         plan = self._plan.role("train")
         self._end_trainer(grace_s=5.0)
-        role = [sys.executable, "-m", "hpcrl.roles", "train", str(self._run.root), str(self._job.number)]
+        role = [sys.executable, "-m", "hpcrl.roles", "train", str(self._campaign.root), str(self._job.number)]
         master = "127.0.0.1" if self._plan.layout == "local" else self._allocation.nodes[plan.component][0]
         environ = {TRAINER_START_VARIABLE: str(self._num_starts), "MASTER_ADDR": master}
         self._num_starts += 1
@@ -148,17 +156,17 @@ class Runtime:
             num = min(plan.workers_per_node, plan.num_workers - first)
             if num < 1:
                 break
-            ranks = [sys.executable, *RANKS, str(plan.num_workers), str(first), str(num), *role]
+            ranks = [sys.executable, *RANKS_COMMAND, str(plan.num_workers), str(first), str(num), *role]
             with self._job.log("train-step").open("ab") as log:
-                started = subprocess.Popen(
-                    [*prefix, sys.executable, *STEP, str(self._job.end), *ranks],
+                step = subprocess.Popen(
+                    [*prefix, sys.executable, *STEP_COMMAND, str(self._job.end), *ranks],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     env=os.environ | environ,
                     start_new_session=True,
                 )
-            self._trainer.append(started)
+            self._trainer.append(step)
             first += num
 
     def _end_trainer(self, *, grace_s: float) -> None:
@@ -167,22 +175,22 @@ class Runtime:
             end_group(process, grace_s=grace_s)
         self._trainer.clear()
 
-    def courier_ways(self, site: Site, rungs: Sequence[RungName]) -> list[Way]:
+    def courier_commands(self, site: Site, transports: Sequence[TransportName]) -> list[TransportCommand]:
         """How weights are carried, by one process on every node that makes or needs them."""
         indices = sorted({self._plan.role(role).component for role in WEIGHT_ROLES})
         components = [self._plan.components[index] for index in indices]
         nodes = [node for index in indices for node in self._allocation.nodes[index]]
         courier = [sys.executable, "-m", "hpcrl.weights.couriers"]
-        courier += [str(self._run.root), str(self._job.number), ",".join(nodes), ",".join(self._trainer_nodes())]
+        courier += [str(self._campaign.root), str(self._job.number), ",".join(nodes), ",".join(self._trainer_nodes())]
         courier.append(f"--codec={site.mpi.codec}")
         if site.network.interface is not None:
             courier.append(f"--interface={site.network.interface}")
-        ways = []
-        for name in rungs:
+        commands = []
+        for name in transports:
             mpi = site.mpi.srun_type if name == "mpi" else "none"
-            command = self._allocation.joined_step(components, [*courier, f"--wire={name}"], mpi=mpi)
-            ways.append(Way(rung=name, command=command))
-        return ways
+            command = self._allocation.mpi_step_command(components, [*courier, f"--wire={name}"], mpi=mpi)
+            commands.append(TransportCommand(transport=name, command=command))
+        return commands
 
     def _trainer_nodes(self) -> list[str]:
         """Those that have ranks, that of rank 0 first."""
@@ -190,7 +198,7 @@ class Runtime:
         num = -(-plan.num_workers // plan.workers_per_node)
         return self._allocation.nodes[plan.component][:num]
 
-    def trainer_code(self) -> int | None:
+    def trainer_exit_code(self) -> int | None:
         """How the trainer ended; None while it runs."""
         codes = [process.poll() for process in self._trainer]
         failed = [code for code in codes if code not in (None, EXIT_DONE, EXIT_DRAINED)]
@@ -198,22 +206,22 @@ class Runtime:
 
     def replace_lost_blocks(self) -> list[tuple[RoleName, str]]:
         """Start a new worker pool for every one that has ended; says whose, and on which node."""
-        lost = [(role, node) for role, steps in self._steps.items() for node in steps.lost()]
+        lost = [(role, node) for role, steps in self._steps.items() for node in steps.lost_nodes()]
         for role, _ in lost:
             self._executors[role].scale_out_facade(1)
         return lost
 
-    def give_up(self, role: RoleName, node: str) -> bool:
+    def drop_node(self, role: RoleName, node: str) -> bool:
         """Let a role do without one of its nodes, and weights go past it; False if it has no other."""
-        if not self._steps[role].give_up(node):
+        if not self._steps[role].drop_node(node):
             return False
-        self._allocation = self._allocation.without(node)
+        self._allocation = self._allocation.without_node(node)
         return True
 
     def close(self, *, grace_s: float) -> None:
         """End every worker pool and executor, first by asking: a step that srun ends is killed without notice."""
         deadline = time.monotonic() + grace_s
-        publish(self._job.end, "")
+        publish_file(self._job.end, "")
         while any(steps.num_running() for steps in self._steps.values()) and time.monotonic() < deadline:
             time.sleep(0.1)
         for steps in self._steps.values():
@@ -223,40 +231,47 @@ class Runtime:
         self._end_kernel()
         for steps in self._steps.values():
             steps.wait(deadline=deadline)
-        if isinstance(self._reward_jobs, Steps):
+        if isinstance(self._reward_jobs, StepProvider):
             self._reward_jobs.wait(deadline=deadline)
         self._end_trainer(grace_s=deadline - time.monotonic())
 
     def _end_kernel(self) -> None:
         """Parsl waits for ever for an interchange that was killed: what it leaves is the guardian's to end."""
         if self._kernel is not None:
-            ending = threading.Thread(target=self._kernel.cleanup, name="parsl's end", daemon=True)
-            ending.start()
-            ending.join(KERNEL_END_S)
+            cleanup = threading.Thread(target=self._kernel.cleanup, name="parsl's end", daemon=True)
+            cleanup.start()
+            cleanup.join(KERNEL_STOP_TIMEOUT_S)
 
     def _submit(self, executor: str, function: str, *args: Any) -> "Future[None]":
         assert self._kernel is not None
         future: Future[None] = self._kernel.submit(
-            call, app_args=(function, *args), executors=[executor], cache=False, ignore_for_cache=[], app_kwargs={}
+            call_by_name,
+            app_args=(function, *args),
+            executors=[executor],
+            cache=False,
+            ignore_for_cache=[],
+            app_kwargs={},
         )
         return future
 
     def _role_executor(self, role: RolePlan) -> HighThroughputExecutor:
-        steps = self._steps[role.role] = Steps(prefixes=self._prefixes(role), log_dir=self._job.logs)
+        steps = self._steps[role.role] = StepProvider(prefixes=self._prefixes(role), log_dir=self._job.logs)
         return self._executor(role.role, steps, workers_per_node=role.workers_per_node)
 
-    def _elastic_provider(self, wanted: RewardJobs) -> Steps | Jobs:
+    def _elastic_provider(self, reward_jobs: RewardJobPlan) -> StepProvider | JobProvider:
         """Jobs of their own; on a machine without a scheduler, processes that come and go."""
-        partition = ["env", f"{PARTITION_VARIABLE}={wanted.partition}"]
+        partition = ["env", f"{PARTITION_VARIABLE}={reward_jobs.partition}"]
         if self._allocation.job_id is None:
-            prefixes = {f"{ELASTIC}-{index}": partition for index in range(wanted.max_jobs)}
-            return Steps(prefixes=prefixes, log_dir=self._job.logs, first=0)
+            prefixes = {f"{ELASTIC_EXECUTOR}-{index}": partition for index in range(reward_jobs.max_jobs)}
+            return StepProvider(prefixes=prefixes, log_dir=self._job.logs, initial_blocks=0)
 
         def script(name: str, command: list[str]) -> str:
             command = [*partition, *command]
-            return reward_script(self._plan, run=self._run, job=self._job.number, name=name, command=command)
+            return make_reward_script(
+                self._plan, campaign=self._campaign, job=self._job.number, name=name, command=command
+            )
 
-        return Jobs(wanted, job=self._job, script=script)
+        return JobProvider(reward_jobs, job=self._job, script=script)
 
     def _executor(self, label: str, provider: ExecutionProvider, *, workers_per_node: int) -> HighThroughputExecutor:
         return HighThroughputExecutor(
@@ -264,21 +279,28 @@ class Runtime:
             provider=provider,
             address=self._address,
             launch_cmd="\n".join(
-                [sys.executable, *STEP, _literal(self._job.end), sys.executable, *POOL, *POOL_OPTIONS]
+                [
+                    sys.executable,
+                    *STEP_COMMAND,
+                    _escape_template(self._job.end),
+                    sys.executable,
+                    *POOL_COMMAND,
+                    *POOL_OPTIONS,
+                ]
             ),
             interchange_launch_cmd=[sys.executable, "-m", "parsl.executors.high_throughput.interchange"],
             max_workers_per_node=workers_per_node,
             cores_per_worker=1e-6,  # workers are counted by the plan, not by what the node seems to have
-            heartbeat_period=HEARTBEAT_S,
-            heartbeat_threshold=LOST_AFTER_S,
+            heartbeat_period=HEARTBEAT_INTERVAL_S,
+            heartbeat_threshold=HEARTBEAT_TIMEOUT_S,
             block_error_handler=noop_error_handler,
             encrypted=True,
         )
 
     def _prefixes(self, role: RolePlan) -> dict[str, list[str]]:
-        component: Component = self._plan.components[role.component]
+        component: JobComponent = self._plan.components[role.component]
         return {
-            node: self._allocation.step(
+            node: self._allocation.step_prefix(
                 component,
                 node,
                 cpus=role.cpus_per_worker * role.workers_per_node,
@@ -289,6 +311,6 @@ class Runtime:
         }
 
 
-def _literal(path: Path) -> str:
+def _escape_template(path: Path) -> str:
     """A path in Parsl's command, which is a template for str.format, twice."""
     return str(path).replace("{", "{{{{").replace("}", "}}}}")

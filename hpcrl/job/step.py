@@ -16,8 +16,8 @@ from types import FrameType
 from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants
 
-GRACE_S = 3.0
-LOOK_S = 0.25
+TERM_GRACE_S = 3.0
+POLL_INTERVAL_S = 0.25
 
 
 def main(end: Path, command: list[str]) -> int:
@@ -31,16 +31,16 @@ def main(end: Path, command: list[str]) -> int:
 
         for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(sig, forward)
-        code = _until_it_ends(child, end)
-        end_descendants(grace_s=GRACE_S)
+        code = _wait_for_child(child, end)
+        end_descendants(grace_s=TERM_GRACE_S)
     return encode_exit_code(code)
 
 
-def _until_it_ends(child: "subprocess.Popen[bytes]", end: Path) -> int:
+def _wait_for_child(child: "subprocess.Popen[bytes]", end: Path) -> int:
     """Its exit code; to end when asked to is success."""
     while True:
         try:
-            return child.wait(LOOK_S)
+            return child.wait(POLL_INTERVAL_S)
         except subprocess.TimeoutExpired:
             if end.exists():
                 child.terminate()

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from hpcrl.config.toml import shipped
+from hpcrl.config.toml import shipped_folder
 from hpcrl.errors import LabError
 from hpcrl.system import files
 
 TEMPLATES = ("slurm.conf", "gres.conf", "slurmdbd.conf", "my.cnf")
-SOCKET_PATH_MAX = 107
-PORTS = range(20_000, 32_000)
+MAX_SOCKET_PATH = 107
+PORT_RANGE = range(20_000, 32_000)
 """Below Linux's ephemeral ports (32768 and up), so that no outgoing connection sits on one of ours."""
 
 
@@ -52,7 +52,7 @@ class WidePartition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class LabCluster:
     """What the lab poses as."""
 
     groups: tuple[NodeGroup, ...]
@@ -68,7 +68,7 @@ class Cluster:
         return [name for group in self.groups for name in group.node_names()]
 
 
-DEFAULT = Cluster(
+DEFAULT_CLUSTER = LabCluster(
     groups=(
         NodeGroup(name="prefill", num_nodes=2, gpu="h100", num_gpus=4),
         NodeGroup(name="decode", num_nodes=2, gpu="h20", num_gpus=4),
@@ -115,13 +115,13 @@ class LabDir:
         return self.root / "log" / f"{daemon}.out"
 
 
-def check_path(root: Path, *, cluster: Cluster) -> None:
+def check_path(root: Path, *, cluster: LabCluster) -> None:
     """Refuse a state directory that Slurm or its unix sockets could not use."""
     if not re.fullmatch(r"[A-Za-z0-9/._+-]+", str(root)):
         raise LabError(f"state directory {str(root)!r}: slurm.conf takes letters, digits and /._+- only: set HPCRL_LAB")
     node = max(cluster.node_names(), key=len)
     step_socket = root / "spool" / node / f"{node}_67108863.4294967290"
-    spare = SOCKET_PATH_MAX - len(str(step_socket))
+    spare = MAX_SOCKET_PATH - len(str(step_socket))
     if spare < 0:
         raise LabError(
             f"state directory {root} is {len(str(root))} characters long, at most {len(str(root)) + spare} leave "
@@ -130,24 +130,24 @@ def check_path(root: Path, *, cluster: Cluster) -> None:
 
 
 @contextlib.contextmanager
-def reserved_ports(count: int) -> Iterator[list[int]]:
+def reserve_ports(count: int) -> Iterator[list[int]]:
     """`count` free ports in a row, kept from other labs until the block ends (by then our daemons listen).
 
     The reservation is an abstract unix socket: seen by every user of the machine, gone with its process, and no file.
     """
     size = 1 << (count - 1).bit_length()
-    starts = list(range(PORTS.start, PORTS.stop - size, size))
+    starts = list(range(PORT_RANGE.start, PORT_RANGE.stop - size, size))
     random.shuffle(starts)
     for start in starts:
         ports = list(range(start, start + count))
         with socket.socket(socket.AF_UNIX) as claim:
-            if _claimed(claim, start) and all(_is_free(port) for port in ports):
+            if _try_claim(claim, start) and all(_is_free(port) for port in ports):
                 yield ports
                 return
-    raise LabError(f"no {count} free ports in a row between {PORTS.start} and {PORTS.stop}: stop other labs")
+    raise LabError(f"no {count} free ports in a row between {PORT_RANGE.start} and {PORT_RANGE.stop}: stop other labs")
 
 
-def _claimed(claim: socket.socket, start: int) -> bool:
+def _try_claim(claim: socket.socket, start: int) -> bool:
     try:
         claim.bind(f"\0hpcrl-lab-port-{start}")
     except OSError as error:
@@ -168,55 +168,55 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def write_conf(lab: LabDir, *, cluster: Cluster, ports: list[int], user: str) -> None:
+def write_conf(lab: LabDir, *, cluster: LabCluster, ports: list[int], user: str) -> None:
     """Make the folders, the munge key, the GPUs' device files and the filled-in templates."""
     for folder in ("munge", "db", "ctld", "run", "log", "dev"):
-        files.private_dir(lab.root / folder)
+        files.make_private_dir(lab.root / folder)
     for kind, node in itertools.product(("spool", "tmp"), cluster.node_names()):
-        files.private_dir(lab.root / kind / node)
+        files.make_private_dir(lab.root / kind / node)
     for number in range(max(group.num_gpus for group in cluster.groups)):
         (lab.root / "dev" / f"gpu{number}").symlink_to("/dev/null")
-    _write(lab.munge_key, os.urandom(128), mode=0o600)
-    values = _values(lab, cluster=cluster, ports=ports, user=user)
+    _write_file(lab.munge_key, os.urandom(128), mode=0o600)
+    values = _make_template_values(lab, cluster=cluster, ports=ports, user=user)
     for name in TEMPLATES:
-        text = (shipped("jobs") / "lab" / name).read_text(encoding="utf-8")
-        _write(lab.root / name, Template(text).substitute(values).encode(), mode=0o600)
-    _write(lab.root / "epilog.sh", (shipped("jobs") / "lab" / "epilog.sh").read_bytes(), mode=0o700)
+        text = (shipped_folder("jobs") / "lab" / name).read_text(encoding="utf-8")
+        _write_file(lab.root / name, Template(text).substitute(values).encode(), mode=0o600)
+    _write_file(lab.root / "epilog.sh", (shipped_folder("jobs") / "lab" / "epilog.sh").read_bytes(), mode=0o700)
 
 
-def _write(path: Path, data: bytes, *, mode: int) -> None:
+def _write_file(path: Path, data: bytes, *, mode: int) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(fd, "wb") as out:
         out.write(data)
 
 
-def _values(lab: LabDir, *, cluster: Cluster, ports: list[int], user: str) -> dict[str, object]:
-    host = socket.gethostname().partition(".")[0]
+def _make_template_values(lab: LabDir, *, cluster: LabCluster, ports: list[int], user: str) -> dict[str, object]:
+    hostname = socket.gethostname().partition(".")[0]
     node_ports = dict(zip(cluster.node_names(), ports[2:], strict=True))
     return {
         "root": lab.root,
         "cluster": cluster.name,
-        "host": host,
+        "host": hostname,
         "user": user,
         "ctld_port": ports[0],
         "dbd_port": ports[1],
         "num_cpus": cluster.num_cpus,
         "mem_mib": cluster.mem_mib,
         "walltime_min": cluster.walltime_min,
-        "nodes": "\n".join(_node_lines(cluster, host=host, node_ports=node_ports)),
-        "partitions": "\n".join(_partition_lines(cluster)),
-        "gres": "\n".join(_gres_lines(lab, cluster)),
+        "nodes": "\n".join(_format_node_lines(cluster, hostname=hostname, node_ports=node_ports)),
+        "partitions": "\n".join(_format_partition_lines(cluster)),
+        "gres": "\n".join(_format_gres_lines(lab, cluster)),
     }
 
 
-def _node_lines(cluster: Cluster, *, host: str, node_ports: dict[str, int]) -> Iterator[str]:
+def _format_node_lines(cluster: LabCluster, *, hostname: str, node_ports: dict[str, int]) -> Iterator[str]:
     for group in cluster.groups:
         what = f"Gres=gpu:{group.gpu}:{group.num_gpus} Feature={group.gpu}" if group.num_gpus else "Feature=cpu"
         for name in group.node_names():
-            yield f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports[name]} {what}"
+            yield f"NodeName={name} NodeHostname={hostname} NodeAddr=127.0.0.1 Port={node_ports[name]} {what}"
 
 
-def _partition_lines(cluster: Cluster) -> Iterator[str]:
+def _format_partition_lines(cluster: LabCluster) -> Iterator[str]:
     for group in cluster.groups:
         nodes = ",".join(group.node_names())
         yield f"PartitionName={group.name} Nodes={nodes} Default={'YES' if group.name == cluster.default else 'NO'}"
@@ -227,7 +227,7 @@ def _partition_lines(cluster: Cluster) -> Iterator[str]:
         yield f"PartitionName={partition.name} Nodes={','.join(names)}"
 
 
-def _gres_lines(lab: LabDir, cluster: Cluster) -> Iterator[str]:
+def _format_gres_lines(lab: LabDir, cluster: LabCluster) -> Iterator[str]:
     for group in cluster.groups:
         if group.num_gpus:
             devices = lab.root / "dev" / f"gpu[0-{group.num_gpus - 1}]"

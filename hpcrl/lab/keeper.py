@@ -20,13 +20,13 @@ def main(command: list[str]) -> int:
     """Start `command`, collect every child that ends, and end as the command ends; its life is bound to ours."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    kept = os.fork()
-    if kept == 0:
+    child = os.fork()
+    if child == 0:
         prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         os.execv(command[0], command)
     while True:
         pid, status = os.wait()
-        if pid == kept:
+        if pid == child:
             return os.waitstatus_to_exitcode(status)
 
 

@@ -17,15 +17,15 @@ from pathlib import Path
 
 from hpcrl.errors import LabError
 from hpcrl.lab import daemons
-from hpcrl.lab.conf import DEFAULT, Cluster, LabDir, check_path
-from hpcrl.lab.daemons import Daemon
-from hpcrl.lab.start import Record, Start, as_json, ask, boot_id, sinfo
+from hpcrl.lab.conf import DEFAULT_CLUSTER, LabCluster, LabDir, check_path
+from hpcrl.lab.daemons import LabDaemon
+from hpcrl.lab.start import LabRecord, LabStartup, encode_cluster, list_node_states, read_boot_id, run_slurm_command
 from hpcrl.system import files
 
 LOCK_TIMEOUT_S = 150.0
 CANCEL_TIMEOUT_S = 2.0
-PACKAGES = "slurm-wlm slurmdbd munge mariadb-server libpmix-dev"
-COMMANDS = (
+APT_PACKAGES = "slurm-wlm slurmdbd munge mariadb-server libpmix-dev"
+REQUIRED_COMMANDS = (
     *("munged", "mariadbd", "mariadb-install-db", "slurmdbd", "slurmctld", "slurmd"),
     *("sinfo", "squeue", "scancel", "sacctmgr"),
 )
@@ -71,10 +71,10 @@ class LabStatus:
         if not self.daemons:
             return f"the lab in {self.state_dir} is down"
         dead = [daemon.name for daemon in self.daemons if not daemon.alive]
-        word = "was up already" if self.was_up else "is up" if self.is_up else "is not whole"
+        condition = "was up already" if self.was_up else "is up" if self.is_up else "is not whole"
         partitions = ", ".join(self.partitions) or "unknown (slurmctld does not answer)"
         lines = [
-            f"the lab in {self.state_dir} {word}: {len(self.daemons)} daemons, partitions {partitions}",
+            f"the lab in {self.state_dir} {condition}: {len(self.daemons)} daemons, partitions {partitions}",
             "  " + "  ".join(f"{node.name}:{node.state}" for node in self.nodes),
         ]
         if dead:
@@ -82,21 +82,21 @@ class LabStatus:
         return "\n".join(line for line in lines if line.strip())
 
 
-def environment(state_dir: Path) -> dict[str, str]:
+def make_environment(state_dir: Path) -> dict[str, str]:
     """What to export so that every Slurm command, and `hpcrl lab` itself, means this lab."""
-    lab = _lab_dir(state_dir)
+    lab = _resolve_lab_dir(state_dir)
     return {"SLURM_CONF": str(lab.conf), "HPCRL_LAB": str(lab.root)}
 
 
 def status(state_dir: Path) -> LabStatus:
     """Which daemons live, and what slurmctld says of the nodes; changes nothing and waits for nobody."""
-    lab = _lab_dir(state_dir)
+    lab = _resolve_lab_dir(state_dir)
     record = _read_record(lab)
     if record is None:
         return LabStatus(state_dir=lab.root, conf=lab.conf)
     daemons = tuple(DaemonStatus(name=d.name, pid=d.pid, alive=d.is_alive()) for d in record.daemons)
     answers = any(daemon.name == "slurmctld" and daemon.alive for daemon in daemons)
-    states = sinfo(lab) if answers else []
+    states = list_node_states(lab) if answers else []
     return LabStatus(
         state_dir=lab.root,
         conf=lab.conf,
@@ -107,61 +107,61 @@ def status(state_dir: Path) -> LabStatus:
     )
 
 
-def up(state_dir: Path, *, cluster: Cluster = DEFAULT) -> LabStatus:
+def up(state_dir: Path, *, cluster: LabCluster = DEFAULT_CLUSTER) -> LabStatus:
     """Bring the lab up and wait until every node is idle; one that is up already is left alone."""
-    lab = _lab_dir(state_dir)
+    lab = _resolve_lab_dir(state_dir)
     _refuse_inside(lab)
     check_path(lab.root, cluster=cluster)
-    _check_commands()
-    _claim(lab)
-    with _locked(lab):
+    _require_commands()
+    _claim_directory(lab)
+    with _hold_lock(lab):
         record = _read_record(lab)
         if record is not None:
             now = status(lab.root)
             if now.is_up:
-                return _same(now, record=record, cluster=cluster)
-            daemons.end(list(record.daemons), marks=record.marks(lab))
-        _clear(lab)
-        start = Start(lab, cluster=cluster)
+                return _check_same_cluster(now, record=record, cluster=cluster)
+            daemons.end_daemons(list(record.daemons), marks=record.marks(lab))
+        _clear_directory(lab)
+        start = LabStartup(lab, cluster=cluster)
         try:
             start.run()
         except BaseException:
-            daemons.end(list(start.record.daemons), marks=start.record.marks(lab))
-            _remove(lab)
+            daemons.end_daemons(list(start.record.daemons), marks=start.record.marks(lab))
+            _remove_directory(lab)
             raise
         return status(lab.root)
 
 
 def down(state_dir: Path) -> bool:
     """Cancel the jobs, end every process of the lab, remove its directory; False if there was no lab."""
-    lab = _lab_dir(state_dir)
+    lab = _resolve_lab_dir(state_dir)
     _refuse_inside(lab)
     if not (lab.record.exists() or lab.lock.exists()):
         return False
-    with _locked(lab):
+    with _hold_lock(lab):
         record = _read_record(lab)
         if record is not None:
             _cancel_jobs(lab, record=record)
-            daemons.end(list(record.daemons), marks=record.marks(lab))
-        _remove(lab)
+            daemons.end_daemons(list(record.daemons), marks=record.marks(lab))
+        _remove_directory(lab)
         return record is not None
 
 
-def missing_commands() -> list[str]:
+def find_missing_commands() -> list[str]:
     """The commands that the lab needs and this machine lacks."""
-    return [name for name in COMMANDS if shutil.which(name, path=daemons.search_path()) is None]
+    return [name for name in REQUIRED_COMMANDS if shutil.which(name, path=daemons.make_search_path()) is None]
 
 
-def _check_commands() -> None:
-    if missing := missing_commands():
-        raise LabError(f"not installed: {', '.join(missing)}: apt-get install --no-install-recommends {PACKAGES}")
+def _require_commands() -> None:
+    if missing := find_missing_commands():
+        raise LabError(f"not installed: {', '.join(missing)}: apt-get install --no-install-recommends {APT_PACKAGES}")
 
 
-def _lab_dir(state_dir: Path) -> LabDir:
+def _resolve_lab_dir(state_dir: Path) -> LabDir:
     return LabDir(Path(os.path.abspath(state_dir.expanduser())))  # noqa: PTH100 - must not follow links
 
 
-def _claim(lab: LabDir) -> None:
+def _claim_directory(lab: LabDir) -> None:
     """Make the directory, or take one that is empty or a lab's; anything else may be somebody's files."""
     try:
         lab.root.mkdir(mode=0o700, parents=True)
@@ -179,11 +179,11 @@ def _claim(lab: LabDir) -> None:
 
 
 @contextlib.contextmanager
-def _locked(lab: LabDir) -> Iterator[None]:
+def _hold_lock(lab: LabDir) -> Iterator[None]:
     """One `up` or `down` at a time. `down` removes the lock file: who got the lock of a removed file tries again."""
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
-        files.private_dir(lab.root)
+        files.make_private_dir(lab.root)
         with contextlib.suppress(FileNotFoundError), lab.lock.open("a") as held:
             if _try_lock(held.fileno(), path=lab.lock):
                 yield
@@ -201,23 +201,23 @@ def _try_lock(fd: int, *, path: Path) -> bool:
     return path.exists() and os.fstat(fd).st_ino == path.stat().st_ino
 
 
-def _read_record(lab: LabDir) -> Record | None:
+def _read_record(lab: LabDir) -> LabRecord | None:
     try:
         table = files.read_json(lab.record)
     except FileNotFoundError:
         return None
     except json.JSONDecodeError as error:
         raise LabError(f"{lab.record} is not the record of a lab ({error}): end its daemons by hand") from error
-    record = Record(**{**table, "daemons": tuple(Daemon(**entry) for entry in table["daemons"])})
+    record = LabRecord(**{**table, "daemons": tuple(LabDaemon(**entry) for entry in table["daemons"])})
     if record.host != socket.gethostname():
         raise LabError(f"the lab in {lab.root} runs on {record.host}, this is {socket.gethostname()}: go there")
-    if record.boot != boot_id():  # nothing of it is left; its pids are other processes now
-        return Record(**(vars(record) | {"daemons": (), "complete": False}))
+    if record.boot != read_boot_id():  # nothing of it is left; its pids are other processes now
+        return LabRecord(**(vars(record) | {"daemons": (), "complete": False}))
     return record
 
 
-def _same(now: LabStatus, *, record: Record, cluster: Cluster) -> LabStatus:
-    if record.cluster != as_json(cluster):
+def _check_same_cluster(now: LabStatus, *, record: LabRecord, cluster: LabCluster) -> LabStatus:
+    if record.cluster != encode_cluster(cluster):
         raise LabError(f"the lab in {now.state_dir} is up with other nodes: `hpcrl lab down` first, or set HPCRL_LAB")
     return LabStatus(**(vars(now) | {"was_up": True}))
 
@@ -228,29 +228,29 @@ def _refuse_inside(lab: LabDir) -> None:
         raise LabError(f"this is a job of the lab in {lab.root}: leave the job first")
 
 
-def _cancel_jobs(lab: LabDir, *, record: Record) -> None:
+def _cancel_jobs(lab: LabDir, *, record: LabRecord) -> None:
     """Let jobs end by themselves for a moment (they have things to put away); what stays is killed with the rest."""
     if not any(daemon.name == "slurmctld" and daemon.is_alive() for daemon in record.daemons):
         return
-    if not ask(lab, "squeue", "--noheader", "--format=%A", timeout_s=CANCEL_TIMEOUT_S):
+    if not run_slurm_command(lab, "squeue", "--noheader", "--format=%A", timeout_s=CANCEL_TIMEOUT_S):
         return
-    ask(lab, "scancel", f"--user={os.getuid()}", timeout_s=CANCEL_TIMEOUT_S)
+    run_slurm_command(lab, "scancel", f"--user={os.getuid()}", timeout_s=CANCEL_TIMEOUT_S)
     deadline = time.monotonic() + CANCEL_TIMEOUT_S
-    known = {daemon.pid for daemon in record.daemons}
-    while set(daemons.find(record.marks(lab))) - known and time.monotonic() < deadline:
+    daemon_pids = {daemon.pid for daemon in record.daemons}
+    while set(daemons.find_processes(record.marks(lab))) - daemon_pids and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
-def _clear(lab: LabDir) -> None:
+def _clear_directory(lab: LabDir) -> None:
     """Everything but the lock, which we hold."""
     for path in lab.root.iterdir():
         if path != lab.lock:
-            files.discard(path)
+            files.remove_path(path)
 
 
-def _remove(lab: LabDir) -> None:
+def _remove_directory(lab: LabDir) -> None:
     """The record goes late and the lock last, so that a `down` that is cut short can be repeated."""
     for path in sorted(lab.root.iterdir(), key=lambda path: (path == lab.lock, path == lab.record)):
-        files.discard(path)
+        files.remove_path(path)
     with contextlib.suppress(OSError):  # somebody who waits for the lock may have made it anew
         lab.root.rmdir()

@@ -1,7 +1,7 @@
 """How much better an episode, a turn or a token was than expected.
 
-    credits           the advantage of every turn of every episode of a step, by the recipe's `train.advantage`
-    gae, returns      the advantage of every token, from a critic's values
+    compute_advantages  the advantage of every turn of every episode of a step, by the recipe's `train.advantage`
+    gae, returns        the advantage of every token, from a critic's values
 
 Legend  G episodes of one group - N episodes of a step - K turns of an episode - T model tokens of an episode
 
@@ -15,30 +15,30 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.spool.record import Facts
+from hpcrl.spool.record import TrajectoryFacts
 
-Rewards = NDArray[np.float64]
-Estimator = Callable[[Rewards], Rewards]
+FloatArray = NDArray[np.float64]
+AdvantageEstimator = Callable[[FloatArray], FloatArray]
 
-SMALLEST_STD = 1e-6
+STD_EPSILON = 1e-6
 """Added to the standard deviation, so that rewards equal up to rounding are not blown up to size one."""
 
 
-def grpo(rewards_G: Rewards) -> Rewards:
+def grpo(rewards_G: FloatArray) -> FloatArray:
     """Distance from the group's mean in standard deviations (DeepSeekMath, arXiv 2402.03300)."""
     if is_flat(rewards_G):
         return np.zeros_like(rewards_G)
-    return np.asarray((rewards_G - rewards_G.mean()) / (rewards_G.std() + SMALLEST_STD))
+    return np.asarray((rewards_G - rewards_G.mean()) / (rewards_G.std() + STD_EPSILON))
 
 
-def dr_grpo(rewards_G: Rewards) -> Rewards:
+def dr_grpo(rewards_G: FloatArray) -> FloatArray:
     """Distance from the group's mean, not divided by anything (Dr. GRPO, arXiv 2503.20783)."""
     if is_flat(rewards_G):
         return np.zeros_like(rewards_G)
     return np.asarray(rewards_G - rewards_G.mean())
 
 
-def rloo(rewards_G: Rewards) -> Rewards:
+def rloo(rewards_G: FloatArray) -> FloatArray:
     """Distance from the mean of the others, leave-one-out (arXiv 2402.14740)."""
     if is_flat(rewards_G):
         return np.zeros_like(rewards_G)
@@ -46,73 +46,81 @@ def rloo(rewards_G: Rewards) -> Rewards:
     return np.asarray(rewards_G - (rewards_G.sum() - rewards_G) / num_others)
 
 
-def itself(rewards_G: Rewards) -> Rewards:
+def keep_rewards(rewards_G: FloatArray) -> FloatArray:
     """The rewards, compared with nothing."""
     return rewards_G.copy()
 
 
-ESTIMATORS: dict[str, Estimator] = {"grpo": grpo, "dr-grpo": dr_grpo, "rloo": rloo}
+ESTIMATORS: dict[str, AdvantageEstimator] = {"grpo": grpo, "dr-grpo": dr_grpo, "rloo": rloo}
 """What compares the episodes of one group, by the name that the recipe's `train.advantage` uses."""
 
-OVER_THE_STEP: dict[str, Estimator] = {"reinforce++": itself, "reinforce++-baseline": dr_grpo}
+STEP_ESTIMATORS: dict[str, AdvantageEstimator] = {"reinforce++": keep_rewards, "reinforce++-baseline": dr_grpo}
 """What is normalised over all tokens of the step afterwards (REINFORCE++, arXiv 2501.03262)."""
 
 
-def credits(
-    episodes: Sequence[Facts], *, advantage: str, gamma: float = 1.0, num_tokens_N: Sequence[int] | None = None
-) -> list[Rewards]:
+def compute_advantages(
+    episodes: Sequence[TrajectoryFacts],
+    *,
+    advantage: str,
+    gamma: float = 1.0,
+    num_tokens_N: Sequence[int] | None = None,
+) -> list[FloatArray]:
     """The advantage of each turn of each episode; an episode without turns counts as one turn.
 
     `num_tokens_N` is how many tokens the model said in each episode, for estimators that weigh by tokens.
     """
     groups = [episode.group for episode in episodes]
     if advantage == "trloo":
-        return trloo([turn_rewards(episode) for episode in episodes], groups=groups, gamma=gamma)
+        return trloo([compute_turn_rewards(episode) for episode in episodes], groups=groups, gamma=gamma)
     rewards_N = np.array([episode.reward for episode in episodes], dtype=np.float64)
     if advantage == "sft":
-        return _for_every_turn(np.ones_like(rewards_N), episodes)
-    if advantage in OVER_THE_STEP:
-        compared_N = group_advantages(rewards_N, groups=groups, estimator=OVER_THE_STEP[advantage])
+        return _repeat_per_turn(np.ones_like(rewards_N), episodes)
+    if advantage in STEP_ESTIMATORS:
+        compared_N = compute_group_advantages(rewards_N, groups=groups, estimator=STEP_ESTIMATORS[advantage])
         weights_N = np.ones_like(rewards_N) if num_tokens_N is None else np.asarray(num_tokens_N, dtype=np.float64)
-        return _for_every_turn(normalised(compared_N, weights_N=weights_N), episodes)
-    return _for_every_turn(group_advantages(rewards_N, groups=groups, estimator=ESTIMATORS[advantage]), episodes)
+        return _repeat_per_turn(normalize_values(compared_N, weights_N=weights_N), episodes)
+    return _repeat_per_turn(
+        compute_group_advantages(rewards_N, groups=groups, estimator=ESTIMATORS[advantage]), episodes
+    )
 
 
-def group_advantages(rewards_N: Rewards, *, groups: Sequence[str], estimator: Estimator) -> Rewards:
+def compute_group_advantages(
+    rewards_N: FloatArray, *, groups: Sequence[str], estimator: AdvantageEstimator
+) -> FloatArray:
     """The advantage of every episode within its group; `groups` names the group of each."""
     advantages_N = np.zeros_like(rewards_N)
-    for members in indices_by_group(groups).values():
+    for members in group_indices(groups).values():
         advantages_N[members] = estimator(rewards_N[members])
     return advantages_N
 
 
-def normalised(values_N: Rewards, *, weights_N: Rewards) -> Rewards:
+def normalize_values(values_N: FloatArray, *, weights_N: FloatArray) -> FloatArray:
     """Mean 0 and variance 1 under the weights; zeros where nothing differs."""
     if not weights_N.sum() or is_flat(values_N):
         return np.zeros_like(values_N)
     mean = np.average(values_N, weights=weights_N)
     std = np.sqrt(np.average((values_N - mean) ** 2, weights=weights_N))
-    return np.asarray((values_N - mean) / (std + SMALLEST_STD))
+    return np.asarray((values_N - mean) / (std + STD_EPSILON))
 
 
-def trloo(rewards_NK: Sequence[Rewards], *, groups: Sequence[str], gamma: float) -> list[Rewards]:
+def trloo(rewards_NK: Sequence[FloatArray], *, groups: Sequence[str], gamma: float) -> list[FloatArray]:
     """Leave-one-out turn by turn (TRLOO, Dr. Kernel, arXiv 2602.05885).
 
     The return of a turn, minus the mean return of the same turn in the group's other episodes that came so far; zero
     where none did.
     """
-    returns_NK = [discounted(rewards_K, gamma=gamma) for rewards_K in rewards_NK]
+    returns_NK = [discount_rewards(rewards_K, gamma=gamma) for rewards_K in rewards_NK]
     advantages_NK = [np.zeros_like(returns_K) for returns_K in returns_NK]
-    for members in indices_by_group(groups).values():
+    for members in group_indices(groups).values():
         for turn in range(max(len(returns_NK[index]) for index in members)):
-            there = [index for index in members if len(returns_NK[index]) > turn]
-            compared = rloo(np.array([returns_NK[index][turn] for index in there]))
-            for index, value in zip(there, compared, strict=True):
+            present = [index for index in members if len(returns_NK[index]) > turn]
+            compared = rloo(np.array([returns_NK[index][turn] for index in present]))
+            for index, value in zip(present, compared, strict=True):
                 advantages_NK[index][turn] = value
     return advantages_NK
 
 
-def turn_rewards(episode: Facts) -> Rewards:
+def compute_turn_rewards(episode: TrajectoryFacts) -> FloatArray:
     """What each turn earned; what the score adds to the environment's own rewards belongs to the last turn."""
     rewards_K = np.array([turn.reward for turn in episode.turns] or [0.0], dtype=np.float64)
     total = np.nan if episode.reward is None else episode.reward
@@ -120,7 +128,7 @@ def turn_rewards(episode: Facts) -> Rewards:
     return rewards_K
 
 
-def discounted(rewards_K: Rewards, *, gamma: float) -> Rewards:
+def discount_rewards(rewards_K: FloatArray, *, gamma: float) -> FloatArray:
     """What was earned from each turn on, later turns counting `gamma` times less each."""
     returns_K = rewards_K.copy()
     for turn in range(len(rewards_K) - 2, -1, -1):
@@ -128,7 +136,9 @@ def discounted(rewards_K: Rewards, *, gamma: float) -> Rewards:
     return returns_K
 
 
-def gae(values_BT: Rewards, *, rewards_BT: Rewards, lengths_B: Sequence[int], gamma: float, lam: float) -> Rewards:
+def gae(
+    values_BT: FloatArray, *, rewards_BT: FloatArray, lengths_B: Sequence[int], gamma: float, lam: float
+) -> FloatArray:
     """Generalised advantages over the model's tokens (arXiv 1506.02438); the value after the last token is zero."""
     advantages_BT = np.zeros_like(values_BT)
     inside_BT = np.arange(values_BT.shape[1]) < np.asarray(lengths_B)[:, None]
@@ -142,12 +152,12 @@ def gae(values_BT: Rewards, *, rewards_BT: Rewards, lengths_B: Sequence[int], ga
     return advantages_BT
 
 
-def is_flat(rewards_G: Rewards) -> bool:
+def is_flat(rewards_G: FloatArray) -> bool:
     """True for a group in which no episode was better than another."""
     return bool(np.all(rewards_G == rewards_G[0]))
 
 
-def indices_by_group(groups: Sequence[str]) -> dict[str, list[int]]:
+def group_indices(groups: Sequence[str]) -> dict[str, list[int]]:
     """Where the members of each group stand, in order of first appearance."""
     found: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
@@ -155,5 +165,5 @@ def indices_by_group(groups: Sequence[str]) -> dict[str, list[int]]:
     return found
 
 
-def _for_every_turn(advantages_N: Rewards, episodes: Sequence[Facts]) -> list[Rewards]:
+def _repeat_per_turn(advantages_N: FloatArray, episodes: Sequence[TrajectoryFacts]) -> list[FloatArray]:
     return [np.full(max(len(episode.turns), 1), value) for value, episode in zip(advantages_N, episodes, strict=True)]

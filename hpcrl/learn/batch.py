@@ -1,9 +1,9 @@
 """What a training step trains on: which groups, and how their tokens lie in padded micro-batches.
 
-    choose_groups    the trajectories of the next step, those that can never be used, and the rest
-    make_rows        trajectories -> shifted rows, cut after the last model token
-    micro_batches    rows -> padded micro-batches of similar length
-    packed_batches   rows -> micro-batches of one row, in which they lie behind each other
+    choose_groups        the trajectories of the next step, those that can never be used, and the rest
+    make_rows            trajectories -> shifted rows, cut after the last model token
+    make_micro_batches   rows -> padded micro-batches of similar length
+    make_packed_batches  rows -> micro-batches of one row, in which they lie behind each other
 
 Legend  B rows of a micro-batch - T positions, padded on the right - N model tokens of a micro-batch
 Dtypes  token ids int64 - log-probs and advantages float32 - masks bool
@@ -24,7 +24,7 @@ from torch import Tensor
 from hpcrl.spool.record import TRAINABLE, Trajectory
 
 
-class Choice(NamedTuple):
+class GroupChoice(NamedTuple):
     """Every available trajectory is in one of the three lists, unless it is consumed or a duplicate."""
 
     chosen: list[Trajectory]
@@ -43,7 +43,7 @@ def choose_groups(
     version: int,
     max_lag: int,
     consumed: Container[str],
-) -> Choice:
+) -> GroupChoice:
     """The oldest complete groups, once there are enough of them; the order of `available` does not matter.
 
     Groups arrive with exactly `group_size` members, so one whose member cannot be used is given up as a whole: nobody
@@ -52,8 +52,8 @@ def choose_groups(
     groups: dict[str, list[Trajectory]] = {}
     lost: dict[str, list[Trajectory]] = {}
     rest: list[Trajectory] = []
-    for trajectory in _distinct(available, consumed=consumed):
-        if not _usable(trajectory) or version - trajectory.start_version > max_lag:
+    for trajectory in _sort_unconsumed(available, consumed=consumed):
+        if not _is_usable(trajectory) or version - trajectory.start_version > max_lag:
             lost.setdefault(trajectory.group, []).append(trajectory)
         elif trajectory.reward is None:
             rest.append(trajectory)
@@ -74,10 +74,10 @@ def choose_groups(
             chosen += members[:group_size]
             stale += members[group_size:]
     rest += [trajectory for members in groups.values() for trajectory in members]
-    return Choice(chosen, stale, rest)
+    return GroupChoice(chosen, stale, rest)
 
 
-def _distinct(available: Iterable[Trajectory], *, consumed: Container[str]) -> list[Trajectory]:
+def _sort_unconsumed(available: Iterable[Trajectory], *, consumed: Container[str]) -> list[Trajectory]:
     """The first of each id that is not consumed, oldest first."""
     oldest_first = sorted(
         available, key=lambda trajectory: (trajectory.start_version, trajectory.created, trajectory.id)
@@ -89,13 +89,13 @@ def _distinct(available: Iterable[Trajectory], *, consumed: Container[str]) -> l
     return list(by_id.values())
 
 
-def _usable(trajectory: Trajectory) -> bool:
+def _is_usable(trajectory: Trajectory) -> bool:
     """An episode with an ordinary end; a reward that is no number would spoil its whole group."""
     return trajectory.status in TRAINABLE and (trajectory.reward is None or math.isfinite(trajectory.reward))
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainingRow:
     """One trajectory, shifted: position t predicts token t + 1. The last position predicts a model token."""
 
     inputs: NDArray[np.int32]
@@ -115,28 +115,28 @@ def make_rows(
     *,
     credits: Sequence[Sequence[float]],
     max_length: int,
-    place: Callable[[NDArray[Any], NDArray[np.intp]], NDArray[Any]] | None = None,
-) -> tuple[list[Row], int]:
+    place_credit: Callable[[NDArray[Any], NDArray[np.intp]], NDArray[Any]] | None = None,
+) -> tuple[list[TrainingRow], int]:
     """Rows of the trajectories that fit into the context of `max_length`, and how many do not.
 
-    `credits` has one value per turn of each trajectory (one in all where it has no turns), and `place` says which
+    `credits` has one value per turn of each trajectory (one in all where it has no turns), and `place_credit` says which
     tokens of the turn get it: all of them unless told otherwise. What follows the last model token is cut; a
     trajectory in which the model said nothing has no row.
     """
     rows = [
-        _row(trajectory, np.asarray(credit, dtype=np.float32), place or spread)
+        _make_row(trajectory, np.asarray(credit, dtype=np.float32), place_credit or spread_credit)
         for trajectory, credit in zip(trajectories, credits, strict=True)
     ]
     fitting = [row for row in rows if len(row) <= max_length]
     return [row for row in fitting if len(row)], len(rows) - len(fitting)
 
 
-def spread(credit_K: NDArray[Any], turns_N: NDArray[np.intp]) -> NDArray[Any]:
+def spread_credit(credit_K: NDArray[Any], turns_N: NDArray[np.intp]) -> NDArray[Any]:
     """Every token of a turn gets the turn's value."""
     return np.asarray(credit_K[turns_N])
 
 
-def at_the_end(credit_K: NDArray[Any], turns_N: NDArray[np.intp]) -> NDArray[Any]:
+def credit_last_token(credit_K: NDArray[Any], turns_N: NDArray[np.intp]) -> NDArray[Any]:
     """The last token of a turn gets the turn's value, the others nothing; of a turn without tokens, the one before."""
     placed_N = np.zeros(len(turns_N), dtype=credit_K.dtype)
     if len(turns_N):
@@ -145,36 +145,36 @@ def at_the_end(credit_K: NDArray[Any], turns_N: NDArray[np.intp]) -> NDArray[Any
     return placed_N
 
 
-def row_length(trajectory: Trajectory) -> int:
+def compute_row_length(trajectory: Trajectory) -> int:
     """Positions of the trajectory's row, without making it; where there are turns, no column is read."""
     if trajectory.turns:
         return max(max((turn.end for turn in trajectory.turns if turn.end > turn.start), default=0) - 1, 0)
-    said = np.flatnonzero(trajectory.loss_mask[1:])
-    return int(said[-1]) + 1 if len(said) else 0
+    model_positions = np.flatnonzero(trajectory.loss_mask[1:])
+    return int(model_positions[-1]) + 1 if len(model_positions) else 0
 
 
-def num_model_tokens(trajectory: Trajectory) -> int:
+def count_model_tokens(trajectory: Trajectory) -> int:
     """Tokens that the model said, without reading a column where there are turns."""
     if trajectory.turns:
         return sum(turn.end - max(turn.start, 1) for turn in trajectory.turns if turn.end > turn.start)
     return int(np.count_nonzero(trajectory.loss_mask[1:]))
 
 
-def _row(
+def _make_row(
     trajectory: Trajectory,
     credit_K: NDArray[Any],
-    place: Callable[[NDArray[Any], NDArray[np.intp]], NDArray[Any]],
-) -> Row:
-    said = np.flatnonzero(trajectory.loss_mask[1:])
-    end = int(said[-1]) + 1 if len(said) else 0
+    place_credit: Callable[[NDArray[Any], NDArray[np.intp]], NDArray[Any]],
+) -> TrainingRow:
+    model_positions = np.flatnonzero(trajectory.loss_mask[1:])
+    end = int(model_positions[-1]) + 1 if len(model_positions) else 0
     starts = [turn.start for turn in trajectory.turns] or [0]
-    turns_N = (np.searchsorted(starts, said + 1, side="right") - 1).clip(min=0)
-    return Row(
+    turns_N = (np.searchsorted(starts, model_positions + 1, side="right") - 1).clip(min=0)
+    return TrainingRow(
         inputs=trajectory.token_ids[:end],
         mask=trajectory.loss_mask[1 : end + 1],
-        targets=trajectory.token_ids[1:][said],
-        behaviour=trajectory.logprobs[1:][said],
-        credit=place(credit_K, turns_N),
+        targets=trajectory.token_ids[1:][model_positions],
+        behaviour=trajectory.logprobs[1:][model_positions],
+        credit=place_credit(credit_K, turns_N),
     )
 
 
@@ -207,50 +207,50 @@ class MicroBatch:
         return self.inputs_BT.numel()
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        there = {name: tensor.to(device) for name, tensor in vars(self).items() if tensor is not None}
-        return MicroBatch(**there)
+        moved = {name: tensor.to(device) for name, tensor in vars(self).items() if tensor is not None}
+        return MicroBatch(**moved)
 
 
-WORTH_A_PASS = 1 / 8
+MIN_FILL_SHARE = 1 / 8
 """Share of the bound that a micro-batch fills before it turns away a row that it would have to pad much."""
-MUCH_PADDING = 1 / 5
+MAX_PADDING_SHARE = 1 / 5
 """Share of a row."""
 
 
-def micro_batches(rows: Sequence[Row], *, tokens_per_micro_batch: int) -> list[MicroBatch]:
+def make_micro_batches(rows: Sequence[TrainingRow], *, tokens_per_micro_batch: int) -> list[MicroBatch]:
     """Rows of similar length together, the longest first; one row longer than the bound goes alone."""
-    batches: list[list[Row]] = []
+    batches: list[list[TrainingRow]] = []
     for row in sorted(rows, key=len, reverse=True):  # stable, so equal input gives equal batches
-        if batches and _belongs(row, batches[-1], bound=tokens_per_micro_batch):
+        if batches and _should_join(row, batches[-1], bound=tokens_per_micro_batch):
             batches[-1].append(row)
         else:
             batches.append([row])
-    return [_padded(batch) for batch in batches]
+    return [_pad_rows(batch) for batch in batches]
 
 
-def _belongs(row: Row, batch: Sequence[Row], *, bound: int) -> bool:
+def _should_join(row: TrainingRow, batch: Sequence[TrainingRow], *, bound: int) -> bool:
     longest = len(batch[0])
     fits = longest * (len(batch) + 1) <= bound
-    wasteful = len(row) < (1 - MUCH_PADDING) * longest
-    return fits and not (wasteful and longest * len(batch) >= WORTH_A_PASS * bound)
+    is_wasteful = len(row) < (1 - MAX_PADDING_SHARE) * longest
+    return fits and not (is_wasteful and longest * len(batch) >= MIN_FILL_SHARE * bound)
 
 
-def packed_batches(rows: Sequence[Row], *, tokens_per_micro_batch: int) -> list[MicroBatch]:
+def make_packed_batches(rows: Sequence[TrainingRow], *, tokens_per_micro_batch: int) -> list[MicroBatch]:
     """As few micro-batches as first-fit finds, the longest row first; one longer than the bound goes alone."""
-    batches: list[list[Row]] = []
+    batches: list[list[TrainingRow]] = []
     sizes: list[int] = []
     for row in sorted(rows, key=len, reverse=True):
-        place = next((at for at, size in enumerate(sizes) if size + len(row) <= tokens_per_micro_batch), None)
-        if place is None:
+        position = next((index for index, size in enumerate(sizes) if size + len(row) <= tokens_per_micro_batch), None)
+        if position is None:
             batches.append([row])
             sizes.append(len(row))
         else:
-            batches[place].append(row)
-            sizes[place] += len(row)
-    return [_packed(batch) for batch in batches]
+            batches[position].append(row)
+            sizes[position] += len(row)
+    return [_pack_rows(batch) for batch in batches]
 
 
-def _padded(rows: Sequence[Row]) -> MicroBatch:
+def _pad_rows(rows: Sequence[TrainingRow]) -> MicroBatch:
     """One micro-batch. Padding is any valid token: on the right of a causal model it changes nothing before it."""
     shape = (len(rows), max(map(len, rows)))
     inputs_BT = np.zeros(shape, dtype=np.int64)
@@ -258,10 +258,12 @@ def _padded(rows: Sequence[Row]) -> MicroBatch:
     for index, row in enumerate(rows):
         inputs_BT[index, : len(row)] = row.inputs
         mask_BT[index, : len(row)] = row.mask
-    return MicroBatch(inputs_BT=torch.from_numpy(inputs_BT), mask_BT=torch.from_numpy(mask_BT), **_columns(rows))
+    return MicroBatch(
+        inputs_BT=torch.from_numpy(inputs_BT), mask_BT=torch.from_numpy(mask_BT), **_concatenate_columns(rows)
+    )
 
 
-def _packed(rows: Sequence[Row]) -> MicroBatch:
+def _pack_rows(rows: Sequence[TrainingRow]) -> MicroBatch:
     """One micro-batch without padding: transformers sees where positions begin anew, and lets nothing look beyond."""
     inputs_T = np.concatenate([row.inputs for row in rows]).astype(np.int64)
     positions_T = np.concatenate([np.arange(len(row)) for row in rows])
@@ -270,11 +272,11 @@ def _packed(rows: Sequence[Row]) -> MicroBatch:
         inputs_BT=torch.from_numpy(inputs_T)[None],
         mask_BT=torch.from_numpy(mask_T)[None],
         positions_BT=torch.from_numpy(positions_T)[None],
-        **_columns(rows),
+        **_concatenate_columns(rows),
     )
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, Tensor]:
+def _concatenate_columns(rows: Sequence[TrainingRow]) -> dict[str, Tensor]:
     """Those over N."""
     counts = [len(row.targets) for row in rows]
     return {
@@ -285,21 +287,25 @@ def _columns(rows: Sequence[Row]) -> dict[str, Tensor]:
     }
 
 
-def of_one_shape(micro: MicroBatch, *, rows: int, length: int) -> MicroBatch:
+def pad_to_shape(micro: MicroBatch, *, rows: int, length: int) -> MicroBatch:
     """The same micro-batch with more padding, for schedules in which all have one shape."""
-    more = (0, length - micro.inputs_BT.shape[1], 0, rows - micro.inputs_BT.shape[0])
+    padding = (0, length - micro.inputs_BT.shape[1], 0, rows - micro.inputs_BT.shape[0])
     return replace(
         micro,
-        inputs_BT=torch.nn.functional.pad(micro.inputs_BT, more),
-        mask_BT=torch.nn.functional.pad(micro.mask_BT, more),
+        inputs_BT=torch.nn.functional.pad(micro.inputs_BT, padding),
+        mask_BT=torch.nn.functional.pad(micro.mask_BT, padding),
     )
 
 
-def nothing() -> MicroBatch:
+def empty_micro_batch() -> MicroBatch:
     """A pass that teaches nothing, for a rank that has fewer micro-batches than another: all must pass together."""
-    none = np.zeros(0, dtype=np.float32)
+    no_values = np.zeros(0, dtype=np.float32)
     no_target = np.zeros(0, dtype=np.int32)
-    empty = Row(
-        inputs=np.zeros(1, np.int32), mask=np.zeros(1, np.bool_), targets=no_target, behaviour=none, credit=none
+    empty = TrainingRow(
+        inputs=np.zeros(1, np.int32),
+        mask=np.zeros(1, np.bool_),
+        targets=no_target,
+        behaviour=no_values,
+        credit=no_values,
     )
-    return _padded([empty])
+    return _pad_rows([empty])

@@ -19,7 +19,7 @@ import xxhash
 from hpcrl.spool.ids import parse_episode_id, parse_group_id
 
 
-class _Record(msgspec.Struct, frozen=True, kw_only=True):
+class _StoredConsumed(msgspec.Struct, frozen=True, kw_only=True):
     """The stored form."""
 
     runs: dict[str, list[tuple[int, int]]]
@@ -27,11 +27,11 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
     others: list[str]
 
 
-class Consumed:
+class ConsumedTrajectories:
     """A set of trajectory ids, exact to the group."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, _Runs] = {}
+        self._runs: dict[str, _NumberRuns] = {}
         self._others: set[str] = set()
 
     def __contains__(self, trajectory_id: object) -> bool:
@@ -51,7 +51,7 @@ class Consumed:
             self._others.add(trajectory_id)
         else:
             domain, number = task
-            self._runs.setdefault(domain, _Runs()).add(number)
+            self._runs.setdefault(domain, _NumberRuns()).add(number)
 
     def update(self, trajectory_ids: Iterable[str]) -> None:
         for trajectory_id in trajectory_ids:
@@ -60,13 +60,13 @@ class Consumed:
     def encode(self) -> bytes:
         """As JSON; equal sets give equal bytes."""
         runs = {domain: self._runs[domain].pairs() for domain in sorted(self._runs)}
-        return msgspec.json.encode(_Record(runs=runs, others=sorted(self._others)))
+        return msgspec.json.encode(_StoredConsumed(runs=runs, others=sorted(self._others)))
 
     @classmethod
-    def decode(cls, data: bytes) -> "Consumed":
-        record = msgspec.json.decode(data, type=_Record)
+    def decode(cls, data: bytes) -> "ConsumedTrajectories":
+        record = msgspec.json.decode(data, type=_StoredConsumed)
         consumed = cls()
-        consumed._runs = {domain: _Runs(pairs) for domain, pairs in record.runs.items()}
+        consumed._runs = {domain: _NumberRuns(pairs) for domain, pairs in record.runs.items()}
         consumed._others = set(record.others)
         return consumed
 
@@ -77,7 +77,7 @@ def _parse_task(trajectory_id: str) -> tuple[str, int] | None:
     return parse_group_id(episode[0]) if episode else None
 
 
-class _Runs:
+class _NumberRuns:
     """A set of integers as disjoint runs, in order and never touching."""
 
     def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
@@ -110,7 +110,7 @@ class _Runs:
         return list(zip(self._starts, self._stops, strict=True))
 
 
-class _Stored(msgspec.Struct, frozen=True, kw_only=True):
+class _StoredGroups(msgspec.Struct, frozen=True, kw_only=True):
     """As hpcrl.learn.consumed stores it."""
 
     runs: dict[str, list[tuple[int, int]]]
@@ -122,23 +122,28 @@ class ConsumedGroups:
     """Per domain the runs of numbers of groups; what could not be read is told in `problems`."""
 
     checkpoint: str = ""
-    runs: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    number_ranges: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     problems: Sequence[tuple[Path, str]] = ()
 
     @property
     def num_groups(self) -> int:
-        return sum(stop - start for runs in self.runs.values() for start, stop in runs)
+        return sum(stop - start for runs in self.number_ranges.values() for start, stop in runs)
 
-    def missing(self, present: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, int, int]]:
+    def missing_groups(self, present: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, int, int]]:
         """Per domain that lacks any: how many are not among the sorted numbers that are present, and one of them."""
-        for domain, runs in self.runs.items():
+        for domain, number_ranges in self.number_ranges.items():
             numbers = present.get(domain, ())
-            gaps = [(num, first) for start, stop in runs for num, first in [_gap(numbers, start, stop)] if num]
+            gaps = [
+                (num, first)
+                for start, stop in number_ranges
+                for num, first in [_count_missing(numbers, start, stop)]
+                if num
+            ]
             if gaps:
                 yield domain, sum(num for num, _ in gaps), gaps[0][1]
 
 
-def _gap(numbers: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+def _count_missing(numbers: Sequence[int], start: int, stop: int) -> tuple[int, int]:
     """How many of start, ..., stop - 1 are not in `numbers`, and the first of them."""
     low, high = bisect_left(numbers, start), bisect_left(numbers, stop)
     first = start
@@ -149,12 +154,12 @@ def _gap(numbers: Sequence[int], start: int, stop: int) -> tuple[int, int]:
     return stop - start - (high - low), first
 
 
-def read_consumed(checkpoints: Path) -> ConsumedGroups:
+def read_consumed_groups(checkpoints: Path) -> ConsumedGroups:
     """From the newest checkpoint whose list of them is whole."""
     problems: list[tuple[Path, str]] = []
     for path in sorted(checkpoints.glob("*-step-*/consumed.json"), key=lambda path: path.parent.name, reverse=True):
         try:
-            return ConsumedGroups(path.parent.name, _runs(path), problems)
+            return ConsumedGroups(path.parent.name, _read_number_ranges(path), problems)
         except FileNotFoundError:  # an old checkpoint may be removed meanwhile
             continue
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -162,15 +167,15 @@ def read_consumed(checkpoints: Path) -> ConsumedGroups:
     return ConsumedGroups(problems=problems)
 
 
-def _runs(path: Path) -> dict[str, list[tuple[int, int]]]:
+def _read_number_ranges(path: Path) -> dict[str, list[tuple[int, int]]]:
     data = path.read_bytes()
     manifest = msgspec.json.decode(path.with_name("checkpoint.json").read_bytes())
     if xxhash.xxh3_128_hexdigest(data) != manifest["files"][path.name]["xxh3"]:
         raise ValueError("does not match the checksum in its checkpoint.json")
-    return msgspec.json.decode(data, type=_Stored).runs
+    return msgspec.json.decode(data, type=_StoredGroups).runs
 
 
-def sorted_numbers(groups: Iterable[str]) -> dict[str, list[int]]:
+def sort_group_numbers(groups: Iterable[str]) -> dict[str, list[int]]:
     """Groups `domain/number` as sorted numbers by domain."""
     numbers: dict[str, list[int]] = {}
     for group in groups:

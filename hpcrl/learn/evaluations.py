@@ -5,10 +5,10 @@
         000003-part-1.json      what env worker 1 found in round 3
         000003.json             the result of round 3; only what has one counts
 
-    due          whether another round should begin
-    merged       the result of a round's parts
-    score_of     what the evaluations say of a version
-    Evaluations  the directory
+    is_round_due        whether another round should begin
+    merge_parts         the result of a round's parts
+    find_version_score  what the evaluations say of a version
+    EvaluationStore     the directory
 
 Env worker 0 begins rounds and concludes them. A round belongs to a job: what a job left without a result is not
 gone on with, the next job begins another round, with the newest weights. So nothing is counted twice.
@@ -21,12 +21,12 @@ from typing import TypeVar
 
 import msgspec
 
-from hpcrl.system.files import private_dir, publish
+from hpcrl.system.files import make_private_dir, publish_file
 
 T = TypeVar("T")
 
 
-class Round(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationRound(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation that was begun."""
 
     number: int
@@ -35,7 +35,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     """The newest version of the weights when it began."""
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationPart(msgspec.Struct, frozen=True, kw_only=True):
     """What one env worker found."""
 
     rewards: dict[str, list[float]]
@@ -49,7 +49,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     newest: int | None = None
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a round."""
 
     number: int
@@ -66,19 +66,19 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     newest: int | None
 
 
-def due(last: Result | None, *, newest: int, every: int) -> bool:
+def is_round_due(last: EvaluationResult | None, *, newest: int, every: int) -> bool:
     """Whether a round should begin: the first at once, then one for every multiple of `every` that was passed."""
     return last is None or newest >= (last.version // every + 1) * every
 
 
-def merged(round: Round, parts: Sequence[Part]) -> Result:
+def merge_parts(round: EvaluationRound, parts: Sequence[EvaluationPart]) -> EvaluationResult:
     """The result of a round of which all parts are there."""
     names = sorted({name for part in parts for name in part.rewards})
     rewards = {name: [reward for part in parts for reward in part.rewards.get(name, [])] for name in names}
     num = sum(map(len, rewards.values()))
     oldest = [part.oldest for part in parts if part.oldest is not None]
     newest = [part.newest for part in parts if part.newest is not None]
-    return Result(
+    return EvaluationResult(
         number=round.number,
         version=round.version,
         reward_mean=math.fsum(reward for found in rewards.values() for reward in found) / num if num else None,
@@ -91,70 +91,72 @@ def merged(round: Round, parts: Sequence[Part]) -> Result:
     )
 
 
-def score_of(version: int, results: Sequence[Result], *, every: int) -> float | None:
+def find_version_score(version: int, results: Sequence[EvaluationResult], *, every: int) -> float | None:
     """The mean reward of the evaluation nearest to a version, if one is nearer than `every` versions."""
     near = [result for result in results if abs(result.version - version) < every]
     return min(near, key=lambda result: abs(result.version - version)).reward_mean if near else None
 
 
-class Evaluations:
+class EvaluationStore:
     """The evaluations of a campaign, as they lie in its directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def round(self) -> Round | None:
+    def current_round(self) -> EvaluationRound | None:
         """The one that goes on, or the last one."""
-        return _read(self._directory / "round.json", Round)
+        return _read_json(self._directory / "round.json", EvaluationRound)
 
-    def begin(self, *, job: int, version: int) -> Round:
+    def start_round(self, *, job: int, version: int) -> EvaluationRound:
         """Begin a round under a number that no file has, not even one left of a round without an end."""
-        private_dir(self._directory)
-        round = self.round()
+        make_private_dir(self._directory)
+        round = self.current_round()
         taken = [int(path.stem.partition("-")[0]) for path in self._directory.glob("[0-9]*.json")]
         number = max([*taken, -1 if round is None else round.number]) + 1
-        begun = Round(number=number, job=job, version=version)
-        publish(self._directory / "round.json", msgspec.json.encode(begun))
-        return begun
+        started = EvaluationRound(number=number, job=job, version=version)
+        publish_file(self._directory / "round.json", msgspec.json.encode(started))
+        return started
 
-    def leave(self, part: Part, *, round: Round, host: int) -> None:
+    def save_part(self, part: EvaluationPart, *, round: EvaluationRound, env_index: int) -> None:
         """Put down what one env worker found; it has no other part in this round."""
-        publish(self._part(round.number, host), msgspec.json.encode(part))
+        publish_file(self._part_path(round.number, env_index), msgspec.json.encode(part))
 
-    def has_part(self, round: Round, *, host: int) -> bool:
-        return self._part(round.number, host).exists()
+    def has_part(self, round: EvaluationRound, *, env_index: int) -> bool:
+        return self._part_path(round.number, env_index).exists()
 
-    def parts(self, round: Round, *, num_hosts: int) -> list[Part] | None:
+    def parts(self, round: EvaluationRound, *, num_env_workers: int) -> list[EvaluationPart] | None:
         """All parts of a round; None while one is missing."""
-        found = [_read(self._part(round.number, host), Part) for host in range(num_hosts)]
+        found = [
+            _read_json(self._part_path(round.number, env_index), EvaluationPart) for env_index in range(num_env_workers)
+        ]
         parts = [part for part in found if part is not None]
-        return parts if len(parts) == num_hosts else None
+        return parts if len(parts) == num_env_workers else None
 
-    def conclude(self, result: Result) -> None:
-        publish(self._directory / f"{result.number:06d}.json", msgspec.json.encode(result))
+    def save_result(self, result: EvaluationResult) -> None:
+        publish_file(self._directory / f"{result.number:06d}.json", msgspec.json.encode(result))
 
-    def has_result(self, round: Round) -> bool:
+    def has_result(self, round: EvaluationRound) -> bool:
         return (self._directory / f"{round.number:06d}.json").exists()
 
-    def results(self) -> list[Result]:
+    def results(self) -> list[EvaluationResult]:
         """All that were concluded, in their order."""
-        found = [_read(path, Result) for path in self._concluded()]
+        found = [_read_json(path, EvaluationResult) for path in self._result_files()]
         return [result for result in found if result is not None]
 
-    def last(self) -> Result | None:
+    def last_result(self) -> EvaluationResult | None:
         """The newest that was concluded."""
-        paths = self._concluded()
-        return _read(paths[-1], Result) if paths else None
+        paths = self._result_files()
+        return _read_json(paths[-1], EvaluationResult) if paths else None
 
-    def _concluded(self) -> list[Path]:
+    def _result_files(self) -> list[Path]:
         paths = self._directory.glob("[0-9]*.json") if self._directory.is_dir() else ()
         return sorted(path for path in paths if path.stem.isdigit())
 
-    def _part(self, number: int, host: int) -> Path:
-        return self._directory / f"{number:06d}-part-{host}.json"
+    def _part_path(self, number: int, env_index: int) -> Path:
+        return self._directory / f"{number:06d}-part-{env_index}.json"
 
 
-def _read(path: Path, kind: type[T]) -> T | None:
+def _read_json(path: Path, kind: type[T]) -> T | None:
     """A file that cannot be read as what it should be is as good as none: what it said is measured again."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)

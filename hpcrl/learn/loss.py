@@ -26,18 +26,18 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from hpcrl.config.recipe import Train
+from hpcrl.config.recipe import TrainConfig
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are cut here before exp, so that one absurd token gives a large number and not infinity."""
 
-RATIO_BINS = 80
-MAX_BINNED = 4.0
+NUM_RATIO_BINS = 80
+MAX_BINNED_LOG_RATIO = 4.0
 """Importance ratios are counted in bins of their logarithm, from -4 to 4: quantiles that add up over ranks."""
 
 
 @dataclass(frozen=True)
-class Said:
+class TokenInputs:
     """What is known of the model tokens of a micro-batch besides the current policy."""
 
     behaviour_N: Tensor
@@ -49,7 +49,7 @@ class Said:
     """What each token counts; one optimizer step's shares sum to 1, over all micro-batches and ranks."""
     reference_N: Tensor | None = None
 
-    def over(self, proximal_N: Tensor) -> Self:
+    def with_proximal(self, proximal_N: Tensor) -> Self:
         return replace(self, proximal_N=proximal_N)
 
 
@@ -75,51 +75,53 @@ class LossSums(NamedTuple):
     @classmethod
     def zero(cls, device: torch.device | str = "cpu") -> Self:
         scalars = torch.zeros(len(cls._fields) - 1, device=device).unbind()
-        return cls._make([*scalars, torch.zeros(RATIO_BINS, device=device)])
+        return cls._make([*scalars, torch.zeros(NUM_RATIO_BINS, device=device)])
 
-    def plus(self, other: Self) -> Self:
+    def add(self, other: Self) -> Self:
         return type(self)._make([mine + theirs for mine, theirs in zip(self, other, strict=True)])
 
-    def flat(self) -> Tensor:
+    def flatten(self) -> Tensor:
         """All of it in one tensor, to be summed over ranks."""
         return torch.cat([field.reshape(-1).double() for field in self])
 
     @classmethod
-    def unflat(cls, flat: Tensor) -> Self:
+    def unflatten(cls, flat: Tensor) -> Self:
         scalars = len(cls._fields) - 1
         return cls._make([*flat[:scalars].unbind(), flat[scalars:]])
 
 
-def log_distribution(logits_NV: Tensor, *, temperature: float) -> Tensor:
+def compute_log_distribution(logits_NV: Tensor, *, temperature: float) -> Tensor:
     """Log-probs of the whole vocabulary under the temperature that sampled, in float32."""
     logits_NV = logits_NV.float()
     return torch.log_softmax(logits_NV if temperature == 1.0 else logits_NV / temperature, dim=-1)
 
 
-def chosen_logprobs(logprobs_NV: Tensor, targets_N: Tensor) -> Tensor:
+def gather_logprobs(logprobs_NV: Tensor, targets_N: Tensor) -> Tensor:
     """The log-prob of each token that was said."""
     return logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
 
 
-def entropies(logprobs_NV: Tensor) -> Tensor:
+def compute_entropies(logprobs_NV: Tensor) -> Tensor:
     """The entropy of the distribution that each token came from, in nats."""
     return -(logprobs_NV.exp() * logprobs_NV).sum(-1)
 
 
-def judged(logits_NV: Tensor, targets_N: Tensor, *, temperature: float, train: Train) -> tuple[Tensor, Tensor]:
+def logprobs_and_entropy(
+    logits_NV: Tensor, targets_N: Tensor, *, temperature: float, train: TrainConfig
+) -> tuple[Tensor, Tensor]:
     """The log-prob of each token that was said, and the entropy of the distribution that it came from.
 
     Without an entropy bonus nobody asks for the entropy's gradient, and then it costs a dot product.
     """
     if train.entropy_coef:
-        logprobs_NV = log_distribution(logits_NV, temperature=temperature)
-        return chosen_logprobs(logprobs_NV, targets_N), entropies(logprobs_NV)
+        logprobs_NV = compute_log_distribution(logits_NV, temperature=temperature)
+        return gather_logprobs(logprobs_NV, targets_N), compute_entropies(logprobs_NV)
     scaled_NV = logits_NV.float() if temperature == 1.0 else logits_NV.float() / temperature
-    logprobs_N, entropy_N = _Judged.apply(scaled_NV, targets_N)  # type: ignore[no-untyped-call]
+    logprobs_N, entropy_N = _LogprobsAndEntropy.apply(scaled_NV, targets_N)  # type: ignore[no-untyped-call]
     return logprobs_N, entropy_N
 
 
-class _Judged(torch.autograd.Function):
+class _LogprobsAndEntropy(torch.autograd.Function):
     """Makes the probabilities once: the entropy needs them now and the gradient later."""
 
     @staticmethod
@@ -129,7 +131,7 @@ class _Judged(torch.autograd.Function):
         entropy_N = -torch.linalg.vecdot(chances_NV, logprobs_NV)
         ctx.save_for_backward(chances_NV, targets_N)
         ctx.mark_non_differentiable(entropy_N)
-        return chosen_logprobs(logprobs_NV, targets_N), entropy_N
+        return gather_logprobs(logprobs_NV, targets_N), entropy_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -139,24 +141,26 @@ class _Judged(torch.autograd.Function):
         return grad_NV.scatter_add_(-1, targets_N.unsqueeze(-1), grad_N1), None
 
 
-def policy_loss(logprobs_N: Tensor, *, entropy_N: Tensor, said: Said, train: Train) -> tuple[Tensor, LossSums]:
+def compute_policy_loss(
+    logprobs_N: Tensor, *, entropy_N: Tensor, token_inputs: TokenInputs, train: TrainConfig
+) -> tuple[Tensor, LossSums]:
     """The loss to differentiate, and what it saw."""
-    log_ratio_N = _cut(logprobs_N - said.proximal_N.detach())
+    log_ratio_N = _clamp_log_ratio(logprobs_N - token_inputs.proximal_N.detach())
     if train.ratio == "sequence":
-        log_ratio_N = row_means(log_ratio_N, said.rows_N)
-    surrogate_N, clipped_N = _surrogate(log_ratio_N.exp(), said.advantages_N, train)
-    log_is_N = _cut(said.proximal_N.detach() - said.behaviour_N)
-    weights_N, truncated_N = correction_weights(log_is_N, said.rows_N, train)
+        log_ratio_N = average_by_row(log_ratio_N, token_inputs.rows_N)
+    surrogate_N, clipped_N = _compute_surrogate(log_ratio_N.exp(), token_inputs.advantages_N, train)
+    log_is_N = _clamp_log_ratio(token_inputs.proximal_N.detach() - token_inputs.behaviour_N)
+    weights_N, truncated_N = compute_correction_weights(log_is_N, token_inputs.rows_N, train)
     terms_N = -weights_N * surrogate_N
     kl_N = torch.zeros_like(logprobs_N)
-    if said.reference_N is not None:
-        kl_N = kl_estimate(logprobs_N, said.reference_N, estimator=train.kl)
+    if token_inputs.reference_N is not None:
+        kl_N = estimate_kl(logprobs_N, token_inputs.reference_N, estimator=train.kl)
         terms_N = terms_N + train.kl_coef * kl_N
     if train.entropy_coef:
         terms_N = terms_N - train.entropy_coef * entropy_N
-    loss = (said.shares_N * terms_N).sum()
+    loss = (token_inputs.shares_N * terms_N).sum()
     with torch.no_grad():
-        drift_N = _cut(logprobs_N - said.behaviour_N)
+        drift_N = _clamp_log_ratio(logprobs_N - token_inputs.behaviour_N)
         sums = LossSums(
             loss=loss.detach(),
             clipped=clipped_N.sum().float(),
@@ -165,12 +169,12 @@ def policy_loss(logprobs_N: Tensor, *, entropy_N: Tensor, said: Said, train: Tra
             kl=(drift_N.exp() - 1 - drift_N).sum(),
             kl_reference=kl_N.detach().sum(),
             entropy=entropy_N.detach().sum(),
-            ratio_bins=_binned(log_is_N),
+            ratio_bins=_count_ratio_bins(log_is_N),
         )
     return loss, sums
 
 
-def _surrogate(ratio_N: Tensor, advantages_N: Tensor, train: Train) -> tuple[Tensor, Tensor]:
+def _compute_surrogate(ratio_N: Tensor, advantages_N: Tensor, train: TrainConfig) -> tuple[Tensor, Tensor]:
     """What is to grow, and where the clip has stopped it (dual clip: arXiv 1912.09729)."""
     plain_N = ratio_N * advantages_N
     bounded_N = ratio_N.clamp(1 - train.clip_low, 1 + train.clip_high) * advantages_N
@@ -182,11 +186,11 @@ def _surrogate(ratio_N: Tensor, advantages_N: Tensor, train: Train) -> tuple[Ten
     return torch.where(too_low_N, floor_N, surrogate_N), clipped_N | too_low_N
 
 
-def correction_weights(log_is_N: Tensor, rows_N: Tensor, train: Train) -> tuple[Tensor, Tensor]:
+def compute_correction_weights(log_is_N: Tensor, rows_N: Tensor, train: TrainConfig) -> tuple[Tensor, Tensor]:
     """What a token counts because another policy acted, and where that is not the ratio itself."""
     ratio_N = log_is_N.exp()
     if train.correction in ("sequence", "mask-sequence"):
-        ratio_N = _cut(row_sums(log_is_N, rows_N)).exp()
+        ratio_N = _clamp_log_ratio(sum_by_row(log_is_N, rows_N)).exp()
     match train.correction:
         case "none":
             return torch.ones_like(ratio_N), torch.zeros_like(ratio_N, dtype=torch.bool)
@@ -197,9 +201,9 @@ def correction_weights(log_is_N: Tensor, rows_N: Tensor, train: Train) -> tuple[
             return ratio_N.masked_fill(outside_N, 0.0), outside_N
 
 
-def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, *, estimator: str) -> Tensor:
+def estimate_kl(logprobs_N: Tensor, reference_N: Tensor, *, estimator: str) -> Tensor:
     """Of KL(current || reference), from the tokens that were said: Schulman's k1, k2, k3."""
-    drift_N = _cut(reference_N - logprobs_N)
+    drift_N = _clamp_log_ratio(reference_N - logprobs_N)
     match estimator:
         case "k1":
             return -drift_N
@@ -209,7 +213,7 @@ def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, *, estimator: str) -> T
             return drift_N.exp() - 1 - drift_N
 
 
-def value_loss(
+def compute_value_loss(
     values_N: Tensor, *, before_N: Tensor, returns_N: Tensor, shares_N: Tensor, clip: float | None
 ) -> Tensor:
     """Half the squared error of a critic that moves at most `clip` away from what it said before (PPO)."""
@@ -220,7 +224,7 @@ def value_loss(
     return (shares_N * error_N).sum() / 2
 
 
-def token_shares(
+def compute_token_shares(
     rows_N: Tensor, *, aggregation: str, num_tokens: float, num_sequences: float, max_length: int
 ) -> Tensor:
     """What each token counts in the loss; `num_tokens` and `num_sequences` are the whole optimizer step's.
@@ -232,42 +236,46 @@ def token_shares(
     ones_N = torch.ones(len(rows_N), device=rows_N.device)
     match aggregation:
         case "sequence":
-            return ones_N / (row_sums(ones_N, rows_N) * num_sequences)
+            return ones_N / (sum_by_row(ones_N, rows_N) * num_sequences)
         case "fixed":
             return ones_N / (num_sequences * max_length)
         case _:
             return ones_N / num_tokens
 
 
-def row_sums(values_N: Tensor, rows_N: Tensor) -> Tensor:
+def sum_by_row(values_N: Tensor, rows_N: Tensor) -> Tensor:
     """The sum over its row, at every token."""
     num_rows = int(rows_N.max()) + 1 if len(rows_N) else 0
     sums_R = values_N.new_zeros(num_rows).index_add(0, rows_N, values_N)
     return sums_R[rows_N]
 
 
-def row_means(values_N: Tensor, rows_N: Tensor) -> Tensor:
+def average_by_row(values_N: Tensor, rows_N: Tensor) -> Tensor:
     """The mean over its row, at every token."""
-    return row_sums(values_N, rows_N) / row_sums(torch.ones_like(values_N), rows_N)
+    return sum_by_row(values_N, rows_N) / sum_by_row(torch.ones_like(values_N), rows_N)
 
 
-def ratio_quantiles(bins: Tensor, quantiles: tuple[float, ...]) -> list[float | None]:
+def compute_ratio_quantiles(bins: Tensor, quantiles: tuple[float, ...]) -> list[float | None]:
     """Quantiles of the importance ratio, as exact as the bins are narrow (a tenth of e)."""
     total = float(bins.sum())
     if not total > 0:
         return [None] * len(quantiles)
     reached = bins.double().cumsum(0) / total
-    width = 2 * MAX_BINNED / RATIO_BINS
-    centres = -MAX_BINNED + width * (torch.arange(RATIO_BINS, dtype=torch.double) + 0.5)
-    positions = [int((reached < quantile).sum().clamp(max=RATIO_BINS - 1)) for quantile in quantiles]
+    width = 2 * MAX_BINNED_LOG_RATIO / NUM_RATIO_BINS
+    centres = -MAX_BINNED_LOG_RATIO + width * (torch.arange(NUM_RATIO_BINS, dtype=torch.double) + 0.5)
+    positions = [int((reached < quantile).sum().clamp(max=NUM_RATIO_BINS - 1)) for quantile in quantiles]
     return [round(float(centres[position].exp()), 4) for position in positions]
 
 
-def _binned(log_is_N: Tensor) -> Tensor:
-    inner_N = log_is_N.detach().float().nan_to_num(0.0).clamp(-MAX_BINNED, MAX_BINNED)
-    index_N = ((inner_N + MAX_BINNED) * (RATIO_BINS / (2 * MAX_BINNED))).long().clamp(max=RATIO_BINS - 1)
-    return torch.bincount(index_N, minlength=RATIO_BINS).float()
+def _count_ratio_bins(log_is_N: Tensor) -> Tensor:
+    inner_N = log_is_N.detach().float().nan_to_num(0.0).clamp(-MAX_BINNED_LOG_RATIO, MAX_BINNED_LOG_RATIO)
+    index_N = (
+        ((inner_N + MAX_BINNED_LOG_RATIO) * (NUM_RATIO_BINS / (2 * MAX_BINNED_LOG_RATIO)))
+        .long()
+        .clamp(max=NUM_RATIO_BINS - 1)
+    )
+    return torch.bincount(index_N, minlength=NUM_RATIO_BINS).float()
 
 
-def _cut(log_ratio_N: Tensor) -> Tensor:
+def _clamp_log_ratio(log_ratio_N: Tensor) -> Tensor:
     return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -2,7 +2,7 @@
 
     first_turn(observation)               ids that end where the model starts to speak
     next_turn(observation, said=...)      ids to append to what the model said
-    load_chat, load_template              this layout, or the whole template (hpcrl.models.chat_template), of a model
+    load_chat_layout, load_chat_template  this layout, or the whole template (hpcrl.models.chat_template), of a model
 
 Generated ids are never decoded and tokenised again: a prompt is the one before it, what the model said, and
 `next_turn`. An observation cannot forge a mark: "<eos>" in it is five ordinary characters.
@@ -23,84 +23,84 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from hpcrl.errors import ConfigError
-from hpcrl.models.chat_template import Template, ids_of
+from hpcrl.models.chat_template import ChatTemplate, tokenize_text
 from hpcrl.system.files import read_json
 
 _USER_1, _AGENT_1, _USER_2 = "Observation one.", "Answer one.", "Observation two."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat:
+class ChatLayout:
     """The layout of one tokenizer; a turn of the model is closed by a token of its own."""
 
     tokenizer: Any
     before_first: tuple[int, ...]
-    close: int
+    close_id: int
     """Ends the model's turn; normally the model says it itself."""
     before_next: tuple[int, ...]
-    """Between `close` and a later observation."""
-    after: tuple[int, ...]
+    """Between `close_id` and a later observation."""
+    after_observation: tuple[int, ...]
     """Between an observation and what the model says."""
     stop_token_ids: tuple[int, ...]
 
     def first_turn(self, observation: str) -> list[int]:
-        return [*self.before_first, *self._encode(observation), *self.after]
+        return [*self.before_first, *self._encode(observation), *self.after_observation]
 
-    def next_turn(self, observation: str, *, said: Sequence[int]) -> list[int]:
-        """Close the model's turn, unless the last token it `said` did so, add the observation, open its next turn."""
-        closing = () if said and said[-1] == self.close else (self.close,)
-        return [*closing, *self.before_next, *self._encode(observation), *self.after]
+    def next_turn(self, observation: str, *, generated: Sequence[int]) -> list[int]:
+        """Close the model's turn, unless the last token it `generated` did so, add the observation, open its next turn."""
+        closing = () if generated and generated[-1] == self.close_id else (self.close_id,)
+        return [*closing, *self.before_next, *self._encode(observation), *self.after_observation]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of what the model said, without marks."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _encode(self, text: str) -> list[int]:
-        return ids_of(self.tokenizer, text)
+        return tokenize_text(self.tokenizer, text)
 
 
-def load_chat(model_dir: Path) -> Chat:
+def load_chat_layout(model_dir: Path) -> ChatLayout:
     """The layout that the tokenizer and the chat template in `model_dir` ask for."""
     tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
     settings = _load_settings(model_dir / "tokenizer_config.json")
-    marks = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
-    head, tail, between = _pieces(_load_template(model_dir, settings), marks, source=model_dir)
+    marks = {name: _mark_text(value) for name, value in settings.items() if name.endswith("_token")}
+    head, tail, between = _split_layout(_read_template_text(model_dir, settings), marks, source=model_dir)
 
-    def ids(text: str) -> tuple[int, ...]:
+    def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    closing = ids(between)
+    closing = encode(between)
     if not closing or closing[0] not in tokenizer.get_added_tokens_decoder():
         raise ConfigError(
             f"{model_dir}: its chat template ends a turn by {between!r}: it must begin by a special token"
         )
     eos = tokenizer.token_to_id(marks.get("eos_token", ""))
-    chat = Chat(
+    layout = ChatLayout(
         tokenizer=tokenizer,
-        before_first=ids(head),
-        close=closing[0],
+        before_first=encode(head),
+        close_id=closing[0],
         before_next=closing[1:],
-        after=ids(tail),
+        after_observation=encode(tail),
         stop_token_ids=tuple(dict.fromkeys([closing[0], closing[0] if eos is None else eos])),
     )
     tokenizer.encode_special_tokens = True  # from here on a mark in a text is text
-    return chat
+    return layout
 
 
-def load_template(model_dir: Path) -> Template:
+def load_chat_template(model_dir: Path) -> ChatTemplate:
     """The template in `model_dir`, for conversations of any form."""
-    chat = load_chat(model_dir)
+    layout = load_chat_layout(model_dir)
     settings = _load_settings(model_dir / "tokenizer_config.json")
-    added = chat.tokenizer.get_added_tokens_decoder().items()
+    added = layout.tokenizer.get_added_tokens_decoder().items()
     marks = {token.content: number for number, token in added if token.special}
-    return Template(
-        tokenizer=chat.tokenizer,
-        compiled=_compiled(_load_template(model_dir, settings), source=model_dir),
-        marks=marks,
-        mark=re.compile("(" + "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) + ")"),
-        names={name: _content(value) for name, value in settings.items() if name.endswith("_token")},
-        close=chat.close,
-        stop_token_ids=chat.stop_token_ids,
+    return ChatTemplate(
+        tokenizer=layout.tokenizer,
+        compiled=_compile_template(_read_template_text(model_dir, settings), source=model_dir),
+        mark_ids=marks,
+        mark_pattern=re.compile("(" + "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) + ")"),
+        mark_names={name: _mark_text(value) for name, value in settings.items() if name.endswith("_token")},
+        close_id=layout.close_id,
+        stop_token_ids=layout.stop_token_ids,
         source=model_dir,
     )
 
@@ -122,7 +122,7 @@ def _load_settings(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read ({error}): save the model's tokenizer again") from error
 
 
-def _load_template(model_dir: Path, settings: dict[str, Any]) -> str:
+def _read_template_text(model_dir: Path, settings: dict[str, Any]) -> str:
     path = model_dir / "chat_template.jinja"
     template = path.read_text() if path.is_file() else settings.get("chat_template")
     if isinstance(template, list):  # several by name
@@ -132,17 +132,17 @@ def _load_template(model_dir: Path, settings: dict[str, Any]) -> str:
     return template
 
 
-def _content(mark: Any) -> str:
+def _mark_text(mark: Any) -> str:
     return str(mark["content"] if isinstance(mark, dict) else mark or "")
 
 
-def _pieces(template: str, marks: dict[str, str], *, source: Path) -> tuple[str, str, str]:
+def _split_layout(template: str, marks: dict[str, str], *, source: Path) -> tuple[str, str, str]:
     """Render two conversations, of which one must begin with the other, and cut them at their contents.
 
     What comes before the first observation, after an observation, and between an answer and an observation.
     """
-    first = _render(template, marks, _USER_1, source=source)
-    longer = _render(template, marks, _USER_1, _AGENT_1, _USER_2, source=source)
+    first = _render_conversation(template, marks, _USER_1, source=source)
+    longer = _render_conversation(template, marks, _USER_1, _AGENT_1, _USER_2, source=source)
     head, found_1, tail = first.partition(_USER_1)
     rest = longer.removeprefix(first + _AGENT_1)
     between, found_2, last_tail = rest.partition(_USER_2)
@@ -154,21 +154,21 @@ def _pieces(template: str, marks: dict[str, str], *, source: Path) -> tuple[str,
     return head, tail, between
 
 
-def _render(template: str, marks: dict[str, str], *contents: str, source: Path) -> str:
+def _render_conversation(template: str, marks: dict[str, str], *contents: str, source: Path) -> str:
     roles = ("user", "assistant") * len(contents)
     messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
-    compiled = _compiled(template, source=source)
+    compiled = _compile_template(template, source=source)
     try:
         return compiled.render(messages=messages, add_generation_prompt=True, **marks)
     except jinja2.TemplateError as error:
         raise ConfigError(f"{source}: its chat template cannot be rendered: {error}") from error
 
 
-def _compiled(template: str, *, source: Path) -> jinja2.Template:
+def _compile_template(template: str, *, source: Path) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.globals["raise_exception"] = _refuse
+    environment.globals["raise_exception"] = _raise_template_error
     environment.filters["tojson"] = _to_json
     try:
         compiled = environment.from_string(template)
@@ -183,5 +183,5 @@ def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _refuse(message: str) -> None:
+def _raise_template_error(message: str) -> None:
     raise jinja2.TemplateError(message)

@@ -16,80 +16,82 @@ from tokenizers.decoders import DecodeStream
 
 from hpcrl.errors import ConfigError
 
-GUARD = "\ufdd0"
+GUARD_CHARACTER = "\ufdd0"
 """Put into a mark that somebody wrote, so that it is none; Unicode keeps this code point out of every text."""
-LONGEST_BETWEEN, MOST_BETWEEN = 16, 1024
+MAX_REMEMBERED_CHARS, MAX_REMEMBERED_TEXTS = 16, 1024
 """Characters of a piece whose ids are remembered, and how many pieces are."""
 
 
-def ids_of(tokenizer: Any, text: str) -> list[int]:
+def tokenize_text(tokenizer: Any, text: str) -> list[int]:
     """What a tokenizer makes of a text, in half the time of its `encode`, which also tells where each token lies."""
     (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return list(encoded.ids)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Template:
+class ChatTemplate:
     """One tokenizer and its template; `tokenizer` treats marks in a text as text."""
 
     tokenizer: Any
     compiled: jinja2.Template
-    marks: Mapping[str, int]
+    mark_ids: Mapping[str, int]
     """The special tokens, by their text."""
-    mark: re.Pattern[str]
+    mark_pattern: re.Pattern[str]
     """Finds one, as its only group."""
-    names: Mapping[str, str]
+    mark_names: Mapping[str, str]
     """What the template calls some of them, such as `eos_token`."""
-    close: int
+    close_id: int
     """Ends the model's turn."""
     stop_token_ids: tuple[int, ...]
     source: Path
-    between: dict[str, list[int]] = field(default_factory=dict)
+    remembered_ids: dict[str, list[int]] = field(default_factory=dict)
     """Ids of the short texts that the template itself writes between marks: they come in every conversation."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> str:
         """The conversation as the model sees it; ConfigError if the template does not take it."""
-        guarded, guarded_tools = self._guarded(list(messages)), self._guarded(tools)
+        guarded, guarded_tools = self._guard_all(list(messages)), self._guard_all(tools)
         try:
-            return self.compiled.render(messages=guarded, tools=guarded_tools, add_generation_prompt=True, **self.names)
+            return self.compiled.render(
+                messages=guarded, tools=guarded_tools, add_generation_prompt=True, **self.mark_names
+            )
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             raise ConfigError(f"{self.source}: its chat template refuses this conversation: {error}") from error
 
     def guard(self, text: str) -> str:
         """The text as `render` puts it into a conversation."""
-        return self.mark.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
+        return self.mark_pattern.sub(lambda found: found[0][0] + GUARD_CHARACTER + found[0][1:], text)
 
     def encode(self, rendered: str) -> list[int]:
         """The ids of what `render` gave, or of a piece of it."""
         ids: list[int] = []
-        for piece in self.mark.split(rendered):
-            mark = self.marks.get(piece)
+        for piece in self.mark_pattern.split(rendered):
+            mark = self.mark_ids.get(piece)
             ids += self._encode_piece(piece) if mark is None else [mark]
         return ids
 
     def _encode_piece(self, piece: str) -> list[int]:
-        if len(piece) > LONGEST_BETWEEN:
-            return self.encode_text(piece.replace(GUARD, ""))
-        known = self.between.get(piece)
+        if len(piece) > MAX_REMEMBERED_CHARS:
+            return self.encode_text(piece.replace(GUARD_CHARACTER, ""))
+        known = self.remembered_ids.get(piece)
         if known is None:
-            known = self.encode_text(piece.replace(GUARD, ""))
-            if len(self.between) < MOST_BETWEEN:
-                self.between[piece] = known
+            known = self.encode_text(piece.replace(GUARD_CHARACTER, ""))
+            if len(self.remembered_ids) < MAX_REMEMBERED_TEXTS:
+                self.remembered_ids[piece] = known
         return known
 
     def encode_text(self, text: str) -> list[int]:
         """The ids of a plain text, in which nothing is a mark."""
-        return ids_of(self.tokenizer, text) if text else []
+        return tokenize_text(self.tokenizer, text) if text else []
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """What the model said, without marks."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def token(self, token_id: int) -> str:
+    def decode_token(self, token_id: int) -> str:
         """One token, a mark by its name."""
         return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
 
-    def spell(self) -> Callable[[Sequence[int]], str]:
+    def make_decoder(self) -> Callable[[Sequence[int]], str]:
         """A function that takes ids as they come and gives the text that is certain now."""
         stream = DecodeStream(skip_special_tokens=True)
         return lambda token_ids: "".join(stream.step(self.tokenizer, token) or "" for token in token_ids)
@@ -98,13 +100,13 @@ class Template:
     def vocabulary_size(self) -> int:
         return int(self.tokenizer.get_vocab_size())
 
-    def _guarded(self, value: Any) -> Any:
+    def _guard_all(self, value: Any) -> Any:
         match value:
             case str():
                 return self.guard(value)
             case list():
-                return [self._guarded(item) for item in value]
+                return [self._guard_all(item) for item in value]
             case dict():
-                return {name: self._guarded(item) for name, item in value.items()}
+                return {name: self._guard_all(item) for name, item in value.items()}
             case _:
                 return value

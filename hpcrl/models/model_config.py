@@ -1,6 +1,6 @@
 """Read the config.json of a model, as transformers writes it: the one place that does.
 
-ModelConfig, read_model_config    its context length, its vocabulary, and the fields that its shape is computed from
+ModelDescription, read_model_config    its context length, its vocabulary, and the fields that its shape is computed from
 ModelLimits, read_model_limits    what an engine of the model can take
 read_context_length               how long its conversations can be
 """
@@ -14,7 +14,7 @@ from hpcrl.errors import EngineError
 from hpcrl.system.files import read_json
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What a config.json contains about a language model; None where it does not have that field."""
 
     context_length: int | None
@@ -30,12 +30,12 @@ class ModelLimits(NamedTuple):
     vocabulary_size: int
 
 
-def read_model_config(path: Path) -> ModelConfig:
+def read_model_config(path: Path) -> ModelDescription:
     """Read one config.json."""
     config = read_json(path)
     fields = config | config.get("text_config", {})
     context_length, vocabulary_size = fields.get("max_position_embeddings"), fields.get("vocab_size")
-    return ModelConfig(
+    return ModelDescription(
         context_length=None if context_length is None else int(context_length),
         vocabulary_size=None if vocabulary_size is None else int(vocabulary_size),
         fields=fields,
@@ -59,7 +59,7 @@ def read_context_length(model: Path, *, max_model_len: int | None) -> int:
     return min(context_length, max_model_len or context_length)
 
 
-def _require_context(config: ModelConfig, path: Path) -> int:
+def _require_context(config: ModelDescription, path: Path) -> int:
     if config.context_length is None:
         raise EngineError(f"{path} has no max_position_embeddings: set engine.max_model_len")
     return config.context_length

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config.recipe import TinyModel
 from hpcrl.errors import ConfigError
-from hpcrl.system.files import staged, sync_file
+from hpcrl.system.files import staged_path, sync_file
 
 MARKS = ("<pad>", "<eos>", "<user>", "<agent>")
 CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
@@ -31,17 +31,17 @@ def make_tiny_model(directory: Path, spec: TinyModel, *, seed: int) -> None:
         raise ConfigError(f"{directory} exists already: a tiny model is made once, remove it to make another")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(_config(spec))
+        model = Qwen2ForCausalLM(_make_config(spec))
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with staged(directory) as temporary:
+    with staged_path(directory) as temporary:
         temporary.mkdir(mode=0o700)
         model.save_pretrained(temporary)
-        _tokenizer(spec).save_pretrained(temporary)
+        _make_tokenizer(spec).save_pretrained(temporary)
         for path in temporary.iterdir():
             sync_file(path)
 
 
-def _config(spec: TinyModel) -> Qwen2Config:
+def _make_config(spec: TinyModel) -> Qwen2Config:
     head_dim, odd = divmod(spec.hidden_size, spec.num_heads)
     if odd or head_dim % 2 or spec.num_heads % spec.num_kv_heads:
         raise ConfigError(
@@ -64,7 +64,7 @@ def _config(spec: TinyModel) -> Qwen2Config:
     )
 
 
-def _tokenizer(spec: TinyModel) -> PreTrainedTokenizerFast:
+def _make_tokenizer(spec: TinyModel) -> PreTrainedTokenizerFast:
     """Byte-level BPE without a merge: transformers reads the tokenizer of any Qwen2 as byte-level BPE."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     symbols = [byte_level.pre_tokenize_str(character)[0][0] for character in CHARACTERS]

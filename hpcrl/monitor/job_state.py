@@ -22,23 +22,28 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from hpcrl.campaign_dir.paths import JobDir, RunDir
-from hpcrl.monitor.progress import Job as JobEvents
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir
+from hpcrl.monitor.progress import JobProgress as JobEvents
 from hpcrl.slurm.status import ACTIVE, ENDED, WAITING, JobStatus
-from hpcrl.slurm.submit import Submitted
+from hpcrl.slurm.submit import SubmittedJob
 from hpcrl.system.processes import is_alive
 
-State = Literal["planned", "queued", "running", "draining", "done", "failed", "stopped", "unknown"]
+CampaignState = Literal["planned", "queued", "running", "draining", "done", "failed", "stopped", "unknown"]
 JobState = Literal["queued", "running", "draining", "drained", "done", "failed", "stopped", "unknown"]
 
-GO_ON = "`hpcrl resume` goes on from the last checkpoint"
-_GOING_ON: tuple[Literal["running", "draining", "queued", "unknown"], ...] = (
+RESUME_HINT = "`hpcrl resume` goes on from the last checkpoint"
+_UNFINISHED_STATES: tuple[Literal["running", "draining", "queued", "unknown"], ...] = (
     "running",
     "draining",
     "queued",
     "unknown",
 )
-_OUTCOMES: dict[str, JobState] = {"done": "done", "failed": "failed", "stopped": "stopped", "drained": "drained"}
+_STATE_BY_OUTCOME: dict[str, JobState] = {
+    "done": "done",
+    "failed": "failed",
+    "stopped": "stopped",
+    "drained": "drained",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,28 +56,28 @@ class JobFacts:
     slurm: str | None = None
     """What Slurm says; None for a job that Slurm has nothing to do with."""
     slurm_reason: str = ""
-    process: bool | None = None
+    driver_alive: bool | None = None
     """Of a local job: is its driver's process there? None: it cannot be seen from here."""
-    beating: bool = False
+    has_heartbeat: bool = False
     """A process of the job has shown a sign of life just now."""
-    asked_to_end: bool = False
+    end_requested: bool = False
     """The campaign was asked to stop, or the job to drain, or it said that it does."""
 
 
-def job_state(facts: JobFacts) -> tuple[JobState, str]:
+def derive_job_state(facts: JobFacts) -> tuple[JobState, str]:
     """The state of one job, and the reason if there is one to give."""
     if facts.outcome is not None:
-        return _OUTCOMES.get(facts.outcome, "unknown"), facts.reason
-    return _local_state(facts) if facts.slurm is None else _slurm_state(facts, facts.slurm)
+        return _STATE_BY_OUTCOME.get(facts.outcome, "unknown"), facts.reason
+    return _derive_local_state(facts) if facts.slurm is None else _derive_slurm_state(facts, facts.slurm)
 
 
-def campaign_state(jobs: Sequence[JobState], *, stop: bool) -> State:
+def derive_campaign_state(jobs: Sequence[JobState], *, stop_requested: bool) -> CampaignState:
     """The state of a campaign from those of its jobs, oldest first: what goes on now, else how the last one ended."""
-    for state in _GOING_ON:
+    for state in _UNFINISHED_STATES:
         if state in jobs:
             return state
     if not jobs:
-        return "stopped" if stop else "planned"
+        return "stopped" if stop_requested else "planned"
     match jobs[-1]:
         case "done" | "failed" as verdict:
             return verdict
@@ -80,7 +85,7 @@ def campaign_state(jobs: Sequence[JobState], *, stop: bool) -> State:
             return "stopped"
 
 
-def component_state(slurm: str) -> JobState:
+def derive_component_state(slurm: str) -> JobState:
     """A component's state, in the words of jobs."""
     if slurm in ACTIVE:
         return "running"
@@ -90,29 +95,29 @@ def component_state(slurm: str) -> JobState:
     return ended.get(slurm, "failed") if slurm in ENDED else "unknown"
 
 
-def _local_state(facts: JobFacts) -> tuple[JobState, str]:
-    if facts.process is False:
-        return "failed", f"its driver was killed; {GO_ON}"
-    if facts.process or facts.beating:
-        return _alive(facts)
+def _derive_local_state(facts: JobFacts) -> tuple[JobState, str]:
+    if facts.driver_alive is False:
+        return "failed", f"its driver was killed; {RESUME_HINT}"
+    if facts.driver_alive or facts.has_heartbeat:
+        return _running_or_draining(facts)
     return "unknown", "it runs on another machine and has shown no sign of life for a while"
 
 
-def _slurm_state(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
+def _derive_slurm_state(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
     if slurm in ENDED:
-        return _ended_by_slurm(facts, slurm)
-    if facts.beating or slurm in ACTIVE:  # a heartbeat is newer than Slurm's answer
-        return _alive(facts)
+        return _explain_slurm_end(facts, slurm)
+    if facts.has_heartbeat or slurm in ACTIVE:  # a heartbeat is newer than Slurm's answer
+        return _running_or_draining(facts)
     if slurm in WAITING:
         return "queued", facts.slurm_reason
     return "unknown", facts.slurm_reason or f"Slurm calls it {slurm}"
 
 
-def _alive(facts: JobFacts) -> tuple[JobState, str]:
-    return ("draining", facts.reason) if facts.asked_to_end else ("running", "")
+def _running_or_draining(facts: JobFacts) -> tuple[JobState, str]:
+    return ("draining", facts.reason) if facts.end_requested else ("running", "")
 
 
-def _ended_by_slurm(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
+def _explain_slurm_end(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
     """A job that ended without a word of its driver."""
     if slurm == "cancelled":
         return "stopped", "it was cancelled"
@@ -126,16 +131,16 @@ def _ended_by_slurm(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
     }
     why = words.get(slurm, f"Slurm ended it: {slurm.replace('_', ' ')}")
     detail = f" ({facts.slurm_reason})" if facts.slurm_reason else ""
-    return "failed", f"{why}{detail}; {GO_ON}"
+    return "failed", f"{why}{detail}; {RESUME_HINT}"
 
 
-BEAT_S = 30.0
+ALIVE_WITHIN_S = 30.0
 """Workers touch their event file every 5 s; one that has not for so long is not counted as alive."""
 
 T = TypeVar("T")
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class DriverOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a driver ended."""
 
     outcome: str
@@ -148,11 +153,11 @@ class JobRecord:
     """What lies in the directory of one job."""
 
     dir: JobDir
-    submitted: Submitted
-    process: bool | None = None
+    submitted: SubmittedJob
+    driver_alive: bool | None = None
     """Of a local job without an outcome: is its driver there?"""
-    outcome: Outcome | None = None
-    drain: bool = False
+    outcome: DriverOutcome | None = None
+    drain_requested: bool = False
 
     @property
     def number(self) -> int:
@@ -170,70 +175,76 @@ class JobVerdict:
 
 
 def read_jobs(
-    rundir: RunDir, *, known: Mapping[int, JobRecord] = {}, problems: list[str] | None = None
+    campaign_dir: CampaignDir, *, known: Mapping[int, JobRecord] = {}, problems: list[str] | None = None
 ) -> list[JobRecord]:
     """The jobs that were submitted, oldest first; of those in `known`, one that has its outcome is not read again.
 
     The newest two always are: Slurm may requeue one, also while the next waits for it, and then it runs once more. What
     cannot be read is added to `problems`.
     """
-    troubles = problems if problems is not None else []
-    found = (JobDir(path) for path in _listing(rundir.jobs, troubles) if path.name.isascii() and path.name.isdigit())
+    problem_list = problems if problems is not None else []
+    found = (
+        JobDir(path)
+        for path in _list_directory(campaign_dir.jobs, problem_list)
+        if path.name.isascii() and path.name.isdigit()
+    )
     directories = sorted(found, key=lambda directory: directory.number)
     records = []
     for directory in directories:
-        old = known.get(directory.number)
-        settled = old is not None and old.outcome is not None and directory not in directories[-2:]
-        record = old if settled else _read_job(directory, troubles)
+        known_record = known.get(directory.number)
+        is_final = known_record is not None and known_record.outcome is not None and directory not in directories[-2:]
+        record = known_record if is_final else _read_job(directory, problem_list)
         if record is not None:
             records.append(record)
     return records
 
 
-def asked_of_slurm(jobs: Iterable[JobRecord]) -> list[str]:
+def select_slurm_ids(jobs: Iterable[JobRecord]) -> list[str]:
     """Ids of the jobs whose state only Slurm knows."""
     return [job.submitted.id for job in jobs if job.outcome is None and job.submitted.scheduler == "slurm"]
 
 
-def judge(
-    rundir: RunDir,
+def judge_jobs(
+    campaign_dir: CampaignDir,
     jobs: Iterable[JobRecord],
     *,
     statuses: Mapping[str, JobStatus],
     events: Mapping[int, JobEvents],
-    beats: Mapping[str, float],
+    heartbeats: Mapping[str, float],
     now: float,
-) -> tuple[State, list[JobVerdict]]:
+) -> tuple[CampaignState, list[JobVerdict]]:
     """The state of a campaign and of each of its jobs."""
-    stop = rundir.stop.exists()
-    fresh = {name.partition("-")[0] for name, time in beats.items() if now - time < BEAT_S}
+    stop_requested = campaign_dir.stop.exists()
+    live_jobs = {name.partition("-")[0] for name, time in heartbeats.items() if now - time < ALIVE_WITHIN_S}
     verdicts = []
     for job in jobs:
         status = statuses.get(job.submitted.id)
-        told = events.get(job.number, JobEvents())
-        facts = _facts(job, told, status, beating=f"{job.number:03d}" in fresh, stop=stop)
-        state, reason = job_state(facts)
+        progress = events.get(job.number, JobEvents())
+        facts = _collect_job_facts(
+            job, progress, status, has_heartbeat=f"{job.number:03d}" in live_jobs, stop_requested=stop_requested
+        )
+        state, reason = derive_job_state(facts)
         verdicts.append(JobVerdict(record=job, state=state, reason=reason, slurm=status))
-    whole = campaign_state([verdict.state for verdict in verdicts], stop=stop)
-    if whole == "stopped" and verdicts:
-        reason = "; ".join(part for part in (verdicts[-1].reason, GO_ON) if part)
+    state_of_campaign = derive_campaign_state([verdict.state for verdict in verdicts], stop_requested=stop_requested)
+    if state_of_campaign == "stopped" and verdicts:
+        reason = "; ".join(part for part in (verdicts[-1].reason, RESUME_HINT) if part)
         verdicts[-1] = replace(verdicts[-1], reason=reason)
-    return whole, verdicts
+    return state_of_campaign, verdicts
 
 
-def beats(directory: Path) -> dict[str, float]:
+def read_heartbeats(directory: Path) -> dict[str, float]:
     """When each process last wrote or touched its event file, by the file's name without .jsonl."""
-    found = {}
-    for path in _listing(directory, []):  # an unreadable directory shows no life
+    heartbeats = {}
+    for path in _list_directory(directory, []):  # an unreadable directory shows no life
         if path.suffix == ".jsonl":
             try:
-                found[path.stem] = path.stat().st_mtime
+                heartbeats[path.stem] = path.stat().st_mtime
             except OSError:  # gone or out of reach: no sign of life
                 continue
-    return found
+    return heartbeats
 
 
-def read_as(path: Path, kind: type[T], problems: list[str]) -> T | None:
+def read_json_as(path: Path, kind: type[T], problems: list[str]) -> T | None:
     """A JSON file as `kind`; None if it is not there yet; what cannot be read is a problem, not the end."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
@@ -244,46 +255,51 @@ def read_as(path: Path, kind: type[T], problems: list[str]) -> T | None:
         return None
 
 
-def _facts(job: JobRecord, told: JobEvents, status: JobStatus | None, *, beating: bool, stop: bool) -> JobFacts:
+def _collect_job_facts(
+    job: JobRecord, progress: JobEvents, status: JobStatus | None, *, has_heartbeat: bool, stop_requested: bool
+) -> JobFacts:
     # A driver says that it ends before it has ended everything; the outcome is the last that it leaves.
-    goes_on = beating or job.process is True or (status is not None and status.state in ACTIVE)
-    ended: Any = job.outcome or (None if goes_on else told.ended)
+    still_runs = has_heartbeat or job.driver_alive is True or (status is not None and status.state in ACTIVE)
+    ending: Any = job.outcome or (None if still_runs else progress.end_event)
     facts = JobFacts(
-        outcome=ended.outcome if ended else None,
-        reason=ended.reason if ended else told.draining or "",
-        beating=beating,
-        asked_to_end=stop or job.drain or told.draining is not None or told.ended is not None,
+        outcome=ending.outcome if ending else None,
+        reason=ending.reason if ending else progress.drain_reason or "",
+        has_heartbeat=has_heartbeat,
+        end_requested=stop_requested
+        or job.drain_requested
+        or progress.drain_reason is not None
+        or progress.end_event is not None,
     )
     if job.submitted.scheduler == "slurm":
         return replace(facts, slurm=status.state if status else "unknown", slurm_reason=status.reason if status else "")
-    elsewhere = bool(told.node) and _short(told.node) != _short(socket.gethostname())
-    return replace(facts, process=None if elsewhere else job.process)
+    is_remote = bool(progress.node) and _short_hostname(progress.node) != _short_hostname(socket.gethostname())
+    return replace(facts, driver_alive=None if is_remote else job.driver_alive)
 
 
-def _short(node: str) -> str:
+def _short_hostname(node: str) -> str:
     return node.partition(".")[0].lower()
 
 
 def _read_job(directory: JobDir, problems: list[str]) -> JobRecord | None:
-    submitted = read_as(directory.submitted, Submitted, problems)
+    submitted = read_json_as(directory.submission, SubmittedJob, problems)
     if submitted is None:
         return None
     # The process before the outcome: a driver that ends well in between has left its outcome when it is looked for.
-    local = submitted.scheduler == "local"
-    process = is_alive(submitted.pid, submitted.start_ticks) if local else None
+    is_local = submitted.scheduler == "local"
+    driver_alive = is_alive(submitted.pid, submitted.start_ticks) if is_local else None
     # Listing the directory makes an NFS client look again, where asking for the name may repeat "not there".
-    present = {path.name for path in _listing(directory.root, problems)}
-    outcome = read_as(directory.outcome, Outcome, problems) if directory.outcome.name in present else None
+    present = {path.name for path in _list_directory(directory.root, problems)}
+    outcome = read_json_as(directory.outcome, DriverOutcome, problems) if directory.outcome.name in present else None
     return JobRecord(
         dir=directory,
         submitted=submitted,
-        process=process,
+        driver_alive=driver_alive,
         outcome=outcome,
-        drain=directory.drain.name in present,
+        drain_requested=directory.drain.name in present,
     )
 
 
-def _listing(directory: Path, problems: list[str]) -> list[Path]:
+def _list_directory(directory: Path, problems: list[str]) -> list[Path]:
     try:
         return list(directory.iterdir())
     except FileNotFoundError:

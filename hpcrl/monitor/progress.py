@@ -24,16 +24,16 @@ from hpcrl.campaign_dir.events import (
     WorkerFailed,
     WorkerRestarted,
     WorkerStarted,
-    plain,
+    describe_event,
 )
 
 RATE_WINDOW_S = 60.0
-KEPT_NOTES = 50
-KEPT_REWARDS = 256
+MAX_NOTES = 50
+MAX_RECENT_REWARDS = 256
 """Of each domain: what its mean of late is of."""
 
 
-class Note(msgspec.Struct, frozen=True, kw_only=True):
+class MonitorNote(msgspec.Struct, frozen=True, kw_only=True):
     """One line for a person."""
 
     time: float
@@ -41,7 +41,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     bad: bool = False
 
 
-class Totals(msgspec.Struct, kw_only=True):
+class EpisodeTotals(msgspec.Struct, kw_only=True):
     """Episode counts of all env workers of all jobs."""
 
     done: int = 0
@@ -55,18 +55,18 @@ class Totals(msgspec.Struct, kw_only=True):
     turns: int = 0
 
 
-COUNTERS = Totals.__struct_fields__
+EPISODE_COUNTERS = EpisodeTotals.__struct_fields__
 
 
 @dataclass
-class Worker:
+class WorkerProgress:
     """One worker, as its events tell."""
 
     name: str
     role: str
     node: str = ""
     partition: str = ""
-    up: bool = False
+    is_up: bool = False
     """It has said something and nobody has said that it ended."""
     version: int | None = None
     """Version of the weights that it serves."""
@@ -75,29 +75,29 @@ class Worker:
 
 
 @dataclass
-class Job:
+class JobProgress:
     """One job, as its events tell."""
 
-    started: float | None = None
+    started_at: float | None = None
     node: str = ""
     """Where its driver runs."""
     end_time: float | None = None
     nodes: list[list[str]] = field(default_factory=list)
     """Of each component."""
-    draining: str | None = None
-    ended: JobEnded | None = None
-    first: float = 0.0
-    last: float = 0.0
-    workers: dict[str, Worker] = field(default_factory=dict)
+    drain_reason: str | None = None
+    end_event: JobEnded | None = None
+    first_event_time: float = 0.0
+    last_event_time: float = 0.0
+    workers: dict[str, WorkerProgress] = field(default_factory=dict)
 
 
 @dataclass
-class Rewards:
+class DomainRewards:
     """What the trajectories of one domain have earned."""
 
     num: int = 0
     total: float = 0.0
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REWARDS))
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_REWARDS))
 
     def add(self, rewards: Sequence[float]) -> None:
         self.num += len(rewards)
@@ -117,12 +117,12 @@ class TokenRate:
         self.first = time if self.first is None else min(self.first, time)
         self.by_second[second] = self.by_second.get(second, 0) + num_tokens
 
-    def keep(self, *, since: float, until: float) -> None:
+    def drop_outside(self, *, since: float, until: float) -> None:
         self.by_second = {second: num for second, num in self.by_second.items() if since < second <= until}
 
     def per_second(self, now: float) -> float:
         """Over the window, or over what has passed since its first token if that is shorter."""
-        self.keep(since=now - RATE_WINDOW_S, until=now + RATE_WINDOW_S)  # clocks differ a little
+        self.drop_outside(since=now - RATE_WINDOW_S, until=now + RATE_WINDOW_S)  # clocks differ a little
         if self.first is None:
             return 0.0
         covered = min(max(now - self.first, 1.0), RATE_WINDOW_S)
@@ -130,7 +130,7 @@ class TokenRate:
 
 
 @dataclass
-class Progress:
+class CampaignProgress:
     """What a campaign has done so far."""
 
     version: int = 0
@@ -138,36 +138,36 @@ class Progress:
     """One per step, in order of steps; those that a resume went back behind are gone."""
     evaluations: dict[int, EvaluationFinished] = field(default_factory=dict)
     """By number, in the order in which they were told."""
-    totals: Totals = field(default_factory=Totals)
-    domains: dict[str, Rewards] = field(default_factory=dict)
+    totals: EpisodeTotals = field(default_factory=EpisodeTotals)
+    domains: dict[str, DomainRewards] = field(default_factory=dict)
     """Rewards by domain, also of what was not trained on; a segment that was scored twice counts twice."""
-    rate: TokenRate = field(default_factory=TokenRate)
-    jobs: dict[int, Job] = field(default_factory=dict)
-    notes: deque[Note] = field(default_factory=lambda: deque(maxlen=KEPT_NOTES))
+    token_rate: TokenRate = field(default_factory=TokenRate)
+    jobs: dict[int, JobProgress] = field(default_factory=dict)
+    notes: deque[MonitorNote] = field(default_factory=lambda: deque(maxlen=MAX_NOTES))
     num_notes: int = 0
 
     def add(self, event: CampaignEvent) -> None:
         """Take in one event."""
-        job = self._job(event)
+        job = self._update_job(event)
         match event:
             case EpisodesCounted() | SegmentScored():  # first, and without a note: nearly all lines are these
-                self._count(event)
+                self._count_event(event)
                 return
             case EvaluationFinished(number=number) if self.evaluations.setdefault(number, event) is not event:
                 return  # told again by a worker that died right after it had told it
             case JobStarted() | LayoutChosen() | DrainStarted() | JobEnded():
-                self._about_job(job, event)
+                self._apply_job_event(job, event)
             case VersionPublished():
                 self.version = max(self.version, event.version)
             case StepFinished():
-                self._go_back_before(event.step)
+                self._drop_steps_from(event.step)
                 self.steps[event.step] = event
                 self.version = max(self.version, event.version)
             case TrainingResumed():
-                self._go_back_before(event.step + 1)
+                self._drop_steps_from(event.step + 1)
             case WorkerStarted() | WorkerRestarted() | WorkerEnded() | WorkerFailed() | VersionLoaded():
-                self._about_worker(event)
-        self._note(event)
+                self._apply_worker_event(event)
+        self._add_note(event)
 
     def add_all(self, events: Iterable[CampaignEvent]) -> None:
         """Take in what several files hold, in order of jobs and time."""
@@ -176,82 +176,87 @@ class Progress:
 
     def mean_tokens_per_s(self) -> float:
         """Over all the time that jobs have run."""
-        return self.totals.num_tokens / max(sum(job.last - job.first for job in self.jobs.values()), 1.0)
+        return self.totals.num_tokens / max(
+            sum(job.last_event_time - job.first_event_time for job in self.jobs.values()), 1.0
+        )
 
-    def _job(self, event: CampaignEvent) -> Job:
-        job = self.jobs.setdefault(event.job, Job(first=event.time, last=event.time))
-        job.first, job.last = min(job.first, event.time), max(job.last, event.time)
+    def _update_job(self, event: CampaignEvent) -> JobProgress:
+        job = self.jobs.setdefault(event.job, JobProgress(first_event_time=event.time, last_event_time=event.time))
+        job.first_event_time, job.last_event_time = (
+            min(job.first_event_time, event.time),
+            max(job.last_event_time, event.time),
+        )
         return job
 
     @staticmethod
-    def _about_job(job: Job, event: JobStarted | LayoutChosen | DrainStarted | JobEnded) -> None:
+    def _apply_job_event(job: JobProgress, event: JobStarted | LayoutChosen | DrainStarted | JobEnded) -> None:
         match event:
             case JobStarted():
-                job.started, job.end_time, job.node = event.time, event.end_time, event.node or ""
-                job.ended = job.draining = None  # a requeued job starts again under its old number
+                job.started_at, job.end_time, job.node = event.time, event.end_time, event.node or ""
+                job.end_event = job.drain_reason = None  # a requeued job starts again under its old number
             case LayoutChosen():
                 job.nodes = event.nodes
             case DrainStarted():
-                job.draining = event.reason
+                job.drain_reason = event.reason
             case JobEnded():
-                job.ended = event
+                job.end_event = event
 
-    def _worker(self, event: CampaignEvent) -> Worker:
-        of = getattr(event, "of", None)
-        if of:
-            about = of.removeprefix(f"{event.job:03d}-")
-            name, role = f"{event.job:03d}-{about}", about.rpartition("-")[0]
+    def _find_worker(self, event: CampaignEvent) -> WorkerProgress:
+        subject = getattr(event, "of", None)
+        if subject:
+            short_name = subject.removeprefix(f"{event.job:03d}-")
+            name, role = f"{event.job:03d}-{short_name}", short_name.rpartition("-")[0]
         else:
             name, role = event.worker, event.role
         workers = self.jobs[event.job].workers
         if name not in workers:
-            workers[name] = Worker(name=name, role=role, up=True)
+            workers[name] = WorkerProgress(name=name, role=role, is_up=True)
         worker = workers[name]
-        if not of:  # the driver's own node says nothing about the worker's
+        if not subject:  # the driver's own node says nothing about the worker's
             worker.node, worker.partition = event.node or worker.node, event.partition or worker.partition
         return worker
 
-    def _about_worker(
+    def _apply_worker_event(
         self, event: WorkerStarted | WorkerRestarted | WorkerEnded | WorkerFailed | VersionLoaded
     ) -> None:
-        worker = self._worker(event)
+        worker = self._find_worker(event)
         match event:
             case WorkerStarted() | WorkerRestarted():
-                worker.up = True
+                worker.is_up = True
             case WorkerEnded() | WorkerFailed():
-                worker.up = False
+                worker.is_up = False
             case VersionLoaded():
                 worker.version = event.version
 
-    def _note(self, event: CampaignEvent) -> None:
-        text = plain(event)
+    def _add_note(self, event: CampaignEvent) -> None:
+        text = describe_event(event)
         if text:
             has_failed = isinstance(event, JobEnded) and event.outcome == "failed"
             bad = has_failed or isinstance(event, WorkerFailed | FaultReported)
             self.num_notes += 1
-            self.notes.append(Note(time=event.time, text=" ".join(text.split()), bad=bad))
+            self.notes.append(MonitorNote(time=event.time, text=" ".join(text.split()), bad=bad))
 
-    def _count(self, event: EpisodesCounted | SegmentScored) -> None:
-        worker = self._worker(event)
+    def _count_event(self, event: EpisodesCounted | SegmentScored) -> None:
+        worker = self._find_worker(event)
         if isinstance(event, EpisodesCounted):
             self._count_episodes(worker, event)
             return
         for domain, rewards in event.rewards.items():
-            self.domains.setdefault(domain, Rewards()).add(rewards)
+            self.domains.setdefault(domain, DomainRewards()).add(rewards)
 
-    def _count_episodes(self, worker: Worker, now: EpisodesCounted) -> None:
-        before = worker.episodes or EpisodesCounted(time=now.time)
-        added = [getattr(now, name) - getattr(before, name) for name in COUNTERS]
+    def _count_episodes(self, worker: WorkerProgress, counts: EpisodesCounted) -> None:
+        previous = worker.episodes or EpisodesCounted(time=counts.time)
+        added = [getattr(counts, name) - getattr(previous, name) for name in EPISODE_COUNTERS]
         if min(added) < 0:  # a new process of this worker counts from zero
-            before = EpisodesCounted(time=now.time)
-            added = [getattr(now, name) for name in COUNTERS]
-        for name, more in zip(COUNTERS, added, strict=True):
-            if more:
-                setattr(self.totals, name, getattr(self.totals, name) + more)
-        self.rate.add(now.time, now.num_tokens - before.num_tokens)
-        worker.episodes = now
+            previous = EpisodesCounted(time=counts.time)
+            added = [getattr(counts, name) for name in EPISODE_COUNTERS]
+        for name, increment in zip(EPISODE_COUNTERS, added, strict=True):
+            if increment:
+                setattr(self.totals, name, getattr(self.totals, name) + increment)
+        self.token_rate.add(counts.time, counts.num_tokens - previous.num_tokens)
+        worker.episodes = counts
 
-    def _go_back_before(self, step: int) -> None:
-        """What was learned from `step` on is lost and done again; nothing to do in the usual run of steps."""
-        if step <= next(reversed(self.steps), -1):
-            self.steps = {number: old for number, old in self.steps.items() if number < step}
+    def _drop_steps_from(self, first_dropped: int) -> None:
+        """What was learned from `first_dropped` on is lost and done again; nothing to do in the usual run of steps."""
+        if first_dropped <= next(reversed(self.steps), -1):
+            self.steps = {number: old for number, old in self.steps.items() if number < first_dropped}

@@ -1,4 +1,4 @@
-"""One screen of a campaign, from 80x24 up: `render(snapshot)`."""
+"""One screen of a campaign, from 80x24 up: `render_screen(snapshot)`."""
 
 import datetime
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,11 +9,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpcrl.monitor.snapshot import JobView, Snapshot
+from hpcrl.monitor.snapshot import CampaignSnapshot, JobView
 from hpcrl.system.terminal import Sparkline
 
-HEIGHT = 24
-STYLES = {
+DEFAULT_HEIGHT = 24
+STATE_STYLES = {
     "planned": "dim",
     "queued": "yellow",
     "running": "green",
@@ -25,90 +25,94 @@ STYLES = {
 }
 
 
-def render(snapshot: Snapshot, *, height: int = HEIGHT) -> RenderableType:
+def render_screen(snapshot: CampaignSnapshot, *, height: int = DEFAULT_HEIGHT) -> RenderableType:
     """One screen; what happened of late fills the lines that are left."""
-    parts = [_header(snapshot), _curves(snapshot), _roles(snapshot), _figures(snapshot)]
-    trouble = [
+    parts = [_render_header(snapshot), _render_curves(snapshot), _render_roles(snapshot), _render_figures(snapshot)]
+    problem_lines = [
         Text(problem, style="magenta", overflow="ellipsis", no_wrap=True) for problem in snapshot.detail.problems
     ]
     num_curves = 2 + bool(snapshot.evaluations)
-    used = 3 + _num_header_lines(snapshot) + num_curves + 1 + len(snapshot.roles) + _num_figures(snapshot)
-    room = max(height - used - min(len(trouble), 2) - 1, 2)
-    return Group(*_spaced([*parts, _notes(snapshot, room=room)]), *trouble[:2])
+    num_used_lines = 3 + _count_header_lines(snapshot) + num_curves + 1 + len(snapshot.roles) + _count_figures(snapshot)
+    num_note_lines = max(height - num_used_lines - min(len(problem_lines), 2) - 1, 2)
+    return Group(*_insert_blank_lines([*parts, _render_notes(snapshot, max_lines=num_note_lines)]), *problem_lines[:2])
 
 
-def known(series: Sequence[float | None]) -> list[float]:
+def finite_values(series: Sequence[float | None]) -> list[float]:
     return [value for value in series if value is not None and abs(value) < float("inf")]
 
 
-def steps(snapshot: Snapshot) -> str:
+def format_step_count(snapshot: CampaignSnapshot) -> str:
     return f"{snapshot.step:,}/{snapshot.num_steps:,}" if snapshot.num_steps is not None else f"{snapshot.step:,}"
 
 
-def clock(time: float) -> str:
+def format_clock_time(time: float) -> str:
     return datetime.datetime.fromtimestamp(time).strftime("%H:%M:%S")
 
 
-def date(time: float) -> str:
+def format_date(time: float) -> str:
     return datetime.datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M")
 
 
-def _header(snapshot: Snapshot) -> RenderableType:
+def _render_header(snapshot: CampaignSnapshot) -> RenderableType:
     detail = snapshot.detail
     top = Table.grid(expand=True)
     top.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     top.add_column(justify="right", no_wrap=True)
     where = f"  [dim]{escape(snapshot.recipe or '?')} on {escape(snapshot.site or '?')}[/]"
-    state = Text(snapshot.state, style=STYLES[snapshot.state])
+    state = Text(snapshot.state, style=STATE_STYLES[snapshot.state])
     top.add_row(Text.from_markup(f"[bold]{escape(snapshot.name)}[/]{where}"), state)
     facts = [f"job {detail.job_id}" if detail.job_id else "no job yet"]
-    if len(snapshot.jobs) > 1 and (job := _job(snapshot)):
+    if len(snapshot.jobs) > 1 and (job := _find_shown_job(snapshot)):
         facts[0] += f" (number {job.number + 1})"
     if detail.elapsed_s is not None:
-        facts.append(f"{_span(detail.elapsed_s)} elapsed")
+        facts.append(f"{_format_elapsed(detail.elapsed_s)} elapsed")
     if detail.left_s is not None:
-        facts.append(f"{_span(detail.left_s)} left")
+        facts.append(f"{_format_elapsed(detail.left_s)} left")
     if detail.start_estimate is not None:
-        facts.append(f"starts about {date(detail.start_estimate)} (Slurm's estimate)")
+        facts.append(f"starts about {format_date(detail.start_estimate)} (Slurm's estimate)")
     lines: list[RenderableType] = [top, Text("   ".join(facts), style="dim", no_wrap=True, overflow="ellipsis")]
     if detail.reason:
-        lines.append(Text(detail.reason, style=STYLES[snapshot.state]))
+        lines.append(Text(detail.reason, style=STATE_STYLES[snapshot.state]))
     return Group(*lines)
 
 
-def _num_header_lines(snapshot: Snapshot) -> int:
+def _count_header_lines(snapshot: CampaignSnapshot) -> int:
     return 2 + (1 + len(snapshot.detail.reason) // 80 if snapshot.detail.reason else 0)
 
 
-def _curves(snapshot: Snapshot) -> RenderableType:
+def _render_curves(snapshot: CampaignSnapshot) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
     grid.add_column(style="dim", width=8)
     grid.add_column(ratio=1, no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
-    grid.add_row("steps", ProgressBar(total=snapshot.num_steps or 1, completed=snapshot.step), steps(snapshot))
-    rewards = known(snapshot.reward_mean)
+    grid.add_row(
+        "steps", ProgressBar(total=snapshot.num_steps or 1, completed=snapshot.step), format_step_count(snapshot)
+    )
+    rewards = finite_values(snapshot.reward_mean)
     ends = f"{rewards[0]:.3f} -> {rewards[-1]:.3f}" if rewards else "no step yet"
     grid.add_row("reward", Sparkline(rewards), ends)
-    if measured := [(one.reward_mean, one.version) for one in snapshot.evaluations if one.reward_mean is not None]:
-        rewards, (best, version) = [reward for reward, _ in measured], max(measured)
+    if scored_evaluations := [
+        (one.reward_mean, one.version) for one in snapshot.evaluations if one.reward_mean is not None
+    ]:
+        rewards, (best, version) = [reward for reward, _ in scored_evaluations], max(scored_evaluations)
         grid.add_row("held out", Sparkline(rewards), f"{rewards[-1]:.3f}, best {best:.3f} at version {version}")
     return grid
 
 
-def _roles(snapshot: Snapshot) -> RenderableType:
+def _render_roles(snapshot: CampaignSnapshot) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True, header_style="dim")
     table.add_column("role", width=8)
     table.add_column("alive", justify="right", no_wrap=True)
     table.add_column("partition", no_wrap=True, overflow="ellipsis")
     table.add_column("nodes", ratio=1, no_wrap=True, overflow="ellipsis")
     for role, view in snapshot.roles.items():
-        partitions, nodes = _place(snapshot, role)
+        partitions, nodes = _locate_role(snapshot, role)
         alive = Text(f"{view.alive}/{view.workers}", style=_alive_style(snapshot, view.alive, view.workers))
-        table.add_row(role, alive, Text(", ".join(partitions) or "-"), Text(_few(nodes)))
+        table.add_row(role, alive, Text(", ".join(partitions) or "-"), Text(_format_names(nodes)))
     return table
 
 
-def _alive_style(snapshot: Snapshot, alive: int, workers: int) -> str:
+def _alive_style(snapshot: CampaignSnapshot, alive: int, workers: int) -> str:
     if snapshot.state not in {"running", "draining"}:
         return "dim"
     if alive >= workers:
@@ -116,70 +120,70 @@ def _alive_style(snapshot: Snapshot, alive: int, workers: int) -> str:
     return "yellow" if alive else "red"
 
 
-def _job(snapshot: Snapshot) -> JobView | None:
+def _find_shown_job(snapshot: CampaignSnapshot) -> JobView | None:
     """The one that is shown."""
     return next((job for job in snapshot.jobs if job.id == snapshot.detail.job_id), None)
 
 
-def _place(snapshot: Snapshot, role: str) -> tuple[list[str], list[str]]:
+def _locate_role(snapshot: CampaignSnapshot, role: str) -> tuple[list[str], list[str]]:
     """Where a role's workers are, by their own word; before they speak, where its component is."""
-    job = _job(snapshot)
-    parts = [part for part in job.components if role in part.roles] if job else []
-    told = snapshot.detail.roles.get(role)
-    partitions = told.partitions if told else []
-    nodes = told.nodes if told else []
+    job = _find_shown_job(snapshot)
+    components = [part for part in job.components if role in part.roles] if job else []
+    role_detail = snapshot.detail.roles.get(role)
+    partitions = role_detail.partitions if role_detail else []
+    nodes = role_detail.nodes if role_detail else []
     return (
-        partitions or sorted({part.partition for part in parts}),
-        nodes or sorted({node for part in parts for node in part.nodes}),
+        partitions or sorted({part.partition for part in components}),
+        nodes or sorted({node for part in components for node in part.nodes}),
     )
 
 
-def _figures(snapshot: Snapshot) -> RenderableType:
+def _render_figures(snapshot: CampaignSnapshot) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
     grid.add_column(style="dim", width=8)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    for label, text in _figure_rows(snapshot):
+    for label, text in _iter_figure_rows(snapshot):
         grid.add_row(label, Text(text))
     return grid
 
 
-def _num_figures(snapshot: Snapshot) -> int:
-    return len(list(_figure_rows(snapshot)))
+def _count_figures(snapshot: CampaignSnapshot) -> int:
+    return len(list(_iter_figure_rows(snapshot)))
 
 
-def _figure_rows(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
+def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
     detail, episodes = snapshot.detail, snapshot.episodes
     ended = f"{episodes.done:,} done   {episodes.aborted:,} aborted   {episodes.faulted:,} faulted"
     yield "episodes", f"{episodes.running:,} running   {ended}"
     if len(snapshot.domains) > 1:
-        yield "domains", "   ".join(_domains(snapshot))
-    yield "tokens", "   ".join(_tokens(snapshot))
+        yield "domains", "   ".join(_format_domains(snapshot))
+    yield "tokens", "   ".join(_format_tokens(snapshot))
     yield "waiting", "   ".join(f"{spool.depth:,} in {spool.name}" for spool in snapshot.spools)
-    yield "weights", "   ".join(_weights(snapshot))
+    yield "weights", "   ".join(_format_weights(snapshot))
     if detail.last_step is not None:
-        yield "learning", "   ".join(_learning(snapshot))
+        yield "learning", "   ".join(_format_learning(snapshot))
 
 
-def _domains(snapshot: Snapshot) -> Iterator[str]:
+def _format_domains(snapshot: CampaignSnapshot) -> Iterator[str]:
     """The rewards of late of each domain, and of how many trajectories so far."""
     for name, domain in snapshot.domains.items():
         if domain.reward_recent is not None:
             yield f"{name} {domain.reward_recent:.3f} ({domain.scored:,})"
 
 
-def _tokens(snapshot: Snapshot) -> Iterator[str]:
+def _format_tokens(snapshot: CampaignSnapshot) -> Iterator[str]:
     detail = snapshot.detail
     if not detail.num_tokens:
         yield "none yet"
         return
-    now = "" if snapshot.state in {"running", "draining"} else " on average"
-    yield f"{snapshot.tokens_per_s:,.0f}/s{now}"
-    yield f"{_big(detail.num_tokens)} generated"
+    suffix = "" if snapshot.state in {"running", "draining"} else " on average"
+    yield f"{snapshot.tokens_per_s:,.0f}/s{suffix}"
+    yield f"{_format_count(detail.num_tokens)} generated"
     if detail.remote_prefill_share is not None:
         yield f"{detail.remote_prefill_share:.0%} of turns prefilled remotely"
 
 
-def _weights(snapshot: Snapshot) -> Iterator[str]:
+def _format_weights(snapshot: CampaignSnapshot) -> Iterator[str]:
     yield f"version {snapshot.version}"
     if snapshot.detail.engine_versions:
         oldest, newest = snapshot.detail.engine_versions
@@ -189,7 +193,7 @@ def _weights(snapshot: Snapshot) -> Iterator[str]:
         yield f"lag {step.lag_mean:.2f}"
 
 
-def _learning(snapshot: Snapshot) -> Iterator[str]:
+def _format_learning(snapshot: CampaignSnapshot) -> Iterator[str]:
     step = snapshot.detail.last_step
     assert step is not None
     for name in ("loss", "kl", "entropy"):
@@ -200,36 +204,36 @@ def _learning(snapshot: Snapshot) -> Iterator[str]:
         yield f"{step.step_s:.1f} s a step" + (f", {step.wait_s:.1f} s waiting" if step.wait_s is not None else "")
 
 
-def _notes(snapshot: Snapshot, *, room: int) -> RenderableType:
+def _render_notes(snapshot: CampaignSnapshot, *, max_lines: int) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
     grid.add_column(style="dim", width=8)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    for note in snapshot.detail.notes[-room:]:
-        grid.add_row(clock(note.time), Text(note.text, style="red" if note.bad else ""))
+    for note in snapshot.detail.notes[-max_lines:]:
+        grid.add_row(format_clock_time(note.time), Text(note.text, style="red" if note.bad else ""))
     return grid
 
 
-def _spaced(parts: Iterable[RenderableType]) -> Iterator[RenderableType]:
+def _insert_blank_lines(parts: Iterable[RenderableType]) -> Iterator[RenderableType]:
     for index, part in enumerate(parts):
         if index:
             yield ""
         yield part
 
 
-def _few(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     if len(names) <= 4:
         return " ".join(names) or "-"
     return f"{names[0]} {names[1]} .. {names[-1]} ({len(names):,})"
 
 
-def _big(number: int) -> str:
+def _format_count(number: int) -> str:
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**4)):
         if number >= size:
             return f"{number / (1000 if unit == 'k' else size):.1f} {unit}"
     return f"{number:,}"
 
 
-def _span(seconds: float) -> str:
+def _format_elapsed(seconds: float) -> str:
     minutes, whole = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -10,8 +10,8 @@ import msgspec
 
 from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.config.recipe import ROLES
-from hpcrl.monitor.job_state import BEAT_S, JobVerdict, State, component_state
-from hpcrl.monitor.progress import Job, Note, Progress, Rewards, Worker
+from hpcrl.monitor.job_state import ALIVE_WITHIN_S, CampaignState, JobVerdict, derive_component_state
+from hpcrl.monitor.progress import CampaignProgress, DomainRewards, JobProgress, MonitorNote, WorkerProgress
 from hpcrl.slurm.commands import expand_nodes
 from hpcrl.spool.status import STATUSES
 
@@ -78,7 +78,7 @@ class RoleDetail(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[str]
 
 
-class Detail(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotDetail(msgspec.Struct, frozen=True, kw_only=True):
     """What the view shows besides the contract."""
 
     now: float
@@ -97,7 +97,7 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     remote_prefill_share: float | None = None
     roles: dict[str, RoleDetail] = {}
-    notes: list[Note] = []
+    notes: list[MonitorNote] = []
     """What happened of late, oldest first."""
     num_notes: int = 0
     """Since the beginning; those before the ones in `notes` are forgotten."""
@@ -105,11 +105,11 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
     """What could not be read or asked."""
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class CampaignSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A campaign at one moment."""
 
     name: str
-    state: State
+    state: CampaignState
     recipe: str | None
     site: str | None
     created: float | str | None
@@ -132,19 +132,19 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     """Generated: over the last minute while a job runs, else over all the time that jobs ran."""
     spools: list[SpoolView]
-    detail: Detail
+    detail: SnapshotDetail
 
 
-def to_json(snapshot: Snapshot) -> bytes:
+def encode_snapshot(snapshot: CampaignSnapshot) -> bytes:
     """The contract, without what only the view shows."""
     fields = {name: getattr(snapshot, name) for name in snapshot.__struct_fields__ if name != "detail"}
     return msgspec.json.format(msgspec.json.encode(fields), indent=2) + b"\n"
 
 
-_ENDINGS = tuple(status.replace("-", "_") for status in STATUSES)
+_EPISODE_STATUSES = tuple(status.replace("-", "_") for status in STATUSES)
 
 
-class Campaign(msgspec.Struct, kw_only=True):
+class CampaignSummary(msgspec.Struct, kw_only=True):
     """What is used of campaign.json."""
 
     name: str
@@ -152,120 +152,122 @@ class Campaign(msgspec.Struct, kw_only=True):
     created: float | str | None = None
 
 
-class Train(msgspec.Struct, kw_only=True):
+class TrainSummary(msgspec.Struct, kw_only=True):
     num_steps: int
 
 
-class Recipe(msgspec.Struct, kw_only=True):
+class RecipeSummary(msgspec.Struct, kw_only=True):
     """What is used of recipe.json."""
 
     name: str
-    train: Train
+    train: TrainSummary
 
 
-class Component(msgspec.Struct, kw_only=True):
+class ComponentSummary(msgspec.Struct, kw_only=True):
     index: int
     partition: str
     roles: list[str]
 
 
-class RolePlan(msgspec.Struct, kw_only=True):
+class RoleSummary(msgspec.Struct, kw_only=True):
     role: str
     num_workers: int
 
 
-class Plan(msgspec.Struct, kw_only=True):
+class PlanSummary(msgspec.Struct, kw_only=True):
     """What is used of plan.json: little, so that a plan of another hpcrl version can be watched too."""
 
     layout: str = "hetjob"
-    components: list[Component] = []
-    roles: list[RolePlan] = []
+    components: list[ComponentSummary] = []
+    roles: list[RoleSummary] = []
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class SnapshotInputs:
     """All that was read, asked and judged for one snapshot."""
 
     now: float
     directory: str
-    campaign: Campaign | None
-    recipe: Recipe | None
-    plan: Plan
-    state: State
+    campaign: CampaignSummary | None
+    recipe: RecipeSummary | None
+    plan: PlanSummary
+    state: CampaignState
     verdicts: Sequence[JobVerdict]
-    progress: Progress
-    beats: Mapping[str, float]
-    durable: Mapping[str, int]
+    progress: CampaignProgress
+    heartbeats: Mapping[str, float]
+    num_durable: Mapping[str, int]
     """Trajectories in each spool."""
     num_settled: int
     """Of those in "scored": used or dropped by the trainer, and still there."""
     problems: list[str]
 
     @property
-    def newest(self) -> JobVerdict | None:
+    def newest_job(self) -> JobVerdict | None:
         """The newest job that is not merely queued."""
         return next((verdict for verdict in reversed(self.verdicts) if verdict.state != "queued"), None)
 
     @property
-    def current(self) -> JobVerdict | None:
+    def current_job(self) -> JobVerdict | None:
         """The one that works now, else the last."""
         working = [verdict for verdict in self.verdicts if verdict.state in {"running", "draining"}]
         return next(reversed(working or self.verdicts), None)
 
-    def told(self, verdict: JobVerdict | None) -> Job:
+    def job_progress(self, verdict: JobVerdict | None) -> JobProgress:
         """What the events say of a job."""
-        return self.progress.jobs.get(verdict.record.number, Job()) if verdict else Job()
+        return self.progress.jobs.get(verdict.record.number, JobProgress()) if verdict else JobProgress()
 
-    def is_alive(self, worker: Worker) -> bool:
+    def is_alive(self, worker: WorkerProgress) -> bool:
         """A sign of life of late, no word of its end, and a driver that has not ended (it ends its workers)."""
-        ended = self.newest is None or self.newest.record.outcome is not None
-        return not ended and worker.up and self.now - self.beats.get(worker.name, 0.0) < BEAT_S
+        ended = self.newest_job is None or self.newest_job.record.outcome is not None
+        return not ended and worker.is_up and self.now - self.heartbeats.get(worker.name, 0.0) < ALIVE_WITHIN_S
 
 
-def build(facts: Facts) -> Snapshot:
+def build_snapshot(inputs: SnapshotInputs) -> CampaignSnapshot:
     """Everything that is shown of a campaign."""
-    progress = facts.progress
-    workers = list(facts.told(facts.newest).workers.values())
-    living = [worker for worker in workers if facts.is_alive(worker)]
-    return Snapshot(
-        name=facts.campaign.name if facts.campaign else facts.directory,
-        state=facts.state,
-        recipe=facts.recipe.name if facts.recipe else None,
-        site=facts.campaign.site if facts.campaign else None,
-        created=facts.campaign.created if facts.campaign else None,
-        jobs=[_job(verdict, facts) for verdict in facts.verdicts],
-        roles=_roles(facts.plan, workers, living),
+    progress = inputs.progress
+    workers = list(inputs.job_progress(inputs.newest_job).workers.values())
+    live_workers = [worker for worker in workers if inputs.is_alive(worker)]
+    return CampaignSnapshot(
+        name=inputs.campaign.name if inputs.campaign else inputs.directory,
+        state=inputs.state,
+        recipe=inputs.recipe.name if inputs.recipe else None,
+        site=inputs.campaign.site if inputs.campaign else None,
+        created=inputs.campaign.created if inputs.campaign else None,
+        jobs=[_build_job_view(verdict, inputs) for verdict in inputs.verdicts],
+        roles=_build_role_views(inputs.plan, workers, live_workers),
         version=progress.version,
         step=next(reversed(progress.steps), 0),
-        num_steps=facts.recipe.train.num_steps if facts.recipe else None,
-        episodes=_episodes(progress, living),
-        accounts={status: getattr(progress.totals, status) for status in _ENDINGS},
-        domains={name: _domain(progress.domains[name]) for name in sorted(progress.domains)},
+        num_steps=inputs.recipe.train.num_steps if inputs.recipe else None,
+        episodes=_build_episodes_view(progress, live_workers),
+        accounts={status: getattr(progress.totals, status) for status in _EPISODE_STATUSES},
+        domains={name: _build_domain_view(progress.domains[name]) for name in sorted(progress.domains)},
         reward_mean=[step.reward_mean for step in progress.steps.values()],
         evaluations=[
-            EvaluationView(version=told.version, reward_mean=told.reward_mean, num_episodes=told.num_episodes)
-            for told in progress.evaluations.values()
+            EvaluationView(
+                version=evaluation.version, reward_mean=evaluation.reward_mean, num_episodes=evaluation.num_episodes
+            )
+            for evaluation in progress.evaluations.values()
         ],
-        tokens_per_s=round(_tokens_per_s(facts), 1),
-        spools=_spools(facts),
-        detail=_detail(facts, workers, living),
+        tokens_per_s=round(_choose_tokens_per_s(inputs), 1),
+        spools=_build_spool_views(inputs),
+        detail=_build_detail(inputs, workers, live_workers),
     )
 
 
-def _job(verdict: JobVerdict, facts: Facts) -> JobView:
-    slurm = {part.index: part for part in verdict.slurm.components} if verdict.slurm else {}
-    is_shared = facts.plan.layout == "hetstep"  # Slurm knows one component then, with all nodes
+def _build_job_view(verdict: JobVerdict, inputs: SnapshotInputs) -> JobView:
+    slurm = {component.index: component for component in verdict.slurm.components} if verdict.slurm else {}
+    is_shared = inputs.plan.layout == "hetstep"  # Slurm knows one component then, with all nodes
     components = []
-    for part in facts.plan.components:
-        status = slurm.get(0 if is_shared else part.index)
-        told = expand_nodes(status.nodes) if status and not is_shared else []
+    for component in inputs.plan.components:
+        status = slurm.get(0 if is_shared else component.index)
+        known_nodes = expand_nodes(status.nodes) if status and not is_shared else []
         components.append(
             ComponentView(
-                index=part.index,
-                partition=status.partition if status and status.partition else part.partition,
-                state=component_state(status.state) if status and not verdict.record.outcome else verdict.state,
-                nodes=told or _nodes(part, facts.told(verdict), is_shared=is_shared),
-                roles=list(part.roles),
+                index=component.index,
+                partition=status.partition if status and status.partition else component.partition,
+                state=derive_component_state(status.state) if status and not verdict.record.outcome else verdict.state,
+                nodes=known_nodes or _component_nodes(component, inputs.job_progress(verdict), is_shared=is_shared),
+                roles=list(component.roles),
             )
         )
     record = verdict.record
@@ -274,16 +276,20 @@ def _job(verdict: JobVerdict, facts: Facts) -> JobView:
     )
 
 
-def _nodes(part: Component, told: Job, *, is_shared: bool) -> list[str]:
+def _component_nodes(component: ComponentSummary, progress: JobProgress, *, is_shared: bool) -> list[str]:
     """What the driver says that a component got, where nobody else knows; else what its workers named."""
-    if is_shared and part.index < len(told.nodes):
-        return told.nodes[part.index]
-    return sorted({worker.node for worker in told.workers.values() if worker.node and worker.role in part.roles})
+    if is_shared and component.index < len(progress.nodes):
+        return progress.nodes[component.index]
+    return sorted(
+        {worker.node for worker in progress.workers.values() if worker.node and worker.role in component.roles}
+    )
 
 
-def _roles(plan: Plan, workers: Sequence[Worker], living: Sequence[Worker]) -> dict[str, RoleView]:
+def _build_role_views(
+    plan: PlanSummary, workers: Sequence[WorkerProgress], live_workers: Sequence[WorkerProgress]
+) -> dict[str, RoleView]:
     planned = {role.role: role.num_workers for role in plan.roles}
-    seen, alive = _by_role(workers), _by_role(living)
+    seen, alive = _group_by_role(workers), _group_by_role(live_workers)
     return {
         role: RoleView(workers=max(planned.get(role, 0), len(seen.get(role, ()))), alive=len(alive.get(role, ())))
         for role in ROLES
@@ -291,24 +297,24 @@ def _roles(plan: Plan, workers: Sequence[Worker], living: Sequence[Worker]) -> d
     }
 
 
-def _by_role(workers: Sequence[Worker]) -> dict[str, list[Worker]]:
-    found: dict[str, list[Worker]] = {}
+def _group_by_role(workers: Sequence[WorkerProgress]) -> dict[str, list[WorkerProgress]]:
+    workers_by_role: dict[str, list[WorkerProgress]] = {}
     for worker in workers:
-        found.setdefault(worker.role, []).append(worker)
-    return found
+        workers_by_role.setdefault(worker.role, []).append(worker)
+    return workers_by_role
 
 
-def _episodes(progress: Progress, living: Sequence[Worker]) -> EpisodesView:
+def _build_episodes_view(progress: CampaignProgress, live_workers: Sequence[WorkerProgress]) -> EpisodesView:
     totals = progress.totals
     return EpisodesView(
         done=totals.done + totals.truncated,
         aborted=totals.aborted_stale + totals.aborted_redundant,
         faulted=totals.env_fault + totals.policy_fault,
-        running=sum(worker.episodes.running for worker in living if worker.episodes),
+        running=sum(worker.episodes.running for worker in live_workers if worker.episodes),
     )
 
 
-def _domain(rewards: Rewards) -> DomainView:
+def _build_domain_view(rewards: DomainRewards) -> DomainView:
     return DomainView(
         scored=rewards.num,
         reward_mean=rewards.total / rewards.num if rewards.num else None,
@@ -316,27 +322,29 @@ def _domain(rewards: Rewards) -> DomainView:
     )
 
 
-def _tokens_per_s(facts: Facts) -> float:
-    if facts.state in {"running", "draining"}:
-        return facts.progress.rate.per_second(facts.now)
-    return facts.progress.mean_tokens_per_s()
+def _choose_tokens_per_s(inputs: SnapshotInputs) -> float:
+    if inputs.state in {"running", "draining"}:
+        return inputs.progress.token_rate.per_second(inputs.now)
+    return inputs.progress.mean_tokens_per_s()
 
 
-def _spools(facts: Facts) -> list[SpoolView]:
+def _build_spool_views(inputs: SnapshotInputs) -> list[SpoolView]:
     """What the next stage has yet to take: rewards score all rollouts, the trainer consumes what is scored."""
-    rollouts, scored = facts.durable["rollouts"], facts.durable["scored"]
-    depths = {"rollouts": rollouts - scored, "scored": scored - facts.num_settled}
+    rollouts, scored = inputs.num_durable["rollouts"], inputs.num_durable["scored"]
+    depths = {"rollouts": rollouts - scored, "scored": scored - inputs.num_settled}
     return [SpoolView(name=name, depth=max(depth, 0)) for name, depth in depths.items()]
 
 
-def _detail(facts: Facts, workers: Sequence[Worker], living: Sequence[Worker]) -> Detail:
-    progress = facts.progress
-    current = facts.current
-    versions = [worker.version for worker in living if worker.version is not None]
+def _build_detail(
+    inputs: SnapshotInputs, workers: Sequence[WorkerProgress], live_workers: Sequence[WorkerProgress]
+) -> SnapshotDetail:
+    progress = inputs.progress
+    current = inputs.current_job
+    versions = [worker.version for worker in live_workers if worker.version is not None]
     turns = progress.totals.turns
-    elapsed_s, left_s = _times(facts)
-    return Detail(
-        now=facts.now,
+    elapsed_s, left_s = _measure_job_times(inputs)
+    return SnapshotDetail(
+        now=inputs.now,
         reason=current.reason if current else "",
         job_id=current.record.submitted.id if current else "",
         elapsed_s=elapsed_s,
@@ -351,20 +359,20 @@ def _detail(facts: Facts, workers: Sequence[Worker], living: Sequence[Worker]) -
                 partitions=sorted({worker.partition for worker in group if worker.partition}),
                 nodes=sorted({worker.node for worker in group if worker.node}),
             )
-            for role, group in _by_role(workers).items()
+            for role, group in _group_by_role(workers).items()
         },
         notes=list(progress.notes),
         num_notes=progress.num_notes,
-        problems=facts.problems,
+        problems=inputs.problems,
     )
 
 
-def _times(facts: Facts) -> tuple[float | None, float | None]:
+def _measure_job_times(inputs: SnapshotInputs) -> tuple[float | None, float | None]:
     """How long the newest job has run, and how long it may go on."""
-    newest, told = facts.newest, facts.told(facts.newest)
-    if newest is None or told.started is None:
+    newest, progress = inputs.newest_job, inputs.job_progress(inputs.newest_job)
+    if newest is None or progress.started_at is None:
         return None, None
     if newest.state not in {"running", "draining", "unknown"}:
-        return max(told.last - told.started, 0.0), None
-    end = told.end_time or (newest.slurm.end if newest.slurm else None)
-    return max(facts.now - told.started, 0.0), max(end - facts.now, 0.0) if end else None
+        return max(progress.last_event_time - progress.started_at, 0.0), None
+    end = progress.end_time or (newest.slurm.end if newest.slurm else None)
+    return max(inputs.now - progress.started_at, 0.0), max(end - inputs.now, 0.0) if end else None

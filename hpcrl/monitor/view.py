@@ -19,158 +19,187 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
-from hpcrl.monitor.collect import Collector
-from hpcrl.monitor.job_state import JobRecord, State, asked_of_slurm, beats, judge, read_as, read_jobs
-from hpcrl.monitor.screen import HEIGHT, STYLES, clock, date, known, render, steps
-from hpcrl.monitor.snapshot import Campaign, Snapshot
-from hpcrl.slurm.status import JobStatus, job_states
-from hpcrl.slurm.submit import site_environment
+from hpcrl.monitor.collect import SnapshotCollector
+from hpcrl.monitor.job_state import (
+    CampaignState,
+    JobRecord,
+    judge_jobs,
+    read_heartbeats,
+    read_jobs,
+    read_json_as,
+    select_slurm_ids,
+)
+from hpcrl.monitor.screen import (
+    DEFAULT_HEIGHT,
+    STATE_STYLES,
+    finite_values,
+    format_clock_time,
+    format_date,
+    format_step_count,
+    render_screen,
+)
+from hpcrl.monitor.snapshot import CampaignSnapshot, CampaignSummary
+from hpcrl.slurm.status import JobStatus, query_job_states
+from hpcrl.slurm.submit import make_site_environment
 
 
-class Listed(msgspec.Struct, frozen=True, kw_only=True):
+class CampaignLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line of `hpcrl ls`, and an object of `hpcrl ls --json`."""
 
     name: str
     site: str | None
-    state: State
+    state: CampaignState
     created: float | str | None
 
 
-def survey(runs: Iterable[RunDir], *, problems: list[str]) -> list[Listed]:
-    """The campaigns in `runs`, in their order; what could not be read or asked is added to `problems`."""
-    jobs = {run: read_jobs(run, problems=problems) for run in runs}
-    statuses = _statuses(jobs, problems)
-    return [_listed(run, jobs[run], statuses.get(run, {}), problems) for run in jobs]
+def survey_campaigns(campaign_dirs: Iterable[CampaignDir], *, problems: list[str]) -> list[CampaignLine]:
+    """The campaigns in `campaign_dirs`, in their order; what could not be read or asked is added to `problems`."""
+    jobs = {campaign_dir: read_jobs(campaign_dir, problems=problems) for campaign_dir in campaign_dirs}
+    statuses = _query_statuses(jobs, problems)
+    return [
+        _read_campaign_line(campaign_dir, jobs[campaign_dir], statuses.get(campaign_dir, {}), problems)
+        for campaign_dir in jobs
+    ]
 
 
-def _listed(run: RunDir, jobs: list[JobRecord], statuses: Mapping[str, JobStatus], problems: list[str]) -> Listed:
-    campaign = read_as(run.campaign, Campaign, problems) or Campaign(name=run.name)
+def _read_campaign_line(
+    campaign_dir: CampaignDir, jobs: list[JobRecord], statuses: Mapping[str, JobStatus], problems: list[str]
+) -> CampaignLine:
+    summary = read_json_as(campaign_dir.manifest, CampaignSummary, problems) or CampaignSummary(name=campaign_dir.name)
     # Signs of life are only of use for a job that has not left its outcome.
-    pulse = beats(run.events) if any(job.outcome is None for job in jobs) else {}
-    state, _ = judge(run, jobs, statuses=statuses, events={}, beats=pulse, now=time.time())
-    return Listed(name=campaign.name, site=campaign.site, state=state, created=campaign.created)
+    heartbeats = read_heartbeats(campaign_dir.events) if any(job.outcome is None for job in jobs) else {}
+    state, _ = judge_jobs(campaign_dir, jobs, statuses=statuses, events={}, heartbeats=heartbeats, now=time.time())
+    return CampaignLine(name=summary.name, site=summary.site, state=state, created=summary.created)
 
 
-def _statuses(jobs: Mapping[RunDir, list[JobRecord]], problems: list[str]) -> dict[RunDir, dict[str, JobStatus]]:
+def _query_statuses(
+    jobs: Mapping[CampaignDir, list[JobRecord]], problems: list[str]
+) -> dict[CampaignDir, dict[str, JobStatus]]:
     """What Slurm says, asked once for all campaigns of one Slurm (the lab is another than the machine's own)."""
-    asked: dict[str | None, tuple[Site, dict[RunDir, list[str]]]] = {}
-    for run, records in jobs.items():
-        ids = asked_of_slurm(records)
-        site = read_as(run.site, Site, problems) if ids else None
+    queries: dict[str | None, tuple[Site, dict[CampaignDir, list[str]]]] = {}
+    for campaign_dir, records in jobs.items():
+        ids = select_slurm_ids(records)
+        site = read_json_as(campaign_dir.site, Site, problems) if ids else None
         if site is not None:
-            asked.setdefault(site.slurm_conf, (site, {}))[1][run] = ids
-    found: dict[RunDir, dict[str, JobStatus]] = {}
-    for site, ids_of in asked.values():
+            queries.setdefault(site.slurm_conf, (site, {}))[1][campaign_dir] = ids
+    statuses: dict[CampaignDir, dict[str, JobStatus]] = {}
+    for site, ids_by_campaign in queries.values():
         try:
-            answer = job_states([*itertools.chain(*ids_of.values())], env=os.environ | site_environment(site))
+            answer = query_job_states(
+                [*itertools.chain(*ids_by_campaign.values())], env=os.environ | make_site_environment(site)
+            )
         except SlurmError as error:
             problems.append(str(error))
             continue
-        found |= {run: {job: answer[job] for job in ids} for run, ids in ids_of.items()}
-    return found
+        statuses |= {campaign_dir: {job: answer[job] for job in ids} for campaign_dir, ids in ids_by_campaign.items()}
+    return statuses
 
 
-ENDED = frozenset({"done", "failed", "stopped"})
-LINE_EVERY_STEPS = 25
+FINAL_STATES = frozenset({"done", "failed", "stopped"})
+MAX_STEPS_PER_LINE = 25
 LINES_PER_CAMPAIGN = 20
 
 
-def watch(collector: Collector, *, console: Console, until_done: bool, interval_s: float = 1.0) -> Snapshot:
+def watch_campaign(
+    collector: SnapshotCollector, *, console: Console, until_done: bool, interval_s: float = 1.0
+) -> CampaignSnapshot:
     """Show a campaign until it ends (or for ever); Ctrl-C stops the watching and not the campaign."""
-    snapshots = _polled(collector, until_done=until_done, interval_s=interval_s)
-    _never_choke(console)
+    snapshots = _poll_snapshots(collector, until_done=until_done, interval_s=interval_s)
+    _replace_unprintable(console)
     show = _show_live if console.is_terminal else _show_lines
     return show(snapshots, console)
 
 
-def show_once(snapshot: Snapshot, *, console: Console) -> None:
+def show_snapshot(snapshot: CampaignSnapshot, *, console: Console) -> None:
     """Print one frame."""
-    _never_choke(console)
-    console.print(render(snapshot, height=max(console.height - 1, HEIGHT - 1)))  # a prompt follows
+    _replace_unprintable(console)
+    console.print(render_screen(snapshot, height=max(console.height - 1, DEFAULT_HEIGHT - 1)))  # a prompt follows
 
 
-def changes(old: Snapshot | None, new: Snapshot) -> list[str]:
+def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> list[str]:
     """Plain lines that tell what is new: notes, a new state, and a line every few steps."""
     lines = []
     num_new = new.detail.num_notes - (old.detail.num_notes if old else 0)
     for note in new.detail.notes[-num_new:] if num_new else []:
-        lines.append(f"{clock(note.time)} {note.text}")
-    every = max(1, min((new.num_steps or 1) // LINES_PER_CAMPAIGN, LINE_EVERY_STEPS))
-    if old is None or old.state != new.state or old.step // every != new.step // every:
-        lines.append(f"{clock(new.detail.now)} {_in_one_line(new)}")
+        lines.append(f"{format_clock_time(note.time)} {note.text}")
+    steps_per_line = max(1, min((new.num_steps or 1) // LINES_PER_CAMPAIGN, MAX_STEPS_PER_LINE))
+    if old is None or old.state != new.state or old.step // steps_per_line != new.step // steps_per_line:
+        lines.append(f"{format_clock_time(new.detail.now)} {_format_summary_line(new)}")
     return lines
 
 
-def list_campaigns(runs: Iterable[RunDir], *, as_json: bool) -> int:
+def print_campaigns(campaign_dirs: Iterable[CampaignDir], *, as_json: bool) -> int:
     """Print all campaigns, and to stderr what could not be found out."""
     problems: list[str] = []
-    listed = survey(runs, problems=problems)
+    lines = survey_campaigns(campaign_dirs, problems=problems)
     if as_json:
-        sys.stdout.write((msgspec.json.format(msgspec.json.encode(listed), indent=2) + b"\n").decode())
+        sys.stdout.write((msgspec.json.format(msgspec.json.encode(lines), indent=2) + b"\n").decode())
     else:
         console = Console(highlight=False)
-        _never_choke(console)
-        console.print(_listing(listed) if listed else "no campaigns yet: `hpcrl submit` starts one", soft_wrap=True)
+        _replace_unprintable(console)
+        console.print(
+            _build_campaign_table(lines) if lines else "no campaigns yet: `hpcrl submit` starts one", soft_wrap=True
+        )
     for problem in dict.fromkeys(problems):
         print(problem, file=sys.stderr)  # noqa: T201 - beside the answer, not in it
     return 0
 
 
-def _never_choke(console: Console) -> None:
+def _replace_unprintable(console: Console) -> None:
     """A terminal that cannot show a character gets a question mark, not a UnicodeEncodeError."""
     if isinstance(console.file, io.TextIOWrapper):
         console.file.reconfigure(errors="replace")
 
 
-def _polled(collector: Collector, *, until_done: bool, interval_s: float) -> Iterator[Snapshot]:
+def _poll_snapshots(collector: SnapshotCollector, *, until_done: bool, interval_s: float) -> Iterator[CampaignSnapshot]:
     while True:
         snapshot = collector.poll()
         yield snapshot
-        if until_done and snapshot.state in ENDED:
+        if until_done and snapshot.state in FINAL_STATES:
             return
         time.sleep(interval_s)
 
 
-def _show_live(snapshots: Iterator[Snapshot], console: Console) -> Snapshot:
+def _show_live(snapshots: Iterator[CampaignSnapshot], console: Console) -> CampaignSnapshot:
     snapshot = next(snapshots)
     try:
-        with Live(render(snapshot, height=console.height), console=console, auto_refresh=False) as live:
+        with Live(render_screen(snapshot, height=console.height), console=console, auto_refresh=False) as live:
             for snapshot in snapshots:
-                live.update(render(snapshot, height=console.height), refresh=True)
+                live.update(render_screen(snapshot, height=console.height), refresh=True)
     except KeyboardInterrupt:
-        _say_that_it_goes_on(snapshot, console)
+        _print_still_running(snapshot, console)
     return snapshot
 
 
-def _show_lines(snapshots: Iterator[Snapshot], console: Console) -> Snapshot:
-    last: Snapshot | None = None
+def _show_lines(snapshots: Iterator[CampaignSnapshot], console: Console) -> CampaignSnapshot:
+    last: CampaignSnapshot | None = None
     try:
         for snapshot in snapshots:
-            for line in changes(last, snapshot):
+            for line in describe_changes(last, snapshot):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             last = snapshot
     except KeyboardInterrupt:
         if last is None:
             raise
-        _say_that_it_goes_on(last, console)
+        _print_still_running(last, console)
     assert last is not None
     return last
 
 
-def _say_that_it_goes_on(snapshot: Snapshot, console: Console) -> None:
-    if snapshot.state in ENDED:
+def _print_still_running(snapshot: CampaignSnapshot, console: Console) -> None:
+    if snapshot.state in FINAL_STATES:
         return
     name = snapshot.name
     line = f"{name} goes on: `hpcrl monitor {name}` shows it again, `hpcrl stop {name}` ends it"
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _in_one_line(snapshot: Snapshot) -> str:
-    parts = [f"{snapshot.state:<8} step {steps(snapshot)}"]
-    rewards = known(snapshot.reward_mean)
+def _format_summary_line(snapshot: CampaignSnapshot) -> str:
+    parts = [f"{snapshot.state:<8} step {format_step_count(snapshot)}"]
+    rewards = finite_values(snapshot.reward_mean)
     if rewards:
         parts.append(f"reward {rewards[-1]:.3f}")
     episodes = snapshot.episodes
@@ -182,12 +211,12 @@ def _in_one_line(snapshot: Snapshot) -> str:
     return "  ".join(parts)
 
 
-def _listing(listed: Sequence[Listed]) -> RenderableType:
+def _build_campaign_table(lines: Sequence[CampaignLine]) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for heading in ("name", "site", "state", "created"):
         table.add_column(heading, no_wrap=True, overflow="ellipsis")
-    for line in listed:
-        created = date(line.created) if isinstance(line.created, float) else str(line.created or "?")
-        state = Text(line.state, style=STYLES[line.state])
+    for line in lines:
+        created = format_date(line.created) if isinstance(line.created, float) else str(line.created or "?")
+        state = Text(line.state, style=STATE_STYLES[line.state])
         table.add_row(Text(line.name), Text(line.site or "?"), state, created)
     return table

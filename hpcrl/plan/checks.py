@@ -1,11 +1,11 @@
 """Does a recipe agree with itself? Pure; the first thing that does not is a PlanError with its cure."""
 
-from hpcrl.config.pipeline import problems_of
-from hpcrl.config.recipe import ROLES, Engine, Recipe, Resources, Simulated, Train
-from hpcrl.config.toml import nearest
+from hpcrl.config.pipeline import check_user_nodes
+from hpcrl.config.recipe import ROLES, EngineConfig, Recipe, SimulatedEngineConfig, TrainConfig, WorkerResources
+from hpcrl.config.toml import suggest_name
 from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
-from hpcrl.hardware.gpus import GPUS
+from hpcrl.hardware.gpus import GPU_CATALOGUE
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -22,7 +22,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 def _check_resources(recipe: Recipe) -> None:
     for role in ROLES:
-        resources: Resources = getattr(recipe.resources, role)
+        resources: WorkerResources = getattr(recipe.resources, role)
         if resources.affinity == "cpu" and resources.gpus_per_worker:
             raise PlanError(
                 f'resources.{role} asks for {resources.gpus_per_worker} GPUs a worker with affinity = "cpu": '
@@ -44,7 +44,7 @@ def _check_trainer(recipe: Recipe) -> None:
             f"resources.train.num_workers = {ranks} is no multiple of train.tensor_parallel x pipeline_parallel = "
             f"{shared}: set it to {-(-ranks // shared) * shared}"
         )
-    if train.trainer == "megatron" and (foreign := not_for_megatron(train)) is not None:
+    if train.trainer == "megatron" and (foreign := find_megatron_conflict(train)) is not None:
         raise PlanError(foreign)
     if train.lora_rank and train.sharding == "full":
         raise PlanError(
@@ -59,7 +59,7 @@ def _check_trainer(recipe: Recipe) -> None:
         )
 
 
-def not_for_megatron(train: Train) -> str | None:
+def find_megatron_conflict(train: TrainConfig) -> str | None:
     """What a recipe asks of its trainer that "megatron" has not, with the cure."""
     plain = {"kl": "none", "sharding": "none", "rows": "padded", "lora_rank": 0}
     for name, known in plain.items():
@@ -71,12 +71,12 @@ def not_for_megatron(train: Train) -> str | None:
 
 
 def _check_rollout(recipe: Recipe) -> None:
-    rollout, num_hosts = recipe.rollout, recipe.resources.env.num_workers
-    least = rollout.episodes_per_group * num_hosts
+    rollout, num_env_workers = recipe.rollout, recipe.resources.env.num_workers
+    least = rollout.episodes_per_group * num_env_workers
     if rollout.max_running < least:
         raise PlanError(
             f"rollout.max_running = {rollout.max_running} cannot hold one group of {rollout.group_size} (and "
-            f"{rollout.redundancy} extra) episodes on each of {num_hosts} env workers: set it to {least} or more"
+            f"{rollout.redundancy} extra) episodes on each of {num_env_workers} env workers: set it to {least} or more"
         )
 
 
@@ -87,17 +87,17 @@ def _check_router(recipe: Recipe) -> None:
     known = sorted({*recipe.domains, "default"})
     for name in recipe.router.affinity:
         if name not in known:
-            raise PlanError(f"router.affinity.{name}: there is no domain {name!r}: {_meant(name, known)}")
+            raise PlanError(f"router.affinity.{name}: there is no domain {name!r}: {_suggest_known(name, known)}")
 
 
 def _check_isolation(recipe: Recipe) -> None:
     """Every isolated environment fits into an env worker's memory at least once."""
     env = recipe.resources.env
     for name, domain in recipe.domains.items():
-        if domain.isolation != "none" and not memory_model.env_places(
+        if domain.isolation != "none" and not memory_model.num_env_places(
             env.mem_gib_per_worker, each_gib=domain.env_memory_gib
         ):
-            least = memory_model.ENV_HOST_GIB + domain.env_memory_gib
+            least = memory_model.ENV_WORKER_GIB + domain.env_memory_gib
             raise PlanError(
                 f"resources.env.mem_gib_per_worker = {env.mem_gib_per_worker:g} holds no environment of "
                 f"domains.{name}.env_memory_gib = {domain.env_memory_gib:g} beside the worker itself: raise it to "
@@ -115,7 +115,7 @@ def _check_evaluation(recipe: Recipe) -> None:
             if name not in recipe.domains:
                 known = list(recipe.domains)
                 raise PlanError(
-                    f"evaluation.{where} names {name!r}: {nearest(name, known)}the domains are {', '.join(known)}"
+                    f"evaluation.{where} names {name!r}: {suggest_name(name, known)}the domains are {', '.join(known)}"
                 )
     chosen = evaluation.domains or list(recipe.domains)
     idle = [name for name in held_out if name not in chosen or not evaluation.every_versions]
@@ -133,7 +133,7 @@ def _check_evaluation(recipe: Recipe) -> None:
 
 def _check_pipeline(recipe: Recipe) -> None:
     """The user's nodes fit into the pipeline."""
-    if recipe.train.pipeline and (wrong := problems_of(recipe.train)):
+    if recipe.train.pipeline and (wrong := check_user_nodes(recipe.train)):
         raise PlanError("; ".join(wrong))
 
 
@@ -161,15 +161,17 @@ def _check_engine(recipe: Recipe) -> None:
             )
 
 
-def _check_simulated(engine: Engine) -> None:
-    if engine.sim != Simulated() and engine.backend != "sim":
+def _check_simulated(engine: EngineConfig) -> None:
+    if engine.sim != SimulatedEngineConfig() and engine.backend != "sim":
         raise PlanError(
             f'engine.sim is set, and engine.backend is "{engine.backend}": choose backend = "sim", or take it away'
         )
     for gpu in engine.sim.gpus:
-        if gpu not in GPUS:
-            raise PlanError(f"engine.sim.gpu = {gpu!r} is not in the catalogue: {_meant(gpu, sorted(GPUS))}")
+        if gpu not in GPU_CATALOGUE:
+            raise PlanError(
+                f"engine.sim.gpu = {gpu!r} is not in the catalogue: {_suggest_known(gpu, sorted(GPU_CATALOGUE))}"
+            )
 
 
-def _meant(name: str, known: list[str]) -> str:
-    return f"{nearest(name, known)}known are {', '.join(known)}"
+def _suggest_known(name: str, known: list[str]) -> str:
+    return f"{suggest_name(name, known)}known are {', '.join(known)}"

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import msgspec
 
 from hpcrl.config.recipe import Recipe, RoleName
-from hpcrl.config.site import Partition, Site
-from hpcrl.plan.demand import node_needs
-from hpcrl.plan.partitions import Choice
+from hpcrl.config.site import Site, SitePartition
+from hpcrl.plan.demand import compute_node_needs
+from hpcrl.plan.partitions import PartitionChoice
 
-PLACED: tuple[RoleName, ...] = ("env", "prefill", "decode", "train")
+PLACED_ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "train")
 """Roles with a component of their own, in the order of the components; rewards use spare cores of env's."""
 
 
@@ -28,7 +28,7 @@ class PerNode(NamedTuple):
     gpus: int
 
 
-class Component(msgspec.Struct, frozen=True, kw_only=True):
+class JobComponent(msgspec.Struct, frozen=True, kw_only=True):
     """One het group of the job, as Slurm is asked for it, or a share of its nodes where it is one allocation."""
 
     index: int
@@ -44,7 +44,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that sbatch is told about this component; about the whole allocation where components share one."""
 
 
-class RewardJobs(msgspec.Struct, frozen=True, kw_only=True):
+class RewardJobPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs of one node that rewards may have beside this one."""
 
     partition: str
@@ -55,47 +55,56 @@ class RewardJobs(msgspec.Struct, frozen=True, kw_only=True):
     slurm_flags: list[str] = []
 
 
-def account_of(site: Site, partition: Partition) -> str | None:
+def find_account(site: Site, partition: SitePartition) -> str | None:
     """Who is charged on a partition."""
     if partition.account is not None:
         return partition.account
     return site.account + partition.account_suffix if site.account is not None else None
 
 
-def component_of(
-    index: int, role: RoleName, choice: Choice, recipe: Recipe, site: Site, *, account: str | None
-) -> Component:
+def make_component(
+    index: int, role: RoleName, choice: PartitionChoice, recipe: Recipe, site: Site, *, account: str | None
+) -> JobComponent:
     """The het group of one role."""
     per_node = _per_node([(role, choice)], recipe, site)
-    return _component(index, role, choice, site, per_node=per_node, nodes=choice.nodes, account=account)
+    return _build_component(index, role, choice, site, per_node=per_node, nodes=choice.nodes, account=account)
 
 
-def shares_of(choices: dict[RoleName, Choice], recipe: Recipe, site: Site, *, account: str | None) -> list[Component]:
+def make_shared_components(
+    choices: dict[RoleName, PartitionChoice], recipe: Recipe, site: Site, *, account: str | None
+) -> list[JobComponent]:
     """One allocation on one partition, its nodes dealt to the roles; Slurm gives all of them the same."""
     per_node = _per_node(list(choices.items()), recipe, site)
     nodes = sum(choice.nodes for choice in choices.values())
     return [
-        _component(index, role, choices[role], site, per_node=per_node, nodes=nodes, account=account)
-        for index, role in enumerate(PLACED)
+        _build_component(index, role, choices[role], site, per_node=per_node, nodes=nodes, account=account)
+        for index, role in enumerate(PLACED_ROLES)
     ]
 
 
-def _per_node(placed: Sequence[tuple[RoleName, Choice]], recipe: Recipe, site: Site) -> PerNode:
+def _per_node(placed: Sequence[tuple[RoleName, PartitionChoice]], recipe: Recipe, site: Site) -> PerNode:
     """Enough for the neediest of these roles, or the whole node."""
     partition = site.partitions[placed[0][1].partition]
     if partition.exclusive:
         return PerNode(partition.cores_per_node, int(partition.mem_gib_per_node), partition.gpus_per_node)
-    needs = [node_needs(role, recipe, workers_per_node=choice.workers_per_node) for role, choice in placed]
+    needs = [compute_node_needs(role, recipe, workers_per_node=choice.workers_per_node) for role, choice in placed]
     gpus = max(choice.gpus_per_worker * choice.workers_per_node for _, choice in placed)
     return PerNode(max(cpus for cpus, _ in needs), max(mem_gib for _, mem_gib in needs), gpus)
 
 
-def _component(
-    index: int, role: RoleName, choice: Choice, site: Site, *, per_node: PerNode, nodes: int, account: str | None
-) -> Component:
+def _build_component(
+    index: int,
+    role: RoleName,
+    choice: PartitionChoice,
+    site: Site,
+    *,
+    per_node: PerNode,
+    nodes: int,
+    account: str | None,
+) -> JobComponent:
     """`nodes` is what Slurm is asked for, of which this role may have a share only."""
     partition = site.partitions[choice.partition]
-    return Component(
+    return JobComponent(
         index=index,
         partition=choice.partition,
         roles=["env", "reward"] if role == "env" else [role],
@@ -104,24 +113,24 @@ def _component(
         mem_gib_per_node=per_node.mem_gib,
         gpus_per_node=per_node.gpus,
         gpu=partition.gpu if per_node.gpus else None,
-        slurm_flags=_slurm_flags(nodes, per_node, partition, account=account, site=site),
+        slurm_flags=_make_slurm_flags(nodes, per_node, partition, account=account, site=site),
     )
 
 
-def local_component(recipe: Recipe, site: Site, choices: dict[RoleName, Choice]) -> Component:
+def make_local_component(recipe: Recipe, site: Site, choices: dict[RoleName, PartitionChoice]) -> JobComponent:
     """One machine holds all roles; its partition bounds each of them, not their sum (roles idle in turns)."""
-    needs = [node_needs(role, recipe, workers_per_node=choices[role].workers_per_node) for role in PLACED]
-    return Component(
+    needs = [compute_node_needs(role, recipe, workers_per_node=choices[role].workers_per_node) for role in PLACED_ROLES]
+    return JobComponent(
         index=0,
         partition=choices["env"].partition,
-        roles=[*PLACED, "reward"],
+        roles=[*PLACED_ROLES, "reward"],
         nodes=1,
         cpus_per_node=sum(cpus for cpus, _ in needs),
         mem_gib_per_node=sum(mem for _, mem in needs),
     )
 
 
-def reward_jobs_of(recipe: Recipe, site: Site) -> tuple[RewardJobs | None, list[str]]:
+def plan_reward_jobs(recipe: Recipe, site: Site) -> tuple[RewardJobPlan | None, list[str]]:
     """The cheap partition for jobs of rewards, or what is said where there is none."""
     if recipe.reward.placement != "elastic":
         return None, []
@@ -135,24 +144,26 @@ def reward_jobs_of(recipe: Recipe, site: Site) -> tuple[RewardJobs | None, list[
             int(partition.mem_gib_per_node // resources.mem_gib_per_worker),
         )
         workers = min(fits, resources.num_workers)
-        account = account_of(site, partition)
+        account = find_account(site, partition)
         if workers == 0 or (site.account_required and account is None):
             continue
         mem_gib = -int(-workers * resources.mem_gib_per_worker // 1)
         per_node = PerNode(workers * resources.cpus_per_worker, mem_gib, gpus=0)
-        jobs = RewardJobs(
+        jobs = RewardJobPlan(
             partition=label,
             max_jobs=recipe.reward.max_jobs,
             workers_per_job=workers,
             walltime_min=min(recipe.job.walltime_min, partition.max_walltime_min),
-            slurm_flags=[] if local else _slurm_flags(1, per_node, partition, account=account, site=site),
+            slurm_flags=[] if local else _make_slurm_flags(1, per_node, partition, account=account, site=site),
         )
         return jobs, []
     why = f"site {site.name} has no preemptible CPU partition that holds one of their workers"
     return None, [f"rewards wanted jobs of their own, got spare cores: {why}"]
 
 
-def _slurm_flags(nodes: int, per_node: PerNode, partition: Partition, *, account: str | None, site: Site) -> list[str]:
+def _make_slurm_flags(
+    nodes: int, per_node: PerNode, partition: SitePartition, *, account: str | None, site: Site
+) -> list[str]:
     """Nothing of these propagates between components, so each says all of it."""
     cpus, mem_gib, gpus = per_node
     flags = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]

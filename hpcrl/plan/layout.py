@@ -1,7 +1,7 @@
 """Which layout a job has, and where in it every role goes. Pure.
 
-    place       the answer, for a recipe on a site
-    Placement   the answer
+    place_roles   the answer, for a recipe on a site
+    JobPlacement  the answer
 
 Layouts:
     hetjob      a heterogeneous job: a component for each role, on the kind of node that it wants; the first choice
@@ -17,42 +17,42 @@ from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
-from hpcrl.hardware.gpus import GPUS
-from hpcrl.plan.components import PLACED
-from hpcrl.plan.demand import demand_of, node_needs
-from hpcrl.plan.partitions import Choice, choose, choose_in
-from hpcrl.plan.sizing import fitted, with_one
+from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.plan.components import PLACED_ROLES
+from hpcrl.plan.demand import compute_node_needs, compute_role_demand
+from hpcrl.plan.partitions import PartitionChoice, choose_partition, evaluate_partition
+from hpcrl.plan.sizing import with_chosen_workers, with_single_workers
 
-Layout = Literal["hetjob", "hetstep", "local"]
+JobLayout = Literal["hetjob", "hetstep", "local"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class JobPlacement:
     """Where a recipe goes, and why."""
 
-    layout: Layout
+    layout: JobLayout
     reason: str
     recipe: Recipe
     """With all numbers of workers."""
     sizes: list[str]
-    choices: dict[RoleName, Choice]
-    doubts: list[str]
+    choices: dict[RoleName, PartitionChoice]
+    warnings: list[str]
 
     def fallbacks(self) -> list[str]:
         """What was compromised, role by role."""
         return [choice.fallback for choice in self.choices.values() if choice.fallback]
 
 
-def place(recipe: Recipe, site: Site) -> Placement:
+def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
     """The layout that the site and the recipe allow, and a partition for every role."""
-    layout, reason = _layout(recipe, site)
+    layout, reason = _choose_layout(recipe, site)
     if layout == "hetstep":
-        return _together(recipe, site, reason=reason)
-    placed = _apart(recipe, site, layout=layout, reason=reason)
-    return replace(placed, doubts=_doubts(recipe, site)) if layout == "hetjob" else placed
+        return _one_partition_for_all(recipe, site, reason=reason)
+    placement = _best_partition_each(recipe, site, layout=layout, reason=reason)
+    return replace(placement, warnings=_find_warnings(recipe, site)) if layout == "hetjob" else placement
 
 
-def _layout(recipe: Recipe, site: Site) -> tuple[Layout, str]:
+def _choose_layout(recipe: Recipe, site: Site) -> tuple[JobLayout, str]:
     if site.scheduler == "local":
         return "local", f"site {site.name} has no scheduler: every role is a process of this machine"
     match recipe.job.layout, site.het_jobs:
@@ -71,7 +71,7 @@ def _layout(recipe: Recipe, site: Site) -> tuple[Layout, str]:
             return "hetjob", f"site {site.name} runs heterogeneous jobs: one component per kind of node"
 
 
-def _doubts(recipe: Recipe, site: Site) -> list[str]:
+def _find_warnings(recipe: Recipe, site: Site) -> list[str]:
     """What may go wrong with a heterogeneous job, or would go better without."""
     found = []
     if site.het_jobs == "unknown":
@@ -80,7 +80,12 @@ def _doubts(recipe: Recipe, site: Site) -> list[str]:
         )
     mpi = site.mpi
     carries = mpi.couriers and mpi.flavour != "none"
-    if carries and mpi.world_over_components == "no" and recipe.job.layout == "auto" and _fit_together(recipe, site):
+    if (
+        carries
+        and mpi.world_over_components == "no"
+        and recipe.job.layout == "auto"
+        and _fits_one_partition(recipe, site)
+    ):
         found.append(
             f"MPI does not span the components of a heterogeneous job on {site.name}, so weights go by TCP: with "
             'job.layout = "hetstep" they go by MPI, in one allocation on one partition'
@@ -88,52 +93,54 @@ def _doubts(recipe: Recipe, site: Site) -> list[str]:
     return found
 
 
-def _fit_together(recipe: Recipe, site: Site) -> bool:
+def _fits_one_partition(recipe: Recipe, site: Site) -> bool:
     try:
-        _together(recipe, site, reason="")
+        _one_partition_for_all(recipe, site, reason="")
     except PlanError:
         return False
     return True
 
 
-def _apart(recipe: Recipe, site: Site, *, layout: Layout, reason: str) -> Placement:
+def _best_partition_each(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str) -> JobPlacement:
     """Every role on the partition that suits it best; the order of PLACED decides who chooses first."""
     on_one_machine = layout == "local"
-    gpus = _engine_gpus(_chosen(with_one(recipe), site, one_machine=on_one_machine), site)
+    gpus = _find_engine_gpus(_choose_partitions(with_single_workers(recipe), site, one_machine=on_one_machine), site)
 
     def fits(smaller: Recipe) -> bool:
         try:
-            return _engine_gpus(_chosen(smaller, site, one_machine=on_one_machine), site) == gpus
+            return _find_engine_gpus(_choose_partitions(smaller, site, one_machine=on_one_machine), site) == gpus
         except PlanError:
             return False
 
-    recipe, sizes = fitted(recipe, gpus=gpus, fits=fits)
-    choices = _chosen(recipe, site, one_machine=on_one_machine)
-    refusal = _memory_refusal(recipe, choices, site)
+    recipe, sizes = with_chosen_workers(recipe, gpus=gpus, fits=fits)
+    choices = _choose_partitions(recipe, site, one_machine=on_one_machine)
+    refusal = _explain_memory_refusal(recipe, choices, site)
     if refusal is not None:
         raise PlanError(refusal)
-    return Placement(layout=layout, reason=reason, recipe=recipe, sizes=sizes, choices=choices, doubts=[])
+    return JobPlacement(layout=layout, reason=reason, recipe=recipe, sizes=sizes, choices=choices, warnings=[])
 
 
-def _chosen(recipe: Recipe, site: Site, *, one_machine: bool) -> dict[RoleName, Choice]:
+def _choose_partitions(recipe: Recipe, site: Site, *, one_machine: bool) -> dict[RoleName, PartitionChoice]:
     """The best partition for each role that those before it have left room in."""
-    choices: dict[RoleName, Choice] = {}
+    choices: dict[RoleName, PartitionChoice] = {}
     taken: dict[str, int] = {}
-    for role in PLACED:
-        choice = choices[role] = choose(demand_of(role, recipe, one_machine=one_machine), site, taken=taken)
+    for role in PLACED_ROLES:
+        choice = choices[role] = choose_partition(
+            compute_role_demand(role, recipe, one_machine=one_machine), site, taken=taken
+        )
         if not one_machine:
             taken[choice.partition] = taken.get(choice.partition, 0) + choice.nodes
     return choices
 
 
-def _together(recipe: Recipe, site: Site, *, reason: str) -> Placement:
+def _one_partition_for_all(recipe: Recipe, site: Site, *, reason: str) -> JobPlacement:
     """All roles on the partition that asks for the fewest compromises; among equals the site's order decides."""
-    found: list[Placement] = []
+    found: list[JobPlacement] = []
     refusals: list[str] = []
     for label, partition in site.partitions.items():
         if not partition.preemptible:
-            placed = _all_in(label, recipe, site, reason=reason)
-            if isinstance(placed, Placement):
+            placed = _place_all_in(label, recipe, site, reason=reason)
+            if isinstance(placed, JobPlacement):
                 found.append(placed)
             else:
                 refusals.append(placed)
@@ -145,45 +152,45 @@ def _together(recipe: Recipe, site: Site, *, reason: str) -> Placement:
     return min(found, key=lambda placement: len(placement.fallbacks()))
 
 
-def _all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> Placement | str:
+def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> JobPlacement | str:
     """All roles on one partition, or why it cannot be."""
     longest = site.partitions[label].max_walltime_min
     if recipe.job.walltime_min > longest:
         return f"{label} allows {longest} min, and job.walltime_min = {recipe.job.walltime_min}"
 
-    one_each = _chosen_in(label, with_one(recipe), site)
+    one_each = _choose_nodes_in(label, with_single_workers(recipe), site)
     if isinstance(one_each, str):
         return one_each
 
     def fits(smaller: Recipe) -> bool:
-        return not isinstance(_chosen_in(label, smaller, site), str)
+        return not isinstance(_choose_nodes_in(label, smaller, site), str)
 
     try:
-        recipe, sizes = fitted(recipe, gpus=_engine_gpus(one_each, site), fits=fits)
+        recipe, sizes = with_chosen_workers(recipe, gpus=_find_engine_gpus(one_each, site), fits=fits)
     except PlanError as error:  # of this partition: another may do
         return f"{label}: {error}"
-    choices = _chosen_in(label, recipe, site)
+    choices = _choose_nodes_in(label, recipe, site)
     if isinstance(choices, str):
         return choices
-    refusal = _memory_refusal(recipe, choices, site)
+    refusal = _explain_memory_refusal(recipe, choices, site)
     if refusal is not None:
         return refusal
-    return Placement(layout="hetstep", reason=reason, recipe=recipe, sizes=sizes, choices=choices, doubts=[])
+    return JobPlacement(layout="hetstep", reason=reason, recipe=recipe, sizes=sizes, choices=choices, warnings=[])
 
 
-def _chosen_in(label: str, recipe: Recipe, site: Site) -> dict[RoleName, Choice] | str:
+def _choose_nodes_in(label: str, recipe: Recipe, site: Site) -> dict[RoleName, PartitionChoice] | str:
     """Nodes of one partition for each role, or why they are too few."""
-    choices: dict[RoleName, Choice] = {}
-    for role in PLACED:
+    choices: dict[RoleName, PartitionChoice] = {}
+    for role in PLACED_ROLES:
         taken = {label: sum(choice.nodes for choice in choices.values())}
-        choice = choose_in(label, demand_of(role, recipe, one_machine=False), site, taken=taken)
+        choice = evaluate_partition(label, compute_role_demand(role, recipe, one_machine=False), site, taken=taken)
         if isinstance(choice, str):
             return choice
         choices[role] = choice
     return choices
 
 
-def _engine_gpus(choices: dict[RoleName, Choice], site: Site) -> dict[RoleName, str | None]:
+def _find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> dict[RoleName, str | None]:
     """The GPUs that workers of prefill and decode get."""
     engines: tuple[RoleName, ...] = ("prefill", "decode")
     return {
@@ -192,7 +199,7 @@ def _engine_gpus(choices: dict[RoleName, Choice], site: Site) -> dict[RoleName, 
     }
 
 
-def _memory_refusal(recipe: Recipe, choices: dict[RoleName, Choice], site: Site) -> str | None:
+def _explain_memory_refusal(recipe: Recipe, choices: dict[RoleName, PartitionChoice], site: Site) -> str | None:
     """Model and KV must fit into what a worker has, where the recipe says how large the model is."""
     num_params = recipe.model.num_params
     if num_params is None:
@@ -205,20 +212,20 @@ def _memory_refusal(recipe: Recipe, choices: dict[RoleName, Choice], site: Site)
     for role in ("prefill", "decode", "train"):
         choice, resources = choices[role], getattr(recipe.resources, role)
         gpu = site.partitions[choice.partition].gpu
-        has = GPUS[gpu].memory_gib * choice.gpus_per_worker if gpu and choice.gpus_per_worker else None
+        has = GPU_CATALOGUE[gpu].memory_gib * choice.gpus_per_worker if gpu and choice.gpus_per_worker else None
         limit = has if has is not None else resources.mem_gib_per_worker
         if needs[role] > limit:
-            cure = "gpus_per_worker" if has is not None else "mem_gib_per_worker"
+            hint = "gpus_per_worker" if has is not None else "mem_gib_per_worker"
             return (
                 f"a {role} worker needs {needs[role]:.0f} GiB for {num_params / 1e9:.1f} billion weights and has "
-                f"{limit:.0f} GiB ({choice.partition}): raise resources.{role}.{cure}"
+                f"{limit:.0f} GiB ({choice.partition}): raise resources.{role}.{hint}"
             )
-        _, wanted = node_needs(role, recipe, workers_per_node=choice.workers_per_node)
-        there = site.partitions[choice.partition].mem_gib_per_node
-        if wanted > there:
+        _, needed_gib = compute_node_needs(role, recipe, workers_per_node=choice.workers_per_node)
+        node_gib = site.partitions[choice.partition].mem_gib_per_node
+        if needed_gib > node_gib:
             return (
-                f"a {role} node needs {wanted} GiB, {memory_model.window_memory_gib(num_params):.0f} of them "
-                f"shared memory for two versions of the weights, and has {there:.0f} GiB ({choice.partition}): lower "
+                f"a {role} node needs {needed_gib} GiB, {memory_model.window_memory_gib(num_params):.0f} of them "
+                f"shared memory for two versions of the weights, and has {node_gib:.0f} GiB ({choice.partition}): lower "
                 f"resources.{role}.mem_gib_per_worker"
             )
     return None

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from hpcrl.config.recipe import Affinity
-from hpcrl.config.site import Partition, Site
+from hpcrl.config.site import Site, SitePartition
 from hpcrl.errors import PlanError
-from hpcrl.hardware.gpus import GPUS
-from hpcrl.plan.demand import Demand
+from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.plan.demand import RoleDemand
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class PartitionChoice:
     """The partition of a role, and how its workers lie on the nodes."""
 
     partition: str
@@ -26,38 +26,38 @@ class Choice:
     fallback: str | None
 
 
-def choose(demand: Demand, site: Site, *, taken: dict[str, int]) -> Choice:
+def choose_partition(demand: RoleDemand, site: Site, *, taken: dict[str, int]) -> PartitionChoice:
     """The best partition that can hold `demand`; `taken` counts nodes given to other roles."""
-    wanted, gpus, shortfall = _what_the_site_has(demand, site)
+    wanted, gpus, shortfall = _match_affinity(demand, site)
     refusals: list[str] = []
-    for rank, label in enumerate(_ranked(site, wanted, gpus=gpus, taken=taken)):
-        found = _fitted(demand, label, site.partitions[label], gpus=gpus, taken=taken)
-        if isinstance(found, Choice):
-            fallback = shortfall or (_only_second_best(demand, label, refusals) if rank else None)
-            return replace(found, fallback=fallback)
-        refusals.append(found)
+    for rank, label in enumerate(_rank_partitions(site, wanted, gpus=gpus, taken=taken)):
+        fit = _fit_workers(demand, label, site.partitions[label], gpus=gpus, taken=taken)
+        if isinstance(fit, PartitionChoice):
+            fallback = shortfall or (_describe_fallback(demand, label, refusals) if rank else None)
+            return replace(fit, fallback=fallback)
+        refusals.append(fit)
     raise PlanError(
         f"site {site.name!r} cannot hold resources.{demand.role}: {'; '.join(refusals)}. "
         f"Lower resources.{demand.role} or choose another site"
     )
 
 
-def choose_in(label: str, demand: Demand, site: Site, *, taken: dict[str, int]) -> Choice | str:
+def evaluate_partition(label: str, demand: RoleDemand, site: Site, *, taken: dict[str, int]) -> PartitionChoice | str:
     """That partition, whatever its merit, or why it cannot hold `demand`."""
-    wanted, gpus, shortfall = _what_the_site_has(demand, site)
-    ranked = _ranked(site, wanted, gpus=gpus, taken={})
+    wanted, gpus, shortfall = _match_affinity(demand, site)
+    ranked = _rank_partitions(site, wanted, gpus=gpus, taken={})
     if label not in ranked:
         return f"{demand.role}: {label} has no GPUs, and one worker wants {gpus}"
-    found = _fitted(demand, label, site.partitions[label], gpus=gpus, taken=taken)
-    if isinstance(found, str):
-        return f"{demand.role}: {found}"
-    best = _merit(site.partitions[ranked[0]], wanted)
-    if shortfall is None and _merit(site.partitions[label], wanted) < best:
+    fit = _fit_workers(demand, label, site.partitions[label], gpus=gpus, taken=taken)
+    if isinstance(fit, str):
+        return f"{demand.role}: {fit}"
+    best = _score_partition(site.partitions[ranked[0]], wanted)
+    if shortfall is None and _score_partition(site.partitions[label], wanted) < best:
         shortfall = f"{demand.role} wanted {wanted}, got {label}: one allocation is on one partition"
-    return replace(found, fallback=shortfall)
+    return replace(fit, fallback=shortfall)
 
 
-def _what_the_site_has(demand: Demand, site: Site) -> tuple[Affinity, int, str | None]:
+def _match_affinity(demand: RoleDemand, site: Site) -> tuple[Affinity, int, str | None]:
     """The affinity to rank by, the GPUs a worker gets, and what is said if that is not what was wanted."""
     role, wanted, gpus = demand.role, demand.resources.affinity, demand.resources.gpus_per_worker
     kinds = {p.gpu for p in site.partitions.values() if p.gpu and not p.preemptible}
@@ -72,14 +72,14 @@ def _what_the_site_has(demand: Demand, site: Site) -> tuple[Affinity, int, str |
     return wanted, gpus, None
 
 
-def _ranked(site: Site, wanted: Affinity, *, gpus: int, taken: dict[str, int]) -> list[str]:
+def _rank_partitions(site: Site, wanted: Affinity, *, gpus: int, taken: dict[str, int]) -> list[str]:
     """Partitions that come into question, from best to worst; among equals the least used, then the site's order."""
     usable = [label for label, p in site.partitions.items() if not p.preemptible and (p.gpu or not gpus)]
-    return sorted(usable, key=lambda label: (-_merit(site.partitions[label], wanted), taken.get(label, 0)))
+    return sorted(usable, key=lambda label: (-_score_partition(site.partitions[label], wanted), taken.get(label, 0)))
 
 
-def _merit(partition: Partition, wanted: Affinity) -> float:
-    gpu = GPUS[partition.gpu] if partition.gpu else None
+def _score_partition(partition: SitePartition, wanted: Affinity) -> float:
+    gpu = GPU_CATALOGUE[partition.gpu] if partition.gpu else None
     match wanted:
         case "compute":
             return gpu.bf16_tflops if gpu else 0.0
@@ -89,18 +89,22 @@ def _merit(partition: Partition, wanted: Affinity) -> float:
             return 0.0 if gpu else 1.0
 
 
-def _fitted(demand: Demand, label: str, partition: Partition, *, gpus: int, taken: dict[str, int]) -> Choice | str:
+def _fit_workers(
+    demand: RoleDemand, label: str, partition: SitePartition, *, gpus: int, taken: dict[str, int]
+) -> PartitionChoice | str:
     """How the workers lie on the nodes of a partition, or why it cannot hold them."""
-    per_node = _workers_per_node(demand, partition, gpus=gpus)
+    per_node = _count_workers_per_node(demand, partition, gpus=gpus)
     nodes = max(ceil(demand.resources.num_workers / per_node), demand.min_nodes) if per_node else 0
-    refusal = _refusal(demand, label, partition, gpus=gpus, nodes=nodes, taken=taken.get(label, 0))
+    refusal = _explain_refusal(demand, label, partition, gpus=gpus, nodes=nodes, taken=taken.get(label, 0))
     if refusal is not None:
         return refusal
     workers_per_node = ceil(demand.resources.num_workers / nodes)
-    return Choice(partition=label, nodes=nodes, workers_per_node=workers_per_node, gpus_per_worker=gpus, fallback=None)
+    return PartitionChoice(
+        partition=label, nodes=nodes, workers_per_node=workers_per_node, gpus_per_worker=gpus, fallback=None
+    )
 
 
-def _workers_per_node(demand: Demand, partition: Partition, *, gpus: int) -> int:
+def _count_workers_per_node(demand: RoleDemand, partition: SitePartition, *, gpus: int) -> int:
     """How many workers one node can hold."""
     resources = demand.resources
     limits = [
@@ -112,7 +116,9 @@ def _workers_per_node(demand: Demand, partition: Partition, *, gpus: int) -> int
     return max(min(limits), 0)
 
 
-def _refusal(demand: Demand, label: str, partition: Partition, *, gpus: int, nodes: int, taken: int) -> str | None:
+def _explain_refusal(
+    demand: RoleDemand, label: str, partition: SitePartition, *, gpus: int, nodes: int, taken: int
+) -> str | None:
     resources = demand.resources
     if nodes == 0:
         return (
@@ -127,5 +133,5 @@ def _refusal(demand: Demand, label: str, partition: Partition, *, gpus: int, nod
     return None
 
 
-def _only_second_best(demand: Demand, label: str, refusals: list[str]) -> str:
+def _describe_fallback(demand: RoleDemand, label: str, refusals: list[str]) -> str:
     return f"{demand.role} wanted {demand.resources.affinity}, got {label}: {refusals[0]}"

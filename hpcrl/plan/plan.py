@@ -5,23 +5,23 @@ Whether a recipe agrees with itself is `hpcrl.plan.checks`' business.
 
 import msgspec
 
-from hpcrl.config.recipe import Recipe, Resources, RoleName
+from hpcrl.config.recipe import Recipe, RoleName, WorkerResources
 from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
 from hpcrl.hardware import cost_model, memory_model
 from hpcrl.plan.checks import check_recipe
 from hpcrl.plan.components import (
-    PLACED,
-    Component,
-    RewardJobs,
-    account_of,
-    component_of,
-    local_component,
-    reward_jobs_of,
-    shares_of,
+    PLACED_ROLES,
+    JobComponent,
+    RewardJobPlan,
+    find_account,
+    make_component,
+    make_local_component,
+    make_shared_components,
+    plan_reward_jobs,
 )
-from hpcrl.plan.layout import Layout, Placement, place
-from hpcrl.plan.partitions import Choice
+from hpcrl.plan.layout import JobLayout, JobPlacement, place_roles
+from hpcrl.plan.partitions import PartitionChoice
 
 
 class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
     mem_gib_per_worker: float
 
 
-class Cost(msgspec.Struct, frozen=True, kw_only=True):
+class JobCost(msgspec.Struct, frozen=True, kw_only=True):
     """What one job may use at most: its whole walltime."""
 
     walltime_min: int
@@ -49,21 +49,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     recipe: str
     site: str
-    layout: Layout
+    layout: JobLayout
     layout_reason: str
-    components: list[Component]
+    components: list[JobComponent]
     roles: list[RolePlan]
     sizes: list[str]
     """What was chosen for want of a figure in the recipe, and why."""
     fallbacks: list[str]
     warnings: list[str]
-    cost: Cost
+    cost: JobCost
     drain_s: float
     survive_node_loss: bool
     num_jobs: int = 1
     """In a row, each begun by Slurm when the one before has ended."""
     prologue: str | None = None
-    reward_jobs: RewardJobs | None = None
+    reward_jobs: RewardJobPlan | None = None
     """None: rewards have spare cores only."""
 
     def role(self, name: RoleName) -> RolePlan:
@@ -78,55 +78,55 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def make_plan(recipe: Recipe, site: Site) -> Plan:
     """Map roles to partitions and check all that can be checked before queueing."""
     check_recipe(recipe)
-    placed = place(recipe, site)
-    recipe, choices = placed.recipe, placed.choices
-    components = _components(placed, site)
-    where = {role: component.index for component in components for role in component.roles}
+    placement = place_roles(recipe, site)
+    recipe, choices = placement.recipe, placement.choices
+    components = _make_components(placement, site)
+    component_indices = {role: component.index for component in components for role in component.roles}
     _check_walltime(recipe, site, components)
-    reward_jobs, shortfall = reward_jobs_of(recipe, site)
-    roles = [_role_plan(role, recipe, choices, where) for role in (*PLACED, "reward")]
+    reward_jobs, shortfall = plan_reward_jobs(recipe, site)
+    roles = [_make_role_plan(role, recipe, choices, component_indices) for role in (*PLACED_ROLES, "reward")]
     return Plan(
         recipe=recipe.name,
         site=site.name,
-        layout=placed.layout,
-        layout_reason=placed.reason,
+        layout=placement.layout,
+        layout_reason=placement.reason,
         components=components,
         roles=roles,
-        sizes=placed.sizes,
-        fallbacks=[*placed.fallbacks(), *shortfall],
+        sizes=placement.sizes,
+        fallbacks=[*placement.fallbacks(), *shortfall],
         warnings=[
-            *placed.doubts,
-            *_warnings(site, components),
-            *_idle_gpus(components, roles),
-            *_few_places(recipe),
-            *_nobody_to_begin_the_next(recipe, placed.layout),
+            *placement.warnings,
+            *_warn_unverified(site, components),
+            *_warn_idle_gpus(components, roles),
+            *_warn_few_places(recipe),
+            *_warn_no_scheduler(recipe, placement.layout),
         ],
-        cost=_cost(recipe, site, components),
+        cost=_compute_cost(recipe, site, components),
         drain_s=recipe.job.drain_s,
         survive_node_loss=recipe.job.survive_node_loss,
-        num_jobs=1 if placed.layout == "local" else recipe.job.num_jobs,
+        num_jobs=1 if placement.layout == "local" else recipe.job.num_jobs,
         prologue=site.prologue,
         reward_jobs=reward_jobs,
     )
 
 
-def _components(placed: Placement, site: Site) -> list[Component]:
-    recipe, choices = placed.recipe, placed.choices
-    account = _accounts(site, choices)
-    match placed.layout:
+def _make_components(placement: JobPlacement, site: Site) -> list[JobComponent]:
+    recipe, choices = placement.recipe, placement.choices
+    account = _find_accounts(site, choices)
+    match placement.layout:
         case "local":
-            return [local_component(recipe, site, choices)]
+            return [make_local_component(recipe, site, choices)]
         case "hetstep":
-            return shares_of(choices, recipe, site, account=account["env"])
+            return make_shared_components(choices, recipe, site, account=account["env"])
         case "hetjob":
             return [
-                component_of(index, role, choices[role], recipe, site, account=account[role])
-                for index, role in enumerate(PLACED)
+                make_component(index, role, choices[role], recipe, site, account=account[role])
+                for index, role in enumerate(PLACED_ROLES)
             ]
 
 
-def _accounts(site: Site, choices: dict[RoleName, Choice]) -> dict[RoleName, str | None]:
-    accounts = {role: account_of(site, site.partitions[choice.partition]) for role, choice in choices.items()}
+def _find_accounts(site: Site, choices: dict[RoleName, PartitionChoice]) -> dict[RoleName, str | None]:
+    accounts = {role: find_account(site, site.partitions[choice.partition]) for role, choice in choices.items()}
     missing = sorted({choices[role].partition for role, account in accounts.items() if account is None})
     if site.account_required and missing:
         raise PlanError(
@@ -137,12 +137,14 @@ def _accounts(site: Site, choices: dict[RoleName, Choice]) -> dict[RoleName, str
     return accounts
 
 
-def _role_plan(role: RoleName, recipe: Recipe, choices: dict[RoleName, Choice], where: dict[RoleName, int]) -> RolePlan:
-    resources: Resources = getattr(recipe.resources, role)
+def _make_role_plan(
+    role: RoleName, recipe: Recipe, choices: dict[RoleName, PartitionChoice], component_indices: dict[RoleName, int]
+) -> RolePlan:
+    resources: WorkerResources = getattr(recipe.resources, role)
     choice = choices.get(role)
     return RolePlan(
         role=role,
-        component=where[role],
+        component=component_indices[role],
         num_workers=resources.num_workers,
         workers_per_node=choice.workers_per_node if choice else resources.num_workers,
         gpus_per_worker=choice.gpus_per_worker if choice else 0,
@@ -151,7 +153,7 @@ def _role_plan(role: RoleName, recipe: Recipe, choices: dict[RoleName, Choice], 
     )
 
 
-def _check_walltime(recipe: Recipe, site: Site, components: list[Component]) -> None:
+def _check_walltime(recipe: Recipe, site: Site, components: list[JobComponent]) -> None:
     walltime = recipe.job.walltime_min
     for component in components:
         limit = site.partitions[component.partition].max_walltime_min
@@ -167,7 +169,7 @@ def _check_walltime(recipe: Recipe, site: Site, components: list[Component]) -> 
         )
 
 
-def _warnings(site: Site, components: list[Component]) -> list[str]:
+def _warn_unverified(site: Site, components: list[JobComponent]) -> list[str]:
     """What holds, but a reader should know before spending node-hours."""
     found = []
     if not site.verified:
@@ -179,27 +181,27 @@ def _warnings(site: Site, components: list[Component]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _few_places(recipe: Recipe) -> list[str]:
+def _warn_few_places(recipe: Recipe) -> list[str]:
     """Memory bounds isolated environments before `max_running` does: who waits for a place is admitted."""
     isolated = [domain.env_memory_gib for domain in recipe.domains.values() if domain.isolation != "none"]
     if not isolated:
         return []
     env, most = recipe.resources.env, recipe.rollout.max_running
-    places = env.num_workers * memory_model.env_places(env.mem_gib_per_worker, each_gib=max(isolated))
+    places = env.num_workers * memory_model.num_env_places(env.mem_gib_per_worker, each_gib=max(isolated))
     if places >= most:
         return []
     memory = f"resources.env.mem_gib_per_worker = {env.mem_gib_per_worker:g}, env_memory_gib = {max(isolated):g}"
     return [f"{places} isolated environments run at once, not rollout.max_running = {most}: {memory}"]
 
 
-def _nobody_to_begin_the_next(recipe: Recipe, layout: Layout) -> list[str]:
+def _warn_no_scheduler(recipe: Recipe, layout: JobLayout) -> list[str]:
     wanted = recipe.job.num_jobs
     if layout != "local" or wanted == 1:
         return []
     return [f"job.num_jobs = {wanted}: without a scheduler nobody begins the next but `hpcrl resume`"]
 
 
-def _idle_gpus(components: list[Component], roles: list[RolePlan]) -> list[str]:
+def _warn_idle_gpus(components: list[JobComponent], roles: list[RolePlan]) -> list[str]:
     """Nodes are charged as they are asked for: say what a role leaves unused."""
     found = []
     for component in components:
@@ -210,12 +212,12 @@ def _idle_gpus(components: list[Component], roles: list[RolePlan]) -> list[str]:
     return found
 
 
-def _cost(recipe: Recipe, site: Site, components: list[Component]) -> Cost:
+def _compute_cost(recipe: Recipe, site: Site, components: list[JobComponent]) -> JobCost:
     walltime = recipe.job.walltime_min
     nodes = sum(component.nodes for component in components)
     gpus = sum(component.nodes * component.gpus_per_node for component in components)
-    return Cost(
+    return JobCost(
         walltime_min=walltime,
-        node_hours=cost_model.hours(nodes, walltime_min=walltime),
-        gpu_hours=cost_model.hours(gpus, walltime_min=walltime),
+        node_hours=cost_model.compute_hours(nodes, walltime_min=walltime),
+        gpu_hours=cost_model.compute_hours(gpus, walltime_min=walltime),
     )

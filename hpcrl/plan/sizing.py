@@ -1,8 +1,8 @@
 """How many workers prefill and decode have where the recipe does not say. Pure.
 
-    fitted      the recipe with both numbers, as far as there is room for them, and why they are what they are
-    with_one    with one of each
-    Turn        what a turn of the recipe's domains is like
+    with_chosen_workers  the recipe with both numbers, as far as there is room for them, and why they are what they are
+    with_single_workers  with one of each
+    AverageTurn          what a turn of the recipe's domains is like
 
 Both follow from one signal, the tokens that can be decoded in a second, as HeteroScale sizes its pools: decode gets
 as many workers as hold all running episodes, and prefill as many as compute the prompts of the turns that those say.
@@ -17,12 +17,12 @@ import msgspec
 
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.errors import PlanError
-from hpcrl.hardware.cost_model import Pace, pace, usual_shape
-from hpcrl.hardware.gpus import GPUS, Gpu
+from hpcrl.hardware.cost_model import WorkerSpeed, estimate_speed, guess_model_shape
+from hpcrl.hardware.gpus import GPU_CATALOGUE, GpuModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class AverageTurn:
     """What a turn is like, on average over the domains by their weights."""
 
     num_new: float
@@ -33,38 +33,38 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Wanted:
+class _WorkerDemand:
     """How many workers a role could use, and what they would do."""
 
     role: RoleName
     num: int
     why: str
 
-    def told(self, num: int) -> str:
+    def describe(self, num: int) -> str:
         less = "" if num == self.num else f" of the {self.num} that it could use, as there is no room for more"
         return f"{self.role} has {num} workers{less}: {self.why}"
 
 
-def with_one(recipe: Recipe) -> Recipe:
+def with_single_workers(recipe: Recipe) -> Recipe:
     """One worker where the recipe does not say how many: what sizing begins with, and where it cannot be known."""
-    return _at_most(recipe, [], most=1)[0]
+    return _limit_workers(recipe, [], most=1)[0]
 
 
-def fitted(
+def with_chosen_workers(
     recipe: Recipe, *, gpus: dict[RoleName, str | None], fits: Callable[[Recipe], bool]
 ) -> tuple[Recipe, list[str]]:
     """Fill in what the recipe leaves at 0; what it says itself stays. `gpus` is the kind that each role gets.
 
     If not all that could be used fits, then as many as do, of both kinds in the ratio that they should have.
     """
-    wanted = _wanted(recipe, gpus)
-    largest = max((one.num for one in wanted), default=1)
+    demands = _find_worker_demands(recipe, gpus)
+    largest = max((demand.num for demand in demands), default=1)
     downwards = range(largest, 1, -1)
-    tried = bisect_left(downwards, True, key=lambda most: fits(_at_most(recipe, wanted, most=most)[0]))
-    return _at_most(recipe, wanted, most=largest - tried)
+    tried = bisect_left(downwards, True, key=lambda most: fits(_limit_workers(recipe, demands, most=most)[0]))
+    return _limit_workers(recipe, demands, most=largest - tried)
 
 
-def usual_turn(recipe: Recipe) -> Turn:
+def compute_average_turn(recipe: Recipe) -> AverageTurn:
     """The mean over the domains, each turn counted as often as it is played."""
     weights, news, replies, contexts = 0.0, 0.0, 0.0, 0.0
     tiny = recipe.model.tiny
@@ -77,17 +77,17 @@ def usual_turn(recipe: Recipe) -> Turn:
         news += weight * domain.usual_prompt_tokens
         replies += weight * reply
         contexts += weight * min(mean, longest)
-    return Turn(num_new=news / weights, num_reply=replies / weights, num_context=contexts / weights)
+    return AverageTurn(num_new=news / weights, num_reply=replies / weights, num_context=contexts / weights)
 
 
-def _wanted(recipe: Recipe, gpus: dict[RoleName, str | None]) -> list[_Wanted]:
+def _find_worker_demands(recipe: Recipe, gpus: dict[RoleName, str | None]) -> list[_WorkerDemand]:
     """What the roles whose number is left open could use; nothing where it cannot be known."""
     asked = recipe.resources
-    prefill, decode = _pace(recipe, "prefill", gpus), _pace(recipe, "decode", gpus)
+    prefill, decode = _estimate_role_speed(recipe, "prefill", gpus), _estimate_role_speed(recipe, "decode", gpus)
     if prefill is None or decode is None or (asked.prefill.num_workers and asked.decode.num_workers):
         return []
-    turn, running = usual_turn(recipe), recipe.rollout.max_running
-    most = min(recipe.engine.max_batch, _num_held(decode, turn, gpus["decode"]))
+    turn, running = compute_average_turn(recipe), recipe.rollout.max_running
+    most = min(recipe.engine.max_batch, _count_held_episodes(decode, turn, gpus["decode"]))
     num_decode = asked.decode.num_workers or ceil(running / most)
     batch = min(most, running / num_decode)
     tokens_per_s = num_decode * batch / decode.decode_s(batch, num_kv=batch * turn.num_context)
@@ -95,17 +95,17 @@ def _wanted(recipe: Recipe, gpus: dict[RoleName, str | None]) -> list[_Wanted]:
     open_ones = []
     if not asked.decode.num_workers:
         why = f"each holds {most} of the {running} episodes, of {turn.num_context:.0f} tokens on average"
-        open_ones.append(_Wanted(role="decode", num=num_decode, why=why))
+        open_ones.append(_WorkerDemand(role="decode", num=num_decode, why=why))
     if not asked.prefill.num_workers:
         why = (
             f"{num_decode} decode workers say {tokens_per_s:.0f} tokens/s, and the prompts of those turns "
             f"({turn.num_new:.0f} new tokens each) keep {busy:.2f} of them busy"
         )
-        open_ones.append(_Wanted(role="prefill", num=ceil(busy), why=why))
+        open_ones.append(_WorkerDemand(role="prefill", num=ceil(busy), why=why))
     return open_ones
 
 
-def _num_held(decode: Pace, turn: Turn, gpu: str | None) -> int:
+def _count_held_episodes(decode: WorkerSpeed, turn: AverageTurn, gpu: str | None) -> int:
     """How many episodes one decode worker has the KV for; PlanError if it is not one."""
     held = int(decode.kv_tokens / turn.num_context)
     if not held:
@@ -117,24 +117,26 @@ def _num_held(decode: Pace, turn: Turn, gpu: str | None) -> int:
     return held
 
 
-def _pace(recipe: Recipe, role: RoleName, gpus: dict[RoleName, str | None]) -> Pace | None:
+def _estimate_role_speed(recipe: Recipe, role: RoleName, gpus: dict[RoleName, str | None]) -> WorkerSpeed | None:
     """None where the model's size or the hardware is not known, or the model does not fit, which is refused later."""
-    gpu: Gpu | None = GPUS.get(gpus.get(role) or "")
+    gpu: GpuModel | None = GPU_CATALOGUE.get(gpus.get(role) or "")
     num_params = recipe.model.num_params
     if gpu is None or num_params is None:
         return None
-    found = pace(gpu, shape=usual_shape(num_params), tp=max(1, getattr(recipe.resources, role).gpus_per_worker))
+    found = estimate_speed(
+        gpu, shape=guess_model_shape(num_params), tp=max(1, getattr(recipe.resources, role).gpus_per_worker)
+    )
     return found if found.kv_tokens else None
 
 
-def _at_most(recipe: Recipe, wanted: list[_Wanted], *, most: int) -> tuple[Recipe, list[str]]:
+def _limit_workers(recipe: Recipe, demands: list[_WorkerDemand], *, most: int) -> tuple[Recipe, list[str]]:
     """The recipe with what is wanted, made smaller alike until the larger number is `most`."""
-    largest = max((one.num for one in wanted), default=1)
-    nums = {one.role: ceil(one.num * most / largest) for one in wanted}
+    largest = max((demand.num for demand in demands), default=1)
+    nums = {demand.role: ceil(demand.num * most / largest) for demand in demands}
     asked, replace = recipe.resources, msgspec.structs.replace
     resources = replace(
         asked,
         prefill=replace(asked.prefill, num_workers=asked.prefill.num_workers or nums.get("prefill", 1)),
         decode=replace(asked.decode, num_workers=asked.decode.num_workers or nums.get("decode", 1)),
     )
-    return replace(recipe, resources=resources), [one.told(nums[one.role]) for one in wanted]
+    return replace(recipe, resources=resources), [demand.describe(nums[demand.role]) for demand in demands]

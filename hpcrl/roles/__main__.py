@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.campaign_dir.events import WorkerEnded, WorkerFailed, WorkerStarted
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import ROLES, RoleName
 from hpcrl.plan.plan import Plan
-from hpcrl.roles.context import log_to, open_context, pin
+from hpcrl.roles.context import open_context, pin_devices, redirect_output
 
 MODULES = {"prefill": "serve", "decode": "serve"}
 """Roles whose module has another name."""
@@ -20,11 +20,11 @@ MODULES = {"prefill": "serve", "decode": "serve"}
 
 def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     """Live as one worker until the job ends; heavy packages are imported only after devices are pinned."""
-    run = RunDir(Path(campaign))
-    log_to(run.job(job_number), role, index)
-    plan = msgspec.json.decode(run.plan.read_bytes(), type=Plan)
-    devices = pin(plan.role(role))
-    context = open_context(run, job_number, role, index)
+    campaign_dir = CampaignDir(Path(campaign))
+    redirect_output(campaign_dir.job(job_number), role, index)
+    plan = msgspec.json.decode(campaign_dir.plan.read_bytes(), type=Plan)
+    devices = pin_devices(plan.role(role))
+    context = open_context(campaign_dir, job_number, role, index)
     context.events.emit(WorkerStarted(pid=os.getpid(), gpus=devices))
     try:
         code: int = importlib.import_module(f"hpcrl.roles.{MODULES.get(role, role)}").run(context) or 0

@@ -8,73 +8,78 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hpcrl.campaign_dir.endpoints import Endpoint
+from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.campaign_dir.events import CurriculumUpdated, FaultReported
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.config.recipe import Domain
-from hpcrl.engines.base import Completion, Engine
-from hpcrl.engines.http import RemoteEngine, client_session
+from hpcrl.config.recipe import DomainConfig
+from hpcrl.engines.base import Completion, InferenceEngine
+from hpcrl.engines.http import RemoteEngine, make_client_session
 from hpcrl.envs.base import Env
 from hpcrl.envs.pool import open_env
 from hpcrl.errors import SpoolError
-from hpcrl.learn.evaluations import Evaluations
-from hpcrl.models.chat_layout import load_chat, load_template
+from hpcrl.learn.evaluations import EvaluationStore
+from hpcrl.models.chat_layout import load_chat_layout, load_chat_template
 from hpcrl.models.model_config import read_context_length
-from hpcrl.roles.context import Context
-from hpcrl.rollout.admission import Gate, share
-from hpcrl.rollout.agents.server import Proxy
+from hpcrl.roles.context import WorkerContext
+from hpcrl.rollout.admission import AdmissionControl, compute_share
+from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.curriculum import Curriculum
-from hpcrl.rollout.episode import Layout, now
-from hpcrl.rollout.evaluation import Doing, Evaluator
+from hpcrl.rollout.episode import ConversationLayout, loop_time
+from hpcrl.rollout.evaluation import EvaluationHooks, EvaluationRunner
 from hpcrl.rollout.fault_budget import FaultBudget
-from hpcrl.rollout.flow_control import Telling, UnderWay, read_settled
-from hpcrl.rollout.groups import Ending, Groups
-from hpcrl.rollout.journal import Journal, reserve_block
-from hpcrl.rollout.player import Player
-from hpcrl.rollout.reporting import Counted, EpisodeReporter
-from hpcrl.rollout.rewards import load_reward, parts_of
+from hpcrl.rollout.flow_control import HoldWriter, InFlightVersions, read_settled
+from hpcrl.rollout.groups import EpisodeGroups, GroupOutcome
+from hpcrl.rollout.journal import EpisodeJournal, reserve_block
+from hpcrl.rollout.player import EpisodePlayer
+from hpcrl.rollout.reporting import CountingPolicy, EpisodeReporter
+from hpcrl.rollout.rewards import load_reward, to_reward_parts
 from hpcrl.rollout.routing.factory import make_router
 from hpcrl.rollout.routing.router import Router
-from hpcrl.rollout.task_queue import Agenda
-from hpcrl.rollout.tasks import Task, TaskStream, stable_hash
-from hpcrl.spool.listing import Listing, counted
+from hpcrl.rollout.task_queue import TaskQueue
+from hpcrl.rollout.tasks import AgentTask, TaskStream, stable_hash
+from hpcrl.spool.listing import SegmentListing, count_trajectories
 from hpcrl.spool.record import Trajectory
-from hpcrl.spool.writer import Batching, BatchWriter, DiskSpoolWriter
-from hpcrl.weights.versions import newest_version
+from hpcrl.spool.writer import BatchLimits, BatchWriter, DiskSpoolWriter
+from hpcrl.weights.versions import find_newest_version
 
-POLL_S = 0.1
+POLL_INTERVAL_S = 0.1
 TASKS_PER_BLOCK = 1 << 32
 
 
-def run(context: Context) -> None:
+def run(context: WorkerContext) -> None:
     """Run episodes until the job ends."""
-    asyncio.run(_host(context))
+    asyncio.run(_run_env_worker(context))
 
 
-async def _host(context: Context) -> None:
-    while newest_version(context.run.weights) is None:  # the trainer makes model directory and first version
+async def _run_env_worker(context: WorkerContext) -> None:
+    while find_newest_version(context.campaign.weights) is None:  # the trainer makes model directory and first version
         if context.draining:
             return
-        await asyncio.sleep(POLL_S)
-    async with client_session() as session:
+        await asyncio.sleep(POLL_INTERVAL_S)
+    async with make_client_session() as session:
 
-        def connect(endpoint: Endpoint) -> Engine:
+        def connect(endpoint: EngineEndpoint) -> InferenceEngine:
             return RemoteEngine(endpoint, session)
 
         seed = stable_hash(context.recipe.seed, context.name, bits=31)
         async with make_router(
-            context.recipe, context.run, host=context.index, connect=connect, seed=seed, events=context.events
+            context.recipe, context.campaign, env_index=context.index, connect=connect, seed=seed, events=context.events
         ) as router:
-            host = Host(context, router=router, layout=load_chat(context.run.model), rollouts=_on_disk(context))
+            env_worker = EnvWorker(
+                context,
+                router=router,
+                layout=load_chat_layout(context.campaign.model),
+                rollouts=_open_disk_spool(context),
+            )
             async with contextlib.AsyncExitStack() as stack:
-                if host.agenda.programs:
-                    proxy = Proxy(host.policy, template=load_template(context.run.model))
-                    host.player.proxy = await stack.enter_async_context(proxy)
-                await host.live()
+                if env_worker.task_queue.program_domains:
+                    proxy = ModelProxy(env_worker.policy, template=load_chat_template(context.campaign.model))
+                    env_worker.player.proxy = await stack.enter_async_context(proxy)
+                await env_worker.run_until_drained()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollouts:
+class RolloutSpool:
     """The spool "rollouts" as an env worker uses it."""
 
     writer: BatchWriter
@@ -83,46 +88,46 @@ class Rollouts:
 
 
 @dataclass
-class Host:
+class EnvWorker:
     """The episodes of one env worker and their accounts."""
 
-    context: Context
+    context: WorkerContext
     router: Router
-    layout: Layout
-    rollouts: Rollouts
-    open_env: Callable[[str, Domain], Awaitable[Env]] = open_env
+    layout: ConversationLayout
+    rollouts: RolloutSpool
+    open_env: Callable[[str, DomainConfig], Awaitable[Env]] = open_env
     version: int = 0
     num_unsealed: int = 0
     """Trajectories that were released and are not durable yet."""
     episodes: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
-    under_way: UnderWay = field(default_factory=UnderWay)
+    in_flight: InFlightVersions = field(default_factory=InFlightVersions)
 
     def __post_init__(self) -> None:
         context, rollout = self.context, self.context.recipe.rollout
-        self.groups = Groups(
+        self.groups = EpisodeGroups(
             group_size=rollout.group_size,
             episodes_per_group=rollout.episodes_per_group,
             replacements=rollout.replacements,
             max_lag=rollout.max_lag,
         )
-        self.policy = Counted(self.router, acted=self._acted)
-        self.player = Player(
+        self.policy = CountingPolicy(self.router, on_turn=self._record_action)
+        self.player = EpisodePlayer(
             recipe=context.recipe,
             layout=self.layout,
             policy=self.policy,
-            context_length=_context_length(context),
+            context_length=_read_context_length(context),
             newest_version=lambda: self.version,
             producer=context.name,
         )
         self.worker = EnvWorkerId(context.index, context.role_plan.num_workers)
-        self.agenda = Agenda(
+        self.task_queue = TaskQueue(
             context.recipe.domains,
             tasks=TaskStream(
                 self.worker,
                 recipe_seed=context.recipe.seed,
-                start=reserve_block(context.run.task_blocks, host=context.index) * TASKS_PER_BLOCK,
+                start=reserve_block(context.campaign.task_blocks, env_index=context.index) * TASKS_PER_BLOCK,
             ),
-            budget=FaultBudget(most=rollout.max_env_faults),
+            budget=FaultBudget(max_fault_share=rollout.max_env_faults),
             groups_ahead=rollout.groups_ahead,
             episodes_per_group=rollout.episodes_per_group,
             cpus=context.role_plan.cpus_per_worker,
@@ -133,151 +138,151 @@ class Host:
             context.recipe.domains,
             groups=self.groups,
             policy=self.policy,
-            agenda=self.agenda,
+            agenda=self.task_queue,
             emit=context.events.emit,
         )
-        self.curriculum = Curriculum.of(context.recipe, events=context.run.events)
-        self.gate = Gate(context.recipe, self.worker)
-        self.journal = Journal(context.run.journal(context.index))
-        self.telling = Telling(context.run.word(context.index))
-        self.evaluator = _evaluator(self) if context.recipe.evaluation.every_versions else None
+        self.curriculum = Curriculum.from_recipe(context.recipe, events=context.campaign.events)
+        self.admission = AdmissionControl(context.recipe, self.worker)
+        self.journal = EpisodeJournal(context.campaign.journal(context.index))
+        self.hold_writer = HoldWriter(context.campaign.hold(context.index))
+        self.evaluator = _make_evaluator(self) if context.recipe.evaluation.every_versions else None
 
-    async def live(self) -> None:
+    async def run_until_drained(self) -> None:
         """Admit, seal, report, until the job ends; then abort what runs and seal what is there."""
         self._recover()
         while not self.context.draining:
-            self.version = max(self.version, newest_version(self.context.run.weights) or 0)
-            await self._begin_groups()
-            self._evaluate()
-            self._tell()
+            self.version = max(self.version, find_newest_version(self.context.campaign.weights) or 0)
+            await self._start_groups()
+            self._continue_evaluation()
+            self._write_hold()
             await self._seal(self.rollouts.writer.flush_due)
-            self.reporter.report_due(now=now())
-            await asyncio.sleep(POLL_S)
+            self.reporter.report_due(now=loop_time())
+            await asyncio.sleep(POLL_INTERVAL_S)
         for task in self.episodes.values():
             task.cancel()
         await asyncio.gather(*self.episodes.values(), return_exceptions=True)
         if self.evaluator is not None:
             await self.evaluator.close()
-        await self.agenda.close()
+        await self.task_queue.close()
         await self._seal(self.rollouts.writer.close)
         self.reporter.report()
         self.journal.close()
 
     def _recover(self) -> None:
         """Book what an earlier life of this host was running when it was killed."""
-        self.reporter.lose_episodes(self.groups.accounts.lose(self.journal.open()))
+        self.reporter.lose_episodes(self.groups.ledger.record_lost(self.journal.open()))
 
-    async def _begin_groups(self) -> None:
+    async def _start_groups(self) -> None:
         """Begin as many groups as may begin now, by the weights of the curriculum if there is one."""
-        if self.curriculum is not None and (weights := self.curriculum.weights(now=now())) is not None:
-            self.agenda.reweigh(weights)
+        if self.curriculum is not None and (weights := self.curriculum.poll_weights(now=loop_time())) is not None:
+            self.task_queue.set_weights(weights)
             self.context.events.emit(CurriculumUpdated(weights=weights))
-        waiting = self.rollouts.num_sealed() - self._settled()
-        admitted = self.gate.admitted(self.groups, num_unsealed=self.num_unsealed, num_waiting=waiting)
+        waiting = self.rollouts.num_sealed() - self._read_num_settled()
+        admitted = self.admission.num_admitted(self.groups, num_unsealed=self.num_unsealed, num_waiting=waiting)
         if admitted and not self._is_served():
             await self.router.refresh()
             if not self._is_served():
                 return
-        for _ in range(self.gate.opened(admitted, self.groups)):
-            task = self.agenda.next(now=now())
+        for _ in range(self.admission.num_to_start(admitted, self.groups)):
+            task = self.task_queue.take_task(now=loop_time())
             if task is None:
                 return
-            self._begin(task)
+            self._start_group(task)
             await asyncio.sleep(0)  # thousands may begin at once: those that run already want their turn too
 
     def _is_served(self) -> bool:
-        return self.gate.is_served(self.router.versions(), newest=self.version)
+        return self.admission.has_fresh_weights(self.router.versions(), newest=self.version)
 
-    def _evaluate(self) -> None:
+    def _continue_evaluation(self) -> None:
         """Go on with the evaluation, if there is one, in the room that training leaves."""
         if self.evaluator is not None:
-            most = share(self.context.recipe.rollout.max_running, self.worker)
-            self.evaluator.tend(version=self.version, room=most - self.groups.num_running, now=now())
+            max_running = compute_share(self.context.recipe.rollout.max_running, self.worker)
+            self.evaluator.poll(version=self.version, room=max_running - self.groups.num_running, now=loop_time())
 
-    def _settled(self) -> int:
+    def _read_num_settled(self) -> int:
         """How many are settled; a version that is on its way out is known by it."""
-        settled = read_settled(self.context.run.settled)
+        settled = read_settled(self.context.campaign.settled)
         self.version = max(self.version, settled.version)
         return settled.num
 
-    def _begin(self, task: Task) -> None:
+    def _start_group(self, task: AgentTask) -> None:
         """Begin a group; its episodes go their own ways from here."""
-        self.journal.begun(self.groups.begin(task.group))
-        self._begin_episodes(task, range(self.context.recipe.rollout.episodes_per_group))
+        self.journal.record_start(self.groups.start(task.group))
+        self._start_episodes(task, range(self.context.recipe.rollout.episodes_per_group))
 
-    def _begin_episodes(self, task: Task, indices: Iterable[int]) -> None:
+    def _start_episodes(self, task: AgentTask, indices: Iterable[int]) -> None:
         for index in indices:
             episode = task.episode(index)
-            self.under_way.begin(episode, version=self.version)
-            self.episodes[episode] = asyncio.create_task(self._episode(task, index), name=episode)
+            self.in_flight.start(episode, version=self.version)
+            self.episodes[episode] = asyncio.create_task(self._run_episode(task, index), name=episode)
 
-    async def _episode(self, task: Task, index: int) -> None:
+    async def _run_episode(self, task: AgentTask, index: int) -> None:
         episode = task.episode(index)
         try:
-            async with self.agenda.place(task):
-                trajectory = await self._run(task, index)
+            async with self.task_queue.reserve_slot(task):
+                trajectory = await self._play_training(task, index)
             while not self.rollouts.writer.has_room:  # the disk is slower than we are, or full: hold still
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
         except asyncio.CancelledError:
-            self.under_way.drop(episode)
-            self.groups.aborted(task.group, episode)
-            self.agenda.closed(task)
-            self.journal.ended(episode, running=self.groups.accounts.running)
+            self.in_flight.drop(episode)
+            self.groups.record_abort(task.group, episode)
+            self.task_queue.discard_envs(task)
+            self.journal.record_end(episode, running=self.groups.ledger.running)
             return
         finally:
             del self.episodes[episode]
             self.router.forget(episode)
-        self._book(task, trajectory)
+        self._record_result(task, trajectory)
 
-    async def _run(self, task: Task, index: int) -> Trajectory:
+    async def _play_training(self, task: AgentTask, index: int) -> Trajectory:
         """An episode of training."""
         domain = self.context.recipe.domains[task.domain]
         return await self.player.play(
-            domain, task, index, make_env=lambda: self.agenda.env(task), limits=self.player.limits(domain)
+            domain, task, index, make_env=lambda: self.task_queue.take_env(task), limits=self.player.limits(domain)
         )
 
-    async def play_held_out(self, task: Task, index: int, name: str, domain: Domain) -> Trajectory:
+    async def play_held_out(self, task: AgentTask, index: int, name: str, domain: DomainConfig) -> Trajectory:
         """An episode of an evaluation: no version is too old for it."""
         limits = msgspec.structs.replace(
             self.player.limits(domain), max_lag=sys.maxsize, temperature=self.context.recipe.evaluation.temperature
         )
         try:
-            async with self.agenda.place(msgspec.structs.replace(task, domain=name)):
+            async with self.task_queue.reserve_slot(msgspec.structs.replace(task, domain=name)):
                 return await self.player.play(
                     domain, task, index, make_env=lambda: self.open_env(name, domain), limits=limits
                 )
         finally:
             self.router.forget(task.episode(index))
 
-    def _book(self, task: Task, trajectory: Trajectory) -> None:
-        ending = self.groups.end(trajectory, newest=self.version)
-        self.under_way.end(trajectory.id, ending)
-        if ending is None:
+    def _record_result(self, task: AgentTask, trajectory: Trajectory) -> None:
+        outcome = self.groups.end(trajectory, newest=self.version)
+        self.in_flight.end(trajectory.id, outcome)
+        if outcome is None:
             return
-        self.journal.ended(trajectory.id, running=self.groups.accounts.running)
-        self.reporter.end_episode(trajectory, ending.status, now=now())
-        for kept in ending.released:
+        self.journal.record_end(trajectory.id, running=self.groups.ledger.running)
+        self.reporter.end_episode(trajectory, outcome.status, now=loop_time())
+        for kept in outcome.released:
             self.rollouts.writer.append(kept)
-        self.num_unsealed += len(ending.released)
-        for episode in [*ending.abort, *self._spared(ending)]:
+        self.num_unsealed += len(outcome.released)
+        for episode in [*outcome.abort, *self._cancel_spare_groups(outcome)]:
             self.episodes[episode].cancel()
-        if ending.begin:
-            self.journal.begun([task.episode(index) for index in ending.begin])
-            self._begin_episodes(task, ending.begin)
-        if ending.released or ending.lost:
-            self.agenda.closed(task)
+        if outcome.start:
+            self.journal.record_start([task.episode(index) for index in outcome.start])
+            self._start_episodes(task, outcome.start)
+        if outcome.released or outcome.is_lost:
+            self.task_queue.discard_envs(task)
 
-    def _spared(self, ending: Ending) -> list[str]:
+    def _cancel_spare_groups(self, outcome: GroupOutcome) -> list[str]:
         """The episodes of the groups to spare, once the batch has what it needs."""
-        if not (ending.released and self.gate.released()):
+        if not (outcome.released and self.admission.record_release()):
             return []
-        aborted, dropped = self.groups.give_up()
+        aborted, dropped = self.groups.close_all()
         for episode in dropped:
-            self.under_way.drop(episode)
+            self.in_flight.drop(episode)
         return aborted
 
-    def _acted(self, episode: str, completion: Completion) -> None:
-        self.under_way.acted(episode, version=min(completion.versions, default=self.version))
+    def _record_action(self, episode: str, completion: Completion) -> None:
+        self.in_flight.record_version(episode, version=min(completion.versions, default=self.version))
 
     async def _seal(self, flush: Callable[[], list[str]]) -> None:
         """Make trajectories durable in a thread. A full disk loses nothing that is held; it is asked less and less."""
@@ -288,46 +293,46 @@ class Host:
         else:
             self.num_unsealed -= len(sealed)  # not in one line with the wait: episodes end meanwhile and add to it
             for episode in sealed:
-                self.under_way.drop(episode)
+                self.in_flight.drop(episode)
 
-    def _tell(self) -> None:
+    def _write_hold(self) -> None:
         """Ask training not to make too old what is under way, as far as that is worth it."""
         max_lag = self.context.recipe.rollout.max_lag
-        self.telling.tell(self.under_way.limit(newest=self.version, max_lag=max_lag), now=now())
+        self.hold_writer.write(self.in_flight.limit(newest=self.version, max_lag=max_lag), now=loop_time())
 
 
-def _context_length(context: Context) -> int:
-    return read_context_length(context.run.model, max_model_len=context.recipe.engine.max_model_len)
+def _read_context_length(context: WorkerContext) -> int:
+    return read_context_length(context.campaign.model, max_model_len=context.recipe.engine.max_model_len)
 
 
-def _evaluator(host: Host) -> Evaluator:
+def _make_evaluator(env_worker: EnvWorker) -> EvaluationRunner:
     """This host's evaluator. Scores are computed here, each in a thread: there are few of them."""
-    context = host.context
-    model, domains = context.run.model, context.recipe.domains
+    context = env_worker.context
+    model, domains = context.campaign.model, context.recipe.domains
     rewards = {name: load_reward(name, domain, model=model) for name, domain in domains.items()}
 
     async def score(name: str, trajectory: Trajectory) -> float:
-        return sum(parts_of(await asyncio.to_thread(rewards[name], trajectory)).values())
+        return sum(to_reward_parts(await asyncio.to_thread(rewards[name], trajectory)).values())
 
-    return Evaluator(
+    return EvaluationRunner(
         context.recipe,
-        host.worker,
+        env_worker.worker,
         job=context.job.number,
-        record=Evaluations(context.run.evaluations),
-        doing=Doing(
-            play=host.play_held_out,
+        record=EvaluationStore(context.campaign.evaluations),
+        hooks=EvaluationHooks(
+            play=env_worker.play_held_out,
             score=score,
             emit=context.events.emit,
-            served=lambda: min(host.router.versions(), default=-1),
+            oldest_version=lambda: min(env_worker.router.versions(), default=-1),
         ),
     )
 
 
-def _on_disk(context: Context) -> Rollouts:
-    rollout, spool, directory = context.recipe.rollout, context.recipe.spool, context.run.spool("rollouts")
-    batching = Batching(
+def _open_disk_spool(context: WorkerContext) -> RolloutSpool:
+    rollout, spool, directory = context.recipe.rollout, context.recipe.spool, context.campaign.spool("rollouts")
+    batching = BatchLimits(
         max_bytes=spool.max_segment_mib << 20, max_count=rollout.group_size * 64, max_age_s=spool.seal_after_s
     )
-    listing = Listing(directory)
+    listing = SegmentListing(directory)
     writer = DiskSpoolWriter(directory, producer=context.name, batching=batching, compression=spool.compression)
-    return Rollouts(writer=writer, num_sealed=lambda: counted(listing.names()))
+    return RolloutSpool(writer=writer, num_sealed=lambda: count_trajectories(listing.names()))

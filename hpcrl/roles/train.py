@@ -12,84 +12,84 @@ import msgspec
 
 from hpcrl.campaign_dir.events import CheckpointSaved, FaultReported, StaleDropped, StepFinished, TrainingResumed
 from hpcrl.errors import TrainError
-from hpcrl.hardware.gpus import GPUS
-from hpcrl.learn.consumed import Consumed
-from hpcrl.learn.evaluations import Evaluations, due, score_of
+from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.learn.evaluations import EvaluationStore, find_version_score, is_round_due
 from hpcrl.models.tiny import make_tiny_model
-from hpcrl.roles.context import Context
-from hpcrl.roles.train_queue import Stock
+from hpcrl.roles.context import WorkerContext
+from hpcrl.roles.train_queue import TrainQueue
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
-from hpcrl.system.network import address_of
+from hpcrl.system.network import find_bind_address
 from hpcrl.system.variables import TRAINER_START_VARIABLE
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.base import RankTrainer, StepMetrics, Trainer
-from hpcrl.trainers.leader import Leader, follow
-from hpcrl.trainers.publishing import shard_store
-from hpcrl.trainers.step_metrics import flops_used
+from hpcrl.trainers.leader import RankLeader, follow_orders
+from hpcrl.trainers.publishing import open_shard_store
+from hpcrl.trainers.step_metrics import compute_flops_utilization
 from hpcrl.trainers.torch import TorchTrainer
-from hpcrl.trainers.world import World, join, leave
+from hpcrl.trainers.world import World, join_world, leave_world
 from hpcrl.weights.file_store import FileStore
-from hpcrl.weights.publisher import Publisher
-from hpcrl.weights.versions import Rung, WeightVersion
-from hpcrl.weights.window.file import Key, window_key
+from hpcrl.weights.publisher import WeightPublisher
+from hpcrl.weights.versions import Transport, WeightVersion
+from hpcrl.weights.window.file import WindowKey, make_window_key
 from hpcrl.weights.window_store import WindowStore
 
-POLL_S = 0.05
-EVALUATION_POLL_S = 0.5
+POLL_INTERVAL_S = 0.05
+EVALUATION_POLL_INTERVAL_S = 0.5
 
 
-def run(context: Context) -> int:
+def run(context: WorkerContext) -> int:
     """Train until the recipe's last step, or until the job drains; the exit code says which.
 
     Of several ranks the first does all that is said here, and the others what it orders.
     """
-    world = join(_meeting(context), environ=_surroundings(context))
+    world = join_world(_find_meeting_path(context), environ=_make_rank_environment(context))
     try:
         if world.rank == 0:
             _make_model(context)
         world.wait()
-        mine = _trainer(context, world)
+        rank_trainer = _make_trainer(context, world)
         if world.rank:
-            store = shard_store(mine, _window(context), job=context.job)
-            follow(mine, train=context.recipe.train, spool=context.run.spool("scored"), store=store)
+            store = open_shard_store(rank_trainer, _find_window_key(context), job=context.job)
+            follow_orders(rank_trainer, train=context.recipe.train, spool=context.campaign.spool("scored"), store=store)
             return EXIT_DONE
-        return _lead(context, mine)
+        return _run_leader(context, rank_trainer)
     finally:
-        leave(world)
+        leave_world(world)
 
 
-def _lead(context: Context, mine: RankTrainer) -> int:
-    learner = Learner.begin_or_resume(context, mine)
-    while learner.step < context.recipe.train.num_steps:
+def _run_leader(context: WorkerContext, rank_trainer: RankTrainer) -> int:
+    training_loop = TrainingLoop.start_or_resume(context, rank_trainer)
+    while training_loop.step < context.recipe.train.num_steps:
         if context.draining:
-            learner.finish()
+            training_loop.finish()
             return EXIT_DRAINED
-        if not learner.try_step():
-            learner.tend()
-            time.sleep(POLL_S)
-    learner.await_evaluation()
-    learner.finish()
+        if not training_loop.try_step():
+            training_loop.poll()
+            time.sleep(POLL_INTERVAL_S)
+    training_loop.await_evaluation()
+    training_loop.finish()
     return EXIT_DONE
 
 
-def _meeting(context: Context) -> Path:
+def _find_meeting_path(context: WorkerContext) -> Path:
     """Where the ranks of this start of the trainer meet."""
     return context.job.ranks(int(os.environ.get(TRAINER_START_VARIABLE, "0")))
 
 
-def _surroundings(context: Context) -> Mapping[str, str]:
+def _make_rank_environment(context: WorkerContext) -> Mapping[str, str]:
     """What ranks meet by: on several nodes the site's interface, whose address needs no name to be known."""
     interface = context.site.network.interface
     if context.plan.layout == "local" or interface is None:
         return os.environ
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
-    return os.environ | {"MASTER_ADDR": address_of(interface)}
+    return os.environ | {"MASTER_ADDR": find_bind_address(interface)}
 
 
-def _trainer(context: Context, world: World) -> RankTrainer:
+def _make_trainer(context: WorkerContext, world: World) -> RankTrainer:
     """This rank's end of the trainer that the recipe names."""
-    recipe, model = context.recipe, context.run.model
+    recipe, model = context.recipe, context.campaign.model
     temperature = recipe.rollout.temperature
     if recipe.train.trainer == "megatron":
         from hpcrl.trainers.megatron.trainer import MegatronTrainer  # needs a package that not every site has
@@ -98,31 +98,31 @@ def _trainer(context: Context, world: World) -> RankTrainer:
     return TorchTrainer(model, recipe.train, seed=recipe.seed, temperature=temperature, world=world)
 
 
-def _make_model(context: Context) -> None:
+def _make_model(context: WorkerContext) -> None:
     """The directory that all roles load architecture and tokenizer from."""
-    model, where = context.recipe.model, context.run.model
-    if where.exists():
+    model, directory = context.recipe.model, context.campaign.model
+    if directory.exists():
         return
     if model.path is not None:
-        where.symlink_to(model.path, target_is_directory=True)
+        directory.symlink_to(model.path, target_is_directory=True)
     else:
         assert model.tiny is not None  # load_recipe checks it
-        make_tiny_model(where, model.tiny, seed=context.recipe.seed)
+        make_tiny_model(directory, model.tiny, seed=context.recipe.seed)
 
 
 @dataclass
-class Learner:
+class TrainingLoop:
     """The trainer and its place in the campaign."""
 
-    context: Context
+    context: WorkerContext
     trainer: Trainer
-    leader: Leader | None
+    leader: RankLeader | None
     """The same, where other ranks wait for orders."""
-    publisher: Publisher
+    publisher: WeightPublisher
     num_params: int
     """Weights of the model."""
-    stock: Stock
-    consumed: Consumed
+    train_queue: TrainQueue
+    consumed: ConsumedTrajectories
     step: int
     version: int
     saved_step: int
@@ -138,78 +138,80 @@ class Learner:
     waiting_since: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def begin_or_resume(cls, context: Context, mine: RankTrainer) -> "Learner":
+    def start_or_resume(cls, context: WorkerContext, rank_trainer: RankTrainer) -> "TrainingLoop":
         """From the newest whole checkpoint, or from the initial weights; either way a version is published."""
-        run = context.run
-        consumed, step, version = Consumed(), 0, 0
-        found = checkpoint.newest(
-            run.checkpoints,
+        campaign = context.campaign
+        consumed, step, version = ConsumedTrajectories(), 0, 0
+        found = checkpoint.find_newest(
+            campaign.checkpoints,
             report=lambda path, why: context.events.emit(FaultReported(what="checkpoint", detail=f"{path}: {why}")),
         )
         if found is not None:
             manifest, consumed = checkpoint.read_checkpoint(found)
             step, version = manifest.step, manifest.version
-        stock = Stock(context, consumed=consumed)
-        leader = _leader(context, mine, stock) if mine.world.size > 1 else None
-        publisher = _publisher(context, leader)
-        trainer: Trainer = leader or mine
+        train_queue = TrainQueue(context, consumed=consumed)
+        leader = _make_leader(context, rank_trainer, train_queue) if rank_trainer.world.size > 1 else None
+        publisher = _make_publisher(context, leader)
+        trainer: Trainer = leader or rank_trainer
         if found is not None:
             trainer.load(found)
             context.events.emit(TrainingResumed(step=step, version=version, checkpoint=found.name))
-        learner = cls(
+        training_loop = cls(
             context=context,
             trainer=trainer,
             leader=leader,
             publisher=publisher,
-            num_params=sum(math.prod(shape) for shape in mine.shapes().values()),
-            stock=stock,
+            num_params=sum(math.prod(shape) for shape in rank_trainer.shapes().values()),
+            train_queue=train_queue,
             consumed=consumed,
             step=step,
             version=version,
             saved_step=step if found is not None else -1,
         )
-        learner.stock.recover()
+        training_loop.train_queue.recover()
         newest = publisher.newest_version()
         if newest != version or publisher.newest_readable() != version:
             # Versions never go back: what was published after the checkpoint belongs to a lost past.
-            learner.version = version if newest is None else max(version, newest + 1)
-            learner.publish()
+            training_loop.version = version if newest is None else max(version, newest + 1)
+            training_loop.publish()
             publisher.persist()
-        return learner
+        return training_loop
 
     def try_step(self) -> bool:
         """One step, if there are groups for it."""
         recipe = self.context.recipe
-        choice = self.stock.choose(version=self.version)
+        choice = self.train_queue.choose(version=self.version)
         if choice.stale:
             self.context.events.emit(StaleDropped(num=len(choice.stale), version=self.version))
         if not choice.chosen:
             return False
         wait_s = time.monotonic() - self.waiting_since
-        gathering = self.reading.submit(self.stock.gather)
+        gathering = self.reading.submit(self.train_queue.gather)
         metrics = self.trainer.train_step(choice.chosen, step=self.step + 1, version=self.version)
         gathering.result()
         self.consumed.update(trajectory.id for trajectory in choice.chosen)
         self.step += 1
         self.version += 1
-        began = time.monotonic()
+        started = time.monotonic()
         self.publish()
-        times = metrics.times | {"publish": round(time.monotonic() - began, 6), "wait": round(wait_s, 6)}
-        self.stock.trained(version=self.version)
-        told = msgspec.structs.asdict(metrics) | {"times": times, "mfu": self.mfu(metrics)}
-        self.context.events.emit(StepFinished(**told, wait_s=round(wait_s, 4)))
-        self.heed(metrics)
+        times = metrics.times | {"publish": round(time.monotonic() - started, 6), "wait": round(wait_s, 6)}
+        self.train_queue.mark_trained(version=self.version)
+        values = msgspec.structs.asdict(metrics) | {"times": times, "mfu": self.compute_mfu(metrics)}
+        self.context.events.emit(StepFinished(**values, wait_s=round(wait_s, 4)))
+        self.check_skipped(metrics)
         if self.step % recipe.train.checkpoint_every_steps == 0:
-            self.begin_checkpoint()
-            self.stock.retire(version=self.version)
+            self.start_checkpoint()
+            self.train_queue.retire(version=self.version)
         self.waiting_since = time.monotonic()
         return True
 
-    def mfu(self, metrics: StepMetrics) -> float | None:
+    def compute_mfu(self, metrics: StepMetrics) -> float | None:
         """The share that the step had of what the trainer's GPUs can do; None without GPUs."""
-        return flops_used(metrics, num_params=self.num_params, peak_flops=_peak_flops(self.context))
+        return compute_flops_utilization(
+            metrics, num_params=self.num_params, peak_flops=_compute_peak_flops(self.context)
+        )
 
-    def heed(self, metrics: StepMetrics) -> None:
+    def check_skipped(self, metrics: StepMetrics) -> None:
         """A step that changed nothing is told; too many in a row end the campaign."""
         self.reward = metrics.reward_mean
         self.num_skipped = self.num_skipped + 1 if metrics.skipped else 0
@@ -217,133 +219,135 @@ class Learner:
             detail = f"step {metrics.step} was skipped: {metrics.skipped}"
             self.context.events.emit(FaultReported(what="step", detail=detail))
         if self.num_skipped > self.context.recipe.train.max_skipped_steps:
-            self.settle_checkpoint()
+            self.await_checkpoint()
             raise TrainError(
                 f"{self.num_skipped} steps in a row changed nothing, the last because {metrics.skipped}: lower "
                 "train.learning_rate, mend the rewards, or raise train.max_skipped_steps"
             )
 
-    def tend(self) -> None:
+    def poll(self) -> None:
         """While there is nothing to train on."""
-        self.publisher.tend()
+        self.publisher.poll()
         if self.saving is not None and self.saving.done():
-            self.settle_checkpoint()
+            self.await_checkpoint()
         if self.leader is not None:
-            self.leader.tend()
+            self.leader.keep_ranks_alive()
 
     def await_evaluation(self) -> None:
         """Training is done: the last evaluation may end first, if it is not too slow and the job is not."""
         evaluation = self.context.recipe.evaluation
-        record, every = Evaluations(self.context.run.evaluations), evaluation.every_versions
+        record, every = EvaluationStore(self.context.campaign.evaluations), evaluation.every_versions
         deadline = time.monotonic() + evaluation.patience_s
-        while every and due(record.last(), newest=self.version, every=every) and not self.context.draining:
+        while (
+            every and is_round_due(record.last_result(), newest=self.version, every=every) and not self.context.draining
+        ):
             if time.monotonic() > deadline:
                 detail = f"the evaluation of version {self.version} did not end in {evaluation.patience_s:g} s"
                 self.context.events.emit(FaultReported(what="evaluation", detail=detail))
                 return
-            self.tend()
-            self.context.pause(EVALUATION_POLL_S)
+            self.poll()
+            self.context.pause(EVALUATION_POLL_INTERVAL_S)
 
     def publish(self) -> None:
         """Give the weights to every engine."""
         weight_version = WeightVersion(version=self.version, step=self.step)
         if self.leader is not None:
-            boxes, whole = self.leader.boxes(), self.trainer.tensors
-            self.publisher.publish(boxes, weight_version, whole=whole)
+            shards, whole = self.leader.weight_shards(), self.trainer.tensors
+            self.publisher.publish(shards, weight_version, gather_tensors=whole)
         else:
             self.publisher.publish(self.trainer.tensors(), weight_version)
 
     def finish(self) -> None:
         """The last checkpoint; the newest version is in files when this returns."""
-        self.begin_checkpoint()
-        self.settle_checkpoint()
+        self.start_checkpoint()
+        self.await_checkpoint()
         self.background.shutdown()
         self.reading.shutdown()
         if self.leader is not None:
             self.leader.close()
         self.publisher.close()
-        self.stock.close()
+        self.train_queue.close()
 
-    def begin_checkpoint(self) -> None:
+    def start_checkpoint(self) -> None:
         """Trainer state and consumed ids, in one commit; training stands still for the copy in memory alone."""
         if self.saved_step == self.step:
             return
-        self.settle_checkpoint()
-        began = time.monotonic()
-        moment = checkpoint.Moment(
+        self.await_checkpoint()
+        started = time.monotonic()
+        moment = checkpoint.PendingCheckpoint(
             step=self.step,
             version=self.version,
             state=self.trainer.snapshot(),
             consumed=self.consumed.encode(),
             extra={"reward": self.reward},
         )
-        self.stock.note_settled()
+        self.train_queue.note_settled()
         self.publisher.persist()
         self.saved_step = self.step
-        self.saving = self.background.submit(self._commit, moment, began, time.monotonic() - began)
+        self.saving = self.background.submit(self._commit_checkpoint, moment, started, time.monotonic() - started)
 
-    def settle_checkpoint(self) -> None:
+    def await_checkpoint(self) -> None:
         """Wait for the checkpoint that is being written; what went wrong with it is raised here."""
         saving, self.saving = self.saving, None
         if saving is not None:
             saving.result()
 
-    def _commit(self, moment: checkpoint.Moment, began: float, stall_s: float) -> None:
+    def _commit_checkpoint(self, moment: checkpoint.PendingCheckpoint, started: float, stall_s: float) -> None:
         train = self.context.recipe.train
-        saved = checkpoint.commit(self.context.run.checkpoints, moment)
-        checkpoint.prune(
-            self.context.run.checkpoints,
+        saved = checkpoint.commit_checkpoint(self.context.campaign.checkpoints, moment)
+        checkpoint.prune_checkpoints(
+            self.context.campaign.checkpoints,
             keep=train.keep_checkpoints,
             keep_best=train.keep_best,
-            score=_score(self.context),
+            score=_make_checkpoint_score(self.context),
         )
-        self.stock.covered_by(saved)
-        wall_s = time.monotonic() - began
+        self.train_queue.mark_covered(saved)
+        wall_s = time.monotonic() - started
         wall_s, stall_s = round(wall_s, 4), round(stall_s, 4)
         self.context.events.emit(
             CheckpointSaved(step=moment.step, version=moment.version, wall_s=wall_s, stall_s=stall_s)
         )
 
 
-def _score(context: Context) -> Callable[[checkpoint.Checkpoint], float | None]:
+def _make_checkpoint_score(context: WorkerContext) -> Callable[[checkpoint.CheckpointManifest], float | None]:
     """How good a checkpoint is: by evaluations if the recipe has any, else by the rewards of its last step."""
     every = context.recipe.evaluation.every_versions
     if not every:
-        return checkpoint.noted_reward
-    results = Evaluations(context.run.evaluations).results()
-    return lambda manifest: score_of(manifest.version, results, every=every)
+        return checkpoint.read_recorded_reward
+    results = EvaluationStore(context.campaign.evaluations).results()
+    return lambda manifest: find_version_score(manifest.version, results, every=every)
 
 
-def _leader(context: Context, mine: RankTrainer, stock: Stock) -> Leader:
-    return Leader(
-        mine,
+def _make_leader(context: WorkerContext, rank_trainer: RankTrainer, stock: TrainQueue) -> RankLeader:
+    return RankLeader(
+        rank_trainer,
         train=context.recipe.train,
         seed=context.recipe.seed,
-        spool=context.run.spool("scored"),
-        checkpoints=context.run.checkpoints,
+        spool=context.campaign.spool("scored"),
+        checkpoints=context.campaign.checkpoints,
         segment_of=stock.segment_of,
-        upcoming=stock.upcoming,
+        upcoming=stock.preview_choice,
     )
 
 
-def _peak_flops(context: Context) -> float:
+def _compute_peak_flops(context: WorkerContext) -> float:
     """Of all GPUs of the trainer together, in bf16; 0 where it has none."""
     role = context.plan.role("train")
     gpu = context.plan.components[role.component].gpu
     num = role.gpus_per_worker * role.num_workers
-    return GPUS[gpu].bf16_tflops * 1e12 * num if gpu is not None else 0.0
+    return GPU_CATALOGUE[gpu].bf16_tflops * 1e12 * num if gpu is not None else 0.0
 
 
-def _window(context: Context) -> Key:
-    return window_key(context.run, node=context.place.node)
+def _find_window_key(context: WorkerContext) -> WindowKey:
+    return make_window_key(context.campaign, node=context.place.node)
 
 
-def _publisher(context: Context, leader: Leader | None) -> Publisher:
+def _make_publisher(context: WorkerContext, leader: RankLeader | None) -> WeightPublisher:
     """Where versions go, of several ranks each its part; on one machine every worker sees the window of its node."""
-    run, key = context.run, _window(context)
+    campaign, key = context.campaign, _find_window_key(context)
     window = WindowStore(key, job=context.job) if leader is None else leader.window(key, job=context.job)
-    files = FileStore(run.weights)
-    publisher = Publisher(files, window, events=context.events, keep_versions=context.recipe.train.keep_versions)
+    files = FileStore(campaign.weights)
+    publisher = WeightPublisher(files, window, events=context.events, keep_versions=context.recipe.train.keep_versions)
     if context.plan.layout == "local":
-        publisher.take_rung(Rung(rung="window", reason="every worker is on this node"))
+        publisher.set_transport(Transport(rung="window", reason="every worker is on this node"))
     return publisher

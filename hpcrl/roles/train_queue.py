@@ -10,64 +10,71 @@ from pathlib import Path
 
 from hpcrl.campaign_dir.events import FaultReported, SegmentsRetired
 from hpcrl.errors import SpoolError
-from hpcrl.learn.batch import Choice, choose_groups
-from hpcrl.learn.consumed import Consumed
-from hpcrl.roles.context import Context
-from hpcrl.rollout.flow_control import SettledCount, SettledWriter, go_on
-from hpcrl.spool.listing import counted, quarantine
+from hpcrl.learn.batch import GroupChoice, choose_groups
+from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.roles.context import WorkerContext
+from hpcrl.rollout.flow_control import SettledCount, SettledWriter, may_publish
+from hpcrl.spool.listing import count_trajectories, quarantine_segment
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import Trajectory
-from hpcrl.spool.retention import Settled, Shelves, prune, recover, retire, worth_retiring
+from hpcrl.spool.retention import (
+    SettledSegments,
+    SpoolDirs,
+    choose_retirable,
+    prune_archive,
+    recover_retirement,
+    retire_segments,
+)
 from hpcrl.trainers import checkpoint
 
 
-class Stock:
+class TrainQueue:
     """The trajectories of "scored" as the trainer sees them."""
 
-    def __init__(self, context: Context, *, consumed: Consumed) -> None:
-        spool = context.run.spool
+    def __init__(self, context: WorkerContext, *, consumed: ConsumedTrajectories) -> None:
+        spool = context.campaign.spool
         self._context = context
         self._consumed = consumed
-        self._shelves = Shelves(rollouts=spool("rollouts"), scored=spool("scored"), archive=spool("archive"))
-        self._reader = DiskSpoolReader(self._shelves.scored, on_damage=self._damaged, consumed=consumed)
+        self._spool_dirs = SpoolDirs(rollouts=spool("rollouts"), scored=spool("scored"), archive=spool("archive"))
+        self._reader = DiskSpoolReader(self._spool_dirs.scored, on_damage=self._handle_damage, consumed=consumed)
         self._waiting: list[Trajectory] = []
         self._num_training = 0
         self._version = 0
-        self._settled_writer = SettledWriter(context.run.settled)
-        self._settled = Settled(grace_s=context.recipe.spool.retire_after_s)
+        self._settled_writer = SettledWriter(context.campaign.settled)
+        self._settled = SettledSegments(grace_s=context.recipe.spool.retire_after_s)
         self._times_damaged: Counter[str] = Counter()
-        self._accounts = threading.Lock()
+        self._lock = threading.Lock()
         """Held while the books are read or changed: segments are retired in a thread."""
         self._retiring: threading.Thread | None = None
 
     def recover(self) -> None:
         """Finish what a crash cut short. Nothing counts as settled until the books are made anew, which is safe."""
-        recover(
-            self._shelves,
-            lower=lambda _: self._settled_writer.write(SettledCount()),
+        recover_retirement(
+            self._spool_dirs,
+            lower_settled=lambda _: self._settled_writer.write(SettledCount()),
             compression=self._context.recipe.spool.compression,
         )
 
-    def choose(self, *, version: int) -> Choice:
-        """The trajectories of the next step, if there are enough; `trained` must follow."""
-        with self._accounts:
-            choice = self._choice([*self._waiting, *self._reader.poll()], version=version)
-            if choice.chosen and not go_on(self._context.run.words(), version=version + 1):
+    def choose(self, *, version: int) -> GroupChoice:
+        """The trajectories of the next step, if there are enough; `mark_trained` must follow."""
+        with self._lock:
+            choice = self._choose_from([*self._waiting, *self._reader.poll()], version=version)
+            if choice.chosen and not may_publish(self._context.campaign.holds(), version=version + 1):
                 choice = choice._replace(chosen=[], rest=[*choice.chosen, *choice.rest])
             self._version, self._waiting, self._num_training = version, choice.rest, len(choice.chosen)
-            self._tell_settled()
+            self._publish_settled()
         return choice
 
     def gather(self) -> None:
         """Read what has come, while a step runs in another thread; nothing is chosen yet."""
-        with self._accounts:
+        with self._lock:
             self._waiting = [*self._waiting, *self._reader.poll()]
 
-    def upcoming(self, version: int) -> list[Trajectory]:
+    def preview_choice(self, version: int) -> list[Trajectory]:
         """What `choose` would choose for this version if nothing came any more; it never waits for `gather`."""
-        return self._choice(self._waiting, version=version).chosen
+        return self._choose_from(self._waiting, version=version).chosen
 
-    def _choice(self, available: list[Trajectory], *, version: int) -> Choice:
+    def _choose_from(self, available: list[Trajectory], *, version: int) -> GroupChoice:
         recipe = self._context.recipe
         return choose_groups(
             available,
@@ -84,32 +91,32 @@ class Stock:
         assert name is not None, "what waits to be trained on is not retired"
         return name
 
-    def trained(self, *, version: int) -> None:
+    def mark_trained(self, *, version: int) -> None:
         """The step is made and its version is on its way out: what it used is settled."""
-        with self._accounts:
+        with self._lock:
             self._version, self._num_training = version, 0
-            self._tell_settled()
+            self._publish_settled()
 
     def note_settled(self) -> None:
         """A checkpoint is about to be saved: it knows what became of all that is settled now."""
-        with self._accounts:
-            self._settled.note(self._reader.finished(self._waiting))
+        with self._lock:
+            self._settled.note(self._reader.finished_segments(self._waiting))
 
-    def covered_by(self, saved: Path) -> None:
+    def mark_covered(self, saved: Path) -> None:
         """That checkpoint is durable."""
-        with self._accounts:
-            self._settled.cover(checkpoint.number_of(saved))
+        with self._lock:
+            self._settled.cover(checkpoint.parse_commit_number(saved))
 
     def retire(self, *, version: int) -> None:
         """Take segments out of use that no kept checkpoint needs, in a thread: training does not wait for it."""
-        oldest = checkpoint.oldest_number(self._context.run.checkpoints)
+        oldest = checkpoint.find_oldest_number(self._context.campaign.checkpoints)
         if oldest is None or (self._retiring is not None and self._retiring.is_alive()):
             return
         max_bytes = self._context.recipe.spool.max_segment_mib << 20
         due = self._settled.due(oldest_checkpoint=oldest)
-        chosen = worth_retiring(due, self._shelves.scored, max_bytes=max_bytes)
+        chosen = choose_retirable(due, self._spool_dirs.scored, max_bytes=max_bytes)
         if chosen:
-            self._retiring = threading.Thread(target=self._retire, args=(chosen, version), name="retire")
+            self._retiring = threading.Thread(target=self._retire_segments, args=(chosen, version), name="retire")
             self._retiring.start()
 
     def close(self) -> None:
@@ -117,38 +124,44 @@ class Stock:
         if self._retiring is not None:
             self._retiring.join()
 
-    def _retire(self, segments: list[str], version: int) -> None:
+    def _retire_segments(self, segments: list[str], version: int) -> None:
         spool, emit = self._context.recipe.spool, self._context.events.emit
         try:
-            intent = retire(
-                self._shelves,
+            intent = retire_segments(
+                self._spool_dirs,
                 segments,
                 keep=spool.keep != "none",
-                lower=self._lower,
+                lower_settled=self._lower_settled,
                 compression=spool.compression,
             )
             if spool.keep == "versions":
-                prune(self._shelves.archive, oldest_version=version - spool.archive_versions)
+                prune_archive(self._spool_dirs.archive, oldest_version=version - spool.archive_versions)
         except (OSError, SpoolError) as error:  # tried again later; training needs none of it
             emit(FaultReported(what="spool", detail=f"segments could not be retired: {error}"))
             return
-        with self._accounts:
+        with self._lock:
             self._settled.drop(intent.segments)
-        emit(SegmentsRetired(num=counted(intent.segments), num_segments=len(intent.segments), archive=intent.archive))
+        emit(
+            SegmentsRetired(
+                num=count_trajectories(intent.segments), num_segments=len(intent.segments), archive=intent.archive
+            )
+        )
 
-    def _lower(self, segments: list[str]) -> None:
-        with self._accounts:
+    def _lower_settled(self, segments: list[str]) -> None:
+        with self._lock:
             self._reader.forget(segments)
-            self._tell_settled()
+            self._publish_settled()
 
-    def _tell_settled(self) -> None:
+    def _publish_settled(self) -> None:
         num = self._reader.num_passed - len(self._waiting) - self._num_training
         self._settled_writer.write(SettledCount(num=num, version=self._version))
 
-    def _damaged(self, path: Path, why: str) -> None:
+    def _handle_damage(self, path: Path, reason: str) -> None:
         """The reader has put it aside, so it is scored again; what comes out damaged twice is not tried once more."""
-        self._context.events.emit(FaultReported(what="spool", detail=f"{path}: {why}"))
+        self._context.events.emit(FaultReported(what="spool", detail=f"{path}: {reason}"))
         self._times_damaged[path.name] += 1
         if self._times_damaged[path.name] > 1 and not path.exists():
-            told = quarantine(self._shelves.rollouts / path.name, f"its scored twin is damaged again and again: {why}")
-            self._context.events.emit(FaultReported(what="spool", detail=told))
+            detail = quarantine_segment(
+                self._spool_dirs.rollouts / path.name, f"its scored twin is damaged again and again: {reason}"
+            )
+            self._context.events.emit(FaultReported(what="spool", detail=detail))

@@ -1,19 +1,19 @@
 """The work of an env worker.
 
-    episode       one episode, turn by turn
-    turn          one turn, across interruptions
-    player        an episode or an agent program, as the domain asks
-    groups        groups of episodes and what became of them
-    admission     how many groups may start
-    tasks         seeds, numbers and domains of tasks
-    task_queue    the next task, and environments made ready before
-    fault_budget  how many faults of an environment are bearable
-    curriculum    weights of domains, by a user's function
-    flow_control  how env workers and the trainer wait for each other
-    journal       what runs, on disk
-    reporting     counters and events of the worker
-    evaluation    rounds of evaluation
-    rewards       a domain's reward function
-    routing       which engine serves a turn
-    agents        the OpenAI API for agent programs
+episode       one episode, turn by turn
+turn          one turn, across interruptions
+player        an episode or an agent program, as the domain asks
+groups        groups of episodes and what became of them
+admission     how many groups may start
+tasks         seeds, numbers and domains of tasks
+task_queue    the next task, and environments made ready before
+fault_budget  how many faults of an environment are bearable
+curriculum    weights of domains, by a user's function
+flow_control  how env workers and the trainer wait for each other
+journal       what runs, on disk
+reporting     counters and events of the worker
+evaluation    rounds of evaluation
+rewards       a domain's reward function
+routing       which engine serves a turn
+agents        the OpenAI API for agent programs
 """

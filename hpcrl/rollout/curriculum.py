@@ -16,26 +16,26 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError
 
-ASK_EVERY_S = 10.0
-KEPT = 256
+UPDATE_INTERVAL_S = 10.0
+MAX_KEPT = 256
 """Rewards of a domain that are remembered, newest first to stay."""
 
-Hook = Callable[[dict[str, list[float]]], Mapping[str, float]]
+CurriculumHook = Callable[[dict[str, list[float]]], Mapping[str, float]]
 
 
 class Curriculum:
     """The curriculum of one env host, fed by what the reward workers say in their events."""
 
-    def __init__(self, hook: Hook, *, name: str, weights: Mapping[str, float], events: EventReader) -> None:
+    def __init__(self, hook: CurriculumHook, *, name: str, weights: Mapping[str, float], events: EventReader) -> None:
         self._hook = hook
         self._name = name
         self._weights = dict(weights)
         self._events = events
-        self._rewards: dict[str, deque[float]] = {domain: deque(maxlen=KEPT) for domain in weights}
-        self._asked = -math.inf
+        self._rewards: dict[str, deque[float]] = {domain: deque(maxlen=MAX_KEPT) for domain in weights}
+        self._updated_at = -math.inf
 
     @classmethod
-    def of(cls, recipe: Recipe, *, events: Path) -> "Curriculum | None":
+    def from_recipe(cls, recipe: Recipe, *, events: Path) -> "Curriculum | None":
         """The curriculum of a recipe, if it names one."""
         name = recipe.rollout.curriculum
         if name is None:
@@ -47,27 +47,27 @@ class Curriculum:
             events=EventReader(events, pattern="*-reward-*.jsonl"),
         )
 
-    def weights(self, *, now: float) -> dict[str, float] | None:
+    def poll_weights(self, *, now: float) -> dict[str, float] | None:
         """New weights; None when it is not time to ask, or nothing has changed."""
-        if now - self._asked < ASK_EVERY_S:
+        if now - self._updated_at < UPDATE_INTERVAL_S:
             return None
-        self._asked = now
-        self._hear(self._events.poll())
+        self._updated_at = now
+        self._read_rewards(self._events.poll())
         recent = {domain: list(rewards) for domain, rewards in self._rewards.items()}
-        answer = checked_weights(self._hook(recent), known=self._weights, name=self._name)
+        answer = check_weights(self._hook(recent), known=self._weights, name=self._name)
         if answer == self._weights:
             return None
         self._weights = answer
         return answer
 
-    def _hear(self, events: Iterable[CampaignEvent]) -> None:
+    def _read_rewards(self, events: Iterable[CampaignEvent]) -> None:
         for event in events:
             if isinstance(event, SegmentScored):
                 for domain, rewards in event.rewards.items():
                     self._rewards[domain].extend(rewards)
 
 
-def checked_weights(answer: Any, *, known: Mapping[str, float], name: str) -> dict[str, float]:
+def check_weights(answer: Any, *, known: Mapping[str, float], name: str) -> dict[str, float]:
     """The weights that a function gave, completed; ConfigError for what are none."""
     try:
         weights = {**known, **{str(domain): float(weight) for domain, weight in dict(answer).items()}}

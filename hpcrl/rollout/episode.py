@@ -1,8 +1,8 @@
 """One episode on its own timeline: reset, then generate and step, turn by turn, to a trajectory exact to the token.
 
-    Layout        what an episode needs of the chat layout
-    Limits        how long, how far and how stale an episode may be
-    run_episode   runs it; what goes wrong in its environment or its engines is a status, not an exception
+    ConversationLayout  what an episode needs of the chat layout
+    EpisodeLimits       how long, how far and how stale an episode may be
+    run_episode         runs it; what goes wrong in its environment or its engines is a status, not an exception
 
 Ids are appended as they came and never made from text again. An infrastructure fault begins the episode anew, after
 a pause; if none of the attempts gets through, its status is `env-fault`. An action that the environment does not
@@ -22,32 +22,32 @@ import numpy as np
 from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.envs.base import Env, Step
 from hpcrl.errors import EngineError, EnvFault
-from hpcrl.rollout.tasks import Task, stable_hash
-from hpcrl.rollout.turn import Speaker, say
+from hpcrl.rollout.tasks import AgentTask, stable_hash
+from hpcrl.rollout.turn import TurnGenerator, generate_turn
 from hpcrl.spool.ids import make_attempt_id, make_request_id
-from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.spool.record import EpisodeTurn, Trajectory
 from hpcrl.spool.status import EpisodeStatus
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 5.0
 """How long an environment may take to close before it is left alone."""
-LONGEST_PAUSE_S = 60.0
+MAX_PAUSE_S = 60.0
 
 
-class Layout(Protocol):
-    """How a conversation is laid out in tokens; `hpcrl.models.chat_layout.Chat` is one."""
+class ConversationLayout(Protocol):
+    """How a conversation is laid out in tokens; `hpcrl.models.chat_layout.ChatLayout` is one."""
 
     @property
     def stop_token_ids(self) -> Sequence[int]: ...
 
     def first_turn(self, observation: str) -> list[int]: ...
 
-    def next_turn(self, observation: str, *, said: Sequence[int]) -> list[int]: ...
+    def next_turn(self, observation: str, *, generated: Sequence[int]) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How long, how far and how stale an episode may be; the fields are those of the recipe."""
 
     max_turns: int
@@ -67,53 +67,55 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def run_episode(
-    task: Task,
+    task: AgentTask,
     *,
     index: int,
     make_env: Callable[[], Awaitable[Env]],
-    layout: Layout,
-    policy: Speaker,
-    limits: Limits,
+    layout: ConversationLayout,
+    policy: TurnGenerator,
+    limits: EpisodeLimits,
     newest_version: Callable[[], int],
     producer: str,
 ) -> Trajectory:
     """Run the group's episode `index` to its end."""
     fault = ""
-    end = now() + limits.episode_timeout_s
+    end = loop_time() + limits.episode_timeout_s
     for attempt in range(limits.env_retries + 1):
         if attempt:
-            await asyncio.sleep(pause_s(limits.first_pause_s, attempt=attempt, episode=task.episode(index)))
-        draft = _Draft(task, index=index, producer=producer, start_version=newest_version())
+            await asyncio.sleep(retry_pause_s(limits.first_pause_s, attempt=attempt, episode=task.episode(index)))
+        builder = _TrajectoryBuilder(task, index=index, producer=producer, start_version=newest_version())
         try:
-            run = _Attempt(draft, number=attempt, layout=layout, policy=policy, limits=limits, newest=newest_version)
-            env_time = _with_env(make_env, run.to_the_end, create_timeout_s=limits.create_timeout_s)
-            status = await _until(end, env_time, f"{draft.id}: no end in {limits.episode_timeout_s:g} s")
+            current = _EpisodeAttempt(
+                builder, number=attempt, layout=layout, policy=policy, limits=limits, newest_version=newest_version
+            )
+            env_time = _run_in_env(make_env, current.run, create_timeout_s=limits.create_timeout_s)
+            status = await _run_until(end, env_time, f"{builder.id}: no end in {limits.episode_timeout_s:g} s")
         except EnvFault as error:
             fault = str(error)
-        except _OutOfTime as error:
-            return draft.finished("env-fault", fault=str(error), attempts=attempt + 1)
+        except _EpisodeTimeoutError as error:
+            return builder.build("env-fault", fault=str(error), attempts=attempt + 1)
         except EngineError as error:
-            return draft.finished("policy-fault", fault=str(error), attempts=attempt + 1)
+            return builder.build("policy-fault", fault=str(error), attempts=attempt + 1)
         else:
-            return draft.finished(status, fault=fault, attempts=attempt + 1)
-    return draft.finished("env-fault", fault=fault, attempts=attempt + 1)
+            return builder.build(status, fault=fault, attempts=attempt + 1)
+    return builder.build("env-fault", fault=fault, attempts=attempt + 1)
 
 
-def now() -> float:
+def loop_time() -> float:
     """The time of the event loop."""
     return asyncio.get_running_loop().time()
 
 
-def pause_s(first_s: float, *, attempt: int, episode: str) -> float:
+def retry_pause_s(first_s: float, *, attempt: int, episode: str) -> float:
     """How long to wait before new attempt `attempt` (1, 2, ...): doubling, and spread so that not all come at once."""
     spread = stable_hash(episode, attempt, bits=16) / (1 << 16)
-    return float(min(first_s * 2 ** min(attempt - 1, 16), LONGEST_PAUSE_S) * (0.5 + spread))
+    return float(min(first_s * 2 ** min(attempt - 1, 16), MAX_PAUSE_S) * (0.5 + spread))
 
 
-class _Draft:
+class _TrajectoryBuilder:
     """A trajectory in the making."""
 
-    def __init__(self, task: Task, *, index: int, producer: str, start_version: int) -> None:
+    def __init__(self, task: AgentTask, *, index: int, producer: str, start_version: int) -> None:
         self.task = task
         self.id = task.episode(index)
         self.token_ids: list[int] = []
@@ -123,22 +125,24 @@ class _Draft:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._mask: list[bool] = []
-        self._turns: list[Turn] = []
+        self._turns: list[EpisodeTurn] = []
 
-    def saw(self, token_ids: Sequence[int]) -> None:
+    def add_prompt(self, token_ids: Sequence[int]) -> None:
         """Add what the model was shown."""
-        self._add(token_ids, logprobs=[0.0] * len(token_ids), versions=[0] * len(token_ids), said=False)
+        self._add(token_ids, logprobs=[0.0] * len(token_ids), versions=[0] * len(token_ids), is_reply=False)
 
-    def said(self, completion: Completion) -> None:
+    def add_reply(self, completion: Completion) -> None:
         """Add what the model said."""
         # An engine may still be a version behind when the episode begins: staleness counts from what really acted.
         self.start_version = min([self.start_version, *completion.versions])
-        self._add(completion.token_ids, logprobs=completion.logprobs, versions=completion.versions, said=True)
+        self._add(completion.token_ids, logprobs=completion.logprobs, versions=completion.versions, is_reply=True)
 
-    def turn(self, turn: Turn) -> None:
+    def add_turn(self, turn: EpisodeTurn) -> None:
         self._turns.append(turn)
 
-    def _add(self, token_ids: Sequence[int], *, logprobs: Sequence[float], versions: Sequence[int], said: bool) -> None:
+    def _add(
+        self, token_ids: Sequence[int], *, logprobs: Sequence[float], versions: Sequence[int], is_reply: bool
+    ) -> None:
         if not len(token_ids) == len(logprobs) == len(versions):
             raise EngineError(
                 f"episode {self.id}: the engine gave {len(token_ids)} tokens, {len(logprobs)} log-probabilities "
@@ -147,10 +151,10 @@ class _Draft:
         self.token_ids += token_ids
         self._logprobs += logprobs
         self._versions += versions
-        self._mask += [said] * len(token_ids)
+        self._mask += [is_reply] * len(token_ids)
 
-    def finished(self, status: EpisodeStatus, *, fault: str, attempts: int) -> Trajectory:
-        said = [version for version, mine in zip(self._versions, self._mask, strict=True) if mine]
+    def build(self, status: EpisodeStatus, *, fault: str, attempts: int) -> Trajectory:
+        reply_versions = [version for version, is_reply in zip(self._versions, self._mask, strict=True) if is_reply]
         return Trajectory(
             id=self.id,
             group=self.task.group,
@@ -160,7 +164,7 @@ class _Draft:
             producer=self._producer,
             created=time.time(),
             start_version=self.start_version,
-            end_version=said[-1] if said else self.start_version,
+            end_version=reply_versions[-1] if reply_versions else self.start_version,
             token_ids=np.array(self.token_ids, dtype=np.int32),
             logprobs=np.array(self._logprobs, dtype=np.float32),
             versions=np.array(self._versions, dtype=np.int32),
@@ -171,114 +175,119 @@ class _Draft:
         )
 
 
-class _Attempt:
+class _EpisodeAttempt:
     """One attempt at an episode, from reset to its end."""
 
     def __init__(
         self,
-        draft: _Draft,
+        builder: _TrajectoryBuilder,
         *,
         number: int,
-        layout: Layout,
-        policy: Speaker,
-        limits: Limits,
-        newest: Callable[[], int],
+        layout: ConversationLayout,
+        policy: TurnGenerator,
+        limits: EpisodeLimits,
+        newest_version: Callable[[], int],
     ) -> None:
-        self._draft = draft
+        self._builder = builder
         self._number = number
         self._layout = layout
         self._policy = policy
         self._limits = limits
-        self._newest = newest
+        self._newest_version = newest_version
 
-    async def to_the_end(self, env: Env) -> EpisodeStatus:
-        draft, limits = self._draft, self._limits
-        began = now()
-        observation = await _within(
-            env.reset(draft.task.seed), limits.reset_timeout_s, f"{draft.id}: reset", "reset_timeout_s"
+    async def run(self, env: Env) -> EpisodeStatus:
+        builder, limits = self._builder, self._limits
+        started_at = loop_time()
+        observation = await _await_env(
+            env.reset(builder.task.seed), limits.reset_timeout_s, f"{builder.id}: reset", "reset_timeout_s"
         )
-        draft.reset_s = now() - began
-        shown = self._layout.first_turn(_checked_text(observation, draft.id))
-        if len(shown) >= limits.context_length:
-            raise EnvFault(f"{draft.id}: the first observation has {len(shown)} tokens, the model sees {self._room}")
+        builder.reset_s = loop_time() - started_at
+        prompt_ids = self._layout.first_turn(_check_text(observation, builder.id))
+        if len(prompt_ids) >= limits.context_length:
+            raise EnvFault(
+                f"{builder.id}: the first observation has {len(prompt_ids)} tokens, the model sees {self._num_free_tokens}"
+            )
         for turn in range(limits.max_turns):
-            if len(draft.token_ids) + len(shown) >= limits.context_length:
+            if len(builder.token_ids) + len(prompt_ids) >= limits.context_length:
                 return "truncated"
-            draft.saw(shown)
-            step, said = await self._turn(env, turn)
-            if self._newest() - draft.start_version > limits.max_lag:
+            builder.add_prompt(prompt_ids)
+            step, reply_ids = await self._run_turn(env, turn)
+            if self._newest_version() - builder.start_version > limits.max_lag:
                 return "aborted-stale"
             if step.done:
                 return "done"
-            shown = self._layout.next_turn(step.observation, said=said)
+            prompt_ids = self._layout.next_turn(step.observation, generated=reply_ids)
         return "truncated"
 
     @property
-    def _room(self) -> int:
-        return self._limits.context_length - len(self._draft.token_ids)
+    def _num_free_tokens(self) -> int:
+        return self._limits.context_length - len(self._builder.token_ids)
 
-    async def _turn(self, env: Env, turn: int) -> tuple[Step, list[int]]:
+    async def _run_turn(self, env: Env, turn: int) -> tuple[Step, list[int]]:
         """Let the model speak and the environment answer; returns the answer and the ids that were said."""
-        draft, limits, began = self._draft, self._limits, now()
-        start = len(draft.token_ids)
-        completion = await say(self._policy, self._request(turn))
-        draft.said(completion)
-        spoken, said = now(), completion.token_ids
+        builder, limits, started_at = self._builder, self._limits, loop_time()
+        start = len(builder.token_ids)
+        completion = await generate_turn(self._policy, self._make_request(turn))
+        builder.add_reply(completion)
+        generated_at, reply_ids = loop_time(), completion.token_ids
         stops = self._layout.stop_token_ids
-        action = self._layout.decode(said[:-1] if said and said[-1] in stops else said)
-        step = await _within(env.step(action), limits.step_timeout_s, f"{draft.id}: step {turn}", "step_timeout_s")
-        step = _checked_step(step, draft.id)
-        draft.turn(
-            Turn(
+        action = self._layout.decode(reply_ids[:-1] if reply_ids and reply_ids[-1] in stops else reply_ids)
+        step = await _await_env(env.step(action), limits.step_timeout_s, f"{builder.id}: step {turn}", "step_timeout_s")
+        step = _check_step(step, builder.id)
+        builder.add_turn(
+            EpisodeTurn(
                 start=start,
-                end=len(draft.token_ids),
+                end=len(builder.token_ids),
                 reward=step.reward,
-                generate_s=spoken - began,
-                step_s=now() - spoken,
+                generate_s=generated_at - started_at,
+                step_s=loop_time() - generated_at,
                 remote_prefill=completion.remote_prefill,
             )
         )
-        return step, said
+        return step, reply_ids
 
-    def _request(self, turn: int) -> GenerateRequest:
-        draft, limits = self._draft, self._limits
+    def _make_request(self, turn: int) -> GenerateRequest:
+        builder, limits = self._builder, self._limits
         return GenerateRequest(
-            request_id=make_request_id(make_attempt_id(draft.id, self._number), turn),
-            token_ids=list(draft.token_ids),
-            max_new_tokens=min(limits.max_new_tokens, self._room),
+            request_id=make_request_id(make_attempt_id(builder.id, self._number), turn),
+            token_ids=list(builder.token_ids),
+            max_new_tokens=min(limits.max_new_tokens, self._num_free_tokens),
             temperature=limits.temperature,
-            seed=stable_hash(draft.task.seed, draft.id, self._number, turn, bits=63),
+            seed=stable_hash(builder.task.seed, builder.id, self._number, turn, bits=63),
             stop_token_ids=list(self._layout.stop_token_ids),
         )
 
 
-class _OutOfTime(Exception):
+class _EpisodeTimeoutError(Exception):
     """The whole episode is over its time; no new attempt would have any."""
 
 
-async def _until(end: float, run: Coroutine[Any, Any, EpisodeStatus], what: str) -> EpisodeStatus:
+async def _run_until(end: float, attempt: Coroutine[Any, Any, EpisodeStatus], what: str) -> EpisodeStatus:
     """An attempt's status, if it ends before `end`, by the loop's time."""
     try:
         async with asyncio.timeout_at(end) as limit:
-            return await run
+            return await attempt
     except TimeoutError:
         assert limit.expired(), "what an attempt raises is an EnvFault or an EngineError"
-        raise _OutOfTime(what) from None
+        raise _EpisodeTimeoutError(what) from None
 
 
-async def _with_env(
-    make_env: Callable[[], Awaitable[Env]], run: Callable[[Env], Awaitable[EpisodeStatus]], *, create_timeout_s: float
+async def _run_in_env(
+    make_env: Callable[[], Awaitable[Env]],
+    run_attempt: Callable[[Env], Awaitable[EpisodeStatus]],
+    *,
+    create_timeout_s: float,
 ) -> EpisodeStatus:
     """Make an environment, run an attempt in it, and close it, whatever happens."""
-    env = await _within(make_env(), create_timeout_s, "making the environment")
+    env = await _await_env(make_env(), create_timeout_s, "making the environment")
     try:
-        return await run(env)
+        return await run_attempt(env)
     finally:
-        await _quietly(env.close())
+        await _close_quietly(env.close())
 
 
-async def _within(call: Awaitable[T], seconds: float, what: str, knob: str = "") -> T:
-    """The environment's answer; one that is late or raises is a fault. `knob` says what sets its time.
+async def _await_env(call: Awaitable[T], seconds: float, what: str, setting: str = "") -> T:
+    """The environment's answer; one that is late or raises is a fault. `setting` says what sets its time.
 
     A call that is late is left behind and not waited for: code that hangs may also ignore being cancelled.
     """
@@ -288,9 +297,9 @@ async def _within(call: Awaitable[T], seconds: float, what: str, knob: str = "")
     finally:
         if not task.done():
             task.cancel()
-            task.add_done_callback(_forget)
+            task.add_done_callback(_consume_outcome)
     if not task.done():
-        raise EnvFault(f"{what}: no answer in {f'{knob} = ' * bool(knob)}{seconds:g} s")
+        raise EnvFault(f"{what}: no answer in {f'{setting} = ' * bool(setting)}{seconds:g} s")
     try:
         return task.result()
     except EnvFault as error:
@@ -299,29 +308,29 @@ async def _within(call: Awaitable[T], seconds: float, what: str, knob: str = "")
         raise EnvFault(f"{what}: {type(error).__name__}: {error}") from error
 
 
-async def _quietly(call: Coroutine[Any, Any, None] | Awaitable[None]) -> None:
+async def _close_quietly(call: Coroutine[Any, Any, None] | Awaitable[None]) -> None:
     """Tidy up, not for long; what fails here has no say in how the episode ended."""
     with contextlib.suppress(EnvFault):
-        await _within(call, CLOSE_TIMEOUT_S, "closing")
+        await _await_env(call, CLOSE_TIMEOUT_S, "closing")
 
 
-def _forget(task: "asyncio.Future[Any]") -> None:
+def _consume_outcome(task: "asyncio.Future[Any]") -> None:
     """Look at the outcome of a call that nobody waits for, so that asyncio does not complain of it."""
     if not task.cancelled():
         task.exception()
 
 
-def _checked_text(observation: object, episode: str) -> str:
+def _check_text(observation: object, episode: str) -> str:
     if not isinstance(observation, str):
         raise EnvFault(f"{episode}: the observation is {type(observation).__name__}: an environment gives text")
     return observation
 
 
-def _checked_step(step: object, episode: str) -> Step:
+def _check_step(step: object, episode: str) -> Step:
     """The step, if it is one: a NaN or a text in place of the reward would reach the trainer."""
     if not isinstance(step, Step):
         raise EnvFault(f"{episode}: step returned {type(step).__name__}: it returns hpcrl.envs.base.Step")
-    _checked_text(step.observation, episode)
+    _check_text(step.observation, episode)
     try:
         reward = float(step.reward)
     except (TypeError, ValueError):

@@ -1,6 +1,6 @@
 """One env host's part in evaluations: held-out episodes of low priority, whose trajectories are scored and let go.
 
-    Evaluator    which of them this host plays, and when; host 0 also begins the rounds and concludes them
+    EvaluationRunner  which of them this host plays, and when; host 0 also begins the rounds and concludes them
 
 Nothing of an evaluation enters a spool or the accounts of training: its episodes are only counted here. They take
 the room that training leaves, and one episode at a time where it leaves none.
@@ -16,49 +16,56 @@ import msgspec
 
 from hpcrl.campaign_dir.events import CampaignEvent, EvaluationFinished, FaultReported
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.config.recipe import Domain, Recipe
+from hpcrl.config.recipe import DomainConfig, Recipe
 from hpcrl.errors import EnvFault
-from hpcrl.learn.evaluations import Evaluations, Part, Result, Round, due, merged
-from hpcrl.rollout.tasks import Task, held_out
+from hpcrl.learn.evaluations import (
+    EvaluationPart,
+    EvaluationResult,
+    EvaluationRound,
+    EvaluationStore,
+    is_round_due,
+    merge_parts,
+)
+from hpcrl.rollout.tasks import AgentTask, make_held_out_task
 from hpcrl.spool.record import TRAINABLE, Trajectory
 
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 """How often the directory is looked at."""
-REST_S = 30.0
+RETRY_INTERVAL_S = 30.0
 """How long nothing is done after a disk failed."""
-ENGINES_S = 30.0
+ENGINES_TIMEOUT_S = 30.0
 """How long a round waits for all engines to serve its version; the result says which ones really acted."""
 
-Play = Callable[[Task, int, str, Domain], Awaitable[Trajectory]]
+PlayEpisode = Callable[[AgentTask, int, str, DomainConfig], Awaitable[Trajectory]]
 """Runs the episode of this index of a held-out task, in a domain of this name."""
-Score = Callable[[str, Trajectory], Awaitable[float]]
+ScoreTrajectory = Callable[[str, Trajectory], Awaitable[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doing:
+class EvaluationHooks:
     """What an evaluator needs done; the env host does it."""
 
-    play: Play
-    score: Score
+    play: PlayEpisode
+    score: ScoreTrajectory
     emit: Callable[[CampaignEvent], None]
-    served: Callable[[], int]
+    oldest_version: Callable[[], int]
     """The oldest version that engines serve."""
 
 
 @dataclass
-class _Share:
+class _RoundProgress:
     """This host's part of the round that goes on."""
 
-    round: Round
-    began: float
-    waiting: deque[tuple[str, int]]
+    round: EvaluationRound
+    started_at: float
+    not_started: deque[tuple[str, int]]
     rewards: dict[str, list[float]] = field(default_factory=dict)
     num_tokens: int = 0
     num_faults: int = 0
     versions: list[int] = field(default_factory=list)
 
-    def part(self) -> Part:
-        return Part(
+    def summary(self) -> EvaluationPart:
+        return EvaluationPart(
             rewards=self.rewards,
             num_tokens=self.num_tokens,
             num_faults=self.num_faults,
@@ -67,49 +74,51 @@ class _Share:
         )
 
 
-class Evaluator:
-    """The evaluations of one env host; `tend` it often, `close` it at the end."""
+class EvaluationRunner:
+    """The evaluations of one env host; `poll` it often, `close` it at the end."""
 
-    def __init__(self, recipe: Recipe, worker: EnvWorkerId, *, job: int, record: Evaluations, doing: Doing) -> None:
+    def __init__(
+        self, recipe: Recipe, worker: EnvWorkerId, *, job: int, record: EvaluationStore, hooks: EvaluationHooks
+    ) -> None:
         self._recipe = recipe
         self._worker = worker
         self._job = job
         self._record = record
-        self._doing = doing
-        self._domains = evaluated(recipe)
-        self._last: Result | None = None
+        self._hooks = hooks
+        self._domains = list_evaluated_domains(recipe)
+        self._last_result: EvaluationResult | None = None
         """What was concluded last, as far as host 0 knows."""
-        self._share: _Share | None = None
+        self._progress: _RoundProgress | None = None
         self._playing: set[asyncio.Task[None]] = set()
-        self._looked = self._rests_until = float("-inf")
+        self._polled_at = self._paused_until = float("-inf")
 
-    def tend(self, *, version: int, room: int, now: float) -> None:
+    def poll(self, *, version: int, room: int, now: float) -> None:
         """Begin what may begin. `version` is the newest; `room` is how many episodes training leaves room for."""
-        if now < self._rests_until:
+        if now < self._paused_until:
             return
         try:
-            self._tend(version=version, room=room, now=now)
+            self._poll(version=version, room=room, now=now)
         except OSError as error:  # a disk that is full or fails must not end what trains
-            self._rests_until = now + REST_S
-            self._doing.emit(FaultReported(what="evaluation", detail=f"{error}: tried again in {REST_S:g} s"))
+            self._paused_until = now + RETRY_INTERVAL_S
+            self._hooks.emit(FaultReported(what="evaluation", detail=f"{error}: tried again in {RETRY_INTERVAL_S:g} s"))
 
-    def _tend(self, *, version: int, room: int, now: float) -> None:
-        if now - self._looked >= LOOK_S:
-            self._looked = now
+    def _poll(self, *, version: int, room: int, now: float) -> None:
+        if now - self._polled_at >= POLL_INTERVAL_S:
+            self._polled_at = now
             if self._worker.index == 0:
-                self._lead(version)
-            self._take_share(now)
-        share = self._share
-        if share is None or not self._engines_ready(share, now):
+                self._lead_rounds(version)
+            self._start_share(now)
+        progress = self._progress
+        if progress is None or not self._are_engines_ready(progress, now):
             return
-        while share.waiting and len(self._playing) < max(room, 1):
-            name, index = share.waiting.popleft()
-            episode = asyncio.create_task(self._episode(share, name, index))
+        while progress.not_started and len(self._playing) < max(room, 1):
+            name, index = progress.not_started.popleft()
+            episode = asyncio.create_task(self._play_episode(progress, name, index))
             self._playing.add(episode)
             episode.add_done_callback(self._playing.discard)
-        if not share.waiting and not self._playing:
-            self._record.leave(share.part(), round=share.round, host=self._worker.index)
-            self._share = None
+        if not progress.not_started and not self._playing:
+            self._record.save_part(progress.summary(), round=progress.round, env_index=self._worker.index)
+            self._progress = None
 
     async def close(self) -> None:
         """A round that is interrupted has no result; the next job begins another."""
@@ -117,68 +126,70 @@ class Evaluator:
             episode.cancel()
         await asyncio.gather(*self._playing, return_exceptions=True)
 
-    def _lead(self, version: int) -> None:
+    def _lead_rounds(self, version: int) -> None:
         """Host 0: conclude the round that has all its parts, begin the one that is due."""
-        record, round = self._record, self._record.round()
-        if self._last is None:
-            self._last = record.last()
+        record, round = self._record, self._record.current_round()
+        if self._last_result is None:
+            self._last_result = record.last_result()
         if round is not None and round.job == self._job and not record.has_result(round):
-            parts = record.parts(round, num_hosts=self._worker.count)
+            parts = record.parts(round, num_env_workers=self._worker.count)
             if parts is not None:
-                self._conclude(merged(round, parts))
-        elif due(self._last, newest=version, every=self._recipe.evaluation.every_versions):
-            record.begin(job=self._job, version=version)
+                self._conclude(merge_parts(round, parts))
+        elif is_round_due(self._last_result, newest=version, every=self._recipe.evaluation.every_versions):
+            record.start_round(job=self._job, version=version)
 
-    def _conclude(self, result: Result) -> None:
+    def _conclude(self, result: EvaluationResult) -> None:
         # Told first: a host that dies in between tells it again, under the same number.
-        self._doing.emit(EvaluationFinished(**msgspec.structs.asdict(result)))
-        self._record.conclude(result)
-        self._last = result
+        self._hooks.emit(EvaluationFinished(**msgspec.structs.asdict(result)))
+        self._record.save_result(result)
+        self._last_result = result
 
-    def _take_share(self, now: float) -> None:
+    def _start_share(self, now: float) -> None:
         """Begin this host's part of the round that goes on, unless it is done or under way."""
-        if self._share is not None:
+        if self._progress is not None:
             return
-        round = self._record.round()
-        if round is None or round.job != self._job or self._record.has_part(round, host=self._worker.index):
+        round = self._record.current_round()
+        if round is None or round.job != self._job or self._record.has_part(round, env_index=self._worker.index):
             return
-        every = [(name, index) for name in self._domains for index in range(self._recipe.evaluation.num_episodes)]
-        self._share = _Share(round=round, began=now, waiting=deque(every[self._worker.index :: self._worker.count]))
+        episodes = [(name, index) for name in self._domains for index in range(self._recipe.evaluation.num_episodes)]
+        self._progress = _RoundProgress(
+            round=round, started_at=now, not_started=deque(episodes[self._worker.index :: self._worker.count])
+        )
 
-    def _engines_ready(self, share: _Share, now: float) -> bool:
-        return self._doing.served() >= share.round.version or now - share.began > ENGINES_S
+    def _are_engines_ready(self, progress: _RoundProgress, now: float) -> bool:
+        return self._hooks.oldest_version() >= progress.round.version or now - progress.started_at > ENGINES_TIMEOUT_S
 
-    async def _episode(self, share: _Share, name: str, index: int) -> None:
-        task = held_out(name, recipe_seed=self._recipe.seed, round=share.round.number, index=index)
+    async def _play_episode(self, progress: _RoundProgress, name: str, index: int) -> None:
+        task = make_held_out_task(name, recipe_seed=self._recipe.seed, round=progress.round.number, index=index)
         try:
-            trajectory = await self._doing.play(task, index, name, self._domains[name])
-            reward = await self._reward(name, trajectory)
+            trajectory = await self._hooks.play(task, index, name, self._domains[name])
+            reward = await self._score_trajectory(name, trajectory)
         except Exception as error:  # noqa: BLE001 - a user's code may raise anything; one episode must not end a run
-            share.num_faults += 1
+            progress.num_faults += 1
             detail = f"{type(error).__name__}: {error}"
-            self._doing.emit(FaultReported(what="evaluation", detail=detail, id=task.episode(index)))
+            self._hooks.emit(FaultReported(what="evaluation", detail=detail, id=task.episode(index)))
             return
-        share.rewards.setdefault(name, []).append(reward)
-        share.num_tokens += len(trajectory)
-        share.versions += {int(version) for version in trajectory.versions[trajectory.loss_mask]}
+        progress.rewards.setdefault(name, []).append(reward)
+        progress.num_tokens += len(trajectory)
+        progress.versions += {int(version) for version in trajectory.versions[trajectory.loss_mask]}
 
-    async def _reward(self, name: str, trajectory: Trajectory) -> float:
+    async def _score_trajectory(self, name: str, trajectory: Trajectory) -> float:
         """What a trajectory earned; one that ended in a fault, or whose reward is no number, says nothing."""
         if trajectory.status not in TRAINABLE:
             raise EnvFault(f"{trajectory.status}: {trajectory.extra.get('fault', 'no reason was given')}")
-        reward = await self._doing.score(name, msgspec.structs.replace(trajectory, domain=name))
+        reward = await self._hooks.score(name, msgspec.structs.replace(trajectory, domain=name))
         if not math.isfinite(reward):
             raise EnvFault(f"{self._domains[name].reward} gave {reward}: a reward must be a finite number")
         return reward
 
 
-def evaluated(recipe: Recipe) -> dict[str, Domain]:
+def list_evaluated_domains(recipe: Recipe) -> dict[str, DomainConfig]:
     """The domains that are evaluated, with the options that their environments have then."""
     names = recipe.evaluation.domains or list(recipe.domains)
-    more = recipe.evaluation.options
+    more_options = recipe.evaluation.options
     return {
         name: msgspec.structs.replace(
-            recipe.domains[name], options={**recipe.domains[name].options, **more.get(name, {})}
+            recipe.domains[name], options={**recipe.domains[name].options, **more_options.get(name, {})}
         )
         for name in names
     }

@@ -10,9 +10,9 @@ So training frees room for new episodes, and running episodes delay training; ea
 often as it likes, and a file that is missing (or old, of a killed env worker) holds up neither side.
 
     SettledWriter, read_settled   the trainer's half
-    UnderWay                      the versions at which a worker's episodes started, while something may come of them
-    Telling                       writes an env worker's word
-    go_on                         whether training may go on for the sake of all env workers
+    InFlightVersions              the versions at which a worker's episodes started, while something may come of them
+    HoldWriter                    writes an env worker's word
+    may_publish                   whether training may go on for the sake of all env workers
 
 An episode that is cut for its age was played in vain, and were every long one cut, only short tasks would be trained
 on. So training stands still while old episodes end, but only while their worker has others to play: when none but old
@@ -26,16 +26,16 @@ from typing import Literal
 
 import msgspec
 
-from hpcrl.rollout.groups import Ending
+from hpcrl.rollout.groups import GroupOutcome
 from hpcrl.spool.record import TRAINABLE
-from hpcrl.system.files import publish, publish_json
+from hpcrl.system.files import publish_file, publish_json
 
-RENEW_S = 5.0
+RENEW_INTERVAL_S = 5.0
 """How often a host repeats its word."""
-STALE_S = 30.0
+HOLD_TIMEOUT_S = 30.0
 """What was said longer ago is not heeded: its host may be dead."""
 
-State = Literal["running", "kept", "leaving"]
+InFlightState = Literal["running", "kept", "leaving"]
 
 
 class SettledCount(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,70 +69,74 @@ def read_settled(path: Path) -> SettledCount:
         return SettledCount()
 
 
-class UnderWay:
+class InFlightVersions:
     """What one env host has under way, by the version at which it started. Pure."""
 
     def __init__(self) -> None:
-        self._of: dict[str, tuple[State, int]] = {}
-        self._num: dict[State, Counter[int]] = {"running": Counter(), "kept": Counter(), "leaving": Counter()}
+        self._episodes: dict[str, tuple[InFlightState, int]] = {}
+        self._counts: dict[InFlightState, Counter[int]] = {
+            "running": Counter(),
+            "kept": Counter(),
+            "leaving": Counter(),
+        }
 
-    def begin(self, episode: str, *, version: int) -> None:
+    def start(self, episode: str, *, version: int) -> None:
         self._put(episode, "running", version)
 
-    def acted(self, episode: str, *, version: int) -> None:
+    def record_version(self, episode: str, *, version: int) -> None:
         """An engine has acted in it; if it was behind, the episode is older than it seemed."""
-        known = self._of.get(episode)
+        known = self._episodes.get(episode)
         if known is not None and version < known[1]:
             self._put(episode, known[0], version)
 
-    def keep(self, episode: str) -> None:
+    def mark_kept(self, episode: str) -> None:
         """It has ended, and waits for others of its group."""
-        self._put(episode, "kept", self._of[episode][1])
+        self._put(episode, "kept", self._episodes[episode][1])
 
-    def leave(self, episode: str) -> None:
+    def mark_leaving(self, episode: str) -> None:
         """Its group is full, and on its way to the disk."""
-        self._put(episode, "leaving", self._of[episode][1])
+        self._put(episode, "leaving", self._episodes[episode][1])
 
     def drop(self, episode: str) -> None:
         """It is durable, or nothing will come of it."""
-        known = self._of.pop(episode, None)
+        known = self._episodes.pop(episode, None)
         if known is not None:
             self._uncount(*known)
 
-    def end(self, episode: str, ending: Ending | None) -> None:
+    def end(self, episode: str, ending: GroupOutcome | None) -> None:
         """An episode has ended, with these consequences for its group."""
         if ending is None or ending.status not in TRAINABLE:
             self.drop(episode)
         else:
-            self.keep(episode)
+            self.mark_kept(episode)
         if ending is not None:
             for kept in ending.released:
-                self.leave(kept.id)
+                self.mark_leaving(kept.id)
             for dropped in ending.dropped:
                 self.drop(dropped)
 
     def limit(self, *, newest: int, max_lag: int) -> int | None:
         """The version that training had better not pass yet; None: any."""
         oldest_useful = newest - max_lag
-        starts = {state: [start for start in num if start >= oldest_useful] for state, num in self._num.items()}
+        starts = {state: [start for start in num if start >= oldest_useful] for state, num in self._counts.items()}
         has_other_work = any(start > oldest_useful for start in starts["running"])
         counted = starts["leaving"] + starts["running"] + starts["kept"]
         if not has_other_work:
             counted = [start for start in counted if start > oldest_useful or start in starts["leaving"]]
         return min(counted) + max_lag if counted else None
 
-    def _put(self, episode: str, state: State, version: int) -> None:
+    def _put(self, episode: str, state: InFlightState, version: int) -> None:
         self.drop(episode)
-        self._of[episode] = state, version
-        self._num[state][version] += 1
+        self._episodes[episode] = state, version
+        self._counts[state][version] += 1
 
-    def _uncount(self, state: State, version: int) -> None:
-        self._num[state][version] -= 1
-        if not self._num[state][version]:
-            del self._num[state][version]
+    def _uncount(self, state: InFlightState, version: int) -> None:
+        self._counts[state][version] -= 1
+        if not self._counts[state][version]:
+            del self._counts[state][version]
 
 
-class Word(msgspec.Struct, frozen=True, kw_only=True):
+class StalenessHold(msgspec.Struct, frozen=True, kw_only=True):
     """What a host says."""
 
     limit: int | None
@@ -140,29 +144,29 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch."""
 
 
-class Telling:
+class HoldWriter:
     """A host's word on disk: written when it changes, and now and then to show that the host lives."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._told: int | None = None
-        self._told_at = float("-inf")
+        self._written_limit: int | None = None
+        self._written_at = float("-inf")
 
-    def tell(self, limit: int | None, *, now: float) -> None:
+    def write(self, limit: int | None, *, now: float) -> None:
         """`now` is by the caller's clock."""
-        if limit != self._told or now - self._told_at > RENEW_S:
-            publish(self._path, msgspec.json.encode(Word(limit=limit, at=time.time())))
-            self._told, self._told_at = limit, now
+        if limit != self._written_limit or now - self._written_at > RENEW_INTERVAL_S:
+            publish_file(self._path, msgspec.json.encode(StalenessHold(limit=limit, at=time.time())))
+            self._written_limit, self._written_at = limit, now
 
 
-def go_on(words: list[Path], *, version: int) -> bool:
+def may_publish(hold_paths: list[Path], *, version: int) -> bool:
     """Whether training may make this version as far as the hosts are concerned."""
-    return all(_allows(path, version) for path in words)
+    return all(_is_allowed(path, version) for path in hold_paths)
 
 
-def _allows(path: Path, version: int) -> bool:
+def _is_allowed(path: Path, version: int) -> bool:
     try:
-        word = msgspec.json.decode(path.read_bytes(), type=Word)
+        hold = msgspec.json.decode(path.read_bytes(), type=StalenessHold)
     except (OSError, msgspec.DecodeError):  # a host that says nothing waits for nothing
         return True
-    return word.limit is None or version <= word.limit or time.time() - word.at > STALE_S
+    return hold.limit is None or version <= hold.limit or time.time() - hold.at > HOLD_TIMEOUT_S

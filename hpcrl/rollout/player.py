@@ -3,31 +3,37 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from hpcrl.config.recipe import Domain, Recipe
+from hpcrl.config.recipe import DomainConfig, Recipe
 from hpcrl.envs.base import Env, is_program, make_program
 from hpcrl.rollout.agents.program import run_program
-from hpcrl.rollout.agents.server import Proxy
-from hpcrl.rollout.episode import Layout, Limits, run_episode
-from hpcrl.rollout.tasks import Task
-from hpcrl.rollout.turn import Policy
+from hpcrl.rollout.agents.server import ModelProxy
+from hpcrl.rollout.episode import ConversationLayout, EpisodeLimits, run_episode
+from hpcrl.rollout.tasks import AgentTask
+from hpcrl.rollout.turn import StreamingGenerator
 from hpcrl.spool.record import Trajectory
 
 
 @dataclass(kw_only=True)
-class Player:
+class EpisodePlayer:
     """What all episodes of an env host have in common."""
 
     recipe: Recipe
-    layout: Layout
-    policy: Policy
+    layout: ConversationLayout
+    policy: StreamingGenerator
     context_length: int
     newest_version: Callable[[], int]
     producer: str
-    proxy: Proxy | None = None
+    proxy: ModelProxy | None = None
     """Of agent programs, if there are any."""
 
     async def play(
-        self, domain: Domain, task: Task, index: int, *, make_env: Callable[[], Awaitable[Env]], limits: Limits
+        self,
+        domain: DomainConfig,
+        task: AgentTask,
+        index: int,
+        *,
+        make_env: Callable[[], Awaitable[Env]],
+        limits: EpisodeLimits,
     ) -> Trajectory:
         """Play it to its end, whatever that is."""
         if is_program(domain.env):
@@ -52,10 +58,10 @@ class Player:
             producer=self.producer,
         )
 
-    def limits(self, domain: Domain) -> Limits:
+    def limits(self, domain: DomainConfig) -> EpisodeLimits:
         """Of an episode of training."""
         rollout = self.recipe.rollout
-        return Limits(
+        return EpisodeLimits(
             max_turns=domain.max_turns,
             max_new_tokens=domain.max_new_tokens or rollout.max_new_tokens,
             context_length=self.context_length,

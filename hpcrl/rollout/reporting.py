@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 
 from hpcrl.campaign_dir.events import CampaignEvent, EpisodesCounted, FaultReported
-from hpcrl.config.recipe import Domain
-from hpcrl.engines.base import Completion, GenerateRequest, Part
-from hpcrl.rollout.groups import Groups
-from hpcrl.rollout.routing.trajectories import whose
-from hpcrl.rollout.task_queue import Agenda
-from hpcrl.rollout.turn import Policy
+from hpcrl.config.recipe import DomainConfig
+from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest
+from hpcrl.rollout.groups import EpisodeGroups
+from hpcrl.rollout.routing.trajectories import with_ids
+from hpcrl.rollout.task_queue import TaskQueue
+from hpcrl.rollout.turn import StreamingGenerator
 from hpcrl.spool.ids import is_held_out
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.status import EpisodeStatus
@@ -22,37 +22,37 @@ from hpcrl.spool.status import EpisodeStatus
 REPORT_INTERVAL_S = 1.0
 
 
-class Counted:
+class CountingPolicy:
     """A policy, and what it has said for training so far."""
 
-    def __init__(self, policy: Policy, *, acted: Callable[[str, Completion], None]) -> None:
-        """`acted(episode, completion)` is told of every whole turn of training."""
+    def __init__(self, policy: StreamingGenerator, *, on_turn: Callable[[str, Completion], None]) -> None:
+        """`on_turn(episode, completion)` is told of every whole turn of training."""
         self._policy = policy
-        self._acted = acted
+        self._on_turn = on_turn
         self.num_turns = 0
         self.num_tokens = 0
         self.num_remote_prefills = 0
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """One turn."""
-        whole = whose(request)
-        completion = await self._policy.generate(whole)
-        if not is_held_out(whole.domain):
+        with_its_ids = with_ids(request)
+        completion = await self._policy.generate(with_its_ids)
+        if not is_held_out(with_its_ids.domain):
             self.num_turns += 1
             self.num_tokens += len(completion.token_ids)
             self.num_remote_prefills += completion.remote_prefill
-            self._acted(whole.trajectory, completion)
+            self._on_turn(with_its_ids.trajectory, completion)
         return completion
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         """The same, told while it is said."""
-        whole = whose(request)
-        counted = not is_held_out(whole.domain)
-        self.num_turns += counted
-        async with contextlib.aclosing(self._policy.stream(whole)) as pieces:
-            async for piece in pieces:
-                self.num_tokens += len(piece.token_ids) * counted
-                yield piece
+        with_its_ids = with_ids(request)
+        is_counted = not is_held_out(with_its_ids.domain)
+        self.num_turns += is_counted
+        async with contextlib.aclosing(self._policy.stream(with_its_ids)) as chunks:
+            async for chunk in chunks:
+                self.num_tokens += len(chunk.token_ids) * is_counted
+                yield chunk
 
 
 class EpisodeReporter:
@@ -60,11 +60,11 @@ class EpisodeReporter:
 
     def __init__(
         self,
-        domains: Mapping[str, Domain],
+        domains: Mapping[str, DomainConfig],
         *,
-        groups: Groups,
-        policy: Counted,
-        agenda: Agenda,
+        groups: EpisodeGroups,
+        policy: CountingPolicy,
+        agenda: TaskQueue,
         emit: Callable[[CampaignEvent], None],
     ) -> None:
         self._domains = domains
@@ -83,7 +83,7 @@ class EpisodeReporter:
         if fault:
             self._emit(FaultReported(what=status, detail=fault, id=trajectory.id))
         failed = trajectory.status == "env-fault"
-        pause_s = self._agenda.ended(trajectory.domain, fault=failed, now=now)
+        pause_s = self._agenda.record_end(trajectory.domain, fault=failed, now=now)
         if pause_s is not None:
             env = self._domains[trajectory.domain].env
             detail = f"{env} is paused for {pause_s:g} s: too many faults (rollout.max_env_faults), the last: {fault}"

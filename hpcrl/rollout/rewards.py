@@ -9,23 +9,23 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
-from hpcrl.config.recipe import Domain
+from hpcrl.config.recipe import DomainConfig
 from hpcrl.config.user_code import load_code
-from hpcrl.envs.base import Reward
-from hpcrl.models.chat_layout import load_chat
+from hpcrl.envs.base import RewardFunction
+from hpcrl.models.chat_layout import load_chat_layout
 
 
-def load_reward(name: str, domain: Domain, *, model: Path) -> Reward:
+def load_reward(name: str, domain: DomainConfig, *, model: Path) -> RewardFunction:
     """The reward function of a domain with its options; one with a parameter `text` is given what was said and seen."""
     reward: Callable[..., float | dict[str, float]] = load_code(domain.reward, what=f"domains.{name}.reward")
     reward = functools.partial(reward, **domain.reward_options)
     if "text" not in inspect.signature(reward).parameters:
         return reward
-    decode = _decoder(model)
+    decode = _load_decoder(model)
     return lambda trajectory: reward(trajectory, text=decode(trajectory.token_ids.tolist()))
 
 
-def parts_of(value: float | dict[str, float]) -> dict[str, float]:
+def to_reward_parts(value: float | dict[str, float]) -> dict[str, float]:
     """What a reward function gave."""
     try:
         return {key: float(part) for key, part in (value if isinstance(value, dict) else {"reward": value}).items()}
@@ -34,5 +34,5 @@ def parts_of(value: float | dict[str, float]) -> dict[str, float]:
 
 
 @functools.cache
-def _decoder(model: Path) -> Callable[[list[int]], str]:
-    return load_chat(model).decode
+def _load_decoder(model: Path) -> Callable[[list[int]], str]:
+    return load_chat_layout(model).decode

@@ -20,7 +20,7 @@ NUM_SEEDS = 1 << 31
 """Seeds of training tasks are below, those of held-out tasks are not."""
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent is asked; all episodes of a group have the same."""
 
     domain: str
@@ -49,30 +49,30 @@ class TaskStream:
         self._num_workers = worker.count
         self._next = start + (worker.index - start) % worker.count
         self._weights: dict[str, float] = {}
-        self._begun: Counter[str] = Counter()
+        self._num_started: Counter[str] = Counter()
 
-    def draw(self, weights: Mapping[str, float]) -> Task:
+    def draw(self, weights: Mapping[str, float]) -> AgentTask:
         """The next task. What was drawn by other weights is neither made up for nor held against a domain."""
         if weights != self._weights:
-            self._weights, self._begun = dict(weights), Counter()
-        domain = next_domain(self._weights, self._begun)
-        self._begun[domain] += 1
+            self._weights, self._num_started = dict(weights), Counter()
+        domain = choose_domain(self._weights, self._num_started)
+        self._num_started[domain] += 1
         number, self._next = self._next, self._next + self._num_workers
-        return Task(domain=domain, number=number, seed=stable_hash(self._recipe_seed, domain, number, bits=31))
+        return AgentTask(domain=domain, number=number, seed=stable_hash(self._recipe_seed, domain, number, bits=31))
 
 
-def held_out(domain: str, *, recipe_seed: int, round: int, index: int) -> Task:
+def make_held_out_task(domain: str, *, recipe_seed: int, round: int, index: int) -> AgentTask:
     """Held-out task `index` of a domain: the same in every round, and no seed of training's."""
     name = make_held_out_domain(domain)
     seed = NUM_SEEDS + stable_hash(recipe_seed, name, index, bits=31)
-    return Task(domain=name, number=round, seed=seed)
+    return AgentTask(domain=name, number=round, seed=seed)
 
 
-def next_domain(weights: Mapping[str, float], begun: Mapping[str, int]) -> str:
+def choose_domain(weights: Mapping[str, float], num_started: Mapping[str, int]) -> str:
     """The domain whose share of the tasks begun is furthest below its weight's; the first by name among equals."""
-    whole = sum(weights.values())
-    num_begun = sum(begun[domain] for domain in weights) + 1
-    return max(sorted(weights), key=lambda domain: weights[domain] / whole * num_begun - begun[domain])
+    total_weight = sum(weights.values())
+    num_total = sum(num_started[domain] for domain in weights) + 1
+    return max(sorted(weights), key=lambda domain: weights[domain] / total_weight * num_total - num_started[domain])
 
 
 def stable_hash(*parts: object, bits: int) -> int:

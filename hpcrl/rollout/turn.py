@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from hpcrl.engines.base import Completion, GenerateRequest, Part, as_part, joined
+from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, convert_to_chunk, join_chunks
 from hpcrl.errors import EngineError
 from hpcrl.rollout.tasks import stable_hash
 from hpcrl.spool.ids import make_request_id
@@ -20,67 +20,71 @@ MAX_INTERRUPTIONS = 8
 """How often one turn is continued after an engine gave it up half said."""
 
 
-class Speaker(Protocol):
+class TurnGenerator(Protocol):
     """Whatever generates a turn; a caller that is cancelled takes its request with it."""
 
     async def generate(self, request: GenerateRequest) -> Completion: ...
 
 
-class Policy(Speaker, Protocol):
+class StreamingGenerator(TurnGenerator, Protocol):
     """One that can also tell a turn while it is said."""
 
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]: ...
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]: ...
 
 
-async def say(policy: Speaker, request: GenerateRequest) -> Completion:
+async def generate_turn(policy: TurnGenerator, request: GenerateRequest) -> Completion:
     """The whole turn; EngineError if no engine can say it. Being cancelled hangs up, which ends the request there."""
-    said: list[Part] = []
-    for part in range(MAX_INTERRUPTIONS + 1):
-        completion = await policy.generate(_rest(request, said, part=part))
-        if completion.finish_reason != "aborted" and not said:
+    chunks: list[CompletionChunk] = []
+    for attempt in range(MAX_INTERRUPTIONS + 1):
+        completion = await policy.generate(_remaining_request(request, chunks, attempt=attempt))
+        if completion.finish_reason != "aborted" and not chunks:
             return completion
-        said.append(as_part(completion))
-        if completion.finish_reason != "aborted" or _num(said) >= request.max_new_tokens:
-            return joined(said)
-    raise _gave_up(request)
+        chunks.append(convert_to_chunk(completion))
+        if completion.finish_reason != "aborted" or _count_tokens(chunks) >= request.max_new_tokens:
+            return join_chunks(chunks)
+    raise _interruption_error(request)
 
 
-async def tell(policy: Policy, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+async def stream_turn(policy: StreamingGenerator, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
     """The turn in pieces, the last of which has a finish_reason. An engine lost on the way is an interruption."""
-    said: list[Part] = []
-    for part in range(MAX_INTERRUPTIONS + 1):
-        begun = len(said)
+    chunks: list[CompletionChunk] = []
+    for attempt in range(MAX_INTERRUPTIONS + 1):
+        num_before = len(chunks)
         try:
-            async with contextlib.aclosing(policy.stream(_rest(request, said, part=part))) as pieces:
-                async for piece in pieces:
-                    said.append(piece)
-                    over = piece.finish_reason in ("stop", "length") or _num(said) >= request.max_new_tokens
-                    yield piece if over else msgspec.structs.replace(piece, finish_reason=None)
-                    if over:
+            async with contextlib.aclosing(
+                policy.stream(_remaining_request(request, chunks, attempt=attempt))
+            ) as stream:
+                async for chunk in stream:
+                    chunks.append(chunk)
+                    is_last = (
+                        chunk.finish_reason in ("stop", "length") or _count_tokens(chunks) >= request.max_new_tokens
+                    )
+                    yield chunk if is_last else msgspec.structs.replace(chunk, finish_reason=None)
+                    if is_last:
                         return
         except EngineError:
-            if len(said) == begun:
+            if len(chunks) == num_before:
                 raise
-    raise _gave_up(request)
+    raise _interruption_error(request)
 
 
-def _rest(request: GenerateRequest, said: list[Part], *, part: int) -> GenerateRequest:
+def _remaining_request(request: GenerateRequest, chunks: list[CompletionChunk], *, attempt: int) -> GenerateRequest:
     """What is still to be said."""
-    words = [token for piece in said for token in piece.token_ids]
+    generated = [token for chunk in chunks for token in chunk.token_ids]
     return msgspec.structs.replace(
         request,
-        request_id=make_request_id(request.request_id, part),
-        token_ids=[*request.token_ids, *words],
-        max_new_tokens=request.max_new_tokens - len(words),
-        seed=stable_hash(request.seed, part, bits=63),
+        request_id=make_request_id(request.request_id, attempt),
+        token_ids=[*request.token_ids, *generated],
+        max_new_tokens=request.max_new_tokens - len(generated),
+        seed=stable_hash(request.seed, attempt, bits=63),
     )
 
 
-def _num(said: list[Part]) -> int:
-    return sum(len(piece.token_ids) for piece in said)
+def _count_tokens(chunks: list[CompletionChunk]) -> int:
+    return sum(len(chunk.token_ids) for chunk in chunks)
 
 
-def _gave_up(request: GenerateRequest) -> EngineError:
+def _interruption_error(request: GenerateRequest) -> EngineError:
     return EngineError(
         f"{request.request_id}: engines gave this turn up {MAX_INTERRUPTIONS + 1} times: see their events"
     )

@@ -8,21 +8,28 @@ from datetime import datetime
 from itertools import accumulate
 
 from hpcrl.errors import SlurmError
-from hpcrl.plan.components import Component
+from hpcrl.plan.components import JobComponent
 from hpcrl.plan.plan import Plan
 from hpcrl.slurm.commands import ask_slurm, expand_nodes
-from hpcrl.system.network import this_node
+from hpcrl.system.network import current_node
 
-KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_HET_SIZE", "SLURM_CLUSTER_NAME", "SLURMD_NODENAME")
+KEPT_VARIABLES = (
+    "SLURM_CONF",
+    "SLURM_JOB_ID",
+    "SLURM_JOBID",
+    "SLURM_HET_SIZE",
+    "SLURM_CLUSTER_NAME",
+    "SLURMD_NODENAME",
+)
 """Of Slurm's variables, those that mean the same in every component."""
 
 
-DEVICES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES")
+DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES")
 """Set by Slurm for each step that has GPUs, and left as they were for one that has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allocation:
+class JobAllocation:
     """What Slurm gave (or, on one machine, what there is)."""
 
     job_id: str | None
@@ -33,7 +40,7 @@ class Allocation:
     het: bool = False
     """Components are het groups; else each has its share of the nodes of one plain job."""
 
-    def step(self, component: Component, node: str, *, cpus: int, mem_gib: float, gpus: int) -> list[str]:
+    def step_prefix(self, component: JobComponent, node: str, *, cpus: int, mem_gib: float, gpus: int) -> list[str]:
         """What stands before a command so that it runs on `node`: everything is said, nothing is inherited."""
         if self.job_id is None:
             return []
@@ -45,11 +52,11 @@ class Allocation:
         place = ["--nodes=1", "--ntasks=1", f"--nodelist={node}"]
         return ["srun", *group, *place, *size, "--overlap", "--mpi=none", "--unbuffered"]
 
-    def without(self, node: str) -> "Allocation":
+    def without_node(self, node: str) -> "JobAllocation":
         """What is left when a node is lost."""
         return replace(self, nodes=[[name for name in names if name != node] for names in self.nodes])
 
-    def joined_step(self, components: Sequence[Component], command: Sequence[str], *, mpi: str) -> list[str]:
+    def mpi_step_command(self, components: Sequence[JobComponent], command: Sequence[str], *, mpi: str) -> list[str]:
         """How a command runs once on every node of `components`, as one MPI world.
 
         If one of its ranks ends, the step ends. It has no devices, and may use what memory the job has on a node.
@@ -58,48 +65,48 @@ class Allocation:
         if all(any(flag.startswith("--mem") for flag in component.slurm_flags) for component in components):
             shape.append("--mem=0")
         shape += ["--overlap", "--kill-on-bad-exit=1", f"--mpi={mpi}", "--unbuffered"]
-        groups = [[*where, *shape, *command] for where in self._wheres(components)]
+        groups = [[*node_flags, *shape, *command] for node_flags in self._make_node_flags(components)]
         return ["srun", *groups[0], *(word for group in groups[1:] for word in (":", *group))]
 
-    def _wheres(self, components: Sequence[Component]) -> list[list[str]]:
+    def _make_node_flags(self, components: Sequence[JobComponent]) -> list[list[str]]:
         """The nodes of these components, all at once where that can be said; else component by component."""
         nodes = {component.index: self.nodes[component.index] for component in components}
         if not self.het:
-            return [_on([name for names in nodes.values() for name in names])]
+            return [_format_node_flags([name for names in nodes.values() for name in names])]
         if all(len(nodes[component.index]) == component.nodes for component in components):
             return [[f"--het-group={','.join(map(str, nodes))}"]]
-        return [[f"--het-group={index}", *_on(names)] for index, names in nodes.items() if names]
+        return [[f"--het-group={index}", *_format_node_flags(names)] for index, names in nodes.items() if names]
 
 
-def _on(nodes: Sequence[str]) -> list[str]:
+def _format_node_flags(nodes: Sequence[str]) -> list[str]:
     return [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}"]
 
 
-def read_allocation(plan: Plan) -> Allocation:
+def read_allocation(plan: Plan) -> JobAllocation:
     """Ask the environment and Slurm; on a machine without a scheduler, the machine itself."""
     if plan.layout == "local":
         end_time = time.time() + plan.cost.walltime_min * 60
-        return Allocation(job_id=None, end_time=end_time, nodes=[[this_node()] for _ in plan.components])
+        return JobAllocation(job_id=None, end_time=end_time, nodes=[[current_node()] for _ in plan.components])
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
         raise SlurmError("the driver runs inside a Slurm job, and SLURM_JOB_ID is not set: use `hpcrl submit`")
     het = plan.layout == "hetjob"
-    nodes = _of_groups(plan) if het else _dealt(plan)
+    nodes = _read_group_nodes(plan) if het else _distribute_nodes(plan)
     for component, names in zip(plan.components, nodes, strict=True):
         if len(names) != component.nodes:
             raise SlurmError(f"component {component.index} has {len(names)} nodes, and the plan has {component.nodes}")
-    return Allocation(job_id=job_id, end_time=_end_time(job_id), nodes=nodes, het=het)
+    return JobAllocation(job_id=job_id, end_time=_query_end_time(job_id), nodes=nodes, het=het)
 
 
-def scrub(environ: MutableMapping[str, str]) -> None:
+def scrub_environment(environ: MutableMapping[str, str]) -> None:
     """Remove what Slurm says of component 0, so that it does not leak into steps of the others."""
     for name in list(environ):
-        kept = name in KEPT or "_HET_GROUP_" in name
-        if name in DEVICES or (name.startswith(("SLURM_", "SBATCH_", "SRUN_")) and not kept):
+        kept = name in KEPT_VARIABLES or "_HET_GROUP_" in name
+        if name in DEVICE_VARIABLES or (name.startswith(("SLURM_", "SBATCH_", "SRUN_")) and not kept):
             del environ[name]
 
 
-def _of_groups(plan: Plan) -> list[list[str]]:
+def _read_group_nodes(plan: Plan) -> list[list[str]]:
     """The nodes of every het group."""
     found = []
     for component in plan.components:
@@ -112,17 +119,17 @@ def _of_groups(plan: Plan) -> list[list[str]]:
     return found
 
 
-def _dealt(plan: Plan) -> list[list[str]]:
+def _distribute_nodes(plan: Plan) -> list[list[str]]:
     """The nodes of a plain job, dealt to the components in their order; that of the batch script is the first."""
-    listed = os.environ.get("SLURM_JOB_NODELIST")
-    if listed is None:
+    nodelist = os.environ.get("SLURM_JOB_NODELIST")
+    if nodelist is None:
         raise SlurmError("SLURM_JOB_NODELIST is not set, so nobody knows the nodes of this job")
-    here = this_node()
-    names = sorted(expand_nodes(listed), key=lambda name: name != here)  # stable: neighbours stay together
+    here = current_node()
+    names = sorted(expand_nodes(nodelist), key=lambda name: name != here)  # stable: neighbours stay together
     ends = list(accumulate(component.nodes for component in plan.components))
     return [names[end - part.nodes : end] for part, end in zip(plan.components, ends, strict=True)]
 
 
-def _end_time(job_id: str) -> float:
+def _query_end_time(job_id: str) -> float:
     """Slurm's clock for the end of the job: SLURM_JOB_END_TIME is not set everywhere."""
     return datetime.fromisoformat(ask_slurm(["squeue", "-h", "-j", job_id, "-o", "%e"]).split()[0]).timestamp()

@@ -8,7 +8,7 @@ expand_nodes(nodelist)     `cpu[1-3]` as a list
 Jobs that a running job queues go through here too: reward jobs (one node each, preemptible, there only while there is
 work for them), and the next job of the chain, which is a whole het job.
 
-queue, begin            through sbatch; `begin` records the id
+queue, begin            through sbatch; `queue_recorded_script` records the id
 alive, cancel           through squeue and scancel; only recorded ids are ever asked about or ended
 cancel_recorded         what a driver queued that can no longer end it
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from hpcrl.errors import SlurmError
 
-TIMEOUT_S = float(os.environ.get("HPCRL_SLURM_TIMEOUT_S", "40"))
+COMMAND_TIMEOUT_S = float(os.environ.get("HPCRL_SLURM_TIMEOUT_S", "40"))
 """How long one Slurm command may take to answer; a caller that only displays the answer may wait less."""
 TIMED_OUT = 124
 """The exit code of coreutils' timeout, and of a command that did not answer here."""
@@ -35,7 +35,7 @@ _SETTINGS = ("SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SCANCEL_", "SI
 
 
 def run_slurm(
-    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = COMMAND_TIMEOUT_S
 ) -> subprocess.CompletedProcess[str]:
     """Run one command and return how it ended; without an answer in time, with TIMED_OUT.
 
@@ -85,13 +85,13 @@ def limited_command(command: Sequence[str], *, env: Mapping[str, str]) -> list[s
     wanted = _clean_environment(env, command)
     unset = [word for name in os.environ if name not in wanted for word in ("-u", name)]
     exports = [f"{name}={value}" for name, value in wanted.items() if os.environ.get(name) != value]
-    return ["env", *unset, *exports, "timeout", str(TIMEOUT_S), *command]
+    return ["env", *unset, *exports, "timeout", str(COMMAND_TIMEOUT_S), *command]
 
 
 def check_answer(command: str, code: int | None, text: str) -> None:
     """Raise SlurmError if `command` ended with another code than 0 and printed `text`."""
     if code == TIMED_OUT:
-        raise SlurmError(f"{command} did not answer within {TIMEOUT_S:g} s: is slurmctld up? Try again later")
+        raise SlurmError(f"{command} did not answer within {COMMAND_TIMEOUT_S:g} s: is slurmctld up? Try again later")
     if code != 0:
         raise SlurmError(_explain_refusal(text, command))
 
@@ -140,20 +140,20 @@ def _expand_name(name: str) -> list[str]:
     return [f"{found['before']}{n}{after}" for n in numbers for after in _expand_name(found["after"])]
 
 
-def queue(script: Path, *options: str) -> str:
+def queue_script(script: Path, *options: str) -> str:
     """Submit a script to Slurm; returns the id of its job."""
     return ask_slurm(["sbatch", "--parsable", *options, str(script)]).strip().partition(";")[0]
 
 
-def begin(script: Path, *, record: Path) -> str:
+def queue_recorded_script(script: Path, *, record: Path) -> str:
     """Submit a script and append the id of its job to `record`; returns the id."""
-    id = queue(script)
+    id = queue_script(script)
     with os.fdopen(os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
         file.write(f"{id}\n")
     return id
 
 
-def alive(ids: Sequence[str]) -> dict[str, bool] | None:
+def query_live_jobs(ids: Sequence[str]) -> dict[str, bool] | None:
     """Of jobs that wait or run, whether they run; what has ended is absent. None: Slurm did not answer."""
     if not ids:
         return {}
@@ -165,20 +165,20 @@ def alive(ids: Sequence[str]) -> dict[str, bool] | None:
     return {id: states[id].strip() == "RUNNING" for id in ids if id in states and states[id].strip() != "COMPLETING"}
 
 
-def cancel(ids: Iterable[str]) -> None:
+def cancel_jobs(ids: Iterable[str]) -> None:
     """End jobs; those that have ended already are no matter."""
     wanted = list(ids)
     if wanted:
         ask_slurm(["scancel", *wanted])
 
 
-def cancel_recorded(record: Path) -> None:
+def cancel_recorded_jobs(record: Path) -> None:
     """End the jobs in `record` that still wait or run; SlurmError if Slurm does not answer."""
     try:
         ids = record.read_text().split()
     except FileNotFoundError:
         return
-    left = alive(ids)
+    left = query_live_jobs(ids)
     if left is None:
         raise SlurmError(f"squeue does not list which jobs of {record} are left: scancel {' '.join(ids)}")
-    cancel(left)
+    cancel_jobs(left)

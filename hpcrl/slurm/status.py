@@ -44,7 +44,7 @@ _REASONS = {
     "Prolog": "the nodes are being prepared",
     "NonZeroExitCode": "it ended with a non-zero exit code",
 }
-_LIMITS = (
+_LIMIT_REASONS = (
     # Slurm composes these names (QOSMaxJobsPerUserLimit, AssocGrpGRESMinutes, ...), so they go by their beginning.
     ("QOSMax", "you are at a limit of its QOS"),
     ("QOSGrp", "all users of its QOS together are at a limit"),
@@ -57,12 +57,12 @@ _LIMITS = (
 )
 
 
-def plain_reason(reason: str) -> str:
+def explain_reason(reason: str) -> str:
     """Slurm's reason in plain words; one that is not known here is passed on."""
     word = re.split(r"[,:(\s]", reason.strip("() "), maxsplit=1)[0]
     if word in _REASONS:
         return _REASONS[word]
-    for beginning, words in _LIMITS:
+    for beginning, words in _LIMIT_REASONS:
         if word.startswith(beginning):
             return f"{words} ({word})"
     return reason
@@ -108,7 +108,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     state: str
-    """As `overall` derives it; "unknown" when Slurm gave no answer."""
+    """As `combine_states` derives it; "unknown" when Slurm gave no answer."""
     components: list[ComponentStatus] = []
     reason: str = ""
     """Why it waits, ended or is unknown, in plain words."""
@@ -117,7 +117,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _CommandAnswer:
     """What one Slurm command said."""
 
     text: str
@@ -125,17 +125,17 @@ class _Answer:
     """Why there is no answer; empty if there is one."""
 
 
-def job_states(ids: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 10.0) -> dict[str, JobStatus]:
+def query_job_states(ids: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 10.0) -> dict[str, JobStatus]:
     """The state of every job in `ids`, by at most two commands of at most `timeout_s` seconds each."""
     numbers = [job for job in dict.fromkeys(ids) if job.isascii() and job.isdigit()]
     states = {job: JobStatus(id=job, state=UNKNOWN, reason=f"{job!r} is no Slurm job id") for job in ids}
     if not numbers:
         return states
-    queue = _ask(_queue_command(numbers), env, timeout_s=timeout_s)
+    queue = _query_slurm(_make_queue_command(numbers), env, timeout_s=timeout_s)
     found = parse_queue(queue.text)
     missing = [job for job in numbers if job not in found]
     if missing:
-        ended = _ask_accounting(_ended_command(missing), env, timeout_s=timeout_s)
+        ended = _ask_accounting(_make_ended_command(missing), env, timeout_s=timeout_s)
         found |= parse_ended(ended.text)
         why = queue.problem or ended.problem or "neither squeue nor sacct knows it"
         found |= {job: JobStatus(id=job, state=UNKNOWN, reason=why) for job in missing if job not in found}
@@ -156,13 +156,13 @@ def parse_queue(text: str) -> dict[str, JobStatus]:
             index=int(found["index"] or 0),
             state=state.lower(),
             partition=partition,
-            nodes=_none_is_empty(nodes),
-            reason=_none_is_empty(reason),
-            start=_seconds(start),
-            end=_seconds(end),
+            nodes=_parse_optional_text(nodes),
+            reason=_parse_optional_text(reason),
+            start=_parse_time(start),
+            end=_parse_time(end),
         )
         components.setdefault(found["leader"], []).append(component)
-    return {job: _job(job, parts) for job, parts in components.items()}
+    return {job: _make_job_status(job, parts) for job, parts in components.items()}
 
 
 def parse_ended(text: str) -> dict[str, JobStatus]:
@@ -177,17 +177,17 @@ def parse_ended(text: str) -> dict[str, JobStatus]:
         component = ComponentStatus(
             id=own_id,
             index=int(found["index"] or 0),
-            state=_first_word(state),  # CANCELLED by 1000
+            state=_parse_state(state),  # CANCELLED by 1000
             partition=partition,
-            nodes=_none_is_empty(nodes),
-            exit_code=_exit_code(exit_code),
+            nodes=_parse_optional_text(nodes),
+            exit_code=_parse_exit_code(exit_code),
         )
         components.setdefault(found["leader"], []).append(component)
-    jobs = {job: _job(job, parts) for job, parts in components.items()}
+    jobs = {job: _make_job_status(job, parts) for job, parts in components.items()}
     return {job: status for job, status in jobs.items() if status.state in ENDED}
 
 
-def overall(states: Iterable[str]) -> str:
+def combine_states(states: Iterable[str]) -> str:
     """The state of a job from those of its components, component 0 first.
 
     The batch script runs on component 0, so when that has completed the job has, whatever was lost on the way.
@@ -204,29 +204,29 @@ def overall(states: Iterable[str]) -> str:
     return min(listed, key=ENDED.index)
 
 
-def _job(job: str, components: list[ComponentStatus]) -> JobStatus:
+def _make_job_status(job: str, components: list[ComponentStatus]) -> JobStatus:
     ordered = sorted(components, key=lambda component: component.index)
-    state = overall(component.state for component in ordered)
+    state = combine_states(component.state for component in ordered)
     starts = [component.start for component in ordered if component.start is not None]
     ends = [component.end for component in ordered if component.end is not None]
     return JobStatus(
         id=job,
         state=state,
         components=ordered,
-        reason=_job_reason(state, ordered),
+        reason=_combine_reasons(state, ordered),
         start=max(starts, default=None),  # it starts when its last component can
         end=min(ends, default=None),
     )
 
 
-def _job_reason(state: str, components: list[ComponentStatus]) -> str:
+def _combine_reasons(state: str, components: list[ComponentStatus]) -> str:
     """The reasons that differ, each once, with its component if there are several."""
     if state in ACTIVE or state in {"completed", "cancelled"}:  # a cancelled job keeps the reason why it waited
         return ""
     reasons: dict[str, list[str]] = {}
     for component in components:
         if component.state == state or component.state in WAITING:
-            words = plain_reason(component.reason)
+            words = explain_reason(component.reason)
             reasons.setdefault(words, []).append(component.partition)
     reasons.pop("", None)
     if len(reasons) <= 1:
@@ -234,49 +234,49 @@ def _job_reason(state: str, components: list[ComponentStatus]) -> str:
     return "; ".join(f"{'+'.join(partitions)}: {words}" for words, partitions in reasons.items())
 
 
-def _queue_command(ids: Sequence[str]) -> list[str]:
+def _make_queue_command(ids: Sequence[str]) -> list[str]:
     return ["squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", f"--format={_QUEUE_FORMAT}"]
 
 
-def _ended_command(ids: Sequence[str]) -> list[str]:
+def _make_ended_command(ids: Sequence[str]) -> list[str]:
     arguments = ["--allocations", "--parsable2", "--noheader", f"--jobs={','.join(ids)}"]
     return ["sacct", *arguments, f"--format={_ENDED_FORMAT}"]
 
 
-def _ask(command: list[str], env: Mapping[str, str], *, timeout_s: float) -> _Answer:
+def _query_slurm(command: list[str], env: Mapping[str, str], *, timeout_s: float) -> _CommandAnswer:
     done = run_slurm(command, env=env, timeout_s=timeout_s)
     complaint = done.stderr.strip()
     if done.returncode == TIMED_OUT:
-        return _Answer("", complaint)
+        return _CommandAnswer("", complaint)
     if done.returncode != 0 and "Invalid job id" not in complaint:  # squeue's way to say that none is listed
         last = complaint.splitlines()[-1] if complaint else f"exit code {done.returncode}"
-        return _Answer("", f"{command[0]}: {last}")
-    return _Answer(done.stdout)
+        return _CommandAnswer("", f"{command[0]}: {last}")
+    return _CommandAnswer(done.stdout)
 
 
-def _ask_accounting(command: list[str], env: Mapping[str, str], *, timeout_s: float) -> _Answer:
+def _ask_accounting(command: list[str], env: Mapping[str, str], *, timeout_s: float) -> _CommandAnswer:
     """Run sacct, which a site without accounting may lack."""
     try:
-        return _ask(command, env, timeout_s=timeout_s)
+        return _query_slurm(command, env, timeout_s=timeout_s)
     except SlurmError as error:
-        return _Answer("", str(error))
+        return _CommandAnswer("", str(error))
 
 
-def _seconds(text: str) -> float | None:
+def _parse_time(text: str) -> float | None:
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
     except ValueError:  # N/A, Unknown, NONE
         return None
 
 
-def _exit_code(text: str) -> int | None:
+def _parse_exit_code(text: str) -> int | None:
     code = text.partition(":")[0]
     return int(code) if code.isdigit() else None
 
 
-def _first_word(text: str) -> str:
+def _parse_state(text: str) -> str:
     return text.split(maxsplit=1)[0].lower() if text.strip() else UNKNOWN
 
 
-def _none_is_empty(text: str) -> str:
+def _parse_optional_text(text: str) -> str:
     return "" if text in {"None", "(null)", "None assigned", "N/A"} else text

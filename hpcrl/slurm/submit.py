@@ -16,13 +16,13 @@ from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.config.site import Site, default_lab_dir
 from hpcrl.errors import SlurmError
 from hpcrl.slurm.commands import ask_slurm, check_answer, limited_command, run_slurm
-from hpcrl.system.files import publish
-from hpcrl.system.processes import is_alive, start_ticks
+from hpcrl.system.files import publish_file
+from hpcrl.system.processes import is_alive, read_start_ticks
 
-NEEDED = ("sbatch", "srun", "squeue", "scancel")
+REQUIRED_COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 
 
-class Submitted(msgspec.Struct, frozen=True, kw_only=True):
+class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
     """What was started: the only thing that may be cancelled."""
 
     id: str
@@ -34,19 +34,19 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     """With the pid this names one process for ever, also after the pid is used again."""
 
 
-def site_environment(site: Site) -> dict[str, str]:
+def make_site_environment(site: Site) -> dict[str, str]:
     """What Slurm's commands need in their environment to reach this site."""
     if site.slurm_conf is None:
         return {}
-    path = Path(expand(site.slurm_conf))
+    path = Path(expand_path(site.slurm_conf))
     if not path.is_file():
         is_lab = "$HPCRL_LAB" in site.slurm_conf
-        cure = "`hpcrl lab up` makes one" if is_lab else f"mend slurm_conf in the site {site.name!r}"
-        raise SlurmError(f"no Slurm at {path}: {cure}")
+        fix = "`hpcrl lab up` makes one" if is_lab else f"mend slurm_conf in the site {site.name!r}"
+        raise SlurmError(f"no Slurm at {path}: {fix}")
     return {"SLURM_CONF": str(path)}
 
 
-def expand(text: str) -> str:
+def expand_path(text: str) -> str:
     """`~` and $NAME in a path of a site file; $HPCRL_LAB has a default."""
     if "$HPCRL_LAB" in text:
         text = text.replace("$HPCRL_LAB", str(default_lab_dir()))
@@ -58,7 +58,7 @@ def expand(text: str) -> str:
 
 def require_slurm(site: Site) -> None:
     """Say what is missing before anything is begun."""
-    missing = [command for command in NEEDED if shutil.which(command) is None]
+    missing = [command for command in REQUIRED_COMMANDS if shutil.which(command) is None]
     if missing:
         raise SlurmError(
             f"site {site.name!r} is run by Slurm, and {', '.join(missing)} is not on PATH here: "
@@ -66,61 +66,61 @@ def require_slurm(site: Site) -> None:
         )
 
 
-def submit(script: str, *, job: JobDir, site: Site) -> Submitted:
+def submit_job(script: str, *, job: JobDir, site: Site) -> SubmittedJob:
     """Start a job of a campaign and record its id at once."""
     submitted = _submit_local(script, job=job) if site.scheduler == "local" else _submit_slurm(script, job, site)
-    record(submitted, job=job)
+    record_submission(submitted, job=job)
     return submitted
 
 
-def record(submitted: Submitted, *, job: JobDir) -> None:
+def record_submission(submitted: SubmittedJob, *, job: JobDir) -> None:
     """From now on this job may be cancelled."""
-    publish(job.submitted, msgspec.json.format(msgspec.json.encode(submitted), indent=2) + b"\n")
+    publish_file(job.submission, msgspec.json.format(msgspec.json.encode(submitted), indent=2) + b"\n")
 
 
-def test_only(script: Path, *, site: Site) -> str:
+def check_script(script: Path, *, site: Site) -> str:
     """What Slurm says of the script without queueing it."""
     done = run_slurm(["sbatch", "--test-only", str(script)], env=_slurm_environment(site))
     check_answer("sbatch", done.returncode, done.stderr or done.stdout)
     return (done.stdout + done.stderr).strip()
 
 
-def interrupt(submitted: Submitted, *, site: Site) -> None:
+def interrupt_job(submitted: SubmittedJob, *, site: Site) -> None:
     """Tell a running job to end now and clear up; what scancel kills cannot."""
     if submitted.scheduler == "slurm":
         ask_slurm(["scancel", "--batch", "--signal=INT", submitted.id], env=_slurm_environment(site))
     else:
-        _signal(submitted, signal.SIGINT)
+        _send_signal(submitted, signal.SIGINT)
 
 
-def cancel(submitted: Submitted, *, site: Site) -> None:
+def cancel_job(submitted: SubmittedJob, *, site: Site) -> None:
     """End a job. One that is gone already is no error."""
     if submitted.scheduler == "slurm":
         ask_slurm(["scancel", submitted.id], env=_slurm_environment(site))
     else:
-        _signal(submitted, signal.SIGTERM)
+        _send_signal(submitted, signal.SIGTERM)
 
 
-def _signal(submitted: Submitted, sig: signal.Signals) -> None:
+def _send_signal(submitted: SubmittedJob, sig: signal.Signals) -> None:
     if is_alive(submitted.pid, submitted.start_ticks):
         assert submitted.pid is not None
         os.kill(submitted.pid, sig)
 
 
-def _submit_local(script: str, *, job: JobDir) -> Submitted:
+def _submit_local(script: str, *, job: JobDir) -> SubmittedJob:
     """The same script, run by bash in a session of its own; `exec` makes its pid the driver's."""
-    publish(job.script, script, mode=0o700)
+    publish_file(job.script, script, mode=0o700)
     with job.log("batch").open("ab") as log:
         process = subprocess.Popen(
             ["bash", str(job.script)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     pid = process.pid
-    ticks = start_ticks(pid)
+    ticks = read_start_ticks(pid)
     process.returncode = 0  # it outlives this command on purpose: keep Popen's destructor quiet
-    return Submitted(id=f"local-{pid}", scheduler="local", time=time.time(), pid=pid, start_ticks=ticks)
+    return SubmittedJob(id=f"local-{pid}", scheduler="local", time=time.time(), pid=pid, start_ticks=ticks)
 
 
-def _submit_slurm(script: str, job: JobDir, site: Site) -> Submitted:
+def _submit_slurm(script: str, job: JobDir, site: Site) -> SubmittedJob:
     import submitit
 
     class HetExecutor(submitit.SlurmExecutor):
@@ -142,8 +142,8 @@ def _submit_slurm(script: str, job: JobDir, site: Site) -> Submitted:
         raise
     except submitit.core.utils.FailedSubmissionError as error:
         raise SlurmError(f"sbatch answered something unexpected: {error}") from error
-    return Submitted(id=submitted.job_id, scheduler="slurm", time=time.time())
+    return SubmittedJob(id=submitted.job_id, scheduler="slurm", time=time.time())
 
 
 def _slurm_environment(site: Site) -> dict[str, str]:
-    return {**os.environ, **site_environment(site)}
+    return {**os.environ, **make_site_environment(site)}

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from hpcrl.spool.reader import EVERYTHING, Where
+from hpcrl.spool.reader import EVERYTHING, TrajectoryFilter
 from hpcrl.spool.record import Trajectory
 
 
@@ -29,10 +29,10 @@ class SpoolWriter(Protocol):
 class SpoolReader(Protocol):
     """One consumer's way out of a spool. What `where` does not admit is passed over for good."""
 
-    def poll(self, where: Where = EVERYTHING) -> list[Trajectory]:
+    def poll(self, where: TrajectoryFilter = EVERYTHING) -> list[Trajectory]:
         """Trajectories that became durable since the last call, each once."""
 
-    def take(self, num: int, where: Where = EVERYTHING) -> list[Trajectory]:
+    def take(self, num: int, where: TrajectoryFilter = EVERYTHING) -> list[Trajectory]:
         """The next `num` of them, or as many as there are; the others wait for the next call."""
 
     @property

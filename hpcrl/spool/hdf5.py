@@ -1,8 +1,8 @@
 """HDF5 around the columns of a segment. The only file that imports h5py and hdf5plugin.
 
-    head       the start of a file whose columns lie one after another, and where each of them goes
-    packed     a whole file whose columns are compressed
-    unpacked   the bytes of the columns of such a file
+    make_file_head      the start of a file whose columns lie one after another, and where each of them goes
+    compress_columns    a whole file whose columns are compressed
+    decompress_columns  the bytes of the columns of such a file
 
 HDF5 takes milliseconds to lay out a file, which is as long as writing it. All files of one schema have the same
 structures but for the numbers in them, so HDF5 lays out one empty file per process, and its numbers are filled in:
@@ -29,43 +29,43 @@ USER_BLOCK = 2048
 """Bytes before those of HDF5."""
 ALIGNMENT = 8
 """Of every column, so that a mapped one is an aligned array."""
-METADATA = "metadata"
+METADATA_NAME = "metadata"
 ARRAYS: Mapping[str, np.dtype[Any]] = MappingProxyType({**COLUMNS, "offsets": np.dtype(np.int64)})
 CHUNK_BYTES = 1 << 20
 
-_NOWHERE = b"\xff" * 8
-_END_AT = 40
+_NO_ADDRESS = b"\xff" * 8
+_END_OFFSET = 40
 """Where HDF5's first block says how long the file is."""
 # Lengths that stand in for the real ones: found nowhere else in the file.
 _STAND_INS = {name: 0x0123_4567_8900 + 0x1001 * index for index, name in enumerate(ARRAYS)}
 _STAND_IN_TEXT = 0x5A17_B3C1
 
 
-def head(lengths: Mapping[str, int]) -> tuple[bytes, dict[str, int]]:
+def make_file_head(lengths: Mapping[str, int]) -> tuple[bytes, dict[str, int]]:
     """HDF5's own bytes of a file with columns of these lengths, and where in the file each column's data go.
 
     `lengths`: the entries of every array and the bytes of the metadata.
     """
-    image = _template()
-    places, end = {}, _aligned(USER_BLOCK + len(image))
+    image = _make_template()
+    places, end = {}, _align_offset(USER_BLOCK + len(image))
     for name, dtype in ARRAYS.items():
         places[name], num_bytes = end, lengths[name] * dtype.itemsize
         stand_in = _STAND_INS[name]
-        image = image.replace(_layout(stand_in * dtype.itemsize), _layout(num_bytes, at=end))
+        image = image.replace(_encode_layout(stand_in * dtype.itemsize), _encode_layout(num_bytes, at=end))
         image = image.replace(struct.pack("<Q", stand_in), struct.pack("<Q", lengths[name]))
-        end = _aligned(end + num_bytes)
-    places[METADATA] = end
-    image = image.replace(_layout(_STAND_IN_TEXT), _layout(lengths[METADATA], at=end))
-    image = image.replace(struct.pack("<I", _STAND_IN_TEXT), struct.pack("<I", lengths[METADATA]))
-    return _ending_at(image, end + lengths[METADATA]), places
+        end = _align_offset(end + num_bytes)
+    places[METADATA_NAME] = end
+    image = image.replace(_encode_layout(_STAND_IN_TEXT), _encode_layout(lengths[METADATA_NAME], at=end))
+    image = image.replace(struct.pack("<I", _STAND_IN_TEXT), struct.pack("<I", lengths[METADATA_NAME]))
+    return _set_file_end(image, end + lengths[METADATA_NAME]), places
 
 
-def packed(columns: Mapping[str, Sequence[memoryview]], *, compression: Compression) -> memoryview:
+def compress_columns(columns: Mapping[str, Sequence[memoryview]], *, compression: Compression) -> memoryview:
     """HDF5's bytes of a whole file, its columns compressed; any HDF5 tool that has the filter reads it."""
-    filters = _plugin(f'spool.compression = "{compression}"').FILTERS
+    filters = _import_filters(f'spool.compression = "{compression}"').FILTERS
     codec = {"zstd": 32015, "lz4": 32004, "blosc": 32001}[compression]
     assert codec in filters.values()
-    with _in_memory() as file:
+    with _create_memory_file() as file:
         for name, parts in columns.items():
             raw = np.frombuffer(b"".join(parts), ARRAYS.get(name, np.dtype(np.uint8)))
             chunk = min(len(raw), CHUNK_BYTES // raw.itemsize)
@@ -75,34 +75,34 @@ def packed(columns: Mapping[str, Sequence[memoryview]], *, compression: Compress
         return memoryview(file.id.get_file_image())
 
 
-def unpacked(source: BinaryIO, names: Sequence[str]) -> dict[str, memoryview]:
+def decompress_columns(source: BinaryIO, names: Sequence[str]) -> dict[str, memoryview]:
     """The bytes of compressed columns, in memory."""
-    _plugin("this segment is compressed")
+    _import_filters("this segment is compressed")
     with h5py.File(source, "r") as file:
         return {name: memoryview(file[name][()]).cast("B") if file[name].size else memoryview(b"") for name in names}
 
 
 @functools.cache
-def _template() -> bytes:
+def _make_template() -> bytes:
     """The file that all others are made from: every dataset is there and none has a place yet."""
     how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     how.set_layout(h5py.h5d.CONTIGUOUS)
     how.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
     how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     how.set_obj_track_times(False)
-    with _in_memory() as file:
+    with _create_memory_file() as file:
         for name, dtype in ARRAYS.items():
             kind, space = h5py.h5t.py_create(dtype, logical=True), h5py.h5s.create_simple((_STAND_INS[name],))
             h5py.h5d.create(file.id, name.encode(), kind, space, how)
         text = h5py.h5t.C_S1.copy()
         text.set_size(_STAND_IN_TEXT)
         text.set_cset(h5py.h5t.CSET_UTF8)
-        h5py.h5d.create(file.id, METADATA.encode(), text, h5py.h5s.create(h5py.h5s.SCALAR), how)
+        h5py.h5d.create(file.id, METADATA_NAME.encode(), text, h5py.h5s.create(h5py.h5s.SCALAR), how)
         file.flush()
         return bytes(file.id.get_file_image())
 
 
-def _in_memory() -> Any:
+def _create_memory_file() -> Any:
     """A new file that never touches a disk, with what is true of every segment."""
     file = h5py.File(
         "segment",
@@ -118,21 +118,21 @@ def _in_memory() -> Any:
     return file
 
 
-def _layout(num_bytes: int, *, at: int | None = None) -> bytes:
+def _encode_layout(num_bytes: int, *, at: int | None = None) -> bytes:
     """How HDF5 notes the place of a contiguous dataset. Addresses count from the end of the user's block."""
-    address = _NOWHERE if at is None or not num_bytes else struct.pack("<Q", at - USER_BLOCK)
+    address = _NO_ADDRESS if at is None or not num_bytes else struct.pack("<Q", at - USER_BLOCK)
     return address + struct.pack("<Q", num_bytes)
 
 
-def _ending_at(image: bytes, end: int) -> bytes:
-    return image[:_END_AT] + struct.pack("<Q", end) + image[_END_AT + 8 :]
+def _set_file_end(image: bytes, end: int) -> bytes:
+    return image[:_END_OFFSET] + struct.pack("<Q", end) + image[_END_OFFSET + 8 :]
 
 
-def _aligned(place: int) -> int:
-    return -(-place // ALIGNMENT) * ALIGNMENT
+def _align_offset(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _plugin(what: str) -> Any:
+def _import_filters(what: str) -> Any:
     """The filters; importing them makes them known to HDF5."""
     try:
         import hdf5plugin  # a user who never compresses needs none

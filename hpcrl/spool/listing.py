@@ -1,9 +1,9 @@
 """The names of segments, and how a change in a directory of them is noticed for the price of one stat.
 
-    SegmentName     who wrote it, its place in the order, and how many trajectories it holds
-    listed          every segment, by listing the directory
-    Listing         the same, asked many times a second
-    announce        tell every Listing what came or went
+    SegmentName       who wrote it, its place in the order, and how many trajectories it holds
+    list_segments     every segment, by listing the directory
+    SegmentListing    the same, asked many times a second
+    announce_changes  tell every Listing what came or went
 
 Listing a directory costs as much as it has entries, and more on a parallel file system, where it is also other
 people's metadata server. So whoever adds or removes a segment appends a line to the directory's `.news`, and a
@@ -29,14 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.errors import SpoolError
-from hpcrl.system.files import private_dir, publish
+from hpcrl.system.files import make_private_dir, publish_file
 
-NEWS = ".news"
-_NAME = re.compile(r"(?P<producer>.+)-(?P<number>\d{8,})-(?P<count>\d+)-(?P<nonce>[0-9a-f]{8})\.h5", re.DOTALL)
-_LEFTOVER_AGE_S = 3600.0
-_LISTING_SHARE = 1 / 20_000
+NEWS_FILE = ".news"
+_NAME_PATTERN = re.compile(r"(?P<producer>.+)-(?P<number>\d{8,})-(?P<count>\d+)-(?P<nonce>[0-9a-f]{8})\.h5", re.DOTALL)
+_MIN_LEFTOVER_AGE_S = 3600.0
+_MAX_LISTING_SHARE = 1 / 20_000
 """Of its time that a Listing spends on listing the directory."""
-_LIST_AGAIN_S = (0.25, 30.0)
+_RELIST_INTERVALS_S = (0.25, 30.0)
 """It does so at most, and at least, so often."""
 
 
@@ -55,9 +55,9 @@ class SegmentName:
         return f"{self.producer}-{self.number:08d}-{self.count}-{self.nonce}.h5"
 
 
-def parse(name: str) -> SegmentName | None:
+def parse_segment_name(name: str) -> SegmentName | None:
     """What a file name says, or None if it is not a segment's."""
-    match = _NAME.fullmatch(name)
+    match = _NAME_PATTERN.fullmatch(name)
     if match is None:
         return None
     return SegmentName(
@@ -74,72 +74,72 @@ def check_producer(producer: str) -> str:
     return producer
 
 
-def listed(directory: Path) -> list[str]:
+def list_segments(directory: Path) -> list[str]:
     """Every file that shows itself as a segment, sorted; temporary files do not. No directory yet: none."""
     try:
-        return sorted(name for name in os.listdir(directory) if _is_shown(name))  # noqa: PTH208 - names, not paths
+        return sorted(name for name in os.listdir(directory) if _is_segment_file(name))  # noqa: PTH208 - names, not paths
     except FileNotFoundError:
         return []
 
 
-def announce(directory: Path, *, came: Iterable[str] = (), went: Iterable[str] = ()) -> None:
+def announce_changes(directory: Path, *, added: Iterable[str] = (), removed: Iterable[str] = ()) -> None:
     """Tell every Listing of this directory; if that fails they find out by themselves, a little later."""
-    lines = [*(f"+{name}" for name in came), *(f"-{name}" for name in went)]
+    lines = [*(f"+{name}" for name in added), *(f"-{name}" for name in removed)]
     news = "".join(f"{line}\n" for line in lines if "\n" not in line)
     with contextlib.suppress(OSError):
-        fd = os.open(directory / NEWS, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(directory / NEWS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.write(fd, os.fsencode(news))
         finally:
             os.close(fd)
 
 
-class Listing:
+class SegmentListing:
     """The segments of a directory, asked many times a second."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._news = os.fspath(directory / NEWS)
+        self._news = os.fspath(directory / NEWS_FILE)
         self._offset = 0
         self._present: set[str] = set()
-        self._came: set[str] = set()
-        self._went: set[str] = set()
+        self._added: set[str] = set()
+        self._removed: set[str] = set()
         self._sorted: list[str] | None = None
-        self._list_again_at = float("-inf")
+        self._relist_at = float("-inf")
 
     def names(self) -> list[str]:
-        """As `listed`."""
-        present = self.present()
+        """As `list_segments`."""
+        present = self.name_set()
         if self._sorted is None:
             self._sorted = sorted(present)
         return self._sorted
 
-    def present(self) -> Set[str]:
+    def name_set(self) -> Set[str]:
         """The same in no order."""
-        size = self._num_bytes_of_news()
-        if size < self._offset or time.monotonic() >= self._list_again_at:
+        size = self._read_news_size()
+        if size < self._offset or time.monotonic() >= self._relist_at:
             self._offset = size  # first: what comes while the directory is listed is news
-            self._list()
+            self._list_directory()
         elif size > self._offset:
             self._read_news()
         return self._present
 
     def changes(self) -> tuple[set[str], set[str]]:
         """What came and what went since the last call; what went and came back is in both."""
-        self.present()
-        came, went, self._came, self._went = self._came, self._went, set(), set()
-        return came, went
+        self.name_set()
+        added, removed, self._added, self._removed = self._added, self._removed, set(), set()
+        return added, removed
 
-    def _list(self) -> None:
-        began = time.monotonic()
-        found = set(listed(self.directory))
+    def _list_directory(self) -> None:
+        started = time.monotonic()
+        found = set(list_segments(self.directory))
         for name in self._present - found:
             self._remove(name)
         for name in found - self._present:
             self._add(name)
         ended = time.monotonic()
-        least, most = _LIST_AGAIN_S
-        self._list_again_at = ended + min(max((ended - began) / _LISTING_SHARE, least), most)
+        least, most = _RELIST_INTERVALS_S
+        self._relist_at = ended + min(max((ended - started) / _MAX_LISTING_SHARE, least), most)
 
     def _read_news(self) -> None:
         """Take in whole lines; one that is being written waits."""
@@ -148,7 +148,7 @@ class Listing:
             lines, _, _ = file.read().rpartition(b"\n")
         self._offset += len(lines) + 1 if lines else 0
         for line in map(os.fsdecode, lines.split(b"\n")):
-            if line.startswith("+") and parse(line[1:]):
+            if line.startswith("+") and parse_segment_name(line[1:]):
                 self._add(line[1:])
             elif line.startswith("-"):
                 self._remove(line[1:])
@@ -156,40 +156,40 @@ class Listing:
     def _add(self, name: str) -> None:
         if name not in self._present:
             self._present.add(name)
-            self._came.add(name)
+            self._added.add(name)
             self._sorted = None
 
     def _remove(self, name: str) -> None:
         if name in self._present:
             self._present.remove(name)
-            self._came.discard(name)
-            self._went.add(name)
+            self._added.discard(name)
+            self._removed.add(name)
             self._sorted = None
 
-    def _num_bytes_of_news(self) -> int:
+    def _read_news_size(self) -> int:
         try:
             return os.stat(self._news).st_size  # noqa: PTH116 - as above
         except FileNotFoundError:
             return 0
 
 
-def num_trajectories(directory: Path) -> int:
+def count_spool_trajectories(directory: Path) -> int:
     """How many trajectories a spool holds, by the names of its segments."""
-    return counted(listed(directory))
+    return count_trajectories(list_segments(directory))
 
 
-def counted(names: Iterable[str]) -> int:
+def count_trajectories(names: Iterable[str]) -> int:
     """How many trajectories segments of these names hold."""
-    return sum(name.count for name in map(parse, names) if name is not None)
+    return sum(name.count for name in map(parse_segment_name, names) if name is not None)
 
 
-def next_number(directory: Path, producer: str) -> int:
+def find_next_number(directory: Path, producer: str) -> int:
     """One more than the highest number that `producer` ever used here."""
-    names = map(parse, listed(directory))
+    names = map(parse_segment_name, list_segments(directory))
     return max((name.number + 1 for name in names if name is not None and name.producer == producer), default=0)
 
 
-def sweep_leftovers(directory: Path, *, older_than_s: float = _LEFTOVER_AGE_S) -> list[str]:
+def sweep_leftovers(directory: Path, *, older_than_s: float = _MIN_LEFTOVER_AGE_S) -> list[str]:
     """Remove temporary files of killed writers; returns their names.
 
     No write takes an hour. Should one be alive all the same (or a clock have jumped), its rename fails and its batch
@@ -206,28 +206,28 @@ def sweep_leftovers(directory: Path, *, older_than_s: float = _LEFTOVER_AGE_S) -
     return removed
 
 
-def _is_shown(name: str) -> bool:
+def _is_segment_file(name: str) -> bool:
     return name.endswith(".h5") and name[0] != "."
 
 
-DIRECTORY = "quarantine"
+QUARANTINE_DIRECTORY = "quarantine"
 
 
-def quarantine(path: Path, reason: str) -> str:
+def quarantine_segment(path: Path, reason: str) -> str:
     """Move a segment aside; returns the reason with what became of it. What cannot be moved stays where it is."""
-    place = place_of(path)
+    place = make_quarantine_path(path)
     try:
-        private_dir(place.parent)
-        publish(place.with_name(f"{place.name}.reason"), reason + "\n")
+        make_private_dir(place.parent)
+        publish_file(place.with_name(f"{place.name}.reason"), reason + "\n")
         os.rename(path, place)  # noqa: PTH104 - a second copy takes the place of the first
     except FileNotFoundError:
         return f"{reason}: somebody else put it aside"
     except OSError as error:
         return f"{reason}: it could not be put aside ({error.strerror}) and is passed over"
-    announce(path.parent, went=[path.name])
+    announce_changes(path.parent, removed=[path.name])
     return f"{reason}: it was moved to {str(place)!r}"
 
 
-def place_of(path: Path) -> Path:
+def make_quarantine_path(path: Path) -> Path:
     """Where a segment lies once it is put aside."""
-    return path.parent / DIRECTORY / path.name
+    return path.parent / QUARANTINE_DIRECTORY / path.name

@@ -14,15 +14,15 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.errors import SpoolError
-from hpcrl.spool.listing import Listing, parse, quarantine
-from hpcrl.spool.record import TRAINABLE, Facts, Trajectory
+from hpcrl.spool.listing import SegmentListing, parse_segment_name, quarantine_segment
+from hpcrl.spool.record import TRAINABLE, Trajectory, TrajectoryFacts
 from hpcrl.spool.segment import is_out_of_reach, read_segment
 from hpcrl.spool.status import EpisodeStatus
 
-_Key = tuple[str, bool]
+_DeliveryKey = tuple[str, bool]
 
 
-class Where(msgspec.Struct, frozen=True, kw_only=True):
+class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Which trajectories a consumer wants; without a condition, all."""
 
     domains: frozenset[str] = frozenset()
@@ -31,7 +31,7 @@ class Where(msgspec.Struct, frozen=True, kw_only=True):
     """No episode that began with older weights."""
     max_version: int | None = None
 
-    def admits(self, facts: Facts) -> bool:
+    def admits(self, facts: TrajectoryFacts) -> bool:
         in_window = self.min_version <= facts.start_version and (
             self.max_version is None or facts.start_version <= self.max_version
         )
@@ -42,10 +42,10 @@ class Where(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-EVERYTHING = Where()
+EVERYTHING = TrajectoryFilter()
 
 
-class Cursor:
+class SpoolCursor:
     """Lets every episode through once.
 
     An episode that failed and was retried has one id and two records: the one that can be trained on counts anew.
@@ -56,28 +56,28 @@ class Cursor:
         self._consumed = consumed
         self._ready: deque[tuple[str, Trajectory]] = deque()
         """Rows with the source that each is from."""
-        self._delivered: dict[_Key, str] = {}
+        self._delivered: dict[_DeliveryKey, str] = {}
 
-    def poll(self, where: Where = EVERYTHING) -> list[Trajectory]:
-        self._look()
-        return list(self._wanted(where))
+    def poll(self, where: TrajectoryFilter = EVERYTHING) -> list[Trajectory]:
+        self._discover_sources()
+        return list(self._iterate_matching(where))
 
-    def take(self, num: int, where: Where = EVERYTHING) -> list[Trajectory]:
-        self._look()
-        return list(itertools.islice(self._wanted(where), num))
+    def take(self, num: int, where: TrajectoryFilter = EVERYTHING) -> list[Trajectory]:
+        self._discover_sources()
+        return list(itertools.islice(self._iterate_matching(where), num))
 
-    def _look(self) -> None:
+    def _discover_sources(self) -> None:
         """Find out what is new."""
 
-    def _fill(self) -> bool:
+    def _load_next_source(self) -> bool:
         """Make the rows of one more source ready; False if there is none."""
         raise NotImplementedError
 
-    def _passed(self, source: str, key: _Key | None) -> None:
+    def _count_passed(self, source: str, key: _DeliveryKey | None) -> None:
         """A row of `source` was handed out or passed over; `key` if it was the first of its episode."""
 
-    def _wanted(self, where: Where) -> Iterator[Trajectory]:
-        while self._ready or self._fill():
+    def _iterate_matching(self, where: TrajectoryFilter) -> Iterator[Trajectory]:
+        while self._ready or self._load_next_source():
             if not self._ready:
                 continue
             source, trajectory = self._ready.popleft()
@@ -85,22 +85,22 @@ class Cursor:
             is_new = key not in self._delivered
             if is_new:
                 self._delivered[key] = source
-            self._passed(source, key if is_new else None)
+            self._count_passed(source, key if is_new else None)
             self.num_duplicates += not is_new
             if is_new and trajectory.id not in self._consumed and where.admits(trajectory):
                 yield trajectory
 
 
 @dataclass
-class _Read:
+class _ReadSegment:
     """What is remembered of a segment that was read."""
 
     num_rows: int
     num_passed: int = 0
-    keys: list[_Key] = field(default_factory=list)
+    keys: list[_DeliveryKey] = field(default_factory=list)
 
 
-class DiskSpoolReader(Cursor):
+class DiskSpoolReader(SpoolCursor):
     """A consumer's view of a directory of segments; only names that it has not seen are opened.
 
     A damaged segment is moved to the spool's quarantine, listed in `damaged`, and told once to `on_damage`. One that
@@ -118,14 +118,14 @@ class DiskSpoolReader(Cursor):
         self.num_passed = 0
         """Rows of the segments that are still there which were handed out or passed over."""
         self._directory = directory
-        self._listing = Listing(directory)
+        self._listing = SegmentListing(directory)
         self._on_damage = on_damage
-        self._known: dict[str, _Read] = {}
+        self._known: dict[str, _ReadSegment] = {}
         self._unread: deque[str] = deque()
-        self._later: set[str] = set()
+        self._unreachable: set[str] = set()
         """Out of reach: tried again with the next call."""
 
-    def finished(self, waiting: Iterable[Trajectory]) -> list[str]:
+    def finished_segments(self, waiting: Iterable[Trajectory]) -> list[str]:
         """Segments of which every row was passed and none is among `waiting`."""
         still_open = {self._delivered.get((one.id, one.status in TRAINABLE)) for one in waiting}
         return [
@@ -134,7 +134,7 @@ class DiskSpoolReader(Cursor):
             if read.num_rows and read.num_passed == read.num_rows and name not in still_open
         ]
 
-    def segment_of(self, trajectory: Facts) -> str | None:
+    def segment_of(self, trajectory: TrajectoryFacts) -> str | None:
         """The segment that a trajectory was delivered from; None if it is forgotten."""
         return self._delivered.get((trajectory.id, trajectory.status in TRAINABLE))
 
@@ -144,22 +144,22 @@ class DiskSpoolReader(Cursor):
             if name in self._known:
                 self._drop_rows(self._known[name])
 
-    def _look(self) -> None:
-        came, went = self._changes()
-        for name in went:
-            if name in came and name in self._known and self._known[name].num_rows:
+    def _discover_sources(self) -> None:
+        added, removed = self._check_changes()
+        for name in removed:
+            if name in added and name in self._known and self._known[name].num_rows:
                 continue  # the directory was gone for a while
             if name in self._known:
                 self._drop_rows(self._known.pop(name))
-        if self._later:
-            came = came.union(self._listing.present() & self._later)
-            self._later.clear()
-        self._unread.extend(sorted(name for name in came if name not in self._known))
+        if self._unreachable:
+            added = added.union(self._listing.name_set() & self._unreachable)
+            self._unreachable.clear()
+        self._unread.extend(sorted(name for name in added if name not in self._known))
 
-    def _changes(self) -> tuple[set[str], set[str]]:
+    def _check_changes(self) -> tuple[set[str], set[str]]:
         """What came and what went; a directory that is gone is no reason to forget what was in it."""
         try:
-            present = self._listing.present()
+            present = self._listing.name_set()
         except OSError as error:
             raise SpoolError(f"cannot list spool {str(self._directory)!r}: {error.strerror}") from error
         if not present and self._known and not self._directory.is_dir():
@@ -168,43 +168,45 @@ class DiskSpoolReader(Cursor):
             )
         return self._listing.changes()
 
-    def _fill(self) -> bool:
+    def _load_next_source(self) -> bool:
         if not self._unread:
             return False
         name = self._unread.popleft()
-        trajectories = self._read(name) if name not in self._known else None  # it may have gone and come meanwhile
+        trajectories = (
+            self._read_trajectories(name) if name not in self._known else None
+        )  # it may have gone and come meanwhile
         if trajectories is not None:
-            self._known[name] = _Read(num_rows=len(trajectories))
+            self._known[name] = _ReadSegment(num_rows=len(trajectories))
             self._ready.extend((name, trajectory) for trajectory in trajectories)
         return True
 
-    def _read(self, name: str) -> list[Trajectory] | None:
+    def _read_trajectories(self, name: str) -> list[Trajectory] | None:
         path = self._directory / name
         try:
-            if parse(name) is None:
+            if parse_segment_name(name) is None:
                 raise SpoolError(f"cannot read segment {str(path)!r}: its name is not a segment's")
             trajectories = list(read_segment(path))
         except SpoolError as error:
-            self._not_read(path, error)
+            self._handle_unreadable(path, error)
             return None
         self.damaged.pop(name, None)
         return trajectories
 
-    def _not_read(self, path: Path, error: SpoolError) -> None:
-        name, told = path.name, path.name in self.damaged
+    def _handle_unreadable(self, path: Path, error: SpoolError) -> None:
+        name, is_reported = path.name, path.name in self.damaged
         if is_out_of_reach(error):
-            self._later.add(name)
+            self._unreachable.add(name)
             if isinstance(error.__cause__, FileNotFoundError) and not path.is_symlink():
                 return  # removed since it was listed, or announced and not yet seen from here
             self.damaged[name] = str(error)
         else:
-            told = False
-            self.damaged[name] = quarantine(path, str(error))
-            self._known[name] = _Read(num_rows=0)
-        if not told:
+            is_reported = False
+            self.damaged[name] = quarantine_segment(path, str(error))
+            self._known[name] = _ReadSegment(num_rows=0)
+        if not is_reported:
             self._on_damage(path, self.damaged[name])
 
-    def _passed(self, source: str, key: _Key | None) -> None:
+    def _count_passed(self, source: str, key: _DeliveryKey | None) -> None:
         read = self._known.get(source)
         if read is None or not read.num_rows:  # removed while its rows waited to be taken
             return
@@ -213,7 +215,7 @@ class DiskSpoolReader(Cursor):
         if key is not None:
             read.keys.append(key)
 
-    def _drop_rows(self, read: _Read) -> None:
+    def _drop_rows(self, read: _ReadSegment) -> None:
         for key in read.keys:
             self._delivered.pop(key, None)
         read.keys.clear()

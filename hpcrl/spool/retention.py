@@ -1,9 +1,9 @@
 """What becomes of segments that the trainer is done with: merged into the archive, or removed.
 
-    Shelves      the three directories of a campaign's trajectories
-    Settled      which segments may go: pure bookkeeping
-    retire       archive and remove some of them; recover finishes what a crash cut short
-    prune        remove what the archive need not keep
+    SpoolDirs        the three directories of a campaign's trajectories
+    SettledSegments  which segments may go: pure bookkeeping
+    retire_segments  archive and remove some of them; recover finishes what a crash cut short
+    prune_archive    remove what the archive need not keep
 
 A segment may go when every trajectory in it was consumed or dropped according to the oldest checkpoint that is kept:
 an older one may have to be resumed from. It goes in this order, so that a crash between any two steps loses nothing
@@ -29,20 +29,28 @@ import xxhash
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool.hdf5 import Compression
-from hpcrl.spool.listing import SegmentName, announce, counted, listed, next_number, parse, quarantine
-from hpcrl.spool.record import Packed
+from hpcrl.spool.listing import (
+    SegmentName,
+    announce_changes,
+    count_trajectories,
+    find_next_number,
+    list_segments,
+    parse_segment_name,
+    quarantine_segment,
+)
+from hpcrl.spool.record import PackedTrajectory
 from hpcrl.spool.segment import Segment, is_out_of_reach, read_segment, write_packed
-from hpcrl.system.files import private_dir, publish, sync_directory
+from hpcrl.system.files import make_private_dir, publish_file, sync_directory
 
-INTENT = ".retiring.json"
-MERGED = 64
+INTENT_FILE = ".retiring.json"
+MAX_MERGED_SEGMENTS = 64
 """So many segments are worth a merge, however small they are."""
-GRACE_S = 300.0
+REMOVAL_GRACE_S = 300.0
 """Between a segment's last use and its removal: readers on other machines may have it mapped."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shelves:
+class SpoolDirs:
     """The directories that hold a campaign's trajectories."""
 
     rollouts: Path
@@ -50,7 +58,7 @@ class Shelves:
     archive: Path
 
 
-class Intent(msgspec.Struct, frozen=True, kw_only=True):
+class RetireIntent(msgspec.Struct, frozen=True, kw_only=True):
     """What is being retired."""
 
     segments: list[str]
@@ -59,10 +67,10 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass
-class Settled:
+class SettledSegments:
     """Segments with nothing left to use, and the first checkpoint that knows it."""
 
-    grace_s: float = GRACE_S
+    grace_s: float = REMOVAL_GRACE_S
     clock: Callable[[], float] = time.monotonic
     _since: dict[str, float] = field(default_factory=dict)
     _covered_by: dict[str, int] = field(default_factory=dict)
@@ -93,7 +101,7 @@ class Settled:
             self._covered_by.pop(name, None)
 
 
-def worth_retiring(segments: Sequence[str], scored: Path, *, max_bytes: int) -> list[str]:
+def choose_retirable(segments: Sequence[str], scored: Path, *, max_bytes: int) -> list[str]:
     """As many as make one segment of the archive; none while they would make a small one."""
     chosen: list[str] = []
     num_bytes = 0
@@ -103,103 +111,109 @@ def worth_retiring(segments: Sequence[str], scored: Path, *, max_bytes: int) -> 
         except FileNotFoundError:
             continue
         chosen.append(name)
-        if num_bytes >= max_bytes or len(chosen) == MERGED:
+        if num_bytes >= max_bytes or len(chosen) == MAX_MERGED_SEGMENTS:
             return chosen
     return []
 
 
-def retire(
-    shelves: Shelves,
+def retire_segments(
+    spool_dirs: SpoolDirs,
     segments: Sequence[str],
     *,
     keep: bool,
-    lower: Callable[[list[str]], None],
+    lower_settled: Callable[[list[str]], None],
     compression: Compression = "none",
-) -> Intent:
-    """Take segments out of use, into the archive if they are to be kept; `lower` lowers the count of settled ones.
+) -> RetireIntent:
+    """Take segments out of use, into the archive if they are to be kept; `lower_settled` lowers the count of settled ones.
 
     One that turns out to be damaged goes to quarantine instead; its twin in "rollouts" is scored again.
     """
-    recover(shelves, lower=lower, compression=compression)  # of one that failed before
-    whole = {name: segment for name in segments if (segment := _checked(shelves.scored / name)) is not None}
-    private_dir(shelves.archive)
-    intent = Intent(segments=list(whole), archive=_archive_name(shelves.archive, whole) if keep and whole else None)
-    publish(shelves.archive / INTENT, msgspec.json.encode(intent))
-    _carry_out(intent, shelves, lower=lower, compression=compression)
+    recover_retirement(spool_dirs, lower_settled=lower_settled, compression=compression)  # of one that failed before
+    intact = {name: segment for name in segments if (segment := _read_intact(spool_dirs.scored / name)) is not None}
+    make_private_dir(spool_dirs.archive)
+    intent = RetireIntent(
+        segments=list(intact), archive=_make_archive_name(spool_dirs.archive, intact) if keep and intact else None
+    )
+    publish_file(spool_dirs.archive / INTENT_FILE, msgspec.json.encode(intent))
+    _execute_intent(intent, spool_dirs, lower_settled=lower_settled, compression=compression)
     return intent
 
 
-def recover(shelves: Shelves, *, lower: Callable[[list[str]], None], compression: Compression = "none") -> None:
+def recover_retirement(
+    spool_dirs: SpoolDirs, *, lower_settled: Callable[[list[str]], None], compression: Compression = "none"
+) -> None:
     """Finish what a crash cut short; nothing if nothing was."""
     try:
-        intent = msgspec.json.decode((shelves.archive / INTENT).read_bytes(), type=Intent)
+        intent = msgspec.json.decode((spool_dirs.archive / INTENT_FILE).read_bytes(), type=RetireIntent)
     except FileNotFoundError:
         return
     except msgspec.MsgspecError as error:
         raise SpoolError(
-            f"cannot read {str(shelves.archive / INTENT)!r}: {error}: remove it; "
+            f"cannot read {str(spool_dirs.archive / INTENT_FILE)!r}: {error}: remove it; "
             "at worst the archive holds some trajectories twice"
         ) from error
-    _carry_out(intent, shelves, lower=lower, compression=compression)
+    _execute_intent(intent, spool_dirs, lower_settled=lower_settled, compression=compression)
 
 
-def prune(archive: Path, *, oldest_version: int) -> list[str]:
+def prune_archive(archive: Path, *, oldest_version: int) -> list[str]:
     """Remove segments of the archive in which every episode began with an older version."""
-    gone = [
-        name for name in listed(archive) if (newest := _newest_version(name)) is not None and newest < oldest_version
+    outdated = [
+        name
+        for name in list_segments(archive)
+        if (newest := _parse_newest_version(name)) is not None and newest < oldest_version
     ]
-    for name in gone:
+    for name in outdated:
         (archive / name).unlink(missing_ok=True)
-    return gone
+    return outdated
 
 
-def _carry_out(
-    intent: Intent, shelves: Shelves, *, lower: Callable[[list[str]], None], compression: Compression
+def _execute_intent(
+    intent: RetireIntent, spool_dirs: SpoolDirs, *, lower_settled: Callable[[list[str]], None], compression: Compression
 ) -> None:
     """Steps 2 to 6."""
-    if intent.archive is not None and not (shelves.archive / intent.archive).exists():
-        segments = [_checked(shelves.scored / name) for name in intent.segments]
+    if intent.archive is not None and not (spool_dirs.archive / intent.archive).exists():
+        segments = [_read_intact(spool_dirs.scored / name) for name in intent.segments]
         if None in segments:  # damaged since the intent was written; nothing was removed yet
-            (shelves.archive / INTENT).unlink()
+            (spool_dirs.archive / INTENT_FILE).unlink()
             return
-        rows = [row for segment in segments if segment is not None for row in _rows(segment)]
-        write_packed(shelves.archive / intent.archive, rows, compression=compression)
-    lower(intent.segments)
-    for directory in (shelves.rollouts, shelves.scored):
+        rows = [row for segment in segments if segment is not None for row in _pack_rows(segment)]
+        write_packed(spool_dirs.archive / intent.archive, rows, compression=compression)
+    lower_settled(intent.segments)
+    for directory in (spool_dirs.rollouts, spool_dirs.scored):
         for name in intent.segments:
             (directory / name).unlink(missing_ok=True)
         sync_directory(directory)
-        announce(directory, went=intent.segments)
-    (shelves.archive / INTENT).unlink(missing_ok=True)
+        announce_changes(directory, removed=intent.segments)
+    (spool_dirs.archive / INTENT_FILE).unlink(missing_ok=True)
 
 
-def _checked(path: Path) -> Segment | None:
+def _read_intact(path: Path) -> Segment | None:
     """A segment to be merged; a damaged one is put aside."""
     try:
         return read_segment(path)
     except SpoolError as error:
         if not is_out_of_reach(error):
-            quarantine(path, str(error))
+            quarantine_segment(path, str(error))
         return None
 
 
-def _rows(segment: Segment) -> list[Packed]:
-    return [segment.packed(index) for index in range(len(segment))]
+def _pack_rows(segment: Segment) -> list[PackedTrajectory]:
+    return [segment.pack_row(index) for index in range(len(segment))]
 
 
-def _archive_name(archive: Path, segments: dict[str, Segment]) -> str:
+def _make_archive_name(archive: Path, segments: dict[str, Segment]) -> str:
     """`versions-OLDEST-NEWEST-NUMBER-COUNT-NONCE.h5`: what it holds can be seen without opening it."""
     versions = [facts.start_version for segment in segments.values() for facts in segment.facts]
     producer = f"versions-{min(versions):06d}-{max(versions):06d}"
     name = SegmentName(
         producer=producer,
-        number=next_number(archive, producer),
-        count=counted(segments),
+        number=find_next_number(archive, producer),
+        count=count_trajectories(segments),
         nonce=xxhash.xxh3_64_hexdigest("\n".join(segments).encode())[:8],
     )
     return str(name)
 
 
-def _newest_version(name: str) -> int | None:
-    parts = segment.producer.split("-") if (segment := parse(name)) else []
+def _parse_newest_version(name: str) -> int | None:
+    parts = segment.producer.split("-") if (segment := parse_segment_name(name)) else []
     return int(parts[2]) if len(parts) == 3 and parts[0] == "versions" and parts[2].isdigit() else None

@@ -27,19 +27,19 @@ from numpy.typing import NDArray
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool import hdf5
-from hpcrl.spool.hdf5 import ARRAYS, FORMAT, METADATA, USER_BLOCK, Compression
+from hpcrl.spool.hdf5 import ARRAYS, FORMAT, METADATA_NAME, USER_BLOCK, Compression
 from hpcrl.spool.record import (
     COLUMNS,
     SCHEMA_MAJOR,
     SCHEMA_MINOR,
-    Facts,
-    Packed,
+    PackedTrajectory,
     Trajectory,
-    pack,
+    TrajectoryFacts,
+    attach_columns,
+    pack_trajectory,
     parse_facts,
-    with_columns,
 )
-from hpcrl.system.files import staged
+from hpcrl.system.files import staged_path
 
 _MAGIC = FORMAT.encode() + b"\n"
 _IOV_MAX = 1024
@@ -48,7 +48,7 @@ _NEWLINE = ord("\n")
 _UNREADABLE = (OSError, KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, msgspec.MsgspecError)
 
 
-class _Column(msgspec.Struct, frozen=True, kw_only=True):
+class _ColumnEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What the index knows of one dataset."""
 
     num_bytes: int
@@ -57,10 +57,10 @@ class _Column(msgspec.Struct, frozen=True, kw_only=True):
     """Its first byte in the file; None if it is compressed."""
 
 
-class _Index(msgspec.Struct, frozen=True, kw_only=True):
+class _SegmentIndex(msgspec.Struct, frozen=True, kw_only=True):
     schema: tuple[int, int]
     num_trajectories: int
-    columns: dict[str, _Column]
+    columns: dict[str, _ColumnEntry]
     hdf5_bytes: int
     """Of HDF5's own, behind the index; none if columns are compressed: then they are everywhere."""
     hdf5_xxh3_128: str
@@ -76,7 +76,7 @@ class Segment:
     """The trajectories of one file; their columns are read-only views of it, not copies."""
 
     path: Path
-    facts: "_FactsOf"
+    facts: "_LazyFacts"
     """Parsed one by one, when they are asked for."""
     offsets: NDArray[np.int64]
     columns: dict[str, NDArray[Any]]
@@ -85,14 +85,14 @@ class Segment:
         return len(self.facts)
 
     def __getitem__(self, index: int) -> Trajectory:
-        return with_columns(self.facts[index], self._columns_of(index))
+        return attach_columns(self.facts[index], self._columns_of(index))
 
     def __iter__(self) -> Iterator[Trajectory]:
         return (self[index] for index in range(len(self)))
 
-    def packed(self, index: int) -> Packed:
+    def pack_row(self, index: int) -> PackedTrajectory:
         """As it is stored, to be written again elsewhere."""
-        return Packed(id=self.facts[index].id, facts=self.facts.raw(index), columns=self._columns_of(index))
+        return PackedTrajectory(id=self.facts[index].id, facts=self.facts.raw(index), columns=self._columns_of(index))
 
     def _columns_of(self, index: int) -> dict[str, NDArray[Any]]:
         if index < 0:
@@ -101,7 +101,7 @@ class Segment:
         return {name: column[span] for name, column in self.columns.items()}
 
 
-class _FactsOf(Sequence[Facts]):
+class _LazyFacts(Sequence[TrajectoryFacts]):
     """The facts of a segment; only those that are asked for are parsed."""
 
     def __init__(self, path: Path, raw: memoryview) -> None:
@@ -116,10 +116,10 @@ class _FactsOf(Sequence[Facts]):
         return len(self._starts)
 
     @overload
-    def __getitem__(self, index: int) -> Facts: ...
+    def __getitem__(self, index: int) -> TrajectoryFacts: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Facts]: ...
-    def __getitem__(self, index: int | slice) -> Facts | list[Facts]:
+    def __getitem__(self, index: slice) -> list[TrajectoryFacts]: ...
+    def __getitem__(self, index: int | slice) -> TrajectoryFacts | list[TrajectoryFacts]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         try:
@@ -136,28 +136,32 @@ class _FactsOf(Sequence[Facts]):
 
 def write_segment(path: Path, trajectories: Iterable[Trajectory], *, compression: Compression = "none") -> None:
     """Make `path` a segment of these trajectories, durable when this returns; replaces what was there."""
-    write_packed(path, [pack(trajectory) for trajectory in trajectories], compression=compression)
+    write_packed(path, [pack_trajectory(trajectory) for trajectory in trajectories], compression=compression)
 
 
-def write_packed(path: Path, batch: Sequence[Packed], *, compression: Compression = "none") -> None:
+def write_packed(path: Path, batch: Sequence[PackedTrajectory], *, compression: Compression = "none") -> None:
     """Make `path` a segment of trajectories that are packed already."""
     draft_packed(path, batch, compression=compression)()
 
 
-def draft_packed(path: Path, batch: Sequence[Packed], *, compression: Compression = "none") -> Callable[[], None]:
+def draft_packed(
+    path: Path, batch: Sequence[PackedTrajectory], *, compression: Compression = "none"
+) -> Callable[[], None]:
     """Write a segment under a temporary name; the function that is returned makes it durable and gives it its name."""
-    columns = {**_columns(batch), "offsets": _offsets(batch), METADATA: _metadata(batch)}
-    make = _plain if compression == "none" else functools.partial(_compressed, compression=compression)
+    columns = {**_collect_columns(batch), "offsets": _make_offsets(batch), METADATA_NAME: _make_metadata(batch)}
+    make = (
+        _make_plain_file if compression == "none" else functools.partial(_make_compressed_file, compression=compression)
+    )
     buffers = make(columns, num_trajectories=len(batch))
-    with _told_as_spool_error(path), contextlib.ExitStack() as stack:
-        temporary = stack.enter_context(staged(path))
+    with _convert_os_errors(path), contextlib.ExitStack() as stack:
+        temporary = stack.enter_context(staged_path(path))
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         stack.callback(os.close, fd)
-        _write(fd, buffers)
+        _write_buffers(fd, buffers)
         rest = stack.pop_all()
 
     def publish() -> None:
-        with _told_as_spool_error(path), rest:
+        with _convert_os_errors(path), rest:
             os.fsync(fd)
 
     return publish
@@ -167,92 +171,95 @@ def read_segment(path: Path, *, verify: bool = True) -> Segment:
     """Map a segment; `verify` reads all of it once to compare the checksums."""
     try:
         with path.open("rb") as file:
-            return _decode(path, file, verify=verify)
+            return _decode_segment(path, file, verify=verify)
     except _UNREADABLE as error:
-        raise SpoolError(f"cannot read segment {str(path)!r}: {_reason(error)}") from error
+        raise SpoolError(f"cannot read segment {str(path)!r}: {_describe_error(error)}") from error
 
 
 # Writing
 
 
 @contextlib.contextmanager
-def _told_as_spool_error(path: Path) -> Iterator[None]:
+def _convert_os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SpoolError(f"cannot write segment {str(path)!r}: {_reason(error)}") from error
+        raise SpoolError(f"cannot write segment {str(path)!r}: {_describe_error(error)}") from error
 
 
-Buffers = Sequence[memoryview]
+ByteBuffers = Sequence[memoryview]
 
 
-def _columns(batch: Sequence[Packed]) -> dict[str, Buffers]:
-    return {name: _bytes_of(packed.columns[name] for packed in batch) for name in COLUMNS}
+def _collect_columns(batch: Sequence[PackedTrajectory]) -> dict[str, ByteBuffers]:
+    return {name: _view_bytes(packed.columns[name] for packed in batch) for name in COLUMNS}
 
 
-def _offsets(batch: Sequence[Packed]) -> Buffers:
+def _make_offsets(batch: Sequence[PackedTrajectory]) -> ByteBuffers:
     offsets = np.zeros(len(batch) + 1, np.int64)
     np.cumsum([len(packed.columns["token_ids"]) for packed in batch], out=offsets[1:])
-    return _bytes_of([offsets])
+    return _view_bytes([offsets])
 
 
-def _metadata(batch: Sequence[Packed]) -> Buffers:
-    return _bytes_of([b"[" + b",\n".join(packed.facts for packed in batch) + b"]"])
+def _make_metadata(batch: Sequence[PackedTrajectory]) -> ByteBuffers:
+    return _view_bytes([b"[" + b",\n".join(packed.facts for packed in batch) + b"]"])
 
 
-def _bytes_of(parts: Iterable[Any]) -> Buffers:
+def _view_bytes(parts: Iterable[Any]) -> ByteBuffers:
     return [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
 
 
-def _plain(columns: Mapping[str, Buffers], *, num_trajectories: int) -> Buffers:
+def _make_plain_file(columns: Mapping[str, ByteBuffers], *, num_trajectories: int) -> ByteBuffers:
     """All bytes of a segment, in their order: nothing is copied."""
     sizes = {name: sum(map(len, buffers)) for name, buffers in columns.items()}
-    own, places = hdf5.head({name: size // _width(name) for name, size in sizes.items()})
+    own, places = hdf5.make_file_head({name: size // _get_item_size(name) for name, size in sizes.items()})
     described = {
-        name: _Column(num_bytes=sizes[name], xxh3_128=_xxh3(columns[name]), at=places[name]) for name in columns
+        name: _ColumnEntry(num_bytes=sizes[name], xxh3_128=_hash_buffers(columns[name]), at=places[name])
+        for name in columns
     }
     body, end = [memoryview(own)], USER_BLOCK + len(own)
     for name, buffers in columns.items():
         body += [memoryview(bytes(places[name] - end)), *buffers]
         end = places[name] + sizes[name]
-    return [_index(described, num_trajectories=num_trajectories, own=own), *body]
+    return [_make_index(described, num_trajectories=num_trajectories, own=own), *body]
 
 
-def _compressed(columns: Mapping[str, Buffers], *, num_trajectories: int, compression: Compression) -> Buffers:
+def _make_compressed_file(
+    columns: Mapping[str, ByteBuffers], *, num_trajectories: int, compression: Compression
+) -> ByteBuffers:
     described = {
-        name: _Column(num_bytes=sum(map(len, buffers)), xxh3_128=_xxh3(buffers), at=None)
+        name: _ColumnEntry(num_bytes=sum(map(len, buffers)), xxh3_128=_hash_buffers(buffers), at=None)
         for name, buffers in columns.items()
     }
-    index = _index(described, num_trajectories=num_trajectories, own=b"")
-    return [index, hdf5.packed(columns, compression=compression)]
+    index = _make_index(described, num_trajectories=num_trajectories, own=b"")
+    return [index, hdf5.compress_columns(columns, compression=compression)]
 
 
-def _index(columns: dict[str, _Column], *, num_trajectories: int, own: bytes) -> memoryview:
-    index = _Index(
+def _make_index(columns: dict[str, _ColumnEntry], *, num_trajectories: int, own: bytes) -> memoryview:
+    index = _SegmentIndex(
         schema=(SCHEMA_MAJOR, SCHEMA_MINOR),
         num_trajectories=num_trajectories,
         columns=columns,
         hdf5_bytes=len(own),
-        hdf5_xxh3_128=_xxh3([own]),
+        hdf5_xxh3_128=_hash_buffers([own]),
     )
     line = msgspec.json.encode(index)
-    text = b"%b%b\n%b\n" % (_MAGIC, line, _xxh3([line]).encode())
+    text = b"%b%b\n%b\n" % (_MAGIC, line, _hash_buffers([line]).encode())
     assert len(text) <= USER_BLOCK
     return memoryview(text.ljust(USER_BLOCK, b"\0"))
 
 
-def _width(name: str) -> int:
+def _get_item_size(name: str) -> int:
     return ARRAYS[name].itemsize if name in ARRAYS else 1
 
 
-def _xxh3(buffers: Iterable[Any]) -> str:
+def _hash_buffers(buffers: Iterable[Any]) -> str:
     digest = xxhash.xxh3_128()
     for buffer in buffers:
         digest.update(buffer)
     return str(digest.hexdigest())
 
 
-def _write(fd: int, buffers: Buffers) -> None:
+def _write_buffers(fd: int, buffers: ByteBuffers) -> None:
     """Write all of `buffers`, however little the system takes at a time."""
     end = 0
     for first in range(0, len(buffers), _IOV_MAX):
@@ -260,10 +267,10 @@ def _write(fd: int, buffers: Buffers) -> None:
         while left:
             written = os.pwritev(fd, left, end)
             end += written
-            left = _after(left, written)
+            left = _drop_written(left, written)
 
 
-def _after(buffers: list[memoryview], written: int) -> list[memoryview]:
+def _drop_written(buffers: list[memoryview], written: int) -> list[memoryview]:
     """What is left of `buffers` when `written` bytes of them are gone."""
     for index, buffer in enumerate(buffers):
         if written < len(buffer):
@@ -275,20 +282,20 @@ def _after(buffers: list[memoryview], written: int) -> list[memoryview]:
 # Reading
 
 
-def _decode(path: Path, file: BinaryIO, *, verify: bool) -> Segment:
+def _decode_segment(path: Path, file: BinaryIO, *, verify: bool) -> Segment:
     mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     index = _parse_index(path, bytes(mapped[:USER_BLOCK]))
-    raw = _compressed_columns(file, index) if _is_compressed(index) else _mapped_columns(mapped, index)
+    raw = _read_compressed_columns(file, index) if _is_compressed(index) else _map_columns(mapped, index)
     if verify:
-        _verify(mapped, index, raw)
+        _verify_checksums(mapped, index, raw)
     offsets = np.frombuffer(raw["offsets"], ARRAYS["offsets"])
     columns = {name: np.frombuffer(raw[name], dtype) for name, dtype in COLUMNS.items()}
-    facts = _FactsOf(path, raw[METADATA])
+    facts = _LazyFacts(path, raw[METADATA_NAME])
     _check_shapes(index, facts, offsets, columns)
     return Segment(path, facts, offsets, columns)
 
 
-def _parse_index(path: Path, block: bytes) -> _Index:
+def _parse_index(path: Path, block: bytes) -> _SegmentIndex:
     if not block.startswith(_MAGIC):
         if b"\x89HDF\r\n" in block:
             raise SpoolError(
@@ -296,7 +303,7 @@ def _parse_index(path: Path, block: bytes) -> _Index:
             )
         raise ValueError("it does not begin as a segment does")
     line, checksum = block.removeprefix(_MAGIC).split(b"\n")[:2]
-    if _xxh3([line]).encode() != checksum:
+    if _hash_buffers([line]).encode() != checksum:
         raise ValueError("the index does not match its checksum")
     major, minor = msgspec.json.decode(line, type=dict[str, Any])["schema"]
     if major != SCHEMA_MAJOR:
@@ -304,17 +311,17 @@ def _parse_index(path: Path, block: bytes) -> _Index:
             f"cannot read segment {str(path)!r}: written with schema {major}.{minor}, "
             f"this hpcrl reads {SCHEMA_MAJOR}.x: use the version of hpcrl that wrote it, or a newer one"
         )
-    return msgspec.json.decode(line, type=_Index)
+    return msgspec.json.decode(line, type=_SegmentIndex)
 
 
-def _is_compressed(index: _Index) -> bool:
+def _is_compressed(index: _SegmentIndex) -> bool:
     return any(column.at is None for column in index.columns.values())
 
 
-def _mapped_columns(mapped: memoryview, index: _Index) -> dict[str, memoryview]:
+def _map_columns(mapped: memoryview, index: _SegmentIndex) -> dict[str, memoryview]:
     """The bytes of every column, in place."""
     raw = {}
-    for name in (*ARRAYS, METADATA):
+    for name in (*ARRAYS, METADATA_NAME):
         column = index.columns[name]
         assert column.at is not None
         raw[name] = mapped[column.at : column.at + column.num_bytes]
@@ -323,32 +330,35 @@ def _mapped_columns(mapped: memoryview, index: _Index) -> dict[str, memoryview]:
     return raw
 
 
-def _compressed_columns(file: BinaryIO, index: _Index) -> dict[str, memoryview]:
-    raw = hdf5.unpacked(file, (*ARRAYS, METADATA))
+def _read_compressed_columns(file: BinaryIO, index: _SegmentIndex) -> dict[str, memoryview]:
+    raw = hdf5.decompress_columns(file, (*ARRAYS, METADATA_NAME))
     for name, column in index.columns.items():
         if len(raw[name]) != column.num_bytes:
             raise ValueError(f"{name} has {len(raw[name])} bytes, not {column.num_bytes}")
     return raw
 
 
-def _verify(mapped: memoryview, index: _Index, raw: Mapping[str, memoryview]) -> None:
-    if _xxh3([mapped[USER_BLOCK : USER_BLOCK + index.hdf5_bytes]]) != index.hdf5_xxh3_128:
+def _verify_checksums(mapped: memoryview, index: _SegmentIndex, raw: Mapping[str, memoryview]) -> None:
+    if _hash_buffers([mapped[USER_BLOCK : USER_BLOCK + index.hdf5_bytes]]) != index.hdf5_xxh3_128:
         raise ValueError("the HDF5 structures do not match their checksum")
     for name, column in index.columns.items():
-        if _xxh3([raw[name]]) != column.xxh3_128:
+        if _hash_buffers([raw[name]]) != column.xxh3_128:
             raise ValueError(f"{name} does not match its checksum")
 
 
 def _check_shapes(
-    index: _Index, facts: Sequence[Facts], offsets: NDArray[np.int64], columns: Mapping[str, NDArray[Any]]
+    index: _SegmentIndex,
+    facts: Sequence[TrajectoryFacts],
+    offsets: NDArray[np.int64],
+    columns: Mapping[str, NDArray[Any]],
 ) -> None:
     lengths = {len(column) for column in columns.values()}
-    whole = len(offsets) == len(facts) + 1 == index.num_trajectories + 1 and offsets[0] == 0
-    if not whole or lengths != {int(offsets[-1])} or (np.diff(offsets) < 0).any():
+    is_consistent = len(offsets) == len(facts) + 1 == index.num_trajectories + 1 and offsets[0] == 0
+    if not is_consistent or lengths != {int(offsets[-1])} or (np.diff(offsets) < 0).any():
         raise ValueError(f"{len(facts)} facts, {len(offsets)} offsets and columns of {sorted(lengths)} do not fit")
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """The system's word for it where there is one."""
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)

@@ -1,6 +1,6 @@
 """Batches of trajectories on their way to a disk: taken at once, acknowledged when durable.
 
-    Batching       when a batch is due
+    BatchLimits    when a batch is due
     BatchWriter    holds what it took until it is durable
 
 A disk takes longer to make a batch durable than we take to write it, and waiting costs no CPU. So writing is the
@@ -8,9 +8,9 @@ caller's work, waiting is a thread's, and the next batch fills and is written in
 
 Spools: where trajectories become durable, and where they are found.
 
-    SpoolWriter    append, flush_due, flush, close     DiskSpoolWriter   MemorySpoolWriter
-    SpoolReader    poll, take                          DiskSpoolReader   MemorySpoolReader
-    derive         one segment made from another, such as scored from rollouts
+    SpoolWriter     append, flush_due, flush, close     DiskSpoolWriter   MemorySpoolWriter
+    SpoolReader     poll, take                          DiskSpoolReader   MemorySpoolReader
+    derive_segment  one segment made from another, such as scored from rollouts
 
 A disk spool is a directory of segments. Every producer appends segments of its own, so no process waits for
 another and nothing is locked. A trajectory is acknowledged when the segment that holds it is durable; what was
@@ -30,16 +30,16 @@ import msgspec
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool.hdf5 import Compression
-from hpcrl.spool.listing import SegmentName, announce, check_producer, next_number, sweep_leftovers
-from hpcrl.spool.record import Packed, Trajectory, pack
+from hpcrl.spool.listing import SegmentName, announce_changes, check_producer, find_next_number, sweep_leftovers
+from hpcrl.spool.record import PackedTrajectory, Trajectory, pack_trajectory
 from hpcrl.spool.segment import draft_packed, read_segment, write_segment
-from hpcrl.system.files import private_dir
+from hpcrl.system.files import make_private_dir
 
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
+MIN_PAUSE_S = 0.5
+MAX_PAUSE_S = 30.0
 
 
-class Batching(msgspec.Struct, frozen=True, kw_only=True):
+class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     """When a writer's batch is due. Up to twice `max_bytes` are held while one batch is written or cannot be."""
 
     max_bytes: int = 64 << 20
@@ -47,27 +47,27 @@ class Batching(msgspec.Struct, frozen=True, kw_only=True):
     max_age_s: float = 2.0
 
 
-Draft = Callable[[Sequence[Packed]], Callable[[], None]]
+BatchDrafter = Callable[[Sequence[PackedTrajectory]], Callable[[], None]]
 """Writes a batch and returns what makes it durable and seen; both may raise SpoolError and have left nothing then."""
 
 
 class BatchWriter:
     """A writer whose batches `draft` writes."""
 
-    def __init__(self, draft: Draft, *, batching: Batching, clock: Callable[[], float]) -> None:
+    def __init__(self, draft: BatchDrafter, *, batching: BatchLimits, clock: Callable[[], float]) -> None:
         self._draft = draft
         self._batching = batching
         self._clock = clock
-        self._open: deque[tuple[float, Packed]] = deque()
-        self._ending: _Ending | None = None
+        self._open: deque[tuple[float, PackedTrajectory]] = deque()
+        self._pending: _PendingBatch | None = None
         self._num_bytes = 0
         """Of what is open and what is not durable yet."""
         self._acknowledged: list[str] = []
         self._closed = False
         self._pause_s = 0.0
         self._pause_ends = 0.0
-        self._holding = threading.Lock()
-        self._flushing = threading.Lock()
+        self._state_lock = threading.Lock()
+        self._flush_lock = threading.Lock()
 
     @property
     def has_room(self) -> bool:
@@ -75,36 +75,36 @@ class BatchWriter:
         return self._num_bytes < 2 * self._batching.max_bytes
 
     def append(self, trajectory: Trajectory) -> None:
-        packed = pack(trajectory)
-        with self._holding:
+        packed = pack_trajectory(trajectory)
+        with self._state_lock:
             self._check_room(packed)
             self._open.append((self._clock(), packed))
             self._num_bytes += packed.num_bytes
 
     def flush_due(self) -> list[str]:
-        with self._flushing:
-            if self._ending is not None and self._ending.is_over:
-                self._await()
+        with self._flush_lock:
+            if self._pending is not None and self._pending.is_finished:
+                self._await_pending()
             if self._is_due():
-                self._write()
-            return self._answer()
+                self._write_open()
+            return self._take_acknowledged()
 
     def flush(self) -> list[str]:
-        with self._flushing:
+        with self._flush_lock:
             with contextlib.suppress(SpoolError):  # what could not be written is open again: now is the time to try
-                self._await()
-            self._write()
-            self._await()
-            return self._answer()
+                self._await_pending()
+            self._write_open()
+            self._await_pending()
+            return self._take_acknowledged()
 
     def close(self) -> list[str]:
-        with self._holding:
+        with self._state_lock:
             self._closed = True
         return self.flush()
 
-    def _write(self) -> None:
+    def _write_open(self) -> None:
         """Write what is open; the batch before it, if there is one, becomes durable first."""
-        with self._holding:
+        with self._state_lock:
             batch = list(self._open)
             self._open.clear()
         if not batch:
@@ -115,45 +115,48 @@ class BatchWriter:
             self._reopen(batch)
             raise
         try:
-            self._await()
+            self._await_pending()
         finally:
-            self._ending = _Ending(batch, publish)
+            self._pending = _PendingBatch(batch, publish)
 
-    def _await(self) -> None:
+    def _await_pending(self) -> None:
         """Wait until the batch that was written is durable; if that failed it is open again."""
-        if self._ending is None:
+        if self._pending is None:
             return
-        ending, self._ending = self._ending, None
-        error = ending.wait()
+        pending, self._pending = self._pending, None
+        error = pending.wait()
         if error is not None:
-            self._reopen(ending.batch)
+            self._reopen(pending.batch)
             raise error
-        with self._holding:
-            self._num_bytes -= ending.num_bytes
+        with self._state_lock:
+            self._num_bytes -= pending.num_bytes
         self._pause_s = 0.0
-        self._acknowledged += [packed.id for _, packed in ending.batch]
+        self._acknowledged += [packed.id for _, packed in pending.batch]
 
-    def _reopen(self, batch: list[tuple[float, Packed]]) -> None:
+    def _reopen(self, batch: list[tuple[float, PackedTrajectory]]) -> None:
         """Take back what could not be written. A disk that keeps failing is asked less and less often."""
-        with self._holding:
+        with self._state_lock:
             self._open.extendleft(reversed(batch))
-        self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+        self._pause_s = min(max(2 * self._pause_s, MIN_PAUSE_S), MAX_PAUSE_S)
         self._pause_ends = self._clock() + self._pause_s
 
-    def _answer(self) -> list[str]:
+    def _take_acknowledged(self) -> list[str]:
         """What became durable and was not told yet."""
-        told, self._acknowledged = self._acknowledged, []
-        return told
+        acknowledged, self._acknowledged = self._acknowledged, []
+        return acknowledged
 
     def _is_due(self) -> bool:
-        with self._holding:
+        with self._state_lock:
             if not self._open or (self._pause_s and self._clock() < self._pause_ends):
                 return False
-            ending = self._ending.num_bytes if self._ending else 0
-            full = self._num_bytes - ending >= self._batching.max_bytes or len(self._open) >= self._batching.max_count
-            return full or self._clock() - self._open[0][0] >= self._batching.max_age_s
+            pending_bytes = self._pending.num_bytes if self._pending else 0
+            is_full = (
+                self._num_bytes - pending_bytes >= self._batching.max_bytes
+                or len(self._open) >= self._batching.max_count
+            )
+            return is_full or self._clock() - self._open[0][0] >= self._batching.max_age_s
 
-    def _check_room(self, packed: Packed) -> None:
+    def _check_room(self, packed: PackedTrajectory) -> None:
         if self._closed:
             raise SpoolError(f"trajectory {packed.id!r} comes after the writer was closed: it was not taken")
         if self._num_bytes and self._num_bytes + packed.num_bytes > 2 * self._batching.max_bytes:
@@ -163,10 +166,10 @@ class BatchWriter:
             )
 
 
-class _Ending:
+class _PendingBatch:
     """A batch that is written and becomes durable."""
 
-    def __init__(self, batch: list[tuple[float, Packed]], publish: Callable[[], None]) -> None:
+    def __init__(self, batch: list[tuple[float, PackedTrajectory]], publish: Callable[[], None]) -> None:
         self.batch = batch
         self.num_bytes = sum(packed.num_bytes for _, packed in batch)
         self._error: BaseException | None = None
@@ -175,7 +178,7 @@ class _Ending:
         self._thread.start()
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         return not self._thread.is_alive()
 
     def wait(self) -> BaseException | None:
@@ -198,7 +201,7 @@ class DiskSpoolWriter(BatchWriter):
         directory: Path,
         *,
         producer: str,
-        batching: Batching = Batching(),  # noqa: B008 - frozen
+        batching: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
         compression: Compression = "none",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -209,8 +212,8 @@ class DiskSpoolWriter(BatchWriter):
         self._compression = compression
         self._number: int | None = None
 
-    def _draft_segment(self, batch: Sequence[Packed]) -> Callable[[], None]:
-        with self._told(len(batch)):
+    def _draft_segment(self, batch: Sequence[PackedTrajectory]) -> Callable[[], None]:
+        with self._explain_errors(len(batch)):
             if self._number is None:
                 self._number = self._first_number()
             name = SegmentName(producer=self._producer, number=self._number, count=len(batch), nonce=token_hex(4))
@@ -218,14 +221,14 @@ class DiskSpoolWriter(BatchWriter):
             self._number += 1
 
         def publish() -> None:
-            with self._told(len(batch)):
+            with self._explain_errors(len(batch)):
                 publish_draft()
-            announce(self._directory, came=[str(name)])
+            announce_changes(self._directory, added=[str(name)])
 
         return publish
 
     @contextlib.contextmanager
-    def _told(self, num: int) -> Iterator[None]:
+    def _explain_errors(self, num: int) -> Iterator[None]:
         """Say with an error what is kept and what to do."""
         try:
             yield
@@ -236,12 +239,12 @@ class DiskSpoolWriter(BatchWriter):
             ) from error
 
     def _first_number(self) -> int:
-        private_dir(self._directory)
+        make_private_dir(self._directory)
         sweep_leftovers(self._directory)
-        return next_number(self._directory, self._producer)
+        return find_next_number(self._directory, self._producer)
 
 
-def derive(
+def derive_segment(
     source: Path,
     target_dir: Path,
     transform: Callable[[Trajectory], Trajectory],
@@ -255,7 +258,7 @@ def derive(
     target = target_dir / source.name
     if not target.exists():
         derived = [transform(trajectory) for trajectory in read_segment(source)]
-        private_dir(target_dir)
+        make_private_dir(target_dir)
         write_segment(target, derived, compression=compression)
-        announce(target_dir, came=[target.name])
+        announce_changes(target_dir, added=[target.name])
     return target

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 
-def publish(path: Path, data: bytes | str, *, mode: int = 0o600) -> None:
+def publish_file(path: Path, data: bytes | str, *, mode: int = 0o600) -> None:
     """Make `path` appear with `data`, complete and durable, or not at all."""
     raw = data.encode() if isinstance(data, str) else data
-    with staged(path) as temporary:
+    with staged_path(path) as temporary:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(fd, "wb") as out:
             out.write(raw)
@@ -21,7 +21,7 @@ def publish(path: Path, data: bytes | str, *, mode: int = 0o600) -> None:
             os.fsync(out.fileno())
 
 
-class staged:  # noqa: N801 - reads as a statement: `with staged(path) as temporary:`
+class staged_path:  # noqa: N801 - reads as a statement: `with staged(path) as temporary:`
     """A temporary name beside `path` that becomes `path` when the block ends well.
 
     The block writes and fsyncs the temporary file (or fills a temporary directory); on the way out it is
@@ -37,27 +37,27 @@ class staged:  # noqa: N801 - reads as a statement: `with staged(path) as tempor
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            discard(self.temporary)
+            remove_path(self.temporary)
             return
         try:
             os.rename(self.temporary, self.path)  # noqa: PTH104 - must fail on a non-empty directory
         except OSError:
-            discard(self.temporary)
+            remove_path(self.temporary)
             raise
         sync_directory(self.path.parent)
 
 
 def sync_directory(directory: Path) -> None:
     """Make renames and new names in `directory` durable."""
-    _sync(directory, os.O_DIRECTORY)
+    _fsync_path(directory, os.O_DIRECTORY)
 
 
 def sync_file(path: Path) -> None:
     """Make durable what others have written into a file."""
-    _sync(path)
+    _fsync_path(path)
 
 
-def _sync(path: Path, flags: int = 0) -> None:
+def _fsync_path(path: Path, flags: int = 0) -> None:
     fd = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(fd)
@@ -65,17 +65,17 @@ def _sync(path: Path, flags: int = 0) -> None:
         os.close(fd)
 
 
-def discard(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove a file or a directory tree of ours, present or not."""
     if path.is_dir() and not path.is_symlink():
         for child in path.iterdir():
-            discard(child)
+            remove_path(child)
         path.rmdir()
     else:
         path.unlink(missing_ok=True)
 
 
-def private_dir(path: Path) -> Path:
+def make_private_dir(path: Path) -> Path:
     """Make `path` and what is missing above it, readable by its owner alone, and there after a power loss too."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     for directory in reversed(missing):
@@ -89,7 +89,7 @@ def private_dir(path: Path) -> Path:
 
 def publish_json(path: Path, value: Any, *, mode: int = 0o600) -> None:
     """Publish `value` as readable JSON."""
-    publish(path, json.dumps(value, indent=2, sort_keys=True) + "\n", mode=mode)
+    publish_file(path, json.dumps(value, indent=2, sort_keys=True) + "\n", mode=mode)
 
 
 def read_json(path: Path) -> Any:
@@ -97,7 +97,7 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_bytes())
 
 
-def json_lines(data: bytes) -> Iterator[dict[str, Any]]:
+def parse_json_lines(data: bytes) -> Iterator[dict[str, Any]]:
     """The complete JSON objects in `data`, one a line; a torn or foreign line is passed over."""
     for line in data.split(b"\n"):
         try:
@@ -108,7 +108,7 @@ def json_lines(data: bytes) -> Iterator[dict[str, Any]]:
             yield value
 
 
-def last_line(path: Path) -> str:
+def read_last_line(path: Path) -> str:
     """What a log says last: of a traceback, the error."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(path.stat().st_size - 4096, 0))

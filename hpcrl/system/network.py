@@ -10,18 +10,18 @@ from hpcrl.errors import ConfigError
 SIOCGIFADDR = 0x8915
 
 
-def this_node() -> str:
+def current_node() -> str:
     """Slurm's name of this node where there is one: simulated nodes share one host."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def free_address(host: str) -> tuple[str, int]:
+def find_free_address(host: str) -> tuple[str, int]:
     """A port of `host` that nobody uses now, for a program that cannot be given an open socket."""
     with socket.create_server((host, 0)) as probe:
         return host, int(probe.getsockname()[1])
 
 
-def address_of(interface: str | None) -> str:
+def find_bind_address(interface: str | None) -> str:
     """The IPv4 address to bind to: of the site's interface, else the one this host's name stands for."""
     if interface is None:
         return socket.gethostbyname(socket.gethostname())

@@ -7,14 +7,14 @@ import subprocess
 import time
 from pathlib import Path
 
-PAUSE_S = 3.0
+MIN_RESTART_INTERVAL_S = 3.0
 """What ends sooner after its start is started again only then: what ended it may pass."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def start_ticks(pid: int) -> int | None:
+def read_start_ticks(pid: int) -> int | None:
     """When a process began, in clock ticks since boot; None if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -25,7 +25,7 @@ def start_ticks(pid: int) -> int | None:
 
 def is_alive(pid: int | None, ticks: int | None) -> bool:
     """Is this very process still there? A pid that was used again is another process."""
-    return pid is not None and ticks is not None and start_ticks(pid) == ticks and not _is_zombie(pid)
+    return pid is not None and ticks is not None and read_start_ticks(pid) == ticks and not _is_zombie(pid)
 
 
 def adopt_orphans() -> None:
@@ -38,7 +38,7 @@ def die_with_parent(sig: signal.Signals = signal.SIGTERM) -> None:
     _prctl(PR_SET_PDEATHSIG, sig)
 
 
-def descendants() -> list[int]:
+def list_descendants() -> list[int]:
     """Every living process below this one, found by walking /proc."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
@@ -75,18 +75,18 @@ def end_group(process: "subprocess.Popen[bytes]", *, grace_s: float) -> None:
 def wait_for_descendants(*, timeout_s: float) -> None:
     """Give everything below this process time to end by itself."""
     deadline = time.monotonic() + timeout_s
-    while (_reap() or descendants()) and time.monotonic() < deadline:
+    while (_reap_child() or list_descendants()) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def end_descendants(*, grace_s: float) -> int:
     """TERM, then KILL, until nothing is left below this process; returns how many there were at first."""
-    first = descendants()
+    first = list_descendants()
     _signal_all(first, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while _reap() or descendants() or _reap():  # one that ends in between is still to be collected
+    while _reap_child() or list_descendants() or _reap_child():  # one that ends in between is still to be collected
         if time.monotonic() > deadline:
-            _signal_all(descendants(), signal.SIGKILL)
+            _signal_all(list_descendants(), signal.SIGKILL)
         time.sleep(0.05)
     return len(first)
 
@@ -99,7 +99,7 @@ def _signal_all(pids: list[int], sig: signal.Signals) -> None:
             continue
 
 
-def _reap() -> bool:
+def _reap_child() -> bool:
     """Collect one ended child; False when there is none to collect."""
     try:
         pid, _ = os.waitpid(-1, os.WNOHANG)

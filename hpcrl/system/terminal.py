@@ -18,13 +18,13 @@ from rich.segment import Segment
 from rich.text import Text
 
 # Controls (C0 and C1 but for tab and newline), marks that reorder a line, line separators, lone surrogates, tags.
-_UNSAFE = re.compile(
+_UNSAFE_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufff9-\ufffb"
     "\U000e0000-\U000e007f]"
 )
 PIPE_WIDTH = 160
 BAR_STYLES = ("cyan", "blue", "magenta")
-_BAR, _ASCII_BAR = (chr(0x2588), chr(0x2593), chr(0x2591)), ("#", "=", "-")
+_BAR_MARKS, _ASCII_BAR_MARKS = (chr(0x2588), chr(0x2593), chr(0x2591)), ("#", "=", "-")
 
 STATUS_STYLES = {
     "done": "green",
@@ -36,17 +36,17 @@ STATUS_STYLES = {
 }
 
 
-def safe(text: str) -> str:
+def escape_controls(text: str) -> str:
     """The text with every character that could steer a terminal spelled out: ESC becomes the four characters \\x1b."""
-    return _UNSAFE.sub(_spelled, text.replace("\r\n", "\n"))
+    return _UNSAFE_CHARACTERS.sub(_escape_character, text.replace("\r\n", "\n"))
 
 
-def in_line(text: str) -> str:
-    """As `safe`, on one line."""
-    return safe(text).replace("\n", "\\n").replace("\t", "\\t")
+def escape_to_one_line(text: str) -> str:
+    """As `escape_controls`, on one line."""
+    return escape_controls(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
-def _spelled(match: re.Match[str]) -> str:
+def _escape_character(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
@@ -58,20 +58,22 @@ def make_console(*, pipe_width: int = PIPE_WIDTH) -> Console:
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else pipe_width)
 
 
-def complain(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """A line beside the answer."""
-    print(in_line(text).encode(errors="replace").decode(), file=sys.stderr)  # noqa: T201
+    print(escape_to_one_line(text).encode(errors="replace").decode(), file=sys.stderr)  # noqa: T201
 
 
 def print_json(value: Any) -> None:
     """The answer as JSON; in it too, what could steer a terminal is escaped."""
     text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
-    sys.stdout.write(_UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], text.replace("\x7f", "\\u007f")) + "\n")
+    sys.stdout.write(
+        _UNSAFE_CHARACTERS.sub(lambda match: json.dumps(match[0])[1:-1], text.replace("\x7f", "\\u007f")) + "\n"
+    )
 
 
-def ago(then: float, *, now: float | None = None) -> str:
+def format_age(timestamp: float, *, now: float | None = None) -> str:
     """How long ago, in one unit."""
-    seconds = (time.time() if now is None else now) - then
+    seconds = (time.time() if now is None else now) - timestamp
     if not math.isfinite(seconds) or seconds < 0:
         return "?" if not math.isfinite(seconds) else "0 s"
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
@@ -80,15 +82,15 @@ def ago(then: float, *, now: float | None = None) -> str:
     return f"{seconds:.0f} s"
 
 
-def moment(then: float) -> str:
+def format_timestamp(timestamp: float) -> str:
     """Date and time of day."""
     try:
-        return datetime.datetime.fromtimestamp(then).strftime("%Y-%m-%d %H:%M:%S")
+        return datetime.datetime.fromtimestamp(timestamp).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, OSError, ValueError):
         return "at no known time"
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration in the unit that reads best."""
     if not math.isfinite(seconds):
         return "?"
@@ -103,7 +105,7 @@ def span(seconds: float) -> str:
     )
 
 
-def size(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}"
@@ -111,30 +113,32 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:,.1f} GiB"
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}" if abs(value) < 1000 else f"{value:.4g}"
 
 
-def versions(first: int, last: int) -> str:
+def format_versions(first: int, last: int) -> str:
     return f"{first}" if first == last else f"{first}-{last}"
 
 
-def time_bar(parts: Sequence[tuple[str, float]], *, width: int, ascii_only: bool) -> Text:
+def draw_time_bar(parts: Sequence[tuple[str, float]], *, width: int, ascii_only: bool) -> Text:
     """A bar and a legend of where the time went; parts in the order of the bar."""
     total = math.fsum(seconds for _, seconds in parts)
     bar, legend = Text(), Text()
     if not total or not math.isfinite(total):
         return Text("not measured", style="dim")
     edge, done = 0, 0.0
-    for (name, seconds), mark, style in zip(parts, _ASCII_BAR if ascii_only else _BAR, BAR_STYLES, strict=False):
+    for (name, seconds), mark, style in zip(
+        parts, _ASCII_BAR_MARKS if ascii_only else _BAR_MARKS, BAR_STYLES, strict=False
+    ):
         done += seconds
         bar.append(mark * (round(done / total * width) - edge), style=style)
         edge = round(done / total * width)
-        legend.append("  ").append(mark, style=style).append(f" {name} {percent(seconds / total)}")
+        legend.append("  ").append(mark, style=style).append(f" {name} {format_percent(seconds / total)}")
     return bar + legend
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.005 or not share else "<1%"
 
 
@@ -153,10 +157,10 @@ class Sparkline:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         blocks = _ASCII_BLOCKS if options.ascii_only else _BLOCKS
-        yield Segment(sparks(self.values, width=options.max_width, blocks=blocks), console.get_style("cyan"))
+        yield Segment(draw_sparkline(self.values, width=options.max_width, blocks=blocks), console.get_style("cyan"))
 
 
-def sparks(values: Sequence[float], *, width: int, blocks: str = _BLOCKS) -> str:
+def draw_sparkline(values: Sequence[float], *, width: int, blocks: str = _BLOCKS) -> str:
     """One character a value, or a mean of neighbours where there are more values than `width`."""
     if not values:
         return ""

@@ -1,4 +1,4 @@
 """Stand-ins for tests of one's own; nothing in hpcrl imports them.
 
-    memory  a spool and a weight store in memory
+memory  a spool and a weight store in memory
 """

@@ -6,18 +6,18 @@ from contextlib import contextmanager
 from functools import partial
 
 from hpcrl.errors import WeightsError
-from hpcrl.spool.reader import Cursor
-from hpcrl.spool.record import Packed, parse_facts, with_columns
-from hpcrl.spool.writer import Batching, BatchWriter
-from hpcrl.weights.store import Tensors, _checksums, _manifest, _verify
-from hpcrl.weights.versions import Manifest, WeightVersion, check_newer
+from hpcrl.spool.reader import SpoolCursor
+from hpcrl.spool.record import PackedTrajectory, attach_columns, parse_facts
+from hpcrl.spool.writer import BatchLimits, BatchWriter
+from hpcrl.weights.store import Tensors, _checksums, _make_manifest, _verify_tensors
+from hpcrl.weights.versions import VersionManifest, WeightVersion, check_newer
 
 
 class MemorySpool:
     """A spool that lives as long as the process: for tests and simulation."""
 
     def __init__(self) -> None:
-        self.durable: list[Packed] = []
+        self.durable: list[PackedTrajectory] = []
 
 
 class MemorySpoolWriter(BatchWriter):
@@ -27,13 +27,13 @@ class MemorySpoolWriter(BatchWriter):
         self,
         spool: MemorySpool,
         *,
-        batching: Batching = Batching(),  # noqa: B008 - frozen
+        batching: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(lambda batch: partial(spool.durable.extend, batch), batching=batching, clock=clock)
 
 
-class MemorySpoolReader(Cursor):
+class MemorySpoolReader(SpoolCursor):
     """A consumer's cursor in a spool in memory."""
 
     def __init__(self, spool: MemorySpool, *, consumed: Container[str] = ()) -> None:
@@ -41,11 +41,11 @@ class MemorySpoolReader(Cursor):
         self._spool = spool
         self._next = 0
 
-    def _fill(self) -> bool:
+    def _load_next_source(self) -> bool:
         if self._next == len(self._spool.durable):
             return False
         packed = self._spool.durable[self._next]
-        self._ready.append((str(self._next), with_columns(parse_facts(packed.facts), packed.columns)))
+        self._ready.append((str(self._next), attach_columns(parse_facts(packed.facts), packed.columns)))
         self._next += 1
         return True
 
@@ -54,32 +54,32 @@ class MemoryStore:
     """Versions in one process, for tests and for a trainer and an engine that share it."""
 
     def __init__(self) -> None:
-        self._versions: dict[int, tuple[Manifest, Tensors]] = {}
+        self._versions: dict[int, tuple[VersionManifest, Tensors]] = {}
 
-    def publish(self, tensors: Tensors, weight_version: WeightVersion) -> Manifest:
+    def publish(self, tensors: Tensors, weight_version: WeightVersion) -> VersionManifest:
         version = weight_version.version
-        check_newer(version, than=max(self._versions, default=None))
+        check_newer(version, newest=max(self._versions, default=None))
         copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-        manifest = _manifest(weight_version, _checksums(copies))
+        manifest = _make_manifest(weight_version, _checksums(copies))
         self._versions[version] = (manifest, copies)
         return manifest
 
-    def newest(self) -> Manifest | None:
+    def newest(self) -> VersionManifest | None:
         return self._versions[max(self._versions)][0] if self._versions else None
 
     def load(self, version: int) -> Tensors:
         if version not in self._versions:
-            there = ", ".join(map(str, sorted(self._versions))) or "none"
-            raise WeightsError(f"version {version} is not in memory (there: {there}): take the newest")
+            available = ", ".join(map(str, sorted(self._versions))) or "none"
+            raise WeightsError(f"version {version} is not in memory (there: {available}): take the newest")
         manifest, tensors = self._versions[version]
-        _verify(tensors, manifest, where="memory")
+        _verify_tensors(tensors, manifest, where="memory")
         return dict(tensors)
 
     @contextmanager
-    def reading(self, version: int) -> Iterator[Tensors]:
+    def read_version(self, version: int) -> Iterator[Tensors]:
         yield self.load(version)
 
-    def still(self, version: int) -> bool:
+    def is_intact(self, version: int) -> bool:
         return True  # nobody writes there again
 
     def prune(self, *, keep: int) -> None:

@@ -19,7 +19,7 @@ from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import LossSums
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs
-from hpcrl.trainers.state import Piece, state_file, write
+from hpcrl.trainers.state import StateShard, state_file_name, write_state
 from hpcrl.trainers.world import World
 
 
@@ -77,7 +77,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of the step: dealing, making rows, learning."""
 
 
-class Writable(Protocol):
+class WritableState(Protocol):
     """State that can be written later, by a thread, while its trainer goes on."""
 
     def write(self, directory: Path) -> None:
@@ -85,18 +85,18 @@ class Writable(Protocol):
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RankSnapshot:
     """One rank's part of a trainer's state, in memory."""
 
     rank: int
-    pieces: list[Piece]
+    state_shards: list[StateShard]
 
     def write(self, directory: Path) -> None:
-        write(self.pieces, directory / state_file(self.rank))
+        write_state(self.state_shards, directory / state_file_name(self.rank))
 
 
 class Trainer(Protocol):
-    """The owner of the weights, as the train role sees it: one rank, or rank 0 on behalf of all (`Leader`)."""
+    """The owner of the weights, as the train role sees it: one rank, or rank 0 on behalf of all (`RankLeader`)."""
 
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
         """Learn from whole groups. A loss or gradient that is not finite leaves the weights as they were."""
@@ -104,7 +104,7 @@ class Trainer(Protocol):
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weights by the names in the model directory; perhaps no copies, so they change with the next step."""
 
-    def snapshot(self) -> Writable:
+    def snapshot(self) -> WritableState:
         """All that the next step depends on, apart from what the next step changes."""
 
     def load(self, directory: Path) -> None:
@@ -160,7 +160,7 @@ class RankTrainer(Trainer, Protocol):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model, whichever rank holds it; the same on all ranks."""
 
-    def shards(self) -> Iterator[Piece]:
+    def shards(self) -> Iterator[StateShard]:
         """The boxes of the weights that this rank gives, each value once over all ranks."""
 
 

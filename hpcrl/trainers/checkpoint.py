@@ -22,82 +22,84 @@ import msgspec
 import xxhash
 
 from hpcrl.errors import TrainError
-from hpcrl.learn.consumed import Consumed
-from hpcrl.system.files import discard, private_dir, publish, staged, sync_directory, sync_file
-from hpcrl.trainers.base import Trainer, Writable
+from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.system.files import make_private_dir, publish_file, remove_path, staged_path, sync_directory, sync_file
+from hpcrl.trainers.base import Trainer, WritableState
 
-FORMAT = 1
-MANIFEST = "checkpoint.json"
-CONSUMED = "consumed.json"
+FORMAT_VERSION = 1
+MANIFEST_FILE = "checkpoint.json"
+CONSUMED_FILE = "consumed.json"
 
-_NAME = re.compile(r"(\d{6,})-step-\d+")
-_CHUNK = 1 << 22
+_NAME_PATTERN = re.compile(r"(\d{6,})-step-\d+")
+_READ_CHUNK_BYTES = 1 << 22
 
 
-class Content(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointFile(msgspec.Struct, frozen=True, kw_only=True):
     """One file of a checkpoint."""
 
     num_bytes: int
     xxh3: str
 
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The manifest of a checkpoint."""
 
-    format: int = FORMAT
+    format: int = FORMAT_VERSION
     step: int
     """Training steps done."""
     version: int
     """The version of the weights that these are."""
     created: float
-    files: dict[str, Content]
+    files: dict[str, CheckpointFile]
     extra: dict[str, Any]
     """Whatever else the role must know to go on; plain JSON."""
     xxh3: str = ""
     """Of this manifest with this field empty."""
 
 
-def save(
+def save_checkpoint(
     directory: Path,
     *,
     step: int,
     version: int,
     trainer: Trainer,
-    consumed: Consumed,
+    consumed: ConsumedTrajectories,
     extra: dict[str, Any] | None = None,
 ) -> Path:
     """Commit a checkpoint; when this returns it is durable, and when it raises the older ones are untouched."""
-    moment = Moment(step=step, version=version, state=trainer.snapshot(), consumed=consumed.encode(), extra=extra or {})
-    return commit(directory, moment)
+    pending = PendingCheckpoint(
+        step=step, version=version, state=trainer.snapshot(), consumed=consumed.encode(), extra=extra or {}
+    )
+    return commit_checkpoint(directory, pending)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class PendingCheckpoint:
     """All that a checkpoint holds, in memory: it can be committed by a thread while training goes on."""
 
     step: int
     version: int
-    state: Writable
+    state: WritableState
     consumed: bytes
-    """As `Consumed.encode` has it."""
+    """As `ConsumedTrajectories.encode` has it."""
     extra: dict[str, Any]
 
 
-def commit(directory: Path, moment: Moment) -> Path:
-    """What `save` does, of a moment that may have passed."""
-    step = moment.step
-    path = directory / f"{_next_number(directory):06d}-step-{step:06d}"
+def commit_checkpoint(directory: Path, pending: PendingCheckpoint) -> Path:
+    """What `save_checkpoint` does, of a moment that may have passed."""
+    step = pending.step
+    path = directory / f"{_next_commit_number(directory):06d}-step-{step:06d}"
     try:
-        private_dir(directory)
-        with staged(path) as temporary:
+        make_private_dir(directory)
+        with staged_path(path) as temporary:
             temporary.mkdir(mode=0o700)
-            moment.state.write(temporary)
-            (temporary / CONSUMED).write_bytes(moment.consumed)
-            files = {name: _sealed(temporary / name) for name in _names(temporary)}
-            manifest = Checkpoint(
-                step=step, version=moment.version, created=time.time(), files=files, extra=moment.extra
+            pending.state.write(temporary)
+            (temporary / CONSUMED_FILE).write_bytes(pending.consumed)
+            files = {name: _seal_file(temporary / name) for name in _list_files(temporary)}
+            manifest = CheckpointManifest(
+                step=step, version=pending.version, created=time.time(), files=files, extra=pending.extra
             )
-            publish(temporary / MANIFEST, _encode(manifest))
+            publish_file(temporary / MANIFEST_FILE, _encode_manifest(manifest))
     except OSError as error:
         raise TrainError(
             f"checkpoint {path} could not be saved ({error}); older checkpoints are untouched: "
@@ -106,165 +108,171 @@ def commit(directory: Path, moment: Moment) -> Path:
     return path
 
 
-def newest(directory: Path, *, report: Callable[[Path, str], None]) -> Path | None:
+def find_newest(directory: Path, *, report: Callable[[Path, str], None]) -> Path | None:
     """The last commit that is whole, or None before the first; `report` hears of each damaged one passed over.
 
     If all are damaged it raises: to begin anew would train a second time on what they had consumed.
     """
-    committed = _committed(directory)
+    committed = _list_committed(directory)
     for path in reversed(committed):
-        reason = damage(path)
+        reason = find_damage(path)
         if reason is None:
             return path
         report(path, reason)
     if committed:
         raise TrainError(
-            f"every checkpoint in {directory} is damaged (the newest: {damage(committed[-1])}): "
+            f"every checkpoint in {directory} is damaged (the newest: {find_damage(committed[-1])}): "
             "put one back from a copy, or move them away to train from the beginning"
         )
     return None
 
 
-def load(path: Path, *, trainer: Trainer) -> tuple[Checkpoint, Consumed]:
-    """Bring `trainer` to where the checkpoint was made; `newest` has checked the files."""
+def load_checkpoint(path: Path, *, trainer: Trainer) -> tuple[CheckpointManifest, ConsumedTrajectories]:
+    """Bring `trainer` to where the checkpoint was made; `find_newest` has checked the files."""
     trainer.load(path)
     return read_checkpoint(path)
 
 
-def read_checkpoint(path: Path) -> tuple[Checkpoint, Consumed]:
+def read_checkpoint(path: Path) -> tuple[CheckpointManifest, ConsumedTrajectories]:
     """Read all of a checkpoint but the trainer's state."""
-    return _decode((path / MANIFEST).read_bytes()), Consumed.decode((path / CONSUMED).read_bytes())
+    return _decode_manifest((path / MANIFEST_FILE).read_bytes()), ConsumedTrajectories.decode(
+        (path / CONSUMED_FILE).read_bytes()
+    )
 
 
-def noted_reward(manifest: Checkpoint) -> float | None:
+def read_recorded_reward(manifest: CheckpointManifest) -> float | None:
     """The mean reward that a checkpoint was noted with."""
     reward = manifest.extra.get("reward")
     return float(reward) if isinstance(reward, int | float) else None
 
 
-def prune(
-    directory: Path, *, keep: int, keep_best: int = 0, score: Callable[[Checkpoint], float | None] = noted_reward
+def prune_checkpoints(
+    directory: Path,
+    *,
+    keep: int,
+    keep_best: int = 0,
+    score: Callable[[CheckpointManifest], float | None] = read_recorded_reward,
 ) -> list[Path]:
     """Remove all but the `keep` newest checkpoints whose files are all there, and what killed savers left behind.
 
     Besides those, the `keep_best` with the highest `score` stay: to be exported, not to resume from.
     For the one process that saves here: a temporary name belongs to nobody else.
     """
-    committed = _committed(directory)
-    whole = [index for index, path in enumerate(committed) if _missing(path) is None]
-    removed = committed[: whole[-keep]] if len(whole) >= keep else []
-    best = set(sorted(removed, key=lambda path: _scored(path, score), reverse=True)[:keep_best])
+    committed = _list_committed(directory)
+    intact = [index for index, path in enumerate(committed) if _find_missing_file(path) is None]
+    removed = committed[: intact[-keep]] if len(intact) >= keep else []
+    best = set(sorted(removed, key=lambda path: _score_checkpoint(path, score), reverse=True)[:keep_best])
     removed = [path for path in removed if path not in best]
     for path in removed:
         path.rename(path.with_name(f".{path.name}.pruned.tmp"))  # half removed must not look like a checkpoint
     for leftover in directory.glob(".*.tmp"):
-        discard(leftover)
+        remove_path(leftover)
     return removed
 
 
-def number_of(path: Path) -> int:
+def parse_commit_number(path: Path) -> int:
     """Which commit a checkpoint is; later ones have higher numbers."""
     return int(path.name.partition("-")[0])
 
 
-def oldest_number(directory: Path) -> int | None:
+def find_oldest_number(directory: Path) -> int | None:
     """The first commit that a resume could still go back to."""
-    committed = _committed(directory)
-    return number_of(committed[0]) if committed else None
+    committed = _list_committed(directory)
+    return parse_commit_number(committed[0]) if committed else None
 
 
-def steps(directory: Path) -> list[int]:
+def list_saved_steps(directory: Path) -> list[int]:
     """The steps that there are checkpoints of."""
-    return sorted({int(path.name.rpartition("-")[2]) for path in _committed(directory)})
+    return sorted({int(path.name.rpartition("-")[2]) for path in _list_committed(directory)})
 
 
-def of_step(directory: Path, step: int) -> Path | None:
+def find_by_step(directory: Path, step: int) -> Path | None:
     """The last commit of a step, if it is whole."""
-    found = [path for path in _committed(directory) if int(path.name.rpartition("-")[2]) == step]
-    return found[-1] if found and damage(found[-1]) is None else None
+    found = [path for path in _list_committed(directory) if int(path.name.rpartition("-")[2]) == step]
+    return found[-1] if found and find_damage(found[-1]) is None else None
 
 
-def damage(path: Path) -> str | None:
+def find_damage(path: Path) -> str | None:
     """Why a checkpoint cannot be used; None if every byte is as it was saved."""
-    reason = _missing(path)
+    reason = _find_missing_file(path)
     if reason is not None:
         return reason
-    for name, content in _decode((path / MANIFEST).read_bytes()).files.items():
+    for name, content in _decode_manifest((path / MANIFEST_FILE).read_bytes()).files.items():
         try:
-            seen = _xxh3(path / name)
+            found_checksum = _hash_file(path / name)
         except OSError as error:
             return f"{name}: {error}"
-        if seen != content.xxh3:
-            return f"{name}: checksum is {seen}, was {content.xxh3} when saved"
+        if found_checksum != content.xxh3:
+            return f"{name}: checksum is {found_checksum}, was {content.xxh3} when saved"
     return None
 
 
-def _scored(path: Path, score: Callable[[Checkpoint], float | None]) -> float:
+def _score_checkpoint(path: Path, score: Callable[[CheckpointManifest], float | None]) -> float:
     """How good a checkpoint is; one of which nothing is known is no better than any."""
     try:
-        value = score(_decode((path / MANIFEST).read_bytes()))
+        value = score(_decode_manifest((path / MANIFEST_FILE).read_bytes()))
     except (OSError, ValueError):
         return -math.inf
     return -math.inf if value is None else value
 
 
-def _missing(path: Path) -> str | None:
-    """The quick half of `damage`: manifest and sizes."""
+def _find_missing_file(path: Path) -> str | None:
+    """The quick half of `find_damage`: manifest and sizes."""
     try:
-        manifest = _decode((path / MANIFEST).read_bytes())
+        manifest = _decode_manifest((path / MANIFEST_FILE).read_bytes())
         sizes = {name: (path / name).stat().st_size for name in manifest.files}
     except (OSError, ValueError) as error:
-        return f"{MANIFEST}: {error}" if isinstance(error, ValueError) else str(error)
+        return f"{MANIFEST_FILE}: {error}" if isinstance(error, ValueError) else str(error)
     for name, content in manifest.files.items():
         if sizes[name] != content.num_bytes:
             return f"{name}: has {sizes[name]} bytes, had {content.num_bytes} when saved"
     return None
 
 
-def _encode(manifest: Checkpoint) -> bytes:
+def _encode_manifest(manifest: CheckpointManifest) -> bytes:
     blank = msgspec.structs.replace(manifest, xxh3="")
     checksum = xxhash.xxh3_128_hexdigest(msgspec.json.encode(blank))
     sealed = msgspec.structs.replace(manifest, xxh3=checksum)
     return msgspec.json.format(msgspec.json.encode(sealed), indent=2) + b"\n"
 
 
-def _decode(data: bytes) -> Checkpoint:
+def _decode_manifest(data: bytes) -> CheckpointManifest:
     """The manifest, or ValueError (of which msgspec's errors are a kind)."""
-    manifest = msgspec.json.decode(data, type=Checkpoint)
-    if manifest.format > FORMAT:
-        raise ValueError(f"format {manifest.format} is newer than this hpcrl reads ({FORMAT}): update hpcrl")
-    if data != _encode(manifest):
+    manifest = msgspec.json.decode(data, type=CheckpointManifest)
+    if manifest.format > FORMAT_VERSION:
+        raise ValueError(f"format {manifest.format} is newer than this hpcrl reads ({FORMAT_VERSION}): update hpcrl")
+    if data != _encode_manifest(manifest):
         raise ValueError("its bytes are not as they were saved")
     return manifest
 
 
-def _sealed(path: Path) -> Content:
+def _seal_file(path: Path) -> CheckpointFile:
     """Make a file of a checkpoint durable and note what it holds."""
     sync_file(path)
     sync_directory(path.parent)
-    return Content(num_bytes=path.stat().st_size, xxh3=_xxh3(path))
+    return CheckpointFile(num_bytes=path.stat().st_size, xxh3=_hash_file(path))
 
 
-def _xxh3(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     state = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
+        while chunk := file.read(_READ_CHUNK_BYTES):
             state.update(chunk)
     return str(state.hexdigest())
 
 
-def _names(directory: Path) -> list[str]:
+def _list_files(directory: Path) -> list[str]:
     return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
 
 
-def _committed(directory: Path) -> list[Path]:
+def _list_committed(directory: Path) -> list[Path]:
     """Checkpoints in the order of their commits."""
     if not directory.is_dir():
         return []
-    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME_PATTERN.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
 
 
-def _next_number(directory: Path) -> int:
-    committed = _committed(directory)
-    return number_of(committed[-1]) + 1 if committed else 1
+def _next_commit_number(directory: Path) -> int:
+    committed = _list_committed(directory)
+    return parse_commit_number(committed[-1]) + 1 if committed else 1

@@ -11,43 +11,48 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpcrl.config.recipe import Train
-from hpcrl.learn.advantage import SMALLEST_STD, gae
+from hpcrl.config.recipe import TrainConfig
+from hpcrl.learn.advantage import STD_EPSILON, gae
 from hpcrl.learn.batch import MicroBatch
-from hpcrl.learn.loss import token_shares, value_loss
-from hpcrl.trainers.step import learning_rate
-from hpcrl.trainers.torch_model import Net, load_critic
+from hpcrl.learn.loss import compute_token_shares, compute_value_loss
+from hpcrl.trainers.step import compute_learning_rate
+from hpcrl.trainers.torch_model import TrainedModel, load_critic
 from hpcrl.trainers.world import World
 
-PREFIX = "critic."
+CRITIC_PREFIX = "critic."
 
 
 class Critic:
     """A model of its own, with the policy's body and a head for one number."""
 
-    def __init__(self, model_dir: Path, *, train: Train, world: World) -> None:
+    def __init__(self, model_dir: Path, *, train: TrainConfig, world: World) -> None:
         self._train = train
         self._world = world
         rate = train.critic_learning_rate
-        self.net = Net(load_critic(model_dir), train=train, world=world, learning_rate=rate, prefix=PREFIX)
-        self._judged: list[list[tuple[MicroBatch, Tensor, Tensor]]] = []
+        self.model = TrainedModel(
+            load_critic(model_dir), train=train, world=world, learning_rate=rate, prefix=CRITIC_PREFIX
+        )
+        self._evaluated: list[list[tuple[MicroBatch, Tensor, Tensor]]] = []
         """By minibatch: each micro-batch with its values and returns."""
 
-    def judged(self, minibatches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
+    def add_advantages(self, minibatches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
         """The same micro-batches with advantages for rewards, of mean 0 and variance 1 over all tokens of the step."""
         with torch.no_grad():
-            found = [[self._judge(micro) for micro in part] for part in minibatches]
-        mean, std = self._moments([advantages_N for part in found for advantages_N, _, _ in part])
-        self._judged.clear()
+            found = [[self._estimate_advantages(micro) for micro in minibatch] for minibatch in minibatches]
+        mean, std = self._mean_and_std([advantages_N for minibatch in found for advantages_N, _, _ in minibatch])
+        self._evaluated.clear()
         result = []
-        for part, judgements in zip(minibatches, found, strict=True):
-            self._judged.append(
-                [(micro, values_N, returns_N) for micro, (_, values_N, returns_N) in zip(part, judgements, strict=True)]
+        for minibatch, estimates in zip(minibatches, found, strict=True):
+            self._evaluated.append(
+                [
+                    (micro, values_N, returns_N)
+                    for micro, (_, values_N, returns_N) in zip(minibatch, estimates, strict=True)
+                ]
             )
             result.append(
                 [
-                    replace(micro, advantages_N=(advantages_N - mean) / (std + SMALLEST_STD))
-                    for micro, (advantages_N, _, _) in zip(part, judgements, strict=True)
+                    replace(micro, advantages_N=(advantages_N - mean) / (std + STD_EPSILON))
+                    for micro, (advantages_N, _, _) in zip(minibatch, estimates, strict=True)
                 ]
             )
         return result
@@ -55,40 +60,40 @@ class Critic:
     def learn(self, number: int, *, num_tokens: float, step: int) -> float:
         """One optimizer step on a minibatch, by its number, of those that were judged; the loss over all ranks."""
         total = torch.zeros((), dtype=torch.double, device=self._world.device)
-        part = self._judged[number]
-        for at, (micro, before_N, returns_N) in enumerate(part):
-            with self.net.passes(last=at == len(part) - 1):
-                loss = value_loss(
-                    self._values(micro),
+        evaluated = self._evaluated[number]
+        for index, (micro, before_N, returns_N) in enumerate(evaluated):
+            with self.model.accumulation_context(last=index == len(evaluated) - 1):
+                loss = compute_value_loss(
+                    self._predict_values(micro),
                     before_N=before_N,
                     returns_N=returns_N,
-                    shares_N=token_shares(
+                    shares_N=compute_token_shares(
                         micro.rows_N, aggregation="token", num_tokens=num_tokens, num_sequences=1, max_length=1
                     ),
                     clip=self._train.value_clip,
                 )
-                self.net.backward(loss)
+                self.model.backward(loss)
             total += loss.detach()
         value = float(self._world.sum(total))
-        if np.isfinite(value) and np.isfinite(self.net.clip()):
-            rate = learning_rate(step, train=self._train, peak=self._train.critic_learning_rate)
-            self.net.step(learning_rate=rate)
-        self.net.optimizer.zero_grad()
+        if np.isfinite(value) and np.isfinite(self.model.clip_gradient()):
+            rate = compute_learning_rate(step, train=self._train, peak=self._train.critic_learning_rate)
+            self.model.step(learning_rate=rate)
+        self.model.optimizer.zero_grad()
         return value
 
-    def _values(self, micro: MicroBatch) -> Tensor:
-        said = self.net(micro.inputs_BT, position_ids=micro.positions_BT, use_cache=False).logits
-        values_BT = said.squeeze(-1).float()
+    def _predict_values(self, micro: MicroBatch) -> Tensor:
+        logits = self.model(micro.inputs_BT, position_ids=micro.positions_BT, use_cache=False).logits
+        values_BT = logits.squeeze(-1).float()
         return values_BT[micro.mask_BT]  # type: ignore[no-any-return]
 
-    def _judge(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def _estimate_advantages(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Advantages, values and returns at the model tokens."""
-        values_N = self._values(micro)
+        values_N = self._predict_values(micro)
         rows = micro.rows_N.cpu().numpy()
         lengths_B = np.bincount(rows, minlength=1)  # by trajectory, however these lie in rows
         advantages_BT = gae(
-            _by_row(values_N, rows, lengths_B),
-            rewards_BT=_by_row(micro.advantages_N, rows, lengths_B),
+            _pad_by_row(values_N, rows, lengths_B),
+            rewards_BT=_pad_by_row(micro.advantages_N, rows, lengths_B),
             lengths_B=lengths_B.tolist(),
             gamma=self._train.gamma,
             lam=self._train.gae_lambda,
@@ -97,17 +102,17 @@ class Critic:
         advantages_N = torch.from_numpy(advantages_BT[inside_BT]).float().to(values_N.device)
         return advantages_N, values_N, advantages_N + values_N
 
-    def _moments(self, advantages: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def _mean_and_std(self, advantages: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation over all tokens of all ranks."""
         all_N = torch.cat(advantages).double()
         count = torch.tensor(float(len(all_N)), dtype=torch.double, device=all_N.device)
         num, total = self._world.sum(torch.stack([count, all_N.sum()])).unbind()
         mean = total / num
-        spread = self._world.sum((all_N - mean).square().sum())
-        return mean.float(), (spread / num).sqrt().float()
+        squared_error = self._world.sum((all_N - mean).square().sum())
+        return mean.float(), (squared_error / num).sqrt().float()
 
 
-def _by_row(values_N: Tensor, rows: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> NDArray[np.float64]:
+def _pad_by_row(values_N: Tensor, rows: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> NDArray[np.float64]:
     """Columns over N as rows of T, zeros behind the last token."""
     values_BT = np.zeros((len(lengths_B), int(lengths_B.max(initial=0))))
     columns = np.concatenate([np.arange(length) for length in lengths_B]) if len(rows) else rows

@@ -10,56 +10,62 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import HpcrlError, TrainError
-from hpcrl.system.files import staged
+from hpcrl.system.files import staged_path
 from hpcrl.trainers import checkpoint
-from hpcrl.trainers.state import whole_tensors, wholes
+from hpcrl.trainers.state import read_whole_shapes, read_whole_tensors
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+WEIGHT_FILE_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
-NOT_THE_MODEL = ("critic.", "lora.")
+NON_MODEL_PREFIXES = ("critic.", "lora.")
 """Prefixes of what a checkpoint holds besides the model: see critic.py and lora.py."""
 
 
-def export(run: RunDir, target: Path, *, step: int | None = None) -> Path:
+def export_model(campaign: CampaignDir, target: Path, *, step: int | None = None) -> Path:
     """Write the newest whole checkpoint, or that of a step; returns the checkpoint. `target` must not exist."""
     if target.exists():
         raise TrainError(f"{target} exists already: choose another directory, or remove it")
-    source = _chosen(run, step)
-    names = [name for part, name in wholes(source) if part == "weight" and not name.startswith(NOT_THE_MODEL)]
-    tensors = whole_tensors(source, names=names)
-    dtypes = _dtypes(run.model)
-    with staged(target) as temporary:
-        shutil.copytree(run.model.resolve(), temporary, ignore=shutil.ignore_patterns(*WEIGHTS))
+    source = _find_checkpoint(campaign, step)
+    names = [
+        name for part, name in read_whole_shapes(source) if part == "weight" and not name.startswith(NON_MODEL_PREFIXES)
+    ]
+    tensors = read_whole_tensors(source, names=names)
+    dtypes = _read_dtypes(campaign.model)
+    with staged_path(target) as temporary:
+        shutil.copytree(campaign.model.resolve(), temporary, ignore=shutil.ignore_patterns(*WEIGHT_FILE_PATTERNS))
         cast = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in tensors.items()}
         save_file(cast, temporary / "model.safetensors", metadata={"format": "pt"})
     return source
 
 
-def _chosen(run: RunDir, step: int | None) -> Path:
+def _find_checkpoint(campaign: CampaignDir, step: int | None) -> Path:
     damaged: list[str] = []
     if step is None:
-        found = checkpoint.newest(run.checkpoints, report=lambda path, why: damaged.append(f"{path.name}: {why}"))
+        found = checkpoint.find_newest(
+            campaign.checkpoints, report=lambda path, why: damaged.append(f"{path.name}: {why}")
+        )
     else:
-        found = checkpoint.of_step(run.checkpoints, step)
+        found = checkpoint.find_by_step(campaign.checkpoints, step)
     if found is None:
-        there = ", ".join(str(number) for number in checkpoint.steps(run.checkpoints)) or "none"
+        saved_steps = ", ".join(str(number) for number in checkpoint.list_saved_steps(campaign.checkpoints)) or "none"
         wanted = "" if step is None else f" of step {step}"
-        raise TrainError(f"campaign {run.name} has no whole checkpoint{wanted} (steps: {there}): let it train further")
+        raise TrainError(
+            f"campaign {campaign.name} has no whole checkpoint{wanted} (steps: {saved_steps}): let it train further"
+        )
     return found
 
 
-def _dtypes(model: Path) -> dict[str, torch.dtype]:
+def _read_dtypes(model: Path) -> dict[str, torch.dtype]:
     """The type of each tensor in the directory that training began with: the export has the same."""
     return {name: tensor.dtype for path in model.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def main() -> int:
-    run, target = RunDir(Path(sys.argv[1])), Path(sys.argv[2])
+    campaign, target = CampaignDir(Path(sys.argv[1])), Path(sys.argv[2])
     step = int(sys.argv[3]) if len(sys.argv) > 3 else None
     try:
-        source = export(run, target, step=step)
+        source = export_model(campaign, target, step=step)
     except HpcrlError as error:
         print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201
         return 2

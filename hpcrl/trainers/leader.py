@@ -1,7 +1,7 @@
 """Rank 0 leads: to its role the ranks of a trainer look like one. It tells the others ids, never tokens.
 
-    Leader    rank 0's end: a Trainer that makes every call on all ranks
-    follow    what the other ranks do until they are told to end
+    RankLeader     rank 0's end: a Trainer that makes every call on all ranks
+    follow_orders  what the other ranks do until they are told to end
 
 Every rank maps its own rows from the spool; an order is a few kB of JSON.
 
@@ -25,67 +25,67 @@ import numpy as np
 from torch import Tensor
 
 from hpcrl.campaign_dir.paths import JobDir
-from hpcrl.config.recipe import Train
+from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError, WeightsError
-from hpcrl.learn.batch import Row
-from hpcrl.learn.distribute import Deal, Item, Share, deal, rows_of
+from hpcrl.learn.batch import TrainingRow
+from hpcrl.learn.distribute import RankShare, ShareItem, StepShares, distribute_step, load_share_rows
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.segment import read_segment
-from hpcrl.system.files import discard
-from hpcrl.trainers.base import RankTrainer, StepMetrics, Writable
-from hpcrl.trainers.publishing import Orders, boxes, shard_store
-from hpcrl.trainers.step import learn, train_step
+from hpcrl.system.files import remove_path
+from hpcrl.trainers.base import RankTrainer, StepMetrics, WritableState
+from hpcrl.trainers.publishing import WindowOrders, list_weight_shards, open_shard_store
+from hpcrl.trainers.step import learn_minibatches, train_step
 from hpcrl.weights import part_files
-from hpcrl.weights.layout import Shard
+from hpcrl.weights.layout import TensorShard
 from hpcrl.weights.sharded_store import ShardStore
 from hpcrl.weights.versions import WeightVersion
-from hpcrl.weights.window.file import Key
+from hpcrl.weights.window.file import WindowKey
 
-Parts = list[list[Row]]
+MinibatchRows = list[list[TrainingRow]]
 """Rows of each minibatch."""
 
 
-class Ahead:
+class RowPrefetcher:
     """One rank's reading; `read` brings the rows of a share."""
 
-    def __init__(self, read: Callable[[Share], Parts]) -> None:
+    def __init__(self, read: Callable[[RankShare], MinibatchRows]) -> None:
         self._read = read
         self._thread = ThreadPoolExecutor(1, "ahead")
-        self._guess: Share | None = None
-        self._coming: Future[Parts] | None = None
+        self._guess: RankShare | None = None
+        self._pending_rows: Future[MinibatchRows] | None = None
 
-    def begin(self, guess: Share) -> None:
+    def start(self, guess: RankShare) -> None:
         """Read this in the background; whatever was begun before is let go."""
-        self._let_go()
+        self._discard_guess()
         if any(guess):
-            self._guess, self._coming = guess, self._thread.submit(self._loaded, guess)
+            self._guess, self._pending_rows = guess, self._thread.submit(self._load_copies, guess)
 
-    def rows(self, share: Share) -> Parts:
+    def rows(self, share: RankShare) -> MinibatchRows:
         """The rows of this share, however they come."""
-        if self._coming is None or share != self._guess:
-            self._let_go()
+        if self._pending_rows is None or share != self._guess:
+            self._discard_guess()
             return self._read(share)
         try:
-            return self._coming.result()
+            return self._pending_rows.result()
         finally:
-            self._guess = self._coming = None
+            self._guess = self._pending_rows = None
 
     def close(self) -> None:
-        self._let_go()
+        self._discard_guess()
         self._thread.shutdown()
 
-    def _let_go(self) -> None:
-        if self._coming is not None:
-            self._coming.cancel()  # if it has begun already its result, and what went wrong with it, is nobody's
-        self._guess = self._coming = None
+    def _discard_guess(self) -> None:
+        if self._pending_rows is not None:
+            self._pending_rows.cancel()  # if it has begun already its result, and what went wrong with it, is nobody's
+        self._guess = self._pending_rows = None
 
-    def _loaded(self, share: Share) -> Parts:
+    def _load_copies(self, share: RankShare) -> MinibatchRows:
         """Not views of mapped files: the file system is waited for here."""
-        return [[_copied(row) for row in rows] for rows in self._read(share)]
+        return [[_copy_row(row) for row in rows] for rows in self._read(share)]
 
 
-def _copied(row: Row) -> Row:
-    return Row(
+def _copy_row(row: TrainingRow) -> TrainingRow:
+    return TrainingRow(
         inputs=np.array(row.inputs),
         mask=np.array(row.mask),
         targets=row.targets,
@@ -94,18 +94,18 @@ def _copied(row: Row) -> Row:
     )
 
 
-WAIT_EVERY_S = 10.0
+KEEPALIVE_INTERVAL_S = 10.0
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RankOrder(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What rank 0 wants all ranks to do now."""
 
     do: Literal["learn", "tensors", "stage", "leave", "snapshot", "load", "wait", "end"]
     step: int = 0
     version: int = 0
     skipped: str | None = None
-    shares: list[Share] = []
-    ahead: list[Share] = []
+    shares: list[RankShare] = []
+    ahead: list[RankShare] = []
     """Of the next step, as far as can be guessed."""
     directory: str = ""
 
@@ -114,7 +114,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Together:
     """The state of all ranks, written in the background: the ranks train on."""
 
-    own: Writable
+    own: WritableState
     directory: Path
     """Where the others leave theirs."""
     size: int
@@ -126,27 +126,27 @@ class Together:
             part_files.awaited(self.directory, rank)
             for path in part_files.part_directory(self.directory, rank).iterdir():
                 path.rename(directory / path.name)
-        discard(self.directory)
+        remove_path(self.directory)
 
 
-def leave_state(state: Writable, directory: Path, *, rank: int) -> None:
+def leave_state(state: WritableState, directory: Path, *, rank: int) -> None:
     """Leave a rank's part of a checkpoint."""
 
     def write(own: Path) -> dict[str, str]:
         state.write(own)
         return {}
 
-    part_files.leave(write, directory, rank=rank)
+    part_files.write_part(write, directory, rank=rank)
 
 
-class Leader:
+class RankLeader:
     """Rank 0's trainer, on behalf of all ranks."""
 
     def __init__(
         self,
-        mine: RankTrainer,
+        trainer: RankTrainer,
         *,
-        train: Train,
+        train: TrainConfig,
         seed: int,
         spool: Path,
         checkpoints: Path,
@@ -159,33 +159,35 @@ class Leader:
         """
         self._segment_of = segment_of
         self._upcoming = upcoming
-        self._mine = mine
+        self._trainer = trainer
         self._train = train
         self._seed = seed
         self._spool = spool
         self._checkpoints = checkpoints
-        self._told = time.monotonic()
-        self._ahead = _ahead(mine, train=train, spool=spool)
+        self._last_order_s = time.monotonic()
+        self._prefetcher = _make_prefetcher(trainer, train=train, spool=spool)
 
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
         return train_step(
-            self._mine,
+            self._trainer,
             trajectories,
             train=self._train,
             seed=self._seed,
             step=step,
             version=version,
-            rows=lambda dealt: self._shared_out(dealt, step=step, version=version),
+            read_rows=lambda dealt: self._distribute_rows(dealt, step=step, version=version),
             segment_of=self._segment_of,
         )
 
-    def _shared_out(self, dealt: Deal, *, step: int, version: int) -> list[list[Row]]:
+    def _distribute_rows(self, step_shares: StepShares, *, step: int, version: int) -> list[list[TrainingRow]]:
         """Tell every rank its share, and what the next step's will probably be; rank 0's own rows."""
-        ahead = self._guessed(step=step + 1, version=version + 1)
-        self._tell(Order(do="learn", step=step, skipped=dealt.skipped, shares=dealt.shares, ahead=ahead))
-        return _rows(self._ahead, dealt.shares, ahead, share=self._mine.share)
+        next_shares = self._predict_shares(step=step + 1, version=version + 1)
+        self._send_order(
+            RankOrder(do="learn", step=step, skipped=step_shares.skipped, shares=step_shares.shares, ahead=next_shares)
+        )
+        return _take_rows(self._prefetcher, step_shares.shares, next_shares, share=self._trainer.share)
 
-    def _guessed(self, *, step: int, version: int) -> list[Share]:
+    def _predict_shares(self, *, step: int, version: int) -> list[RankShare]:
         """The shares of a step that is not chosen yet; none where there is nothing to guess from, or no such step.
 
         Nor where dealing calls the user's nodes: they see what is trained on, and nothing else.
@@ -194,114 +196,125 @@ class Leader:
         trajectories = self._upcoming(version) if can_guess else ()
         if not trajectories:
             return []
-        guess = deal(
+        guess = distribute_step(
             trajectories,
             train=self._train,
-            num_ranks=self._mine.num_shares,
+            num_ranks=self._trainer.num_shares,
             seed=self._seed,
             step=step,
-            max_length=self._mine.max_length,
+            max_length=self._trainer.max_length,
             segment_of=self._segment_of,
         )
         return guess.shares
 
     def tensors(self) -> dict[str, Tensor]:
-        self._tell(Order(do="tensors"))
-        return self._mine.tensors()
+        self._send_order(RankOrder(do="tensors"))
+        return self._trainer.tensors()
 
-    def window(self, key: Key, *, job: JobDir) -> ShardStore:
+    def window(self, key: WindowKey, *, job: JobDir) -> ShardStore:
         """What all ranks publish by, each its part. Called once, at the start."""
-        orders = Orders(
-            stage=lambda made: self._tell(Order(do="stage", version=made.version, step=made.step)),
-            leave=lambda version, path: self._tell(Order(do="leave", version=version, directory=str(path))),
+        orders = WindowOrders(
+            stage=lambda made: self._send_order(RankOrder(do="stage", version=made.version, step=made.step)),
+            write_parts=lambda version, path: self._send_order(
+                RankOrder(do="leave", version=version, directory=str(path))
+            ),
         )
-        return shard_store(self._mine, key, job=job, orders=orders)
+        return open_shard_store(self._trainer, key, job=job, orders=orders)
 
-    def boxes(self) -> list[tuple[Shard, Tensor]]:
+    def weight_shards(self) -> list[tuple[TensorShard, Tensor]]:
         """What rank 0 puts into that window."""
-        return boxes(self._mine)
+        return list_weight_shards(self._trainer)
 
-    def snapshot(self) -> Writable:
+    def snapshot(self) -> WritableState:
         """Every rank copies its part in memory and writes it behind; whoever writes this waits for them all."""
-        directory = part_files.begun(self._checkpoints)
-        self._tell(Order(do="snapshot", directory=str(directory)))
-        return Together(self._mine.snapshot(), directory, self._mine.world.size)
+        directory = part_files.make_parts_directory(self._checkpoints)
+        self._send_order(RankOrder(do="snapshot", directory=str(directory)))
+        return Together(self._trainer.snapshot(), directory, self._trainer.world.size)
 
     def load(self, directory: Path) -> None:
-        self._tell(Order(do="load", directory=str(directory)))
-        self._mine.load(directory)
+        self._send_order(RankOrder(do="load", directory=str(directory)))
+        self._trainer.load(directory)
 
-    def tend(self) -> None:
+    def keep_ranks_alive(self) -> None:
         """Now and then while there is nothing to train on: a rank that hears nothing for long gives up."""
-        if time.monotonic() - self._told > WAIT_EVERY_S:
-            self._tell(Order(do="wait"))
+        if time.monotonic() - self._last_order_s > KEEPALIVE_INTERVAL_S:
+            self._send_order(RankOrder(do="wait"))
 
     def close(self) -> None:
         """The others may go."""
-        self._tell(Order(do="end"))
-        self._ahead.close()
+        self._send_order(RankOrder(do="end"))
+        self._prefetcher.close()
 
-    def _tell(self, order: Order) -> None:
-        self._mine.world.hear(msgspec.json.encode(order))
-        self._told = time.monotonic()
+    def _send_order(self, order: RankOrder) -> None:
+        self._trainer.world.broadcast(msgspec.json.encode(order))
+        self._last_order_s = time.monotonic()
 
 
-def follow(mine: RankTrainer, *, train: Train, spool: Path, store: ShardStore | None = None) -> None:
+def follow_orders(trainer: RankTrainer, *, train: TrainConfig, spool: Path, store: ShardStore | None = None) -> None:
     """Do what rank 0 orders until the end; `store` is this rank's end of the window, where there is one."""
-    behind, writing = ThreadPoolExecutor(1, "checkpoint"), None
-    ahead = _ahead(mine, train=train, spool=spool)
+    executor, pending_write = ThreadPoolExecutor(1, "checkpoint"), None
+    prefetcher = _make_prefetcher(trainer, train=train, spool=spool)
     while True:
-        order = msgspec.json.decode(mine.world.hear(b""), type=Order)
+        order = msgspec.json.decode(trainer.world.broadcast(b""), type=RankOrder)
         match order.do:
             case "learn":
-                rows = _rows(ahead, order.shares, order.ahead, share=mine.share)
-                learn(mine, rows, train=train, step=order.step, skipped=order.skipped)
+                rows = _take_rows(prefetcher, order.shares, order.ahead, share=trainer.share)
+                learn_minibatches(trainer, rows, train=train, step=order.step, skipped=order.skipped)
             case "tensors":
-                mine.tensors()
+                trainer.tensors()
             case "stage" | "leave":
                 assert store is not None, "all ranks have one, or none"
-                _publish(mine, order, store=store)
+                _publish_part(trainer, order, store=store)
             case "snapshot":
-                if writing is not None:
-                    writing.result()
-                writing = behind.submit(leave_state, mine.snapshot(), Path(order.directory), rank=mine.world.rank)
+                if pending_write is not None:
+                    pending_write.result()
+                pending_write = executor.submit(
+                    leave_state, trainer.snapshot(), Path(order.directory), rank=trainer.world.rank
+                )
             case "load":
-                mine.load(Path(order.directory))
+                trainer.load(Path(order.directory))
             case "end":
-                behind.shutdown()
-                ahead.close()
+                executor.shutdown()
+                prefetcher.close()
                 if store is not None:
                     store.unlink()
                     store.close()
                 return
 
 
-def _publish(mine: RankTrainer, order: Order, *, store: ShardStore) -> None:
+def _publish_part(trainer: RankTrainer, order: RankOrder, *, store: ShardStore) -> None:
     """Rank 0 has staged a version, or wants one in files."""
     if order.do == "leave":
-        store.leave(order.version, Path(order.directory))
+        store.write_part(order.version, Path(order.directory))
         return
     with suppress(WeightsError):  # rank 0 has met it too, and publishes in another way from now on
-        store.stage(boxes(mine), WeightVersion(version=order.version, step=order.step))
+        store.stage(list_weight_shards(trainer), WeightVersion(version=order.version, step=order.step))
 
 
-def _ahead(mine: RankTrainer, *, train: Train, spool: Path) -> Ahead:
+def _make_prefetcher(trainer: RankTrainer, *, train: TrainConfig, spool: Path) -> RowPrefetcher:
     """This rank's reading of its shares."""
 
-    def read(share: Share) -> list[list[Row]]:
-        return rows_of(share, fetch=lambda items: fetch(items, spool=spool), train=train, max_length=mine.max_length)
+    def read(share: RankShare) -> list[list[TrainingRow]]:
+        return load_share_rows(
+            share,
+            fetch=lambda items: fetch_trajectories(items, spool=spool),
+            train=train,
+            max_length=trainer.max_length,
+        )
 
-    return Ahead(read)
+    return RowPrefetcher(read)
 
 
-def _rows(reading: Ahead, shares: list[Share], ahead: list[Share], *, share: int) -> list[list[Row]]:
+def _take_rows(
+    prefetcher: RowPrefetcher, shares: list[RankShare], next_shares: list[RankShare], *, share: int
+) -> list[list[TrainingRow]]:
     """A rank's rows of this step; those of the next are on their way when this returns."""
-    rows = reading.rows(shares[share])
-    reading.begin(ahead[share] if ahead else [])
+    rows = prefetcher.rows(shares[share])
+    prefetcher.start(next_shares[share] if next_shares else [])
     return rows
 
 
-def fetch(items: Sequence[Item], *, spool: Path) -> list[Trajectory]:
+def fetch_trajectories(items: Sequence[ShareItem], *, spool: Path) -> list[Trajectory]:
     """The trajectories of these items, mapped from the spool; rank 0's reader has verified the segments."""
     found: dict[str, Trajectory] = {}
     wanted = {item.id for item in items}

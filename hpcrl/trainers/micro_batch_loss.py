@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hpcrl.config.recipe import Train
+from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.batch import MicroBatch
-from hpcrl.learn.loss import LossSums, Said, judged, policy_loss, token_shares
+from hpcrl.learn.loss import LossSums, TokenInputs, compute_policy_loss, compute_token_shares, logprobs_and_entropy
 
 
 class MinibatchTotals(NamedTuple):
@@ -37,19 +37,19 @@ def compute_micro_batch_loss(
     *,
     prior: PriorLogprobs,
     totals: MinibatchTotals,
-    train: Train,
+    train: TrainConfig,
     temperature: float,
     max_length: int,
 ) -> tuple[Tensor, LossSums]:
     """Compute the loss to differentiate: every token has the same share, whatever its micro-batch and rank."""
-    logprobs_N, entropy_N = judged(logits_NV, micro.targets_N, temperature=temperature, train=train)
+    logprobs_N, entropy_N = logprobs_and_entropy(logits_NV, micro.targets_N, temperature=temperature, train=train)
     proximal_N = micro.behaviour_N if train.proximal == "behaviour" else prior.proximal_N
-    token_inputs = Said(
+    token_inputs = TokenInputs(
         behaviour_N=micro.behaviour_N,
         proximal_N=logprobs_N.detach() if proximal_N is None else proximal_N,
         advantages_N=micro.advantages_N,
         rows_N=micro.rows_N,
-        shares_N=token_shares(
+        shares_N=compute_token_shares(
             micro.rows_N,
             aggregation=train.aggregation,
             num_tokens=totals.num_tokens,
@@ -58,4 +58,4 @@ def compute_micro_batch_loss(
         ),
         reference_N=prior.reference_N,
     )
-    return policy_loss(logprobs_N, entropy_N=entropy_N, said=token_inputs, train=train)
+    return compute_policy_loss(logprobs_N, entropy_N=entropy_N, token_inputs=token_inputs, train=train)

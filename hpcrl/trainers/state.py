@@ -1,9 +1,9 @@
 """A trainer's state on disk: boxes of tensors by their canonical names, so that any parallelism reads any other's.
 
-    Piece    one box of one tensor: a weight, or a part of the optimizer's state
-    write    the pieces of one rank, in one file
-    fill     pieces from the files of all ranks, whatever boxes those hold
-    wholes   names and shapes of what the files hold
+    StateShard         one box of one tensor: a weight, or a part of the optimizer's state
+    write_state        the pieces of one rank, in one file
+    fill_shards        pieces from the files of all ranks, whatever boxes those hold
+    read_whole_shapes  names and shapes of what the files hold
 
 safetensors and JSON. (torch.distributed.checkpoint would do the same, but its metadata are a pickle.)
 """
@@ -19,140 +19,148 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hpcrl.errors import TrainError
-from hpcrl.weights.layout import Shard
+from hpcrl.weights.layout import TensorShard
 
-WEIGHT = "weight"
-STATE_FILES = "state-*.safetensors"
+WEIGHT_PART = "weight"
+STATE_FILE_PATTERN = "state-*.safetensors"
 
 
-def state_file(rank: int) -> str:
+def state_file_name(rank: int) -> str:
     return f"state-{rank:05d}.safetensors"
 
 
-class Piece(NamedTuple):
+class StateShard(NamedTuple):
     """A box of a tensor."""
 
     part: str
     """`weight`, or what the optimizer calls it."""
-    shard: Shard
-    whole: tuple[int, ...]
+    shard: TensorShard
+    whole_shape: tuple[int, ...]
     """Shape of the whole tensor."""
     tensor: Tensor
 
-    def copied(self) -> "Piece":
+    def copy_to_cpu(self) -> "StateShard":
         """On the CPU, apart from what the next step changes."""
         return self._replace(tensor=self.tensor.detach().to("cpu", copy=True).contiguous())
 
 
-class _Noted(msgspec.Struct, frozen=True, kw_only=True):
+class _StoredShard(msgspec.Struct, frozen=True, kw_only=True):
     """What a file says of one of its pieces."""
 
     part: str
-    shard: Shard
+    shard: TensorShard
     whole: tuple[int, ...]
 
 
-def whole_piece(name: str, tensor: Tensor, *, part: str = WEIGHT) -> Piece:
+def make_whole_shard(name: str, tensor: Tensor, *, part: str = WEIGHT_PART) -> StateShard:
     """A piece that is the whole tensor."""
     shape = tuple(tensor.shape)
-    return Piece(part, Shard(name=name, start=(0,) * len(shape), shape=shape), shape, tensor)
+    return StateShard(part, TensorShard(name=name, start=(0,) * len(shape), shape=shape), shape, tensor)
 
 
-def write(pieces: Iterable[Piece], path: Path) -> None:
+def write_state(state_shards: Iterable[StateShard], path: Path) -> None:
     """All pieces of one rank."""
-    tensors, noted = {}, []
-    for number, piece in enumerate(pieces):
-        tensors[str(number)] = piece.tensor.detach().cpu().contiguous()
-        noted.append(_Noted(part=piece.part, shard=piece.shard, whole=piece.whole))
+    tensors, stored = {}, []
+    for number, state_shard in enumerate(state_shards):
+        tensors[str(number)] = state_shard.tensor.detach().cpu().contiguous()
+        stored.append(_StoredShard(part=state_shard.part, shard=state_shard.shard, whole=state_shard.whole_shape))
     try:
-        save_file(tensors, path, metadata={"pieces": msgspec.json.encode(noted).decode()})
+        save_file(tensors, path, metadata={"pieces": msgspec.json.encode(stored).decode()})
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(f"{path.name}: {error}") from error
 
 
-def wholes(directory: Path) -> dict[tuple[str, str], tuple[int, ...]]:
+def read_whole_shapes(directory: Path) -> dict[tuple[str, str], tuple[int, ...]]:
     """Shapes of the whole tensors that are there, by part and name."""
-    return {(noted.part, noted.shard.name): noted.whole for path in _files(directory) for noted in _noted(path)}
+    return {
+        (stored.part, stored.shard.name): stored.whole
+        for path in _list_state_files(directory)
+        for stored in _read_stored_shards(path)
+    }
 
 
-def fill(pieces: Sequence[Piece], directory: Path) -> None:
+def fill_shards(state_shards: Sequence[StateShard], directory: Path) -> None:
     """Copy what the files hold into these tensors; TrainError if a value of one of them is nowhere."""
-    wanted: dict[tuple[str, str], list[Piece]] = {}
-    for piece in pieces:
-        wanted.setdefault((piece.part, piece.shard.name), []).append(piece)
-    missing = {id(piece): piece.tensor.numel() for piece in pieces}
-    for path in _files(directory):
-        with _opened(path) as file:
-            for number, noted in enumerate(_noted(path)):
-                for piece in wanted.get((noted.part, noted.shard.name), ()):
-                    missing[id(piece)] -= _copy_common(piece, noted.shard, file.get_slice(str(number)), file, number)
-    for piece in pieces:
-        if missing[id(piece)] > 0:
+    wanted: dict[tuple[str, str], list[StateShard]] = {}
+    for state_shard in state_shards:
+        wanted.setdefault((state_shard.part, state_shard.shard.name), []).append(state_shard)
+    missing = {id(state_shard): state_shard.tensor.numel() for state_shard in state_shards}
+    for path in _list_state_files(directory):
+        with _open_state_file(path) as file:
+            for number, stored in enumerate(_read_stored_shards(path)):
+                for state_shard in wanted.get((stored.part, stored.shard.name), ()):
+                    missing[id(state_shard)] -= _copy_overlap(
+                        state_shard, stored.shard, file.get_slice(str(number)), file, number
+                    )
+    for state_shard in state_shards:
+        if missing[id(state_shard)] > 0:
             raise TrainError(
-                f"{directory}: {missing[id(piece)]} values of {piece.shard.name!r} ({piece.part}) are in no file of "
+                f"{directory}: {missing[id(state_shard)]} values of {state_shard.shard.name!r} ({state_shard.part}) are in no file of "
                 "this checkpoint: resume from an older one"
             )
 
 
-def _copy_common(piece: Piece, held: Shard, view: Any, file: Any, number: int) -> int:
+def _copy_overlap(state_shard: StateShard, stored: TensorShard, view: Any, file: Any, number: int) -> int:
     """Copy the box that two boxes have in common; how many values that is."""
-    mine = piece.shard
-    if not mine.shape:
-        piece.tensor.copy_(file.get_tensor(str(number)))
+    own = state_shard.shard
+    if not own.shape:
+        state_shard.tensor.copy_(file.get_tensor(str(number)))
         return 1
-    low = [max(a, b) for a, b in zip(mine.start, held.start, strict=True)]
-    high = [min(a + n, b + m) for a, n, b, m in zip(mine.start, mine.shape, held.start, held.shape, strict=True)]
+    low = [max(a, b) for a, b in zip(own.start, stored.start, strict=True)]
+    high = [min(a + n, b + m) for a, n, b, m in zip(own.start, own.shape, stored.start, stored.shape, strict=True)]
     if any(first >= last for first, last in zip(low, high, strict=True)):
         return 0
-    there = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, held.start, strict=True))
-    here = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, mine.start, strict=True))
-    common = view[there]
-    piece.tensor[here].copy_(common)
+    stored_slices = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, stored.start, strict=True))
+    own_slices = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, own.start, strict=True))
+    common = view[stored_slices]
+    state_shard.tensor[own_slices].copy_(common)
     return int(common.numel())
 
 
-def _files(directory: Path) -> list[Path]:
-    found = sorted(directory.glob(STATE_FILES))
+def _list_state_files(directory: Path) -> list[Path]:
+    found = sorted(directory.glob(STATE_FILE_PATTERN))
     if not found:
-        raise TrainError(f"{directory} holds no trainer state ({STATE_FILES}): resume from another checkpoint")
+        raise TrainError(f"{directory} holds no trainer state ({STATE_FILE_PATTERN}): resume from another checkpoint")
     return found
 
 
-def _opened(path: Path) -> Any:
+def _open_state_file(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise TrainError(f"{path} cannot be read: {error}: resume from an older checkpoint") from error
 
 
-def _noted(path: Path) -> list[_Noted]:
-    with _opened(path) as file:
+def _read_stored_shards(path: Path) -> list[_StoredShard]:
+    with _open_state_file(path) as file:
         described = (file.metadata() or {}).get("pieces", "[]")
-    return msgspec.json.decode(described, type=list[_Noted])
+    return msgspec.json.decode(described, type=list[_StoredShard])
 
 
-def check_same(saved: dict[tuple[str, str], tuple[int, ...]], mine: dict[str, tuple[int, ...]], path: Path) -> None:
+def check_same_shapes(
+    saved: dict[tuple[str, str], tuple[int, ...]], expected: dict[str, tuple[int, ...]], path: Path
+) -> None:
     """TrainError naming the first weight in which checkpoint and model differ."""
-    there = {name: shape for (part, name), shape in saved.items() if part == WEIGHT}
-    for wrong in _differences(there, mine):
+    saved_weights = {name: shape for (part, name), shape in saved.items() if part == WEIGHT_PART}
+    for wrong in _find_differences(saved_weights, expected):
         raise TrainError(
             f"{path}: its tensors are not those of this model ({wrong}): "
             "resume with the model that the campaign began with"
         )
 
 
-def _differences(saved: dict[str, tuple[int, ...]], mine: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    for name in sorted(saved.keys() | mine.keys()):
-        if name not in saved or name not in mine:
+def _find_differences(saved: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    for name in sorted(saved.keys() | expected.keys()):
+        if name not in saved or name not in expected:
             yield f"{name!r} is only in {'the checkpoint' if name in saved else 'the model'}"
-        elif saved[name] != mine[name]:
-            yield f"{name!r} is {saved[name]} there and {mine[name]} here"
+        elif saved[name] != expected[name]:
+            yield f"{name!r} is {saved[name]} there and {expected[name]} here"
 
 
-def whole_tensors(directory: Path, *, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+def read_whole_tensors(directory: Path, *, names: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Every weight that the files hold, whole, on the CPU."""
-    saved = {name: shape for (part, name), shape in wholes(directory).items() if part == WEIGHT}
+    saved = {name: shape for (part, name), shape in read_whole_shapes(directory).items() if part == WEIGHT_PART}
     chosen = list(saved if names is None else names)
-    pieces = [whole_piece(name, torch.empty(saved[name])) for name in chosen]
-    fill(pieces, directory)
-    return {piece.shard.name: piece.tensor for piece in pieces}
+    state_shards = [make_whole_shard(name, torch.empty(saved[name])) for name in chosen]
+    fill_shards(state_shards, directory)
+    return {state_shard.shard.name: state_shard.tensor for state_shard in state_shards}

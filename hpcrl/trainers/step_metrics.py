@@ -8,28 +8,28 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.learn.advantage import indices_by_group, is_flat
-from hpcrl.learn.distribute import Deal
-from hpcrl.learn.loss import LossSums, ratio_quantiles
+from hpcrl.learn.advantage import group_indices, is_flat
+from hpcrl.learn.distribute import StepShares
+from hpcrl.learn.loss import LossSums, compute_ratio_quantiles
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.base import StepMetrics
 
 
-class Laps:
-    """Where the time of a step goes: each `end` names what took the time since the one before."""
+class Stopwatch:
+    """Where the time of a step goes: each `record_lap` names what took the time since the one before."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
-    def end(self, name: str) -> None:
+    def record_lap(self, name: str) -> None:
         now = time.perf_counter()
         self.seconds[name] = round(now - self._last, 6)
         self._last = now
 
 
 @dataclass
-class Learned:
+class LearnResult:
     """What the optimizer steps of one training step saw, on all ranks together."""
 
     sums: LossSums
@@ -46,72 +46,80 @@ class Learned:
 
     def add(self, sums: LossSums, *, norm: float) -> None:
         """One optimizer step's; one that is not finite must not be taken."""
-        self.sums = self.sums.plus(sums)
+        self.sums = self.sums.add(sums)
         self.norms.append(norm)
         loss = sums.loss.item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.skipped = f"loss {loss} with gradient norm {norm} is not finite"
 
-    def figures(self) -> dict[str, Any]:
+    def metric_fields(self) -> dict[str, Any]:
         """The fields of StepMetrics that come from learning."""
         tokens = self.num_tokens or math.nan
-        low, middle, high = ratio_quantiles(self.sums.ratio_bins.cpu(), (0.05, 0.5, 0.95))
+        low, middle, high = compute_ratio_quantiles(self.sums.ratio_bins.cpu(), (0.05, 0.5, 0.95))
         return {
             "skipped": self.skipped,
             "num_tokens": self.num_tokens,
             "num_padded_tokens": self.num_padded_tokens,
-            "loss": finite(self.sums.loss.item() / self.num_steps) if self.norms else None,
-            "grad_norm": finite(sum(self.norms) / len(self.norms)) if self.norms else None,
-            "value_loss": finite(sum(self.value_losses) / len(self.value_losses)) if self.value_losses else None,
+            "loss": finite_or_none(self.sums.loss.item() / self.num_steps) if self.norms else None,
+            "grad_norm": finite_or_none(sum(self.norms) / len(self.norms)) if self.norms else None,
+            "value_loss": finite_or_none(sum(self.value_losses) / len(self.value_losses))
+            if self.value_losses
+            else None,
             "learning_rate": self.learning_rate,
-            "clip_fraction": finite(self.sums.clipped.item() / tokens),
-            "is_ratio_mean": finite(self.sums.is_ratio.item() / tokens),
+            "clip_fraction": finite_or_none(self.sums.clipped.item() / tokens),
+            "is_ratio_mean": finite_or_none(self.sums.is_ratio.item() / tokens),
             "is_ratio_p05": low,
             "is_ratio_p50": middle,
             "is_ratio_p95": high,
-            "is_truncated_fraction": finite(self.sums.truncated.item() / tokens),
-            "kl": finite(self.sums.kl.item() / tokens),
-            "kl_reference": finite(self.sums.kl_reference.item() / tokens),
-            "entropy": finite(self.sums.entropy.item() / tokens),
+            "is_truncated_fraction": finite_or_none(self.sums.truncated.item() / tokens),
+            "kl": finite_or_none(self.sums.kl.item() / tokens),
+            "kl_reference": finite_or_none(self.sums.kl_reference.item() / tokens),
+            "entropy": finite_or_none(self.sums.entropy.item() / tokens),
         }
 
 
-def step_metrics(
-    trajectories: Sequence[Trajectory], *, dealt: Deal, learned: Learned, step: int, version: int, laps: Laps
+def build_step_metrics(
+    trajectories: Sequence[Trajectory],
+    *,
+    step_shares: StepShares,
+    learn_result: LearnResult,
+    step: int,
+    version: int,
+    stopwatch: Stopwatch,
 ) -> StepMetrics:
     """What a training step is told as."""
-    step_s = sum(laps.seconds.values())
+    step_s = sum(stopwatch.seconds.values())
     return StepMetrics(
         step=step,
         version=version,
-        num_too_long=dealt.num_too_long,
-        imbalance=dealt.imbalance,
-        **_sampled(trajectories, version=version),
-        **learned.figures(),
-        tokens_per_s=round(learned.num_tokens / step_s, 1) if step_s > 0 else 0.0,
+        num_too_long=step_shares.num_too_long,
+        imbalance=step_shares.imbalance,
+        **_summarize_trajectories(trajectories, version=version),
+        **learn_result.metric_fields(),
+        tokens_per_s=round(learn_result.num_tokens / step_s, 1) if step_s > 0 else 0.0,
         step_s=round(step_s, 6),
-        times=laps.seconds,
+        times=stopwatch.seconds,
     )
 
 
-def flops_used(metrics: StepMetrics, *, num_params: int, peak_flops: float) -> float | None:
+def compute_flops_utilization(metrics: StepMetrics, *, num_params: int, peak_flops: float) -> float | None:
     """MFU: what a step's tokens need (6 a weight and token) over what the GPUs could do meanwhile; None without any."""
     if not peak_flops or not metrics.step_s:
         return None
     return round(6 * num_params * metrics.num_padded_tokens / (metrics.step_s * peak_flops), 4)
 
 
-def _sampled(trajectories: Sequence[Trajectory], *, version: int) -> dict[str, Any]:
+def _summarize_trajectories(trajectories: Sequence[Trajectory], *, version: int) -> dict[str, Any]:
     """The fields of StepMetrics that come from what was sampled."""
     rewards = np.array([trajectory.reward for trajectory in trajectories], dtype=np.float64)
-    members = indices_by_group([trajectory.group for trajectory in trajectories]).values()
+    members = group_indices([trajectory.group for trajectory in trajectories]).values()
     lags = [version - trajectory.start_version for trajectory in trajectories]
     return {
         "num_trajectories": len(trajectories),
         "num_groups": len(members),
         "num_flat_groups": sum(is_flat(rewards[indices]) for indices in members),
-        "reward_mean": finite(rewards.mean()) if lags else None,
-        "reward_std": finite(rewards.std()) if lags else None,
+        "reward_mean": finite_or_none(rewards.mean()) if lags else None,
+        "reward_std": finite_or_none(rewards.std()) if lags else None,
         "length_mean": sum(map(len, trajectories)) / max(len(trajectories), 1),
         "length_max": max(map(len, trajectories), default=0),
         "lag_mean": sum(lags) / max(len(lags), 1),
@@ -120,6 +128,6 @@ def _sampled(trajectories: Sequence[Trajectory], *, version: int) -> dict[str, A
     }
 
 
-def finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     """Plain JSON knows no other numbers."""
     return float(value) if math.isfinite(value) else None

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hpcrl.config.recipe import Train
-from hpcrl.learn.batch import MicroBatch, nothing
-from hpcrl.learn.loss import LossSums, chosen_logprobs, log_distribution
+from hpcrl.config.recipe import TrainConfig
+from hpcrl.learn.batch import MicroBatch, empty_micro_batch
+from hpcrl.learn.loss import LossSums, compute_log_distribution, gather_logprobs
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import torch_model
-from hpcrl.trainers.base import PreparedMinibatch, Snapshot, StepMetrics
+from hpcrl.trainers.base import PreparedMinibatch, RankSnapshot, StepMetrics
 from hpcrl.trainers.critic import Critic
 from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs, compute_micro_batch_loss
-from hpcrl.trainers.state import Piece, check_same, fill, wholes
-from hpcrl.trainers.step import Minibatch, rows_in_memory, train_step
-from hpcrl.trainers.torch_model import Net, load_causal
-from hpcrl.trainers.world import ALONE, World
+from hpcrl.trainers.state import StateShard, check_same_shapes, fill_shards, read_whole_shapes
+from hpcrl.trainers.step import Minibatch, make_row_reader, train_step
+from hpcrl.trainers.torch_model import TrainedModel, load_causal
+from hpcrl.trainers.world import SINGLE_RANK, World
 
 
 class TorchTrainer:
@@ -36,11 +36,11 @@ class TorchTrainer:
     def __init__(
         self,
         model_dir: Path,
-        train: Train,
+        train: TrainConfig,
         *,
         seed: int = 0,
         temperature: float = 1.0,
-        world: World = ALONE,
+        world: World = SINGLE_RANK,
     ) -> None:
         """`temperature` is the rollout's: the stored log-probs were taken under it."""
         self._train = train
@@ -50,9 +50,9 @@ class TorchTrainer:
         module, prefix = load_causal(model_dir), ""
         self._config = module.config
         if train.lora_rank:
-            module = torch_model.with_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
-            prefix = torch_model.PREFIX
-        self._policy = Net(module, train=train, world=world, learning_rate=train.learning_rate, prefix=prefix)
+            module = torch_model.add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
+            prefix = torch_model.ADAPTER_PREFIX
+        self._policy = TrainedModel(module, train=train, world=world, learning_rate=train.learning_rate, prefix=prefix)
         self._critic = Critic(model_dir, train=train, world=world) if train.advantage == "gae" else None
         self._reference = None if train.kl == "none" else load_causal(model_dir).to(world.device).eval()
 
@@ -76,8 +76,10 @@ class TorchTrainer:
         return int(self._config.max_position_embeddings)
 
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
-        rows = rows_in_memory(trajectories, share=self.share, train=self._train, max_length=self.max_length)
-        return train_step(self, trajectories, train=self._train, seed=self._seed, step=step, version=version, rows=rows)
+        read_rows = make_row_reader(trajectories, share=self.share, train=self._train, max_length=self.max_length)
+        return train_step(
+            self, trajectories, train=self._train, seed=self._seed, step=step, version=version, read_rows=read_rows
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole weights on every rank; where they are sharded, all ranks must call this together."""
@@ -90,50 +92,63 @@ class TorchTrainer:
         """Every tensor of the model, whoever holds it."""
         return {name: tuple(tensor.shape) for name, tensor in self._policy.weights().items()}
 
-    def shards(self) -> Iterator[Piece]:
+    def shards(self) -> Iterator[StateShard]:
         """The boxes of the weights that this rank gives, each value once over all ranks."""
-        return self._policy.weight_pieces()
+        return self._policy.weight_shards()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RankSnapshot:
         """This rank's part of the state, apart from what the next step changes.
 
         With adapters the merged weights are there too: a checkpoint is always a model that can be exported.
         """
-        pieces = [piece.copied() for net in self._nets() for piece in net.pieces()]
+        state_shards = [state_shard.copy_to_cpu() for model in self._models() for state_shard in model.state_shards()]
         if self._train.lora_rank:
-            pieces += [piece.copied() for piece in self._policy.weight_pieces()]
-        return Snapshot(rank=self.world.rank, pieces=pieces)
+            state_shards += [state_shard.copy_to_cpu() for state_shard in self._policy.weight_shards()]
+        return RankSnapshot(rank=self.world.rank, state_shards=state_shards)
 
     def load(self, directory: Path) -> None:
-        saved = wholes(directory)
-        mine = {name: tuple(tensor.shape) for net in self._nets() for name, tensor in net.named().items()}
-        check_same(saved, self.shapes() | mine, directory)
+        saved = read_whole_shapes(directory)
+        own_shapes = {
+            name: tuple(tensor.shape) for model in self._models() for name, tensor in model.trained_parameters().items()
+        }
+        check_same_shapes(saved, self.shapes() | own_shapes, directory)
         with_moments = any(part == "exp_avg" for part, _ in saved)
         with torch.no_grad():
-            fill([piece for net in self._nets() for piece in net.wanted(with_moments=with_moments)], directory)
+            fill_shards(
+                [
+                    state_shard
+                    for model in self._models()
+                    for state_shard in model.required_shards(with_moments=with_moments)
+                ],
+                directory,
+            )
 
-    def _nets(self) -> list[Net]:
-        return [self._policy] if self._critic is None else [self._policy, self._critic.net]
+    def _models(self) -> list[TrainedModel]:
+        return [self._policy] if self._critic is None else [self._policy, self._critic.model]
 
     def prepare_minibatches(self, minibatches: list[Minibatch]) -> list[PreparedMinibatch]:
         """Give every rank the same number of micro-batches; with their advantages and prior log-probs."""
         if self.world.size > 1:
             most = [self.world.max(len(part)) for part in minibatches]
             minibatches = [
-                part + [nothing() for _ in range(num - len(part))] for part, num in zip(minibatches, most, strict=True)
+                part + [empty_micro_batch() for _ in range(num - len(part))]
+                for part, num in zip(minibatches, most, strict=True)
             ]
         minibatches = [[micro.to(self.world.device) for micro in part] for part in minibatches]
         if self._critic is not None:
-            minibatches = self._critic.judged(minibatches)
+            minibatches = self._critic.add_advantages(minibatches)
         moves = len(minibatches) > 1
-        return [PreparedMinibatch(part, [self._before(micro, moves=moves) for micro in part]) for part in minibatches]
+        return [
+            PreparedMinibatch(part, [self._prior_logprobs(micro, policy_moves=moves) for micro in part])
+            for part in minibatches
+        ]
 
     def accumulate_gradient(self, minibatch: PreparedMinibatch, totals: MinibatchTotals) -> LossSums:
         """Add the gradient of a minibatch; ranks exchange theirs with its last micro-batch."""
         total = LossSums.zero(self.world.device)
         last = len(minibatch.micro_batches) - 1
         for number, (micro, prior) in enumerate(zip(*minibatch, strict=True)):
-            with self._policy.passes(last=number == last):
+            with self._policy.accumulation_context(last=number == last):
                 loss, sums = compute_micro_batch_loss(
                     micro,
                     self._logits(micro),
@@ -144,12 +159,12 @@ class TorchTrainer:
                     max_length=self.max_length,
                 )
                 self._policy.backward(loss)
-            total = total.plus(sums)
-        return total if self.world.size == 1 else LossSums.unflat(self.world.sum(total.flat()))
+            total = total.add(sums)
+        return total if self.world.size == 1 else LossSums.unflatten(self.world.sum(total.flatten()))
 
     def clip_gradient(self) -> float:
         """Clip the gradient; returns its norm before, over all ranks."""
-        return self._policy.clip()
+        return self._policy.clip_gradient()
 
     def apply_gradient(self, *, rate: float) -> None:
         """Make an optimizer step of the policy; the gradient is gone afterwards."""
@@ -166,20 +181,20 @@ class TorchTrainer:
             return None
         return self._critic.learn(number, num_tokens=totals.num_tokens, step=step)
 
-    def _before(self, micro: MicroBatch, *, moves: bool) -> PriorLogprobs:
+    def _prior_logprobs(self, micro: MicroBatch, *, policy_moves: bool) -> PriorLogprobs:
         """Take the prior log-probs; the proximal ones are not needed where the policy cannot have moved since."""
         with torch.no_grad():
-            wanted = moves and self._train.proximal == "recomputed"
+            wanted = policy_moves and self._train.proximal == "recomputed"
             proximal_N = self._logprobs(micro) if wanted else None
             reference_N = self._logprobs(micro, model=self._reference) if self._reference is not None else None
         return PriorLogprobs(proximal_N, reference_N)
 
-    def _logprobs(self, micro: MicroBatch, *, model: torch.nn.Module | Net | None = None) -> Tensor:
+    def _logprobs(self, micro: MicroBatch, *, model: torch.nn.Module | TrainedModel | None = None) -> Tensor:
         """Log-probs of the micro-batch's model tokens."""
-        logprobs_NV = log_distribution(self._logits(micro, model=model), temperature=self._temperature)
-        return chosen_logprobs(logprobs_NV, micro.targets_N)
+        logprobs_NV = compute_log_distribution(self._logits(micro, model=model), temperature=self._temperature)
+        return gather_logprobs(logprobs_NV, micro.targets_N)
 
-    def _logits(self, micro: MicroBatch, *, model: torch.nn.Module | Net | None = None) -> Tensor:
+    def _logits(self, micro: MicroBatch, *, model: torch.nn.Module | TrainedModel | None = None) -> Tensor:
         """Logits at the micro-batch's model tokens; none are made for columns without."""
         kept_K = micro.mask_BT.any(0).nonzero().squeeze(-1)
         if not len(kept_K):

@@ -1,6 +1,6 @@
 """One network that is trained: its module on one rank or many, its optimizer, its state.
 
-    Net        policy or critic
+    TrainedModel              policy or critic
     load_causal, load_critic    from a model directory
 
 On many ranks a network is replicated (DDP) or sharded (FSDP2), as `train.sharding` says; both average gradients, so
@@ -8,8 +8,8 @@ a loss that is this rank's part of a sum is scaled by the number of ranks.
 
 Adapters in place of weights (LoRA, arXiv 2106.09685), by peft: the only place that knows of it.
 
-    with_adapters    freeze a model and give each of its linear layers an adapter that at first adds nothing
-    merged           what the model has become, by the names of its directory
+    add_adapters     freeze a model and give each of its linear layers an adapter that at first adds nothing
+    merge_adapters   what the model has become, by the names of its directory
 
 Engines never hear of adapters: what is published and exported is merged.
 """
@@ -30,18 +30,18 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from hpcrl.config.recipe import Train
+from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
-from hpcrl.trainers.state import Piece, whole_piece
+from hpcrl.trainers.state import StateShard, make_whole_shard
 from hpcrl.trainers.world import World
-from hpcrl.weights.layout import Shard
+from hpcrl.weights.layout import TensorShard
 
-PREFIX = "lora."
+ADAPTER_PREFIX = "lora."
 """Before the names of adapters in checkpoints."""
-_ADAPTER = "default"
+_ADAPTER_NAME = "default"
 
 
-def with_adapters(module: Any, *, rank: int, alpha: float) -> Any:
+def add_adapters(module: Any, *, rank: int, alpha: float) -> Any:
     """The same on every rank and every time; the output layer and the embeddings stay as they are."""
     try:
         from peft import LoraConfig, get_peft_model  # an extra
@@ -55,37 +55,39 @@ def with_adapters(module: Any, *, rank: int, alpha: float) -> Any:
         return get_peft_model(module, config)
 
 
-def is_adapted(module: Any) -> bool:
+def has_adapters(module: Any) -> bool:
     return hasattr(module, "peft_config")
 
 
-def merged(module: Any) -> Iterator[tuple[str, Tensor]]:
+def merge_adapters(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the model by its own name, with what its adapter adds."""
     layers = dict(module.get_base_model().named_modules())
     for name, parameter in module.get_base_model().named_parameters():
-        outer, _, last = name.rpartition(".base_layer.")
-        if outer:
-            delta = layers[outer].get_delta_weight(_ADAPTER) if last == "weight" else 0.0
-            yield f"{outer}.{last}", parameter.detach() + delta
+        layer_name, _, parameter_name = name.rpartition(".base_layer.")
+        if layer_name:
+            delta = layers[layer_name].get_delta_weight(_ADAPTER_NAME) if parameter_name == "weight" else 0.0
+            yield f"{layer_name}.{parameter_name}", parameter.detach() + delta
         elif ".lora_" not in name:
             yield name, parameter.detach()
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-PARTS = ("step", *MOMENTS)
+MOMENT_PARTS = ("exp_avg", "exp_avg_sq")
+STATE_PARTS = ("step", *MOMENT_PARTS)
 
 
-class Net:
+class TrainedModel:
     """A module over the ranks of a world, with its optimizer."""
 
-    def __init__(self, module: Any, *, train: Train, world: World, learning_rate: float, prefix: str = "") -> None:
+    def __init__(
+        self, module: Any, *, train: TrainConfig, world: World, learning_rate: float, prefix: str = ""
+    ) -> None:
         """`prefix` stands before the names of its tensors in checkpoints."""
         self.world = world
         self.prefix = prefix
         self._max_norm = train.max_grad_norm
         self._bf16 = train.precision == "bf16"
         self.module = module.to(world.device).eval()  # eval: no dropout; gradients flow all the same
-        self._outer = _over_ranks(self.module, sharding=train.sharding, world=world)
+        self._distributed_module = _distribute_module(self.module, sharding=train.sharding, world=world)
         self.parameters: list[Tensor] = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=learning_rate, weight_decay=train.weight_decay, fused=True
@@ -93,7 +95,9 @@ class Net:
 
     def __call__(self, *inputs: Tensor, **options: Any) -> Any:
         """A forward pass; every rank of the world makes as many."""
-        model = self._outer if torch.is_grad_enabled() else self.module  # DDP has nothing to say without gradients
+        model = (
+            self._distributed_module if torch.is_grad_enabled() else self.module
+        )  # DDP has nothing to say without gradients
         with torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=self._bf16):
             return model(*inputs, **options)
 
@@ -101,15 +105,15 @@ class Net:
         """Add the gradient of this rank's part of the loss."""
         (loss * self.world.size).backward()  # type: ignore[no-untyped-call]
 
-    def passes(self, *, last: bool) -> AbstractContextManager[Any]:
+    def accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch; ranks exchange gradients with the `last` of a step."""
-        if isinstance(self._outer, DistributedDataParallel):
-            return contextlib.nullcontext() if last else self._outer.no_sync()
-        if isinstance(self._outer, FSDPModule):
-            self._outer.set_requires_gradient_sync(last)
+        if isinstance(self._distributed_module, DistributedDataParallel):
+            return contextlib.nullcontext() if last else self._distributed_module.no_sync()
+        if isinstance(self._distributed_module, FSDPModule):
+            self._distributed_module.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
 
-    def clip(self) -> float:
+    def clip_gradient(self) -> float:
         """The norm of the gradient over all ranks, before it was clipped."""
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self._max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -119,7 +123,7 @@ class Net:
             group["lr"] = learning_rate
         self.optimizer.step()
 
-    def named(self) -> dict[str, Tensor]:
+    def trained_parameters(self) -> dict[str, Tensor]:
         """What is trained."""
         # A tied weight has one name here, the first, as in the files that transformers writes.
         return {
@@ -130,86 +134,86 @@ class Net:
 
     def weights(self) -> dict[str, Tensor]:
         """What the model is, by the names of its directory; adapters are merged into copies."""
-        if is_adapted(self.module):
+        if has_adapters(self.module):
             with torch.no_grad():
-                return dict(merged(self.module))
-        return {name: parameter.detach() for name, parameter in self.named().items()}
+                return dict(merge_adapters(self.module))
+        return {name: parameter.detach() for name, parameter in self.trained_parameters().items()}
 
-    def weight_pieces(self) -> Iterator[Piece]:
+    def weight_shards(self) -> Iterator[StateShard]:
         """This rank's boxes of those."""
         for name, tensor in self.weights().items():
             if isinstance(tensor, DTensor) or not self.world.rank:
-                yield from _boxes(name, tensor, part="weight")
+                yield from _list_local_shards(name, tensor, part="weight")
 
-    def pieces(self) -> Iterator[Piece]:
+    def state_shards(self) -> Iterator[StateShard]:
         """This rank's boxes of what is trained and its moments; what all ranks hold is the first one's to give."""
-        for name, parameter in self.named().items():
+        for name, parameter in self.trained_parameters().items():
             sharded = isinstance(parameter, DTensor)
             if not sharded and self.world.rank:
                 continue
-            yield from _boxes(name, parameter, part="weight")
+            yield from _list_local_shards(name, parameter, part="weight")
             state = self.optimizer.state.get(parameter, {})
-            for part in MOMENTS if state else ():
-                yield from _boxes(name, state[part], part=part)
+            for part in MOMENT_PARTS if state else ():
+                yield from _list_local_shards(name, state[part], part=part)
             if state and not self.world.rank:
-                yield whole_piece(name, state["step"], part="step")
+                yield make_whole_shard(name, state["step"], part="step")
 
-    def wanted(self, *, with_moments: bool) -> Iterator[Piece]:
+    def required_shards(self, *, with_moments: bool) -> Iterator[StateShard]:
         """Every box that this rank needs to go on; without moments the optimizer begins anew."""
         self.optimizer.state.clear()
-        for name, parameter in self.named().items():
-            yield from _boxes(name, parameter.detach(), part="weight")
+        for name, parameter in self.trained_parameters().items():
+            yield from _list_local_shards(name, parameter.detach(), part="weight")
             if not with_moments:
                 continue
             state = self.optimizer.state[parameter]
             state["step"] = torch.zeros((), device=self.world.device)
-            yield whole_piece(name, state["step"], part="step")
-            for part in MOMENTS:
+            yield make_whole_shard(name, state["step"], part="step")
+            for part in MOMENT_PARTS:
                 state[part] = torch.zeros_like(parameter.detach())
-                yield from _boxes(name, state[part], part=part)
+                yield from _list_local_shards(name, state[part], part=part)
 
 
-def _boxes(name: str, tensor: Tensor, *, part: str) -> Iterator[Piece]:
+def _list_local_shards(name: str, tensor: Tensor, *, part: str) -> Iterator[StateShard]:
     """What this rank holds of a tensor; nothing where its share is empty."""
     if not isinstance(tensor, DTensor):
-        yield whole_piece(name, tensor, part=part)
+        yield make_whole_shard(name, tensor, part=part)
         return
     shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tensor.to_local()
     if local.numel():
-        shard = Shard(name=name, start=tuple(map(int, start)), shape=tuple(map(int, shape)))
-        yield Piece(part, shard, tuple(tensor.shape), local)
+        shard = TensorShard(name=name, start=tuple(map(int, start)), shape=tuple(map(int, shape)))
+        yield StateShard(part, shard, tuple(tensor.shape), local)
 
 
-def _over_ranks(module: Any, *, sharding: str, world: World) -> Any:
+def _distribute_module(module: Any, *, sharding: str, world: World) -> Any:
     if world.size == 1:
         return module
     if sharding == "none":
         return DistributedDataParallel(module, process_group=world.group, broadcast_buffers=False)
     mesh = init_device_mesh(world.device.type, (world.size,))
     layers = set(module._no_split_modules or ())
-    for layer in [part for part in module.modules() if type(part).__name__ in layers]:
+    for layer in [submodule for submodule in module.modules() if type(submodule).__name__ in layers]:
         fully_shard(layer, mesh=mesh)
     return fully_shard(module, mesh=mesh)
 
 
 def load_causal(model_dir: Path) -> Any:
     """The language model in a directory, in float32."""
-    return _loaded(model_dir, AutoModelForCausalLM)
+    return _load_pretrained(model_dir, AutoModelForCausalLM)
 
 
 def load_critic(model_dir: Path) -> Any:
     """The same body with a head that says one number for each token, at first zero."""
     with torch.random.fork_rng(devices=[]):  # the head is drawn before it is set to zero
-        critic = _loaded(model_dir, AutoModelForTokenClassification, num_labels=1)
+        critic = _load_pretrained(model_dir, AutoModelForTokenClassification, num_labels=1)
     with torch.no_grad():
         for parameter in cast(torch.nn.Module, critic.score).parameters():
             parameter.zero_()
     return critic
 
 
-def _loaded(model_dir: Path, kind: Any, **options: Any) -> Any:
+def _load_pretrained(model_dir: Path, model_class: Any, **options: Any) -> Any:
     try:
-        return kind.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True, **options)
+        return model_class.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise TrainError(f"model directory {str(model_dir)!r} cannot be loaded: {error}") from error

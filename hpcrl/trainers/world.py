@@ -1,8 +1,8 @@
 """The ranks of a trainer: who they are, how they meet, what they tell each other.
 
-    World       this rank's place; a single rank needs no others and never communicates
-    join        meet the other ranks, at a TCP store whose address rank 0 leaves in a private file
-    leave       the way out
+    World        this rank's place; a single rank needs no others and never communicates
+    join_world   meet the other ranks, at a TCP store whose address rank 0 leaves in a private file
+    leave_world  the way out
 
 Data never goes through here: only ids (a few kB of JSON), sums, and what torch moves by itself.
 """
@@ -22,15 +22,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from hpcrl.errors import TrainError
-from hpcrl.system.files import publish
+from hpcrl.system.files import publish_file
 
 JOIN_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 1800.0
 """The longest that one rank may keep the others waiting before all of them fail."""
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class StoreAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where the ranks meet."""
 
     host: str
@@ -63,7 +63,7 @@ class World:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return int(tensor)
 
-    def hear(self, message: bytes) -> bytes:
+    def broadcast(self, message: bytes) -> bytes:
         """What rank 0 says; the others' own message is not looked at."""
         if self.size == 1:
             return message
@@ -81,19 +81,19 @@ class World:
             dist.barrier(group=self.group)
 
 
-ALONE = World()
+SINGLE_RANK = World()
 
 
-def join(meeting: Path, *, environ: Mapping[str, str] = os.environ) -> World:
+def join_world(meeting_file: Path, *, environ: Mapping[str, str] = os.environ) -> World:
     """Meet the others; RANK, WORLD_SIZE and LOCAL_RANK say who this is, as torchrun has them.
 
-    The file `meeting` belongs to one start of the ranks: a later start meets elsewhere.
+    The file `meeting_file` belongs to one start of the ranks: a later start meets elsewhere.
     """
     rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
-    device = _device(int(environ.get("LOCAL_RANK", "0")))
+    device = _select_device(int(environ.get("LOCAL_RANK", "0")))
     if size == 1:
         return World(device=device)
-    store = _opened(meeting, size, environ) if rank == 0 else _found(meeting, size)
+    store = _open_store(meeting_file, size, environ) if rank == 0 else _connect_store(meeting_file, size)
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -105,13 +105,13 @@ def join(meeting: Path, *, environ: Mapping[str, str] = os.environ) -> World:
     return World(rank=rank, size=size, device=device, cpu_group=cpu_group)
 
 
-def leave(world: World) -> None:
+def leave_world(world: World) -> None:
     """Let go of the others."""
     if world.size > 1 and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _device(local_rank: int) -> torch.device:
+def _select_device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -119,26 +119,26 @@ def _device(local_rank: int) -> torch.device:
     return device
 
 
-def _opened(meeting: Path, size: int, environ: Mapping[str, str]) -> TCPStore:
+def _open_store(meeting_file: Path, size: int, environ: Mapping[str, str]) -> TCPStore:
     """Rank 0's store, on a port that the system chose."""
     host = environ.get("MASTER_ADDR", "127.0.0.1")
-    store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=_seconds(JOIN_TIMEOUT_S))
-    publish(meeting, msgspec.json.encode(Place(host=host, port=store.port)))
+    store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=_to_timedelta(JOIN_TIMEOUT_S))
+    publish_file(meeting_file, msgspec.json.encode(StoreAddress(host=host, port=store.port)))
     return store
 
 
-def _found(meeting: Path, size: int) -> TCPStore:
+def _connect_store(meeting_file: Path, size: int) -> TCPStore:
     deadline = time.monotonic() + JOIN_TIMEOUT_S
-    while not meeting.exists():
+    while not meeting_file.exists():
         if time.monotonic() > deadline:
             raise TrainError(
-                f"rank 0 of the trainer has not come within {JOIN_TIMEOUT_S:g} s ({meeting} is not there): "
+                f"rank 0 of the trainer has not come within {JOIN_TIMEOUT_S:g} s ({meeting_file} is not there): "
                 "see its log, train-0.log"
             )
-        time.sleep(LOOK_S)
-    place = msgspec.json.decode(meeting.read_bytes(), type=Place)
-    return TCPStore(place.host, place.port, size, is_master=False, timeout=_seconds(JOIN_TIMEOUT_S))
+        time.sleep(POLL_INTERVAL_S)
+    address = msgspec.json.decode(meeting_file.read_bytes(), type=StoreAddress)
+    return TCPStore(address.host, address.port, size, is_master=False, timeout=_to_timedelta(JOIN_TIMEOUT_S))
 
 
-def _seconds(seconds: float) -> datetime.timedelta:
+def _to_timedelta(seconds: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=seconds)

@@ -7,31 +7,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import HpcrlError
 from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
 from hpcrl.system.files import read_json
 from hpcrl.traj.arguments import add_commands
 
 if TYPE_CHECKING:
-    from hpcrl.traj.history import History
+    from hpcrl.traj.history import TrajectoryHistory
 
-NUM_TOLD = 5
+MAX_REPORTED_PROBLEMS = 5
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run one command; what a user can mend is one message and exit code 2."""
-    root, *rest = words
+    root, *command_words = argv
     parser = argparse.ArgumentParser(prog="hpcrl traj")
     add_commands(parser)
-    arguments = parser.parse_args(rest)
+    arguments = parser.parse_args(command_words)
     try:
-        code = _run(arguments, RunDir(Path(root)))
+        code = _run_command(arguments, CampaignDir(Path(root)))
         sys.stdout.flush()
     except HpcrlError as error:
-        return _refuse(str(error))
+        return _print_refusal(str(error))
     except ModuleNotFoundError as error:
-        return _refuse(f"{sys.executable} cannot read trajectories without {error.name}: pip install 'hpcrl[local]'")
+        return _print_refusal(
+            f"{sys.executable} cannot read trajectories without {error.name}: pip install 'hpcrl[local]'"
+        )
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -40,64 +42,70 @@ def main(words: Sequence[str]) -> int:
     return code
 
 
-def _run(arguments: argparse.Namespace, run: RunDir) -> int:
+def _run_command(arguments: argparse.Namespace, campaign: CampaignDir) -> int:
     if arguments.action == "verify":
-        from hpcrl.traj.verify import verify
+        from hpcrl.traj.verify import verify_campaign
 
-        return verify(run, as_json=arguments.json)
-    from hpcrl.traj.history import History
+        return verify_campaign(campaign, as_json=arguments.json)
+    from hpcrl.traj.history import TrajectoryHistory
 
-    history = History(run, spools=(arguments.spool,)) if arguments.spool else History(run)
+    history = TrajectoryHistory(campaign, spools=(arguments.spool,)) if arguments.spool else TrajectoryHistory(campaign)
     try:
-        return _read(arguments, history)
+        return _run_history_command(arguments, history)
     finally:
-        _tell(history)
+        _report_problems(history)
 
 
-def _tell(history: "History") -> None:
+def _report_problems(history: "TrajectoryHistory") -> None:
     """Say what was passed over."""
-    from hpcrl.system.terminal import complain
+    from hpcrl.system.terminal import print_to_stderr
 
     problems = list(history.problems.values())
-    for problem in problems[:NUM_TOLD]:
-        complain(problem)
+    for problem in problems[:MAX_REPORTED_PROBLEMS]:
+        print_to_stderr(problem)
     if problems:
-        more = f"and {len(problems) - NUM_TOLD:,} more " if len(problems) > NUM_TOLD else ""
-        complain(f"{more}passed over: `hpcrl traj verify {history.run.name}` looks at everything")
+        more = f"and {len(problems) - MAX_REPORTED_PROBLEMS:,} more " if len(problems) > MAX_REPORTED_PROBLEMS else ""
+        print_to_stderr(f"{more}passed over: `hpcrl traj verify {history.campaign.name}` looks at everything")
 
 
-def _read(arguments: argparse.Namespace, history: "History") -> int:
+def _run_history_command(arguments: argparse.Namespace, history: "TrajectoryHistory") -> int:
     from hpcrl.traj import history as wanted
 
-    which = wanted.from_arguments(arguments, known_domains=_domains(history.run))
+    selection = wanted.selection_from_arguments(arguments, known_domains=_read_domain_names(history.campaign))
     match arguments.action:
         case "ls":
             from hpcrl.traj.listing import list_newest
 
-            return list_newest(history, which, limit=arguments.limit, as_json=arguments.json)
+            return list_newest(history, selection, limit=arguments.limit, as_json=arguments.json)
         case "show":
             from hpcrl.traj import show
 
-            found = show.find(history, which, text=arguments.id, best=arguments.best, worst=arguments.worst)
-            return show.show(found, run=history.run, tokens=arguments.tokens, as_json=arguments.json)
+            found_trajectory = show.find_trajectory(
+                history, selection, id_prefix=arguments.id, best=arguments.best, worst=arguments.worst
+            )
+            return show.show_trajectory(
+                found_trajectory, campaign=history.campaign, tokens=arguments.tokens, as_json=arguments.json
+            )
         case "stats":
             from hpcrl.traj.stats import show_stats
 
-            return show_stats(history, which, as_json=arguments.json)
-    from hpcrl.traj.export import export
+            return show_stats(history, selection, as_json=arguments.json)
+    from hpcrl.traj.export import export_trajectories
 
-    return export(history, which, target=arguments.target, kind=arguments.format, force=arguments.force)
+    return export_trajectories(
+        history, selection, target=arguments.target, kind=arguments.format, force=arguments.force
+    )
 
 
-def _domains(run: RunDir) -> list[str]:
+def _read_domain_names(campaign: CampaignDir) -> list[str]:
     """Those of the recipe, as far as it can be read."""
     try:
-        return list(read_json(run.recipe)["domains"])
+        return list(read_json(campaign.recipe)["domains"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
-def _refuse(message: str) -> int:
+def _print_refusal(message: str) -> int:
     print(f"hpcrl: {message}".encode(errors="replace").decode(), file=sys.stderr)  # noqa: T201
     return EXIT_USAGE
 

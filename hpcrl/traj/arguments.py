@@ -11,10 +11,10 @@ FORMATS = ("parquet", "jsonl", "hf")
 DEFAULT_LIMIT = 20
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[Any]
+    SubcommandParsers = argparse._SubParsersAction[Any]
 
 
-class _Mixed(argparse.ArgumentParser):
+class _IntermixedParser(argparse.ArgumentParser):
     """Takes options between its words too: `show CAMPAIGN --tokens ID`."""
 
     _is_mixing = False
@@ -31,7 +31,7 @@ class _Mixed(argparse.ArgumentParser):
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the five commands; afterwards `action` and `campaign` say which and of what."""
-    commands = parser.add_subparsers(metavar="ACTION", required=True, dest="action", parser_class=_Mixed)
+    commands = parser.add_subparsers(metavar="ACTION", required=True, dest="action", parser_class=_IntermixedParser)
     _add_ls(commands)
     _add_show(commands)
     _add_stats(commands)
@@ -39,21 +39,21 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     _add_verify(commands)
 
 
-def _add_ls(commands: "Commands") -> None:
-    ls = _command(commands, "ls", "list trajectories, newest first")
+def _add_ls(commands: "SubcommandParsers") -> None:
+    ls = _add_command(commands, "ls", "list trajectories, newest first")
     _add_filters(ls)
     ls.add_argument(
         "-n",
         "--limit",
-        type=_count,
+        type=_parse_count,
         default=DEFAULT_LIMIT,
         metavar="N",
         help=f"how many (default {DEFAULT_LIMIT}; 0: all)",
     )
 
 
-def _add_show(commands: "Commands") -> None:
-    show = _command(commands, "show", "read one trajectory as a conversation")
+def _add_show(commands: "SubcommandParsers") -> None:
+    show = _add_command(commands, "show", "read one trajectory as a conversation")
     show.add_argument("id", metavar="ID", nargs="?", help="its id or the beginning of it (default: the newest)")
     which = show.add_mutually_exclusive_group()
     which.add_argument("--best", action="store_true", help="the one with the highest reward")
@@ -62,11 +62,11 @@ def _add_show(commands: "Commands") -> None:
     show.add_argument("--tokens", action="store_true", help="every token with id, log-probability and version")
 
 
-def _add_stats(commands: "Commands") -> None:
-    _add_filters(_command(commands, "stats", "figures of every domain"))
+def _add_stats(commands: "SubcommandParsers") -> None:
+    _add_filters(_add_command(commands, "stats", "figures of every domain"))
 
 
-def _add_export(commands: "Commands") -> None:
+def _add_export(commands: "SubcommandParsers") -> None:
     export = commands.add_parser("export", help="write trajectories for other tools")
     export.add_argument("campaign", metavar="CAMPAIGN")
     export.add_argument("target", metavar="TARGET", type=Path, help="a file (parquet, jsonl) or a directory (hf)")
@@ -77,12 +77,12 @@ def _add_export(commands: "Commands") -> None:
     _add_filters(export)
 
 
-def _add_verify(commands: "Commands") -> None:
-    _command(commands, "verify", "check every segment; exit code 1: damage was found")
+def _add_verify(commands: "SubcommandParsers") -> None:
+    _add_command(commands, "verify", "check every segment; exit code 1: damage was found")
 
 
-def _command(commands: "Commands", name: str, what: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=what)
+def _add_command(commands: "SubcommandParsers", name: str, help_text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help_text)
     parser.add_argument("campaign", metavar="CAMPAIGN")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -93,12 +93,12 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
     filters.add_argument("--domain", action="append", metavar="NAME", help="of this domain (may be given again)")
     filters.add_argument("--group", metavar="DOMAIN/NUMBER", help="of this group")
     filters.add_argument("--status", action="append", choices=STATUSES, help="that ended so (may be given again)")
-    filters.add_argument("--min-version", type=_count, metavar="N", help="begun with version N or a newer one")
-    filters.add_argument("--max-version", type=_count, metavar="N", help="begun with version N or an older one")
+    filters.add_argument("--min-version", type=_parse_count, metavar="N", help="begun with version N or a newer one")
+    filters.add_argument("--max-version", type=_parse_count, metavar="N", help="begun with version N or an older one")
     filters.add_argument("--spool", choices=SPOOLS, help="from one spool (default: all, each trajectory once)")
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")

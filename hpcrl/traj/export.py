@@ -17,17 +17,17 @@ from typing import IO, Any
 import msgspec
 
 from hpcrl.errors import SpoolError
-from hpcrl.spool.record import COLUMNS, Trajectory, Turn
+from hpcrl.spool.record import COLUMNS, EpisodeTurn, Trajectory
 from hpcrl.system.exit_codes import EXIT_FAILED
-from hpcrl.system.files import discard, staged, sync_directory
-from hpcrl.system.terminal import complain
-from hpcrl.traj.conversation import Speech, conversation, load_speech, messages
-from hpcrl.traj.history import History, Wanted
+from hpcrl.system.files import remove_path, staged_path, sync_directory
+from hpcrl.system.terminal import print_to_stderr
+from hpcrl.traj.conversation import TokenDecoder, build_conversation, chat_messages, load_token_decoder
+from hpcrl.traj.history import TrajectoryHistory, TrajectorySelection
 
 
-def row(trajectory: Trajectory, speech: Speech) -> dict[str, Any]:
+def build_export_row(trajectory: Trajectory, decoder: TokenDecoder) -> dict[str, Any]:
     """Everything but the token columns."""
-    said = messages(conversation(trajectory, speech)) if speech.chat is not None else []
+    message_list = chat_messages(build_conversation(trajectory, decoder)) if decoder.chat is not None else []
     return {
         "id": trajectory.id,
         "group": trajectory.group,
@@ -36,51 +36,53 @@ def row(trajectory: Trajectory, speech: Speech) -> dict[str, Any]:
         "status": trajectory.status,
         "reward": trajectory.reward,
         "reward_parts": [{"name": name, "value": value} for name, value in trajectory.reward_parts.items()],
-        "messages": said,
-        "turns": [_turn(turn) for turn in trajectory.turns],
+        "messages": message_list,
+        "turns": [_turn_fields(turn) for turn in trajectory.turns],
         "num_tokens": len(trajectory),
         "start_version": trajectory.start_version,
         "end_version": trajectory.end_version,
         "producer": trajectory.producer,
         "created": trajectory.created,
         "reset_s": trajectory.reset_s,
-        "extra": _extra(trajectory),
+        "extra": _encode_extra(trajectory),
     }
 
 
-def json_line(trajectory: Trajectory, speech: Speech) -> bytes:
+def encode_json_line(trajectory: Trajectory, decoder: TokenDecoder) -> bytes:
     """One line; JSON has no NaN and no infinity, so null stands for them."""
     columns = {name: getattr(trajectory, name).tolist() for name in COLUMNS}
-    return msgspec.json.encode({**row(trajectory, speech), **columns}) + b"\n"
+    return msgspec.json.encode({**build_export_row(trajectory, decoder), **columns}) + b"\n"
 
 
-def _turn(turn: Turn) -> dict[str, Any]:
-    return {name: getattr(turn, name) for name in Turn.__struct_fields__ if name != "extra"}
+def _turn_fields(turn: EpisodeTurn) -> dict[str, Any]:
+    return {name: getattr(turn, name) for name in EpisodeTurn.__struct_fields__ if name != "extra"}
 
 
-def _extra(trajectory: Trajectory) -> str:
-    of_turns = [turn.extra for turn in trajectory.turns]
-    return msgspec.json.encode({**trajectory.extra, **({"turns": of_turns} if any(of_turns) else {})}).decode()
+def _encode_extra(trajectory: Trajectory) -> str:
+    turn_extras = [turn.extra for turn in trajectory.turns]
+    return msgspec.json.encode({**trajectory.extra, **({"turns": turn_extras} if any(turn_extras) else {})}).decode()
 
 
 STDOUT = Path("-")
-MARK = "hpcrl-export.json"
-SHARD_TOKENS = 64 << 20
+MARKER_NAME = "hpcrl-export.json"
+MAX_SHARD_TOKENS = 64 << 20
 """About a GiB of columns before compression."""
-_ENDINGS = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", "": "hf"}
+_FORMAT_BY_SUFFIX = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", "": "hf"}
 
 
-def export(history: History, wanted: Wanted, *, target: Path, kind: str | None, force: bool) -> int:
+def export_trajectories(
+    history: TrajectoryHistory, selection: TrajectorySelection, *, target: Path, kind: str | None, force: bool
+) -> int:
     """Write what is wanted; exit code 1 if a segment could not be read, whose trajectories are then missing."""
-    kind = kind or _kind_of(target)
-    write = _writer(kind)
+    kind = kind or _choose_format(target)
+    write = _choose_writer(kind)
     _check_target(target, kind=kind, force=force)
-    speech = load_speech(history.run)
-    if speech.missing:
-        complain(f"the messages are left empty: {speech.missing}")
-    counted = _Counted(trajectory for _, trajectory in history.trajectories(wanted, verify=True))
+    decoder = load_token_decoder(history.campaign)
+    if decoder.missing_reason:
+        print_to_stderr(f"the messages are left empty: {decoder.missing_reason}")
+    exported = _TrajectoryCounter(trajectory for _, trajectory in history.trajectories(selection, verify=True))
     try:
-        write(target, counted, speech)
+        write(target, exported, decoder)
     except BrokenPipeError:  # the reader of our output went away: no matter of ours
         raise
     except OSError as error:
@@ -89,33 +91,33 @@ def export(history: History, wanted: Wanted, *, target: Path, kind: str | None, 
     except (OverflowError, ValueError) as error:  # pyarrow: a number that its column cannot hold
         raise SpoolError(f"cannot export as {kind}: {error}; nothing was left in {str(target)!r}") from error
     where = "" if target == STDOUT else f" to {target}"
-    complain(f"{counted.num:,} trajectories exported{where}")
+    print_to_stderr(f"{exported.num_trajectories:,} trajectories exported{where}")
     return EXIT_FAILED if history.problems else 0
 
 
-class _Counted:
+class _TrajectoryCounter:
     """Counts what passes."""
 
     def __init__(self, trajectories: Iterable[Trajectory]) -> None:
-        self.num = 0
+        self.num_trajectories = 0
         self._trajectories = trajectories
 
     def __iter__(self) -> Iterator[Trajectory]:
         for trajectory in self._trajectories:
-            self.num += 1
+            self.num_trajectories += 1
             yield trajectory
 
 
-def _kind_of(target: Path) -> str:
+def _choose_format(target: Path) -> str:
     if target == STDOUT:
         return "jsonl"
     try:
-        return _ENDINGS[target.suffix.lower()]
+        return _FORMAT_BY_SUFFIX[target.suffix.lower()]
     except KeyError:
         raise SpoolError(f"{target.name!r} does not say what to write: add --format parquet, jsonl or hf") from None
 
 
-def _writer(kind: str) -> Callable[[Path, Iterable[Trajectory], Speech], None]:
+def _choose_writer(kind: str) -> Callable[[Path, Iterable[Trajectory], TokenDecoder], None]:
     if kind == "jsonl":
         return _write_lines
     try:
@@ -123,13 +125,15 @@ def _writer(kind: str) -> Callable[[Path, Iterable[Trajectory], Speech], None]:
     except ModuleNotFoundError as error:
         raise SpoolError(f"{kind} needs {error.name}: pip install 'hpcrl[export]', or use --format jsonl") from None
 
-    def write_file(target: Path, trajectories: Iterable[Trajectory], speech: Speech) -> None:
-        with staged(target) as temporary:
-            parquet.write_shard(temporary, iter(trajectories), speech, max_tokens=None)
+    def write_file(target: Path, trajectories: Iterable[Trajectory], decoder: TokenDecoder) -> None:
+        with staged_path(target) as temporary:
+            parquet.write_shard(temporary, iter(trajectories), decoder, max_tokens=None)
 
-    def write_directory(target: Path, trajectories: Iterable[Trajectory], speech: Speech) -> None:
-        with _staged_directory(target) as temporary:
-            parquet.write_dataset(temporary, trajectories, speech, mark=MARK, max_tokens=SHARD_TOKENS)
+    def write_directory(target: Path, trajectories: Iterable[Trajectory], decoder: TokenDecoder) -> None:
+        with _StagedDirectory(target) as temporary:
+            parquet.write_dataset(
+                temporary, trajectories, decoder, marker_name=MARKER_NAME, max_tokens=MAX_SHARD_TOKENS
+            )
 
     return write_file if kind == "parquet" else write_directory
 
@@ -147,29 +151,29 @@ def _check_target(target: Path, *, kind: str, force: bool) -> None:
         raise SpoolError(f"{str(target)!r} exists: choose another name, or replace it with --force")
     if kind != "hf" and target.is_dir():
         raise SpoolError(f"{str(target)!r} is a directory, and {kind} is one file: choose another name")
-    if kind == "hf" and not (target.is_dir() and (target / MARK).is_file()):
-        raise SpoolError(f"{str(target)!r} is no export of hpcrl's (it has no {MARK}): it is not replaced")
+    if kind == "hf" and not (target.is_dir() and (target / MARKER_NAME).is_file()):
+        raise SpoolError(f"{str(target)!r} is no export of hpcrl's (it has no {MARKER_NAME}): it is not replaced")
 
 
-def _write_lines(target: Path, trajectories: Iterable[Trajectory], speech: Speech) -> None:
+def _write_lines(target: Path, trajectories: Iterable[Trajectory], decoder: TokenDecoder) -> None:
     if target == STDOUT:
-        _write_all(sys.stdout.buffer, trajectories, speech)
+        _write_all(sys.stdout.buffer, trajectories, decoder)
         return
-    with staged(target) as temporary:
+    with staged_path(target) as temporary:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "wb", buffering=1 << 20) as out:
-            _write_all(out, trajectories, speech)
+            _write_all(out, trajectories, decoder)
             os.fsync(out.fileno())
 
 
-def _write_all(out: IO[bytes], trajectories: Iterable[Trajectory], speech: Speech) -> None:
+def _write_all(out: IO[bytes], trajectories: Iterable[Trajectory], decoder: TokenDecoder) -> None:
     for trajectory in trajectories:
-        out.write(json_line(trajectory, speech))
+        out.write(encode_json_line(trajectory, decoder))
     out.flush()
 
 
-class _staged_directory(staged):  # noqa: N801 - as `staged`
-    """As `staged`, for a directory that may have an older one of ours in its place."""
+class _StagedDirectory(staged_path):
+    """As `staged_path`, for a directory that may have an older one of ours in its place."""
 
     def __enter__(self) -> Path:
         temporary = super().__enter__()
@@ -187,5 +191,5 @@ class _staged_directory(staged):  # noqa: N801 - as `staged`
         except OSError:
             older.rename(self.path)
             raise
-        discard(older)
+        remove_path(older)
         sync_directory(self.path.parent)

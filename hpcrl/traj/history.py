@@ -15,15 +15,15 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.campaign_dir.paths import SPOOLS, RunDir
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.errors import SpoolError
 from hpcrl.spool.ids import get_group, parse_episode_id
-from hpcrl.spool.listing import counted, listed
-from hpcrl.spool.record import TRAINABLE, Facts, Trajectory
+from hpcrl.spool.listing import count_trajectories, list_segments
+from hpcrl.spool.record import TRAINABLE, Trajectory, TrajectoryFacts
 from hpcrl.spool.segment import Segment, read_segment
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class TrajectorySelection(msgspec.Struct, frozen=True, kw_only=True):
     """Filters; None or nothing lets everything through."""
 
     domains: frozenset[str] = frozenset()
@@ -33,7 +33,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """Of the version that the episode began with: staleness counts from there."""
     max_version: int | None = None
 
-    def admits(self, facts: Facts) -> bool:
+    def admits(self, facts: TrajectoryFacts) -> bool:
         return (
             (not self.domains or facts.domain in self.domains)
             and (self.group is None or facts.group == self.group)
@@ -43,7 +43,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def from_arguments(arguments: Any, *, known_domains: Collection[str]) -> Wanted:
+def selection_from_arguments(arguments: Any, *, known_domains: Collection[str]) -> TrajectorySelection:
     """The filters of a command line; a domain that the recipe does not have is a mistake."""
     for domain in arguments.domain or ():
         if known_domains and domain not in known_domains:
@@ -53,7 +53,7 @@ def from_arguments(arguments: Any, *, known_domains: Collection[str]) -> Wanted:
     low, high = arguments.min_version, arguments.max_version
     if low is not None and high is not None and low > high:
         raise SpoolError(f"--min-version {low} is above --max-version {high}: nothing can be between")
-    return Wanted(
+    return TrajectorySelection(
         domains=frozenset(arguments.domain or ()),
         group=arguments.group,
         statuses=frozenset(arguments.status or ()),
@@ -62,11 +62,11 @@ def from_arguments(arguments: Any, *, known_domains: Collection[str]) -> Wanted:
     )
 
 
-_EPISODE_BITS = 4096
+_MAX_EPISODE_BITS = 4096
 
 
 @dataclass(frozen=True)
-class Place:
+class SegmentLocation:
     """Where a segment lies."""
 
     spool: str
@@ -83,7 +83,7 @@ class SeenIds:
     def add(self, trajectory_id: str) -> bool:
         """Add it; whether it is new."""
         parsed = parse_episode_id(trajectory_id)
-        if parsed is None or parsed[1] >= _EPISODE_BITS:
+        if parsed is None or parsed[1] >= _MAX_EPISODE_BITS:
             new = trajectory_id not in self._others
             self._others.add(trajectory_id)
             return new
@@ -99,19 +99,19 @@ class SeenIds:
 
 
 @dataclass
-class History:
+class TrajectoryHistory:
     """The segments of a campaign. `problems` fills with what could not be read."""
 
-    run: RunDir
+    campaign: CampaignDir
     spools: Sequence[str] = SPOOLS
     problems: dict[Path, str] = field(default_factory=dict)
 
-    def places(self) -> list[Place]:
+    def segment_locations(self) -> list[SegmentLocation]:
         """The segments there are now; one of "rollouts" that has a scored twin is left out."""
-        names = {spool: self._listed(spool) for spool in self.spools}
+        names = {spool: self._list_spool(spool) for spool in self.spools}
         scored = set(names.get("scored", ()))
         return [
-            Place(spool, self.run.spool(spool) / name)
+            SegmentLocation(spool, self.campaign.spool(spool) / name)
             for spool in reversed(self.spools)
             for name in names[spool]
             if not (spool == "rollouts" and name in scored)
@@ -119,71 +119,77 @@ class History:
 
     def num_trajectories(self) -> int:
         """How many there are, by the names of the segments."""
-        return counted(place.path.name for place in self.places())
+        return count_trajectories(location.path.name for location in self.segment_locations())
 
     def trajectories(
-        self, wanted: Wanted, *, verify: bool = False, newest_while: Callable[[float], bool] | None = None
-    ) -> Iterator[tuple[Place, Trajectory]]:
+        self,
+        selection: TrajectorySelection,
+        *,
+        verify: bool = False,
+        newest_while: Callable[[float], bool] | None = None,
+    ) -> Iterator[tuple[SegmentLocation, Trajectory]]:
         """Those that are wanted, one segment in memory at a time.
 
         With `newest_while` the segments that were written last come first, until it says no to the time of one.
         """
         seen = {True: SeenIds(), False: SeenIds()}
-        for place, segment in self._segments(verify=verify, newest_while=newest_while):
-            for trajectory in self._rows(place, segment):
+        for location, segment in self._iter_segments(verify=verify, newest_while=newest_while):
+            for trajectory in self._iter_trajectories(location, segment):
                 # A failed episode that was run again has one id and two records.
-                if seen[trajectory.status in TRAINABLE].add(trajectory.id) and wanted.admits(trajectory):
-                    yield place, trajectory
+                if seen[trajectory.status in TRAINABLE].add(trajectory.id) and selection.admits(trajectory):
+                    yield location, trajectory
 
-    def _segments(
+    def _iter_segments(
         self, *, verify: bool, newest_while: Callable[[float], bool] | None
-    ) -> Iterator[tuple[Place, Segment]]:
-        known: set[Place] = set()
+    ) -> Iterator[tuple[SegmentLocation, Segment]]:
+        known: set[SegmentLocation] = set()
         some_vanished = True
         while some_vanished:  # what was retired meanwhile is in a spool further on
             some_vanished = False
-            places = [place for place in self.places() if place not in known]
-            known.update(places)
-            for place in self._by_age(places, newest_while) if newest_while else places:
-                segment = self._read(place, verify=verify)
+            locations = [location for location in self.segment_locations() if location not in known]
+            known.update(locations)
+            for location in self._newest_first(locations, newest_while) if newest_while else locations:
+                segment = self._read_segment(location, verify=verify)
                 if segment is not None:
-                    yield place, segment
+                    yield location, segment
                 else:
-                    some_vanished = some_vanished or place.path not in self.problems
+                    some_vanished = some_vanished or location.path not in self.problems
 
-    def _by_age(self, places: Sequence[Place], newest_while: Callable[[float], bool]) -> Iterator[Place]:
-        written = {place: _written(place.path) for place in places}
-        for place in sorted(places, key=lambda place: -written[place]):
-            if not newest_while(written[place]):
+    def _newest_first(
+        self, locations: Sequence[SegmentLocation], newest_while: Callable[[float], bool]
+    ) -> Iterator[SegmentLocation]:
+        written_at = {location: _written_time(location.path) for location in locations}
+        for location in sorted(locations, key=lambda location: -written_at[location]):
+            if not newest_while(written_at[location]):
                 return
-            yield place
+            yield location
 
-    def _read(self, place: Place, *, verify: bool) -> Segment | None:
+    def _read_segment(self, location: SegmentLocation, *, verify: bool) -> Segment | None:
         """The segment, or None: damaged and noted, or gone."""
         try:
-            return read_segment(place.path, verify=verify)
+            return read_segment(location.path, verify=verify)
         except SpoolError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
-                self.problems[place.path] = str(error)
+                self.problems[location.path] = str(error)
             return None
 
-    def _rows(self, place: Place, segment: Segment) -> Iterator[Trajectory]:
+    def _iter_trajectories(self, location: SegmentLocation, segment: Segment) -> Iterator[Trajectory]:
         for index in range(len(segment)):
             try:
                 yield segment[index]
             except SpoolError as error:  # facts are parsed one by one; those of others may be whole
-                self.problems[place.path] = str(error)
+                self.problems[location.path] = str(error)
 
-    def _listed(self, spool: str) -> list[str]:
-        directory = self.run.spool(spool)
+    def _list_spool(self, spool: str) -> list[str]:
+        directory = self.campaign.spool(spool)
         try:
-            return listed(directory)
+            return list_segments(directory)
         except OSError as error:
             self.problems[directory] = f"cannot list spool {str(directory)!r}: {error.strerror}"
             return []
 
 
-def _written(path: Path) -> float:
+def _written_time(path: Path) -> float:
     """When a segment was written, no earlier than its trajectories ended; what cannot be said is found out at once."""
     try:
         return path.stat().st_mtime

@@ -9,14 +9,22 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcrl.spool.record import Trajectory
-from hpcrl.system.terminal import STATUS_STYLES, ago, in_line, make_console, number, print_json, versions
-from hpcrl.traj.history import History, Place, Wanted
+from hpcrl.system.terminal import (
+    STATUS_STYLES,
+    escape_to_one_line,
+    format_age,
+    format_number,
+    format_versions,
+    make_console,
+    print_json,
+)
+from hpcrl.traj.history import SegmentLocation, TrajectoryHistory, TrajectorySelection
 
-CLOCKS_APART_S = 120.0
+MAX_CLOCK_SKEW_S = 120.0
 """How far the clocks of nodes and file server may be apart before the newest are not found first."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class ListLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line of `ls`, and an object of `ls --json`."""
 
     id: str
@@ -32,8 +40,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     spool: str
 
 
-def row(place: Place, trajectory: Trajectory) -> Row:
-    return Row(
+def build_list_line(location: SegmentLocation, trajectory: Trajectory) -> ListLine:
+    return ListLine(
         id=trajectory.id,
         domain=trajectory.domain,
         group=trajectory.group,
@@ -44,45 +52,51 @@ def row(place: Place, trajectory: Trajectory) -> Row:
         start_version=trajectory.start_version,
         end_version=trajectory.end_version,
         created=trajectory.created,
-        spool=place.spool,
+        spool=location.spool,
     )
 
 
-def newest(history: History, wanted: Wanted, *, limit: int) -> list[tuple[Place, Trajectory]]:
+def find_newest(
+    history: TrajectoryHistory, selection: TrajectorySelection, *, limit: int
+) -> list[tuple[SegmentLocation, Trajectory]]:
     """The newest, newest first; only as many segments are read as that takes. Limit 0: all."""
-    found: list[tuple[float, str, int, Place, Trajectory]] = []
+    found: list[tuple[float, str, int, SegmentLocation, Trajectory]] = []
 
-    def may_have_newer(written: float) -> bool:
-        return not limit or len(found) < limit or written + CLOCKS_APART_S > found[0][0]
+    def may_have_newer(written_at: float) -> bool:
+        return not limit or len(found) < limit or written_at + MAX_CLOCK_SKEW_S > found[0][0]
 
-    for place, trajectory in history.trajectories(wanted, newest_while=may_have_newer):
+    for location, trajectory in history.trajectories(selection, newest_while=may_have_newer):
         created = trajectory.created if math.isfinite(trajectory.created) else 0.0
-        entry = (created, trajectory.id, len(found), place, trajectory)
+        entry = (created, trajectory.id, len(found), location, trajectory)
         if not limit or len(found) < limit:
             heapq.heappush(found, entry)
         else:
             heapq.heappushpop(found, entry)
-    return [(place, trajectory) for _, _, _, place, trajectory in sorted(found, key=lambda one: one[:2], reverse=True)]
+    return [
+        (location, trajectory) for _, _, _, location, trajectory in sorted(found, key=lambda one: one[:2], reverse=True)
+    ]
 
 
-def list_newest(history: History, wanted: Wanted, *, limit: int, as_json: bool) -> int:
+def list_newest(history: TrajectoryHistory, selection: TrajectorySelection, *, limit: int, as_json: bool) -> int:
     """Print them."""
-    rows = [row(place, trajectory) for place, trajectory in newest(history, wanted, limit=limit)]
+    lines = [build_list_line(place, trajectory) for place, trajectory in find_newest(history, selection, limit=limit)]
     if as_json:
-        print_json(rows)
+        print_json(lines)
         return 0
     console = make_console()
-    if not rows:
-        console.print("no trajectories yet" if wanted == Wanted() else "no trajectory is like that", style="dim")
+    if not lines:
+        console.print(
+            "no trajectories yet" if selection == TrajectorySelection() else "no trajectory is like that", style="dim"
+        )
         return 0
-    console.print(_table(rows))
+    console.print(_build_list_table(lines))
     total = history.num_trajectories()
-    if wanted == Wanted() and len(rows) < total:
-        console.print(f"the newest {len(rows)} of {total:,}; -n 0 lists all", style="dim")
+    if selection == TrajectorySelection() and len(lines) < total:
+        console.print(f"the newest {len(lines)} of {total:,}; -n 0 lists all", style="dim")
     return 0
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _build_list_table(lines: Sequence[ListLine]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("id", overflow="fold", ratio=None)
     table.add_column("domain", no_wrap=True, overflow="ellipsis", max_width=16)
@@ -90,15 +104,15 @@ def _table(rows: Sequence[Row]) -> Table:
     for heading in ("reward", "turns", "tokens", "versions"):
         table.add_column(heading, no_wrap=True, justify="right")
     table.add_column("age", no_wrap=True, justify="right")
-    for one in rows:
+    for line in lines:
         table.add_row(
-            Text(in_line(one.id)),
-            Text(in_line(one.domain)),
-            Text(one.status, style=STATUS_STYLES[one.status]),
-            number(one.reward),
-            f"{one.num_turns:,}",
-            f"{one.num_tokens:,}",
-            versions(one.start_version, one.end_version),
-            ago(one.created),
+            Text(escape_to_one_line(line.id)),
+            Text(escape_to_one_line(line.domain)),
+            Text(line.status, style=STATUS_STYLES[line.status]),
+            format_number(line.reward),
+            f"{line.num_turns:,}",
+            f"{line.num_tokens:,}",
+            format_versions(line.start_version, line.end_version),
+            format_age(line.created),
         )
     return table

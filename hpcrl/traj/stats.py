@@ -19,20 +19,20 @@ from hpcrl.spool.record import Trajectory
 from hpcrl.system.terminal import (
     STATUS_STYLES,
     Sparkline,
-    in_line,
+    draw_time_bar,
+    escape_to_one_line,
+    format_duration,
+    format_number,
+    format_percent,
     make_console,
-    number,
-    percent,
     print_json,
-    span,
-    time_bar,
 )
-from hpcrl.traj.history import History, Wanted
+from hpcrl.traj.history import TrajectoryHistory, TrajectorySelection
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
+class ValueSpread(msgspec.Struct, frozen=True, kw_only=True):
     """How a quantity is distributed."""
 
     num: int
@@ -45,7 +45,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     max: float
 
 
-class ByVersion(msgspec.Struct, frozen=True, kw_only=True):
+class VersionReward(msgspec.Struct, frozen=True, kw_only=True):
     """The episodes that began with one version."""
 
     version: int
@@ -53,7 +53,7 @@ class ByVersion(msgspec.Struct, frozen=True, kw_only=True):
     reward_mean: float
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class DomainFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What `stats` says of a domain."""
 
     domain: str
@@ -61,26 +61,26 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     by_status: dict[str, int]
     num_tokens: int
     num_said_tokens: int
-    reward: Spread | None
+    reward: ValueSpread | None
     """Of the trajectories that have one."""
-    tokens: Spread | None
-    turns: Spread | None
+    tokens: ValueSpread | None
+    turns: ValueSpread | None
     by_lag: dict[int, int]
     """How many versions lie between the one that an episode began with and the one that ended it."""
     generate_s: float
     step_s: float
     reset_s: float
     """Sums over all trajectories."""
-    by_version: list[ByVersion]
+    by_version: list[VersionReward]
 
 
 @dataclass
-class Tally:
+class DomainTally:
     """Takes eight bytes a trajectory for every quantity whose quantiles are told."""
 
     by_status: Counter[str] = field(default_factory=Counter)
     by_lag: Counter[int] = field(default_factory=Counter)
-    num_said_tokens: int = 0
+    num_generated_tokens: int = 0
     rewards: "array[float]" = field(default_factory=lambda: array("d"))
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
     turns: "array[float]" = field(default_factory=lambda: array("d"))
@@ -92,7 +92,7 @@ class Tally:
         self.by_lag[trajectory.end_version - trajectory.start_version] += 1
         self.tokens.append(len(trajectory))
         self.turns.append(len(trajectory.turns))
-        self.num_said_tokens += sum(turn.end - turn.start for turn in trajectory.turns)
+        self.num_generated_tokens += sum(turn.end - turn.start for turn in trajectory.turns)
         self.seconds["generate"] += sum(turn.generate_s for turn in trajectory.turns)
         self.seconds["step"] += sum(turn.step_s for turn in trajectory.turns)
         self.seconds["reset"] += trajectory.reset_s
@@ -101,61 +101,64 @@ class Tally:
             num, total = self.versions.get(trajectory.start_version, (0, 0.0))
             self.versions[trajectory.start_version] = (num + 1, total + trajectory.reward)
 
-    def figures(self, domain: str) -> Figures:
-        return Figures(
+    def figures(self, domain: str) -> DomainFigures:
+        return DomainFigures(
             domain=domain,
             num_trajectories=len(self.tokens),
             by_status=dict(self.by_status.most_common()),
             num_tokens=int(sum(self.tokens)),
-            num_said_tokens=self.num_said_tokens,
-            reward=spread(self.rewards),
-            tokens=spread(self.tokens),
-            turns=spread(self.turns),
+            num_said_tokens=self.num_generated_tokens,
+            reward=measure_spread(self.rewards),
+            tokens=measure_spread(self.tokens),
+            turns=measure_spread(self.turns),
             by_lag=dict(sorted(self.by_lag.items())),
             generate_s=self.seconds["generate"],
             step_s=self.seconds["step"],
             reset_s=self.seconds["reset"],
-            by_version=by_version(self.versions),
+            by_version=mean_reward_by_version(self.versions),
         )
 
 
-def spread(values: Sequence[float]) -> Spread | None:
+def measure_spread(values: Sequence[float]) -> ValueSpread | None:
     """None without values."""
     if not values:
         return None
     column = np.asarray(values, np.float64)
     low, p10, p50, p90, high = (float(one) for one in np.quantile(column, QUANTILES))
     mean, std = float(column.mean()), float(column.std())
-    return Spread(num=len(column), mean=mean, std=std, min=low, p10=p10, p50=p50, p90=p90, max=high)
+    return ValueSpread(num=len(column), mean=mean, std=std, min=low, p10=p10, p50=p50, p90=p90, max=high)
 
 
-def by_version(sums: Mapping[int, tuple[int, float]]) -> list[ByVersion]:
+def mean_reward_by_version(sums: Mapping[int, tuple[int, float]]) -> list[VersionReward]:
     return [
-        ByVersion(version=version, num=num, reward_mean=total / num) for version, (num, total) in sorted(sums.items())
+        VersionReward(version=version, num=num, reward_mean=total / num)
+        for version, (num, total) in sorted(sums.items())
     ]
 
 
 LABEL_WIDTH = 8
-SPREAD = ("mean", "std", "min", "p10", "p50", "p90", "max")
+SPREAD_COLUMNS = ("mean", "std", "min", "p10", "p50", "p90", "max")
 
 
-def count(history: History, wanted: Wanted) -> list[Figures]:
+def count_by_domain(history: TrajectoryHistory, selection: TrajectorySelection) -> list[DomainFigures]:
     """The figures by domain, in the order of their names."""
-    tallies: dict[str, Tally] = {}
-    for _, trajectory in history.trajectories(wanted):
-        tallies.setdefault(trajectory.domain, Tally()).add(trajectory)
+    tallies: dict[str, DomainTally] = {}
+    for _, trajectory in history.trajectories(selection):
+        tallies.setdefault(trajectory.domain, DomainTally()).add(trajectory)
     return [tallies[domain].figures(domain) for domain in sorted(tallies)]
 
 
-def show_stats(history: History, wanted: Wanted, *, as_json: bool) -> int:
+def show_stats(history: TrajectoryHistory, selection: TrajectorySelection, *, as_json: bool) -> int:
     """Print them."""
-    domains = count(history, wanted)
+    domains = count_by_domain(history, selection)
     if as_json:
-        print_json({"campaign": history.run.name, "domains": domains})
+        print_json({"campaign": history.campaign.name, "domains": domains})
         return 0
     console = make_console(pipe_width=100)
     if not domains:
-        console.print("no trajectories yet" if wanted == Wanted() else "no trajectory is like that", style="dim")
+        console.print(
+            "no trajectories yet" if selection == TrajectorySelection() else "no trajectory is like that", style="dim"
+        )
     for index, figures in enumerate(domains):
         if index:
             console.print()
@@ -163,60 +166,67 @@ def show_stats(history: History, wanted: Wanted, *, as_json: bool) -> int:
     return 0
 
 
-def _print_domain(console: Console, figures: Figures) -> None:
+def _print_domain(console: Console, figures: DomainFigures) -> None:
     num = f"{figures.num_trajectories:,} {'trajectory' if figures.num_trajectories == 1 else 'trajectories'}"
-    console.print(Text.assemble((in_line(figures.domain), "bold"), f"   {num}"))
+    console.print(Text.assemble((escape_to_one_line(figures.domain), "bold"), f"   {num}"))
     grid = Table.grid(padding=(0, 1, 0, 0), expand=True)
     grid.add_column(width=LABEL_WIDTH, no_wrap=True)
     grid.add_column(overflow="fold", ratio=1)
-    for name, value in _lines(figures, ascii_only=console.options.ascii_only):
+    for name, value in _iter_stat_lines(figures, ascii_only=console.options.ascii_only):
         grid.add_row(Text(name, style="dim"), value)
     console.print(grid)
-    console.print(_spreads(figures))
+    console.print(_build_spread_table(figures))
 
 
-def _lines(figures: Figures, *, ascii_only: bool) -> Iterator[tuple[str, RenderableType]]:
-    yield "status", _by_status(figures)
-    said = figures.num_said_tokens / figures.num_tokens if figures.num_tokens else 0.0
-    yield "tokens", Text(f"{figures.num_tokens:,}, of which the model said {percent(said)}")
-    yield "lag", _by_lag(figures)
+def _iter_stat_lines(figures: DomainFigures, *, ascii_only: bool) -> Iterator[tuple[str, RenderableType]]:
+    yield "status", _format_statuses(figures)
+    generated_share = figures.num_said_tokens / figures.num_tokens if figures.num_tokens else 0.0
+    yield "tokens", Text(f"{figures.num_tokens:,}, of which the model said {format_percent(generated_share)}")
+    yield "lag", _format_lags(figures)
     times = [("generate", figures.generate_s), ("step", figures.step_s), ("reset", figures.reset_s)]
-    each = sum(seconds for _, seconds in times) / figures.num_trajectories
-    yield "time", Text(f"{span(each)} each ") + time_bar(times, width=15, ascii_only=ascii_only)
+    mean_episode_s = sum(seconds for _, seconds in times) / figures.num_trajectories
+    yield (
+        "time",
+        Text(f"{format_duration(mean_episode_s)} each ") + draw_time_bar(times, width=15, ascii_only=ascii_only),
+    )
     if len(figures.by_version) > 1:
         first, last = figures.by_version[0], figures.by_version[-1]
         yield "trend", Sparkline([one.reward_mean for one in figures.by_version])
-        ends = [f"{number(one.reward_mean)} with version {one.version}" for one in (first, last)]
+        ends = [f"{format_number(one.reward_mean)} with version {one.version}" for one in (first, last)]
         yield "", Text(f"mean reward {ends[0]}, {ends[1]}", style="dim")
 
 
-def _by_status(figures: Figures) -> Text:
+def _format_statuses(figures: DomainFigures) -> Text:
     line = Text()
     for status, num in figures.by_status.items():
         line.append(status, style=STATUS_STYLES[status]).append(f" {num:,}   ")
     return line
 
 
-def _by_lag(figures: Figures) -> Text:
+def _format_lags(figures: DomainFigures) -> Text:
     """Versions between the first and the last of an episode."""
     total = figures.num_trajectories
-    shares = [f"{lag}: {percent(num / total)}" for lag, num in list(figures.by_lag.items())[:6]]
+    shares = [f"{lag}: {format_percent(num / total)}" for lag, num in list(figures.by_lag.items())[:6]]
     return Text("   ".join(shares) + ("   ..." if len(figures.by_lag) > 6 else ""))
 
 
-def _spreads(figures: Figures) -> Table:
+def _build_spread_table(figures: DomainFigures) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("", width=LABEL_WIDTH - 1, style="dim", no_wrap=True)
-    for heading in SPREAD:
+    for heading in SPREAD_COLUMNS:
         table.add_column(heading, justify="right", no_wrap=True, min_width=6)
     for name, spread in (("reward", figures.reward), ("tokens", figures.tokens), ("turns", figures.turns)):
-        cells = [_cell(getattr(spread, of), of=of, name=name) for of in SPREAD] if spread else ["-"] * len(SPREAD)
+        cells = (
+            [_format_spread_cell(getattr(spread, of), statistic=of, name=name) for of in SPREAD_COLUMNS]
+            if spread
+            else ["-"] * len(SPREAD_COLUMNS)
+        )
         table.add_row(name, *cells)
     return table
 
 
-def _cell(value: float, *, of: str, name: str) -> str:
+def _format_spread_cell(value: float, *, statistic: str, name: str) -> str:
     """Rewards with two digits, means and deviations of counts with one."""
     if name == "reward":
-        return number(value)
-    return f"{value:,.1f}" if of in ("mean", "std") else f"{value:,.0f}"
+        return format_number(value)
+    return f"{value:,.1f}" if statistic in ("mean", "std") else f"{value:,.0f}"

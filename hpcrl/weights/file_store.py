@@ -9,16 +9,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from hpcrl.errors import WeightsError
-from hpcrl.system.files import discard, private_dir, publish, staged
+from hpcrl.system.files import make_private_dir, publish_file, remove_path, staged_path
 from hpcrl.weights import tensor_file
-from hpcrl.weights.layout import Layout
-from hpcrl.weights.store import Tensors, _checksums, _manifest, _save, _verify
+from hpcrl.weights.layout import TensorLayout
+from hpcrl.weights.store import Tensors, _checksums, _make_manifest, _save_tensors, _verify_tensors
 from hpcrl.weights.versions import (
-    Manifest,
+    VersionManifest,
     WeightVersion,
     check_newer,
-    listed,
-    newest_manifest,
+    find_newest_manifest,
+    list_versions,
     read_manifest,
     tensors_file,
     version_dir,
@@ -31,29 +31,31 @@ class FileStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def publish(self, tensors: Tensors, weight_version: WeightVersion) -> Manifest:
+    def publish(self, tensors: Tensors, weight_version: WeightVersion) -> VersionManifest:
         version = weight_version.version
-        check_newer(version, than=max(listed(self.directory), default=None))
+        check_newer(version, newest=max(list_versions(self.directory), default=None))
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        manifest = _manifest(weight_version, _checksums(on_cpu))
-        with self._making(version, nbytes=sum(tensor.nbytes for tensor in on_cpu.values())) as temporary:
-            _save(on_cpu, temporary / tensors_file(self.directory, version).name)
-            publish(temporary / "manifest.json", msgspec.json.encode(manifest))
+        manifest = _make_manifest(weight_version, _checksums(on_cpu))
+        with self._make_version(version, nbytes=sum(tensor.nbytes for tensor in on_cpu.values())) as temporary:
+            _save_tensors(on_cpu, temporary / tensors_file(self.directory, version).name)
+            publish_file(temporary / "manifest.json", msgspec.json.encode(manifest))
         return manifest
 
-    def publish_each(self, layout: Layout, tensors: Iterable[memoryview], weight_version: WeightVersion) -> Manifest:
+    def publish_each(
+        self, layout: TensorLayout, tensors: Iterable[memoryview], weight_version: WeightVersion
+    ) -> VersionManifest:
         """The same for tensors that come one after the other, in the layout's order: no more than one is in memory."""
         version = weight_version.version
-        check_newer(version, than=max(listed(self.directory), default=None))
-        with self._making(version, nbytes=layout.nbytes) as temporary:
+        check_newer(version, newest=max(list_versions(self.directory), default=None))
+        with self._make_version(version, nbytes=layout.nbytes) as temporary:
             path = temporary / tensors_file(self.directory, version).name
-            checksums = tensor_file.write(layout, tensors, path)
-            manifest = _manifest(weight_version, checksums)
-            publish(temporary / "manifest.json", msgspec.json.encode(manifest))
+            checksums = tensor_file.write_tensors(layout, tensors, path)
+            manifest = _make_manifest(weight_version, checksums)
+            publish_file(temporary / "manifest.json", msgspec.json.encode(manifest))
         return manifest
 
-    def newest(self) -> Manifest | None:
-        return newest_manifest(self.directory)
+    def newest(self) -> VersionManifest | None:
+        return find_newest_manifest(self.directory)
 
     def load(self, version: int) -> Tensors:
         manifest = read_manifest(self.directory, version)
@@ -62,27 +64,27 @@ class FileStore:
             tensors: Tensors = load_file(path)
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{path} cannot be read ({error}): remove {path.parent}, or take the newest") from error
-        _verify(tensors, manifest, where=str(path))
+        _verify_tensors(tensors, manifest, where=str(path))
         return tensors
 
     @contextmanager
-    def reading(self, version: int) -> Iterator[Tensors]:
+    def read_version(self, version: int) -> Iterator[Tensors]:
         yield self.load(version)
 
-    def still(self, version: int) -> bool:
+    def is_intact(self, version: int) -> bool:
         return True  # it was copied out of the file
 
     def prune(self, *, keep: int) -> None:
-        for version in listed(self.directory)[: -max(keep, 1)]:
-            discard(version_dir(self.directory, version))
+        for version in list_versions(self.directory)[: -max(keep, 1)]:
+            remove_path(version_dir(self.directory, version))
 
     @contextmanager
-    def _making(self, version: int, *, nbytes: int) -> Iterator[Path]:
+    def _make_version(self, version: int, *, nbytes: int) -> Iterator[Path]:
         """A directory that becomes the version's when the block ends well."""
-        private_dir(self.directory)
-        self._drop_torn()
+        make_private_dir(self.directory)
+        self._remove_unfinished()
         try:
-            with staged(version_dir(self.directory, version)) as temporary:
+            with staged_path(version_dir(self.directory, version)) as temporary:
                 temporary.mkdir(mode=0o700)
                 yield temporary
         except (OSError, SafetensorError, RuntimeError) as error:
@@ -91,7 +93,7 @@ class FileStore:
                 "the versions before it are untouched"
             ) from error
 
-    def _drop_torn(self) -> None:
+    def _remove_unfinished(self) -> None:
         """Remove what a publisher left that was killed: only one publishes at a time, so nobody is writing it."""
         for path in self.directory.glob(".v*.tmp"):
-            discard(path)
+            remove_path(path)

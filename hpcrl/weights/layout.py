@@ -1,7 +1,7 @@
 """Where every tensor of a version lies in one flat run of bytes; imports nothing heavy.
 
 Layout         all tensors by their HF names: dtype, shape, place; or boxes of tensors, where a node has only a part
-Shard          the box of one tensor that one rank of a trainer holds; `whole` and `split` make the usual ones
+Shard          the box of one tensor that one rank of a trainer holds; `make_whole_shard` and `split_tensor` make the usual ones
 check_cover    every value is held by exactly one shard
 
 Which node of a trainer holds what of a version: each keeps its own part, and nowhere is the whole put together.
@@ -36,7 +36,7 @@ ITEM_SIZES = {
 """Bytes of one value, by torch's name of its type."""
 
 
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
+class ShardOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """Of which tensor a box is that is placed by itself."""
 
     name: str
@@ -45,7 +45,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole tensor."""
 
 
-class Placed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TensorSlot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One tensor, or one box of it, and its place."""
 
     name: str
@@ -54,40 +54,44 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-    cut: Cut | None = None
+    cut: ShardOrigin | None = None
     """None: a whole tensor."""
 
     @property
-    def shard(self) -> "Shard":
+    def shard(self) -> "TensorShard":
         """Which values of which tensor these are."""
-        return whole(self) if self.cut is None else Shard(name=self.cut.name, start=self.cut.start, shape=self.shape)
+        return (
+            make_whole_shard(self)
+            if self.cut is None
+            else TensorShard(name=self.cut.name, start=self.cut.start, shape=self.shape)
+        )
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
     """All tensors of a version, in order, each aligned to 64 bytes."""
 
-    tensors: tuple[Placed, ...]
+    tensors: tuple[TensorSlot, ...]
     nbytes: int
     """Of the whole, padding included."""
 
     @classmethod
-    def of(cls, tensors: "Mapping[str, torch.Tensor]") -> "Layout":
+    def from_tensors(cls, tensors: "Mapping[str, torch.Tensor]") -> "TensorLayout":
         """The layout of these tensors, in their order."""
         return cls.pack((name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items())
 
     @classmethod
-    def pack(cls, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> "Layout":
+    def pack(cls, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> "TensorLayout":
         """The layout of tensors given by name, dtype and shape."""
-        return cls._placing((name, dtype, shape, None) for name, dtype, shape in tensors)
+        return cls._place_boxes((name, dtype, shape, None) for name, dtype, shape in tensors)
 
     @classmethod
-    def of_boxes(cls, boxes: "Iterable[tuple[Shard, Placed]]") -> "Layout":
+    def from_boxes(cls, boxes: "Iterable[tuple[TensorShard, TensorSlot]]") -> "TensorLayout":
         """The layout of boxes, each given with the tensor it is of; one that is all of it keeps that one's name."""
-        return cls._placing(_named(shard, tensor) for shard, tensor in boxes)
+        return cls._place_boxes(_describe_box(shard, tensor) for shard, tensor in boxes)
 
     @classmethod
-    def _placing(cls, boxes: "Iterable[tuple[str, str, tuple[int, ...], Cut | None]]") -> "Layout":
-        placed, offset = [], 0
+    def _place_boxes(cls, boxes: "Iterable[tuple[str, str, tuple[int, ...], ShardOrigin | None]]") -> "TensorLayout":
+        slots, offset = [], 0
         for name, dtype, shape, cut in boxes:
             if dtype not in ITEM_SIZES:
                 raise WeightsError(
@@ -95,18 +99,18 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
                     f"publish one of {', '.join(sorted(ITEM_SIZES))}"
                 )
             nbytes = math.prod(shape) * ITEM_SIZES[dtype]
-            placed.append(Placed(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes, cut=cut))
-            offset += aligned(nbytes)
-        return cls(tensors=tuple(placed), nbytes=offset)
+            slots.append(TensorSlot(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes, cut=cut))
+            offset += align_nbytes(nbytes)
+        return cls(tensors=tuple(slots), nbytes=offset)
 
     @classmethod
-    def from_json(cls, data: bytes) -> "Layout":
+    def from_json(cls, data: bytes) -> "TensorLayout":
         """The inverse of `to_json`; WeightsError if the data are damaged."""
         try:
             layout = msgspec.json.decode(data, type=cls)
         except msgspec.DecodeError as error:
             raise WeightsError(f"the layout of the weights is damaged ({error}): publish them anew") from None
-        if layout != cls._placing((t.name, t.dtype, t.shape, t.cut) for t in layout.tensors):
+        if layout != cls._place_boxes((t.name, t.dtype, t.shape, t.cut) for t in layout.tensors):
             raise WeightsError("the layout of the weights is damaged (its places are not its tensors'): publish anew")
         return layout
 
@@ -117,27 +121,31 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """xxh3_128 of the JSON: equal digests, equal layouts."""
         return xxhash.xxh3_128_hexdigest(self.to_json())
 
-    def by_name(self) -> dict[str, Placed]:
+    def tensors_by_name(self) -> dict[str, TensorSlot]:
         return {tensor.name: tensor for tensor in self.tensors}
 
-    def check_same(self, other: "Layout", *, ours: str, theirs: str) -> None:
+    def check_same(self, other: "TensorLayout", *, own_name: str, other_name: str) -> None:
         """WeightsError naming the first tensor in which the two differ."""
-        mine, its = self.by_name(), other.by_name()
-        if missing := [name for name in its if name not in mine]:
-            raise WeightsError(f"{ours} lacks tensor {missing[0]!r}, which {theirs} has: is it the same model?")
-        if extra := [name for name in mine if name not in its]:
-            raise WeightsError(f"{ours} holds tensor {extra[0]!r}, which {theirs} does not have: is it the same model?")
-        for name, tensor in mine.items():
-            if (tensor.dtype, tensor.shape) != (its[name].dtype, its[name].shape):
+        own_tensors, other_tensors = self.tensors_by_name(), other.tensors_by_name()
+        if missing := [name for name in other_tensors if name not in own_tensors]:
+            raise WeightsError(f"{own_name} lacks tensor {missing[0]!r}, which {other_name} has: is it the same model?")
+        if extra := [name for name in own_tensors if name not in other_tensors]:
+            raise WeightsError(
+                f"{own_name} holds tensor {extra[0]!r}, which {other_name} does not have: is it the same model?"
+            )
+        for name, tensor in own_tensors.items():
+            if (tensor.dtype, tensor.shape) != (other_tensors[name].dtype, other_tensors[name].shape):
                 raise WeightsError(
-                    f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)} in {ours} and "
-                    f"{its[name].dtype} {list(its[name].shape)} in {theirs}: is it the same model?"
+                    f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)} in {own_name} and "
+                    f"{other_tensors[name].dtype} {list(other_tensors[name].shape)} in {other_name}: is it the same model?"
                 )
         if self != other:
-            raise WeightsError(f"{ours} and {theirs} hold their tensors in a different order: publish in one order")
+            raise WeightsError(
+                f"{own_name} and {other_name} hold their tensors in a different order: publish in one order"
+            )
 
 
-class Shard(msgspec.Struct, frozen=True, kw_only=True):
+class TensorShard(msgspec.Struct, frozen=True, kw_only=True):
     """The box of one canonical tensor that a rank holds, under whatever TP, PP and DP.
 
     A fused tensor of a trainer (qkv, gate and up) is several shards; a replicated one is written by one rank.
@@ -156,37 +164,37 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     def num_values(self) -> int:
         return math.prod(self.shape)
 
-    def index_in(self, box: "Shard") -> tuple[slice, ...] | None:
+    def index_in(self, box: "TensorShard") -> tuple[slice, ...] | None:
         """Where it is in another box of its tensor; None if that does not hold all of it."""
         start = tuple(own - first for own, first in zip(self.start, box.start, strict=True))
         ends = (first + size for first, size in zip(start, self.shape, strict=True))
         if min(start, default=0) < 0 or any(end > size for end, size in zip(ends, box.shape, strict=True)):
             return None
-        return Shard(name=self.name, start=start, shape=self.shape).index
+        return TensorShard(name=self.name, start=start, shape=self.shape).index
 
 
-def aligned(nbytes: int) -> int:
+def align_nbytes(nbytes: int) -> int:
     """The bytes that something takes up, with those before the next."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _named(shard: Shard, tensor: Placed) -> tuple[str, str, tuple[int, ...], Cut | None]:
+def _describe_box(shard: TensorShard, tensor: TensorSlot) -> tuple[str, str, tuple[int, ...], ShardOrigin | None]:
     if shard.shape == tensor.shape:
         return tensor.name, tensor.dtype, tensor.shape, None
     name = f"{tensor.name}@{','.join(map(str, shard.start))}"
-    return name, tensor.dtype, shard.shape, Cut(name=tensor.name, start=shard.start, shape=tensor.shape)
+    return name, tensor.dtype, shard.shape, ShardOrigin(name=tensor.name, start=shard.start, shape=tensor.shape)
 
 
-def whole(tensor: Placed) -> Shard:
+def make_whole_shard(tensor: TensorSlot) -> TensorShard:
     """All of a tensor."""
-    return Shard(name=tensor.name, start=(0,) * len(tensor.shape), shape=tensor.shape)
+    return TensorShard(name=tensor.name, start=(0,) * len(tensor.shape), shape=tensor.shape)
 
 
-def split(tensor: Placed, *, axis: int, num: int) -> list[Shard]:
-    """A tensor in `num` boxes, as even as can be, the larger ones first."""
-    edges = [-(-index * tensor.shape[axis] // num) for index in range(num + 1)]
+def split_tensor(tensor: TensorSlot, *, axis: int, num_shards: int) -> list[TensorShard]:
+    """A tensor in `num_shards` boxes, as even as can be, the larger ones first."""
+    edges = [-(-index * tensor.shape[axis] // num_shards) for index in range(num_shards + 1)]
     return [
-        Shard(
+        TensorShard(
             name=tensor.name,
             start=tuple(low if i == axis else 0 for i in range(len(tensor.shape))),
             shape=tuple(high - low if i == axis else size for i, size in enumerate(tensor.shape)),
@@ -195,9 +203,9 @@ def split(tensor: Placed, *, axis: int, num: int) -> list[Shard]:
     ]
 
 
-def check_shard(shard: Shard, tensors: Mapping[str, Placed], *, dtype: str, shape: tuple[int, ...]) -> None:
+def check_shard(shard: TensorShard, tensors: Mapping[str, TensorSlot], *, dtype: str, shape: tuple[int, ...]) -> None:
     """WeightsError unless values of this type and shape may be written as `shard` of one of `tensors`."""
-    tensor = _tensor_of(shard, tensors)
+    tensor = _find_tensor(shard, tensors)
     if (dtype, shape) != (tensor.dtype, shard.shape):
         raise WeightsError(
             f"tensor {shard.name!r}: a shard of {tensor.dtype} {list(shard.shape)} at {list(shard.start)} was to come, "
@@ -205,16 +213,16 @@ def check_shard(shard: Shard, tensors: Mapping[str, Placed], *, dtype: str, shap
         )
 
 
-def check_cover(layout: Layout, held: Sequence[Sequence[Shard]]) -> None:
-    """WeightsError naming the tensor, and the ranks, unless every value is in exactly one shard; `held` is by rank."""
-    tensors = layout.by_name()
-    boxes: dict[str, list[tuple[Shard, int]]] = {name: [] for name in tensors}
-    for rank, shards in enumerate(held):
+def check_cover(layout: TensorLayout, held_by_rank: Sequence[Sequence[TensorShard]]) -> None:
+    """WeightsError naming the tensor, and the ranks, unless every value is in exactly one shard; `held_by_rank` is by rank."""
+    tensors = layout.tensors_by_name()
+    boxes: dict[str, list[tuple[TensorShard, int]]] = {name: [] for name in tensors}
+    for rank, shards in enumerate(held_by_rank):
         for shard in shards:
             if shard.num_values:
-                boxes[_tensor_of(shard, tensors).name].append((shard, rank))
+                boxes[_find_tensor(shard, tensors).name].append((shard, rank))
     for tensor in layout.tensors:
-        _check_apart(boxes[tensor.name])
+        _check_disjoint(boxes[tensor.name])
         lacking = math.prod(tensor.shape) - sum(shard.num_values for shard, _ in boxes[tensor.name])
         if lacking:
             raise WeightsError(
@@ -223,7 +231,7 @@ def check_cover(layout: Layout, held: Sequence[Sequence[Shard]]) -> None:
             )
 
 
-def _check_apart(boxes: list[tuple[Shard, int]]) -> None:
+def _check_disjoint(boxes: list[tuple[TensorShard, int]]) -> None:
     """WeightsError if two boxes of one tensor meet."""
     in_order = sorted(boxes, key=lambda box: box[0].start)
     for number, (shard, rank) in enumerate(in_order):
@@ -240,7 +248,7 @@ def _check_apart(boxes: list[tuple[Shard, int]]) -> None:
                 )
 
 
-def _tensor_of(shard: Shard, tensors: Mapping[str, Placed]) -> Placed:
+def _find_tensor(shard: TensorShard, tensors: Mapping[str, TensorSlot]) -> TensorSlot:
     """The tensor a shard is of; WeightsError if it does not lie within it."""
     tensor = tensors.get(shard.name)
     if tensor is None:
@@ -258,23 +266,27 @@ def _tensor_of(shard: Shard, tensors: Mapping[str, Placed]) -> Placed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class PartAssignment:
     """How the ranks of a trainer lie on nodes."""
 
     nodes: tuple[str, ...]
     """Of every rank."""
-    layouts: dict[str, Layout]
+    layouts: dict[str, TensorLayout]
     """Of every node's window."""
 
     @classmethod
-    def of(cls, layout: Layout, *, nodes: Sequence[str], held: Sequence[Sequence[Shard]]) -> "Parts":
+    def from_shards(
+        cls, layout: TensorLayout, *, nodes: Sequence[str], held_by_rank: Sequence[Sequence[TensorShard]]
+    ) -> "PartAssignment":
         """What lies where if the ranks on these nodes hold these boxes; WeightsError if they do not make the whole."""
-        check_cover(layout, held)
-        shards: dict[str, list[Shard]] = {node: [] for node in nodes}
-        for node, boxes in zip(nodes, held, strict=True):
+        check_cover(layout, held_by_rank)
+        shards: dict[str, list[TensorShard]] = {node: [] for node in nodes}
+        for node, boxes in zip(nodes, held_by_rank, strict=True):
             shards[node] += [shard for shard in boxes if shard.num_values]
-        shards[nodes[0]] += [whole(tensor) for tensor in layout.tensors if not math.prod(tensor.shape)]
-        return cls(nodes=tuple(nodes), layouts={node: part_of(layout, boxes) for node, boxes in shards.items()})
+        shards[nodes[0]] += [make_whole_shard(tensor) for tensor in layout.tensors if not math.prod(tensor.shape)]
+        return cls(
+            nodes=tuple(nodes), layouts={node: build_part_layout(layout, boxes) for node, boxes in shards.items()}
+        )
 
     def writer(self, rank: int) -> int:
         """The rank that commits what this one stages."""
@@ -285,17 +297,17 @@ class Parts:
         return {node: self.nodes.index(node) for node in self.layouts}
 
 
-def part_of(layout: Layout, shards: Iterable[Shard]) -> Layout:
+def build_part_layout(layout: TensorLayout, shards: Iterable[TensorShard]) -> TensorLayout:
     """These boxes, in the order of their tensors."""
-    by_name: dict[str, list[Shard]] = {}
+    by_name: dict[str, list[TensorShard]] = {}
     for shard in shards:
         by_name.setdefault(shard.name, []).append(shard)
-    return Layout.of_boxes(
-        (box, tensor) for tensor in layout.tensors for box in _filled(by_name.get(tensor.name, []), tensor)
+    return TensorLayout.from_boxes(
+        (box, tensor) for tensor in layout.tensors for box in _merge_shards(by_name.get(tensor.name, []), tensor)
     )
 
 
-def joined(parts: Sequence[Layout]) -> Layout:
+def join_layouts(parts: Sequence[TensorLayout]) -> TensorLayout:
     """All tensors of which the parts hold boxes; WeightsError unless they hold every value once."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for part in parts:
@@ -306,12 +318,12 @@ def joined(parts: Sequence[Layout]) -> Layout:
                     f"tensor {box.shard.name!r} is {seen[0]} {list(seen[1])} on one node of the trainer and "
                     f"{tensors[box.shard.name]} on another: do all ranks hold the same model?"
                 )
-    layout = Layout.pack((name, dtype, shape) for name, (dtype, shape) in tensors.items())
+    layout = TensorLayout.pack((name, dtype, shape) for name, (dtype, shape) in tensors.items())
     check_cover(layout, [[box.shard for box in part.tensors] for part in parts])
     return layout
 
 
-def _filled(shards: list[Shard], tensor: Placed) -> list[Shard]:
+def _merge_shards(shards: list[TensorShard], tensor: TensorSlot) -> list[TensorShard]:
     """The box that these fill together, if they do; they do not meet."""
     if len(shards) < 2:
         return shards
@@ -319,5 +331,5 @@ def _filled(shards: list[Shard], tensor: Placed) -> list[Shard]:
     ends = [[start + size for start, size in zip(shard.start, shard.shape, strict=True)] for shard in shards]
     shape = tuple(max(end) - start for end, start in zip(zip(*ends, strict=True), low, strict=True))
     if math.prod(shape) == sum(shard.num_values for shard in shards):
-        return [Shard(name=tensor.name, start=low, shape=shape)]
+        return [TensorShard(name=tensor.name, start=low, shape=shape)]
     return sorted(shards, key=lambda shard: shard.start)

@@ -1,10 +1,10 @@
 """Parts that several ranks write into one directory while they train on; there is no collective.
 
-    begun           rank 0: where the parts are left
-    leave           another rank: its part, and then a mark that it is complete, or why it is not
-    awaited         rank 0: wait for that mark
-    leave_window    what another node holds of a version of the weights, as a part
-    tensors         rank 0: all tensors of the version, one after the other, from its window and the parts
+    make_parts_directory  rank 0: where the parts are left
+    write_part            another rank: its part, and then a mark that it is complete, or why it is not
+    awaited               rank 0: wait for that mark
+    leave_window          what another node holds of a version of the weights, as a part
+    iterate_tensors       rank 0: all tensors of the version, one after the other, from its window and the parts
 
 The parts of a checkpoint are left in the same way (`trainers.leader`). Of a version no more than one tensor is in
 memory besides the windows.
@@ -20,19 +20,19 @@ import msgspec
 import numpy as np
 
 from hpcrl.errors import WeightsError
-from hpcrl.system.files import discard, private_dir, publish, sync_directory, sync_file
-from hpcrl.weights.couriers.spans import values_of
-from hpcrl.weights.layout import Layout, Placed
-from hpcrl.weights.window.file import sum_of
+from hpcrl.system.files import make_private_dir, publish_file, remove_path, sync_directory, sync_file
+from hpcrl.weights.couriers.spans import view_values
+from hpcrl.weights.layout import TensorLayout, TensorSlot
+from hpcrl.weights.window.file import compute_checksum
 from hpcrl.weights.window.window import Window
 
-LOOK_S = 0.02
-WAIT_S = 1800.0
+POLL_INTERVAL_S = 0.02
+PART_TIMEOUT_S = 1800.0
 """The longest that a rank may take to write its part."""
 WINDOW_FILE = "window.bin"
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True):
+class PartMark(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a part: complete, or failed."""
 
     error: str = ""
@@ -40,17 +40,17 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     """Of what is in the part, where its writer has any."""
 
 
-def begun(directory: Path) -> Path:
+def make_parts_directory(directory: Path) -> Path:
     """Make a directory of a new name; what a killed trainer has left of an earlier one is removed."""
-    private_dir(directory)
-    for torn in directory.glob(".parts-*.tmp"):
-        discard(torn)
+    make_private_dir(directory)
+    for unfinished in directory.glob(".parts-*.tmp"):
+        remove_path(unfinished)
     parts = directory / f".parts-{secrets.token_hex(6)}.tmp"
     parts.mkdir(mode=0o700)
     return parts
 
 
-def leave(write: Callable[[Path], Mapping[str, str]], directory: Path, *, rank: int) -> None:
+def write_part(write: Callable[[Path], Mapping[str, str]], directory: Path, *, rank: int) -> None:
     """Have `write` fill this rank's part, make it durable, then publish the mark, which also has what went wrong.
 
     `write` returns the checksums for the mark, if there are any.
@@ -58,24 +58,24 @@ def leave(write: Callable[[Path], Mapping[str, str]], directory: Path, *, rank: 
     own = part_directory(directory, rank)
     try:
         own.mkdir(mode=0o700)
-        mark = Mark(checksums=dict(write(own)))
+        mark = PartMark(checksums=dict(write(own)))
         for path in own.iterdir():
             sync_file(path)
         sync_directory(own)
     except (OSError, WeightsError) as found:
-        mark = Mark(error=str(found) or type(found).__name__)
-        discard(own)  # a full disk must have room for the mark
-    publish(_mark(directory, rank), msgspec.json.encode(mark))
+        mark = PartMark(error=str(found) or type(found).__name__)
+        remove_path(own)  # a full disk must have room for the mark
+    publish_file(_mark_path(directory, rank), msgspec.json.encode(mark))
 
 
-def awaited(directory: Path, rank: int) -> Mark:
+def awaited(directory: Path, rank: int) -> PartMark:
     """Wait until a rank has written its part; OSError, naming the rank, if it could not or takes too long."""
-    path, deadline = _mark(directory, rank), time.monotonic() + WAIT_S
+    path, deadline = _mark_path(directory, rank), time.monotonic() + PART_TIMEOUT_S
     while not path.exists():
         if time.monotonic() > deadline:
-            raise OSError(f"rank {rank} has not written its part within {WAIT_S:g} s: see its log")
-        time.sleep(LOOK_S)
-    mark = msgspec.json.decode(path.read_bytes(), type=Mark)
+            raise OSError(f"rank {rank} has not written its part within {PART_TIMEOUT_S:g} s: see its log")
+        time.sleep(POLL_INTERVAL_S)
+    mark = msgspec.json.decode(path.read_bytes(), type=PartMark)
     if mark.error:
         raise OSError(f"rank {rank} cannot write its part: {mark.error}")
     return mark
@@ -91,52 +91,52 @@ def leave_window(window: Window, version: int, directory: Path, *, rank: int) ->
 
     def write(own: Path) -> Mapping[str, str]:
         path = own / WINDOW_FILE
-        with window.reading(version) as data, path.open("xb") as file:
+        with window.read_version(version) as data, path.open("xb") as file:
             path.chmod(0o600)
             file.write(data)
             return window.manifest(version).checksums
 
-    leave(write, directory, rank=rank)
+    write_part(write, directory, rank=rank)
 
 
-def tensors(
-    layout: Layout, own: memoryview, parts: Mapping[int, Layout], directory: Path, *, rank: int
+def iterate_tensors(
+    layout: TensorLayout, own: memoryview, parts: Mapping[int, TensorLayout], directory: Path, *, rank: int
 ) -> Iterator[memoryview]:
     """All tensors of a version in order: from `own`, this rank's slot, and from the files of the other writers.
 
     `parts` are by writer. OSError if one has not left its part, WeightsError if it is damaged.
     """
-    slots = {writer: own if writer == rank else _left(directory, writer, part) for writer, part in parts.items()}
-    boxes: dict[str, list[tuple[memoryview, Placed]]] = defaultdict(list)
+    slots = {writer: own if writer == rank else _map_part(directory, writer, part) for writer, part in parts.items()}
+    boxes: dict[str, list[tuple[memoryview, TensorSlot]]] = defaultdict(list)
     for writer, part in parts.items():
         for box in part.tensors:
             boxes[box.shard.name].append((slots[writer], box))
     for tensor in layout.tensors:
-        yield _whole(tensor, boxes[tensor.name])
+        yield _assemble_tensor(tensor, boxes[tensor.name])
 
 
-def _whole(tensor: Placed, boxes: list[tuple[memoryview, Placed]]) -> memoryview:
+def _assemble_tensor(tensor: TensorSlot, boxes: list[tuple[memoryview, TensorSlot]]) -> memoryview:
     if len(boxes) == 1 and boxes[0][1].cut is None:
         slot, box = boxes[0]
         return slot[box.offset : box.offset + box.nbytes]
     data = memoryview(bytearray(tensor.nbytes))
-    values = values_of(data, msgspec.structs.replace(tensor, offset=0))
+    values = view_values(data, msgspec.structs.replace(tensor, offset=0))
     for slot, box in boxes:
-        values[box.shard.index] = values_of(slot, box)
+        values[box.shard.index] = view_values(slot, box)
     return data
 
 
-def _left(directory: Path, writer: int, part: Layout) -> memoryview:
+def _map_part(directory: Path, writer: int, part: TensorLayout) -> memoryview:
     """What another node has left, mapped and checked."""
     mark, path = awaited(directory, writer), part_directory(directory, writer) / WINDOW_FILE
     if path.stat().st_size != part.nbytes:
         raise WeightsError(f"{path} has {path.stat().st_size} bytes and not {part.nbytes}: it was cut short")
     data = np.memmap(path, np.uint8, "r").data if part.nbytes else memoryview(b"")
     for box in part.tensors:
-        if (seen := sum_of(data, box).hex()) != (wanted := mark.checksums.get(box.name)):
-            raise WeightsError(f"{path}: box {box.name!r} has checksum {seen}, {wanted} was written: it is damaged")
+        if (actual := compute_checksum(data, box).hex()) != (expected := mark.checksums.get(box.name)):
+            raise WeightsError(f"{path}: box {box.name!r} has checksum {actual}, {expected} was written: it is damaged")
     return data
 
 
-def _mark(directory: Path, rank: int) -> Path:
+def _mark_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.json"

@@ -1,10 +1,10 @@
 """How the trainer publishes: it stands still for one copy into its node's window; all else happens behind it.
 
-    take_rung   say how versions go to the engines
-    publish   a new version: into the window, and to files too while the rung says that engines read files
-    persist   the newest version to files, for resuming and for nodes that come later
-    tend      between steps: heed an engine that cannot see the window
-    close     wait for what is behind
+    set_transport   say how versions go to the engines
+    publish        a new version: into the window, and to files too while the rung says that engines read files
+    persist        the newest version to files, for resuming and for nodes that come later
+    poll           between steps: heed an engine that cannot see the window
+    close          wait for what is behind
 
 When the window fails, versions go by files from then on: a campaign never dies of its weight plane. Where each rank of
 a trainer holds a part, `whole` gathers them then, and not before.
@@ -20,26 +20,34 @@ from hpcrl.campaign_dir.events import RungChanged, VersionPublished
 from hpcrl.errors import WeightsError
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.store import Tensors
-from hpcrl.weights.versions import Manifest, Rung, WeightVersion, announce, newest_version, read_rung, set_rung
+from hpcrl.weights.versions import (
+    Transport,
+    VersionManifest,
+    WeightVersion,
+    announce_version,
+    find_newest_version,
+    read_transport,
+    write_transport,
+)
 
-TEND_EVERY_S = 1.0
+POLL_INTERVAL_S = 1.0
 
 
-class Stage(Protocol):
+class PublishTarget(Protocol):
     """Where versions are published: WindowStore takes all tensors by name, ShardStore the shards of a rank."""
 
     def stage(self, weights: Any, weight_version: WeightVersion, /) -> Any:
         """Copy the weights to where nobody reads yet; they may change afterwards."""
 
-    def commit(self, staged: Any, /) -> Manifest:
+    def commit(self, staged: Any, /) -> VersionManifest:
         """Make visible what `stage` has returned this for."""
 
-    def newest(self) -> Manifest | None: ...
+    def newest(self) -> VersionManifest | None: ...
 
-    def made(self) -> int | None:
+    def newest_started(self) -> int | None:
         """The newest version that was ever begun with, be it whole or not."""
 
-    def saver(self, files: FileStore, weight_version: WeightVersion, /) -> Callable[[], object]:
+    def make_saver(self, files: FileStore, weight_version: WeightVersion, /) -> Callable[[], object]:
         """What writes the version that was staged last to files; asked for between steps, run behind them."""
 
     def unlink(self) -> None: ...
@@ -47,25 +55,28 @@ class Stage(Protocol):
     def close(self) -> None: ...
 
 
-class Publisher:
+class WeightPublisher:
     """The one who publishes the weights of a campaign."""
 
-    def __init__(self, files: FileStore, window: Stage | None, *, events: EventLog, keep_versions: int) -> None:
+    def __init__(self, files: FileStore, window: PublishTarget | None, *, events: EventLog, keep_versions: int) -> None:
         self._files = files
         self._window = window
         self._events = events
         self._keep_versions = keep_versions
         self._version: WeightVersion | None = None
-        self._saved: WeightVersion | None = None
+        self._saved_version: WeightVersion | None = None
         """The newest version that is in files, or is behind."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
-        self._behind: list[Future[None]] = []
-        self._tended = time.monotonic()
+        self._background: list[Future[None]] = []
+        self._last_poll = time.monotonic()
 
     def newest_version(self) -> int | None:
         """The newest version that was ever made, wherever it lies."""
-        known = [newest_version(self._files.directory), None if self._window is None else self._window.made()]
-        return max((version for version in known if version is not None), default=None)
+        candidates = [
+            find_newest_version(self._files.directory),
+            None if self._window is None else self._window.newest_started(),
+        ]
+        return max((version for version in candidates if version is not None), default=None)
 
     def newest_readable(self) -> int | None:
         """The newest version that engines can load, now."""
@@ -73,62 +84,62 @@ class Publisher:
         found = [manifest.version for manifest in manifests if manifest is not None]
         return max(found, default=None)
 
-    def take_rung(self, rung: Rung) -> None:
+    def set_transport(self, transport: Transport) -> None:
         """Say how versions go from now on, to every worker and to whoever watches."""
-        set_rung(self._files.directory, rung)
-        self._events.emit(RungChanged(rung=rung.rung, reason=rung.reason))
+        write_transport(self._files.directory, transport)
+        self._events.emit(RungChanged(rung=transport.rung, reason=transport.reason))
 
     def publish(
-        self, weights: Any, weight_version: WeightVersion, *, whole: Callable[[], Tensors] | None = None
+        self, weights: Any, weight_version: WeightVersion, *, gather_tensors: Callable[[], Tensors] | None = None
     ) -> None:
         """Give the weights to every engine; the tensors may change when this returns.
 
-        `whole` gives all tensors where `weights` are the shards of a rank; without it they cannot go by files.
+        `gather_tensors` gives all tensors where `weights` are the shards of a rank; without it they cannot go by files.
         """
-        self._wait()
-        began = time.monotonic()
-        commit = self._staged(weights, weight_version, can_be_whole=whole is not None)
+        self._wait_for_background()
+        start = time.monotonic()
+        commit = self._stage_version(weights, weight_version, can_gather=gather_tensors is not None)
         self._version = weight_version
         if commit is None:
-            announce(self._files.directory, weight_version)
-            tensors = weights if whole is None else whole()
+            announce_version(self._files.directory, weight_version)
+            tensors = weights if gather_tensors is None else gather_tensors()
             self._save(lambda: self._files.publish(tensors, weight_version))
-            self._published(weight_version, began=began, stall_s=time.monotonic() - began)
+            self._report_published(weight_version, start=start, stall_s=time.monotonic() - start)
         else:
-            stall_s = time.monotonic() - began
-            self._later(lambda: self._commit(commit, weight_version))
-            if self._by_files():
+            stall_s = time.monotonic() - start
+            self._run_in_background(lambda: self._commit(commit, weight_version))
+            if self._engines_read_files():
                 self.persist()
-            self._later(lambda: self._published(weight_version, began=began, stall_s=stall_s))
+            self._run_in_background(lambda: self._report_published(weight_version, start=start, stall_s=stall_s))
 
     def persist(self) -> None:
         """See to it that the newest version is in files; it is, once `close` or the next `publish` has returned."""
-        if self._window is None or self._version is None or self._version == self._saved:
+        if self._window is None or self._version is None or self._version == self._saved_version:
             return
-        save = self._window.saver(self._files, self._version)
-        self._saved = self._version
-        self._later(lambda: self._save(save))
+        save = self._window.make_saver(self._files, self._version)
+        self._saved_version = self._version
+        self._run_in_background(lambda: self._save(save))
 
-    def tend(self) -> None:
+    def poll(self) -> None:
         """Now and then while waiting: has an engine asked for files?"""
-        if self._window is None or time.monotonic() - self._tended < TEND_EVERY_S:
+        if self._window is None or time.monotonic() - self._last_poll < POLL_INTERVAL_S:
             return
-        self._tended = time.monotonic()
-        if self._by_files() and self._saved != self._version:
-            self._wait()
+        self._last_poll = time.monotonic()
+        if self._engines_read_files() and self._saved_version != self._version:
+            self._wait_for_background()
             self.persist()
 
     def close(self) -> None:
         """Wait for what is behind, and remove the window: its readers keep what they have mapped."""
-        self._wait()
+        self._wait_for_background()
         self._thread.shutdown()
         if self._window is not None:
             self._window.unlink()
             self._window.close()
 
-    def _staged(
-        self, weights: Any, weight_version: WeightVersion, *, can_be_whole: bool
-    ) -> Callable[[], Manifest] | None:
+    def _stage_version(
+        self, weights: Any, weight_version: WeightVersion, *, can_gather: bool
+    ) -> Callable[[], VersionManifest] | None:
         """What makes visible what is in the window now; None: there is no window, from now on."""
         if self._window is None:
             return None
@@ -136,16 +147,16 @@ class Publisher:
         try:
             staged = window.stage(weights, weight_version)
         except WeightsError as error:
-            if not (can_be_whole or isinstance(weights, dict)):  # nobody has the whole of it to write to files
+            if not (can_gather or isinstance(weights, dict)):  # nobody has the whole of it to write to files
                 raise
             window.close()
             self._window = None
-            self.take_rung(Rung(rung="files", reason=str(error)))
+            self.set_transport(Transport(rung="files", reason=str(error)))
             return None
         return lambda: window.commit(staged)
 
-    def _commit(self, commit: Callable[[], Manifest], weight_version: WeightVersion) -> None:
-        announce(self._files.directory, weight_version)
+    def _commit(self, commit: Callable[[], VersionManifest], weight_version: WeightVersion) -> None:
+        announce_version(self._files.directory, weight_version)
         commit()
 
     def _save(self, save: Callable[[], object]) -> None:
@@ -153,21 +164,21 @@ class Publisher:
         save()
         self._files.prune(keep=self._keep_versions)
 
-    def _published(self, weight_version: WeightVersion, *, began: float, stall_s: float) -> None:
+    def _report_published(self, weight_version: WeightVersion, *, start: float, stall_s: float) -> None:
         version, step = weight_version.version, weight_version.step
-        wall_s = round(time.monotonic() - began, 4)
+        wall_s = round(time.monotonic() - start, 4)
         self._events.emit(VersionPublished(version=version, step=step, wall_s=wall_s, stall_s=round(stall_s, 4)))
 
-    def _by_files(self) -> bool:
+    def _engines_read_files(self) -> bool:
         """Do engines need every version in files?"""
-        rung = read_rung(self._files.directory)
-        return rung is None or rung.rung == "files"
+        transport = read_transport(self._files.directory)
+        return transport is None or transport.rung == "files"
 
-    def _later(self, work: Callable[[], None]) -> None:
-        self._behind.append(self._thread.submit(work))
+    def _run_in_background(self, work: Callable[[], None]) -> None:
+        self._background.append(self._thread.submit(work))
 
-    def _wait(self) -> None:
+    def _wait_for_background(self) -> None:
         """Until nothing is behind; what went wrong there is raised here."""
-        behind, self._behind = self._behind, []
-        for future in behind:
+        background, self._background = self._background, []
+        for future in background:
             future.result()

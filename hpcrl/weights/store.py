@@ -5,7 +5,7 @@
     FileStore     on a filesystem that both see; survives kill -9, garbage and a full disk
     WindowStore   in the shared memory of a node (hpcrl.weights.window.window); two versions, no copies for readers
     MemoryStore   in one process
-    Newest        a source that asks several
+    NewestSource  a source that asks several
 
 Who only wants to know which versions there are asks hpcrl.weights.versions, which imports nothing heavy.
 """
@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from hpcrl.errors import WeightsError
 from hpcrl.system.files import sync_file
 from hpcrl.weights.checksum import hash_bytes, start_hash
-from hpcrl.weights.layout import Layout, Placed
-from hpcrl.weights.versions import Manifest, WeightVersion
-from hpcrl.weights.window.file import for_each_tensor
+from hpcrl.weights.layout import TensorLayout, TensorSlot
+from hpcrl.weights.versions import VersionManifest, WeightVersion
+from hpcrl.weights.window.file import process_tensors
 
 Tensors = dict[str, torch.Tensor]
 CHUNK_BYTES = 512 << 10
@@ -36,61 +36,61 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable")  #
 class WeightSource(Protocol):
     """Where engines find versions."""
 
-    def newest(self) -> Manifest | None:
+    def newest(self) -> VersionManifest | None:
         """The newest complete version; cheap enough to ask many times a second."""
 
     def load(self, version: int) -> Tensors:
         """The tensors of a version, checked against its manifest; they are read only, and stay."""
 
-    def reading(self, version: int) -> AbstractContextManager[Tensors]:
+    def read_version(self, version: int) -> AbstractContextManager[Tensors]:
         """The same for the length of a block, without a copy where there need be none.
 
         WeightsError on the way out: what was read may be of another version, so read the newest again.
         """
 
-    def still(self, version: int) -> bool:
-        """In the block of `reading`: is it whole at this moment, so that what was read is right?"""
+    def is_intact(self, version: int) -> bool:
+        """In the block of `read_version`: is it whole at this moment, so that what was read is right?"""
 
 
 class WeightStore(WeightSource, Protocol):
     """Where the trainer leaves new versions."""
 
-    def publish(self, tensors: Tensors, weight_version: WeightVersion) -> Manifest:
+    def publish(self, tensors: Tensors, weight_version: WeightVersion) -> VersionManifest:
         """Add a version, which must be newer than all others."""
 
     def prune(self, *, keep: int) -> None:
         """Drop all but the newest `keep` versions."""
 
 
-class Newest:
+class NewestSource:
     """Asks several sources, the fastest first; a version is read from the first that has it."""
 
     def __init__(self, *sources: WeightSource) -> None:
         self._sources = sources
-        self._reads_from = sources[-1]
+        self._current_source = sources[-1]
 
-    def newest(self) -> Manifest | None:
+    def newest(self) -> VersionManifest | None:
         found = [manifest for source in self._sources if (manifest := source.newest()) is not None]
         return max(found, key=lambda manifest: manifest.version, default=None)
 
     def load(self, version: int) -> Tensors:
-        return self._holder(version).load(version)
+        return self._find_source(version).load(version)
 
-    def reading(self, version: int) -> AbstractContextManager[Tensors]:
-        self._reads_from = self._holder(version)
-        return self._reads_from.reading(version)
+    def read_version(self, version: int) -> AbstractContextManager[Tensors]:
+        self._current_source = self._find_source(version)
+        return self._current_source.read_version(version)
 
-    def still(self, version: int) -> bool:
-        return self._reads_from.still(version)
+    def is_intact(self, version: int) -> bool:
+        return self._current_source.is_intact(version)
 
-    def _holder(self, version: int) -> WeightSource:
+    def _find_source(self, version: int) -> WeightSource:
         for source in self._sources[:-1]:
             if (manifest := source.newest()) is not None and manifest.version == version:
                 return source
         return self._sources[-1]
 
 
-def tensors_in(slot: memoryview, layout: Layout) -> Tensors:
+def view_tensors(slot: memoryview, layout: TensorLayout) -> Tensors:
     """The tensors in a slot, without a copy; they are valid as long as the slot is."""
     flat = torch.frombuffer(slot, dtype=torch.uint8) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
     return {
@@ -101,12 +101,12 @@ def tensors_in(slot: memoryview, layout: Layout) -> Tensors:
     }
 
 
-def _copy(tensors: Tensors, slot: memoryview, layout: Layout) -> list[bytes]:
+def _copy_tensors(tensors: Tensors, slot: memoryview, layout: TensorLayout) -> list[bytes]:
     """Copy all tensors into a slot on a few threads; the checksums of what lies there now."""
     sums = [b""] * len(layout.tensors)
     flat = torch.frombuffer(slot, dtype=torch.uint8) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
 
-    def copy(index: int, placed: Placed) -> None:
+    def copy(index: int, placed: TensorSlot) -> None:
         target = flat[placed.offset : placed.offset + placed.nbytes]
         source = tensors[placed.name].detach()
         if source.device.type == "cpu" and source.is_contiguous():
@@ -115,45 +115,47 @@ def _copy(tensors: Tensors, slot: memoryview, layout: Layout) -> list[bytes]:
             target.view(source.dtype).view(source.shape).copy_(source)
             sums[index] = hash_bytes(target.numpy().data)
 
-    for_each_tensor(layout, copy)
+    process_tensors(layout, copy)
     return sums
 
 
 def _copy_and_hash(source: Any, target: Any) -> bytes:
     """Copy bytes; the checksum of what is there now, taken piece by piece while the cache holds it."""
-    there = start_hash()
+    hasher = start_hash()
     for start in range(0, len(source), CHUNK_BYTES):
-        piece = target[start : start + CHUNK_BYTES]
-        np.copyto(piece, source[start : start + CHUNK_BYTES])
-        there.update(piece)
-    return there.digest()
+        chunk = target[start : start + CHUNK_BYTES]
+        np.copyto(chunk, source[start : start + CHUNK_BYTES])
+        hasher.update(chunk)
+    return hasher.digest()
 
 
-def _manifest(weight_version: WeightVersion, checksums: dict[str, str]) -> Manifest:
-    return Manifest(version=weight_version.version, step=weight_version.step, checksums=checksums, created=time.time())
+def _make_manifest(weight_version: WeightVersion, checksums: dict[str, str]) -> VersionManifest:
+    return VersionManifest(
+        version=weight_version.version, step=weight_version.step, checksums=checksums, created=time.time()
+    )
 
 
 def _checksums(tensors: Tensors) -> dict[str, str]:
-    return {name: _checksum(tensor) for name, tensor in tensors.items()}
+    return {name: _hash_tensor(tensor) for name, tensor in tensors.items()}
 
 
-def _checksum(tensor: torch.Tensor) -> str:
+def _hash_tensor(tensor: torch.Tensor) -> str:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return hash_bytes(flat.numpy().data).hex()
 
 
-def _save(tensors: Tensors, path: Path) -> None:
+def _save_tensors(tensors: Tensors, path: Path) -> None:
     save_file(tensors, path)
     path.chmod(0o600)
     sync_file(path)
 
 
-def _verify(tensors: Tensors, manifest: Manifest, *, where: str) -> None:
-    if odd := sorted(tensors.keys() ^ manifest.checksums.keys()):
-        raise WeightsError(f"{where}: tensor {odd[0]!r} is in the file or in the manifest, but not in both")
+def _verify_tensors(tensors: Tensors, manifest: VersionManifest, *, where: str) -> None:
+    if unmatched := sorted(tensors.keys() ^ manifest.checksums.keys()):
+        raise WeightsError(f"{where}: tensor {unmatched[0]!r} is in the file or in the manifest, but not in both")
     for name, tensor in tensors.items():
-        if (seen := _checksum(tensor)) != manifest.checksums[name]:
+        if (actual := _hash_tensor(tensor)) != manifest.checksums[name]:
             raise WeightsError(
-                f"{where}: tensor {name!r} has checksum {seen}, its manifest says {manifest.checksums[name]}: "
+                f"{where}: tensor {name!r} has checksum {actual}, its manifest says {manifest.checksums[name]}: "
                 "the file is damaged; take another version"
             )

@@ -9,9 +9,9 @@ import msgspec
 
 from hpcrl.system.files import sync_file
 from hpcrl.weights.checksum import hash_bytes
-from hpcrl.weights.layout import Layout
+from hpcrl.weights.layout import TensorLayout
 
-CODES = {
+DTYPE_CODES = {
     "bool": "BOOL",
     "int8": "I8",
     "uint8": "U8",
@@ -34,9 +34,9 @@ _LENGTH = struct.Struct("<Q")
 HEADER_ALIGNMENT = 8
 
 
-def write(layout: Layout, tensors: Iterable[memoryview], path: Path) -> dict[str, str]:
+def write_tensors(layout: TensorLayout, tensors: Iterable[memoryview], path: Path) -> dict[str, str]:
     """All tensors of a layout, which come in its order, durable and private; the checksum of each."""
-    header = _header(layout)
+    header = _encode_header(layout)
     checksums = {}
     with path.open("xb") as file:
         path.chmod(0o600)
@@ -48,11 +48,11 @@ def write(layout: Layout, tensors: Iterable[memoryview], path: Path) -> dict[str
     return checksums
 
 
-def _header(layout: Layout) -> bytes:
+def _encode_header(layout: TensorLayout) -> bytes:
     """Types, shapes and places; the data behind it begin at a multiple of 8 bytes."""
     ends = list(itertools.accumulate((tensor.nbytes for tensor in layout.tensors), initial=0))
     entries = {
-        tensor.name: {"dtype": CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
+        tensor.name: {"dtype": DTYPE_CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
         for tensor, (start, end) in zip(layout.tensors, itertools.pairwise(ends), strict=True)
     }
     header = msgspec.json.encode(entries)

@@ -15,12 +15,12 @@ from typing import Literal
 import msgspec
 
 from hpcrl.errors import WeightsError
-from hpcrl.system.files import publish
+from hpcrl.system.files import publish_file
 
-_NAME = re.compile(r"v(\d{8,})")
+_VERSION_NAME = re.compile(r"v(\d{8,})")
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class VersionManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a version is; published last, so a version without it does not exist."""
 
     version: int
@@ -32,13 +32,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch."""
 
 
-RungName = Literal["window", "mpi", "tcp", "files"]
+TransportName = Literal["window", "mpi", "tcp", "files"]
 
 
-class Rung(msgspec.Struct, frozen=True, kw_only=True):
+class Transport(msgspec.Struct, frozen=True, kw_only=True):
     """How versions go to the engines; the ladder goes down to files, which always work."""
 
-    rung: RungName
+    rung: TransportName
     """window: all workers are on one node - mpi, tcp: couriers carry them from node to node - files: all by files."""
     reason: str
 
@@ -50,36 +50,36 @@ class WeightVersion(msgspec.Struct, frozen=True, kw_only=True):
     step: int
 
 
-def announce(directory: Path, weight_version: WeightVersion) -> None:
+def announce_version(directory: Path, weight_version: WeightVersion) -> None:
     """Record that a version exists, before any process can see it: its number is never used for other weights."""
-    publish(directory / "newest.json", msgspec.json.encode(weight_version))
+    publish_file(directory / "newest.json", msgspec.json.encode(weight_version))
 
 
-def newest_version(directory: Path) -> int | None:
+def find_newest_version(directory: Path) -> int | None:
     """The newest version that the trainer has made, wherever it lies; None before the first."""
-    there = listed(directory)
+    versions = list_versions(directory)
     with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):  # a damaged note is not worth more than none
-        there.append(msgspec.json.decode((directory / "newest.json").read_bytes(), type=WeightVersion).version)
-    return max(there, default=None)
+        versions.append(msgspec.json.decode((directory / "newest.json").read_bytes(), type=WeightVersion).version)
+    return max(versions, default=None)
 
 
-def set_rung(directory: Path, rung: Rung) -> None:
+def write_transport(directory: Path, transport: Transport) -> None:
     """Tell every worker how versions go from now on."""
-    publish(directory / "rung.json", msgspec.json.encode(rung))
+    publish_file(directory / "rung.json", msgspec.json.encode(transport))
 
 
-def read_rung(directory: Path) -> Rung | None:
+def read_transport(directory: Path) -> Transport | None:
     """How versions go; None if nobody has said, and then they go by files."""
     try:
-        return msgspec.json.decode((directory / "rung.json").read_bytes(), type=Rung)
+        return msgspec.json.decode((directory / "rung.json").read_bytes(), type=Transport)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 
 
-def check_newer(version: int, *, than: int | None) -> None:
+def check_newer(version: int, *, newest: int | None) -> None:
     """WeightsError unless a version may follow the newest."""
-    if version < 0 or (than is not None and version <= than):
-        raise WeightsError(f"version {version} cannot be published: {than} is the newest, and versions never go back")
+    if version < 0 or (newest is not None and version <= newest):
+        raise WeightsError(f"version {version} cannot be published: {newest} is the newest, and versions never go back")
 
 
 def version_dir(directory: Path, version: int) -> Path:
@@ -95,23 +95,23 @@ def manifest_file(directory: Path, version: int) -> Path:
     return version_dir(directory, version) / "manifest.json"
 
 
-def listed(directory: Path) -> list[int]:
+def list_versions(directory: Path) -> list[int]:
     """The versions that are there, oldest first; one listing of a small directory."""
     try:
         names = [path.name for path in directory.iterdir()]
     except FileNotFoundError:
         return []
-    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+    return sorted(int(match[1]) for name in names if (match := _VERSION_NAME.fullmatch(name)))
 
 
-def read_manifest(directory: Path, version: int) -> Manifest:
+def read_manifest(directory: Path, version: int) -> VersionManifest:
     """The manifest of a version; WeightsError if the version is absent or its manifest is damaged."""
     path = manifest_file(directory, version)
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode(path.read_bytes(), type=VersionManifest)
     except FileNotFoundError:
-        there = ", ".join(map(str, listed(directory))) or "none"
-        raise WeightsError(f"version {version} is not in {directory} (there: {there}): take the newest") from None
+        available = ", ".join(map(str, list_versions(directory))) or "none"
+        raise WeightsError(f"version {version} is not in {directory} (there: {available}): take the newest") from None
     except msgspec.DecodeError as error:
         raise WeightsError(f"{path} is damaged ({error}): remove {path.parent}") from None
     if manifest.version != version:
@@ -119,9 +119,9 @@ def read_manifest(directory: Path, version: int) -> Manifest:
     return manifest
 
 
-def newest_manifest(directory: Path) -> Manifest | None:
+def find_newest_manifest(directory: Path) -> VersionManifest | None:
     """The newest version in a directory that may be changing: one pruned between listing and reading is passed over."""
-    for version in reversed(listed(directory)):
+    for version in reversed(list_versions(directory)):
         if manifest_file(directory, version).exists():
             return read_manifest(directory, version)
     return None

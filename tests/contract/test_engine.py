@@ -8,19 +8,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcrl.campaign_dir.endpoints import Endpoint
+from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.config.recipe import TinyModel
-from hpcrl.engines.base import Completion, Engine, GenerateRequest, Part, joined
+from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, InferenceEngine, join_chunks
 from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
-from hpcrl.engines.http import RemoteEngine, client_session, kv_fetcher, serve
+from hpcrl.engines.http import RemoteEngine, make_client_session, make_kv_fetcher, serve_over_http
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.errors import EngineError
-from hpcrl.hardware.cost_model import ModelShape, pace
-from hpcrl.hardware.gpus import GPUS
+from hpcrl.hardware.cost_model import ModelShape, estimate_speed
+from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.testing.memory import MemoryStore
 
-Opened = Callable[[], AbstractAsyncContextManager[Engine]]
+Opened = Callable[[], AbstractAsyncContextManager[InferenceEngine]]
 PROMPT = [2, 45, 78, 5, 36, 3]
 PLACES = 8
 """Requests that each of these engines serves at once."""
@@ -33,40 +33,42 @@ TRIES = 5
 
 
 @asynccontextmanager
-async def in_process(model: Any) -> AsyncIterator[Engine]:
+async def in_process(model: Any) -> AsyncIterator[InferenceEngine]:
     async with EmbeddedEngine(model, store=MemoryStore(), max_batch=PLACES) as engine:
         yield engine
 
 
 @asynccontextmanager
-async def over_http(model: Any) -> AsyncIterator[Engine]:
+async def over_http(model: Any) -> AsyncIterator[InferenceEngine]:
     async with (
-        client_session() as session,
-        EmbeddedEngine(model, store=MemoryStore(), max_batch=PLACES, fetch_kv=kv_fetcher(session)) as engine,
+        make_client_session() as session,
+        EmbeddedEngine(model, store=MemoryStore(), max_batch=PLACES, fetch_kv=make_kv_fetcher(session)) as engine,
     ):
-        url, runner = await serve(engine, host="127.0.0.1", token="secret")
-        yield RemoteEngine(Endpoint(role="decode", worker="w", node="n", url=url, token="secret"), session)
+        url, runner = await serve_over_http(engine, host="127.0.0.1", token="secret")
+        yield RemoteEngine(EngineEndpoint(role="decode", worker="w", node="n", url=url, token="secret"), session)
         await runner.cleanup()
 
 
 SIM = SimSettings(vocabulary=100, context_length=CONTEXT, max_batch=PLACES)
-SIM_PACE = pace(GPUS["h20"], shape=ModelShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, num_dense=90000))
+SIM_PACE = estimate_speed(
+    GPU_CATALOGUE["h20"], shape=ModelShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, num_dense=90000)
+)
 
 
 @asynccontextmanager
-async def simulated(_: Any) -> AsyncIterator[Engine]:
+async def simulated(_: Any) -> AsyncIterator[InferenceEngine]:
     async with SimEngine(SIM_PACE, settings=SIM, store=MemoryStore()) as engine:
         yield engine
 
 
 @asynccontextmanager
-async def simulated_over_http(_: Any) -> AsyncIterator[Engine]:
+async def simulated_over_http(_: Any) -> AsyncIterator[InferenceEngine]:
     async with (
-        client_session() as session,
-        SimEngine(SIM_PACE, settings=SIM, store=MemoryStore(), fetch_kv=kv_fetcher(session)) as engine,
+        make_client_session() as session,
+        SimEngine(SIM_PACE, settings=SIM, store=MemoryStore(), fetch_kv=make_kv_fetcher(session)) as engine,
     ):
-        url, runner = await serve(engine, host="127.0.0.1", token="secret")
-        yield RemoteEngine(Endpoint(role="decode", worker="w", node="n", url=url, token="secret"), session)
+        url, runner = await serve_over_http(engine, host="127.0.0.1", token="secret")
+        yield RemoteEngine(EngineEndpoint(role="decode", worker="w", node="n", url=url, token="secret"), session)
         await runner.cleanup()
 
 
@@ -87,7 +89,7 @@ def ask(request_id: str = "r", **changes: Any) -> GenerateRequest:
     return msgspec.structs.replace(request, **changes)
 
 
-def on(opened: Opened, body: Callable[[Engine], Awaitable[Any]]) -> Any:
+def on(opened: Opened, body: Callable[[InferenceEngine], Awaitable[Any]]) -> Any:
     async def run() -> Any:
         async with opened() as engine:
             return await body(engine)
@@ -95,11 +97,11 @@ def on(opened: Opened, body: Callable[[Engine], Awaitable[Any]]) -> Any:
     return asyncio.run(run())
 
 
-async def num_made(engine: Engine) -> int:
+async def num_made(engine: InferenceEngine) -> int:
     return (await engine.load_figures()).num_generated_tokens
 
 
-async def until_running(engine: Engine, *, since: int = 0) -> None:
+async def until_running(engine: InferenceEngine, *, since: int = 0) -> None:
     """Until tokens are made, beyond the first `since` of its life."""
     while await num_made(engine) <= since:
         await asyncio.sleep(0.001)
@@ -114,7 +116,7 @@ def test_a_completion_has_one_logprob_and_one_version_per_token(opened: Opened) 
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_gives_others(opened: Opened) -> None:
-    async def body(engine: Engine) -> list[list[int]]:
+    async def body(engine: InferenceEngine) -> list[list[int]]:
         answers = [await engine.generate(ask(seed=seed, max_new_tokens=20)) for seed in (7, 7, 8)]
         return [answer.token_ids for answer in answers]
 
@@ -123,7 +125,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_gives_others(opene
 
 
 def test_generation_ends_with_the_first_stop_token(opened: Opened) -> None:
-    async def body(engine: Engine) -> Any:
+    async def body(engine: InferenceEngine) -> Any:
         free = await engine.generate(ask(max_new_tokens=20))
         stop = free.token_ids[5]
         return free, stop, await engine.generate(ask(max_new_tokens=20, stop_token_ids=[stop]))
@@ -154,7 +156,7 @@ def test_a_request_that_makes_no_sense_is_refused(opened: Opened, changes: dict[
 
 
 def test_a_request_id_in_use_is_refused(opened: Opened) -> None:
-    async def body(engine: Engine) -> tuple[Completion, Completion | BaseException]:
+    async def body(engine: InferenceEngine) -> tuple[Completion, Completion | BaseException]:
         for _ in range(TRIES):
             before = await num_made(engine)
             turn = asyncio.create_task(engine.generate(ask(max_new_tokens=LONG)))
@@ -173,7 +175,7 @@ def test_a_request_id_in_use_is_refused(opened: Opened) -> None:
 
 
 def test_an_aborted_request_answers_with_what_it_has(opened: Opened) -> None:
-    async def body(engine: Engine) -> Completion:
+    async def body(engine: InferenceEngine) -> Completion:
         for _ in range(TRIES):
             before = await num_made(engine)
             turn = asyncio.create_task(engine.generate(ask(max_new_tokens=LONG)))
@@ -193,7 +195,7 @@ def test_aborting_an_unknown_request_does_nothing(opened: Opened) -> None:
     on(opened, lambda engine: engine.abort("nobody"))
 
 
-async def takes_the_rest_along(engine: Engine, leave: Callable[[Engine], Awaitable[None]]) -> None:
+async def takes_the_rest_along(engine: InferenceEngine, leave: Callable[[InferenceEngine], Awaitable[None]]) -> None:
     """Whoever leaves a long turn."""
     for _ in range(TRIES):
         before = await num_made(engine)
@@ -206,7 +208,7 @@ async def takes_the_rest_along(engine: Engine, leave: Callable[[Engine], Awaitab
 
 
 def test_a_caller_that_goes_away_takes_its_request_with_it(opened: Opened) -> None:
-    async def go_away(engine: Engine) -> None:
+    async def go_away(engine: InferenceEngine) -> None:
         before = await num_made(engine)
         lost = asyncio.create_task(engine.generate(ask("lost", max_new_tokens=LONG)))
         await until_running(engine, since=before)
@@ -216,7 +218,7 @@ def test_a_caller_that_goes_away_takes_its_request_with_it(opened: Opened) -> No
 
 
 def test_more_requests_than_the_batch_holds_are_all_answered(opened: Opened) -> None:
-    async def body(engine: Engine) -> list[int]:
+    async def body(engine: InferenceEngine) -> list[int]:
         answers = await asyncio.gather(
             *[engine.generate(ask(f"r{n}", seed=n, max_new_tokens=1 + n)) for n in range(30)]
         )
@@ -226,7 +228,7 @@ def test_more_requests_than_the_batch_holds_are_all_answered(opened: Opened) -> 
 
 
 def test_decoding_from_handed_over_kv_gives_the_tokens_of_one_engine(opened: Opened) -> None:
-    async def body(engine: Engine) -> Any:
+    async def body(engine: InferenceEngine) -> Any:
         alone = await engine.generate(ask("alone", temperature=0.0, max_new_tokens=20))
         handle = await engine.prefill(ask("prefill", temperature=0.0))
         assert handle.num_tokens == len(PROMPT) - 1
@@ -240,7 +242,7 @@ def test_decoding_from_handed_over_kv_gives_the_tokens_of_one_engine(opened: Ope
 
 
 def test_a_handle_answers_once_and_then_the_prompt_is_computed_anew(opened: Opened) -> None:
-    async def body(engine: Engine) -> Any:
+    async def body(engine: InferenceEngine) -> Any:
         handle = await engine.prefill(ask("prefill"))
         return [await engine.generate(ask(f"decode-{n}", kv=handle)) for n in range(2)]
 
@@ -250,7 +252,7 @@ def test_a_handle_answers_once_and_then_the_prompt_is_computed_anew(opened: Open
 
 
 def test_kv_of_another_version_or_of_another_prompt_is_not_used(opened: Opened) -> None:
-    async def body(engine: Engine) -> Any:
+    async def body(engine: InferenceEngine) -> Any:
         alone = await engine.generate(ask("alone"))
         stale = msgspec.structs.replace(await engine.prefill(ask("p")), version=1)
         foreign = await engine.prefill(ask("q", token_ids=[2, 50, 51, 52, 53, 3]))
@@ -263,7 +265,7 @@ def test_kv_of_another_version_or_of_another_prompt_is_not_used(opened: Opened) 
 
 
 def test_an_idle_engine_says_so(opened: Opened) -> None:
-    async def body(engine: Engine) -> Any:
+    async def body(engine: InferenceEngine) -> Any:
         await engine.generate(ask())
         return await engine.load_figures()
 
@@ -272,7 +274,7 @@ def test_an_idle_engine_says_so(opened: Opened) -> None:
 
 
 def test_an_engine_at_work_tells_how_much_kv_its_requests_hold(opened: Opened) -> None:
-    async def body(engine: Engine) -> int:
+    async def body(engine: InferenceEngine) -> int:
         turn = asyncio.create_task(engine.generate(ask(max_new_tokens=LONG)))
         held = 0
         while not (held or turn.done()):
@@ -285,12 +287,12 @@ def test_an_engine_at_work_tells_how_much_kv_its_requests_hold(opened: Opened) -
     assert on(opened, body) > 0
 
 
-async def told(engine: Engine, request: GenerateRequest) -> list[Part]:
+async def told(engine: InferenceEngine, request: GenerateRequest) -> list[CompletionChunk]:
     return [piece async for piece in engine.stream(request)]
 
 
 def test_a_stream_tells_in_pieces_what_would_have_been_answered(opened: Opened) -> None:
-    async def body(engine: Engine) -> tuple[Completion, list[Part]]:
+    async def body(engine: InferenceEngine) -> tuple[Completion, list[CompletionChunk]]:
         whole = await engine.generate(ask("whole", seed=3, max_new_tokens=60))
         return whole, await told(engine, ask("told", seed=3, max_new_tokens=60))
 
@@ -299,28 +301,28 @@ def test_a_stream_tells_in_pieces_what_would_have_been_answered(opened: Opened) 
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
     for piece in pieces:
         assert len(piece.token_ids) == len(piece.logprobs) == len(piece.versions)
-    assert joined(pieces).token_ids == whole.token_ids
-    assert joined(pieces).versions == whole.versions
-    assert joined(pieces).logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+    assert join_chunks(pieces).token_ids == whole.token_ids
+    assert join_chunks(pieces).versions == whole.versions
+    assert join_chunks(pieces).logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
 def test_a_stream_ends_with_the_stop_token(opened: Opened) -> None:
-    async def body(engine: Engine) -> tuple[Completion, list[Part]]:
+    async def body(engine: InferenceEngine) -> tuple[Completion, list[CompletionChunk]]:
         free = await engine.generate(ask("free", max_new_tokens=20))
         return free, await told(engine, ask("told", max_new_tokens=20, stop_token_ids=[free.token_ids[5]]))
 
     free, pieces = on(opened, body)
     assert pieces[-1].finish_reason == "stop"
-    assert joined(pieces).token_ids == free.token_ids[: free.token_ids.index(free.token_ids[5]) + 1]
+    assert join_chunks(pieces).token_ids == free.token_ids[: free.token_ids.index(free.token_ids[5]) + 1]
 
 
 def test_who_stops_listening_in_the_middle_of_a_stream_takes_the_request_with_him(opened: Opened) -> None:
-    async def stop_listening(engine: Engine) -> None:
+    async def stop_listening(engine: InferenceEngine) -> None:
         async with aclosing(engine.stream(ask(max_new_tokens=LONG))) as pieces:
             async for _ in pieces:
                 break
 
-    async def body(engine: Engine) -> None:
+    async def body(engine: InferenceEngine) -> None:
         await takes_the_rest_along(engine, stop_listening)
         assert len((await engine.generate(ask(max_new_tokens=4))).token_ids) == 4  # the name is free again
 
@@ -328,20 +330,20 @@ def test_who_stops_listening_in_the_middle_of_a_stream_takes_the_request_with_hi
 
 
 def test_a_stream_that_is_aborted_says_so(opened: Opened) -> None:
-    async def body(engine: Engine) -> list[Part]:
+    async def body(engine: InferenceEngine) -> list[CompletionChunk]:
         for _ in range(TRIES):
             pieces = []
             async for piece in engine.stream(ask(max_new_tokens=LONG)):
                 pieces.append(piece)
                 if len(pieces) == 1:
                     await engine.abort("r")
-            if len(joined(pieces).token_ids) < LONG:
+            if len(join_chunks(pieces).token_ids) < LONG:
                 break
         return pieces
 
     pieces = on(opened, body)
     assert pieces[-1].finish_reason == "aborted"
-    assert 0 < len(joined(pieces).token_ids) < LONG
+    assert 0 < len(join_chunks(pieces).token_ids) < LONG
 
 
 def test_a_stream_of_a_request_that_makes_no_sense_is_refused(opened: Opened) -> None:
@@ -351,7 +353,7 @@ def test_a_stream_of_a_request_that_makes_no_sense_is_refused(opened: Opened) ->
 
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-9}])
 def test_where_one_token_is_left_to_draw_from_it_is_the_likeliest(opened: Opened, narrow: dict[str, Any]) -> None:
-    async def body(engine: Engine) -> list[list[int]]:
+    async def body(engine: InferenceEngine) -> list[list[int]]:
         greedy = await engine.generate(ask("greedy", temperature=0.0, max_new_tokens=12))
         drawn = await engine.generate(ask("drawn", seed=5, max_new_tokens=12, **narrow))
         return [greedy.token_ids, drawn.token_ids]
@@ -367,7 +369,7 @@ def test_a_choice_among_no_tokens_is_refused(opened: Opened, wrong: dict[str, An
 
 
 def test_where_all_places_are_taken_the_smaller_number_goes_first(opened: Opened) -> None:
-    async def body(engine: Engine) -> list[str]:
+    async def body(engine: InferenceEngine) -> list[str]:
         for attempt in range(20):
             ended, all_waited = await _order(engine, name=f"{attempt}")
             if all_waited:
@@ -377,7 +379,7 @@ def test_where_all_places_are_taken_the_smaller_number_goes_first(opened: Opened
     assert on(opened, body) == ["urgent", "middle", "patient"]
 
 
-async def _order(engine: Engine, *, name: str) -> tuple[list[str], bool]:
+async def _order(engine: InferenceEngine, *, name: str) -> tuple[list[str], bool]:
     """Who was answered first of three that come, in the wrong order, to a full engine; and whether it was full."""
     ended: list[str] = []
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.envs.arithmetic import Arithmetic
-from hpcrl.envs.base import Step, adapt
+from hpcrl.envs.base import Step, adapt_env
 from hpcrl.envs.gymnasium_text import Blackjack, FrozenLake, Taxi
 
 MAX_OBSERVATION = 20
@@ -66,11 +66,11 @@ def play(env, actions, *, seed):
 
 
 def test_the_same_seed_and_actions_give_the_same_episode(make):
-    assert play(adapt(make()), ACTIONS, seed=3) == play(adapt(make()), ACTIONS, seed=3)
+    assert play(adapt_env(make()), ACTIONS, seed=3) == play(adapt_env(make()), ACTIONS, seed=3)
 
 
 def test_an_environment_can_be_used_again(make):
-    env = adapt(make())
+    env = adapt_env(make())
     once = play(env, ACTIONS, seed=3)
     play(env, ACTIONS, seed=4)
     assert play(env, ACTIONS, seed=3) == once
@@ -78,7 +78,7 @@ def test_an_environment_can_be_used_again(make):
 
 def test_two_environments_do_not_meet(make):
     async def run():
-        one, other = adapt(make()), adapt(make())
+        one, other = adapt_env(make()), adapt_env(make())
         first = await one.reset(3)
         await other.reset(4)
         step = await one.step("R")
@@ -87,18 +87,18 @@ def test_two_environments_do_not_meet(make):
         return first, step
 
     first, step = asyncio.run(run())
-    assert (first, [step]) == play(adapt(make()), ["R"], seed=3)
+    assert (first, [step]) == play(adapt_env(make()), ["R"], seed=3)
 
 
 def test_closing_before_the_first_reset_is_allowed(make):
-    asyncio.run(adapt(make()).close())
+    asyncio.run(adapt_env(make()).close())
 
 
 @given(actions=st.lists(st.sampled_from(ACTIONS) | st.text(max_size=30), max_size=12), seed=st.integers(0, 2**31 - 1))
 @settings(max_examples=15, deadline=None)
 @pytest.mark.parametrize("name", ENVS)
 def test_whatever_the_model_says_is_an_ordinary_step(name, actions, seed):
-    first, steps = play(adapt(ENVS[name]()), actions, seed=seed)
+    first, steps = play(adapt_env(ENVS[name]()), actions, seed=seed)
     assert isinstance(first, str)
     for step in steps:
         assert isinstance(step, Step)
@@ -111,7 +111,7 @@ def test_whatever_the_model_says_is_an_ordinary_step(name, actions, seed):
 @settings(max_examples=30, deadline=None)
 @pytest.mark.parametrize("name", ["lake", "small lake", "random lake", "slippery lake", "taxi"])
 def test_an_episode_earns_at_most_one_and_only_success_earns_that(name, actions, seed):
-    _, steps = play(adapt(ENVS[name]()), actions, seed=seed)
+    _, steps = play(adapt_env(ENVS[name]()), actions, seed=seed)
     earned = sum(step.reward for step in steps)
     solved = bool(steps) and steps[-1].reward > 0.5
     assert earned <= 1 + 1e-9

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hpcrl.envs.base import adapt
+from hpcrl.envs.base import adapt_env
 from hpcrl.errors import ConfigError
 
 
@@ -62,9 +62,9 @@ class TestReasoningGym:
         assert [(step.reward, step.done) for step in steps] == [(1.0, True)]
 
     def test_an_answer_may_stand_in_tags(self):
-        from hpcrl.envs.reasoning_gym import answer_in
+        from hpcrl.envs.reasoning_gym import extract_answer
 
-        assert answer_in("so <answer>1</answer> no, <answer> 12\n</answer>.") == "12"
+        assert extract_answer("so <answer>1</answer> no, <answer> 12\n</answer>.") == "12"
 
     def test_nonsense_earns_less_than_the_answer(self):
         _, (step,) = play(self.make(), lambda _: "no idea")
@@ -92,9 +92,9 @@ class TestTextArena:
 
     @staticmethod
     def first_move(seen):
-        from hpcrl.envs.textarena import moves_in
+        from hpcrl.envs.textarena import find_moves
 
-        return moves_in(seen)[0]
+        return find_moves(seen)[0]
 
     @pytest.mark.parametrize("seat", [0, 1])
     def test_a_game_against_an_opponent_is_played_to_its_end(self, seat):
@@ -235,7 +235,7 @@ class TestOpenEnv:
     def test_an_episode_is_played_on_a_server(self, url):
         from hpcrl.envs.openenv import OpenEnv
 
-        seen, steps = play(adapt(OpenEnv(url=url, observation_field="text")), lambda _: "tick", seed=1)
+        seen, steps = play(adapt_env(OpenEnv(url=url, observation_field="text")), lambda _: "tick", seed=1)
         assert seen == ["2 left", "tick: 1 left", "tick: 0 left"]
         assert [(step.reward, step.done) for step in steps] == [(0.5, False), (0.5, True)]
 
@@ -243,4 +243,4 @@ class TestOpenEnv:
         from hpcrl.envs.openenv import OpenEnv
 
         with pytest.raises(RuntimeError, match=r"no 'words'; it has .*text"):
-            play(adapt(OpenEnv(url=url, observation_field="words")), lambda _: "tick")
+            play(adapt_env(OpenEnv(url=url, observation_field="words")), lambda _: "tick")

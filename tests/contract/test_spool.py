@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from hpcrl.errors import SpoolError
-from hpcrl.spool.listing import announce, listed, num_trajectories
-from hpcrl.spool.reader import DiskSpoolReader, Where
-from hpcrl.spool.record import COLUMNS, Trajectory, Turn, pack
+from hpcrl.spool.listing import announce_changes, count_spool_trajectories, list_segments
+from hpcrl.spool.reader import DiskSpoolReader, TrajectoryFilter
+from hpcrl.spool.record import COLUMNS, EpisodeTurn, Trajectory, pack_trajectory
 from hpcrl.spool.segment import read_segment, write_segment
-from hpcrl.spool.writer import Batching, DiskSpoolWriter, derive
+from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter, derive_segment
 from hpcrl.testing.memory import MemorySpool, MemorySpoolReader, MemorySpoolWriter
 
 FORK = multiprocessing.get_context("fork")
@@ -33,7 +33,7 @@ def trajectory(name="math/0/0", num_tokens=6, **changed):
         "created": 1.5,
         "start_version": 2,
         "end_version": 3,
-        "turns": [Turn(start=2, end=num_tokens, reward=0.5, generate_s=0.25)],
+        "turns": [EpisodeTurn(start=2, end=num_tokens, reward=0.5, generate_s=0.25)],
         "token_ids": np.arange(num_tokens, dtype=np.int32),
         "logprobs": np.array([0, np.nan, -np.inf, -1.5, *[0.0] * num_tokens], np.float32)[:num_tokens],
         "versions": np.full(num_tokens, 2, np.int32),
@@ -43,7 +43,7 @@ def trajectory(name="math/0/0", num_tokens=6, **changed):
 
 
 def exact(record):
-    packed = pack(record)
+    packed = pack_trajectory(record)
     return packed.facts, [packed.columns[name].tobytes() for name in COLUMNS]
 
 
@@ -146,7 +146,7 @@ def test_a_flush_of_nothing_acknowledges_nothing(spool):
 
 
 def test_a_batch_is_due_by_count(spool):
-    writer = spool.writer(batching=Batching(max_count=2, max_age_s=1e9))
+    writer = spool.writer(batching=BatchLimits(max_count=2, max_age_s=1e9))
     writer.append(trajectory("math/0/0"))
     assert writer.flush_due() == []
     writer.append(trajectory("math/0/1"))
@@ -154,7 +154,7 @@ def test_a_batch_is_due_by_count(spool):
 
 
 def test_a_batch_is_due_by_bytes(spool):
-    writer = spool.writer(batching=Batching(max_bytes=20_000, max_age_s=1e9))
+    writer = spool.writer(batching=BatchLimits(max_bytes=20_000, max_age_s=1e9))
     writer.append(trajectory("math/0/0", num_tokens=1000))
     assert writer.flush_due() == []
     writer.append(trajectory("math/0/1", num_tokens=1000))
@@ -163,7 +163,7 @@ def test_a_batch_is_due_by_bytes(spool):
 
 def test_a_batch_is_due_by_the_age_of_its_oldest(spool):
     clock = Clock()
-    writer = spool.writer(batching=Batching(max_age_s=2.0), clock=clock)
+    writer = spool.writer(batching=BatchLimits(max_age_s=2.0), clock=clock)
     writer.append(trajectory("math/0/0"))
     clock.now += 1.9
     writer.append(trajectory("math/0/1"))
@@ -175,7 +175,7 @@ def test_a_batch_is_due_by_the_age_of_its_oldest(spool):
 
 
 def test_a_writer_that_holds_too_much_refuses_more_and_keeps_what_it_has(spool):
-    writer = spool.writer(batching=Batching(max_bytes=30_000))
+    writer = spool.writer(batching=BatchLimits(max_bytes=30_000))
     for index in range(4):
         writer.append(trajectory(f"math/0/{index}", num_tokens=1000))
     with pytest.raises(SpoolError, match=r"'math/0/4' was not taken: others .*flush before"):
@@ -186,7 +186,7 @@ def test_a_writer_that_holds_too_much_refuses_more_and_keeps_what_it_has(spool):
 
 
 def test_a_trajectory_larger_than_the_batch_is_taken(spool):
-    writer = spool.writer(batching=Batching(max_bytes=1000))
+    writer = spool.writer(batching=BatchLimits(max_bytes=1000))
     writer.append(trajectory(num_tokens=100_000))
     assert written(writer) == ["math/0/0"]
 
@@ -238,7 +238,7 @@ def test_a_trajectory_that_cannot_be_stored_is_refused_alone(spool):
 
 
 def test_threads_may_append_while_another_flushes(spool):
-    writer = spool.writer(batching=Batching(max_count=5))
+    writer = spool.writer(batching=BatchLimits(max_count=5))
     acknowledged = []
 
     def append(thread):
@@ -274,12 +274,12 @@ def test_micro_batches_are_taken_one_after_another(spool):
 @pytest.mark.parametrize(
     ("where", "wanted"),
     [
-        (Where(), ["math/0/0", "code/1/0", "math/2/0"]),
-        (Where(domains=frozenset({"math"})), ["math/0/0", "math/2/0"]),
-        (Where(statuses=frozenset({"truncated"})), ["code/1/0"]),
-        (Where(min_version=3), ["math/2/0"]),
-        (Where(max_version=2), ["math/0/0", "code/1/0"]),
-        (Where(domains=frozenset({"code"}), min_version=3), []),
+        (TrajectoryFilter(), ["math/0/0", "code/1/0", "math/2/0"]),
+        (TrajectoryFilter(domains=frozenset({"math"})), ["math/0/0", "math/2/0"]),
+        (TrajectoryFilter(statuses=frozenset({"truncated"})), ["code/1/0"]),
+        (TrajectoryFilter(min_version=3), ["math/2/0"]),
+        (TrajectoryFilter(max_version=2), ["math/0/0", "code/1/0"]),
+        (TrajectoryFilter(domains=frozenset({"code"}), min_version=3), []),
     ],
 )
 def test_a_consumer_gets_what_it_asks_for(spool, where, wanted):
@@ -297,12 +297,12 @@ def test_what_a_consumer_passes_over_counts_as_delivered(spool):
     for _ in range(2):
         writer.append(trajectory())
         writer.flush()
-    assert reader.poll(Where(min_version=99)) == []
+    assert reader.poll(TrajectoryFilter(min_version=99)) == []
     assert reader.num_duplicates == 1
 
 
 def test_a_writer_that_holds_as_much_as_it_may_says_so(spool):
-    writer = spool.writer(batching=Batching(max_bytes=5_000))
+    writer = spool.writer(batching=BatchLimits(max_bytes=5_000))
     assert writer.has_room
     writer.append(trajectory(num_tokens=1000))
     assert not writer.has_room
@@ -319,7 +319,7 @@ def test_a_producer_that_starts_anew_goes_on_after_its_segments(disk):
         writer.append(trajectory(f"math/0/{index}"))
         writer.close()
     assert ids(disk.reader().poll()) == ["math/0/0", "math/0/1", "math/0/2"]
-    assert num_trajectories(disk.directory) == 3
+    assert count_spool_trajectories(disk.directory) == 3
 
 
 def test_two_processes_that_believe_to_be_one_producer_lose_nothing(disk):
@@ -370,11 +370,11 @@ def test_a_path_that_is_no_directory_is_told(disk):
 
 
 def test_a_damaged_segment_is_told_once_and_the_others_are_delivered(disk):
-    writer = disk.writer(batching=Batching(max_count=1))
+    writer = disk.writer(batching=BatchLimits(max_count=1))
     for index in range(3):
         writer.append(trajectory(f"math/0/{index}"))
         writer.flush()
-    damaged = disk.directory / listed(disk.directory)[1]
+    damaged = disk.directory / list_segments(disk.directory)[1]
     raw = bytearray(damaged.read_bytes())
     raw[len(raw) // 2 :] = raw[: len(raw) // 2]
     damaged.write_bytes(raw)
@@ -396,12 +396,12 @@ def test_a_segment_that_is_made_anew_after_its_quarantine_is_read(disk):
     writer, reader = disk.writer(), disk.reader()
     writer.append(trajectory())
     writer.flush()
-    (name,) = listed(disk.directory)
+    (name,) = list_segments(disk.directory)
     whole = (disk.directory / name).read_bytes()
     (disk.directory / name).write_bytes(whole[:-1])
     assert reader.poll() == []
     (disk.directory / name).write_bytes(whole)
-    announce(disk.directory, came=[name])
+    announce_changes(disk.directory, added=[name])
     assert ids(reader.poll()) == ["math/0/0"]
     assert reader.damaged == {}
     assert [told for told, _ in disk.damage] == [name]
@@ -411,7 +411,7 @@ def test_a_segment_out_of_reach_is_told_once_and_read_when_it_is_back(disk):
     writer, reader = disk.writer(), disk.reader()
     writer.append(trajectory())
     writer.flush()
-    (name,) = listed(disk.directory)
+    (name,) = list_segments(disk.directory)
     away = disk.directory.with_name("away.h5")
     (disk.directory / name).rename(away)
     (disk.directory / name).symlink_to(disk.directory / "nowhere")
@@ -426,7 +426,7 @@ def test_temporary_files_of_a_killed_writer_are_not_read(disk):
     writer = disk.writer()
     writer.append(trajectory())
     writer.flush()
-    (name,) = listed(disk.directory)
+    (name,) = list_segments(disk.directory)
     shutil.copy(disk.directory / name, disk.directory / f".{name}.0123456789ab.tmp")
     reader = disk.reader()
     assert ids(reader.poll()) == ["math/0/0"]
@@ -442,8 +442,8 @@ def test_a_derived_segment_has_the_same_name_and_the_new_facts(disk):
     writer.append(trajectory("math/0/0", num_tokens=3))
     writer.append(trajectory("math/0/1", num_tokens=4))
     writer.flush()
-    (name,) = listed(disk.directory)
-    target = derive(disk.directory / name, disk.directory.with_name("scored"), scored)
+    (name,) = list_segments(disk.directory)
+    target = derive_segment(disk.directory / name, disk.directory.with_name("scored"), scored)
     assert target.name == name
     assert [one.reward for one in read_segment(target)] == [3.0, 4.0]
 
@@ -452,15 +452,15 @@ def test_a_segment_that_is_derived_already_is_left_alone(disk):
     source, target_dir = disk.directory / "a.h5", disk.directory / "scored"
     disk.directory.mkdir()
     write_segment(source, [trajectory()])
-    before = derive(source, target_dir, scored).read_bytes()
-    assert derive(source, target_dir, pytest.fail).read_bytes() == before
+    before = derive_segment(source, target_dir, scored).read_bytes()
+    assert derive_segment(source, target_dir, pytest.fail).read_bytes() == before
 
 
 def test_a_transformation_that_fails_leaves_nothing(disk):
     disk.directory.mkdir()
     write_segment(disk.directory / "a.h5", [trajectory()])
     with pytest.raises(ZeroDivisionError):
-        derive(disk.directory / "a.h5", disk.directory / "scored", lambda _: 1 / 0)
+        derive_segment(disk.directory / "a.h5", disk.directory / "scored", lambda _: 1 / 0)
     assert not (disk.directory / "scored").exists()
 
 
@@ -469,11 +469,11 @@ def test_a_segment_that_goes_before_it_is_taken_is_let_go(disk):
     for index in range(3):
         writer.append(trajectory(f"math/0/{index}"))
         writer.flush()
-    first, second, third = listed(disk.directory)
+    first, second, third = list_segments(disk.directory)
     assert ids(reader.take(1)) == ["math/0/0"]
     (disk.directory / second).unlink()
-    announce(disk.directory, went=[second, third])
-    announce(disk.directory, came=[third])
+    announce_changes(disk.directory, removed=[second, third])
+    announce_changes(disk.directory, added=[third])
     assert ids(reader.poll()) == ["math/0/2"]
     assert reader.poll() == []
     assert (reader.num_passed, reader.num_duplicates, disk.damage) == (2, 0, [])
@@ -498,7 +498,7 @@ def derive_when_all_are_ready(barrier, source, target_dir):
         barrier.wait(30)
         return scored(record)
 
-    derive(source, target_dir, slow)
+    derive_segment(source, target_dir, slow)
 
 
 def test_racing_derivations_leave_one_complete_segment(disk):
@@ -512,7 +512,7 @@ def test_racing_derivations_leave_one_complete_segment(disk):
 
 
 def produce(disk, producer, num):
-    writer = disk.writer(producer, batching=Batching(max_count=7))
+    writer = disk.writer(producer, batching=BatchLimits(max_count=7))
     acknowledged = []
     for index in range(num):
         writer.append(trajectory(f"{producer}/{index}", num_tokens=index % 50))

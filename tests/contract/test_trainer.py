@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from hpcrl.config.recipe import Train
+from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.torch import TorchTrainer
-from hpcrl.trainers.world import ALONE
+from hpcrl.trainers.world import SINGLE_RANK
 
 
 def packed(model_dir, train, **options):
@@ -24,7 +24,7 @@ def megatron(model_dir, train, **options):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     from hpcrl.trainers.megatron.trainer import MegatronTrainer
 
-    return MegatronTrainer(model_dir, msgspec.structs.replace(train, trainer="megatron"), world=ALONE, **options)
+    return MegatronTrainer(model_dir, msgspec.structs.replace(train, trainer="megatron"), world=SINGLE_RANK, **options)
 
 
 MAKERS = {"torch": TorchTrainer, "packed": packed, "megatron": megatron}
@@ -55,7 +55,7 @@ def model_dir(request, tmp_path_factory):
 def make(request, model_dir):
     def made(*, temperature=1.0, **changed):
         settings = {"num_steps": 9, "groups_per_step": 2, "learning_rate": 1e-2, "tokens_per_micro_batch": 128}
-        return request.param(model_dir, Train(**{**settings, **changed}), seed=3, temperature=temperature)
+        return request.param(model_dir, TrainConfig(**{**settings, **changed}), seed=3, temperature=temperature)
 
     return made
 
@@ -283,7 +283,7 @@ def test_a_checkpoint_of_another_model_is_refused(make, tmp_path):
     )
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "other")
     (tmp_path / "saved").mkdir()
-    other = TorchTrainer(tmp_path / "other", Train(num_steps=1, groups_per_step=1, learning_rate=1.0))
+    other = TorchTrainer(tmp_path / "other", TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0))
     other.snapshot().write(tmp_path / "saved")
     with pytest.raises(TrainError, match="resume with the model that the campaign began with"):
         make().load(tmp_path / "saved")
@@ -291,4 +291,4 @@ def test_a_checkpoint_of_another_model_is_refused(make, tmp_path):
 
 def test_a_directory_without_a_model_is_refused(tmp_path):
     with pytest.raises(TrainError, match="cannot be loaded"):
-        TorchTrainer(tmp_path, Train(num_steps=1, groups_per_step=1, learning_rate=1.0))
+        TorchTrainer(tmp_path, TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0))

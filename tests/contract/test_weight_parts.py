@@ -13,25 +13,25 @@ from hypothesis import strategies as st
 from hpcrl.errors import WeightsError
 from hpcrl.weights.couriers import receiver as intake_module
 from hpcrl.weights.couriers import spans as messages_module
-from hpcrl.weights.couriers.protocol import Part
-from hpcrl.weights.couriers.receiver import Intake
-from hpcrl.weights.couriers.spans import messages, values_of
-from hpcrl.weights.layout import Layout, Parts, Shard, joined, split, whole
-from hpcrl.weights.window.file import sum_of
+from hpcrl.weights.couriers.protocol import NodePart
+from hpcrl.weights.couriers.receiver import IncomingVersion
+from hpcrl.weights.couriers.spans import split_into_spans, view_values
+from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard, join_layouts, make_whole_shard, split_tensor
+from hpcrl.weights.window.file import compute_checksum
 
-Held = list[list[Shard]]
+Held = list[list[TensorShard]]
 KINDS = ("int8", "bfloat16", "float32", "int64")
 
 
 @st.composite
-def trainers(draw: st.DrawFn) -> tuple[Layout, list[str], Held]:
+def trainers(draw: st.DrawFn) -> tuple[TensorLayout, list[str], Held]:
     """A model whose tensors are cut again and again along any axis, and ranks on up to three nodes with the boxes."""
     shapes = draw(st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=4))
-    layout = Layout.pack((f"t{i}", draw(st.sampled_from(KINDS)), shape) for i, shape in enumerate(shapes))
+    layout = TensorLayout.pack((f"t{i}", draw(st.sampled_from(KINDS)), shape) for i, shape in enumerate(shapes))
     nodes = sorted(draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=5)))
     held: Held = [[] for _ in nodes]
     for tensor in layout.tensors:
-        pieces = [whole(tensor)]
+        pieces = [make_whole_shard(tensor)]
         for _ in range(draw(st.integers(0, 4)) if tensor.shape else 0):
             pieces += _halves(pieces.pop(draw(st.integers(0, len(pieces) - 1))), draw)
         for piece in pieces:
@@ -40,15 +40,15 @@ def trainers(draw: st.DrawFn) -> tuple[Layout, list[str], Held]:
     return layout, nodes, held
 
 
-def _halves(piece: Shard, draw: st.DrawFn) -> Iterator[Shard]:
+def _halves(piece: TensorShard, draw: st.DrawFn) -> Iterator[TensorShard]:
     axis = draw(st.integers(0, len(piece.shape) - 1))
     edge = draw(st.integers(0, piece.shape[axis]))
     for low, size in ((0, edge), (edge, piece.shape[axis] - edge)):
         start = tuple(at + low * (i == axis) for i, at in enumerate(piece.start))
-        yield Shard(name=piece.name, start=start, shape=(*piece.shape[:axis], size, *piece.shape[axis + 1 :]))
+        yield TensorShard(name=piece.name, start=start, shape=(*piece.shape[:axis], size, *piece.shape[axis + 1 :]))
 
 
-def model(layout: Layout, *, seed: int = 0) -> bytearray:
+def model(layout: TensorLayout, *, seed: int = 0) -> bytearray:
     """A slot that holds all of it; what lies between tensors is zero."""
     slot = bytearray(layout.nbytes)
     dice = np.random.default_rng(seed)
@@ -57,98 +57,107 @@ def model(layout: Layout, *, seed: int = 0) -> bytearray:
     return slot
 
 
-def slot_of(part: Layout, layout: Layout, data: bytearray) -> bytearray:
+def slot_of(part: TensorLayout, layout: TensorLayout, data: bytearray) -> bytearray:
     """What a node's window holds of a model."""
-    slot, tensors = bytearray(part.nbytes), layout.by_name()
+    slot, tensors = bytearray(part.nbytes), layout.tensors_by_name()
     for box in part.tensors:
-        values_of(memoryview(slot), box)[...] = values_of(memoryview(data), tensors[box.shard.name])[box.shard.index]
+        view_values(memoryview(slot), box)[...] = view_values(memoryview(data), tensors[box.shard.name])[
+            box.shard.index
+        ]
     return slot
 
 
-def sums_of(slot: bytearray, layout: Layout) -> dict[str, str]:
-    return {tensor.name: sum_of(memoryview(slot), tensor).hex() for tensor in layout.tensors}
+def sums_of(slot: bytearray, layout: TensorLayout) -> dict[str, str]:
+    return {tensor.name: compute_checksum(memoryview(slot), tensor).hex() for tensor in layout.tensors}
 
 
 def taken_in(
-    layout: Layout, parts: list[Part], slots: list[bytearray], *, damage: Callable[[bytearray], Any] | None = None
+    layout: TensorLayout,
+    parts: list[NodePart],
+    slots: list[bytearray],
+    *,
+    damage: Callable[[bytearray], Any] | None = None,
 ) -> tuple[bytearray, dict[str, str], list[bytes]]:
     """What arrives where all parts are sent: the slot, and the checksums that it should have, and has."""
     target = bytearray(layout.nbytes)
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        intake = Intake(memoryview(target), layout, parts, lanes=[one, other])
+        intake = IncomingVersion(memoryview(target), layout, parts, lanes=[one, other])
         sent = [
             (part.source, bytearray(slot[message.start : message.stop]))
             for part, slot in zip(parts, slots, strict=True)
-            for message in messages(part.layout, layout)
+            for message in split_into_spans(part.layout, layout)
         ]
         if damage is not None:
             damage(sent[-1][1])
-        for piece, (source, data) in zip(intake.pieces(source=None), sent, strict=True):
+        for piece, (source, data) in zip(intake.chunks(source=None), sent, strict=True):
             assert piece.source == source
             piece.data[:] = data
-            intake.came(piece.data)
+            intake.add_chunk(piece.data)
         for future in intake.pending():
             future.result()
-        wanted, sums = intake.settle()
+        wanted, sums = intake.verify_checksums()
     return target, wanted, sums
 
 
-def parts_of(layout: Layout, nodes: list[str], held: Held) -> tuple[list[Part], list[bytearray]]:
-    made = Parts.of(layout, nodes=nodes, held=held)
+def parts_of(layout: TensorLayout, nodes: list[str], held: Held) -> tuple[list[NodePart], list[bytearray]]:
+    made = PartAssignment.from_shards(layout, nodes=nodes, held_by_rank=held)
     data = model(layout)
     slots = [slot_of(part, layout, data) for part in made.layouts.values()]
     parts = [
-        Part(source=number, layout=part, checksums=sums_of(slot, part))
+        NodePart(source=number, layout=part, checksums=sums_of(slot, part))
         for number, (part, slot) in enumerate(zip(made.layouts.values(), slots, strict=True))
     ]
     return parts, slots
 
 
 @given(trainers(), st.integers(0, 2))
-def test_all_parts_together_are_the_whole(trainer: tuple[Layout, list[str], Held], pieces: int) -> None:
+def test_all_parts_together_are_the_whole(trainer: tuple[TensorLayout, list[str], Held], pieces: int) -> None:
     layout, nodes, held = trainer
     parts, slots = parts_of(layout, nodes, held)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(messages_module, "BUCKET_NBYTES", (16, 64, 1 << 20)[pieces])
         target, wanted, sums = taken_in(layout, parts, slots)
     for tensor in layout.tensors:
-        got, sent = (values_of(memoryview(slot), tensor) for slot in (target, model(layout)))
+        got, sent = (view_values(memoryview(slot), tensor) for slot in (target, model(layout)))
         assert (got == sent).all()
     assert wanted == sums_of(model(layout), layout)
     assert [one.hex() for one in sums] == [wanted[tensor.name] for tensor in layout.tensors]
 
 
 @given(trainers())
-def test_parts_tell_the_whole_without_being_told(trainer: tuple[Layout, list[str], Held]) -> None:
+def test_parts_tell_the_whole_without_being_told(trainer: tuple[TensorLayout, list[str], Held]) -> None:
     layout, nodes, held = trainer
-    made = Parts.of(layout, nodes=nodes, held=held)
-    again = joined([Layout.from_json(part.to_json()) for part in made.layouts.values()])
+    made = PartAssignment.from_shards(layout, nodes=nodes, held_by_rank=held)
+    again = join_layouts([TensorLayout.from_json(part.to_json()) for part in made.layouts.values()])
     assert {(t.name, t.dtype, t.shape) for t in again.tensors} == {(t.name, t.dtype, t.shape) for t in layout.tensors}
     if len(made.layouts) == 1:
         assert list(made.layouts.values()) == [layout] == [again]
 
 
 @given(trainers())
-def test_the_first_rank_on_each_node_writes_its_window(trainer: tuple[Layout, list[str], Held]) -> None:
+def test_the_first_rank_on_each_node_writes_its_window(trainer: tuple[TensorLayout, list[str], Held]) -> None:
     layout, nodes, held = trainer
-    writers = Parts.of(layout, nodes=nodes, held=held).writers()
+    writers = PartAssignment.from_shards(layout, nodes=nodes, held_by_rank=held).writers()
     assert writers == {node: nodes.index(node) for node in set(nodes)}
 
 
-LAYOUT = Layout.pack([("q", "bfloat16", (64, 32)), ("o", "bfloat16", (32, 64)), ("norm", "float32", (32,))])
+LAYOUT = TensorLayout.pack([("q", "bfloat16", (64, 32)), ("o", "bfloat16", (32, 64)), ("norm", "float32", (32,))])
 QUERY, OUT, NORM = LAYOUT.tensors
 NODES = ["a", "a", "b", "b"]
 
 
 def tensor_parallel() -> Held:
     """Over four ranks, two a node."""
-    held = [[q, o] for q, o in zip(split(QUERY, axis=0, num=4), split(OUT, axis=1, num=4), strict=True)]
-    held[0].append(whole(NORM))
+    held = [
+        [q, o]
+        for q, o in zip(split_tensor(QUERY, axis=0, num_shards=4), split_tensor(OUT, axis=1, num_shards=4), strict=True)
+    ]
+    held[0].append(make_whole_shard(NORM))
     return held
 
 
 def test_boxes_of_a_node_that_fill_a_larger_one_are_one() -> None:
-    first, second = Parts.of(LAYOUT, nodes=NODES, held=tensor_parallel()).layouts.values()
+    first, second = PartAssignment.from_shards(LAYOUT, nodes=NODES, held_by_rank=tensor_parallel()).layouts.values()
     assert [(box.name, box.shape) for box in first.tensors] == [
         ("q@0,0", (32, 32)),
         ("o@0,0", (32, 32)),
@@ -158,21 +167,21 @@ def test_boxes_of_a_node_that_fill_a_larger_one_are_one() -> None:
 
 
 def test_rows_travel_as_they_lie_and_columns_are_spread() -> None:
-    first = Parts.of(LAYOUT, nodes=NODES, held=tensor_parallel()).layouts["a"]
-    assert [message.at for message in messages(first, LAYOUT)] == [QUERY.offset, None, NORM.offset]
+    first = PartAssignment.from_shards(LAYOUT, nodes=NODES, held_by_rank=tensor_parallel()).layouts["a"]
+    assert [message.target_start for message in split_into_spans(first, LAYOUT)] == [QUERY.offset, None, NORM.offset]
 
 
 def test_whole_tensors_behind_one_another_travel_as_one() -> None:
-    held = [[whole(QUERY), whole(OUT)], [], [whole(NORM)], []]
-    first, second = Parts.of(LAYOUT, nodes=NODES, held=held).layouts.values()
-    [message] = messages(first, LAYOUT)
-    assert (message.start, message.stop, message.at) == (0, NORM.offset, 0)
-    assert [message.at for message in messages(second, LAYOUT)] == [NORM.offset]
+    held = [[make_whole_shard(QUERY), make_whole_shard(OUT)], [], [make_whole_shard(NORM)], []]
+    first, second = PartAssignment.from_shards(LAYOUT, nodes=NODES, held_by_rank=held).layouts.values()
+    [message] = split_into_spans(first, LAYOUT)
+    assert (message.start, message.stop, message.target_start) == (0, NORM.offset, 0)
+    assert [message.target_start for message in split_into_spans(second, LAYOUT)] == [NORM.offset]
 
 
 def test_a_node_that_gives_nothing_has_a_part_without_tensors() -> None:
-    held = [[whole(tensor) for tensor in LAYOUT.tensors], [], [], []]
-    first, second = Parts.of(LAYOUT, nodes=NODES, held=held).layouts.values()
+    held = [[make_whole_shard(tensor) for tensor in LAYOUT.tensors], [], [], []]
+    first, second = PartAssignment.from_shards(LAYOUT, nodes=NODES, held_by_rank=held).layouts.values()
     assert (first, second.tensors) == (LAYOUT, ())
 
 
@@ -191,18 +200,18 @@ def test_a_box_that_changes_on_the_way_is_refused_by_its_name() -> None:
     [
         (lambda parts: parts.pop(), r"'q': 1024 of its 2048 values are held by no rank"),
         (lambda parts: parts.append(parts[1]), "rank 1 and rank 2 both hold"),
-        (lambda parts: parts.append(Layout.pack([("q", "float32", (64, 32))])), "'q' is float32"),
+        (lambda parts: parts.append(TensorLayout.pack([("q", "float32", (64, 32))])), "'q' is float32"),
     ],
 )
 def test_parts_that_do_not_make_a_whole_are_refused(change: Callable[[Any], object], complaint: str) -> None:
-    parts = list(Parts.of(LAYOUT, nodes=NODES, held=tensor_parallel()).layouts.values())
+    parts = list(PartAssignment.from_shards(LAYOUT, nodes=NODES, held_by_rank=tensor_parallel()).layouts.values())
     change(parts)
     with pytest.raises(WeightsError, match=complaint):
-        joined(parts)
+        join_layouts(parts)
 
 
 def test_the_layout_of_whole_tensors_is_described_as_ever() -> None:
-    described = Layout.pack([("a", "float32", (2,))]).to_json()
+    described = TensorLayout.pack([("a", "float32", (2,))]).to_json()
     assert described == b'{"tensors":[{"name":"a","dtype":"float32","shape":[2],"offset":0,"nbytes":8}],"nbytes":64}'
 
 
@@ -212,14 +221,14 @@ def test_pieces_that_wait_to_be_spread_are_few(monkeypatch: pytest.MonkeyPatch) 
     goes_on = Event()
     with ThreadPoolExecutor(1) as lane:
         lane.submit(goes_on.wait)
-        intake = Intake(memoryview(bytearray(LAYOUT.nbytes)), LAYOUT, parts, lanes=[lane])
+        intake = IncomingVersion(memoryview(bytearray(LAYOUT.nbytes)), LAYOUT, parts, lanes=[lane])
         num = 0
-        for piece in intake.pieces(source=None):
-            intake.came(piece.data)
+        for piece in intake.chunks(source=None):
+            intake.add_chunk(piece.data)
             num += 1
             if not intake.has_room():
                 break
-        assert QUERY.nbytes // 2 // 64 < num <= QUERY.nbytes // 2 // 64 + intake_module.MOST_PRIVATE + 1
+        assert QUERY.nbytes // 2 // 64 < num <= QUERY.nbytes // 2 // 64 + intake_module.MAX_PRIVATE_PER_LANE + 1
         goes_on.set()
         for future in intake.pending():
             future.result()

@@ -6,14 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import WeightsError
 from hpcrl.testing.memory import MemoryStore
 from hpcrl.weights.file_store import FileStore
-from hpcrl.weights.model_update import check_fit, copy_into, parameters_of
+from hpcrl.weights.model_update import check_fit, collect_parameters, copy_weights
 from hpcrl.weights.store import WeightStore
-from hpcrl.weights.versions import WeightVersion, listed, manifest_file, newest_manifest, tensors_file, version_dir
-from hpcrl.weights.window.file import Key
+from hpcrl.weights.versions import (
+    WeightVersion,
+    find_newest_manifest,
+    list_versions,
+    manifest_file,
+    tensors_file,
+    version_dir,
+)
+from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window_store import WindowStore
 
 Weights = dict[str, torch.Tensor]
@@ -25,8 +32,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> WeightStore:
         case "file":
             return FileStore(tmp_path / "weights")
         case "window":
-            run = RunDir(tmp_path / "campaign")
-            return WindowStore(Key(campaign=run.root, node="n", directory=tmp_path), job=run.job(0))
+            run = CampaignDir(tmp_path / "campaign")
+            return WindowStore(WindowKey(campaign=run.root, node="n", directory=tmp_path), job=run.job(0))
         case _:
             return MemoryStore()
 
@@ -146,7 +153,7 @@ def test_what_a_killed_publisher_left_is_invisible_and_cleared_by_the_next(tmp_p
     torn = tmp_path / ".v00000001.deadbeef.tmp"
     torn.mkdir()
     (torn / "model.safetensors").write_bytes(b"half")
-    assert listed(tmp_path) == [0]
+    assert list_versions(tmp_path) == [0]
     store.publish(weights(), WeightVersion(version=1, step=1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000000", "v00000001"]
 
@@ -155,7 +162,7 @@ def test_a_directory_without_a_manifest_is_no_version(tmp_path: Path) -> None:
     FileStore(tmp_path).publish(weights(), WeightVersion(version=0, step=0))
     version_dir(tmp_path, 1).mkdir()
     (tmp_path / "notes.txt").write_text("not ours")
-    newest = newest_manifest(tmp_path)
+    newest = find_newest_manifest(tmp_path)
     assert newest is not None
     assert newest.version == 0
 
@@ -199,16 +206,16 @@ def test_weights_that_do_not_fit_name_the_tensor_and_change_nothing(
     change: Callable[[Weights], object], complaint: str
 ) -> None:
     model = torch.nn.Linear(3, 2)
-    before = {name: tensor.clone() for name, tensor in parameters_of(model).items()}
+    before = {name: tensor.clone() for name, tensor in collect_parameters(model).items()}
     given = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
     change(given)
     with pytest.raises(WeightsError, match=complaint):
-        copy_into(model, given)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in parameters_of(model).items())
+        copy_weights(model, given)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in collect_parameters(model).items())
 
 
 def test_a_tied_parameter_is_published_once() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False))
     model[1].weight = model[0].weight
-    assert list(parameters_of(model)) == ["0.weight"]
-    check_fit(parameters_of(model), parameters_of(model))
+    assert list(collect_parameters(model)) == ["0.weight"]
+    check_fit(collect_parameters(model), collect_parameters(model))

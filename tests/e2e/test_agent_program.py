@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign_dir.paths import RunDir
-from hpcrl.envs.isolation.sandbox import choose
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.envs.isolation.sandbox import choose_sandbox
 from hpcrl.errors import EnvFault
 from tests.campaigns import hpcrl, processes_of, snapshot, steps, until
 
@@ -15,12 +15,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 def test_a_campaign_trains_on_what_an_agent_program_did(home: Path) -> None:
     try:
-        sandbox = choose("auto", image=None)
+        sandbox = choose_sandbox("auto", image=None)
     except EnvFault:
         sandbox = "none"
     settings = ("-s", "train.num_steps=2", "-s", f"domains.sums.options.sandbox={sandbox}")
     hpcrl("submit", "agent", "--site", "local", "--watch", "--name", "a", *settings, timeout_s=800)
     seen = snapshot("a")
     assert (seen["state"], seen["step"]) == ("done", 2)
-    assert len(steps(RunDir(home / "campaigns" / "a"))) == 2
+    assert len(steps(CampaignDir(home / "campaigns" / "a"))) == 2
     until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcrl.campaign_dir.event_log import read_events
-from hpcrl.campaign_dir.paths import SPOOLS, RunDir
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.rollout.tasks import NUM_SEEDS
 from hpcrl.spool.ids import is_held_out
 from hpcrl.spool.segment import read_segment
@@ -18,7 +18,7 @@ from tests.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def evaluations(run: RunDir) -> list[dict[str, Any]]:
+def evaluations(run: CampaignDir) -> list[dict[str, Any]]:
     return [event for event in read_events(run.events) if event["event"] == "evaluation"]
 
 
@@ -26,7 +26,7 @@ def test_held_out_tasks_are_measured_every_few_versions_and_never_trained_on(cam
     asked = ("-s", "evaluation.every_versions=2", "-s", "evaluation.num_episodes=6", "-s", "evaluation.temperature=0")
     best = ("-s", "train.checkpoint_every_steps=1", "-s", "train.keep_best=1", "-s", "train.keep_checkpoints=1")
     hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "e", *SMALL, *asked, *best)
-    run, seen = RunDir(campaigns / "e"), snapshot("e")
+    run, seen = CampaignDir(campaigns / "e"), snapshot("e")
     told = evaluations(run)
     assert [event["number"] for event in told] == list(range(len(told)))
     versions = [event["version"] for event in told]
@@ -47,9 +47,9 @@ def test_held_out_tasks_are_measured_every_few_versions_and_never_trained_on(cam
 def test_an_evaluation_that_a_crash_cut_short_is_made_anew_and_none_counts_twice(campaigns: Path) -> None:
     asked = ("-s", "evaluation.every_versions=100", "-s", "evaluation.num_episodes=400")
     hpcrl("submit", "quickstart", "--site", "local", "--name", "x", *SMALL, *asked, "-s", "train.num_steps=12")
-    run = RunDir(campaigns / "x")
+    run = CampaignDir(campaigns / "x")
     until((run.evaluations / "round.json").exists, what="an evaluation was begun")
-    guardian = read_json(run.job(0).submitted)["pid"]
+    guardian = read_json(run.job(0).submission)["pid"]
     driver = int(Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()[0])
     os.kill(driver, signal.SIGKILL)
     assert outcome(run)["outcome"] == "failed"

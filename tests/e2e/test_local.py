@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import read_json
 from tests.campaigns import (
     SMALL,
@@ -29,11 +29,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 @pytest.fixture
 def run_of(home: Path) -> Any:
     """The directory of a campaign by name; afterwards nothing may be left of any."""
-    yield lambda name: RunDir(home / "campaigns" / name)
+    yield lambda name: CampaignDir(home / "campaigns" / name)
     end_campaigns(home)
 
 
-def pid_of(run: RunDir, role: str) -> int:
+def pid_of(run: CampaignDir, role: str) -> int:
     """The process of a worker, as it said itself."""
     from hpcrl.campaign_dir.event_log import read_events
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import read_json
 from tests.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
 
@@ -38,9 +38,9 @@ inputs = ["weigh"]
 """
 
 
-def reader_of(run: RunDir) -> psutil.Process | None:
+def reader_of(run: CampaignDir) -> psutil.Process | None:
     """The process that feeds the sinks."""
-    children = psutil.Process(read_json(run.job(0).submitted)["pid"]).children(recursive=True)
+    children = psutil.Process(read_json(run.job(0).submission)["pid"]).children(recursive=True)
     found = [process for process in children if "hpcrl.job.metrics_export" in process.cmdline()]
     return found[0] if found else None
 
@@ -50,7 +50,7 @@ def test_figures_are_shown_though_their_reader_was_killed(campaigns: Path, tmp_p
     recipe = tmp_path / "nodes.toml"
     recipe.write_text(RECIPE)
     hpcrl("submit", str(recipe), "--site", "local", "--name", "m", *SMALL, "-s", "train.num_steps=30")
-    run = RunDir(campaigns / "m")
+    run = CampaignDir(campaigns / "m")
     until((run.metrics / "read.json").exists, what="the reader has read")
     reader = reader_of(run)
     assert reader is not None

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign_dir.event_log import read_events
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from tests.campaigns import SMALL, hpcrl, snapshot, steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("own_code")]
@@ -23,7 +23,7 @@ def test_a_mode_that_waits_comes_to_its_end_though_rewards_fail(campaigns: Path,
         "rollout.spare_groups=1",
     )
     hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", mode, *SMALL, *failing)
-    run = RunDir(campaigns / mode)
+    run = CampaignDir(campaigns / mode)
     assert snapshot(mode)["state"] == "done"
     made = steps(run)
     assert [step["num_trajectories"] for step in made] == [8] * 4

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from hpcrl.campaign_dir.event_log import read_events
-from hpcrl.campaign_dir.paths import SPOOLS, RunDir
-from hpcrl.rollout.routing.role_switch import read_flips
-from hpcrl.spool.record import Turn
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
+from hpcrl.rollout.routing.role_switch import read_switched_roles
+from hpcrl.spool.record import EpisodeTurn
 from hpcrl.spool.segment import read_segment
 from tests.campaigns import SMALL, hpcrl, snapshot, steps, until
 
@@ -61,7 +61,7 @@ def recipe(tmp_path: Path) -> str:
 
 def test_a_simulated_campaign_hands_kv_over_and_follows_the_versions(campaigns: Path, recipe: str) -> None:
     hpcrl("submit", recipe, "--site", "local", "--watch", "--name", "sim", *SMALL)
-    run = RunDir(campaigns / "sim")
+    run = CampaignDir(campaigns / "sim")
     assert snapshot("sim")["state"] == "done"
     assert [step["num_trajectories"] for step in steps(run)] == [8] * 4
     assert any(turn.remote_prefill for turn in turns(run))
@@ -75,24 +75,28 @@ def test_turns_go_to_the_hardware_of_their_domain_and_a_worker_changes_over(camp
     """These turns have prompts of a few tokens: one prefill worker is enough, and decode lacks one."""
     sizing = ("-s", "router.sizing=auto", "-s", "train.num_steps=100000")
     hpcrl("submit", recipe, "--site", "local", "--name", "flip", *SMALL, *sizing)
-    run = RunDir(campaigns / "flip")
+    run = CampaignDir(campaigns / "flip")
     until(lambda: all(_is_at_home(run, domain) for domain in FAST), what=f"domains are served by {FAST}")
-    until(lambda: "decode" in read_flips(run.flips).values(), what="a worker has changed over", timeout_s=300)
-    (changed,) = read_flips(run.flips)
+    until(
+        lambda: "decode" in read_switched_roles(run.switched_roles).values(),
+        what="a worker has changed over",
+        timeout_s=300,
+    )
+    (changed,) = read_switched_roles(run.switched_roles)
     assert "-prefill-" in changed
     until(lambda: any(route["decode"] == changed for route in routes(run)), what=f"{changed} decodes")
 
 
-def routes(run: RunDir) -> list[dict[str, Any]]:
+def routes(run: CampaignDir) -> list[dict[str, Any]]:
     return [event for event in read_events(run.events) if event["event"] == "route"]
 
 
-def turns(run: RunDir) -> list[Turn]:
+def turns(run: CampaignDir) -> list[EpisodeTurn]:
     segments = [path for spool in SPOOLS for path in run.spool(spool).glob("*.h5")]
     return [turn for path in segments for facts in read_segment(path).facts for turn in facts.turns]
 
 
-def _is_at_home(run: RunDir, domain: str) -> bool:
+def _is_at_home(run: CampaignDir, domain: str) -> bool:
     """Whether its last turns were all on its hardware, as they are once that is there."""
     last = [route["decode"] or "" for route in routes(run) if route["domain"] == domain][-50:]
     return len(last) == 50 and all(worker.endswith(FAST[domain]) for worker in last)

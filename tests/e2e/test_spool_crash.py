@@ -7,7 +7,7 @@ import random
 import time
 
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.writer import Batching, DiskSpoolWriter
+from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
 from tests.spools import trajectory
 
 FORK = multiprocessing.get_context("fork")
@@ -16,7 +16,7 @@ NUM_KILLS = 30
 
 def write_until_killed(directory, life, pipe):
     """Append for ever; say in `pipe` what was acknowledged, one id a line."""
-    writer = DiskSpoolWriter(directory, producer="000-env-0", batching=Batching(max_count=3))
+    writer = DiskSpoolWriter(directory, producer="000-env-0", batching=BatchLimits(max_count=3))
     rng = random.Random(life)
     number = 0
     while True:

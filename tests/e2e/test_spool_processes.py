@@ -6,7 +6,7 @@ import random
 import time
 
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.writer import Batching, DiskSpoolWriter
+from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
 from hpcrl.system.files import publish_json, read_json
 from tests.spools import trajectory
 
@@ -22,7 +22,7 @@ def refuse(path, reason):
 
 
 def write(directory, number):
-    writer = DiskSpoolWriter(directory, producer=f"000-env-{number}", batching=Batching(max_count=7))
+    writer = DiskSpoolWriter(directory, producer=f"000-env-{number}", batching=BatchLimits(max_count=7))
     acknowledged = []
     for index in range(PER_WRITER):
         writer.append(trajectory(f"math-{number}/{index}/0", index * 10))
@@ -69,7 +69,7 @@ def consume_until_killed(directory, commit):
 def test_a_consumer_that_is_killed_at_any_moment_uses_everything_once(tmp_path):
     rng = random.Random(11)
     spool, commit = tmp_path / "spool", tmp_path / "commit.json"
-    writer = DiskSpoolWriter(spool, producer="000-env-0", batching=Batching(max_count=4))
+    writer = DiskSpoolWriter(spool, producer="000-env-0", batching=BatchLimits(max_count=4))
     acknowledged = []
     for life in range(NUM_KILLS):
         for index in range(6):

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hpcrl.campaign_dir.event_log import read_events
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from tests.campaigns import SMALL, driver_of, hpcrl, num_consumed_groups, outcome, processes_of, snapshot, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -17,7 +17,7 @@ TWO = ("-s", "resources.train.num_workers=2", "-s", 'train.sharding="full"', "-s
 
 def test_two_ranks_train_publish_and_save_together(home: Path, tmp_path: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "two", *SMALL, *TWO)
-    run = RunDir(home / "campaigns" / "two")
+    run = CampaignDir(home / "campaigns" / "two")
     assert snapshot("two")["state"] == "done"
     events = list(read_events(run.events))
     assert [event["rung"] for event in events if event["event"] == "rung"] == ["window"]
@@ -31,7 +31,7 @@ def test_two_ranks_train_publish_and_save_together(home: Path, tmp_path: Path) -
 def test_killed_while_the_next_step_is_read_ahead_they_train_on_every_group_once(home: Path) -> None:
     every = ("-s", "train.num_steps=6", "-s", "train.checkpoint_every_steps=1")
     hpcrl("submit", "quickstart", "--site", "local", "--name", "k", *SMALL, *TWO, *every)
-    run = RunDir(home / "campaigns" / "k")
+    run = CampaignDir(home / "campaigns" / "k")
     until(lambda: len(steps(run)) >= 2, what="two steps were made", timeout_s=240)
     os.kill(driver_of(run), signal.SIGKILL)
     assert "killed by signal 9" in outcome(run)["reason"]

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import load_recipe
 from hpcrl.config.site import load_site
-from hpcrl.config.toml import shipped
+from hpcrl.config.toml import shipped_folder
 from hpcrl.plan.plan import make_plan
-from hpcrl.slurm.script import batch_script
+from hpcrl.slurm.script import make_batch_script
 
 GOLDEN = Path(__file__).parent / "files"
-RECIPES = sorted(path.stem for path in shipped("recipes").glob("*.toml"))
-SITES = sorted(path.stem for path in shipped("sites").glob("*.toml"))
+RECIPES = sorted(path.stem for path in shipped_folder("recipes").glob("*.toml"))
+SITES = sorted(path.stem for path in shipped_folder("sites").glob("*.toml"))
 ACCOUNTS = {
     "perlmutter": ("account=m1234",),
     "leonardo": ("partitions.booster.account=IscrC_x", "partitions.dcgp.account=IscrC_x_dcgp"),
@@ -33,8 +33,8 @@ def test_there_are_recipes_and_sites() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_plan_and_script_are_as_recorded(recipe: str, site: str) -> None:
     plan = make_plan(load_recipe(recipe), load_site(site, settings=ACCOUNTS.get(site, ())))
-    run = RunDir(Path(f"/scratch/someone/hpcrl/{recipe}-1"))
-    script = batch_script(plan, run=run, job=0, python="/opt/hpcrl/bin/python")
+    run = CampaignDir(Path(f"/scratch/someone/hpcrl/{recipe}-1"))
+    script = make_batch_script(plan, campaign=run, job=0, python="/opt/hpcrl/bin/python")
     made = {f"{recipe}.{site}.json": plan.to_json().decode(), f"{recipe}.{site}.sh": script}
     if os.environ.get("HPCRL_UPDATE_GOLDEN"):
         GOLDEN.mkdir(exist_ok=True)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hpcrl.campaign_dir.paths import RunDir
-from hpcrl.learn.consumed import Consumed
-from hpcrl.trainers.checkpoint import save
-from hpcrl.trainers.export import export
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.trainers.checkpoint import save_checkpoint
+from hpcrl.trainers.export import export_model
 from hpcrl.trainers.torch import TorchTrainer
-from hpcrl.trainers.world import ALONE, World
+from hpcrl.trainers.world import SINGLE_RANK, World
 from tests.learners import batch, make_model, settings, train_torch
 
 CLOSE = 1e-3
@@ -35,14 +35,14 @@ def make(request, run):
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    directory = RunDir(tmp_path / "campaign")
+def run(tmp_path: Path) -> CampaignDir:
+    directory = CampaignDir(tmp_path / "campaign")
     make_model(directory.model)
     return directory
 
 
 def test_the_steps_are_those_of_the_cpu(make, run):
-    expected = train_torch(ALONE, run.model, {"num_minibatches": 2}, last=NUM_STEPS)
+    expected = train_torch(SINGLE_RANK, run.model, {"num_minibatches": 2}, last=NUM_STEPS)
     trainer = make(num_minibatches=2)
     for step in range(NUM_STEPS):
         metrics = trainer.train_step(batch(step + 1), step=step + 1, version=step + 1)
@@ -52,7 +52,7 @@ def test_the_steps_are_those_of_the_cpu(make, run):
 
 
 def test_bf16_steps_stay_near_those_of_the_cpu(make, run):
-    expected = train_torch(ALONE, run.model, {}, last=1)
+    expected = train_torch(SINGLE_RANK, run.model, {}, last=1)
     metrics = make(precision="bf16").train_step(batch(1), step=1, version=1)
     assert metrics.skipped is None
     assert metrics.entropy == pytest.approx(expected["entropy"][0], rel=0.02)
@@ -62,8 +62,8 @@ def test_bf16_steps_stay_near_those_of_the_cpu(make, run):
 def test_a_checkpoint_goes_on_on_the_cpu_and_its_export_is_what_was_trained(make, run, tmp_path):
     trainer = make()
     trainer.train_step(batch(1), step=1, version=0)
-    path = save(run.checkpoints, step=1, version=1, trainer=trainer, consumed=Consumed())
-    export(run, tmp_path / "hf")
+    path = save_checkpoint(run.checkpoints, step=1, version=1, trainer=trainer, consumed=ConsumedTrajectories())
+    export_model(run, tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     exported = dict(model.named_parameters())
     assert all(torch.equal(exported[name], tensor.cpu()) for name, tensor in trainer.tensors().items())

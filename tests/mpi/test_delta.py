@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from bench.fleet import Fleet, fleet
-from hpcrl.weights.layout import Layout
+from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.window.window import Window
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
 
-LAYOUT = Layout.pack([("embed", "bfloat16", (1 << 20, 16)), ("norm", "float32", (7,))])
+LAYOUT = TensorLayout.pack([("embed", "bfloat16", (1 << 20, 16)), ("norm", "float32", (7,))])
 CHANGED = 5000
 
 
@@ -38,7 +38,7 @@ def version_of(number: int) -> np.ndarray:
 
 
 def publish(window: Window, number: int) -> None:
-    slot = window.begin(number, step=number)
+    slot = window.start_version(number, step=number)
     slot[:] = version_of(number).view(np.uint8).data
     window.commit()
 
@@ -123,7 +123,7 @@ def test_no_version_is_ever_mixed_while_couriers_that_send_deltas_are_killed(thr
             assert seen is not None
             manifest = seen.newest()
             assert manifest is not None
-            with seen.reading(manifest.version) as data:
+            with seen.read_version(manifest.version) as data:
                 assert bytes(data) == version_of(manifest.version).tobytes()
             seen.close()
         three_nodes.ended()

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from bench.fleet import Fleet, fleet, publish, until
-from hpcrl.weights.layout import Layout, Parts, Shard, split, whole
+from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard, make_whole_shard, split_tensor
 from hpcrl.weights.window.window import Window
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
 
-LAYOUT = Layout.pack(
+LAYOUT = TensorLayout.pack(
     [("embed", "bfloat16", (1 << 20, 32)), ("out", "bfloat16", (512, 1 << 14)), ("norm", "float32", (64,))]
 )
 """Rows and columns of more than one bucket, and a tensor that one node has alone."""
 EMBED, OUT, NORM = LAYOUT.tensors
-ROWS, COLUMNS = split(EMBED, axis=0, num=2), split(OUT, axis=1, num=2)
-HELD: list[list[Shard]] = [[ROWS[0], COLUMNS[0]], [ROWS[1], COLUMNS[1], whole(NORM)]]
+ROWS, COLUMNS = split_tensor(EMBED, axis=0, num_shards=2), split_tensor(OUT, axis=1, num_shards=2)
+HELD: list[list[TensorShard]] = [[ROWS[0], COLUMNS[0]], [ROWS[1], COLUMNS[1], make_whole_shard(NORM)]]
 
 
 @pytest.fixture(params=["mpi", "tcp"])
@@ -34,9 +34,9 @@ def two_and_two(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Flee
         yield couriers
 
 
-def windows(couriers: Fleet, held: list[list[Shard]] = HELD) -> list[Window]:
+def windows(couriers: Fleet, held: list[list[TensorShard]] = HELD) -> list[Window]:
     """The trainer's ends, one a node."""
-    parts = Parts.of(LAYOUT, nodes=couriers.sources, held=held)
+    parts = PartAssignment.from_shards(LAYOUT, nodes=couriers.sources, held_by_rank=held)
     return [couriers.trainer(parts.layouts[node], node=number) for number, node in enumerate(couriers.sources)]
 
 
@@ -61,7 +61,7 @@ def check(couriers: Fleet, node: str, version: int) -> None:
     assert {(t.name, t.dtype, t.shape) for t in window.layout.tensors} == {
         (t.name, t.dtype, t.shape) for t in LAYOUT.tensors
     }
-    with window.reading(version) as data:
+    with window.read_version(version) as data:
         for tensor in window.layout.tensors:
             values = np.frombuffer(data[tensor.offset : tensor.offset + tensor.nbytes], np.uint64)
             assert (values == version).all()
@@ -136,7 +136,7 @@ def test_a_contributor_that_stops_answering_is_named_with_its_bucket(two_and_two
 def test_a_part_that_is_overwritten_while_it_is_sent_is_never_seen_and_the_newest_goes(
     two_and_two: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpcrl.weights.window.window.LEASE_S", 0.05)  # of the trainer, which is here
+    monkeypatch.setattr("hpcrl.weights.window.window.LEASE_TIMEOUT_S", 0.05)  # of the trainer, which is here
     trainer = up_to_two(two_and_two)
     with two_and_two.reading("n2", 1):
         begin_third_version(two_and_two, trainer)
@@ -164,7 +164,7 @@ def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(two_and_two:
 @pytest.mark.parametrize("giving", [0, 1])
 def test_a_node_of_the_trainer_that_gives_nothing_is_no_source(two_and_two: Fleet, giving: int) -> None:
     two_and_two.start()
-    everything = [whole(tensor) for tensor in LAYOUT.tensors]
+    everything = [make_whole_shard(tensor) for tensor in LAYOUT.tensors]
     trainer = windows(two_and_two, [everything if node == giving else [] for node in range(2)])
     publish_on_all(trainer, 1)
     two_and_two.wait_for(1)
@@ -177,7 +177,7 @@ def test_a_node_of_the_trainer_that_gives_nothing_is_no_source(two_and_two: Flee
 def test_bytes_of_a_part_that_change_on_the_way_are_never_seen(two_and_two: Fleet) -> None:
     trainer = up_to_two(two_and_two)
     publish(trainer[0], 3)
-    slot = trainer[1].begin(3, step=3)
+    slot = trainer[1].start_version(3, step=3)
     slot[:] = (3).to_bytes(8, "little") * (len(slot) // 8)
     trainer[1].commit(sums=[bytes(16)] * len(trainer[1].layout.tensors))
     two_and_two.ended()

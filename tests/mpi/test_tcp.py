@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from bench.fleet import Fleet, filled, publish
-from hpcrl.weights.layout import Layout
+from hpcrl.weights.layout import TensorLayout
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
 
-LAYOUT = Layout.pack([("embed", "bfloat16", (1 << 20, 16)), ("norm", "float32", (7,))])
+LAYOUT = TensorLayout.pack([("embed", "bfloat16", (1 << 20, 16)), ("norm", "float32", (7,))])
 
 
 def test_versions_reach_every_node_and_another_model_does_too(over_tcp: Fleet) -> None:
@@ -24,7 +24,7 @@ def test_versions_reach_every_node_and_another_model_does_too(over_tcp: Fleet) -
         over_tcp.wait_for(version)
         assert over_tcp.read("n2", version) == filled(LAYOUT, version)
     window.close()
-    other = Layout.pack([("w", "float32", (1 << 20,))])
+    other = TensorLayout.pack([("w", "float32", (1 << 20,))])
     publish(over_tcp.trainer(other), 4)
     over_tcp.wait_for(4)
     assert over_tcp.read("n1", 4) == filled(other, 4)

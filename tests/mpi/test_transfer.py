@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from bench.fleet import Fleet, filled, fleet, publish, until
-from hpcrl.weights.layout import Layout
+from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.window.window import Window
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
 
-LAYOUT = Layout.pack(
+LAYOUT = TensorLayout.pack(
     [("embed", "bfloat16", (1 << 20, 16)), ("norm", "float32", (7,)), ("head", "bfloat16", (1 << 20, 4))]
 )
 """More than two buckets; one tensor ends in the middle of one, one is not a multiple of 64 bytes."""
@@ -192,7 +192,7 @@ def test_a_node_without_room_is_named(four_nodes: Fleet) -> None:
     up_to_two(four_nodes).close()
     four_nodes.signal("n0", signal.SIGKILL)
     four_nodes.ended()
-    larger = Layout.pack([("embed", "bfloat16", (1 << 20, 64))])
+    larger = TensorLayout.pack([("embed", "bfloat16", (1 << 20, 64))])
     four_nodes.before["n2"] = ("prlimit", f"--fsize={LAYOUT.nbytes}")
     four_nodes.start()
     publish(four_nodes.trainer(larger), 3)
@@ -230,7 +230,7 @@ def test_an_engine_that_is_killed_while_it_reads_holds_up_nobody(four_nodes: Fle
 
 def test_another_model_replaces_the_windows(four_nodes: Fleet) -> None:
     up_to_two(four_nodes).close()
-    other = Layout.pack([("w", "float32", (1 << 20,))])
+    other = TensorLayout.pack([("w", "float32", (1 << 20,))])
     publish(four_nodes.trainer(other), 3)
     four_nodes.wait_for(3)
     assert four_nodes.read("n2", 3) == filled(other, 3)
@@ -238,7 +238,7 @@ def test_another_model_replaces_the_windows(four_nodes: Fleet) -> None:
 
 def test_bytes_that_change_on_the_way_are_never_seen(four_nodes: Fleet) -> None:
     window = up_to_two(four_nodes)
-    slot = window.begin(3, step=3)
+    slot = window.start_version(3, step=3)
     slot[:] = filled(LAYOUT, 3)
     sums = {tensor.name: "00" * 16 for tensor in LAYOUT.tensors}
     wrong = [bytes.fromhex(sums[tensor.name]) for tensor in LAYOUT.tensors]

@@ -12,8 +12,8 @@ from tests.campaigns import end_campaigns, until
 
 @pytest.fixture(scope="session")
 def needs_slurm() -> None:
-    if missing := labs.missing_commands():
-        pytest.skip(f"the lab needs {', '.join(missing)}: apt-get install {labs.PACKAGES}")
+    if missing := labs.find_missing_commands():
+        pytest.skip(f"the lab needs {', '.join(missing)}: apt-get install {labs.APT_PACKAGES}")
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,7 @@ def lab(needs_slurm: None) -> Iterator[Lab]:
 @pytest.fixture
 def in_lab(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
     """The lab, with this process's own environment pointed at it."""
-    for name, value in labs.environment(lab.state_dir).items():
+    for name, value in labs.make_environment(lab.state_dir).items():
         monkeypatch.setenv(name, value)
     return lab
 

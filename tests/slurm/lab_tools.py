@@ -26,7 +26,7 @@ class Lab:
         """The caller's environment, pointed at this lab and at nothing else of Slurm's."""
         foreign = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SINFO", "SACCT")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-        return kept | labs.environment(self.state_dir)
+        return kept | labs.make_environment(self.state_dir)
 
     def run(self, *command: str) -> str:
         """What a command prints; a command that fails is an error that shows what it said."""

@@ -7,7 +7,7 @@ import pytest
 from lab_tools import Lab
 
 from hpcrl.campaign_dir.event_log import read_events
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -21,7 +21,7 @@ def states(lab: Lab, job_id: str) -> dict[str, str]:
 
 def test_the_quickstart_learns_on_nodes_of_its_own_partitions(lab: Lab, campaigns: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "q")
-    run = RunDir(campaigns / "q")
+    run = CampaignDir(campaigns / "q")
     seen = snapshot("q")
     assert seen["state"] == "done"
     assert len(seen["jobs"][0]["components"]) == 4
@@ -35,7 +35,7 @@ def test_the_quickstart_learns_on_nodes_of_its_own_partitions(lab: Lab, campaign
 
 def test_a_stopped_job_checkpoints_and_the_campaign_resumes_in_a_new_one(lab: Lab, campaigns: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "s", *SMALL, "-s", "train.num_steps=30")
-    run = RunDir(campaigns / "s")
+    run = CampaignDir(campaigns / "s")
     until(lambda: len(steps(run)) >= 1, what="a step was made")
     hpcrl("stop", "s")
     assert outcome(run)["outcome"] == "stopped"
@@ -61,7 +61,7 @@ def test_a_job_that_waits_is_queued_and_can_be_taken_back(lab: Lab, campaigns: P
 
 def test_a_cancelled_job_leaves_nothing_on_any_node(lab: Lab, campaigns: Path, home: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "c", *SMALL, "-s", "train.num_steps=1000")
-    run = RunDir(campaigns / "c")
+    run = CampaignDir(campaigns / "c")
     until(lambda: len(steps(run)) >= 1, what="a step was made")
     hpcrl("stop", "c", "--now")
     until(lambda: not processes_of(home), what="no process is left", timeout_s=60)

@@ -9,24 +9,24 @@ from lab_tools import Lab
 
 from bench.fleet import courier_pids, processes
 from hpcrl.campaign_dir.event_log import read_events
-from hpcrl.campaign_dir.paths import RunDir
-from hpcrl.weights.versions import listed, read_rung
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.weights.versions import list_versions, read_transport
 from tests.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
-def named(run: RunDir, name: str) -> list[dict[str, object]]:
+def named(run: CampaignDir, name: str) -> list[dict[str, object]]:
     return [event for event in read_events(run.events) if event["event"] == name]
 
 
-def rungs(run: RunDir) -> list[object]:
+def rungs(run: CampaignDir) -> list[object]:
     return [event["rung"] for event in named(run, "rung")]
 
 
 def test_one_mpi_world_over_the_components_carries_every_version(lab: Lab, campaigns: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "m", *SMALL)
-    run = RunDir(campaigns / "m")
+    run = CampaignDir(campaigns / "m")
     assert snapshot("m")["state"] == "done"
     assert rungs(run) == ["files", "mpi"]
     carried = named(run, "courier")
@@ -51,7 +51,7 @@ def test_one_mpi_world_over_the_components_carries_every_version(lab: Lab, campa
 def test_a_campaign_whose_mpi_does_not_work_goes_by_tcp(lab: Lab, campaigns: Path, setting: str, reason: str) -> None:
     more = ("-s", setting, "-s", "train.num_steps=100000")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "t", *SMALL, *more)
-    run = RunDir(campaigns / "t")
+    run = CampaignDir(campaigns / "t")
     until(lambda: len(named(run, "courier")) > 1, what="versions were carried", timeout_s=300)
     assert rungs(run)[-1] == "tcp"
     assert "mpi" not in rungs(run)
@@ -62,7 +62,7 @@ def test_a_campaign_whose_mpi_does_not_work_goes_by_tcp(lab: Lab, campaigns: Pat
 
 def test_a_site_that_wants_no_couriers_goes_by_files(lab: Lab, campaigns: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "f", *SMALL, "-s", "site.mpi.couriers=false")
-    run = RunDir(campaigns / "f")
+    run = CampaignDir(campaigns / "f")
     assert snapshot("f")["state"] == "done"
     assert rungs(run) == ["files"]
     assert {event["node"] for event in named(run, "loaded")} == {"prefill1", "decode1"}
@@ -71,7 +71,7 @@ def test_a_site_that_wants_no_couriers_goes_by_files(lab: Lab, campaigns: Path) 
 @pytest.mark.parametrize(("number", "node"), [(signal.SIGKILL, "decode1"), (signal.SIGSTOP, "prefill1")])
 def test_couriers_are_started_again_alone(lab: Lab, campaigns: Path, number: int, node: str) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "r", *SMALL, "-s", "train.num_steps=100000")
-    run = RunDir(campaigns / "r")
+    run = CampaignDir(campaigns / "r")
     until(lambda: bool(named(run, "courier")), what="a version was carried")
     os.kill(courier_pids(run)[node], number)
     until(lambda: bool(named(run, "worker-restarted")), what="the couriers were started again")
@@ -83,7 +83,7 @@ def test_couriers_are_started_again_alone(lab: Lab, campaigns: Path, number: int
     if number == signal.SIGSTOP:
         [fault] = [event for event in named(run, "fault") if event.get("at") == node][:1]
         assert {"rank", "bucket", "bytes"} <= fault.keys()
-    rung = read_rung(run.weights)
+    rung = read_transport(run.weights)
     assert rung is not None
     assert rung.rung == "mpi"
     hpcrl("stop", "r", "--now")
@@ -93,7 +93,7 @@ def test_a_trainer_on_two_nodes_sends_from_both_also_after_one_was_killed(lab: L
     ranks = ("-s", "resources.train.num_workers=2", "-s", "resources.train.gpus_per_worker=4")
     sharded = ("-s", 'train.sharding="full"', "-s", "train.checkpoint_every_steps=2", "-s", "train.num_steps=100000")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "s", *SMALL, *ranks, *sharded)
-    run = RunDir(campaigns / "s")
+    run = CampaignDir(campaigns / "s")
     until(lambda: len(named(run, "courier")) > 2, what="versions were carried", timeout_s=240)
     os.kill(processes(run, "hpcrl.roles", "train", by="RANK")["1"], signal.SIGKILL)
     until(lambda: bool(named(run, "worker-restarted")), what="the trainer is started again", timeout_s=240)
@@ -107,6 +107,6 @@ def test_a_trainer_on_two_nodes_sends_from_both_also_after_one_was_killed(lab: L
     }
     versions = [int(str(event["version"])) for event in carried]
     assert versions == sorted(set(versions))
-    assert max(int(str(event["version"])) for event in named(run, "published")) in listed(run.weights)
+    assert max(int(str(event["version"])) for event in named(run, "published")) in list_versions(run.weights)
     assert rungs(run) == ["files", "mpi"]
     assert not [path for path in Path("/dev/shm").iterdir() if f"-{run.name}-" in path.name]

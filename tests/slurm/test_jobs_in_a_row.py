@@ -8,18 +8,18 @@ import pytest
 from lab_tools import Lab
 
 from hpcrl.campaign_dir.event_log import read_events
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from tests.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(900)]
 
 
-def begun(run: RunDir, *, job: int) -> bool:
+def begun(run: CampaignDir, *, job: int) -> bool:
     """A step was made in this job."""
     return any(step["job"] == job for step in steps(run))
 
 
-def follower(run: RunDir, *, job: int) -> str:
+def follower(run: CampaignDir, *, job: int) -> str:
     """The Slurm id of the job that waits for this one, once it is queued."""
 
     def told() -> list[str]:
@@ -29,7 +29,7 @@ def follower(run: RunDir, *, job: int) -> str:
     return told()[0]
 
 
-def kill_driver(run: RunDir, *, job: int) -> None:
+def kill_driver(run: CampaignDir, *, job: int) -> None:
     """The batch script's process and its child: nobody is left to say how the job ended."""
     mark = ["hpcrl.job.driver", str(run.root), str(job)]
     for process in psutil.process_iter(["cmdline"]):
@@ -40,7 +40,7 @@ def kill_driver(run: RunDir, *, job: int) -> None:
 def test_a_campaign_goes_on_after_its_walltime_and_after_a_kill(lab: Lab, campaigns: Path) -> None:
     endless = ("-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=1", "-s", "job.num_jobs=3")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "n", *SMALL, *endless)
-    run = RunDir(campaigns / "n")
+    run = CampaignDir(campaigns / "n")
     second = follower(run, job=0)
     until(lambda: begun(run, job=0), what="the first job makes steps", timeout_s=240)
     seen = snapshot("n")
@@ -65,7 +65,7 @@ def test_a_campaign_goes_on_after_its_walltime_and_after_a_kill(lab: Lab, campai
 
 def test_nothing_waits_behind_a_campaign_that_is_done(lab: Lab, campaigns: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "d", "--watch", *SMALL, "-s", "job.num_jobs=2")
-    run = RunDir(campaigns / "d")
+    run = CampaignDir(campaigns / "d")
     assert follower(run, job=0)
     until(lambda: lab.run("squeue", "-h") == "", what="the queue is empty")
     assert (snapshot("d")["state"], run.job_numbers()) == ("done", [0])
@@ -75,7 +75,7 @@ def test_whoever_stops_a_campaign_stops_what_waits_behind_it(lab: Lab, campaigns
     hpcrl(
         "submit", "quickstart", "--site", "lab", "--name", "s", "-s", "train.num_steps=100000", "-s", "job.num_jobs=2"
     )
-    run = RunDir(campaigns / "s")
+    run = CampaignDir(campaigns / "s")
     follower(run, job=0)
     hpcrl("stop", "s")
     assert outcome(run)["outcome"] == "stopped"

@@ -11,7 +11,7 @@ from lab_tools import Lab, until
 
 from hpcrl.errors import LabError
 from hpcrl.lab import lab as labs
-from hpcrl.lab.conf import Cluster, NodeGroup
+from hpcrl.lab.conf import LabCluster, NodeGroup
 
 pytestmark = pytest.mark.slurm
 
@@ -129,7 +129,7 @@ def test_up_again_leaves_the_lab_alone(lab: Lab) -> None:
 
 
 def test_up_with_other_nodes_is_refused(lab: Lab) -> None:
-    other = Cluster(groups=(NodeGroup(name="n", num_nodes=1),), default="n")
+    other = LabCluster(groups=(NodeGroup(name="n", num_nodes=1),), default="n")
     with pytest.raises(LabError, match="other nodes"):
         labs.up(lab.state_dir, cluster=other)
 

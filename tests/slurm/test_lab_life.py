@@ -13,12 +13,12 @@ from lab_tools import Lab, short_dir, until
 
 from hpcrl.errors import LabError
 from hpcrl.lab import lab as labs
-from hpcrl.lab.conf import Cluster, NodeGroup
-from hpcrl.system.processes import is_alive, start_ticks
+from hpcrl.lab.conf import LabCluster, NodeGroup
+from hpcrl.system.processes import is_alive, read_start_ticks
 
 pytestmark = pytest.mark.slurm
 
-TINY = Cluster(groups=(NodeGroup(name="n", num_nodes=1),), default="n")
+TINY = LabCluster(groups=(NodeGroup(name="n", num_nodes=1),), default="n")
 UP = "import sys; from pathlib import Path; from hpcrl.lab import life; life.up(Path(sys.argv[1]))"
 ESCAPE = """
 import os, pathlib
@@ -83,13 +83,13 @@ def test_down_leaves_no_process_and_no_file_and_no_other_lab_harmed(two_labs: tu
     assert labs.down(gone.state_dir)
     assert not gone.state_dir.exists()
     assert _mentions(gone.state_dir) == []
-    assert not is_alive(escaped, start_ticks(escaped))
+    assert not is_alive(escaped, read_start_ticks(escaped))
     assert not labs.down(gone.state_dir)
     assert other.run("srun", "echo", "here") == "here"
 
 
 def test_daemon_that_fails_is_quoted_and_nothing_stays(needs_slurm: None) -> None:
-    broken = Cluster(groups=(NodeGroup(name="n", num_nodes=1),), default="n", mem_mib=-1)
+    broken = LabCluster(groups=(NodeGroup(name="n", num_nodes=1),), default="n", mem_mib=-1)
     with short_dir() as folder:
         with pytest.raises(LabError, match=r"slurmctld ended .*\n.*RealMemory"):
             labs.up(folder / "lab", cluster=broken)

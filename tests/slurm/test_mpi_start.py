@@ -9,7 +9,7 @@ import pytest
 from lab_tools import Lab
 
 from hpcrl.weights.window.file import SHARED_MEMORY
-from hpcrl.weights.window.shm_cleanup import JUST_MADE_S
+from hpcrl.weights.window.shm_cleanup import MIN_MPI_AGE_S
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(300)]
 
@@ -51,7 +51,7 @@ def test_a_world_comes_up_where_one_of_its_name_has_died(lab: Lab) -> None:
     for path in left:
         path.touch(mode=0o600)
         os.truncate(path, 1 << 20)
-    time.sleep(JUST_MADE_S + 1)
+    time.sleep(MIN_MPI_AGE_S + 1)
     assert world(lab, JOIN) == ["decode1 decode2"] * 2
     assert not any(path.exists() for path in left)
 

@@ -9,7 +9,7 @@ import pytest
 from lab_tools import Lab, running_lab
 
 from hpcrl.campaign_dir.event_log import read_events
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from tests.campaigns import SMALL, hpcrl, outcome, steps, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -30,7 +30,7 @@ def test_a_campaign_goes_on_without_a_lost_node_and_its_weights_still_go_by_mpi(
         *("submit", "quickstart", "--site", "lab", "--name", "n", *SMALL, *two),
         *("-s", "job.survive_node_loss=true", "-s", "train.num_steps=100000"),
     )
-    run = RunDir(campaigns / "n")
+    run = CampaignDir(campaigns / "n")
 
     def carried() -> list[set[str]]:
         return [set(event["to"]) for event in read_events(run.events) if event["event"] == "courier"]

@@ -7,7 +7,7 @@ import pytest
 from lab_tools import Lab
 
 from hpcrl.campaign_dir.event_log import read_events
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -16,13 +16,13 @@ NODES = {"env": "prefill1", "prefill": "prefill2", "decode": "train1", "train": 
 """The four nodes of the partition h100, in the order in which Slurm lists them."""
 
 
-def named(run: RunDir, name: str) -> list[dict[str, Any]]:
+def named(run: CampaignDir, name: str) -> list[dict[str, Any]]:
     return [event for event in read_events(run.events) if event["event"] == name]
 
 
 def test_a_site_without_het_jobs_trains_in_one_allocation_with_weights_by_mpi(lab: Lab, campaigns: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--watch", "--name", "o", *SMALL)
-    run, seen = RunDir(campaigns / "o"), snapshot("o")
+    run, seen = CampaignDir(campaigns / "o"), snapshot("o")
     assert seen["state"] == "done"
     assert [event["layout"] for event in named(run, "layout")] == ["hetstep"]
     assert [event["rung"] for event in named(run, "rung")] == ["files", "mpi"]
@@ -38,7 +38,7 @@ def test_a_site_without_het_jobs_trains_in_one_allocation_with_weights_by_mpi(la
 
 def test_one_allocation_is_stopped_resumed_and_ended_at_once(lab: Lab, campaigns: Path, home: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--name", "s", *SMALL, "-s", "train.num_steps=100000")
-    run = RunDir(campaigns / "s")
+    run = CampaignDir(campaigns / "s")
     until(lambda: len(steps(run)) >= 1, what="a step was made")
     hpcrl("stop", "s")
     assert outcome(run)["outcome"] == "stopped"

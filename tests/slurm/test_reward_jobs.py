@@ -10,9 +10,9 @@ import pytest
 from lab_tools import Lab
 
 from hpcrl.campaign_dir.event_log import read_events
-from hpcrl.campaign_dir.paths import RunDir
-from hpcrl.spool.listing import Listing
-from hpcrl.system.processes import start_ticks
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.spool.listing import SegmentListing
+from hpcrl.system.processes import read_start_ticks
 from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -39,27 +39,27 @@ def reward_jobs(lab: Lab, *states: str) -> dict[str, str]:
     return {id: node for id, state, node in rows if not states or state in states}
 
 
-def events(run: RunDir, name: str) -> list[dict[str, Any]]:
+def events(run: CampaignDir, name: str) -> list[dict[str, Any]]:
     return [event for event in read_events(run.events) if event["event"] == name]
 
 
-def ended(run: RunDir) -> str:
+def ended(run: CampaignDir) -> str:
     """How the campaign's job ended; reward jobs take their time to start where much runs beside them."""
     until(run.job(0).outcome.exists, what="the job has ended", timeout_s=400)
     return str(outcome(run)["outcome"])
 
 
-def is_scored(run: RunDir) -> Callable[[], bool]:
+def is_scored(run: CampaignDir) -> Callable[[], bool]:
     """Whether all that was played has been scored."""
-    spools = [Listing(run.spool(name)) for name in ("rollouts", "scored")]
-    return lambda: len({frozenset(spool.present()) for spool in spools}) == 1
+    spools = [SegmentListing(run.spool(name)) for name in ("rollouts", "scored")]
+    return lambda: len({frozenset(spool.name_set()) for spool in spools}) == 1
 
 
-def driver_of(run: RunDir, job: int = 0) -> int:
+def driver_of(run: CampaignDir, job: int = 0) -> int:
     """The driver's process: it beats in the name of the job's driver."""
     mark = f"hpcrl.job.driver\0{run.root}\0{job}\0".encode()
     found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is(entry, mark)]
-    return max(found, key=lambda pid: (start_ticks(pid) or 0, pid))  # the guardian began before it
+    return max(found, key=lambda pid: (read_start_ticks(pid) or 0, pid))  # the guardian began before it
 
 
 def _is(entry: Path, mark: bytes) -> bool:
@@ -71,7 +71,7 @@ def _is(entry: Path, mark: bytes) -> bool:
 
 def test_a_reward_job_comes_with_the_work_and_goes_after_it(lab: Lab, campaigns: Path, our_code: None) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "e", *ELASTIC, *slow(0.02), "-s", "rollout.mode=sync")
-    run = RunDir(campaigns / "e")
+    run = CampaignDir(campaigns / "e")
     until(lambda: bool(reward_jobs(lab)), what="a reward job is there")
     assert ended(run) == "done"
     until(lambda: not reward_jobs(lab), what="no reward job is left", timeout_s=60)
@@ -87,7 +87,7 @@ def test_a_reward_job_without_work_is_gone_while_the_campaign_goes_on(
     lab: Lab, campaigns: Path, our_code: None
 ) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "i", *ELASTIC, *slow(0.01), "-s", "train.num_steps=1000")
-    run = RunDir(campaigns / "i")
+    run = CampaignDir(campaigns / "i")
     until(lambda: len(events(run, "scored")) > 0, what="a segment was scored")
     trainer = [event for event in events(run, "worker-started") if event["role"] == "train"]
     os.kill(trainer[-1]["pid"], signal.SIGSTOP)  # nothing is consumed any more, so that in the end nothing is played
@@ -107,7 +107,7 @@ def test_what_a_preempted_reward_job_had_begun_is_scored_all_the_same(
     lab: Lab, campaigns: Path, our_code: None, tmp_path: Path
 ) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "p", *ELASTIC, *slow(0.1))
-    run = RunDir(campaigns / "p")
+    run = CampaignDir(campaigns / "p")
     until(lambda: bool(events(run, "scored")) and bool(reward_jobs(lab, "RUNNING")), what="a reward job is at work")
     victim, node = next(iter(reward_jobs(lab, "RUNNING").items()))
     rest = 16 - int(lab.run("squeue", "-h", "-o", "%C", "--partition=env", f"--nodelist={node}") or 0)
@@ -129,7 +129,7 @@ def test_a_killed_driver_leaves_no_reward_job_in_the_queue(
     lab.run("scontrol", "update", "PartitionName=preempt", "State=DOWN")  # what is submitted there waits
     try:
         hpcrl("submit", "quickstart", "--site", "lab", "--name", "k", *ELASTIC, *slow(0.01))
-        run = RunDir(campaigns / "k")
+        run = CampaignDir(campaigns / "k")
         until(lambda: bool(reward_jobs(lab, "PENDING")), what="a reward job waits")
         os.kill(driver_of(run), signal.SIGKILL)
         assert ended(run) == "failed"

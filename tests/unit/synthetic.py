@@ -15,9 +15,9 @@ from hpcrl.campaign_dir.events import (
     VersionPublished,
     WorkerStarted,
 )
-from hpcrl.campaign_dir.paths import SPOOLS, RunDir
-from hpcrl.system.files import private_dir, publish_json
-from hpcrl.system.processes import start_ticks
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
+from hpcrl.system.files import make_private_dir, publish_json
+from hpcrl.system.processes import read_start_ticks
 
 T0 = 1_800_000_000.0
 PARTITIONS = {"env": "env", "reward": "env", "prefill": "prefill", "decode": "decode", "train": "train"}
@@ -27,14 +27,14 @@ class SyntheticCampaign:
     """Writes what submit, driver and workers would; `now` is its clock."""
 
     def __init__(self, root: Path, *, num_steps: int = 10, workers: int = 1) -> None:
-        self.run = RunDir(root)
+        self.run = CampaignDir(root)
         self.now = T0
-        private_dir(root)
+        make_private_dir(root)
         for path in (self.run.jobs, self.run.events, *(self.run.spool(name) for name in SPOOLS)):
-            private_dir(path)
+            make_private_dir(path)
         publish_json(self.run.recipe, {"name": "quickstart", "train": {"num_steps": num_steps}, "seed": 0})
         publish_json(self.run.plan, _plan(workers))
-        publish_json(self.run.campaign, {"name": root.name, "recipe": "quickstart", "site": "lab", "created": T0})
+        publish_json(self.run.manifest, {"name": root.name, "recipe": "quickstart", "site": "lab", "created": T0})
         self._logs: dict[str, EventLog] = {}
 
     def submit(self, number: int = 0, *, job: str = "123") -> None:
@@ -43,7 +43,7 @@ class SyntheticCampaign:
     def submit_local(self, number: int = 0, *, pid: int | None = None) -> None:
         driver = pid or os.getpid()
         self._submitted(
-            number, id=f"local-{driver}", scheduler="local", pid=driver, start_ticks=start_ticks(driver) or 1
+            number, id=f"local-{driver}", scheduler="local", pid=driver, start_ticks=read_start_ticks(driver) or 1
         )
 
     def outcome(self, outcome: str, reason: str = "", *, number: int = 0) -> None:
@@ -94,8 +94,8 @@ class SyntheticCampaign:
             log.close()
 
     def _submitted(self, number: int, **record: Any) -> None:
-        private_dir(self.run.job(number).root)
-        publish_json(self.run.job(number).submitted, {"time": self.now, **record})
+        make_private_dir(self.run.job(number).root)
+        publish_json(self.run.job(number).submission, {"time": self.now, **record})
 
 
 def _plan(workers: int) -> dict[str, Any]:

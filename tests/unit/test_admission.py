@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.rollout.admission import admitted_groups, share, with_spare
+from hpcrl.rollout.admission import add_spare_groups, compute_share, count_admitted_groups
 
 counts = st.integers(0, 10_000)
 
@@ -22,12 +22,12 @@ def groups(**changed):
         "groups_per_step": 8,
         "accepted_groups": 0,
     }
-    return admitted_groups(**(asked | changed))
+    return count_admitted_groups(**(asked | changed))
 
 
 @given(counts, st.integers(1, 64))
 def test_shares_differ_by_one_at_most_and_sum_to_the_whole(whole, num_hosts):
-    shares = [share(whole, EnvWorkerId(host, num_hosts)) for host in range(num_hosts)]
+    shares = [compute_share(whole, EnvWorkerId(host, num_hosts)) for host in range(num_hosts)]
     assert sum(shares) == whole
     assert max(shares) - min(shares) <= 1
 
@@ -72,10 +72,10 @@ def test_a_host_outside_the_count_is_refused(host):
 
 
 def test_a_batch_begins_with_groups_to_spare_as_far_as_there_is_room() -> None:
-    assert with_spare(8, under_way=0, spare=2, room=12) == 10
-    assert with_spare(8, under_way=0, spare=2, room=9) == 9
+    assert add_spare_groups(8, num_in_flight=0, spare=2, room=12) == 10
+    assert add_spare_groups(8, num_in_flight=0, spare=2, room=9) == 9
 
 
 def test_what_stands_in_for_lost_groups_has_none_to_spare() -> None:
-    assert with_spare(1, under_way=3, spare=2, room=12) == 1
-    assert with_spare(0, under_way=0, spare=2, room=12) == 0
+    assert add_spare_groups(1, num_in_flight=3, spare=2, room=12) == 1
+    assert add_spare_groups(0, num_in_flight=0, spare=2, room=12) == 0

@@ -6,8 +6,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpcrl.learn.advantage import ESTIMATORS, credits, dr_grpo, gae, group_advantages, grpo, rloo, turn_rewards
-from hpcrl.spool.record import Facts, Turn
+from hpcrl.learn.advantage import (
+    ESTIMATORS,
+    compute_advantages,
+    compute_group_advantages,
+    compute_turn_rewards,
+    dr_grpo,
+    gae,
+    grpo,
+    rloo,
+)
+from hpcrl.spool.record import EpisodeTurn, TrajectoryFacts
 
 
 def slow_grpo(rewards):
@@ -64,7 +73,7 @@ def slow_gae(values, rewards, gamma, lam):
 
 
 def episode(group="math/0", index=0, *, reward=1.0, turns=()):
-    return Facts(
+    return TrajectoryFacts(
         id=f"{group}/{index}",
         group=group,
         domain="math",
@@ -74,7 +83,7 @@ def episode(group="math/0", index=0, *, reward=1.0, turns=()):
         created=0.0,
         start_version=0,
         end_version=0,
-        turns=[Turn(start=2 * number, end=2 * number + 1, reward=value) for number, value in enumerate(turns)],
+        turns=[EpisodeTurn(start=2 * number, end=2 * number + 1, reward=value) for number, value in enumerate(turns)],
         reward=reward,
     )
 
@@ -103,7 +112,7 @@ def test_a_reward_that_is_not_a_number_stays_visible():
 
 def test_groups_do_not_see_each_other():
     rewards, groups = np.array([1.0, 10.0, 0.0, 10.0]), ["a", "b", "a", "b"]
-    assert group_advantages(rewards, groups=groups, estimator=rloo).tolist() == [1.0, 0.0, -1.0, 0.0]
+    assert compute_group_advantages(rewards, groups=groups, estimator=rloo).tolist() == [1.0, 0.0, -1.0, 0.0]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -111,7 +120,7 @@ def test_reinforce_pp_is_normalised_over_every_token_of_the_step(seed):
     rng = np.random.default_rng(seed)
     rewards, counts = rng.normal(2, 3, 12), rng.integers(1, 20, 12).tolist()
     episodes = [episode(f"math/{index // 4}", index, reward=float(value)) for index, value in enumerate(rewards)]
-    found = credits(episodes, advantage="reinforce++", num_tokens_N=counts)
+    found = compute_advantages(episodes, advantage="reinforce++", num_tokens_N=counts)
     np.testing.assert_allclose([row[0] for row in found], slow_normalised(rewards.tolist(), counts), rtol=1e-9)
 
 
@@ -121,7 +130,7 @@ def test_reinforce_pp_with_a_baseline_takes_the_groups_mean_away_first(seed):
     rewards, counts = rng.normal(2, 3, 12), rng.integers(1, 20, 12).tolist()
     episodes = [episode(f"math/{index // 4}", index, reward=float(value)) for index, value in enumerate(rewards)]
     compared = [value for start in (0, 4, 8) for value in slow_dr_grpo(rewards[start : start + 4].tolist())]
-    found = credits(episodes, advantage="reinforce++-baseline", num_tokens_N=counts)
+    found = compute_advantages(episodes, advantage="reinforce++-baseline", num_tokens_N=counts)
     np.testing.assert_allclose([row[0] for row in found], slow_normalised(compared, counts), rtol=1e-9)
 
 
@@ -131,17 +140,19 @@ def test_trloo_compares_each_turn_with_the_same_turn_of_the_others(seed, gamma):
     rng = np.random.default_rng(seed)
     played = [rng.normal(0, 1, rng.integers(1, 6)).tolist() for _ in range(6)]
     episodes = [episode(index=index, reward=sum(turns), turns=turns) for index, turns in enumerate(played)]
-    for mine, slow in zip(credits(episodes, advantage="trloo", gamma=gamma), slow_trloo(played, gamma), strict=True):
+    for mine, slow in zip(
+        compute_advantages(episodes, advantage="trloo", gamma=gamma), slow_trloo(played, gamma), strict=True
+    ):
         np.testing.assert_allclose(mine, slow, atol=1e-12)
 
 
 def test_a_turn_that_no_other_episode_came_to_says_nothing():
     long, short = episode(index=0, reward=3.0, turns=(0.0, 3.0)), episode(index=1, reward=1.0, turns=(1.0,))
-    assert [row.tolist() for row in credits([long, short], advantage="trloo")] == [[2.0, 0.0], [-2.0]]
+    assert [row.tolist() for row in compute_advantages([long, short], advantage="trloo")] == [[2.0, 0.0], [-2.0]]
 
 
 def test_what_the_score_adds_belongs_to_the_last_turn():
-    assert turn_rewards(episode(reward=5.0, turns=(1.0, 2.0))).tolist() == [1.0, 4.0]
+    assert compute_turn_rewards(episode(reward=5.0, turns=(1.0, 2.0))).tolist() == [1.0, 4.0]
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
@@ -163,15 +174,15 @@ def test_gae_agrees_with_the_sum_of_surprises(gamma, lam):
 @pytest.mark.parametrize("rewards", [[1.0], [0.5, 0.5, 0.5]], ids=["one member", "no variance"])
 def test_a_group_that_says_nothing_moves_nothing(advantage, rewards):
     episodes = [episode(index=index, reward=reward) for index, reward in enumerate(rewards)]
-    assert all(row.tolist() == [0.0] for row in credits(episodes, advantage=advantage))
+    assert all(row.tolist() == [0.0] for row in compute_advantages(episodes, advantage=advantage))
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "dr-grpo", "trloo", "reinforce++"])
 def test_a_score_that_is_not_a_number_stays_visible_in_its_group(advantage):
     episodes = [episode(index=0, reward=1.0), episode(index=1, reward=float("nan"))]
-    assert any(np.isnan(row).any() for row in credits(episodes, advantage=advantage))
+    assert any(np.isnan(row).any() for row in compute_advantages(episodes, advantage=advantage))
 
 
 def test_examples_to_imitate_all_count_the_same():
     episodes = [msgspec.structs.replace(episode(index=index, turns=(0.0, 1.0)), reward=index) for index in range(3)]
-    assert [row.tolist() for row in credits(episodes, advantage="sft")] == [[1.0, 1.0]] * 3
+    assert [row.tolist() for row in compute_advantages(episodes, advantage="sft")] == [[1.0, 1.0]] * 3

@@ -8,14 +8,14 @@ import pytest
 
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.config.recipe import Domain
-from hpcrl.envs.pool import Places, Pool, open_env
+from hpcrl.config.recipe import DomainConfig
+from hpcrl.envs.pool import EnvPool, EnvSlots, open_env
 from hpcrl.errors import ConfigError, EnvFault
-from hpcrl.rollout.admission import in_batches, lag_of
-from hpcrl.rollout.curriculum import ASK_EVERY_S, Curriculum
-from hpcrl.rollout.fault_budget import FEWEST, FaultBudget
-from hpcrl.rollout.journal import Journal
-from hpcrl.rollout.task_queue import Agenda
+from hpcrl.rollout.admission import get_mode_lag, limit_to_batch
+from hpcrl.rollout.curriculum import UPDATE_INTERVAL_S, Curriculum
+from hpcrl.rollout.fault_budget import MIN_SAMPLES, FaultBudget
+from hpcrl.rollout.journal import EpisodeJournal
+from hpcrl.rollout.task_queue import TaskQueue
 from hpcrl.rollout.tasks import TaskStream
 from tests.bad_envs import AsyncEcho, Echo
 
@@ -40,7 +40,7 @@ def pool(notes, *, make=None, **changed):
         return Noted(notes)
 
     limits = {"create_timeout_s": 30.0, "reset_timeout_s": 30.0, "most_starting": 4}
-    return Pool(make or made, **(limits | changed))
+    return EnvPool(make or made, **(limits | changed))
 
 
 async def until(condition):
@@ -127,7 +127,7 @@ def test_no_more_are_started_at_once_than_were_asked_for_and_only_then_their_tim
 def test_only_so_many_are_made_ahead_as_there_are_places_until_those_are_taken_or_gone():
     async def run():
         notes = []
-        places = Places(4, ahead=8)
+        places = EnvSlots(4, num_ahead=8)
         envs = pool(notes, places=places)
         envs.prepare(7, count=3)
         envs.prepare(8, count=3)
@@ -150,7 +150,7 @@ def test_a_failed_preparation_gives_its_place_back():
         async def broken():
             raise EnvFault("no")
 
-        places = Places(2, ahead=1)
+        places = EnvSlots(2, num_ahead=1)
         envs = pool([], make=broken, places=places)
         envs.prepare(7, count=1)
         with pytest.raises(EnvFault):
@@ -171,11 +171,11 @@ class Stuck(Echo):
 
 def test_a_constructor_that_hangs_costs_its_taker_and_nobody_else():
     async def run():
-        domain = Domain(env="test_agenda:Stuck")
+        domain = DomainConfig(env="test_agenda:Stuck")
         stuck = pool([], make=lambda: open_env("a", domain), create_timeout_s=0.05)
         with pytest.raises(EnvFault, match=r"no answer in 0\.05 s"):
             await stuck.take(7)
-        env = await open_env("b", Domain(env="tests.bad_envs:Echo"))
+        env = await open_env("b", DomainConfig(env="tests.bad_envs:Echo"))
         assert await env.reset(3) == "s3"
         await env.close()
         Stuck.freed.set()
@@ -185,16 +185,23 @@ def test_a_constructor_that_hangs_costs_its_taker_and_nobody_else():
 
 def agenda(*, domain=None, **changed):
     domains = {
-        name: Domain(env=f"tests.bad_envs:{env}", **(domain or {})) for name, env in (("a", "Echo"), ("b", "AsyncEcho"))
+        name: DomainConfig(env=f"tests.bad_envs:{env}", **(domain or {}))
+        for name, env in (("a", "Echo"), ("b", "AsyncEcho"))
     }
-    usual = {"budget": FaultBudget(most=0.5), "groups_ahead": 2, "episodes_per_group": 2, "cpus": 1, "mem_gib": 4.0}
-    return Agenda(domains, tasks=TaskStream(EnvWorkerId(0, 1), recipe_seed=0), **(usual | changed))
+    usual = {
+        "budget": FaultBudget(max_fault_share=0.5),
+        "groups_ahead": 2,
+        "episodes_per_group": 2,
+        "cpus": 1,
+        "mem_gib": 4.0,
+    }
+    return TaskQueue(domains, tasks=TaskStream(EnvWorkerId(0, 1), recipe_seed=0), **(usual | changed))
 
 
 def test_isolated_environments_run_only_as_many_at_once_as_fit_into_memory():
     async def run():
         plans = agenda(domain={"isolation": "process", "env_memory_gib": 0.5}, mem_gib=3.0, groups_ahead=0)
-        task = plans.next(now=0.0)
+        task = plans.take_task(now=0.0)
         running, most = 0, 0
 
         async def episode():
@@ -214,7 +221,7 @@ def test_isolated_environments_run_only_as_many_at_once_as_fit_into_memory():
 def test_environments_without_processes_of_their_own_need_no_place():
     async def run():
         plans = agenda(mem_gib=1.0, groups_ahead=0)
-        task = plans.next(now=0.0)
+        task = plans.take_task(now=0.0)
         async with plans.place(task), plans.place(task), plans.place(task):
             pass
 
@@ -224,7 +231,7 @@ def test_environments_without_processes_of_their_own_need_no_place():
 def test_domains_take_turns_and_their_environments_are_ready():
     async def run():
         plans = agenda()
-        tasks = [plans.next(now=0.0) for _ in range(4)]
+        tasks = [plans.take_task(now=0.0) for _ in range(4)]
         assert [task.domain for task in tasks] == ["a", "b", "a", "b"]
         env = await plans.env(tasks[0])
         assert await env.reset(tasks[0].seed) == f"s{tasks[0].seed}"
@@ -237,10 +244,10 @@ def test_domains_take_turns_and_their_environments_are_ready():
 def test_a_domain_whose_environment_fails_is_passed_over_and_the_others_go_on():
     async def run():
         plans = agenda(groups_ahead=0)
-        pauses = [plans.ended("a", fault=True, now=0.0) for _ in range(FEWEST)]
+        pauses = [plans.ended("a", fault=True, now=0.0) for _ in range(MIN_SAMPLES)]
         assert pauses[-1]
-        assert {plans.next(now=0.0).domain for _ in range(6)} == {"b"}
-        later = [plans.next(now=pauses[-1]).domain for _ in range(6)]
+        assert {plans.take_task(now=0.0).domain for _ in range(6)} == {"b"}
+        later = [plans.take_task(now=pauses[-1]).domain for _ in range(6)]
         assert later.count("a") == 1, "one group is tried"
 
     asyncio.run(run())
@@ -250,9 +257,9 @@ def test_with_every_environment_paused_nothing_begins():
     async def run():
         plans = agenda(groups_ahead=0)
         for domain in "ab":
-            for _ in range(FEWEST):
+            for _ in range(MIN_SAMPLES):
                 plans.ended(domain, fault=True, now=0.0)
-        assert plans.next(now=0.0) is None
+        assert plans.take_task(now=0.0) is None
 
     asyncio.run(run())
 
@@ -260,44 +267,44 @@ def test_with_every_environment_paused_nothing_begins():
 def test_a_domain_of_weight_zero_is_not_asked():
     async def run():
         plans = agenda(groups_ahead=0)
-        plans.reweigh({"a": 0.0, "b": 1.0})
-        assert {plans.next(now=0.0).domain for _ in range(6)} == {"b"}
+        plans.set_weights({"a": 0.0, "b": 1.0})
+        assert {plans.take_task(now=0.0).domain for _ in range(6)} == {"b"}
 
     asyncio.run(run())
 
 
 def test_the_next_life_of_a_host_learns_what_the_last_one_was_running(tmp_path):
-    journal = Journal(tmp_path / "j")
+    journal = EpisodeJournal(tmp_path / "j")
     assert journal.open() == set()
-    journal.begun(["a/0/0", "a/0/1", "a/0/2"])
-    journal.ended("a/0/1", running={"a/0/0", "a/0/2"})
+    journal.record_start(["a/0/0", "a/0/1", "a/0/2"])
+    journal.record_end("a/0/1", running={"a/0/0", "a/0/2"})
     with (tmp_path / "j").open("ab") as file:
         file.write(b'{"end": "a/0/')  # it was killed just then
-    after = Journal(tmp_path / "j")
+    after = EpisodeJournal(tmp_path / "j")
     assert after.open() == {"a/0/0", "a/0/2"}
-    after.begun(["a/1/0"])
-    assert Journal(tmp_path / "j").open() == {"a/1/0"}
+    after.record_start(["a/1/0"])
+    assert EpisodeJournal(tmp_path / "j").open() == {"a/1/0"}
 
 
 def test_a_journal_that_has_grown_keeps_only_what_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpcrl.rollout.journal.LARGEST", 100)
-    journal = Journal(tmp_path / "j")
+    monkeypatch.setattr("hpcrl.rollout.journal.MAX_JOURNAL_BYTES", 100)
+    journal = EpisodeJournal(tmp_path / "j")
     journal.open()
     for number in range(100):
-        journal.begun([f"a/{number}/0"])
-        journal.ended(f"a/{number}/0", running={"a/7/7"})
+        journal.record_start([f"a/{number}/0"])
+        journal.record_end(f"a/{number}/0", running={"a/7/7"})
     assert (tmp_path / "j").stat().st_size < 200
-    assert Journal(tmp_path / "j").open() == {"a/7/7"}
+    assert EpisodeJournal(tmp_path / "j").open() == {"a/7/7"}
 
 
 def test_synchronous_modes_begin_fewer_steps_ahead():
-    assert [lag_of(mode, max_lag=4) for mode in ("sync", "one-step-off", "async")] == [0, 1, 4]
+    assert [get_mode_lag(mode, max_lag=4) for mode in ("sync", "one-step-off", "async")] == [0, 1, 4]
 
 
 def test_one_step_off_begins_a_whole_batch_once_the_last_one_is_complete():
-    assert in_batches(12, under_way=1, batch=8) == 0
-    assert in_batches(12, under_way=0, batch=8) == 8
-    assert in_batches(3, under_way=0, batch=8) == 3
+    assert limit_to_batch(12, num_in_flight=1, batch=8) == 0
+    assert limit_to_batch(12, num_in_flight=0, batch=8) == 8
+    assert limit_to_batch(3, num_in_flight=0, batch=8) == 3
 
 
 def curriculum(directory, hook):
@@ -317,7 +324,7 @@ def test_a_curriculum_sees_recent_rewards_and_gives_new_weights(tmp_path):
     assert plans.weights(now=0.0) == {"a": 0.5, "b": 1.0}
     assert seen == [{"a": [1.0, 0.5], "b": []}]
     assert plans.weights(now=1.0) is None, "not asked again so soon"
-    assert plans.weights(now=ASK_EVERY_S) is None, "nothing has changed"
+    assert plans.weights(now=UPDATE_INTERVAL_S) is None, "nothing has changed"
 
 
 @pytest.mark.parametrize("answer", [{"c": 1.0}, {"a": float("nan")}, {"a": -1.0}, {"a": 0.0, "b": 0.0}, 3, {"a": "x"}])

@@ -8,18 +8,18 @@ import time
 import pytest
 
 from hpcrl.engines.base import Completion
-from hpcrl.envs.agent import AgentProgram, reward_in
+from hpcrl.envs.agent import AgentProgram, find_reward
 from hpcrl.envs.base import is_program, make_program
-from hpcrl.envs.isolation.sandbox import Walls, choose, walled
+from hpcrl.envs.isolation.sandbox import SandboxSpec, choose_sandbox, wrap_command
 from hpcrl.errors import ConfigError, EngineError, EnvFault
-from hpcrl.models.chat_layout import load_template
+from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents.program import run_program
-from hpcrl.rollout.agents.server import Proxy
-from hpcrl.rollout.episode import Limits
-from hpcrl.rollout.tasks import Task
-from hpcrl.system.processes import is_alive, start_ticks
+from hpcrl.rollout.agents.server import ModelProxy
+from hpcrl.rollout.episode import EpisodeLimits
+from hpcrl.rollout.tasks import AgentTask
+from hpcrl.system.processes import is_alive, read_start_ticks
 
-TASK = Task(domain="sums", number=1, seed=5)
+TASK = AgentTask(domain="sums", number=1, seed=5)
 ASK = """
 import json, os, sys, urllib.request
 task = json.loads(sys.stdin.read())
@@ -36,7 +36,7 @@ def ask(text):
 
 def bubblewrap_works() -> bool:
     try:
-        return choose("bubblewrap", image=None) == "bubblewrap"
+        return choose_sandbox("bubblewrap", image=None) == "bubblewrap"
     except EnvFault:
         return False
 
@@ -59,7 +59,7 @@ class Says:
 
 @pytest.fixture
 def template(tiny_model_dir):
-    return load_template(tiny_model_dir)
+    return load_chat_template(tiny_model_dir)
 
 
 def play(template, code, *, sandbox="none", newest=lambda: 0, error=None, retries=0, limits=None, **options):
@@ -68,13 +68,13 @@ def play(template, code, *, sandbox="none", newest=lambda: 0, error=None, retrie
     bounds = {"max_turns": 4, "max_new_tokens": 8, "context_length": 64, "max_lag": 1, "env_retries": retries}
 
     async def run():
-        async with asyncio.timeout(240), Proxy(Says(template, error=error), template=template) as proxy:
+        async with asyncio.timeout(240), ModelProxy(Says(template, error=error), template=template) as proxy:
             return await run_program(
                 TASK,
                 index=0,
                 make_program=lambda: AgentProgram(command=command, sandbox=sandbox, **options),
                 proxy=proxy,
-                limits=Limits(**(bounds | {"first_pause_s": 0.001} | (limits or {}))),
+                limits=EpisodeLimits(**(bounds | {"first_pause_s": 0.001} | (limits or {}))),
                 newest_version=newest,
                 producer="000-env-0",
             )
@@ -118,8 +118,8 @@ def test_a_program_that_fails_is_a_fault_and_never_scored(template, code, why):
 def test_a_program_that_cannot_be_found_is_a_fault(template):
     async def run():
         program = AgentProgram(command=["no-such-program"], sandbox="none")
-        async with Proxy(Says(template), template=template) as proxy:
-            await program.run(1, proxy.door("t"))
+        async with ModelProxy(Says(template), template=template) as proxy:
+            await program.run(1, proxy.model_access("t"))
 
     with pytest.raises(EnvFault, match="no-such-program"):
         asyncio.run(run())
@@ -136,7 +136,7 @@ def test_a_program_that_hangs_is_ended_with_all_its_children(template, tmp_path)
     assert trajectory.status == "env-fault"
     assert "timeout_s = 20 s" in trajectory.extra["fault"]
     for pid in map(int, mark.read_text().split()):
-        assert not is_alive(pid, start_ticks(pid))
+        assert not is_alive(pid, read_start_ticks(pid))
 
 
 def test_children_left_behind_are_ended(template, tmp_path):
@@ -146,7 +146,7 @@ def test_children_left_behind_are_ended(template, tmp_path):
         f"open({str(mark)!r}, 'w').write(str(child.pid))\nprint(1)"
     )
     assert play(template, code).status == "done"
-    assert not is_alive(int(mark.read_text()), start_ticks(int(mark.read_text())))
+    assert not is_alive(int(mark.read_text()), read_start_ticks(int(mark.read_text())))
 
 
 def test_a_gigabyte_of_output_hurts_nobody(template):
@@ -193,9 +193,9 @@ def test_cancelling_ends_the_program(template, tmp_path):
     code = f"open({str(mark)!r}, 'w').write(str(os.getpid()))\nimport time\ntime.sleep(600)"
 
     async def run():
-        async with Proxy(Says(template), template=template) as proxy:
+        async with ModelProxy(Says(template), template=template) as proxy:
             program = AgentProgram(command=["python", "-c", ASK + code], sandbox="none")
-            running = asyncio.create_task(program.run(1, proxy.door("t")))
+            running = asyncio.create_task(program.run(1, proxy.model_access("t")))
             async with asyncio.timeout(120):
                 while not mark.exists() or not mark.read_text():
                     await asyncio.sleep(0.05)
@@ -204,7 +204,7 @@ def test_cancelling_ends_the_program(template, tmp_path):
                 await running
 
     asyncio.run(run())
-    assert not is_alive(int(mark.read_text()), start_ticks(int(mark.read_text())))
+    assert not is_alive(int(mark.read_text()), read_start_ticks(int(mark.read_text())))
 
 
 @needs_bubblewrap
@@ -227,16 +227,16 @@ def test_a_sandbox_hides_files_processes_network_and_environment(template, tmp_p
 
 def test_code_without_walls_runs_only_if_asked_for(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr("hpcrl.envs.isolation.sandbox._what_fails", lambda: "bwrap is not installed")
+    monkeypatch.setattr("hpcrl.envs.isolation.sandbox._find_bubblewrap_problem", lambda: "bwrap is not installed")
     with pytest.raises(EnvFault, match='sandbox = "none"'):
-        choose("auto", image=None)
-    assert choose("none", image=None) == "none"
+        choose_sandbox("auto", image=None)
+    assert choose_sandbox("none", image=None) == "none"
 
 
 def test_apptainer_is_preferred_where_there_is_an_image(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    assert choose("auto", image="agent.sif") == "apptainer"
-    command = walled(["x"], Walls(kind="apptainer", workdir="/w", readable=("/r",), image="agent.sif"))
+    assert choose_sandbox("auto", image="agent.sif") == "apptainer"
+    command = wrap_command(["x"], SandboxSpec(kind="apptainer", workdir="/w", readable=("/r",), image="agent.sif"))
     assert command[-2:] == ["agent.sif", "x"]
     assert "/r:/r:ro" in command
     assert "--containall" in command
@@ -254,7 +254,7 @@ def test_apptainer_is_preferred_where_there_is_an_image(monkeypatch):
     ],
 )
 def test_the_reward_is_the_last_line_that_is_one(output, reward):
-    assert reward_in(output) == reward
+    assert find_reward(output) == reward
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from hpcrl.errors import TrainError
-from hpcrl.learn.batch import Row
-from hpcrl.learn.distribute import Item
-from hpcrl.trainers.leader import Ahead
+from hpcrl.learn.batch import TrainingRow
+from hpcrl.learn.distribute import ShareItem
+from hpcrl.trainers.leader import RowPrefetcher
 
 GENEROUS_S = 60
 
 
 def share(*ids):
-    return [[Item(id=one, credit=[1.0], segment="s") for one in ids]]
+    return [[ShareItem(id=one, credit=[1.0], segment="s") for one in ids]]
 
 
 class Reading:
@@ -37,7 +37,7 @@ class Reading:
             raise TrainError("bad is not there")
         shared = np.zeros(3, np.int32)
         none = np.zeros(0, np.float32)
-        row = Row(inputs=shared, mask=shared > 0, targets=shared[:0], behaviour=none, credit=none)
+        row = TrainingRow(inputs=shared, mask=shared > 0, targets=shared[:0], behaviour=none, credit=none)
         return [[row for _ in items] for items in asked]
 
 
@@ -48,7 +48,7 @@ def reading():
 
 @pytest.fixture
 def ahead(reading):
-    made = Ahead(reading)
+    made = RowPrefetcher(reading)
     yield made
     reading.may.set()
     made.close()
@@ -74,7 +74,7 @@ def test_a_wrong_guess_changes_nothing(ahead, reading):
 
 def test_the_same_rows_with_other_advantages_are_another_share(ahead, reading):
     ahead.begin(share("a"))
-    ahead.rows([[Item(id="a", credit=[-1.0], segment="s")]])
+    ahead.rows([[ShareItem(id="a", credit=[-1.0], segment="s")]])
     assert reading.read[-1] == ["a"]
     assert reading.threads[-1] == threading.current_thread().name
 

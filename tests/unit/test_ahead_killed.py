@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcrl.learn.consumed import Consumed
+from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.spool.segment import write_segment
 from tests.learners import batch, make_model, segment_of_step
 from tests.ranks import run
@@ -26,7 +26,7 @@ def test_killed_while_the_next_step_is_read_they_resume_to_the_same_state(tmp_pa
     last = [sorted((tmp_path / name).iterdir())[-1] for name in ("straight", "killed")]
     ids = {episode.id for step in range(1, LAST + 1) for episode in batch(step)}
     for path in last:
-        consumed = Consumed.decode((path / "consumed.json").read_bytes())
+        consumed = ConsumedTrajectories.decode((path / "consumed.json").read_bytes())
         assert all(one in consumed for one in ids)
     assert (last[0] / "consumed.json").read_bytes() == (last[1] / "consumed.json").read_bytes()
     assert (last[0] / "state-00000.safetensors").read_bytes() == (last[1] / "state-00000.safetensors").read_bytes()

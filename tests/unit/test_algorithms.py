@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hpcrl.config.pipeline import pipeline_of
+from hpcrl.config.pipeline import make_pipeline
 from hpcrl.config.recipe import load_recipe
 from hpcrl.plan.checks import check_recipe
 from hpcrl.trainers.torch import TorchTrainer
@@ -35,7 +35,7 @@ def model(tmp_path_factory):
 def test_an_algorithm_is_reached_from_a_recipe_and_makes_two_steps(model, name):
     recipe = load_recipe("quickstart", settings=tuple(f"train.{setting}" for setting in ALGORITHMS[name]))
     check_recipe(recipe)
-    assert NODES.get(name, set()) <= pipeline_of(recipe.train).keys()
+    assert NODES.get(name, set()) <= make_pipeline(recipe.train).keys()
     trainer = TorchTrainer(model, recipe.train, seed=1)
     before = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
     for step in (1, 2):

@@ -9,7 +9,7 @@ from hpcrl.config.site import load_site
 from hpcrl.errors import SlurmError
 from hpcrl.plan.plan import Plan, make_plan
 from hpcrl.slurm import allocation as module
-from hpcrl.slurm.allocation import Allocation, read_allocation, scrub
+from hpcrl.slurm.allocation import JobAllocation, read_allocation, scrub_environment
 
 COMMAND = ["python", "courier.py"]
 
@@ -34,10 +34,10 @@ def option(command: list[str], name: str) -> str | None:
 
 
 @pytest.fixture
-def in_one(answers: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Allocation]:
+def in_one(answers: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], JobAllocation]:
     """Read the allocation of a plain job whose batch script runs on a node."""
 
-    def read(nodes: str, here: str) -> Allocation:
+    def read(nodes: str, here: str) -> JobAllocation:
         monkeypatch.setenv("SLURM_JOB_NODELIST", nodes)
         monkeypatch.setenv("SLURMD_NODENAME", here)
         return read_allocation(planned("lab-hetstep"))
@@ -45,26 +45,26 @@ def in_one(answers: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str
     return read
 
 
-def test_nodes_of_one_allocation_are_dealt_in_order(in_one: Callable[[str, str], Allocation]) -> None:
+def test_nodes_of_one_allocation_are_dealt_in_order(in_one: Callable[[str, str], JobAllocation]) -> None:
     assert in_one("gpu[1-4]", "gpu1").nodes == [["gpu1"], ["gpu2"], ["gpu3"], ["gpu4"]]
 
 
-def test_the_node_of_the_batch_script_goes_to_the_first_component(in_one: Callable[[str, str], Allocation]) -> None:
+def test_the_node_of_the_batch_script_goes_to_the_first_component(in_one: Callable[[str, str], JobAllocation]) -> None:
     assert in_one("gpu[1-4]", "gpu3").nodes == [["gpu3"], ["gpu1"], ["gpu2"], ["gpu4"]]
 
 
-def test_too_few_nodes_for_all_components_are_refused(in_one: Callable[[str, str], Allocation]) -> None:
+def test_too_few_nodes_for_all_components_are_refused(in_one: Callable[[str, str], JobAllocation]) -> None:
     with pytest.raises(SlurmError, match="component 3 has 0 nodes, and the plan has 1"):
         in_one("gpu[1-3]", "gpu1")
 
 
 def test_steps_inside_one_allocation_name_their_nodes_and_no_het_group(
-    in_one: Callable[[str, str], Allocation],
+    in_one: Callable[[str, str], JobAllocation],
 ) -> None:
     allocation, components = in_one("gpu[1-4]", "gpu1"), planned("lab-hetstep").components
-    alone = allocation.step(components[1], "gpu2", cpus=2, mem_gib=3, gpus=1)
+    alone = allocation.step_prefix(components[1], "gpu2", cpus=2, mem_gib=3, gpus=1)
     assert (option(alone, "nodelist"), option(alone, "nodes"), option(alone, "mem")) == ("gpu2", "1", "3072M")
-    joined = allocation.joined_step(components[1:], COMMAND, mpi="pmi2")
+    joined = allocation.mpi_step_command(components[1:], COMMAND, mpi="pmi2")
     assert joined[-2:] == COMMAND
     assert (option(joined, "nodelist"), option(joined, "nodes"), option(joined, "ntasks")) == (
         "gpu2,gpu3,gpu4",
@@ -73,7 +73,7 @@ def test_steps_inside_one_allocation_name_their_nodes_and_no_het_group(
     )
     assert (option(joined, "mpi"), option(joined, "ntasks-per-node")) == ("pmi2", "1")
     assert not [word for word in alone + joined if "het-group" in word]
-    left = allocation.without("gpu3").joined_step(components[1:], COMMAND, mpi="pmi2")
+    left = allocation.without_node("gpu3").mpi_step_command(components[1:], COMMAND, mpi="pmi2")
     assert (option(left, "nodelist"), option(left, "nodes"), option(left, "ntasks")) == ("gpu2,gpu4", "2", "2")
 
 
@@ -83,16 +83,20 @@ def test_steps_over_components_name_their_het_groups(answers: None, monkeypatch:
     plan = planned("lab")
     allocation = read_allocation(plan)
     assert allocation.nodes == [["env1"], ["prefill1"], ["decode1"], ["train1"]]
-    assert option(allocation.step(plan.components[2], "decode1", cpus=1, mem_gib=1, gpus=0), "het-group") == "2"
-    joined = allocation.joined_step(plan.components[1:], COMMAND, mpi="pmi2")
+    assert option(allocation.step_prefix(plan.components[2], "decode1", cpus=1, mem_gib=1, gpus=0), "het-group") == "2"
+    joined = allocation.mpi_step_command(plan.components[1:], COMMAND, mpi="pmi2")
     assert joined[-2:] == COMMAND
     assert (option(joined, "het-group"), option(joined, "nodelist")) == ("1,2,3", None)
 
 
 def test_where_nodes_are_lost_a_step_over_components_says_who_is_left_in_each() -> None:
     nodes = [["env1"], ["prefill1", "prefill2"], ["decode1"], ["train1"]]
-    allocation = Allocation(job_id="123", end_time=0.0, nodes=nodes, het=True).without("prefill2").without("decode1")
-    joined = allocation.joined_step(planned("lab").components[1:], COMMAND, mpi="pmi2")
+    allocation = (
+        JobAllocation(job_id="123", end_time=0.0, nodes=nodes, het=True)
+        .without_node("prefill2")
+        .without_node("decode1")
+    )
+    joined = allocation.mpi_step_command(planned("lab").components[1:], COMMAND, mpi="pmi2")
     first, second = joined[1 : joined.index(":")], joined[joined.index(":") + 1 :]
     assert joined[0] == "srun"
     for group, index, node in ((first, "1", "prefill1"), (second, "3", "train1")):
@@ -111,5 +115,5 @@ def test_what_slurm_says_of_the_batch_step_does_not_leak_into_others() -> None:
     kept = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST_HET_GROUP_1": "a", "SLURMD_NODENAME": "a", "PATH": "/bin"}
     gone = {"SLURM_JOB_NODELIST": "a", "SLURM_NTASKS_PER_NODE": "1", "SBATCH_X": "1", "CUDA_VISIBLE_DEVICES": "0"}
     environ = kept | gone
-    scrub(environ)
+    scrub_environment(environ)
     assert environ == kept

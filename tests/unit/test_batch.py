@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.learn.batch import at_the_end, choose_groups, make_rows, micro_batches, nothing, num_model_tokens, row_length
-from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.learn.batch import (
+    choose_groups,
+    compute_row_length,
+    count_model_tokens,
+    credit_last_token,
+    empty_micro_batch,
+    make_micro_batches,
+    make_rows,
+)
+from hpcrl.spool.record import EpisodeTurn, Trajectory
 
 
 def trajectory(group="math/0", index=0, *, tokens=(1, 2, 3, 4), said=(False, False, True, True), **changed):
@@ -184,7 +192,7 @@ def random_trajectories(seed, *, count=30):
 def test_micro_batches_hold_every_model_token_once_within_the_bound(seed, bound):
     episodes = list(random_trajectories(seed))
     rows, _ = make_rows(episodes, credits=[[index] for index in range(len(episodes))], max_length=99)
-    batches = micro_batches(rows, tokens_per_micro_batch=bound)
+    batches = make_micro_batches(rows, tokens_per_micro_batch=bound)
     seen = []
     for batch in batches:
         assert batch.num_padded_tokens <= bound or len(batch.inputs_BT) == 1
@@ -204,7 +212,7 @@ def test_each_model_token_stands_after_its_own_past():
     episodes = list(random_trajectories(7))
     rows, _ = make_rows(episodes, credits=[[0.0]] * len(episodes), max_length=99)
     pasts = {(*episode.token_ids[:t].tolist(),) for episode in episodes for t in np.flatnonzero(episode.loss_mask) if t}
-    for batch in micro_batches(rows, tokens_per_micro_batch=200):
+    for batch in make_micro_batches(rows, tokens_per_micro_batch=200):
         for row, position in batch.mask_BT.nonzero().tolist():
             assert (*batch.inputs_BT[row, : position + 1].tolist(),) in pasts
 
@@ -212,7 +220,7 @@ def test_each_model_token_stands_after_its_own_past():
 def shapes(lengths, *, bound):
     episodes = [trajectory(tokens=[1] * (n + 1), said=[0] + [1] * n) for n in lengths]
     rows, _ = make_rows(episodes, credits=[[0.0]] * len(lengths), max_length=99)
-    return [tuple(batch.inputs_BT.shape) for batch in micro_batches(rows, tokens_per_micro_batch=bound)]
+    return [tuple(batch.inputs_BT.shape) for batch in make_micro_batches(rows, tokens_per_micro_batch=bound)]
 
 
 def test_rows_of_similar_length_share_a_micro_batch():
@@ -228,12 +236,12 @@ def test_a_small_micro_batch_takes_any_row():
 
 
 def test_no_rows_give_no_micro_batches():
-    assert micro_batches([], tokens_per_micro_batch=10) == []
+    assert make_micro_batches([], tokens_per_micro_batch=10) == []
 
 
 def two_turns():
     """The model said tokens 1 and 2 in its first turn and token 4 in its second."""
-    turns = [Turn(start=1, end=3), Turn(start=4, end=5)]
+    turns = [EpisodeTurn(start=1, end=3), EpisodeTurn(start=4, end=5)]
     return trajectory(tokens=(5, 6, 7, 8, 9), said=(0, 1, 1, 0, 1), turns=turns)
 
 
@@ -243,14 +251,14 @@ def test_every_token_of_a_turn_gets_the_credit_of_the_turn():
 
 
 def test_a_reward_stands_at_the_last_token_of_its_turn():
-    (row,), _ = make_rows([two_turns()], credits=[[2.0, -1.0]], max_length=9, place=at_the_end)
+    (row,), _ = make_rows([two_turns()], credits=[[2.0, -1.0]], max_length=9, place_credit=credit_last_token)
     assert row.credit.tolist() == [0.0, 2.0, -1.0]
 
 
 def test_the_reward_of_a_turn_without_tokens_is_not_lost():
-    turns = [Turn(start=1, end=2), Turn(start=3, end=3), Turn(start=3, end=3)]
+    turns = [EpisodeTurn(start=1, end=2), EpisodeTurn(start=3, end=3), EpisodeTurn(start=3, end=3)]
     episode = trajectory(tokens=(5, 6, 7), said=(0, 1, 0), turns=turns)
-    (row,), _ = make_rows([episode], credits=[[1.0, 2.0, 4.0]], max_length=9, place=at_the_end)
+    (row,), _ = make_rows([episode], credits=[[1.0, 2.0, 4.0]], max_length=9, place_credit=credit_last_token)
     assert row.credit.tolist() == [7.0]
 
 
@@ -261,18 +269,18 @@ EMPTY = trajectory(tokens=(), said=())
 @pytest.mark.parametrize("episode", [two_turns(), trajectory(), SILENT, EMPTY])
 def test_length_and_tokens_are_known_before_the_row_is_made(episode):
     rows, _ = make_rows([episode], credits=[[1.0] * max(len(episode.turns), 1)], max_length=9)
-    assert row_length(episode) == sum(map(len, rows))
-    assert num_model_tokens(episode) == sum(len(row.targets) for row in rows)
+    assert compute_row_length(episode) == sum(map(len, rows))
+    assert count_model_tokens(episode) == sum(len(row.targets) for row in rows)
 
 
 def test_each_token_knows_its_row():
     episodes = list(random_trajectories(3))
     rows, _ = make_rows(episodes, credits=[[0.0]] * len(episodes), max_length=99)
-    for batch in micro_batches(rows, tokens_per_micro_batch=200):
+    for batch in make_micro_batches(rows, tokens_per_micro_batch=200):
         assert batch.rows_N.tolist() == batch.mask_BT.nonzero()[:, 0].tolist()
         assert batch.num_sequences == len(batch.inputs_BT)
 
 
 def test_a_pass_that_teaches_nothing_has_no_tokens():
-    batch = nothing()
+    batch = empty_micro_batch()
     assert (batch.num_tokens, batch.num_sequences, batch.num_padded_tokens) == (0, 0, 1)

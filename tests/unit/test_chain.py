@@ -11,23 +11,23 @@ import pytest
 from hpcrl.campaign import lifecycle
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import CheckpointSaved
-from hpcrl.campaign_dir.paths import JobDir, RunDir
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.errors import SlurmError
 from hpcrl.job import next_job
-from hpcrl.system.files import private_dir, publish_json
+from hpcrl.system.files import make_private_dir, publish_json
 
 
 @pytest.fixture
-def asked() -> lifecycle.Request:
-    return lifecycle.request("quickstart", site="perlmutter", settings=("site.account=m1", "job.num_jobs=3"))
+def asked() -> lifecycle.CampaignRequest:
+    return lifecycle.load_request("quickstart", site="perlmutter", settings=("site.account=m1", "job.num_jobs=3"))
 
 
 @pytest.fixture
-def run(home: Path, tmp_path: Path, asked: lifecycle.Request) -> RunDir:
+def run(home: Path, tmp_path: Path, asked: lifecycle.CampaignRequest) -> CampaignDir:
     """A campaign whose first job is there."""
-    made = RunDir(private_dir(tmp_path / "c"))
-    lifecycle._describe(made, asked)
-    lifecycle._job_dir(made, 0)
+    made = CampaignDir(make_private_dir(tmp_path / "c"))
+    lifecycle._write_description(made, asked)
+    lifecycle._make_job_dir(made, 0)
     return made
 
 
@@ -43,34 +43,34 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def follow(run: RunDir, number: int, asked: lifecycle.Request) -> str | None:
-    return next_job.follow(run, run.job(number), plan=asked.plan, site=asked.site, slurm_id="4711")
+def follow(run: CampaignDir, number: int, asked: lifecycle.CampaignRequest) -> str | None:
+    return next_job.queue_next_job(run, run.job(number), plan=asked.plan, site=asked.site, slurm_id="4711")
 
 
-def ended(run: RunDir, number: int, outcome: str, reason: str = "so it is") -> JobDir:
-    private_dir(run.job(number).root)
+def ended(run: CampaignDir, number: int, outcome: str, reason: str = "so it is") -> JobDir:
+    make_private_dir(run.job(number).root)
     publish_json(run.job(number).outcome, {"outcome": outcome, "reason": reason, "time": 0.0})
     return run.job(number)
 
 
-def checkpointed(run: RunDir, number: int) -> None:
+def checkpointed(run: CampaignDir, number: int) -> None:
     EventLog(run.events / f"{number:03d}-train-0.jsonl", job=number).emit(CheckpointSaved(step=1))
 
 
 def test_one_job_waits_behind_another_as_often_as_the_recipe_says(
-    run: RunDir, slurm: Path, asked: lifecycle.Request
+    run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest
 ) -> None:
     assert follow(run, 0, asked) == "4712"
     assert follow(run, 0, asked) is None, "there is one"
     assert (slurm / "calls").read_text() == (f"sbatch --parsable --dependency=afterany:4711 {run.job(1).script}\n")
-    assert json.loads(run.job(1).submitted.read_text())["id"] == "4712"
+    assert json.loads(run.job(1).submission.read_text())["id"] == "4712"
     assert f"hpcrl.job.driver {run.root} 1" in run.job(1).script.read_text()
     assert follow(run, 1, asked) == "4712"
     assert follow(run, 2, asked) is None, "three in a row"
 
 
 def test_what_slurm_refuses_leaves_nothing_and_may_be_tried_again(
-    run: RunDir, slurm: Path, asked: lifecycle.Request
+    run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest
 ) -> None:
     works = (slurm / "sbatch").read_text()
     (slurm / "sbatch").write_text("#!/bin/sh\necho no more jobs >&2; exit 1\n")
@@ -81,18 +81,20 @@ def test_what_slurm_refuses_leaves_nothing_and_may_be_tried_again(
     assert follow(run, 0, asked) == "4712"
 
 
-def test_a_job_that_waits_is_taken_back_and_forgotten(run: RunDir, slurm: Path, asked: lifecycle.Request) -> None:
-    next_job.take_back(run, run.job(0))
+def test_a_job_that_waits_is_taken_back_and_forgotten(
+    run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest
+) -> None:
+    next_job.cancel_next_job(run, run.job(0))
     assert not (slurm / "calls").exists()
     follow(run, 0, asked)
-    next_job.take_back(run, run.job(0))
+    next_job.cancel_next_job(run, run.job(0))
     assert (slurm / "calls").read_text().endswith("scancel 4712\n")
     assert run.job_numbers() == [0]
 
 
-def test_a_job_that_a_person_submitted_is_never_taken_back(run: RunDir, slurm: Path) -> None:
-    lifecycle._job_dir(run, 1)
-    next_job.take_back(run, run.job(0))
+def test_a_job_that_a_person_submitted_is_never_taken_back(run: CampaignDir, slurm: Path) -> None:
+    lifecycle._make_job_dir(run, 1)
+    next_job.cancel_next_job(run, run.job(0))
     assert run.job_numbers() == [0, 1]
     assert not (slurm / "calls").exists()
 
@@ -108,30 +110,35 @@ def test_a_job_that_a_person_submitted_is_never_taken_back(run: RunDir, slurm: P
     ],
 )
 def test_a_campaign_goes_on_where_there_is_more_to_do_and_something_comes_of_it(
-    run: RunDir, outcome: str, with_checkpoint: bool, ends: str | None
+    run: CampaignDir, outcome: str, with_checkpoint: bool, ends: str | None
 ) -> None:
     if with_checkpoint:
         checkpointed(run, 0)
-    found = next_job.ending(run, ended(run, 0, outcome))
+    found = next_job.campaign_outcome(run, ended(run, 0, outcome))
     assert found == (None if ends is None else (ends, "so it is"))
 
 
-def test_jobs_that_are_killed_are_followed_until_two_in_a_row_made_no_checkpoint(run: RunDir) -> None:
-    assert next_job.ending(run, run.job(0)) is None
-    private_dir(run.job(1).root)
-    assert next_job.ending(run, run.job(1)) is None, "a person submitted it, and may have mended what was wrong"
-    run.job(1).follows.write_text("1")
-    assert next_job.ending(run, run.job(1)) == ("failed", "jobs 0 and 1 ended without a word and without a checkpoint")
+def test_jobs_that_are_killed_are_followed_until_two_in_a_row_made_no_checkpoint(run: CampaignDir) -> None:
+    assert next_job.campaign_outcome(run, run.job(0)) is None
+    make_private_dir(run.job(1).root)
+    assert next_job.campaign_outcome(run, run.job(1)) is None, (
+        "a person submitted it, and may have mended what was wrong"
+    )
+    run.job(1).chain_marker.write_text("1")
+    assert next_job.campaign_outcome(run, run.job(1)) == (
+        "failed",
+        "jobs 0 and 1 ended without a word and without a checkpoint",
+    )
     checkpointed(run, 0)
-    assert next_job.ending(run, run.job(1)) is None
+    assert next_job.campaign_outcome(run, run.job(1)) is None
     run.stop.touch()
-    assert next_job.ending(run, run.job(1)) == ("stopped", "somebody asked for it (hpcrl stop)")
+    assert next_job.campaign_outcome(run, run.job(1)) == ("stopped", "somebody asked for it (hpcrl stop)")
 
 
-def test_a_job_that_begins_though_there_is_nothing_to_do_ends_at_once(run: RunDir) -> None:
+def test_a_job_that_begins_though_there_is_nothing_to_do_ends_at_once(run: CampaignDir) -> None:
     ended(run, 0, "done", "every training step was made")
-    private_dir(run.job(1).logs)
-    run.job(1).follows.write_text("1")
+    make_private_dir(run.job(1).logs)
+    run.job(1).chain_marker.write_text("1")
     subprocess.run([sys.executable, "-m", "hpcrl.job.driver", str(run.root), "1"], check=True, timeout=60)
     told = json.loads(run.job(1).outcome.read_text())
     assert (told["outcome"], told["reason"]) == ("done", "every training step was made")

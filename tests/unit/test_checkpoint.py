@@ -16,11 +16,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from hpcrl.config.recipe import Train
+from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
-from hpcrl.learn.consumed import Consumed
+from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.spool.record import Trajectory
-from hpcrl.trainers.checkpoint import Moment, commit, damage, load, newest, prune, save
+from hpcrl.trainers.checkpoint import (
+    PendingCheckpoint,
+    commit_checkpoint,
+    find_damage,
+    find_newest,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from hpcrl.trainers.torch import TorchTrainer
 from tests.disks import largest_file
 
@@ -54,26 +62,26 @@ def saved(directory, *steps, **changed):
     """One checkpoint per step; its counter holds the step."""
     paths = []
     for step in steps:
-        consumed = Consumed()
+        consumed = ConsumedTrajectories()
         consumed.update(f"math/{number}/0" for number in range(step))
         trainer = Counter(step, **changed)
-        paths.append(save(directory, step=step, version=step + 100, trainer=trainer, consumed=consumed))
+        paths.append(save_checkpoint(directory, step=step, version=step + 100, trainer=trainer, consumed=consumed))
     return paths
 
 
 def found(directory):
     """The newest whole checkpoint and what was reported on the way."""
     reports = []
-    path = newest(directory, report=lambda path, reason: reports.append((path, reason)))
+    path = find_newest(directory, report=lambda path, reason: reports.append((path, reason)))
     return path, reports
 
 
 def test_a_checkpoint_brings_back_trainer_consumed_and_extra(tmp_path):
-    consumed = Consumed()
+    consumed = ConsumedTrajectories()
     consumed.add("math/4/1")
-    path = save(tmp_path, step=7, version=9, trainer=Counter(3), consumed=consumed, extra={"accepted": 12})
+    path = save_checkpoint(tmp_path, step=7, version=9, trainer=Counter(3), consumed=consumed, extra={"accepted": 12})
     trainer = Counter()
-    manifest, known = load(path, trainer=trainer)
+    manifest, known = load_checkpoint(path, trainer=trainer)
     assert (manifest.step, manifest.version, manifest.extra) == (7, 9, {"accepted": 12})
     assert trainer.value == 3
     assert "math/4/0" in known
@@ -137,14 +145,14 @@ def test_any_flipped_bit_of_the_manifest_is_noticed(tmp_path):
         changed = bytearray(original)
         changed[index] ^= 1
         manifest.write_bytes(changed)
-        assert damage(path) is not None, f"byte {index}: {original[index : index + 1]!r}"
+        assert find_damage(path) is not None, f"byte {index}: {original[index : index + 1]!r}"
 
 
 def test_a_checkpoint_of_a_newer_format_is_named_as_such(tmp_path):
     (path,) = saved(tmp_path, 5)
     text = (path / "checkpoint.json").read_text()
     (path / "checkpoint.json").write_text(text.replace('"format": 1', '"format": 2'))
-    assert "format 2 is newer than this hpcrl reads (1): update hpcrl" in damage(path)
+    assert "format 2 is newer than this hpcrl reads (1): update hpcrl" in find_damage(path)
 
 
 def test_training_does_not_begin_anew_when_every_checkpoint_is_damaged(tmp_path):
@@ -167,38 +175,45 @@ def test_a_full_disk_is_an_error_that_names_the_path_and_spares_the_older_checkp
 
 def test_a_full_disk_under_the_torch_trainer_is_the_same_error(tmp_path, model_dir):
     trainer, consumed, _ = resumed(model_dir, tmp_path)
-    older = save(tmp_path, step=1, version=1, trainer=trainer, consumed=consumed)
+    older = save_checkpoint(tmp_path, step=1, version=1, trainer=trainer, consumed=consumed)
     reason = r"000002-step-000002 could not be saved .*state-00000.safetensors.*too large"
     with pytest.raises(TrainError, match=reason), largest_file(1000):
-        save(tmp_path, step=2, version=2, trainer=trainer, consumed=consumed)
+        save_checkpoint(tmp_path, step=2, version=2, trainer=trainer, consumed=consumed)
     assert list(tmp_path.iterdir()) == [older]
     assert found(tmp_path) == (older, [])
 
 
 def test_pruning_keeps_the_newest(tmp_path):
     paths = saved(tmp_path, 1, 2, 3, 4)
-    assert prune(tmp_path, keep=2) == paths[:2]
+    assert prune_checkpoints(tmp_path, keep=2) == paths[:2]
     assert sorted(tmp_path.iterdir()) == paths[2:]
 
 
 def test_pruning_does_not_count_damaged_checkpoints_as_kept(tmp_path):
     paths = saved(tmp_path, 1, 2, 3, 4)
     cut(paths[2] / "state.json")
-    assert prune(tmp_path, keep=2) == paths[:1]
+    assert prune_checkpoints(tmp_path, keep=2) == paths[:1]
     cut(paths[3] / "state.json")
     assert found(tmp_path)[0] == paths[1]
 
 
 def test_pruning_fewer_than_asked_for_removes_nothing(tmp_path):
     paths = saved(tmp_path, 1, 2)
-    assert prune(tmp_path, keep=3) == []
+    assert prune_checkpoints(tmp_path, keep=3) == []
     assert sorted(tmp_path.iterdir()) == paths
 
 
 def test_the_best_are_kept_besides_the_newest(tmp_path):
     for step, reward in enumerate([0.1, 0.9, None, 0.5, 0.2, 0.3]):
-        save(tmp_path, step=step, version=step, trainer=Counter(), consumed=Consumed(), extra={"reward": reward})
-    prune(tmp_path, keep=2, keep_best=1)
+        save_checkpoint(
+            tmp_path,
+            step=step,
+            version=step,
+            trainer=Counter(),
+            consumed=ConsumedTrajectories(),
+            extra={"reward": reward},
+        )
+    prune_checkpoints(tmp_path, keep=2, keep_best=1)
     assert [path.name for path in sorted(tmp_path.iterdir())] == [
         "000002-step-000001",
         "000005-step-000004",
@@ -207,11 +222,11 @@ def test_the_best_are_kept_besides_the_newest(tmp_path):
 
 
 def test_a_moment_that_has_passed_is_committed_as_it_was(tmp_path):
-    consumed = Consumed()
+    consumed = ConsumedTrajectories()
     consumed.add("math/1/0")
-    moment = Moment(step=1, version=1, state=Counter(1), consumed=consumed.encode(), extra={})
+    moment = PendingCheckpoint(step=1, version=1, state=Counter(1), consumed=consumed.encode(), extra={})
     consumed.add("math/2/0")
-    _, known = load(commit(tmp_path, moment), trainer=Counter())
+    _, known = load_checkpoint(commit_checkpoint(tmp_path, moment), trainer=Counter())
     assert "math/1/0" in known
     assert "math/2/0" not in known
 
@@ -219,7 +234,7 @@ def test_a_moment_that_has_passed_is_committed_as_it_was(tmp_path):
 def test_pruning_clears_what_killed_savers_left(tmp_path):
     (path,) = saved(tmp_path, 1)
     shutil.copytree(path, tmp_path / ".000002-step-000002.0123456789ab.tmp")
-    prune(tmp_path, keep=1)
+    prune_checkpoints(tmp_path, keep=1)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -229,7 +244,7 @@ NUM_STEPS = 120
 
 
 def train_and_save(model_dir, directory, acknowledged):
-    """Resume, then train to NUM_STEPS; every commit is acknowledged by one byte after `save` has returned."""
+    """Resume, then train to NUM_STEPS; every commit is acknowledged by one byte after `save_checkpoint` has returned."""
     trainer, consumed, step = resumed(model_dir, directory)
     with Path(acknowledged).open("ab", buffering=0) as log:
         while step < NUM_STEPS:
@@ -238,19 +253,19 @@ def train_and_save(model_dir, directory, acknowledged):
             trainer.train_step(episodes, step=step, version=step)
             consumed.update(episode.id for episode in episodes)
             step += 1
-            save(Path(directory), step=step, version=step, trainer=trainer, consumed=consumed)
+            save_checkpoint(Path(directory), step=step, version=step, trainer=trainer, consumed=consumed)
             os.write(log.fileno(), bytes([step]))
-            prune(Path(directory), keep=2)
+            prune_checkpoints(Path(directory), keep=2)
 
 
 def resumed(model_dir, directory):
     torch.set_num_threads(1)
-    train = Train(num_steps=NUM_STEPS, groups_per_step=1, learning_rate=1e-2, num_minibatches=2)
+    train = TrainConfig(num_steps=NUM_STEPS, groups_per_step=1, learning_rate=1e-2, num_minibatches=2)
     trainer = TorchTrainer(Path(model_dir), train, seed=1)
-    path = newest(Path(directory), report=refuse_damage)
+    path = find_newest(Path(directory), report=refuse_damage)
     if path is None:
-        return trainer, Consumed(), 0
-    manifest, consumed = load(path, trainer=trainer)
+        return trainer, ConsumedTrajectories(), 0
+    manifest, consumed = load_checkpoint(path, trainer=trainer)
     return trainer, consumed, manifest.step
 
 

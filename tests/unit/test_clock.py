@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hpcrl.engines.sim.clock import StuckError, run_virtual
+from hpcrl.engines.sim.clock import StuckLoopError, run_virtual
 
 
 def test_sleeping_moves_the_clock_by_what_was_slept():
@@ -59,5 +59,5 @@ def test_a_program_in_which_everybody_waits_is_told_so():
         await asyncio.sleep(5)
         await asyncio.Event().wait()
 
-    with pytest.raises(StuckError, match="at 5 s every task waits"):
+    with pytest.raises(StuckLoopError, match="at 5 s every task waits"):
         run_virtual(main())

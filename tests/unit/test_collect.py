@@ -24,12 +24,12 @@ from hpcrl.campaign_dir.events import (
     WorkerRestarted,
     WorkerStarted,
 )
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import SlurmError
-from hpcrl.monitor.collect import Collector
-from hpcrl.monitor.job_state import JobFacts, JobState, campaign_state, job_state
-from hpcrl.monitor.snapshot import Snapshot, to_json
-from hpcrl.monitor.view import survey
+from hpcrl.monitor.collect import SnapshotCollector
+from hpcrl.monitor.job_state import JobFacts, JobState, derive_campaign_state, derive_job_state
+from hpcrl.monitor.snapshot import CampaignSnapshot, encode_snapshot
+from hpcrl.monitor.view import survey_campaigns
 from hpcrl.slurm.status import JobStatus, parse_queue
 from hpcrl.system.files import publish_json, read_json
 
@@ -61,8 +61,8 @@ def campaign(tmp_path: Path) -> Iterator[SyntheticCampaign]:
     campaign.close()
 
 
-def collector(campaign: SyntheticCampaign, ask: FakeSlurm | None = None) -> Collector:
-    return Collector(campaign.run, ask=ask or FakeSlurm(), clock=lambda: campaign.now)
+def collector(campaign: SyntheticCampaign, ask: FakeSlurm | None = None) -> SnapshotCollector:
+    return SnapshotCollector(campaign.run, query=ask or FakeSlurm(), clock=lambda: campaign.now)
 
 
 def running(campaign: SyntheticCampaign) -> SyntheticCampaign:
@@ -77,7 +77,7 @@ def running(campaign: SyntheticCampaign) -> SyntheticCampaign:
 def test_the_json_has_exactly_the_fields_of_the_contract(campaign: SyntheticCampaign) -> None:
     running(campaign).step(1)
 
-    printed = json.loads(to_json(collector(campaign).poll()))
+    printed = json.loads(encode_snapshot(collector(campaign).poll()))
 
     assert set(printed) == {
         "name", "state", "recipe", "site", "created", "jobs", "roles", "version", "step", "num_steps", "episodes",
@@ -99,7 +99,7 @@ def test_the_json_has_the_rewards_and_the_accounts_of_a_campaign(campaign: Synth
     campaign.emit("reward-0", SegmentScored(num=2, rewards={"sums": [1.0, 0.0]}))
     campaign.emit("reward-0", SegmentScored(num=300, rewards={"sums": [1.0] * 300}))
 
-    printed = json.loads(to_json(collector(campaign).poll()))
+    printed = json.loads(encode_snapshot(collector(campaign).poll()))
 
     assert printed["accounts"] == {
         "done": 5, "truncated": 1, "aborted_stale": 2, "aborted_redundant": 0, "env_fault": 1, "policy_fault": 0,
@@ -244,7 +244,7 @@ def test_reading_bit_by_bit_gives_what_reading_at_once_gives(campaign: Synthetic
         campaign.emit("env-0", EpisodesCounted(done=step * 3, num_tokens=step * 10))
         bit_by_bit.poll()
 
-    assert to_json(bit_by_bit.poll()) == to_json(collector(campaign).poll())
+    assert encode_snapshot(bit_by_bit.poll()) == encode_snapshot(collector(campaign).poll())
 
 
 def test_tokens_per_second_are_those_of_the_last_minute_while_it_runs(campaign: SyntheticCampaign) -> None:
@@ -322,26 +322,26 @@ def test_a_worker_that_reports_its_own_failure_by_its_full_name_is_the_same_work
         (JobFacts(outcome="drained"), "drained"),
         (JobFacts(outcome="something else"), "unknown"),
         (JobFacts(slurm="pending"), "queued"),
-        (JobFacts(slurm="pending", asked_to_end=True), "queued"),
-        (JobFacts(slurm="pending", beating=True), "running"),
+        (JobFacts(slurm="pending", end_requested=True), "queued"),
+        (JobFacts(slurm="pending", has_heartbeat=True), "running"),
         (JobFacts(slurm="running"), "running"),
-        (JobFacts(slurm="completing", asked_to_end=True), "draining"),
+        (JobFacts(slurm="completing", end_requested=True), "draining"),
         (JobFacts(slurm="unknown"), "unknown"),
-        (JobFacts(slurm="unknown", beating=True), "running"),
+        (JobFacts(slurm="unknown", has_heartbeat=True), "running"),
         (JobFacts(slurm="a_new_word"), "unknown"),
         (JobFacts(slurm="cancelled"), "stopped"),
-        (JobFacts(slurm="timeout", beating=True), "failed"),
+        (JobFacts(slurm="timeout", has_heartbeat=True), "failed"),
         (JobFacts(slurm="completed"), "failed"),
-        (JobFacts(process=True), "running"),
-        (JobFacts(process=True, asked_to_end=True), "draining"),
-        (JobFacts(process=False), "failed"),
-        (JobFacts(process=False, beating=True), "failed"),
-        (JobFacts(process=None), "unknown"),
-        (JobFacts(process=None, beating=True), "running"),
+        (JobFacts(driver_alive=True), "running"),
+        (JobFacts(driver_alive=True, end_requested=True), "draining"),
+        (JobFacts(driver_alive=False), "failed"),
+        (JobFacts(driver_alive=False, has_heartbeat=True), "failed"),
+        (JobFacts(driver_alive=None), "unknown"),
+        (JobFacts(driver_alive=None, has_heartbeat=True), "running"),
     ],
 )
 def test_the_state_of_a_job_follows_from_what_is_known(facts: JobFacts, state: str) -> None:
-    assert job_state(facts)[0] == state
+    assert derive_job_state(facts)[0] == state
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_the_state_of_a_job_follows_from_what_is_known(facts: JobFacts, state: s
     ],
 )
 def test_the_state_of_a_campaign_follows_from_its_jobs(jobs: list[JobState], stop: bool, state: str) -> None:
-    assert campaign_state(jobs, stop=stop) == state
+    assert derive_campaign_state(jobs, stop_requested=stop) == state
 
 
 def test_a_local_run_whose_driver_was_killed_is_failed(campaign: SyntheticCampaign) -> None:
@@ -490,7 +490,7 @@ def test_missing_slurm_leaves_the_job_unknown_and_is_told(campaign: SyntheticCam
     def missing(ids: Sequence[str]) -> dict[str, JobStatus]:
         raise SlurmError("squeue cannot be run: load the module")
 
-    snapshot = Collector(campaign.run, ask=missing, clock=lambda: campaign.now).poll()
+    snapshot = SnapshotCollector(campaign.run, query=missing, clock=lambda: campaign.now).poll()
 
     assert snapshot.state == "unknown"
     assert snapshot.detail.problems == ["squeue cannot be run: load the module"]
@@ -502,7 +502,7 @@ def test_campaigns_are_listed_with_their_states_and_no_event_is_read(tmp_path: P
     done.outcome("done")
     problems: list[str] = []
 
-    listed = survey([done.run, planned.run], problems=problems)
+    listed = survey_campaigns([done.run, planned.run], problems=problems)
 
     assert [(line.name, line.site, line.state, line.created) for line in listed] == [
         ("a", "lab", "done", T0), ("b", "lab", "planned", T0),
@@ -513,20 +513,20 @@ def test_campaigns_are_listed_with_their_states_and_no_event_is_read(tmp_path: P
 # Garbage and half-written campaigns
 
 
-def poll(run: RunDir) -> Snapshot:
-    snapshot = Collector(run, ask=FakeSlurm(), clock=lambda: T0).poll()
-    to_json(snapshot)
+def poll(run: CampaignDir) -> CampaignSnapshot:
+    snapshot = SnapshotCollector(run, query=FakeSlurm(), clock=lambda: T0).poll()
+    encode_snapshot(snapshot)
     return snapshot
 
 
 def test_a_directory_with_nothing_in_it_is_a_planned_campaign(tmp_path: Path) -> None:
-    snapshot = poll(RunDir(tmp_path))
+    snapshot = poll(CampaignDir(tmp_path))
 
     assert (snapshot.state, snapshot.name, snapshot.recipe) == ("planned", tmp_path.name, None)
 
 
 def test_a_directory_that_is_not_there_gives_a_snapshot_too(tmp_path: Path) -> None:
-    assert poll(RunDir(tmp_path / "nowhere")).state == "planned"
+    assert poll(CampaignDir(tmp_path / "nowhere")).state == "planned"
 
 
 def test_a_torn_last_line_waits_and_counts_once(campaign: SyntheticCampaign) -> None:
@@ -570,7 +570,7 @@ def test_a_line_that_cannot_be_understood_changes_nothing(campaign: SyntheticCam
 
     snapshot = collector(campaign).poll()
 
-    to_json(snapshot)
+    encode_snapshot(snapshot)
     assert (snapshot.step, snapshot.version, snapshot.episodes.done) == (1, 1, 0)
 
 
@@ -578,7 +578,7 @@ def test_a_reward_that_is_no_number_is_null_in_the_series(campaign: SyntheticCam
     running(campaign).step(1, reward=math.nan)
     campaign.step(2)
 
-    assert json.loads(to_json(collector(campaign).poll()))["reward_mean"] == [None, 0.2]
+    assert json.loads(encode_snapshot(collector(campaign).poll()))["reward_mean"] == [None, 0.2]
 
 
 @pytest.mark.parametrize("name", ["campaign", "recipe", "plan"])

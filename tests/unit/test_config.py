@@ -6,7 +6,7 @@ import pytest
 
 from hpcrl.config.recipe import load_recipe
 from hpcrl.config.site import load_site
-from hpcrl.config.toml import RENAMED_KEYS, find, known_names, load_table
+from hpcrl.config.toml import RENAMED_KEYS, find_toml, list_known_names, load_table
 from hpcrl.errors import ConfigError
 
 RECIPE = """
@@ -125,12 +125,12 @@ def test_a_model_needs_exactly_one_source(recipe: Path) -> None:
 
 def test_an_unknown_recipe_lists_what_there_is(home: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'quickstart'"):
-        find("recipes", "quickstrat")
+        find_toml("recipes", "quickstrat")
 
 
 def test_a_path_that_is_not_there_is_refused(home: Path) -> None:
     with pytest.raises(ConfigError, match=r"no recipe 'nowhere/x\.toml'"):
-        find("recipes", "nowhere/x.toml")
+        find_toml("recipes", "nowhere/x.toml")
 
 
 def test_a_users_own_site_wins_and_may_extend_the_shipped_one(home: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_users_own_site_wins_and_may_extend_the_shipped_one(home: Path) -> Non
     (own / "perlmutter.toml").write_text('extends = "perlmutter"\naccount = "m1234"\n')
     site = load_site("perlmutter")
     assert (site.account, site.name) == ("m1234", "perlmutter")
-    assert "perlmutter" in known_names("sites")
+    assert "perlmutter" in list_known_names("sites")
 
 
 def test_a_gpu_that_nobody_knows_is_refused(home: Path) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpcrl.hardware.cost_model import ModelShape, pace, shape_of
-from hpcrl.hardware.gpus import GPUS
+from hpcrl.hardware.cost_model import ModelShape, estimate_speed, read_model_shape
+from hpcrl.hardware.gpus import GPU_CATALOGUE
 
 LLAMA_8B = dict(
     hidden_size=4096,
@@ -17,45 +17,45 @@ MOE = LLAMA_8B | dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_si
 
 
 def test_the_weights_of_a_dense_model_are_counted_from_its_config():
-    assert shape_of(LLAMA_8B).num_params == pytest.approx(8.03e9, rel=0.01)
+    assert read_model_shape(LLAMA_8B).num_params == pytest.approx(8.03e9, rel=0.01)
 
 
 def test_a_token_uses_only_its_experts():
-    shape = shape_of(MOE)
+    shape = read_model_shape(MOE)
     assert shape.num_active < 0.25 * shape.num_params
 
 
 def test_a_large_batch_reads_nearly_all_experts_and_one_token_few():
-    shape = shape_of(MOE)
+    shape = read_model_shape(MOE)
     assert shape.bytes_read(1) == pytest.approx(shape.num_active * 2)
     assert shape.bytes_read(500) == pytest.approx(shape.num_params * 2, rel=1e-3)
 
 
 def test_compute_decides_prefill_and_bandwidth_helps_decoding():
-    shape = shape_of(LLAMA_8B)
-    h100, h20 = (pace(GPUS[name], shape=shape) for name in ("h100", "h20"))
+    shape = read_model_shape(LLAMA_8B)
+    h100, h20 = (estimate_speed(GPU_CATALOGUE[name], shape=shape) for name in ("h100", "h20"))
     assert h20.prefill_s(4000) > 5 * h100.prefill_s(4000)
     assert h20.decode_s(1, num_kv=8000) < h100.decode_s(1, num_kv=8000)
 
 
 def test_known_tokens_are_attended_to_but_not_computed():
-    one = pace(GPUS["h100"], shape=shape_of(LLAMA_8B))
+    one = estimate_speed(GPU_CATALOGUE["h100"], shape=read_model_shape(LLAMA_8B))
     assert one.prefill_s(100) < one.prefill_s(100, num_known=8000) < one.prefill_s(8100)
 
 
 def test_more_gpus_are_faster_and_hold_more():
-    shape = shape_of(LLAMA_8B)
-    one, four = (pace(GPUS["h100"], shape=shape, tp=tp) for tp in (1, 4))
+    shape = read_model_shape(LLAMA_8B)
+    one, four = (estimate_speed(GPU_CATALOGUE["h100"], shape=shape, tp=tp) for tp in (1, 4))
     assert four.prefill_s(1000) == pytest.approx(one.prefill_s(1000) / 4)
     assert four.kv_tokens > 4 * one.kv_tokens
 
 
 def test_a_model_that_does_not_fit_leaves_no_room_for_kv():
     shape = ModelShape(num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128, num_dense=70_000_000_000)
-    assert pace(GPUS["h100"], shape=shape).kv_tokens == 0
+    assert estimate_speed(GPU_CATALOGUE["h100"], shape=shape).kv_tokens == 0
 
 
 def test_the_shares_of_a_batch_are_the_whole_step():
-    one = pace(GPUS["h100"], shape=shape_of(LLAMA_8B))
+    one = estimate_speed(GPU_CATALOGUE["h100"], shape=read_model_shape(LLAMA_8B))
     share = one.reply_s(1, num_context=999.5, batch=16)
     assert 16 * share == pytest.approx(one.decode_s(16, num_kv=16 * 1000))

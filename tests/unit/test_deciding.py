@@ -5,43 +5,45 @@ import random
 import msgspec
 import pytest
 
-from hpcrl.campaign_dir.endpoints import Endpoint
-from hpcrl.config.recipe import Routing
+from hpcrl.campaign_dir.endpoints import EngineEndpoint
+from hpcrl.config.recipe import RouterConfig
 from hpcrl.engines.base import LoadFigures
-from hpcrl.hardware.cost_model import ModelShape, pace
-from hpcrl.hardware.gpus import GPUS
-from hpcrl.rollout.routing.decision import Ask, Known, decide, must_yield
-from hpcrl.rollout.routing.engines import ROOM, Worker, reckon, sorted_out
-from hpcrl.rollout.routing.trajectories import Course
+from hpcrl.hardware.cost_model import ModelShape, estimate_speed
+from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.rollout.routing.decision import RoutingView, TurnFacts, choose_workers, should_release_kv
+from hpcrl.rollout.routing.engines import MAX_KV_SHARE, EngineState, build_pools, estimate_foreign_kv
+from hpcrl.rollout.routing.trajectories import TrajectoryState
 
 SHAPE = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
 PLACES = 32
-KV = {gpu: pace(GPUS[gpu], shape=SHAPE).kv_tokens for gpu in ("h100", "h20")}
+KV = {gpu: estimate_speed(GPU_CATALOGUE[gpu], shape=SHAPE).kv_tokens for gpu in ("h100", "h20")}
 
 
 def worker(gpu, *, role="decode", num_running=0, held=0, holding=0):
-    endpoint = Endpoint(role=role, worker=f"000-{role}-{gpu}", node="n", url="u", token="t", gpu=gpu)
-    made = Worker(endpoint, engine=None, pace=pace(GPUS[gpu], shape=SHAPE), role=role)
-    made.heard(
+    endpoint = EngineEndpoint(role=role, worker=f"000-{role}-{gpu}", node="n", url="u", token="t", gpu=gpu)
+    made = EngineState(endpoint, engine=None, speed=estimate_speed(GPU_CATALOGUE[gpu], shape=SHAPE), role=role)
+    made.update_load(
         LoadFigures(version=0, num_running=num_running, num_waiting=0, num_generated_tokens=0, num_places=PLACES)
     )
-    made.usual_told = 0.0
-    made.ours_held, made.ours_holding = held, holding
+    made.mean_reported = 0.0
+    made.own_kv_tokens, made.num_own_trajectories = held, holding
     return made
 
 
 def known(*workers, **rules):
-    return Known(
-        sorted_out(workers), {each.name: each for each in workers}, Routing(**{"remote_prefill": "never", **rules})
+    return RoutingView(
+        build_pools(workers),
+        {each.name: each for each in workers},
+        RouterConfig(**{"remote_prefill": "never", **rules}),
     )
 
 
 def ask(num_prompt=1000, *, num_new=100, course=None):
-    return Ask("lake", num_prompt, num_new, course or Course(), num_held=num_prompt)
+    return TurnFacts("lake", num_prompt, num_new, course or TrajectoryState(), num_held=num_prompt)
 
 
 def chosen(question, scene):
-    return decide(question, scene, draw=random.Random(0)).decode
+    return choose_workers(question, scene, draw=random.Random(0)).decode
 
 
 @pytest.mark.parametrize("num_running", [0, 10, 20])
@@ -57,14 +59,14 @@ def test_who_has_no_place_left_is_passed_over_for_slower_hardware():
 
 def test_a_new_trajectory_waits_while_all_kv_is_spoken_for():
     full = [worker(gpu, held=KV[gpu], holding=9) for gpu in ("h100", "h20")]
-    decision = decide(ask(), known(*full), draw=random.Random(0))
+    decision = choose_workers(ask(), known(*full), draw=random.Random(0))
     assert (decision.decode, decision.reason) == (None, "no room for KV")
     assert chosen(ask(), known(*full, kv_admission=False)) is not None
 
 
 def test_a_trajectory_that_has_its_place_does_not_wait_for_room():
-    full = worker("h100", held=int(0.95 * ROOM * KV["h100"]), holding=9)
-    at_home = Course("lake", home=full.name, held_at=full.name, held=900, num_kept=900)
+    full = worker("h100", held=int(0.95 * MAX_KV_SHARE * KV["h100"]), holding=9)
+    at_home = TrajectoryState("lake", home=full.name, held_at=full.name, held_tokens=900, num_cached=900)
     assert chosen(ask(course=at_home), known(full)) == full.name
 
 
@@ -75,56 +77,58 @@ def test_a_trajectory_too_large_for_any_room_goes_on_where_it_is_alone():
 
 def test_where_trajectories_have_outgrown_the_kv_the_small_ones_give_way():
     full = worker("h100", held=KV["h100"], holding=10)
-    small = Course("lake", home=full.name, held_at=full.name, held=1000)
-    large = Course("lake", home=full.name, held_at=full.name, held=KV["h100"] // 2)
-    assert must_yield(ask(course=small), known(full))
-    assert not must_yield(ask(KV["h100"] // 2, course=large), known(full))
-    assert not must_yield(ask(course=small), known(full, kv_admission=False))
+    small = TrajectoryState("lake", home=full.name, held_at=full.name, held_tokens=1000)
+    large = TrajectoryState("lake", home=full.name, held_at=full.name, held_tokens=KV["h100"] // 2)
+    assert should_release_kv(ask(course=small), known(full))
+    assert not should_release_kv(ask(KV["h100"] // 2, course=large), known(full))
+    assert not should_release_kv(ask(course=small), known(full, kv_admission=False))
 
 
 def test_nobody_gives_way_while_there_is_room_or_to_nobody():
     roomy = worker("h100", held=KV["h100"] // 2, holding=10)
-    course = Course("lake", home=roomy.name, held_at=roomy.name, held=1000)
-    assert not must_yield(ask(course=course), known(roomy))
+    course = TrajectoryState("lake", home=roomy.name, held_at=roomy.name, held_tokens=1000)
+    assert not should_release_kv(ask(course=course), known(roomy))
     alone = worker("h100", held=2 * KV["h100"], holding=1)
-    course = Course("lake", home=alone.name, held_at=alone.name, held=2 * KV["h100"])
-    assert not must_yield(ask(course=course), known(alone))
+    course = TrajectoryState("lake", home=alone.name, held_at=alone.name, held_tokens=2 * KV["h100"])
+    assert not should_release_kv(ask(course=course), known(alone))
 
 
 def shared_worker(*, told, ours, held=0, holding=0, running=0, tokens=0):
     shared = worker("h100", held=held, holding=holding)
-    shared.usual_told, shared.usual_ours, shared.ours = float(told), float(ours), ours
-    shared.usual_running, shared.usual_tokens = float(running), float(tokens)
+    shared.mean_reported, shared.mean_own, shared.ours = float(told), float(ours), ours
+    shared.mean_running, shared.mean_tokens = float(running), float(tokens)
     return shared
 
 
 def test_what_other_hosts_hold_is_reckoned_from_the_kv_that_the_engine_told():
     shared = shared_worker(told=8, ours=2, held=10_000, holding=2, running=8, tokens=32_000)
-    reckon([shared])
-    assert shared.others_held == 6 * 4000
+    estimate_foreign_kv([shared])
+    assert shared.foreign_kv_tokens == 6 * 4000
 
 
 def test_other_hosts_have_as_many_trajectories_between_two_turns_as_this_one():
     shared = shared_worker(told=8, ours=2, held=12_000, holding=3, running=8, tokens=32_000)
-    reckon([shared])
-    assert shared.others_held == 6 * 4000 * 1.5
+    estimate_foreign_kv([shared])
+    assert shared.foreign_kv_tokens == 6 * 4000 * 1.5
 
 
 def test_few_trajectories_of_ours_at_one_worker_say_nothing_of_those_of_others_there():
     crowded = shared_worker(told=30, ours=10, held=20_000, holding=10, running=30, tokens=60_000)
     lonely = shared_worker(told=30, ours=1, held=30_000, holding=1, running=30, tokens=60_000)
-    reckon([crowded, lonely])
-    assert lonely.others_held == 29 * 2000
+    estimate_foreign_kv([crowded, lonely])
+    assert lonely.foreign_kv_tokens == 29 * 2000
 
 
 def test_where_an_engine_tells_nothing_of_its_kv_others_are_taken_to_be_like_ours():
     shared = shared_worker(told=8, ours=2, held=10_000, holding=2)
-    reckon([shared])
-    assert shared.others_held == 6 * 5000
+    estimate_foreign_kv([shared])
+    assert shared.foreign_kv_tokens == 6 * 5000
 
 
 def at_home(where, *, num_kept):
-    return Course("lake", home=where.name, held_at=where.name, held=num_kept, num_kept=num_kept, version=0)
+    return TrajectoryState(
+        "lake", home=where.name, held_at=where.name, held_tokens=num_kept, num_cached=num_kept, version=0
+    )
 
 
 @pytest.mark.parametrize("num_running", [10, PLACES, PLACES + 10])
@@ -155,13 +159,13 @@ def test_a_trajectory_does_not_leave_for_an_engine_whose_kv_is_spoken_for():
 
 def test_a_trajectory_whose_home_is_gone_goes_on_where_there_is_no_room_too():
     full = worker("h100", held=KV["h100"], holding=9)
-    lost = Course("lake", home="gone", held_at="gone", held=900, num_kept=900)
+    lost = TrajectoryState("lake", home="gone", held_at="gone", held_tokens=900, num_cached=900)
     assert chosen(ask(course=lost), known(full)) == full.name
 
 
 def test_a_trajectory_that_gave_its_kv_up_waits_for_hardware_no_slower_than_its_home():
     full, slow = worker("h100", held=KV["h100"], holding=9), worker("h20")
-    gave_up = Course("lake", home=full.name, num_kept=0)
+    gave_up = TrajectoryState("lake", home=full.name, num_cached=0)
     assert chosen(ask(5000, course=gave_up), known(full, slow)) is None
     fast = worker("h100")
     fast.endpoint = msgspec.structs.replace(fast.endpoint, worker="another")
@@ -178,13 +182,13 @@ def apart(*, busy=0, **rules):
 
 
 def test_a_domain_that_wants_compute_is_served_whole_by_prefill_workers():
-    decision = decide(ask(), apart(), draw=random.Random(0))
+    decision = choose_workers(ask(), apart(), draw=random.Random(0))
     assert (decision.decode, decision.prefill) == ("000-prefill-h100", None)
 
 
 def test_a_domain_that_wants_bandwidth_is_decoded_by_decode_workers():
-    other = Ask("shop", 1000, 100, Course(), num_held=1000)
-    decision = decide(other, apart(), draw=random.Random(0))
+    other = TurnFacts("shop", 1000, 100, TrajectoryState(), num_held=1000)
+    decision = choose_workers(other, apart(), draw=random.Random(0))
     assert (decision.decode, decision.prefill) == ("000-decode-h20", "000-prefill-h100")
 
 
@@ -198,5 +202,7 @@ def test_a_domain_whose_prefill_workers_are_full_is_decoded_by_decode_workers():
 
 
 def test_a_trajectory_goes_back_to_the_prefill_worker_that_has_its_kv():
-    at_home = Course("lake", home="000-prefill-h100", held_at="000-prefill-h100", held=900, num_kept=900)
+    at_home = TrajectoryState(
+        "lake", home="000-prefill-h100", held_at="000-prefill-h100", held_tokens=900, num_cached=900
+    )
     assert chosen(ask(course=at_home), apart(busy=PLACES)) == "000-prefill-h100"

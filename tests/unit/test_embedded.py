@@ -15,13 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.engines.base import LOCAL, Completion, GenerateRequest, KvHandle
+from hpcrl.engines.base import LOCAL_URL_PREFIX, Completion, GenerateRequest, KvHandle
 from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
-from hpcrl.engines.embedded.kv_cache import KvShelf, PrefixCache, RowKv, pack, unpack
-from hpcrl.engines.embedded.sampling import distribution, sample, uniforms
+from hpcrl.engines.embedded.kv_cache import HandoverStore, PrefixCache, RowKv, pack_kv, unpack_kv
+from hpcrl.engines.embedded.sampling import compute_logprobs, draw_uniforms, sample_tokens
 from hpcrl.errors import EngineError, WeightsError
 from hpcrl.testing.memory import MemoryStore
-from hpcrl.weights.model_update import Loan, parameters_of
+from hpcrl.weights.model_update import BorrowedWeights, collect_parameters
 from hpcrl.weights.versions import WeightVersion
 
 
@@ -81,7 +81,7 @@ async def staggered(engine: EmbeddedEngine, requests: list[GenerateRequest]) -> 
 
 
 def another(model: Any, *, scale: float) -> dict[str, torch.Tensor]:
-    return {name: tensor * scale for name, tensor in parameters_of(model).items()}
+    return {name: tensor * scale for name, tensor in collect_parameters(model).items()}
 
 
 async def until_generated(engine: EmbeddedEngine, count: int) -> None:
@@ -135,8 +135,10 @@ def test_the_next_turn_computes_only_what_is_new(model: Any) -> None:
 def test_sampling_follows_the_probabilities() -> None:
     logits_V = torch.tensor([0.0, 1.0, -1.0, float("-inf"), 2.0])
     num = 20_000
-    drawn_from = distribution(logits_V.expand(num, -1), temperatures=[0.5] * num, top_ps=[1.0] * num, top_ks=[0] * num)
-    ids, logprobs = sample(drawn_from, temperatures=[0.5] * num, seeds=list(range(num)), positions=[9] * num)
+    drawn_from = compute_logprobs(
+        logits_V.expand(num, -1), temperatures=[0.5] * num, top_ps=[1.0] * num, top_ks=[0] * num
+    )
+    ids, logprobs = sample_tokens(drawn_from, temperatures=[0.5] * num, seeds=list(range(num)), positions=[9] * num)
     expected_V = torch.softmax(logits_V / 0.5, dim=-1)
     counts_V = torch.bincount(torch.tensor(ids), minlength=5)
     assert counts_V[3] == 0
@@ -146,15 +148,15 @@ def test_sampling_follows_the_probabilities() -> None:
 
 @given(st.lists(st.tuples(st.integers(-(2**70), 2**70), st.integers(0, 2**31)), min_size=1, max_size=20))
 def test_a_uniform_depends_on_its_own_seed_and_position_only(pairs: list[tuple[int, int]]) -> None:
-    together = uniforms([seed for seed, _ in pairs], [position for _, position in pairs])
-    alone = [uniforms([seed], [position])[0] for seed, position in pairs]
+    together = draw_uniforms([seed for seed, _ in pairs], [position for _, position in pairs])
+    alone = [draw_uniforms([seed], [position])[0] for seed, position in pairs]
     assert together.tolist() == alone
     assert all(0 <= u <= 1 - 2.0**-52 for u in alone)
 
 
 def test_neighbouring_seeds_and_positions_are_uncorrelated() -> None:
     seeds, positions = np.meshgrid(np.arange(100), np.arange(100))
-    grid = uniforms(seeds.ravel().tolist(), positions.ravel().tolist()).reshape(100, 100)
+    grid = draw_uniforms(seeds.ravel().tolist(), positions.ravel().tolist()).reshape(100, 100)
     for shifted in (grid[1:, :-1], grid[:-1, 1:]):
         assert abs(np.corrcoef(grid[:-1, :-1].ravel(), shifted.ravel())[0, 1]) < 0.05
 
@@ -189,7 +191,7 @@ def test_new_weights_in_mid_generation_are_recorded_per_token(model: Any, tiny_m
 def test_weights_that_do_not_fit_are_refused_and_generation_goes_on_with_the_old(model: Any) -> None:
     store = MemoryStore()
     store.publish(
-        {name: tensor for name, tensor in parameters_of(model).items() if "lm_head" not in name},
+        {name: tensor for name, tensor in collect_parameters(model).items() if "lm_head" not in name},
         WeightVersion(version=1, step=1),
     )
     engine = EmbeddedEngine(model, store=store)
@@ -225,7 +227,7 @@ def test_weights_overwritten_while_they_are_copied_are_never_generated_with(mode
     store = MemoryStore()
     for version in (1, 2):
         store.publish(another(model, scale=float(version)), WeightVersion(version=version, step=version))
-    load = store.reading
+    load = store.read_version
 
     @contextmanager
     def overtaken(version: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -234,8 +236,8 @@ def test_weights_overwritten_while_they_are_copied_are_never_generated_with(mode
         if version == 1:
             raise WeightsError("version 1 was overwritten while it was read")
 
-    store.reading = overtaken  # type: ignore[method-assign]
-    store.still = lambda version: version != 1  # type: ignore[method-assign]
+    store.read_version = overtaken  # type: ignore[method-assign]
+    store.is_intact = lambda version: version != 1  # type: ignore[method-assign]
     engine = EmbeddedEngine(model, store=store)
 
     async def body() -> Completion:
@@ -259,13 +261,13 @@ def test_generation_goes_on_with_the_new_weights_where_they_lie_while_they_are_c
     store.publish(another(model, scale=1.5), WeightVersion(version=1, step=1))
     own = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     engine = EmbeddedEngine(model, store=store)
-    copied, copy = threading.Event(), Loan.copy
+    copied, copy = threading.Event(), BorrowedWeights.copy
 
-    def slowly(loan: Loan) -> None:
+    def slowly(loan: BorrowedWeights) -> None:
         copied.wait(60)
         copy(loan)
 
-    monkeypatch.setattr(Loan, "copy", slowly)
+    monkeypatch.setattr(BorrowedWeights, "copy", slowly)
 
     async def body() -> Completion:
         answer = asyncio.create_task(engine.generate(ask(max_new_tokens=400)))
@@ -423,7 +425,7 @@ def test_an_engine_that_cannot_step_fails_every_request_and_says_why(model: Any)
         model.base_model.register_forward_pre_hook(out_of_memory)
         answers = await asyncio.gather(*[engine.generate(ask(f"r{n}")) for n in range(4)], return_exceptions=True)
         with pytest.raises(RuntimeError, match="out of memory"):
-            await engine.failed()
+            await engine.wait_until_failed()
         with pytest.raises(EngineError, match="not running"):
             await engine.generate(ask())
         return answers
@@ -462,7 +464,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"garbage", pack(RowKv(token_ids=[1], kv_KHTD=torch.zeros(4, 1, 1, 32), version=0))]
+    "data", [b"", b"garbage", pack_kv(RowKv(token_ids=[1], kv_KHTD=torch.zeros(4, 1, 1, 32), version=0))]
 )
 def test_kv_that_is_damaged_or_foreign_is_computed_anew(model: Any, data: bytes) -> None:
     async def fetch(_: KvHandle) -> bytes:
@@ -479,7 +481,7 @@ def test_kv_of_another_shape_is_computed_anew(model: Any) -> None:
     foreign = RowKv(token_ids=ask().token_ids[:-1], kv_KHTD=torch.zeros(8, 1, 5, 32), version=0)
 
     async def fetch(_: KvHandle) -> bytes:
-        return pack(foreign)
+        return pack_kv(foreign)
 
     engine = EmbeddedEngine(model, store=MemoryStore(), fetch_kv=fetch)
     handle = KvHandle(url="http://elsewhere/kv/x", token="t", version=0, num_tokens=5)
@@ -491,7 +493,7 @@ def test_kv_that_weights_overtake_on_its_way_is_computed_anew(model: Any) -> Non
     store.publish(another(model, scale=1.5), WeightVersion(version=1, step=1))
 
     async def fetch(_: KvHandle) -> bytes:
-        packed = await engine.take_kv(handle.url.removeprefix(LOCAL))
+        packed = await engine.take_kv(handle.url.removeprefix(LOCAL_URL_PREFIX))
         await engine.load_version(1)
         assert packed is not None
         return packed
@@ -540,27 +542,27 @@ def row_kv(token_ids: list[int]) -> RowKv:
 
 def test_kv_comes_back_from_the_wire_bit_for_bit() -> None:
     sent = row_kv([4, 5, 6])
-    got = unpack(pack(sent))
+    got = unpack_kv(pack_kv(sent))
     assert (got.token_ids, got.version) == (sent.token_ids, sent.version)
     assert torch.equal(got.kv_KHTD, sent.kv_KHTD)
 
 
-@given(st.binary(max_size=200) | st.integers(1, 300).map(lambda n: pack(row_kv([1, 2]))[:-n]))
+@given(st.binary(max_size=200) | st.integers(1, 300).map(lambda n: pack_kv(row_kv([1, 2]))[:-n]))
 def test_torn_kv_is_an_engine_error(data: bytes) -> None:
     with pytest.raises(EngineError):
-        unpack(data)
+        unpack_kv(data)
 
 
 def test_kv_that_is_not_finite_is_an_engine_error() -> None:
     bad = row_kv([1, 2])
     bad.kv_KHTD[0, 0, 0, 0] = float("nan")
     with pytest.raises(EngineError, match="NaN"):
-        unpack(pack(bad))
+        unpack_kv(pack_kv(bad))
 
 
 def test_held_kv_is_given_out_once_and_forgotten_when_old() -> None:
     now = 0.0
-    shelf = KvShelf(ttl_s=60, max_bytes=1 << 20, clock=lambda: now)
+    shelf = HandoverStore(ttl_s=60, max_bytes=1 << 20, clock=lambda: now)
     once, old = shelf.put(row_kv([1])), shelf.put(row_kv([2]))
     assert shelf.take(once) is not None
     assert shelf.take(once) is None
@@ -570,7 +572,7 @@ def test_held_kv_is_given_out_once_and_forgotten_when_old() -> None:
 
 def test_held_kv_makes_room_for_newer() -> None:
     size = row_kv([1, 2]).num_bytes
-    shelf = KvShelf(ttl_s=60, max_bytes=2 * size)
+    shelf = HandoverStore(ttl_s=60, max_bytes=2 * size)
     names = [shelf.put(row_kv([n, n])) for n in range(3)]
     assert [shelf.take(name) is not None for name in names] == [False, True, True]
 
@@ -579,7 +581,7 @@ def test_the_longest_kept_prefix_is_found() -> None:
     cache = PrefixCache(max_bytes=1 << 20)
     for token_ids in ([1, 2], [1, 2, 3], [1, 2, 4, 5], [9]):
         cache.put(row_kv(token_ids))
-    found = [cache.longest(ids) for ids in ([1, 2, 3, 4], [1, 2], [1], [9, 1])]
+    found = [cache.find_longest(ids) for ids in ([1, 2, 3, 4], [1, 2], [1], [9, 1])]
     assert [kv and kv.token_ids for kv in found] == [[1, 2, 3], [1, 2], None, [9]]
 
 
@@ -589,11 +591,11 @@ def test_kv_that_is_still_to_be_kept_outlives_kv_that_is_not() -> None:
     cache.put(row_kv([1]), keep_s=10.0)
     cache.put(row_kv([2]))
     cache.put(row_kv([3]))
-    assert [cache.longest([n]) is not None for n in (1, 2, 3)] == [True, False, True]
+    assert [cache.find_longest([n]) is not None for n in (1, 2, 3)] == [True, False, True]
     now = 11.0
-    cache.longest([3])
+    cache.find_longest([3])
     cache.put(row_kv([4]))
-    assert [cache.longest([n]) is not None for n in (1, 3, 4)] == [False, True, True]
+    assert [cache.find_longest([n]) is not None for n in (1, 3, 4)] == [False, True, True]
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=30))

@@ -11,9 +11,17 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from hpcrl.campaign_dir.endpoints import Endpoint, announce
-from hpcrl.engines.base import LOCAL, Completion, GenerateRequest, KvHandle, LoadFigures, Part, as_part
-from hpcrl.engines.http import RemoteEngine, client_session, kv_fetcher, serve
+from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
+from hpcrl.engines.base import (
+    LOCAL_URL_PREFIX,
+    Completion,
+    CompletionChunk,
+    GenerateRequest,
+    KvHandle,
+    LoadFigures,
+    convert_to_chunk,
+)
+from hpcrl.engines.http import RemoteEngine, make_client_session, make_kv_fetcher, serve_over_http
 from hpcrl.errors import EngineError, EngineRefusedError
 from hpcrl.rollout.routing.router import Router
 
@@ -41,11 +49,11 @@ class Scripted:
                     self.gone.set()
         return Completion(token_ids=[7], logprobs=[-0.5], versions=[3], finish_reason="length")
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
-        yield as_part(await self.generate(request))
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
+        yield convert_to_chunk(await self.generate(request))
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
-        return KvHandle(url=LOCAL + "abc", token="", version=3, num_tokens=1)
+        return KvHandle(url=LOCAL_URL_PREFIX + "abc", token="", version=3, num_tokens=1)
 
     async def abort(self, request_id: str) -> None:
         return None
@@ -60,9 +68,9 @@ class Scripted:
 def behind_door(body: Callable[[Scripted, str, aiohttp.ClientSession], Awaitable[Any]]) -> Any:
     async def run() -> Any:
         engine = Scripted()
-        url, runner = await serve(engine, host="127.0.0.1", token="right")
+        url, runner = await serve_over_http(engine, host="127.0.0.1", token="right")
         try:
-            async with client_session() as session:
+            async with make_client_session() as session:
                 return await body(engine, url, session)
         finally:
             await runner.cleanup()
@@ -71,7 +79,7 @@ def behind_door(body: Callable[[Scripted, str, aiohttp.ClientSession], Awaitable
 
 
 def remote(url: str, session: aiohttp.ClientSession, *, token: str = "right") -> RemoteEngine:
-    return RemoteEngine(Endpoint(role="decode", worker="000-decode-1", node="n", url=url, token=token), session)
+    return RemoteEngine(EngineEndpoint(role="decode", worker="000-decode-1", node="n", url=url, token=token), session)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +153,7 @@ def test_a_client_that_hangs_up_takes_its_request_with_it() -> None:
 def test_a_handle_points_to_the_door_and_brings_the_kv() -> None:
     async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> tuple[str, KvHandle, bytes]:
         handle = await remote(url, session).prefill(REQUEST)
-        return url, handle, await kv_fetcher(session)(handle)
+        return url, handle, await make_kv_fetcher(session)(handle)
 
     url, handle, data = behind_door(body)
     assert (handle.url, handle.token) == (f"{url}/kv/abc", "right")
@@ -164,7 +172,7 @@ def test_a_handle_points_to_the_door_and_brings_the_kv() -> None:
 def test_kv_that_cannot_be_fetched_is_an_engine_error(change: dict[str, str], complaint: str) -> None:
     async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> None:
         handle = await remote(url, session).prefill(REQUEST)
-        await kv_fetcher(session)(msgspec.structs.replace(handle, **change))
+        await make_kv_fetcher(session)(msgspec.structs.replace(handle, **change))
 
     with pytest.raises(EngineError, match=complaint):
         behind_door(body)
@@ -174,9 +182,9 @@ def test_kv_that_is_gone_or_too_large_is_an_engine_error() -> None:
     async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> None:
         handle = await remote(url, session).prefill(REQUEST)
         with pytest.raises(EngineError, match="larger than 10 bytes"):
-            await kv_fetcher(session, max_bytes=10)(handle)
+            await make_kv_fetcher(session, max_bytes=10)(handle)
         with pytest.raises(EngineError, match="answered 404"):
-            await kv_fetcher(session)(msgspec.structs.replace(handle, url=f"{url}/kv/other"))
+            await make_kv_fetcher(session)(msgspec.structs.replace(handle, url=f"{url}/kv/other"))
 
     behind_door(body)
 
@@ -202,7 +210,7 @@ def test_an_answer_that_is_no_answer_is_an_engine_error(answered: bytes) -> None
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
-            async with client_session() as session:
+            async with make_client_session() as session:
                 await remote(f"http://127.0.0.1:{runner.addresses[0][1]}", session).load_figures()
         finally:
             await runner.cleanup()
@@ -213,7 +221,7 @@ def test_an_answer_that_is_no_answer_is_an_engine_error(answered: bytes) -> None
 
 def test_an_address_that_cannot_be_listened_on_is_an_engine_error() -> None:
     async def run() -> None:
-        await serve(Scripted(), host="203.0.113.1", token="t")
+        await serve_over_http(Scripted(), host="203.0.113.1", token="t")
 
     with pytest.raises(EngineError, match=r"cannot listen on 203\.0\.113\.1"):
         asyncio.run(run())
@@ -238,12 +246,14 @@ def test_a_turn_that_one_door_has_no_room_for_is_served_behind_another(tmp_path:
     async def run() -> tuple[Completion, int, dict[str, int]]:
         full, free = Full(status), Scripted()
         async with AsyncExitStack() as stack:
-            session = await stack.enter_async_context(client_session())
+            session = await stack.enter_async_context(make_client_session())
             for number, engine in enumerate((full, free)):
-                url, runner = await serve(engine, host="127.0.0.1", token="right")
+                url, runner = await serve_over_http(engine, host="127.0.0.1", token="right")
                 stack.push_async_callback(runner.cleanup)
                 name = f"000-decode-{number}"
-                announce(tmp_path, Endpoint(role="decode", worker=name, node="n", url=url, token="right"))
+                announce_endpoint(
+                    tmp_path, EngineEndpoint(role="decode", worker=name, node="n", url=url, token="right")
+                )
             router = Router(tmp_path, connect=lambda endpoint: RemoteEngine(endpoint, session), seed=0)
             await stack.enter_async_context(router)
             while not full.num_asked:

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.config.user_code import load_code
-from hpcrl.envs.arithmetic import Arithmetic, correct, evaluate
-from hpcrl.envs.base import Step, adapt, env_reward, make_env
+from hpcrl.envs.arithmetic import Arithmetic, correct, evaluate_expression
+from hpcrl.envs.base import Step, adapt_env, env_reward, make_env
 from hpcrl.envs.gymnasium_text import INVALID_COST, FrozenLake, Taxi, goal_and_way, success
 from hpcrl.errors import ConfigError
-from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.spool.record import EpisodeTurn, Trajectory
 
 SMALL = {"map": ["SFF", "FHF", "FFG"], "show": "position"}
 
@@ -50,7 +50,7 @@ def recorded(steps):
         logprobs=np.zeros(len(steps), np.float32),
         versions=np.zeros(len(steps), np.int32),
         loss_mask=np.ones(len(steps), np.bool_),
-        turns=[Turn(start=i, end=i + 1, reward=step.reward) for i, step in enumerate(steps)],
+        turns=[EpisodeTurn(start=i, end=i + 1, reward=step.reward) for i, step in enumerate(steps)],
     )
 
 
@@ -155,7 +155,7 @@ class TestTaxi:
 class TestArithmetic:
     def test_a_right_answer_earns_one_and_ends(self):
         asked, _ = play(Arithmetic(), "", seed=3)
-        value = evaluate(asked.removesuffix("=?"))
+        value = evaluate_expression(asked.removesuffix("=?"))
         _, (step,) = play(Arithmetic(), [f"= {value}"], seed=3)
         assert step == Step(observation="right", reward=1.0, done=True)
         assert correct(recorded([step])) == 1
@@ -204,12 +204,12 @@ class TestArithmetic:
     def test_the_calculator_agrees_with_python(self, expression):
         if len(expression) <= 64:
             python = eval(expression)  # digits, + - * and brackets made above
-            assert evaluate(expression) == python
+            assert evaluate_expression(expression) == python
 
     @given(st.text(max_size=80) | st.text(alphabet="0123456789+-*() ", max_size=80))
     def test_the_calculator_answers_anything_or_says_why_not(self, expression):
         try:
-            answer = str(evaluate(expression))
+            answer = str(evaluate_expression(expression))
         except ValueError as error:
             answer = str(error)
         assert answer.removeprefix("-").isdecimal() or answer in ("too long", "only digits + - * ( )", "not a sum")
@@ -241,7 +241,7 @@ class TestMaking:
             def close(self): ...
 
         with pytest.raises(ConfigError, match="mixes plain and async"):
-            adapt(Mixed())
+            adapt_env(Mixed())
 
     def test_a_named_reward_is_loaded(self):
         assert load_code("hpcrl.envs.base:env_reward", what="domains.x.reward") is env_reward
@@ -276,33 +276,33 @@ class Plain:
 class TestPlainEnvironments:
     def test_calls_run_in_one_thread_of_their_own(self):
         plain = Plain()
-        assert play(adapt(plain), ["a", "b"], seed=5)[0] == "5"
+        assert play(adapt_env(plain), ["a", "b"], seed=5)[0] == "5"
         assert len(plain.threads) == 1
         assert threading.current_thread() not in plain.threads
         assert all(thread.daemon for thread in plain.threads)
 
     def test_the_thread_ends_with_the_environment(self):
         plain = Plain()
-        play(adapt(plain), ["a"])
+        play(adapt_env(plain), ["a"])
         (thread,) = plain.threads
         thread.join(10)
         assert not thread.is_alive()
 
     def test_it_can_be_used_again_after_closing(self):
-        env = adapt(Plain())
+        env = adapt_env(Plain())
         assert play(env, ["a"], seed=1)[0] == "1"
         assert play(env, ["a"], seed=2)[0] == "2"
 
     @pytest.mark.parametrize("action", ["leave", "stop"])
     def test_leaving_the_process_is_an_error_of_the_step(self, action):
         with pytest.raises(RuntimeError, match=r"SystemExit|StopIteration"):
-            play(adapt(Plain()), [action])
+            play(adapt_env(Plain()), [action])
 
     def test_closing_passes_by_a_step_that_hangs(self):
         plain = Plain()
 
         async def run():
-            env = adapt(plain)
+            env = adapt_env(plain)
             await env.reset(0)
             hung = asyncio.ensure_future(env.step("hang"))
             await asyncio.sleep(0)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from hpcrl.engines.base import Completion
-from hpcrl.envs.base import Step, adapt
+from hpcrl.envs.base import Step, adapt_env
 from hpcrl.errors import EngineError
-from hpcrl.rollout.episode import Limits, pause_s, run_episode
-from hpcrl.rollout.tasks import Task
+from hpcrl.rollout.episode import EpisodeLimits, retry_pause_s, run_episode
+from hpcrl.rollout.tasks import AgentTask
 
-TASK = Task(domain="lake", number=3, seed=11)
+TASK = AgentTask(domain="lake", number=3, seed=11)
 END = 0
 
 
@@ -25,8 +25,8 @@ class Letters:
     def first_turn(self, observation):
         return [ord(c) for c in f"[{observation}]"]
 
-    def next_turn(self, observation, *, said):
-        return [*([] if said and said[-1] == END else [END]), *self.first_turn(observation)]
+    def next_turn(self, observation, *, generated):
+        return [*([] if generated and generated[-1] == END else [END]), *self.first_turn(observation)]
 
     def decode(self, token_ids):
         return "".join(map(chr, token_ids))
@@ -102,7 +102,7 @@ def run(policy, *, make_env=Echo, newest_version=lambda: 5, index=2, layout=None
         make_env=made,
         layout=layout or Letters(),
         policy=policy,
-        limits=Limits(**(limits | changed)),
+        limits=EpisodeLimits(**(limits | changed)),
         newest_version=newest_version,
         producer="000-env-0",
     )
@@ -365,7 +365,7 @@ def test_a_plain_environment_that_hangs_is_abandoned():
         def close(self):
             hang.set()
 
-    trajectory = played("a", make_env=lambda: adapt(Plain()), step_timeout_s=0.02, env_retries=0)
+    trajectory = played("a", make_env=lambda: adapt_env(Plain()), step_timeout_s=0.02, env_retries=0)
     assert trajectory.status == "env-fault"
     assert hang.is_set()
 
@@ -402,16 +402,16 @@ def test_cancelling_while_the_environment_works_closes_it():
 
 
 def test_pauses_double_are_spread_and_stay_bounded():
-    pauses = [pause_s(1.0, attempt=attempt, episode="lake/0/0") for attempt in range(1, 2000)]
+    pauses = [retry_pause_s(1.0, attempt=attempt, episode="lake/0/0") for attempt in range(1, 2000)]
     assert all(0.5 * 2**i <= pause < 1.5 * 2**i for i, pause in enumerate(pauses[:5]))
     assert max(pauses) <= 90
-    assert pause_s(1.0, attempt=1, episode="lake/0/1") != pauses[0]
+    assert retry_pause_s(1.0, attempt=1, episode="lake/0/1") != pauses[0]
 
 
 def test_the_real_chat_layout_fits(tiny_model_dir):
-    from hpcrl.models.chat_layout import load_chat
+    from hpcrl.models.chat_layout import load_chat_layout
 
-    chat = load_chat(tiny_model_dir)
+    chat = load_chat_layout(tiny_model_dir)
     (letter,) = chat.tokenizer.encode("x", add_special_tokens=False).ids
     word = Completion(token_ids=[letter], logprobs=[-1.0], versions=[5], finish_reason="length")
     trajectory = played(word, word, max_turns=2, layout=chat)
@@ -420,7 +420,7 @@ def test_the_real_chat_layout_fits(tiny_model_dir):
     assert list(trajectory.token_ids) == [
         *chat.first_turn("s11"),
         letter,
-        *chat.next_turn("x", said=[letter]),
+        *chat.next_turn("x", generated=[letter]),
         letter,
     ]
 
@@ -451,7 +451,7 @@ def test_making_an_environment_has_a_deadline_of_its_own():
             make_env=never,
             layout=Letters(),
             policy=Scripted(),
-            limits=Limits(
+            limits=EpisodeLimits(
                 max_turns=1, max_new_tokens=1, context_length=9, max_lag=1, env_retries=0, create_timeout_s=0.02
             ),
             newest_version=lambda: 0,

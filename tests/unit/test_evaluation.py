@@ -13,14 +13,22 @@ from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import load_recipe
 from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.errors import PlanError
-from hpcrl.learn.evaluations import Evaluations, Part, Result, Round, due, merged, score_of
+from hpcrl.learn.evaluations import (
+    EvaluationPart,
+    EvaluationResult,
+    EvaluationRound,
+    EvaluationStore,
+    find_version_score,
+    is_round_due,
+    merge_parts,
+)
 from hpcrl.plan.checks import check_recipe
 from hpcrl.rollout.curriculum import Curriculum
-from hpcrl.rollout.evaluation import Doing, Evaluator, evaluated
-from hpcrl.rollout.reporting import Counted
+from hpcrl.rollout.evaluation import EvaluationHooks, EvaluationRunner, list_evaluated_domains
+from hpcrl.rollout.reporting import CountingPolicy
 from hpcrl.rollout.routing.router import Router
-from hpcrl.rollout.routing.trajectories import NUM_LEVELS, Course, Courses, whose
-from hpcrl.rollout.tasks import NUM_SEEDS, TaskStream, held_out
+from hpcrl.rollout.routing.trajectories import NUM_LEVELS, TrajectoryState, TrajectoryTable, with_ids
+from hpcrl.rollout.tasks import NUM_SEEDS, TaskStream, make_held_out_task
 from hpcrl.spool.ids import is_held_out
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import checkpoint
@@ -30,7 +38,7 @@ BASE = ("evaluation.every_versions=10", "evaluation.num_episodes=4")
 
 
 def result(number, version, reward):
-    return Result(
+    return EvaluationResult(
         number=number,
         version=version,
         reward_mean=reward,
@@ -68,13 +76,15 @@ class Hosts:
 
     def __init__(self, directory, *, num=1, job=0, settings=BASE, status="done", score=1.0):
         self.recipe = load_recipe("quickstart", settings=settings)
-        self.record = Evaluations(directory)
+        self.record = EvaluationStore(directory)
         self.told, self.begun, self.most, self.running = [], [], 0, 0
         self.served, self.status, self.score, self.go = 0, status, score, asyncio.Event()
         self.go.set()
-        doing = Doing(play=self.play, score=self.reward, emit=self.told.append, served=lambda: self.served)
+        doing = EvaluationHooks(
+            play=self.play, score=self.reward, emit=self.told.append, oldest_version=lambda: self.served
+        )
         self.hosts = [
-            Evaluator(self.recipe, EnvWorkerId(host, num), job=job, record=self.record, doing=doing)
+            EvaluationRunner(self.recipe, EnvWorkerId(host, num), job=job, record=self.record, hooks=doing)
             for host in range(num)
         ]
         self.now = 0.0
@@ -98,26 +108,26 @@ class Hosts:
         for _ in range(times):
             self.now += 1.0
             for host in self.hosts:
-                host.tend(version=version, room=room, now=self.now)
+                host.poll(version=version, room=room, now=self.now)
             for _ in range(20):
                 await asyncio.sleep(0)
 
 
 def test_the_first_evaluation_is_due_at_once_and_then_one_for_every_multiple_that_was_passed():
-    assert due(None, newest=0, every=EVERY)
-    assert not due(result(0, 0, 1.0), newest=9, every=EVERY)
-    assert due(result(0, 0, 1.0), newest=10, every=EVERY)
-    assert not due(result(1, 13, 1.0), newest=19, every=EVERY)
-    assert due(result(1, 13, 1.0), newest=31, every=EVERY)
+    assert is_round_due(None, newest=0, every=EVERY)
+    assert not is_round_due(result(0, 0, 1.0), newest=9, every=EVERY)
+    assert is_round_due(result(0, 0, 1.0), newest=10, every=EVERY)
+    assert not is_round_due(result(1, 13, 1.0), newest=19, every=EVERY)
+    assert is_round_due(result(1, 13, 1.0), newest=31, every=EVERY)
 
 
 def test_parts_make_one_result_in_which_faults_are_no_zeros():
     parts = [
-        Part(rewards={"a": [1.0, 0.0]}, num_tokens=10, oldest=3, newest=3),
-        Part(rewards={"a": [0.5], "b": [1.0]}, num_tokens=6, num_faults=2, oldest=3, newest=4),
-        Part(rewards={}),
+        EvaluationPart(rewards={"a": [1.0, 0.0]}, num_tokens=10, oldest=3, newest=3),
+        EvaluationPart(rewards={"a": [0.5], "b": [1.0]}, num_tokens=6, num_faults=2, oldest=3, newest=4),
+        EvaluationPart(rewards={}),
     ]
-    found = merged(Round(number=7, job=0, version=3), parts)
+    found = merge_parts(EvaluationRound(number=7, job=0, version=3), parts)
     assert (found.number, found.version, found.num_episodes, found.num_faults) == (7, 3, 4, 2)
     assert found.reward_mean == 2.5 / 4
     assert found.domains == {"a": 0.5, "b": 1.0}
@@ -125,21 +135,24 @@ def test_parts_make_one_result_in_which_faults_are_no_zeros():
 
 
 def test_a_round_without_a_single_score_has_no_mean():
-    assert merged(Round(number=0, job=0, version=0), [Part(rewards={}, num_faults=3)]).reward_mean is None
+    assert (
+        merge_parts(EvaluationRound(number=0, job=0, version=0), [EvaluationPart(rewards={}, num_faults=3)]).reward_mean
+        is None
+    )
 
 
 def test_a_version_has_the_score_of_the_evaluation_nearest_to_it():
     results = [result(0, 0, 0.1), result(1, 11, 0.5), result(2, 20, 0.9)]
-    assert score_of(10, results, every=EVERY) == 0.5
-    assert score_of(19, results, every=EVERY) == 0.9
-    assert score_of(40, results, every=EVERY) is None
-    assert score_of(10, [], every=EVERY) is None
+    assert find_version_score(10, results, every=EVERY) == 0.5
+    assert find_version_score(19, results, every=EVERY) == 0.9
+    assert find_version_score(40, results, every=EVERY) is None
+    assert find_version_score(10, [], every=EVERY) is None
 
 
 def test_held_out_tasks_are_the_same_in_every_round_and_have_seeds_that_no_training_task_has():
     stream = TaskStream(EnvWorkerId(0, 1), recipe_seed=0)
     assert all(stream.draw({"lake": 1.0}).seed < NUM_SEEDS for _ in range(100))
-    first, later = (held_out("lake", recipe_seed=0, round=number, index=3) for number in (0, 9))
+    first, later = (make_held_out_task("lake", recipe_seed=0, round=number, index=3) for number in (0, 9))
     assert first.seed == later.seed >= NUM_SEEDS
     assert first.seed < 1 << 32  # what every generator takes
     assert first.episode(3) != later.episode(3)
@@ -154,7 +167,7 @@ def test_one_host_plays_every_task_once_and_tells_the_result_with_its_version(tm
         await hosts.tend(version=3)
         assert [index for _, index, _, _ in hosts.begun] == [0, 1, 2, 3]
         assert [(told.number, told.version, told.num_episodes) for told in hosts.results()] == [(0, 3, 4)]
-        assert hosts.record.last().reward_mean == 1.0
+        assert hosts.record.last_result().reward_mean == 1.0
         await hosts.tend(version=9)
         assert len(hosts.results()) == 1
         hosts.served = 10
@@ -204,7 +217,7 @@ def test_an_interrupted_round_is_never_counted_and_the_next_job_begins_another(t
     async def run():
         first = Hosts(tmp_path, num=2)
         await first.tend(times=1, room=1)
-        first.hosts[1].tend(version=0, room=1, now=5.0)
+        first.hosts[1].poll(version=0, room=1, now=5.0)
         first.go.clear()
         await first.tend(version=0)
         for host in first.hosts:
@@ -247,14 +260,14 @@ def test_what_cannot_be_scored_is_told_and_counted_apart(tmp_path, status, score
 def test_a_disk_that_fails_delays_an_evaluation_and_loses_nothing(tmp_path):
     async def run():
         hosts = Hosts(tmp_path)
-        leave, failing = hosts.record.leave, [OSError(28, "No space left on device")]
+        leave, failing = hosts.record.save_part, [OSError(28, "No space left on device")]
 
         def full_once(part, **where):
             if failing:
                 raise failing.pop()
             leave(part, **where)
 
-        hosts.record.leave = full_once
+        hosts.record.save_part = full_once
         await hosts.tend()
         assert hosts.results() == []
         assert [event.what for event in hosts.told if isinstance(event, FaultReported)] == ["evaluation"]
@@ -282,10 +295,10 @@ def test_a_damaged_file_is_measured_again_under_another_number(tmp_path):
 
 def test_domains_and_options_of_evaluations_are_the_recipes_choice():
     recipe = load_recipe("multitask", settings=BASE)
-    assert set(evaluated(recipe)) == set(recipe.domains)
+    assert set(list_evaluated_domains(recipe)) == set(recipe.domains)
     name = next(iter(recipe.domains))
     asked = msgspec.structs.replace(recipe.evaluation, domains=[name], options={name: {"split": "test"}})
-    chosen = evaluated(msgspec.structs.replace(recipe, evaluation=asked))
+    chosen = list_evaluated_domains(msgspec.structs.replace(recipe, evaluation=asked))
     assert list(chosen) == [name]
     assert chosen[name].options == {**recipe.domains[name].options, "split": "test"}
 
@@ -294,16 +307,16 @@ def test_a_held_out_domain_is_no_business_of_a_curriculum(tmp_path):
     recipe = load_recipe("multitask", settings=("rollout.curriculum=tests.curricula:weakest_first",))
     name = next(iter(recipe.domains))
     domains = {**recipe.domains, name: msgspec.structs.replace(recipe.domains[name], held_out=True)}
-    curriculum = Curriculum.of(msgspec.structs.replace(recipe, domains=domains), events=tmp_path)
+    curriculum = Curriculum.from_recipe(msgspec.structs.replace(recipe, domains=domains), events=tmp_path)
     assert curriculum is not None
     assert name not in curriculum._weights
 
 
 def test_a_held_out_turn_does_not_keep_training_domains_without_credit(tmp_path):
-    courses = Courses(weights={"a": 1.0})
+    courses = TrajectoryTable(weights={"a": 1.0})
     courses.credits.spend("a", 1e6)
-    courses._demanding.update({"a": 1, "held-out:a": 1})
-    assert courses.behind("a") == 0  # it has credit again: nobody else that counts wants any
+    courses._num_active.update({"a": 1, "held-out:a": 1})
+    assert courses.credit_penalty("a") == 0  # it has credit again: nobody else that counts wants any
 
 
 @pytest.mark.parametrize(
@@ -336,11 +349,11 @@ def turn(domain):
 
 def test_turns_of_evaluations_go_behind_all_others(tmp_path):
     router = Router(tmp_path, connect=lambda _: None, seed=0, weights={"lake": 1.0})
-    router.courses.credits.spend("lake", 1e9)
-    router.courses._demanding.update({"lake": 1, "rich": 1})  # so that credit is not renewed
-    long_course = Course(attained_tokens=1e9, attained_s=1e9)
-    worst = router._ranked(whose(turn("lake")), long_course).priority
-    held_out_first = router._ranked(whose(turn("held-out:lake")), Course()).priority
+    router.trajectories.credits.spend("lake", 1e9)
+    router.trajectories._num_active.update({"lake": 1, "rich": 1})  # so that credit is not renewed
+    long_course = TrajectoryState(served_tokens=1e9, served_s=1e9)
+    worst = router._with_priority(with_ids(turn("lake")), long_course).priority
+    held_out_first = router._with_priority(with_ids(turn("held-out:lake")), TrajectoryState()).priority
     assert NUM_LEVELS <= worst < held_out_first
 
 
@@ -349,7 +362,7 @@ def test_turns_of_evaluations_are_not_among_the_figures_of_training():
         return Completion(token_ids=[1, 2], logprobs=[0.0, 0.0], versions=[3, 3], finish_reason="stop")
 
     acted = []
-    policy = Counted(SimpleNamespace(generate=said), acted=lambda *_: acted.append(1))
+    policy = CountingPolicy(SimpleNamespace(generate=said), on_turn=lambda *_: acted.append(1))
     asyncio.run(policy.generate(turn("held-out:lake")))
     assert (policy.num_turns, policy.num_tokens, acted) == (0, 0, [])
     asyncio.run(policy.generate(turn("lake")))
@@ -366,14 +379,14 @@ class Weightless:
 def test_the_checkpoints_that_are_kept_are_those_with_the_best_evaluation(tmp_path):
     results = [result(0, 10, 0.9), result(1, 20, 0.1)]
     for version, reward in ((9, 0.0), (21, 1.0), (30, 0.5)):
-        moment = checkpoint.Moment(
+        moment = checkpoint.PendingCheckpoint(
             step=version, version=version, state=Weightless(), consumed=b"{}", extra={"reward": reward}
         )
-        checkpoint.commit(tmp_path, moment)
+        checkpoint.commit_checkpoint(tmp_path, moment)
     by_evaluation = partial(score_of_manifest, results=results)
-    checkpoint.prune(tmp_path, keep=1, keep_best=1, score=by_evaluation)
-    assert checkpoint.steps(tmp_path) == [9, 30]
+    checkpoint.prune_checkpoints(tmp_path, keep=1, keep_best=1, score=by_evaluation)
+    assert checkpoint.list_saved_steps(tmp_path) == [9, 30]
 
 
 def score_of_manifest(manifest, *, results):
-    return score_of(manifest.version, results, every=EVERY)
+    return find_version_score(manifest.version, results, every=EVERY)

@@ -37,7 +37,7 @@ from hpcrl.campaign_dir.events import (
     WorkerFailed,
     WorkerRestarted,
     WorkerStarted,
-    parse,
+    parse_event,
 )
 from hpcrl.trainers.base import StepMetrics
 
@@ -246,13 +246,13 @@ def test_every_kind_of_event_has_a_line_here():
 
 
 def test_an_unknown_event_and_an_unknown_field_are_skipped():
-    assert parse({"event": "started-dreaming", "time": 1.0, "job": 0}) is None
+    assert parse_event({"event": "started-dreaming", "time": 1.0, "job": 0}) is None
     line = {"event": "rung", "time": 1.0, "job": 0, "rung": "files", "reason": "why", "speed": [1]}
-    assert parse(line) == RungChanged(time=1.0, rung="files", reason="why")
+    assert parse_event(line) == RungChanged(time=1.0, rung="files", reason="why")
 
 
 def test_a_line_without_a_time_is_skipped():
-    assert parse({"event": "job-started", "job": 0}) is None
+    assert parse_event({"event": "job-started", "job": 0}) is None
 
 
 def test_a_step_event_has_all_figures_of_a_step_in_their_order():

@@ -1,11 +1,11 @@
 """How many faults a family of environments may have."""
 
-from hpcrl.rollout.fault_budget import FEWEST, FIRST_PAUSE_S, LONGEST_PAUSE_S, FaultBudget
+from hpcrl.rollout.fault_budget import FIRST_PAUSE_S, MAX_PAUSE_S, MIN_SAMPLES, FaultBudget
 
 
 def paused(budget, family="web", *, now=0.0):
     """Book faults until the family is paused; returns for how long."""
-    for _ in range(FEWEST):
+    for _ in range(MIN_SAMPLES):
         pause_s = budget.ended(family, fault=True, now=now)
         if pause_s is not None:
             return pause_s
@@ -13,54 +13,54 @@ def paused(budget, family="web", *, now=0.0):
 
 
 def test_a_family_over_its_budget_is_paused_and_the_others_go_on():
-    budget = FaultBudget(most=0.5)
+    budget = FaultBudget(max_fault_share=0.5)
     assert paused(budget) == FIRST_PAUSE_S
-    assert not budget.may_begin("web", now=FIRST_PAUSE_S - 1)
-    assert budget.may_begin("lake", now=0.0)
+    assert not budget.may_start("web", now=FIRST_PAUSE_S - 1)
+    assert budget.may_start("lake", now=0.0)
 
 
 def test_a_few_faults_at_the_start_pause_nothing():
-    budget = FaultBudget(most=0.5)
-    assert [budget.ended("web", fault=True, now=0.0) for _ in range(FEWEST - 1)] == [None] * (FEWEST - 1)
+    budget = FaultBudget(max_fault_share=0.5)
+    assert [budget.record_end("web", fault=True, now=0.0) for _ in range(MIN_SAMPLES - 1)] == [None] * (MIN_SAMPLES - 1)
 
 
 def test_a_family_within_its_budget_is_never_paused():
-    budget = FaultBudget(most=0.5)
-    assert {budget.ended("web", fault=bool(i % 3 == 0), now=float(i)) for i in range(500)} == {None}
+    budget = FaultBudget(max_fault_share=0.5)
+    assert {budget.record_end("web", fault=bool(i % 3 == 0), now=float(i)) for i in range(500)} == {None}
 
 
 def test_after_a_pause_one_group_is_tried():
-    budget = FaultBudget(most=0.5)
+    budget = FaultBudget(max_fault_share=0.5)
     pause_s = paused(budget)
-    assert budget.may_begin("web", now=pause_s)
-    budget.began("web")
-    assert not budget.may_begin("web", now=pause_s)
+    assert budget.may_start("web", now=pause_s)
+    budget.record_start("web")
+    assert not budget.may_start("web", now=pause_s)
 
 
 def test_a_trial_that_gets_through_opens_the_family():
-    budget = FaultBudget(most=0.5)
+    budget = FaultBudget(max_fault_share=0.5)
     pause_s = paused(budget)
-    budget.began("web")
-    budget.ended("web", fault=False, now=pause_s)
-    assert budget.may_begin("web", now=pause_s)
-    budget.began("web")
-    assert budget.may_begin("web", now=pause_s)
+    budget.record_start("web")
+    budget.record_end("web", fault=False, now=pause_s)
+    assert budget.may_start("web", now=pause_s)
+    budget.record_start("web")
+    assert budget.may_start("web", now=pause_s)
 
 
 def test_each_failed_trial_doubles_the_pause_up_to_the_longest():
-    budget = FaultBudget(most=0.5)
+    budget = FaultBudget(max_fault_share=0.5)
     now, pauses = 0.0, [paused(budget)]
     for _ in range(8):
         now += pauses[-1]
-        budget.began("web")
-        pauses.append(budget.ended("web", fault=True, now=now))
+        budget.record_start("web")
+        pauses.append(budget.record_end("web", fault=True, now=now))
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
-    assert pauses[-1] == LONGEST_PAUSE_S
+    assert pauses[-1] == MAX_PAUSE_S
 
 
 def test_what_was_begun_before_a_pause_says_nothing_about_it():
-    budget = FaultBudget(most=0.5)
+    budget = FaultBudget(max_fault_share=0.5)
     pause_s = paused(budget)
-    assert budget.ended("web", fault=True, now=1.0) is None
-    assert budget.ended("web", fault=False, now=1.0) is None
-    assert not budget.may_begin("web", now=pause_s - 1)
+    assert budget.record_end("web", fault=True, now=1.0) is None
+    assert budget.record_end("web", fault=False, now=1.0) is None
+    assert not budget.may_start("web", now=pause_s - 1)

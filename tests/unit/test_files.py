@@ -6,26 +6,32 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign_dir.endpoints import Endpoint, announce, listed, new_token, withdraw
+from hpcrl.campaign_dir.endpoints import (
+    EngineEndpoint,
+    announce_endpoint,
+    list_endpoints,
+    make_token,
+    withdraw_endpoint,
+)
 from hpcrl.campaign_dir.event_log import EventLog, EventReader, read_events
 from hpcrl.campaign_dir.events import DrainStarted, JobStarted
 from hpcrl.errors import ConfigError
-from hpcrl.system.files import discard, private_dir, publish, staged
-from hpcrl.system.network import address_of
+from hpcrl.system.files import make_private_dir, publish_file, remove_path, staged_path
+from hpcrl.system.network import find_bind_address
 
 
 def test_a_published_file_is_private_and_complete(tmp_path: Path) -> None:
-    publish(tmp_path / "a", "text")
+    publish_file(tmp_path / "a", "text")
     assert (tmp_path / "a").read_text() == "text"
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_a_failed_publication_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    publish(tmp_path / "a", "old")
+    publish_file(tmp_path / "a", "old")
 
     def fill() -> None:
-        with staged(tmp_path / "a") as temporary:
+        with staged_path(tmp_path / "a") as temporary:
             temporary.write_text("half")
             raise OSError("disk full")
 
@@ -39,7 +45,7 @@ def test_a_staged_directory_never_replaces_one_that_is_there(tmp_path: Path) -> 
     (tmp_path / "v" / "kept").write_text("")
 
     def fill() -> None:
-        with staged(tmp_path / "v") as temporary:
+        with staged_path(tmp_path / "v") as temporary:
             temporary.mkdir()
 
     with pytest.raises(OSError, match="not empty"):
@@ -50,7 +56,7 @@ def test_a_staged_directory_never_replaces_one_that_is_there(tmp_path: Path) -> 
 def test_discard_removes_a_link_and_not_what_it_points_to(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    discard(tmp_path / "link")
+    remove_path(tmp_path / "link")
     assert (tmp_path / "real").is_dir()
 
 
@@ -77,22 +83,22 @@ def test_events_of_all_processes_come_in_order_of_time(tmp_path: Path) -> None:
 
 
 def test_an_endpoint_is_private_and_can_be_withdrawn_twice(tmp_path: Path) -> None:
-    endpoint = Endpoint(role="decode", worker="w", node="n", url="http://127.0.0.1:1", token=new_token())
-    path = announce(tmp_path, endpoint)
+    endpoint = EngineEndpoint(role="decode", worker="w", node="n", url="http://127.0.0.1:1", token=make_token())
+    path = announce_endpoint(tmp_path, endpoint)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert listed(tmp_path) == [endpoint]
-    withdraw(tmp_path, "w")
-    withdraw(tmp_path, "w")
-    assert listed(tmp_path) == []
+    assert list_endpoints(tmp_path) == [endpoint]
+    withdraw_endpoint(tmp_path, "w")
+    withdraw_endpoint(tmp_path, "w")
+    assert list_endpoints(tmp_path) == []
 
 
 def test_loopback_has_its_address() -> None:
-    assert address_of("lo") == "127.0.0.1"
+    assert find_bind_address("lo") == "127.0.0.1"
 
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(ConfigError, match=r"it has .*lo"):
-        address_of("hsn9")
+        find_bind_address("hsn9")
 
 
 def test_the_beat_moves_the_files_time(tmp_path: Path) -> None:
@@ -103,12 +109,12 @@ def test_the_beat_moves_the_files_time(tmp_path: Path) -> None:
 
 
 def test_a_private_directory_and_all_above_it_are_private(tmp_path: Path) -> None:
-    made = private_dir(tmp_path / "a" / "b")
-    assert private_dir(made) == made
+    made = make_private_dir(tmp_path / "a" / "b")
+    assert make_private_dir(made) == made
     assert [stat.S_IMODE(path.stat().st_mode) for path in (made, made.parent)] == [0o700, 0o700]
 
 
 def test_a_private_directory_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("")
     with pytest.raises(NotADirectoryError):
-        private_dir(tmp_path / "a")
+        make_private_dir(tmp_path / "a")

@@ -4,8 +4,8 @@ import pytest
 
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import load_recipe
-from hpcrl.rollout.admission import Gate
-from hpcrl.rollout.groups import Groups
+from hpcrl.rollout.admission import AdmissionControl
+from hpcrl.rollout.groups import EpisodeGroups
 
 
 def gate_of(mode, *, spare=0, max_running=100, host=0, num_hosts=1):
@@ -18,33 +18,33 @@ def gate_of(mode, *, spare=0, max_running=100, host=0, num_hosts=1):
         "train.groups_per_step": 4,
     }
     recipe = load_recipe("quickstart", settings=tuple(f"{name}={value}" for name, value in settings.items()))
-    return Gate(recipe, EnvWorkerId(host, num_hosts))
+    return AdmissionControl(recipe, EnvWorkerId(host, num_hosts))
 
 
 def groups_of(num):
-    groups = Groups(group_size=2, episodes_per_group=2)
+    groups = EpisodeGroups(group_size=2, episodes_per_group=2)
     for number in range(num):
-        groups.begin(f"lake/{number}")
+        groups.start(f"lake/{number}")
     return groups
 
 
 @pytest.mark.parametrize(("mode", "ahead"), [("sync", 4), ("one-step-off", 4), ("async", 8)])
 def test_at_first_a_mode_that_waits_begins_one_batch_and_async_as_many_as_may_lag(mode, ahead):
-    assert gate_of(mode).admitted(groups_of(0), num_unsealed=0, num_waiting=0) == ahead
+    assert gate_of(mode).num_admitted(groups_of(0), num_unsealed=0, num_waiting=0) == ahead
 
 
 @pytest.mark.parametrize(("mode", "more"), [("sync", 0), ("one-step-off", 4), ("async", 4)])
 def test_while_training_has_a_batch_only_sync_begins_nothing(mode, more):
-    assert gate_of(mode).admitted(groups_of(0), num_unsealed=0, num_waiting=8) == more
+    assert gate_of(mode).num_admitted(groups_of(0), num_unsealed=0, num_waiting=8) == more
 
 
 @pytest.mark.parametrize(("mode", "more"), [("sync", 1), ("one-step-off", 0), ("async", 5)])
 def test_a_lost_group_is_replaced_at_once_unless_its_batch_leads_by_one(mode, more):
-    assert gate_of(mode).admitted(groups_of(3), num_unsealed=0, num_waiting=0) == more
+    assert gate_of(mode).num_admitted(groups_of(3), num_unsealed=0, num_waiting=0) == more
 
 
 def test_what_is_on_its_way_to_the_disk_counts():
-    assert gate_of("sync").admitted(groups_of(0), num_unsealed=6, num_waiting=0) == 1
+    assert gate_of("sync").num_admitted(groups_of(0), num_unsealed=6, num_waiting=0) == 1
 
 
 def test_a_batch_is_complete_without_its_spare_groups():
@@ -67,7 +67,7 @@ def test_hosts_share_a_batch_and_its_spare_groups():
     opened = 0
     for host in range(3):
         gate = gate_of("sync", spare=2, host=host, num_hosts=3)
-        opened += gate.opened(gate.admitted(groups_of(0), num_unsealed=0, num_waiting=0), groups_of(0))
+        opened += gate.opened(gate.num_admitted(groups_of(0), num_unsealed=0, num_waiting=0), groups_of(0))
     assert opened == 6
 
 
@@ -83,4 +83,4 @@ def test_hosts_share_a_batch_and_its_spare_groups():
     ],
 )
 def test_a_group_begins_once_engines_have_what_is_not_too_old_for_its_first_turn(mode, versions, begins):
-    assert gate_of(mode).is_served(versions, newest=5) is begins
+    assert gate_of(mode).has_fresh_weights(versions, newest=5) is begins

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hpcrl.rollout.groups import Groups, begun, ended, replay
+from hpcrl.rollout.groups import EpisodeGroups, format_end_line, format_start_line, replay_journal
 from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.status import STATUSES
 
@@ -30,12 +30,12 @@ def trajectory(episode, status="done", start_version=0):
 
 
 def test_a_group_begins_with_its_redundant_episodes():
-    assert Groups(group_size=2, episodes_per_group=3).begin("lake/4") == ["lake/4/0", "lake/4/1", "lake/4/2"]
+    assert EpisodeGroups(group_size=2, episodes_per_group=3).start("lake/4") == ["lake/4/0", "lake/4/1", "lake/4/2"]
 
 
 def test_the_first_to_finish_are_released_by_index_and_the_rest_aborted():
-    groups = Groups(group_size=2, episodes_per_group=4)
-    groups.begin("lake/0")
+    groups = EpisodeGroups(group_size=2, episodes_per_group=4)
+    groups.start("lake/0")
     assert groups.end(trajectory("lake/0/3")).released == ()
     ending = groups.end(trajectory("lake/0/1", "truncated"))
     assert [kept.id for kept in ending.released] == ["lake/0/1", "lake/0/3"]
@@ -45,33 +45,33 @@ def test_the_first_to_finish_are_released_by_index_and_the_rest_aborted():
 
 
 def test_what_a_batch_does_not_need_is_given_up():
-    groups = Groups(group_size=2, episodes_per_group=2)
-    groups.begin("lake/0")
-    groups.begin("lake/1")
+    groups = EpisodeGroups(group_size=2, episodes_per_group=2)
+    groups.start("lake/0")
+    groups.start("lake/1")
     groups.end(trajectory("lake/0/0"))
     groups.end(trajectory("lake/0/1"))
     groups.end(trajectory("lake/1/1"))
-    assert groups.give_up() == (["lake/1/0"], ["lake/1/1"])
-    groups.aborted("lake/1", "lake/1/0")
+    assert groups.close_all() == (["lake/1/0"], ["lake/1/1"])
+    groups.record_abort("lake/1", "lake/1/0")
     assert (groups.num_open, groups.num_running, groups.num_lost) == (0, 0, 0)
     assert groups.endings == {"done": 3, "aborted-redundant": 1}
 
 
 def test_what_was_kept_in_vain_is_named():
-    groups = Groups(group_size=2, episodes_per_group=2, max_lag=1)
-    groups.begin("lake/0")
+    groups = EpisodeGroups(group_size=2, episodes_per_group=2, max_lag=1)
+    groups.start("lake/0")
     groups.end(trajectory("lake/0/0"))
     ending = groups.end(trajectory("lake/0/1", "env-fault"))
-    assert (ending.lost, ending.dropped) == (True, ["lake/0/0"])
-    again = Groups(group_size=2, episodes_per_group=3, max_lag=1)
-    again.begin("lake/1")
+    assert (ending.is_lost, ending.dropped) == (True, ["lake/0/0"])
+    again = EpisodeGroups(group_size=2, episodes_per_group=3, max_lag=1)
+    again.start("lake/1")
     again.end(trajectory("lake/1/0"))
     assert again.end(trajectory("lake/1/1", start_version=2), newest=2).dropped == ["lake/1/0"]
 
 
 def test_an_episode_that_finishes_too_late_is_booked_as_redundant():
-    groups = Groups(group_size=1, episodes_per_group=2)
-    groups.begin("lake/0")
+    groups = EpisodeGroups(group_size=1, episodes_per_group=2)
+    groups.start("lake/0")
     groups.end(trajectory("lake/0/0"))
     late = groups.end(trajectory("lake/0/1"))
     assert late.status == "aborted-redundant"
@@ -80,38 +80,38 @@ def test_an_episode_that_finishes_too_late_is_booked_as_redundant():
 
 
 def test_a_fault_that_redundancy_covers_costs_nothing_more():
-    groups = Groups(group_size=2, episodes_per_group=3)
-    groups.begin("lake/0")
-    assert not groups.end(trajectory("lake/0/0", "env-fault")).lost
+    groups = EpisodeGroups(group_size=2, episodes_per_group=3)
+    groups.start("lake/0")
+    assert not groups.end(trajectory("lake/0/0", "env-fault")).is_lost
     groups.end(trajectory("lake/0/1"))
     assert len(groups.end(trajectory("lake/0/2")).released) == 2
 
 
 def test_a_group_that_can_no_longer_fill_is_lost_and_released_never():
-    groups = Groups(group_size=2, episodes_per_group=3)
-    groups.begin("lake/0")
+    groups = EpisodeGroups(group_size=2, episodes_per_group=3)
+    groups.start("lake/0")
     groups.end(trajectory("lake/0/0"))
     groups.end(trajectory("lake/0/1", "aborted-stale"))
     ending = groups.end(trajectory("lake/0/2", "policy-fault"))
-    assert ending.lost
+    assert ending.is_lost
     assert (groups.num_lost, ending.released, groups.num_open) == (1, (), 0)
 
 
 def test_what_still_runs_in_a_lost_group_is_aborted():
-    groups = Groups(group_size=2, episodes_per_group=2)
-    groups.begin("lake/0")
+    groups = EpisodeGroups(group_size=2, episodes_per_group=2)
+    groups.start("lake/0")
     assert groups.end(trajectory("lake/0/0", "env-fault")).abort == ["lake/0/1"]
 
 
 def test_episodes_are_ordered_by_number_and_not_by_text():
-    groups = Groups(group_size=1, episodes_per_group=12)
-    groups.begin("lake/0")
+    groups = EpisodeGroups(group_size=1, episodes_per_group=12)
+    groups.start("lake/0")
     assert groups.end(trajectory("lake/0/0")).abort[-2:] == ["lake/0/10", "lake/0/11"]
 
 
 def test_a_late_duplicate_changes_nothing():
-    groups = Groups(group_size=2, episodes_per_group=2)
-    groups.begin("lake/0")
+    groups = EpisodeGroups(group_size=2, episodes_per_group=2)
+    groups.start("lake/0")
     groups.end(trajectory("lake/0/0"))
     assert groups.end(trajectory("lake/0/0")) is None
     assert groups.end(trajectory("lake/9/0")) is None
@@ -119,37 +119,37 @@ def test_a_late_duplicate_changes_nothing():
 
 
 def test_a_lost_episode_is_replaced_in_its_group():
-    groups = Groups(group_size=2, episodes_per_group=2, replacements=1)
-    groups.begin("lake/0")
+    groups = EpisodeGroups(group_size=2, episodes_per_group=2, replacements=1)
+    groups.start("lake/0")
     groups.end(trajectory("lake/0/0"))
     ending = groups.end(trajectory("lake/0/1", "env-fault"))
-    assert (ending.begin, ending.lost, ending.abort) == ([2], False, ())
+    assert (ending.start, ending.is_lost, ending.abort) == ([2], False, ())
     assert [kept.id for kept in groups.end(trajectory("lake/0/2")).released] == ["lake/0/0", "lake/0/2"]
     assert (groups.num_replaced, groups.num_lost, groups.num_open) == (1, 0, 0)
 
 
 def test_a_group_is_given_up_after_its_replacements():
-    groups = Groups(group_size=2, episodes_per_group=2, replacements=1)
-    groups.begin("lake/0")
+    groups = EpisodeGroups(group_size=2, episodes_per_group=2, replacements=1)
+    groups.start("lake/0")
     groups.end(trajectory("lake/0/1", "env-fault"))
     ending = groups.end(trajectory("lake/0/2", "env-fault"))
-    assert ending.lost
+    assert ending.is_lost
     assert ending.abort == ["lake/0/0"]
 
 
 def test_what_was_kept_and_grew_old_is_replaced_and_never_released():
-    groups = Groups(group_size=2, episodes_per_group=2, replacements=2, max_lag=1)
-    groups.begin("lake/0")
+    groups = EpisodeGroups(group_size=2, episodes_per_group=2, replacements=2, max_lag=1)
+    groups.start("lake/0")
     groups.end(trajectory("lake/0/0", start_version=3), newest=3)
-    assert groups.end(trajectory("lake/0/1", start_version=5), newest=5).begin == [2]
+    assert groups.end(trajectory("lake/0/1", start_version=5), newest=5).start == [2]
     released = groups.end(trajectory("lake/0/2", start_version=5), newest=5).released
     assert [kept.id for kept in released] == ["lake/0/1", "lake/0/2"]
     assert groups.num_evicted == 1
 
 
 def test_an_episode_that_ends_too_old_is_booked_as_stale():
-    groups = Groups(group_size=2, episodes_per_group=2, max_lag=1)
-    groups.begin("lake/0")
+    groups = EpisodeGroups(group_size=2, episodes_per_group=2, max_lag=1)
+    groups.start("lake/0")
     assert groups.end(trajectory("lake/0/0", start_version=1), newest=3).status == "aborted-stale"
 
 
@@ -168,7 +168,7 @@ class Books(RuleBasedStateMachine):
         self.seen_outside = set()
 
     def new_life(self):
-        return Groups(
+        return EpisodeGroups(
             group_size=self.size,
             episodes_per_group=self.first,
             replacements=self.replacements,
@@ -180,7 +180,7 @@ class Books(RuleBasedStateMachine):
         return sorted(self.groups.accounts.running)
 
     def book_beginnings(self, episodes):
-        self.journal.append(begun(episodes))
+        self.journal.append(format_start_line(episodes))
         self.started |= dict.fromkeys(episodes, self.newest)
 
     @rule()
@@ -204,7 +204,7 @@ class Books(RuleBasedStateMachine):
         episode = data.draw(st.sampled_from(self.running))
         ending = self.groups.end(trajectory(episode, status, self.started[episode]), newest=self.newest)
         self.ended.append(episode)
-        self.journal.append(ended(episode))
+        self.journal.append(format_end_line(episode))
         self.aborting = [*(one for one in self.aborting if one != episode), *ending.abort]
         assert set(ending.abort) <= set(self.running)
         group = episode.rpartition("/")[0]
@@ -227,7 +227,7 @@ class Books(RuleBasedStateMachine):
         episode = data.draw(st.sampled_from(self.aborting))
         self.aborting.remove(episode)
         self.ended.append(episode)
-        self.journal.append(ended(episode))
+        self.journal.append(format_end_line(episode))
         self.groups.aborted(episode.rpartition("/")[0], episode)
 
     @precondition(lambda self: self.ended)
@@ -238,13 +238,13 @@ class Books(RuleBasedStateMachine):
     @rule()
     def die_and_recover(self):
         """The host is killed: its next life learns from the journal what ran, and books that as faults."""
-        lost = replay(self.journal)
+        lost = replay_journal(self.journal)
         assert lost == self.groups.accounts.running
         before = self.groups.accounts
         self.ended_by_earlier_lives += before.endings.total()
-        self.begun_by_earlier_lives += before.num_begun - len(lost)
+        self.begun_by_earlier_lives += before.num_started - len(lost)
         self.groups = self.new_life()
-        assert self.groups.accounts.lose(lost) == len(lost)
+        assert self.groups.accounts.record_lost(lost) == len(lost)
         self.journal.clear()
         self.ended += lost
         self.aborting.clear()
@@ -252,10 +252,10 @@ class Books(RuleBasedStateMachine):
     @invariant()
     def every_episode_is_running_or_ended_exactly_once(self):
         accounts = self.groups.accounts
-        assert accounts.balanced
+        assert accounts.is_balanced
         assert len(set(self.ended)) == len(self.ended)
         assert self.ended_by_earlier_lives + accounts.endings.total() == len(self.ended)
-        assert self.begun_by_earlier_lives + accounts.num_begun == len(self.started)
+        assert self.begun_by_earlier_lives + accounts.num_started == len(self.started)
 
     @invariant()
     def nothing_is_held_for_groups_that_are_over(self):

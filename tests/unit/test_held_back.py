@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hpcrl.rollout.routing.room_queue import MAX_REFUSALS, HeldBack
+from hpcrl.rollout.routing.room_queue import MAX_REFUSALS, RoomQueue
 
 NUM = 10 * MAX_REFUSALS
 
@@ -26,7 +26,7 @@ async def turns(held_back, room, tried, num=NUM):
 
 def test_those_who_came_first_get_the_room_there_is():
     async def run():
-        held_back, room, tried = HeldBack(), [None] * 3, []
+        held_back, room, tried = RoomQueue(), [None] * 3, []
         waiting = await turns(held_back, room, tried)
         held_back.wake()
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -39,7 +39,7 @@ def test_those_who_came_first_get_the_room_there_is():
 
 def test_one_wake_tries_few_however_often_it_is_asked_for():
     async def run():
-        held_back, tried = HeldBack(), []
+        held_back, tried = RoomQueue(), []
         waiting = await turns(held_back, [], tried)
         for _ in range(100):
             held_back.wake()
@@ -53,7 +53,7 @@ def test_one_wake_tries_few_however_often_it_is_asked_for():
 
 def test_everybody_is_tried_in_the_end_and_served_once():
     async def run():
-        held_back, room, tried = HeldBack(), [], []
+        held_back, room, tried = RoomQueue(), [], []
         waiting = await turns(held_back, room, tried)
         for _ in range(NUM // MAX_REFUSALS):
             held_back.wake()
@@ -72,7 +72,7 @@ def test_everybody_is_tried_in_the_end_and_served_once():
 
 def test_who_gave_up_takes_no_room():
     async def run():
-        held_back, room, tried = HeldBack(), [None], []
+        held_back, room, tried = RoomQueue(), [None], []
         first, second = await turns(held_back, room, tried, num=2)
         first.cancel()
         held_back.wake()
@@ -83,7 +83,7 @@ def test_who_gave_up_takes_no_room():
 
 def test_all_are_told_when_nobody_will_wake_them():
     async def run():
-        held_back = HeldBack()
+        held_back = RoomQueue()
         waiting = await turns(held_back, [], [], num=2)
         held_back.fail(OSError("gone"))
         with pytest.raises(OSError, match="gone"):

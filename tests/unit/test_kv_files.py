@@ -6,25 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.engines.vllm.kv_files import digest, is_name, new_name, prune, shard_path
+from hpcrl.engines.vllm.kv_files import digest_tokens, is_handover_name, make_handover_name, prune_directory, shard_path
 
 
 def test_a_new_name_is_a_name_and_new() -> None:
-    assert is_name(new_name())
-    assert new_name() != new_name()
+    assert is_handover_name(make_handover_name())
+    assert make_handover_name() != make_handover_name()
 
 
 @pytest.mark.parametrize("name", ["", "..", "a" * 21, "a" * 23, "../" + "a" * 19, "a" * 21 + "\n", None, 7])
 def test_what_could_point_elsewhere_is_no_name(name: object) -> None:
-    assert not is_name(name)
+    assert not is_handover_name(name)
 
 
 def test_prompts_that_differ_have_different_digests() -> None:
-    assert len({digest(prompt) for prompt in ([1, 2], [2, 1], [1], [1, 2, 0], [258])}) == 5
+    assert len({digest_tokens(prompt) for prompt in ([1, 2], [2, 1], [1], [1, 2, 0], [258])}) == 5
 
 
 def left(directory: Path, *, age_s: float, size: int = 10) -> Path:
-    path = shard_path(directory, new_name(), rank=0)
+    path = shard_path(directory, make_handover_name(), rank=0)
     path.write_bytes(b"x" * size)
     os.utime(path, (time.time() - age_s,) * 2)
     return path
@@ -32,17 +32,17 @@ def left(directory: Path, *, age_s: float, size: int = 10) -> Path:
 
 def test_what_is_old_goes_and_what_is_new_stays(tmp_path: Path) -> None:
     old, new = left(tmp_path, age_s=500), left(tmp_path, age_s=0)
-    assert prune(tmp_path, max_bytes=1000, ttl_s=100) == 1
+    assert prune_directory(tmp_path, max_bytes=1000, ttl_s=100) == 1
     assert not old.exists()
     assert new.exists()
 
 
 def test_the_oldest_go_until_the_rest_fits(tmp_path: Path) -> None:
     paths = [left(tmp_path, age_s=age) for age in (30, 20, 10)]
-    assert prune(tmp_path, max_bytes=25, ttl_s=100) == 1
+    assert prune_directory(tmp_path, max_bytes=25, ttl_s=100) == 1
     assert [path.exists() for path in paths] == [False, True, True]
 
 
 def test_a_directory_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
-        prune(tmp_path / "nowhere", max_bytes=1, ttl_s=1)
+        prune_directory(tmp_path / "nowhere", max_bytes=1, ttl_s=1)

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from hpcrl.errors import TrainError
-from hpcrl.learn.distribute import Item, deal, rows_of
+from hpcrl.learn.distribute import ShareItem, distribute_step, load_share_rows
 from hpcrl.spool.segment import write_segment
-from hpcrl.trainers.leader import Order, fetch
+from hpcrl.trainers.leader import RankOrder, fetch_trajectories
 from tests.learners import CONTEXT, batch, settings
 
 
@@ -24,7 +24,7 @@ def spooled(tmp_path):
 
 def dealt(episodes, where, *, num_ranks=2, **changed):
     train = settings(**changed)
-    order = deal(
+    order = distribute_step(
         episodes,
         train=train,
         num_ranks=num_ranks,
@@ -41,11 +41,13 @@ def dealt(episodes, where, *, num_ranks=2, **changed):
 def test_the_ranks_together_have_every_row_once(spooled, num_ranks, num_minibatches):
     episodes, spool, where = spooled
     train, made = dealt(episodes, where, num_ranks=num_ranks, num_minibatches=num_minibatches)
-    told = msgspec.json.decode(msgspec.json.encode(Order(do="learn", shares=made.shares)), type=Order)
+    told = msgspec.json.decode(msgspec.json.encode(RankOrder(do="learn", shares=made.shares)), type=RankOrder)
     seen = []
     for share in told.shares:
         assert len(share) == num_minibatches
-        parts = rows_of(share, fetch=lambda items: fetch(items, spool=spool), train=train, max_length=CONTEXT)
+        parts = load_share_rows(
+            share, fetch=lambda items: fetch_trajectories(items, spool=spool), train=train, max_length=CONTEXT
+        )
         seen += [row.targets.tolist() for part in parts for row in part]
     expected = [episode.token_ids[1:][episode.loss_mask[1:]].tolist() for episode in episodes]
     assert sorted(seen) == sorted(expected)
@@ -54,7 +56,7 @@ def test_the_ranks_together_have_every_row_once(spooled, num_ranks, num_minibatc
 def test_an_order_is_names_and_a_few_numbers(spooled):
     episodes, _, where = spooled
     _, made = dealt(episodes, where)
-    assert len(msgspec.json.encode(Order(do="learn", shares=made.shares))) < 200 * len(episodes)
+    assert len(msgspec.json.encode(RankOrder(do="learn", shares=made.shares))) < 200 * len(episodes)
 
 
 def test_groups_that_teach_nothing_are_left_out_if_the_recipe_says_so(spooled):
@@ -76,6 +78,6 @@ def test_a_reward_that_is_no_number_stops_the_step_before_any_rank_moves(spooled
 
 def test_a_row_that_is_not_where_it_was_found_is_told(spooled):
     _, spool, where = spooled
-    lost = Item(id="math/77/0", credit=[0.0], segment=next(iter(where.values())))
+    lost = ShareItem(id="math/77/0", credit=[0.0], segment=next(iter(where.values())))
     with pytest.raises(TrainError, match=r"'math/77/0' .* is not where rank 0 found it"):
-        fetch([lost], spool=spool)
+        fetch_trajectories([lost], spool=spool)

@@ -6,18 +6,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import load_recipe
 from hpcrl.envs import check
 from hpcrl.errors import ConfigError, PlanError, TrainError
-from hpcrl.learn.consumed import Consumed
+from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.plan.checks import check_recipe
-from hpcrl.trainers.checkpoint import save
-from hpcrl.trainers.export import export
-from hpcrl.trainers.state import wholes
+from hpcrl.trainers.checkpoint import save_checkpoint
+from hpcrl.trainers.export import export_model
+from hpcrl.trainers.state import read_whole_shapes
 from hpcrl.trainers.torch import TorchTrainer
-from hpcrl.trainers.torch_model import PREFIX
-from hpcrl.trainers.world import ALONE
+from hpcrl.trainers.torch_model import ADAPTER_PREFIX
+from hpcrl.trainers.world import SINGLE_RANK
 from tests import ranks
 from tests.learners import batch, make_model, settings, train_torch
 
@@ -29,7 +29,7 @@ RANK = 2
 @pytest.fixture
 def run(tmp_path):
     torch.set_num_threads(1)
-    directory = RunDir(tmp_path / "campaign")
+    directory = CampaignDir(tmp_path / "campaign")
     make_model(directory.model, tied=True)
     return directory
 
@@ -64,8 +64,8 @@ def test_only_linear_layers_learn_and_by_no_more_than_the_rank(run):
 def test_the_merged_model_says_what_the_model_with_adapters_says(run, tmp_path):
     trainer = made(run)
     trainer.train_step(batch(1), step=1, version=0)
-    save(run.checkpoints, step=1, version=1, trainer=trainer, consumed=Consumed())
-    export(run, tmp_path / "hf")
+    save_checkpoint(run.checkpoints, step=1, version=1, trainer=trainer, consumed=ConsumedTrajectories())
+    export_model(run, tmp_path / "hf")
     merged = TorchTrainer(tmp_path / "hf", settings(), seed=1)
     first, second = (one.train_step(batch(2), step=2, version=1) for one in (trainer, merged))
     assert (first.loss, first.entropy) == pytest.approx((second.loss, second.entropy), rel=1e-5, abs=1e-6)
@@ -86,9 +86,9 @@ def test_a_loaded_trainer_goes_on_as_the_saved_one(run, tmp_path):
 def test_a_checkpoint_has_moments_of_adapters_only_and_is_exported_merged(run, tmp_path):
     trainer = made(run)
     trainer.train_step(batch(1), step=1, version=0)
-    path = save(run.checkpoints, step=1, version=1, trainer=trainer, consumed=Consumed())
-    assert {name.startswith(PREFIX) for part, name in wholes(path) if part == "exp_avg"} == {True}
-    export(run, tmp_path / "hf")
+    path = save_checkpoint(run.checkpoints, step=1, version=1, trainer=trainer, consumed=ConsumedTrajectories())
+    assert {name.startswith(ADAPTER_PREFIX) for part, name in read_whole_shapes(path) if part == "exp_avg"} == {True}
+    export_model(run, tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     exported = dict(model.named_parameters())
     assert exported.keys() == trainer.tensors().keys()
@@ -104,7 +104,7 @@ def test_a_checkpoint_without_adapters_is_refused(run, tmp_path):
 @pytest.mark.timeout(900)  # ranks are processes that import torch and transformers
 def test_two_ranks_learn_what_one_learns(run):
     changed = {"lora_rank": RANK}
-    expected = train_torch(ALONE, run.model, changed, last=2)
+    expected = train_torch(SINGLE_RANK, run.model, changed, last=2)
     for mine in ranks.run(2, "tests.learners:train_torch", str(run.model), changed, None, None, 1, 2):
         assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
         assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)

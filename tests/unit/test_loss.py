@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.config.recipe import Train
+from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.loss import (
     LossSums,
-    Said,
-    chosen_logprobs,
-    entropies,
-    judged,
-    kl_estimate,
-    log_distribution,
-    policy_loss,
-    ratio_quantiles,
-    token_shares,
-    value_loss,
+    TokenInputs,
+    compute_entropies,
+    compute_log_distribution,
+    compute_policy_loss,
+    compute_ratio_quantiles,
+    compute_token_shares,
+    compute_value_loss,
+    estimate_kl,
+    gather_logprobs,
+    logprobs_and_entropy,
 )
 
 LENGTHS = (20, 1, 13, 30)
@@ -50,7 +50,7 @@ VARIANTS = {
 
 
 def settings(**changed):
-    return Train(num_steps=1, groups_per_step=1, learning_rate=1.0, **{**PLAIN, **changed})
+    return TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0, **{**PLAIN, **changed})
 
 
 def slow_logprobs(logits, targets, temperature):
@@ -133,7 +133,7 @@ def tokens(request):
 
 
 def shares(train, *, rows=ROWS):
-    return token_shares(
+    return compute_token_shares(
         rows, aggregation=train.aggregation, num_tokens=N, num_sequences=len(LENGTHS), max_length=100
     ).double()
 
@@ -141,7 +141,7 @@ def shares(train, *, rows=ROWS):
 def loss_of(tokens, train, *, part=slice(None)):
     cut = {name: column[part] for name, column in tokens.items()}
     rows = ROWS[part] - int(ROWS[part][0])
-    said = Said(
+    said = TokenInputs(
         behaviour_N=cut["behaviour"],
         proximal_N=cut["proximal"],
         advantages_N=cut["advantages"],
@@ -149,7 +149,7 @@ def loss_of(tokens, train, *, part=slice(None)):
         shares_N=shares(train, rows=rows),
         reference_N=None if train.kl == "none" else cut["reference"],
     )
-    return policy_loss(cut["current"], entropy_N=cut["entropy"], said=said, train=train)
+    return compute_policy_loss(cut["current"], entropy_N=cut["entropy"], token_inputs=said, train=train)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
@@ -157,10 +157,10 @@ def test_logprobs_and_entropies_agree_with_the_definition(temperature):
     generator = torch.Generator().manual_seed(1)
     logits = 4 * torch.randn(20, 11, generator=generator)
     targets = torch.randint(11, (20,), generator=generator)
-    logprobs_NV = log_distribution(logits, temperature=temperature)
+    logprobs_NV = compute_log_distribution(logits, temperature=temperature)
     expected_logprobs, expected_entropy = slow_logprobs(logits, targets, temperature)
-    np.testing.assert_allclose(chosen_logprobs(logprobs_NV, targets), expected_logprobs, rtol=1e-5)
-    np.testing.assert_allclose(entropies(logprobs_NV), expected_entropy, rtol=1e-5)
+    np.testing.assert_allclose(gather_logprobs(logprobs_NV, targets), expected_logprobs, rtol=1e-5)
+    np.testing.assert_allclose(compute_entropies(logprobs_NV), expected_entropy, rtol=1e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
@@ -217,9 +217,11 @@ def test_micro_batches_add_up_to_the_whole(tokens, variant):
     whole_loss, whole = loss_of(tokens, train)
     halves = [loss_of(tokens, train, part=part) for part in (slice(0, 21), slice(21, N))]
     torch.testing.assert_close(halves[0][0] + halves[1][0], whole_loss)
-    added = LossSums.zero().plus(halves[0][1]).plus(halves[1][1])
-    torch.testing.assert_close(added.flat(), whole.flat(), rtol=1e-6, atol=1e-6)
-    assert all(torch.equal(mine, its.double()) for mine, its in zip(LossSums.unflat(added.flat()), added, strict=True))
+    added = LossSums.zero().add(halves[0][1]).add(halves[1][1])
+    torch.testing.assert_close(added.flatten(), whole.flat(), rtol=1e-6, atol=1e-6)
+    assert all(
+        torch.equal(mine, its.double()) for mine, its in zip(LossSums.unflatten(added.flatten()), added, strict=True)
+    )
 
 
 def test_an_absurd_logprob_gives_a_finite_loss(tokens):
@@ -235,7 +237,7 @@ def test_kl_estimates_are_right_on_average_for_policies_that_are_close(estimator
     current = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(-1)
     reference = (current + 0.05 * torch.randn(7, generator=generator, dtype=torch.float64)).log_softmax(-1)
     exact = (current.exp() * (current - reference)).sum()
-    expected = (current.exp() * kl_estimate(current, reference, estimator=estimator)).sum()
+    expected = (current.exp() * estimate_kl(current, reference, estimator=estimator)).sum()
     assert expected.item() == pytest.approx(exact.item(), rel=0.1)
 
 
@@ -247,18 +249,18 @@ def test_the_value_loss_agrees_with_its_definition(clip):
     for v, b, r in zip(values.tolist(), before.tolist(), returns.tolist(), strict=True):
         near = v if clip is None else b + min(max(v - b, -clip), clip)
         total += max((v - r) ** 2, (near - r) ** 2) / 9 / 2
-    found = value_loss(values, before_N=before, returns_N=returns, shares_N=torch.full((9,), 1 / 9), clip=clip)
+    found = compute_value_loss(values, before_N=before, returns_N=returns, shares_N=torch.full((9,), 1 / 9), clip=clip)
     assert found.item() == pytest.approx(total, rel=1e-6)
 
 
 def test_quantiles_of_the_ratio_are_as_exact_as_the_bins():
     tokens = torch.linspace(-1, 1, 1001, dtype=torch.float64)
     zeros = torch.zeros_like(tokens)
-    said = Said(behaviour_N=-tokens, proximal_N=zeros, advantages_N=zeros, rows_N=zeros.long(), shares_N=zeros)
-    _, sums = policy_loss(zeros, entropy_N=zeros, said=said, train=settings())
-    for found, exact in zip(ratio_quantiles(sums.ratio_bins, (0.05, 0.5, 0.95)), (-0.9, 0.0, 0.9), strict=True):
+    said = TokenInputs(behaviour_N=-tokens, proximal_N=zeros, advantages_N=zeros, rows_N=zeros.long(), shares_N=zeros)
+    _, sums = compute_policy_loss(zeros, entropy_N=zeros, token_inputs=said, train=settings())
+    for found, exact in zip(compute_ratio_quantiles(sums.ratio_bins, (0.05, 0.5, 0.95)), (-0.9, 0.0, 0.9), strict=True):
         assert math.log(found) == pytest.approx(exact, abs=0.1)
-    assert ratio_quantiles(torch.zeros(80), (0.5,)) == [None]
+    assert compute_ratio_quantiles(torch.zeros(80), (0.5,)) == [None]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -266,21 +268,21 @@ def test_what_is_judged_in_one_go_is_what_autograd_finds(temperature):
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(6, 11, generator=generator, requires_grad=True)
     targets, weights = torch.arange(6), torch.linspace(-1, 2, 6)
-    at_once, entropy = judged(logits, targets, temperature=temperature, train=settings(entropy_coef=0.0))
+    at_once, entropy = logprobs_and_entropy(logits, targets, temperature=temperature, train=settings(entropy_coef=0.0))
     (found,) = torch.autograd.grad((at_once * weights).sum(), logits)
-    distribution = log_distribution(logits, temperature=temperature)
-    slowly = chosen_logprobs(distribution, targets)
+    distribution = compute_log_distribution(logits, temperature=temperature)
+    slowly = gather_logprobs(distribution, targets)
     (expected,) = torch.autograd.grad((slowly * weights).sum(), logits)
     torch.testing.assert_close(at_once, slowly)
-    torch.testing.assert_close(entropy, entropies(distribution.detach()))
+    torch.testing.assert_close(entropy, compute_entropies(distribution.detach()))
     torch.testing.assert_close(found, expected)
     assert not entropy.requires_grad
 
 
 def test_with_an_entropy_bonus_the_entropy_is_differentiated():
     logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(5), requires_grad=True)
-    _, entropy = judged(logits, torch.arange(3), temperature=1.0, train=settings(entropy_coef=0.1))
+    _, entropy = logprobs_and_entropy(logits, torch.arange(3), temperature=1.0, train=settings(entropy_coef=0.1))
     (slope,) = torch.autograd.grad(entropy.sum(), logits)
     chances = logits.detach().softmax(-1)
-    expected = -chances * (chances.log() + entropies(chances.log()).unsqueeze(-1))
+    expected = -chances * (chances.log() + compute_entropies(chances.log()).unsqueeze(-1))
     torch.testing.assert_close(slope, expected)

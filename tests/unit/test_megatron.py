@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcrl.trainers.world import ALONE
+from hpcrl.trainers.world import SINGLE_RANK
 from tests.learners import make_model, train_torch
 from tests.ranks import run
 
@@ -23,7 +23,7 @@ def same(mine, expected, *, steps):
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen3", True), ("llama", False)])
 def test_it_learns_what_torch_learns_and_resumes_on_another_parallelism(family, tied, tmp_path):
     model_dir = str(make_model(tmp_path / "model", family=family, tied=tied))
-    expected = train_torch(ALONE, model_dir, {"num_minibatches": 2})
+    expected = train_torch(SINGLE_RANK, model_dir, {"num_minibatches": 2})
     two = {"num_minibatches": 2}
     saved = run(2, "tests.learners:train_megatron", model_dir, TP2 | two, None, str(tmp_path / "tp2"), 1, 2)
     same(saved[0], expected, steps=slice(0, 2))
@@ -32,7 +32,7 @@ def test_it_learns_what_torch_learns_and_resumes_on_another_parallelism(family, 
     )
     same(resumed[0], expected, steps=slice(2, 4))
     assert resumed[0]["weights"] == resumed[1]["weights"]
-    last = train_torch(ALONE, model_dir, two, load_from=tmp_path / "pp2", first=5, last=5)
+    last = train_torch(SINGLE_RANK, model_dir, two, load_from=tmp_path / "pp2", first=5, last=5)
     same(last, expected, steps=slice(4, 5))
     for name, numbers in expected["weights"].items():
         assert last["weights"][name] == pytest.approx(numbers, rel=RELATIVE, abs=1e-5), name
@@ -42,7 +42,7 @@ def test_it_learns_what_torch_learns_and_resumes_on_another_parallelism(family, 
 def test_bf16_steps_stay_near_those_of_torch(parallel, tmp_path):
     model_dir = str(make_model(tmp_path / "model"))
     changed = {"precision": "bf16", "num_minibatches": 2}
-    expected = train_torch(ALONE, model_dir, changed, last=2)
+    expected = train_torch(SINGLE_RANK, model_dir, changed, last=2)
     found = run(2, "tests.learners:train_megatron", model_dir, parallel | changed, None, None, 1, 2)[0]
     assert found["skipped"] == [None, None]
     for name in ("entropy", "grad_norm"):

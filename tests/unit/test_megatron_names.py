@@ -6,8 +6,14 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from hpcrl.errors import TrainError
-from hpcrl.trainers.megatron.weight_names import Rank, check_divides, dims_of, links, padded_vocab
-from hpcrl.weights.layout import Layout, Shard, check_cover
+from hpcrl.trainers.megatron.weight_names import (
+    ParallelRank,
+    check_parallelism,
+    map_shards,
+    pad_vocab_size,
+    read_model_dims,
+)
+from hpcrl.weights.layout import TensorLayout, TensorShard, check_cover
 
 SIZES = {
     "vocab_size": 31,
@@ -28,11 +34,17 @@ def config(kind, **changed):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("num_tp", "num_pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (4, 4)])
 def test_every_value_is_given_by_exactly_one_rank(kind, tied, num_tp, num_pp):
-    dims = dims_of(config(kind, tie_word_embeddings=tied))
-    layout = Layout.pack(sorted({(link.name, "float32", link.whole) for link in links(dims, Rank())}))
-    ranks = [Rank(tp=tp, num_tp=num_tp, pp=pp, num_pp=num_pp) for tp in range(num_tp) for pp in range(num_pp)]
+    dims = read_model_dims(config(kind, tie_word_embeddings=tied))
+    layout = TensorLayout.pack(
+        sorted({(link.name, "float32", link.whole_shape) for link in map_shards(dims, ParallelRank())})
+    )
+    ranks = [ParallelRank(tp=tp, num_tp=num_tp, pp=pp, num_pp=num_pp) for tp in range(num_tp) for pp in range(num_pp)]
     given = [
-        [Shard(name=link.name, start=link.start, shape=link.shape) for link in links(dims, rank) if link.given]
+        [
+            TensorShard(name=link.name, start=link.start, shape=link.shape)
+            for link in map_shards(dims, rank)
+            if link.is_owner
+        ]
         for rank in ranks
     ]
     check_cover(layout, given)
@@ -40,19 +52,19 @@ def test_every_value_is_given_by_exactly_one_rank(kind, tied, num_tp, num_pp):
 
 @pytest.mark.parametrize("num_tp", [1, 2, 4])
 def test_the_boxes_of_a_rank_fill_its_tensors_without_meeting(num_tp):
-    dims = dims_of(config(Qwen2Config))
+    dims = read_model_dims(config(Qwen2Config))
     rows: dict[str, list[int]] = {}
-    for link in links(dims, Rank(tp=num_tp - 1, num_tp=num_tp)):
-        rows.setdefault(link.own, []).extend(range(link.rows.start, link.rows.stop))
+    for link in map_shards(dims, ParallelRank(tp=num_tp - 1, num_tp=num_tp)):
+        rows.setdefault(link.megatron_name, []).extend(range(link.rows.start, link.rows.stop))
         assert link.rows.stop - link.rows.start == link.shape[0]
-        assert math.prod(link.shape) <= math.prod(link.whole)
+        assert math.prod(link.shape) <= math.prod(link.whole_shape)
     for own, held in rows.items():
         assert sorted(held) == list(range(len(held))), own
 
 
 def test_the_vocabulary_is_filled_up_so_that_every_rank_has_as_many_rows():
-    dims = dims_of(config(Qwen2Config))
-    assert padded_vocab(dims, num_tp=4) == 32
+    dims = read_model_dims(config(Qwen2Config))
+    assert pad_vocab_size(dims, num_tp=4) == 32
 
 
 @pytest.mark.parametrize(
@@ -61,11 +73,11 @@ def test_the_vocabulary_is_filled_up_so_that_every_rank_has_as_many_rows():
 )
 def test_a_parallelism_that_does_not_divide_the_model_is_refused(num_tp, num_pp, said):
     with pytest.raises(TrainError, match=said):
-        check_divides(dims_of(config(Qwen2Config)), num_tp=num_tp, num_pp=num_pp)
+        check_parallelism(read_model_dims(config(Qwen2Config)), num_tp=num_tp, num_pp=num_pp)
 
 
 def test_a_model_that_the_mapping_does_not_know_is_refused():
     strange = config(LlamaConfig)
     strange.model_type = "gpt2"
     with pytest.raises(TrainError, match="knows llama, qwen2, qwen3, mistral models, and this one is 'gpt2'"):
-        dims_of(strange)
+        read_model_dims(strange)

@@ -10,12 +10,12 @@ import pytest
 
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import EpisodesCounted, EvaluationFinished, StepFinished, TrainingResumed
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
-from hpcrl.config.recipe import Metrics, load_recipe
-from hpcrl.job.metrics_export import Feeder, figures_of
-from hpcrl.job.metrics_process import RESTARTS, Reporter
-from hpcrl.system.files import private_dir, publish_json, read_json
+from hpcrl.config.recipe import MetricsConfig, load_recipe
+from hpcrl.job.metrics_export import MetricsFeeder, extract_figures
+from hpcrl.job.metrics_process import MAX_RESTARTS, MetricsProcess
+from hpcrl.system.files import make_private_dir, publish_json, read_json
 from tests.campaigns import until
 
 STEP = {
@@ -42,7 +42,7 @@ class Shelf:
             raise OSError("the disk is full")
         self.shown.append((figures.step, figures.values))
 
-    def go_back_before(self, step):
+    def rewind_before(self, step):
         self.shown = [(shown, values) for shown, values in self.shown if shown < step]
 
     def flush(self):
@@ -53,32 +53,32 @@ class Shelf:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path)
+def run(tmp_path: Path) -> CampaignDir:
+    run = CampaignDir(tmp_path)
     for directory in (run.events, run.metrics, run.job(0).logs):
-        private_dir(directory)
-    publish_json(run.campaign, {"name": "c", "created": 1.0})
+        make_private_dir(directory)
+    publish_json(run.manifest, {"name": "c", "created": 1.0})
     recipe = load_recipe("quickstart", settings=("metrics.tensorboard=true", "metrics.wandb=offline"))
     run.recipe.write_bytes(msgspec.json.encode(recipe))
     return run
 
 
-WANTED = Metrics(tensorboard=True)
+WANTED = MetricsConfig(tensorboard=True)
 
 
-def trainer(run: RunDir) -> EventLog:
+def trainer(run: CampaignDir) -> EventLog:
     return EventLog(run.events / "000-train-0.jsonl", job=0, role="train", worker="000-train-0")
 
 
 def feeder(run, **makers):
     told = []
-    made = Feeder(run, makers, emit=told.append)
+    made = MetricsFeeder(run, makers, emit=told.append)
     made.open()
     return made, told
 
 
 def test_a_step_gives_numbers_under_headings_and_leaves_out_what_is_none():
-    figures = figures_of(StepFinished(time=7.0, step=3, **STEP))
+    figures = extract_figures(StepFinished(time=7.0, step=3, **STEP))
     assert (figures.step, figures.time) == (3, 7.0)
     assert figures.values == {
         "reward/reward_mean": 0.5,
@@ -91,21 +91,21 @@ def test_a_step_gives_numbers_under_headings_and_leaves_out_what_is_none():
 
 def test_an_evaluation_is_shown_at_its_version_and_other_events_are_not_shown():
     told = EvaluationFinished(number=2, version=20, reward_mean=0.25, num_episodes=4, num_faults=1, domains={"a": 0.25})
-    assert figures_of(told).values == {
+    assert extract_figures(told).values == {
         "evaluation/reward_mean": 0.25,
         "evaluation/num_episodes": 4,
         "evaluation/num_faults": 1,
         "evaluation/reward_mean/a": 0.25,
     }
-    assert figures_of(told).step == 20
-    assert figures_of(EpisodesCounted()) is None
+    assert extract_figures(told).step == 20
+    assert extract_figures(EpisodesCounted()) is None
 
 
 def test_every_figure_of_the_issue_is_in_a_step_event_and_under_a_heading():
-    from hpcrl.job.metrics_export import GROUPS
+    from hpcrl.job.metrics_export import FIELDS_BY_HEADING
 
     fields = set(StepFinished.__struct_fields__)
-    assert {name for names in GROUPS.values() for name in names} <= fields
+    assert {name for names in FIELDS_BY_HEADING.values() for name in names} <= fields
     assert {"reward_mean", "length_mean", "kl", "entropy", "clip_fraction", "lags", "grad_norm", "times"} <= fields
     assert {"is_ratio_p05", "is_ratio_p50", "is_ratio_p95", "tokens_per_s"} <= fields
 
@@ -152,10 +152,10 @@ def test_a_sink_that_fails_is_told_of_and_the_others_go_on(run):
 
 def test_tensorboard_shows_what_was_learned_and_not_what_was_taken_back(run):
     pytest.importorskip("tensorboard")
-    from hpcrl.job.metrics_export import sinks_of
+    from hpcrl.job.metrics_export import make_sink_factories
 
     log = trainer(run)
-    made, told = feeder(run, **sinks_of(Metrics(tensorboard=True), run=run))
+    made, told = feeder(run, **make_sink_factories(MetricsConfig(tensorboard=True), campaign=run))
     for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3)):
         log.emit(StepFinished(step=step, reward_mean=reward))
     log.emit(TrainingResumed(step=1, version=4))
@@ -180,8 +180,8 @@ def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_a
     trainer(run).emit(StepFinished(step=1, reward_mean=0.5))
     faults = []
     place = WorkerPlace(run, run.job(0), "here")
-    reporter = Reporter(place, metrics=WANTED, emit=faults.append)
-    reporter.tend()
+    reporter = MetricsProcess(place, metrics=WANTED, emit=faults.append)
+    reporter.keep_running()
     until((run.metrics / "read.json").exists, what="the reader has read", timeout_s=240)
     reporter.close()
     assert faults == []
@@ -195,19 +195,19 @@ def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_a
 def test_a_reader_that_cannot_live_is_begun_anew_a_few_times_and_then_let_be(run):
     faults = []
     place = WorkerPlace(run, run.job(0), "here")
-    reporter = Reporter(place, metrics=WANTED, emit=lambda fault: faults.append(fault.detail))
+    reporter = MetricsProcess(place, metrics=WANTED, emit=lambda fault: faults.append(fault.detail))
     run.recipe.write_text("{}")  # it cannot even read what it is asked to do
 
     def given_up() -> bool:
-        reporter.tend()
-        return len(faults) == RESTARTS + 1
+        reporter.keep_running()
+        return len(faults) == MAX_RESTARTS + 1
 
     until(given_up, what="the reader was begun a few times", timeout_s=240)
     for _ in range(3):
-        reporter.tend()
+        reporter.keep_running()
         time.sleep(0.1)
     reporter.close()
-    assert len(faults) == RESTARTS + 1
+    assert len(faults) == MAX_RESTARTS + 1
     assert "exit code 1" in faults[0]
     assert "ValidationError" in faults[0]
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from hpcrl.weights.couriers import delta_codec as module
-from hpcrl.weights.couriers.codec_choice import MEASURED_BY, SAMPLE_EVERY, Codec, Pace
-from hpcrl.weights.layout import Layout
+from hpcrl.weights.couriers.codec_choice import NUM_MEASURED_VERSIONS, VERSIONS_PER_SAMPLE, CodecChooser, CodecSetting
+from hpcrl.weights.layout import TensorLayout
 
-LAYOUT = Layout.pack([("w", "bfloat16", (1 << 20, 2))])
+LAYOUT = TensorLayout.pack([("w", "bfloat16", (1 << 20, 2))])
 OLD = np.zeros(LAYOUT.nbytes, np.uint8)
 SLOW, FAST = 1e-3, 1e15
 """Bytes a second that no coding fails to beat, and that none beats."""
@@ -20,25 +20,25 @@ def changed(share: float) -> np.ndarray:
     return new
 
 
-def measured(link_nbytes_per_s: float, *, wants: Codec = "auto") -> Pace:
-    pace = Pace(wants=wants)
-    for _ in range(MEASURED_BY):
-        pace.was_full(LAYOUT.nbytes, LAYOUT.nbytes / link_nbytes_per_s)
+def measured(link_nbytes_per_s: float, *, wants: CodecSetting = "auto") -> CodecChooser:
+    pace = CodecChooser(setting=wants)
+    for _ in range(NUM_MEASURED_VERSIONS):
+        pace.record_full(LAYOUT.nbytes, LAYOUT.nbytes / link_nbytes_per_s)
     return pace
 
 
-def choice(pace: Pace, new: np.ndarray) -> tuple[str, str]:
+def choice(pace: CodecChooser, new: np.ndarray) -> tuple[str, str]:
     return pace.choose(LAYOUT, OLD.data, new.data)
 
 
 @pytest.mark.parametrize("wants", ["full", "delta"])
-def test_what_the_site_wants_is_done(wants: Codec) -> None:
-    assert choice(Pace(wants=wants), changed(0.01)) == (wants, f'site.mpi.codec = "{wants}"')
+def test_what_the_site_wants_is_done(wants: CodecSetting) -> None:
+    assert choice(CodecChooser(setting=wants), changed(0.01)) == (wants, f'site.mpi.codec = "{wants}"')
 
 
 def test_the_first_versions_go_in_full_to_measure_the_link() -> None:
-    pace = Pace(wants="auto")
-    pace.was_full(LAYOUT.nbytes, 1e6)
+    pace = CodecChooser(setting="auto")
+    pace.record_full(LAYOUT.nbytes, 1e6)
     assert choice(pace, changed(0.01)) == ("full", "the link is not measured yet")
 
 
@@ -59,7 +59,7 @@ def test_versions_that_change_everywhere_go_in_full() -> None:
 def test_what_a_delta_took_counts_for_the_next_one() -> None:
     pace = measured(LAYOUT.nbytes)
     choice(pace, changed(0.01))
-    pace.was_delta(1000, 50.0)
+    pace.record_delta(1000, 50.0)
     assert choice(pace, changed(0.01))[0] == "full"
 
 
@@ -73,9 +73,9 @@ def test_after_some_whole_versions_it_is_looked_anew(monkeypatch: pytest.MonkeyP
         looks += 1
         return 0.01, LAYOUT.nbytes
 
-    monkeypatch.setattr(module, "sample", count)
-    for _ in range(SAMPLE_EVERY):
+    monkeypatch.setattr(module, "sample_delta_share", count)
+    for _ in range(VERSIONS_PER_SAMPLE):
         assert choice(pace, changed(1.0))[0] == "full"
-        pace.was_full(LAYOUT.nbytes, LAYOUT.nbytes / SLOW)
+        pace.record_full(LAYOUT.nbytes, LAYOUT.nbytes / SLOW)
     assert choice(pace, changed(0.01))[0] == "delta"
     assert looks == 1

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.learn.distribute import balanced, imbalance
+from hpcrl.learn.distribute import balance_parts, compute_imbalance
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=80), st.integers(1, 9))
 def test_every_row_is_in_one_part_and_counts_differ_by_at_most_one(weights, num_parts):
-    parts = balanced(weights, num_parts=num_parts)
+    parts = balance_parts(weights, num_parts=num_parts)
     assert sorted(index for part in parts for index in part) == list(range(len(weights)))
     counts = [len(part) for part in parts]
     assert len(parts) == num_parts
@@ -28,7 +28,7 @@ def best_of_two(weights):
 @pytest.mark.parametrize("seed", range(20))
 def test_two_parts_are_nearly_as_even_as_the_best_of_all_splits(seed):
     weights = np.random.default_rng(seed).lognormal(5, 1, 12).round().tolist()
-    parts = balanced(weights, num_parts=2)
+    parts = balance_parts(weights, num_parts=2)
     heavier = max(sum(weights[index] for index in part) for part in parts)
     assert heavier <= 1.1 * best_of_two(weights)
 
@@ -37,22 +37,22 @@ def test_two_parts_are_nearly_as_even_as_the_best_of_all_splits(seed):
 def test_long_tailed_lengths_are_split_far_more_evenly_than_in_turn(num_parts):
     weights = np.random.default_rng(num_parts).lognormal(6, 1, 256).tolist()
     in_turn = [list(range(start, len(weights), num_parts)) for start in range(num_parts)]
-    even = imbalance(weights, balanced(weights, num_parts=num_parts))
-    assert even - 1 < (imbalance(weights, in_turn) - 1) / 10
+    even = compute_imbalance(weights, balance_parts(weights, num_parts=num_parts))
+    assert even - 1 < (compute_imbalance(weights, in_turn) - 1) / 10
 
 
 def test_one_part_is_everything():
-    assert balanced([3, 1, 2], num_parts=1) == [[0, 1, 2]]
+    assert balance_parts([3, 1, 2], num_parts=1) == [[0, 1, 2]]
 
 
 def test_more_parts_than_rows_leave_some_empty():
-    assert sorted(map(len, balanced([5.0, 5.0], num_parts=4))) == [0, 0, 1, 1]
+    assert sorted(map(len, balance_parts([5.0, 5.0], num_parts=4))) == [0, 0, 1, 1]
 
 
 def test_weights_of_zero_are_even():
-    assert imbalance([0, 0], [[0], [1]]) == 1.0
+    assert compute_imbalance([0, 0], [[0], [1]]) == 1.0
 
 
 def test_no_parts_are_refused():
     with pytest.raises(ValueError, match="num_parts is 0"):
-        balanced([1.0], num_parts=0)
+        balance_parts([1.0], num_parts=0)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import pytest
 
 from hpcrl.errors import TrainError
-from hpcrl.learn.consumed import Consumed
+from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.leader import Together, leave_state
-from hpcrl.weights.part_files import begun
+from hpcrl.weights.part_files import make_parts_directory
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ class Part:
 
 
 def moment(state, *, step=3):
-    return checkpoint.Moment(step=step, version=step, state=state, consumed=Consumed().encode(), extra={})
+    return checkpoint.PendingCheckpoint(
+        step=step, version=step, state=state, consumed=ConsumedTrajectories().encode(), extra={}
+    )
 
 
 def refuse(path, why):
@@ -34,34 +36,34 @@ def refuse(path, why):
 
 
 def test_the_parts_of_all_ranks_are_in_one_commit(tmp_path):
-    directory = begun(tmp_path)
+    directory = make_parts_directory(tmp_path)
     late = threading.Timer(0.2, leave_state, args=(Part(2), directory), kwargs={"rank": 2})
     late.start()
     leave_state(Part(1), directory, rank=1)
-    path = checkpoint.commit(tmp_path, moment(Together(Part(0), directory, 3)))
+    path = checkpoint.commit_checkpoint(tmp_path, moment(Together(Part(0), directory, 3)))
     late.join()
     assert [(path / f"state-{rank}").read_text() for rank in range(3)] == [f"of rank {rank}" for rank in range(3)]
-    assert checkpoint.newest(tmp_path, report=refuse) == path
+    assert checkpoint.find_newest(tmp_path, report=refuse) == path
     assert [left.name for left in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_rank_that_cannot_write_is_named_and_the_checkpoint_before_stays(tmp_path):
-    before = checkpoint.commit(tmp_path, moment(Part(0), step=1))
-    directory = begun(tmp_path)
+    before = checkpoint.commit_checkpoint(tmp_path, moment(Part(0), step=1))
+    directory = make_parts_directory(tmp_path)
     leave_state(Part(1, error="no space left"), directory, rank=1)
     with pytest.raises(TrainError, match=r"rank 1 cannot write its part: no space left.*free\s+space"):
-        checkpoint.commit(tmp_path, moment(Together(Part(0), directory, 2)))
-    assert checkpoint.newest(tmp_path, report=refuse) == before
+        checkpoint.commit_checkpoint(tmp_path, moment(Together(Part(0), directory, 2)))
+    assert checkpoint.find_newest(tmp_path, report=refuse) == before
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpcrl.weights.part_files.WAIT_S", 0.1)
+    monkeypatch.setattr("hpcrl.weights.part_files.PART_TIMEOUT_S", 0.1)
     with pytest.raises(TrainError, match="rank 1 has not written its part"):
-        checkpoint.commit(tmp_path, moment(Together(Part(0), begun(tmp_path), 2)))
+        checkpoint.commit_checkpoint(tmp_path, moment(Together(Part(0), make_parts_directory(tmp_path), 2)))
 
 
 def test_what_a_killed_trainer_left_is_cleared_with_the_next_checkpoint(tmp_path):
-    leave_state(Part(1), begun(tmp_path), rank=1)
-    path = checkpoint.commit(tmp_path, moment(Part(0)))
-    checkpoint.prune(tmp_path, keep=2)
+    leave_state(Part(1), make_parts_directory(tmp_path), rank=1)
+    path = checkpoint.commit_checkpoint(tmp_path, moment(Part(0)))
+    checkpoint.prune_checkpoints(tmp_path, keep=2)
     assert [left.name for left in tmp_path.iterdir()] == [path.name]

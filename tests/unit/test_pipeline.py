@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.config.pipeline import linearised, pipeline_of, problems_of
-from hpcrl.config.recipe import Train, load_recipe
+from hpcrl.config.pipeline import check_user_nodes, make_pipeline, order_nodes
+from hpcrl.config.recipe import TrainConfig, load_recipe
 from hpcrl.errors import PlanError, TrainError
-from hpcrl.learn.distribute import deal, rows_of
-from hpcrl.learn.pipeline import credited, reworked
+from hpcrl.learn.distribute import distribute_step, load_share_rows
+from hpcrl.learn.pipeline import assign_credits, transform_rows
 from hpcrl.plan.checks import check_recipe
 from hpcrl.trainers.torch import TorchTrainer
 from tests.learners import CONTEXT, batch, make_model, settings
@@ -35,7 +35,7 @@ FIRST = {
 
 
 def train_of(nodes, **changed):
-    return msgspec.convert({**msgspec.to_builtins(settings(**changed)), "pipeline": nodes}, Train)
+    return msgspec.convert({**msgspec.to_builtins(settings(**changed)), "pipeline": nodes}, TrainConfig)
 
 
 def own(function="tests.nodes:shaped", inputs=("score",), role="policy"):
@@ -77,7 +77,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("nodes", "said"), REFUSED.values(), ids=REFUSED)
 def test_a_pipeline_that_makes_no_sense_is_refused_with_the_reason(nodes, said):
-    assert said in "; ".join(problems_of(train_of(nodes)))
+    assert said in "; ".join(check_user_nodes(train_of(nodes)))
     recipe = load_recipe("quickstart")
     with pytest.raises(PlanError):
         check_recipe(msgspec.structs.replace(recipe, train=train_of(nodes)))
@@ -85,23 +85,23 @@ def test_a_pipeline_that_makes_no_sense_is_refused_with_the_reason(nodes, said):
 
 @pytest.mark.parametrize("nodes", [SHAPE, BEST, FIRST, {**SHAPE, **FIRST}], ids=["shape", "best", "first", "both"])
 def test_a_pipeline_that_can_run_is_not_refused(nodes):
-    assert problems_of(train_of(nodes)) == []
+    assert check_user_nodes(train_of(nodes)) == []
 
 
 def test_nodes_run_where_they_stand():
-    order = linearised(pipeline_of(train_of({**SHAPE, **FIRST}, advantage="grpo", kl="k3")))
+    order = order_nodes(make_pipeline(train_of({**SHAPE, **FIRST}, advantage="grpo", kl="k3")))
     assert order == ["shape", "advantage", "deal", "rows", "weigh", "reference", "update"]
-    with_critic = pipeline_of(train_of(FIRST, advantage="gae"))
+    with_critic = make_pipeline(train_of(FIRST, advantage="gae"))
     assert with_critic["values"].inputs == ["weigh"], "all that took rows takes the rows that are learned from"
-    assert pipeline_of(train_of(SHAPE))["shape"].gathers
-    assert not pipeline_of(train_of(FIRST))["weigh"].gathers
+    assert make_pipeline(train_of(SHAPE))["shape"].gathers
+    assert not make_pipeline(train_of(FIRST))["weigh"].gathers
 
 
 def test_a_reward_that_is_shaped_changes_the_advantages_and_not_the_rewards_that_are_told(tmp_path):
     trajectories = batch(1)
-    _, plain = credited(trajectories, train_of({}))
-    dealt, changed = credited(trajectories, train_of(SHAPE))
-    _, expected = credited(shaped(trajectories), train_of({}))
+    _, plain = assign_credits(trajectories, train_of({}))
+    dealt, changed = assign_credits(trajectories, train_of(SHAPE))
+    _, expected = assign_credits(shaped(trajectories), train_of({}))
     assert [one.reward for one in dealt] == [one.reward for one in trajectories]
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(changed, expected, strict=True))
     assert any(not np.array_equal(mine, theirs) for mine, theirs in zip(changed, plain, strict=True))
@@ -113,17 +113,17 @@ def test_a_reward_that_is_shaped_changes_the_advantages_and_not_the_rewards_that
 
 def test_a_number_for_an_episode_stands_for_all_its_turns():
     trajectories = batch(1)
-    _, found = credited(trajectories, train_of(BEST))
+    _, found = assign_credits(trajectories, train_of(BEST))
     for value, turns, trajectory in zip(against_the_best(trajectories), found, trajectories, strict=True):
         assert turns.tolist() == [value] * len(trajectory.turns)
 
 
 def test_a_node_between_advantage_and_deal_sees_the_advantages():
     nodes = {"twice": own("tests.nodes:doubled", ["advantage"]), "deal": {"inputs": ["score", "twice"]}}
-    assert problems_of(train_of(nodes)) == []
+    assert check_user_nodes(train_of(nodes)) == []
     trajectories = batch(1)
-    _, plain = credited(trajectories, train_of({}))
-    _, twice = credited(trajectories, train_of(nodes))
+    _, plain = assign_credits(trajectories, train_of({}))
+    _, twice = assign_credits(trajectories, train_of(nodes))
     assert all(np.array_equal(2 * each, other) for each, other in zip(plain, twice, strict=True))
 
 
@@ -131,9 +131,11 @@ def test_rows_are_reworked_by_every_rank_on_its_own_rows():
     trajectories = batch(1)
     by_id = {one.id: one for one in trajectories}
     train = train_of(FIRST)
-    dealt = deal(trajectories, train=train, num_ranks=2, seed=0, step=1, max_length=CONTEXT)
+    dealt = distribute_step(trajectories, train=train, num_ranks=2, seed=0, step=1, max_length=CONTEXT)
     for share in dealt.shares:
-        parts = rows_of(share, fetch=lambda items: [by_id[one.id] for one in items], train=train, max_length=CONTEXT)
+        parts = load_share_rows(
+            share, fetch=lambda items: [by_id[one.id] for one in items], train=train, max_length=CONTEXT
+        )
         assert parts[0]
         assert all(not row.credit[2:].any() for part in parts for row in part)
 
@@ -148,7 +150,11 @@ def weights_after_two_steps(directory, train):
 
 def test_an_advantage_of_ones_own_that_is_a_ready_one_learns_the_same_bits(tmp_path):
     model = make_model(tmp_path / "m")
-    options = {"function": "hpcrl.learn.advantage:credits", "options": {"advantage": "rloo"}, "inputs": ["score"]}
+    options = {
+        "function": "hpcrl.learn.advantage:compute_advantages",
+        "options": {"advantage": "rloo"},
+        "inputs": ["score"],
+    }
     mine = weights_after_two_steps(model, train_of({"advantage": options}))
     theirs = weights_after_two_steps(model, settings(advantage="rloo"))
     other = weights_after_two_steps(model, settings(advantage="grpo"))
@@ -173,17 +179,19 @@ def test_an_advantage_of_ones_own_that_is_a_ready_one_learns_the_same_bits(tmp_p
 )
 def test_a_node_that_gives_what_the_next_cannot_use_is_named(nodes, said):
     with pytest.raises(TrainError, match=said.replace("(", r"\(")):
-        credited(batch(1), train_of(nodes))
+        assign_credits(batch(1), train_of(nodes))
 
 
 def test_a_node_on_rows_that_forgets_to_return_is_named():
     nodes = {"weigh": own("tests.nodes:nothing", ["rows"]), "update": {"inputs": ["weigh"]}}
     trajectories = batch(1)
     train = train_of({})
-    dealt = deal(trajectories, train=train, num_ranks=1, seed=0, step=1, max_length=CONTEXT)
-    rows = rows_of(dealt.shares[0], fetch=lambda items: trajectories[: len(items)], train=train, max_length=CONTEXT)[0]
+    dealt = distribute_step(trajectories, train=train, num_ranks=1, seed=0, step=1, max_length=CONTEXT)
+    rows = load_share_rows(
+        dealt.shares[0], fetch=lambda items: trajectories[: len(items)], train=train, max_length=CONTEXT
+    )[0]
     with pytest.raises(TrainError, match=r"train\.pipeline\.weigh gave NoneType None"):
-        reworked(rows, train_of(nodes))
+        transform_rows(rows, train_of(nodes))
 
 
 @pytest.mark.parametrize(

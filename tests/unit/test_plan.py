@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.site import Site, load_site
 from hpcrl.errors import PlanError
 from hpcrl.plan.plan import Plan, make_plan
-from hpcrl.slurm.script import batch_script
+from hpcrl.slurm.script import make_batch_script
 
 
 def recipe(*settings: str) -> Recipe:
@@ -190,7 +190,7 @@ def test_what_one_partition_means_to_a_role_is_a_fallback() -> None:
 
 def test_one_allocation_is_asked_for_once_with_the_nodes_of_all_roles_and_the_most_that_one_needs() -> None:
     made = plan("resources.decode.gpus_per_worker=2", "resources.train.mem_gib_per_worker=9", site="lab-hetstep")
-    script = batch_script(made, run=RunDir(Path("/c/x")), job=0, python="python")
+    script = make_batch_script(made, campaign=CampaignDir(Path("/c/x")), job=0, python="python")
     asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"--nodes=4", "--cpus-per-task=3", "--mem=9G", "--gres=gpu:h100:2", "--partition=h100"} <= set(asked)
     assert "hetjob" not in asked
@@ -255,7 +255,7 @@ def test_to_survive_node_loss_every_role_has_two_nodes_of_one_allocation() -> No
     roomy = "site.partitions.h100.max_nodes=8"
     made = plan("job.survive_node_loss=true", roomy, site="lab-hetstep")
     assert [component.nodes for component in made.components] == [2, 2, 2, 2]
-    script = batch_script(made, run=RunDir(Path("/c/x")), job=0, python="python")
+    script = make_batch_script(made, campaign=CampaignDir(Path("/c/x")), job=0, python="python")
     assert script.count("--no-kill") == script.count("--nodes=8") == 1
     assert "h100 allows 4 nodes" in refused("job.survive_node_loss=true", site="lab-hetstep")
 
@@ -270,7 +270,7 @@ def test_workers_are_sized_for_the_gpus_of_the_one_partition() -> None:
 def test_to_survive_node_loss_every_component_has_two_nodes() -> None:
     made = plan("job.survive_node_loss=true")
     assert all(component.nodes == 2 for component in made.components)
-    script = batch_script(made, run=RunDir(Path("/c/x")), job=0, python="python")
+    script = make_batch_script(made, campaign=CampaignDir(Path("/c/x")), job=0, python="python")
     assert script.count("--no-kill") == len(made.components)
 
 
@@ -296,8 +296,8 @@ def test_a_thousand_node_recipe_is_planned() -> None:
 
 
 def test_a_path_with_spaces_and_quotes_is_quoted_in_the_script() -> None:
-    run = RunDir(Path('/scratch/my runs/it\'s 100% "new"'))
-    script = batch_script(plan(), run=run, job=0, python="/opt/my python/bin/python")
+    run = CampaignDir(Path('/scratch/my runs/it\'s 100% "new"'))
+    script = make_batch_script(plan(), campaign=run, job=0, python="/opt/my python/bin/python")
     assert '--output="/scratch/my runs/it\'s 100%% \\"new\\"/jobs/000/logs/batch.log"' in script
     assert "exec '/opt/my python/bin/python'" in script
 

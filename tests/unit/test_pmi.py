@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpcrl.system.processes import descendants
-from hpcrl.weights.couriers.wire_mpi import VALUE_NBYTES, short_values
+from hpcrl.system.processes import list_descendants
+from hpcrl.weights.couriers.wire_mpi import MAX_VALUE_NBYTES, limit_value_size
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def asked(slurm: socket.socket, command: bytes, answer: bytes) -> bytes:
     return os.read(fd, 1 << 16)
 
 
-@pytest.mark.parametrize(("most", "told"), [(1024, VALUE_NBYTES), (4096, VALUE_NBYTES), (256, 256)])
+@pytest.mark.parametrize(("most", "told"), [(1024, MAX_VALUE_NBYTES), (4096, MAX_VALUE_NBYTES), (256, 256)])
 def test_slurm_takes_no_more_than_it_can_read(slurm: socket.socket, most: int, told: int) -> None:
-    with short_values():
+    with limit_value_size():
         answer = asked(
             slurm, b"cmd=get_maxes\n", b"cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=%d\n" % most
         )
@@ -41,23 +41,23 @@ def test_slurm_takes_no_more_than_it_can_read(slurm: socket.socket, most: int, t
 
 
 def test_all_else_is_passed_on_as_it_is(slurm: socket.socket) -> None:
-    with short_values():
+    with limit_value_size():
         for line in (b"cmd=put kvsname=1.0 key=a value=vallen_max=5000\n", b"cmd=barrier_in\n"):
             assert asked(slurm, line, b"cmd=get_result rc=0 value=vallen_max=5000\n").endswith(b"vallen_max=5000\n")
 
 
 def test_once_mpi_has_begun_it_speaks_with_slurm_itself(slurm: socket.socket) -> None:
-    before = descendants()
-    with short_values():
+    before = list_descendants()
+    with limit_value_size():
         fd = int(os.environ["PMI_FD"])
-        assert len(descendants()) == len(before) + 1
-    assert descendants() == before
+        assert len(list_descendants()) == len(before) + 1
+    assert list_descendants() == before
     assert asked(slurm, b"cmd=get_maxes\n", b"cmd=maxes vallen_max=1024\n") == b"cmd=maxes vallen_max=1024\n"
     os.close(fd)
 
 
 def test_a_world_of_another_kind_is_left_alone(slurm: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_MPI_TYPE", "pmix")
-    before = os.environ["PMI_FD"], descendants()
-    with short_values():
-        assert (os.environ["PMI_FD"], descendants()) == before
+    before = os.environ["PMI_FD"], list_descendants()
+    with limit_value_size():
+        assert (os.environ["PMI_FD"], list_descendants()) == before

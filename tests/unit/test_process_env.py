@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from hpcrl.envs.base import Step
-from hpcrl.envs.isolation.process import Limits, ProcessEnv
+from hpcrl.envs.isolation.process import ProcessEnv, ProcessLimits
 from hpcrl.errors import EnvFault
 
 LONG_S = 60.0
-SMALL = Limits(memory_bytes=512 << 20)
+SMALL = ProcessLimits(memory_bytes=512 << 20)
 
 
 async def started(name="Echo", limits=SMALL, **options):
@@ -110,7 +110,7 @@ def test_an_observation_without_end_is_refused():
 
 
 def test_an_environment_that_spins_is_ended_by_its_cpu_limit():
-    limits = Limits(memory_bytes=512 << 20, cpu_s=2)
+    limits = ProcessLimits(memory_bytes=512 << 20, cpu_s=2)
     assert "SIGXCPU" in fault(started("Bad", limits, where="step", how="spins"), step)
 
 

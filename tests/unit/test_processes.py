@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpcrl.system.processes import is_alive, start_ticks
+from hpcrl.system.processes import is_alive, read_start_ticks
 
 GUARDIAN = """
 import subprocess, sys, time
@@ -30,7 +30,7 @@ def test_orphans_and_stubborn_children_are_ended() -> None:
 
 
 def test_a_pid_with_another_start_time_is_another_process() -> None:
-    ticks = start_ticks(os.getpid())
+    ticks = read_start_ticks(os.getpid())
     assert ticks is not None
     assert is_alive(os.getpid(), ticks)
     assert not is_alive(os.getpid(), ticks + 1)
@@ -38,14 +38,14 @@ def test_a_pid_with_another_start_time_is_another_process() -> None:
 
 def test_a_process_that_ended_is_not_alive() -> None:
     child = subprocess.Popen(["sleep", "300"])
-    ticks = start_ticks(child.pid)
+    ticks = read_start_ticks(child.pid)
     child.kill()
     deadline = time.monotonic() + 10
     while is_alive(child.pid, ticks) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_alive(child.pid, ticks)  # a zombie counts as ended
     child.wait()
-    assert start_ticks(child.pid) is None
+    assert read_start_ticks(child.pid) is None
 
 
 def test_a_name_with_brackets_does_not_confuse_the_start_time(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_name_with_brackets_does_not_confuse_the_start_time(tmp_path: Path) ->
     program.chmod(0o755)
     child = subprocess.Popen([program])
     try:
-        assert is_alive(child.pid, start_ticks(child.pid))
+        assert is_alive(child.pid, read_start_ticks(child.pid))
     finally:
         subprocess.run(["pkill", "-P", str(child.pid)], check=False)
         child.kill()

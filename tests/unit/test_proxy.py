@@ -7,16 +7,16 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
-from hpcrl.engines.base import Completion, Part
+from hpcrl.engines.base import Completion, CompletionChunk
 from hpcrl.errors import EngineAnswerError, EngineError
-from hpcrl.models.chat_layout import load_template
+from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents import server as proxy_module
-from hpcrl.rollout.agents.server import Proxy
-from hpcrl.rollout.episode import Limits
+from hpcrl.rollout.agents.server import ModelProxy
+from hpcrl.rollout.episode import EpisodeLimits
 from tests.sessions import session_of
 
 openai = pytest.importorskip("openai")
-LIMITS = Limits(max_turns=8, max_new_tokens=64, context_length=128, max_lag=1)
+LIMITS = EpisodeLimits(max_turns=8, max_new_tokens=64, context_length=128, max_lag=1)
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 QUESTION = [{"role": "user", "content": "1+1=?"}]
@@ -35,7 +35,7 @@ class Scripted:
     def part(self, text, *, finish_reason=None):
         ids = self.template.encode(text)
         tops = [{token: -0.5, 0: -3.0} for token in ids] if self.requests[-1].top_logprobs else []
-        return Part(
+        return CompletionChunk(
             token_ids=ids,
             logprobs=[-0.5] * len(ids),
             versions=[0] * len(ids),
@@ -73,7 +73,7 @@ class Scripted:
 
 @pytest.fixture
 def template(tiny_model_dir):
-    return load_template(tiny_model_dir)
+    return load_chat_template(tiny_model_dir)
 
 
 @asynccontextmanager
@@ -81,7 +81,7 @@ async def opened(template, *words, **changed):
     """A client, its session, and what the model was asked."""
     policy = Scripted(template, *words)
     session = session_of(template, **({"limits": LIMITS} | changed))
-    async with Proxy(policy, template=template) as proxy:
+    async with ModelProxy(policy, template=template) as proxy:
         client = openai.AsyncOpenAI(base_url=proxy.url, api_key=proxy.open(session), max_retries=0)
         client.session, client.policy, client.proxy = session, policy, proxy
         async with client:
@@ -326,13 +326,13 @@ def test_a_stale_episode_is_refused_and_over(template):
 
 
 def test_calls_beyond_max_turns_are_refused(template):
-    limits = Limits(max_turns=1, max_new_tokens=4, context_length=64, max_lag=1)
+    limits = EpisodeLimits(max_turns=1, max_new_tokens=4, context_length=64, max_lag=1)
 
     async def body(client):
         await chat(client)
         with pytest.raises(openai.BadRequestError, match="1 times"):
             await chat(client)
-        return client.session.ran_out
+        return client.session.is_truncated
 
     assert on(template, body, "a<eos>", limits=limits)
 

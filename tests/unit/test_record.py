@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.errors import SpoolError
-from hpcrl.spool.record import Trajectory, Turn, pack, parse_facts, with_columns
+from hpcrl.spool.record import EpisodeTurn, Trajectory, attach_columns, pack_trajectory, parse_facts
 
 
 def trajectory(num_tokens=4, **changed):
@@ -23,7 +23,7 @@ def trajectory(num_tokens=4, **changed):
         "created": 1.5,
         "start_version": 2,
         "end_version": 3,
-        "turns": [Turn(start=1, end=num_tokens, reward=0.5)],
+        "turns": [EpisodeTurn(start=1, end=num_tokens, reward=0.5)],
         "token_ids": np.arange(num_tokens, dtype=np.int32),
         "logprobs": np.zeros(num_tokens, np.float32),
         "versions": np.zeros(num_tokens, np.int32),
@@ -33,7 +33,7 @@ def trajectory(num_tokens=4, **changed):
 
 
 def stored_facts(record):
-    return parse_facts(pack(record).facts)
+    return parse_facts(pack_trajectory(record).facts)
 
 
 FLOATS = st.floats()
@@ -48,7 +48,10 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]))
     parts=st.dictionaries(TEXT, FLOATS, max_size=3),
 )
 def test_facts_come_back_as_they_were(text, seed, number, reward, parts):
-    turns = [Turn(start=0, end=1, reward=number, step_s=number), Turn(start=1, end=4, remote_prefill=True)]
+    turns = [
+        EpisodeTurn(start=0, end=1, reward=number, step_s=number),
+        EpisodeTurn(start=1, end=4, remote_prefill=True),
+    ]
     record = trajectory(id=text, seed=seed, reset_s=number, reward=reward, reward_parts=parts, turns=turns)
     facts = stored_facts(record)
     assert (facts.id, facts.seed, repr(facts.reset_s), repr(facts.reward)) == (text, seed, repr(number), repr(reward))
@@ -72,7 +75,7 @@ def test_numbers_of_numpy_are_numbers():
 
 def test_columns_of_unequal_length_are_refused():
     with pytest.raises(SpoolError, match=r"'math/0/1' has columns of unequal length.*'logprobs': 3"):
-        pack(trajectory(logprobs=np.zeros(3, np.float32)))
+        pack_trajectory(trajectory(logprobs=np.zeros(3, np.float32)))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +90,7 @@ def test_columns_of_unequal_length_are_refused():
 )
 def test_a_column_of_another_kind_is_refused(name, value):
     with pytest.raises(SpoolError, match=f"'math/0/1': {name} is .*make it with np.asarray"):
-        pack(trajectory(**{name: value}))
+        pack_trajectory(trajectory(**{name: value}))
 
 
 @pytest.mark.parametrize(
@@ -101,32 +104,32 @@ def test_a_column_of_another_kind_is_refused(name, value):
         {"reward": 10**400},
         {"extra": {"loss": math.nan}},
         {"extra": {"model": object()}},
-        {"turns": [Turn(start=0, end=1, extra={"x": {1, 2}})]},
+        {"turns": [EpisodeTurn(start=0, end=1, extra={"x": {1, 2}})]},
     ],
     ids=["text", "status", "surrogate", "no time", "no turns", "too large", "nan", "object", "set in a turn"],
 )
 def test_facts_that_could_not_be_read_back_are_refused(wrong):
     with pytest.raises(SpoolError, match="trajectory 'math/0/1' cannot be stored"):
-        pack(trajectory(**wrong))
+        pack_trajectory(trajectory(**wrong))
 
 
 def test_a_slice_with_gaps_is_stored_as_its_values():
-    packed = pack(trajectory(token_ids=np.arange(8, dtype=np.int32)[::2]))
+    packed = pack_trajectory(trajectory(token_ids=np.arange(8, dtype=np.int32)[::2]))
     assert packed.columns["token_ids"].tobytes() == np.array([0, 2, 4, 6], np.int32).tobytes()
 
 
 def test_facts_of_a_newer_schema_are_kept_and_written_back():
-    row = json.loads(pack(trajectory()).facts)
+    row = json.loads(pack_trajectory(trajectory()).facts)
     row["tool_calls"] = {"python": 3}
     row["turns"][0]["queue_s"] = 0.25
     facts = parse_facts(json.dumps(row).encode())
     assert facts.extra == {"tool_calls": {"python": 3}}
     assert facts.turns[0].extra == {"queue_s": 0.25}
-    assert json.loads(pack(with_columns(facts, pack(trajectory()).columns)).facts) == row
+    assert json.loads(pack_trajectory(attach_columns(facts, pack_trajectory(trajectory()).columns)).facts) == row
 
 
 def test_a_fact_that_is_missing_is_refused():
-    row = json.loads(pack(trajectory()).facts)
+    row = json.loads(pack_trajectory(trajectory()).facts)
     del row["group"]
     with pytest.raises(Exception, match="group"):
         parse_facts(json.dumps(row).encode())

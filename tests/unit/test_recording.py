@@ -5,9 +5,9 @@ import pytest
 
 from hpcrl.engines.base import Completion
 from hpcrl.errors import EngineError
-from hpcrl.models.chat_layout import load_template
-from hpcrl.rollout.agents.recording import EpisodeFacts, Recording, branches_of
-from hpcrl.spool.record import pack, parse_facts
+from hpcrl.models.chat_layout import load_chat_template
+from hpcrl.rollout.agents.recording import ConversationRecording, EpisodeFacts, branches_of
+from hpcrl.spool.record import pack_trajectory, parse_facts
 
 FACTS = EpisodeFacts(
     id="sums/1/0",
@@ -17,8 +17,8 @@ FACTS = EpisodeFacts(
     status="done",
     producer="000-env-0",
     start_version=4,
-    began=10.0,
-    ended=20.0,
+    started_at=10.0,
+    ended_at=20.0,
 )
 THINKING = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<agent>"
@@ -29,12 +29,12 @@ THINKING = (
 
 @pytest.fixture
 def template(tiny_model_dir):
-    return load_template(tiny_model_dir)
+    return load_chat_template(tiny_model_dir)
 
 
 @pytest.fixture
 def recording(template):
-    return Recording(template)
+    return ConversationRecording(template)
 
 
 def user(text):
@@ -60,7 +60,7 @@ def say(recording, template, messages, text, *, answer=None, version=4, trained=
         finish_reason="stop",
     )
     answered = agent(template.decode(ids)) if answer is None else answer
-    return recording.said(prompt, completion, answer=answered, trained=trained, began=began, generate_s=0.25)
+    return recording.said(prompt, completion, answer=answered, is_trained=trained, started_at=began, generate_s=0.25)
 
 
 def text_of(template, trajectory):
@@ -91,7 +91,7 @@ def test_ids_that_no_tokenizer_would_make_are_used_again(recording, template):
     odd = [template.marks["<pad>"], *ids_of(template, "ok"), template.close]
     prompt = recording.chat([user("a")], tools=None)
     completion = Completion(token_ids=odd, logprobs=[-1.0] * 4, versions=[4] * 4, finish_reason="stop")
-    recording.said(prompt, completion, answer=agent("ok"), trained=True, began=0.0, generate_s=0.0)
+    recording.said(prompt, completion, answer=agent("ok"), is_trained=True, started_at=0.0, generate_s=0.0)
     following = recording.chat([user("a"), agent("ok"), user("b")], tools=None)
     assert following.token_ids() == [*prompt.token_ids(), *odd, *ids_of(template, "<user>b<agent>")]
 
@@ -150,7 +150,7 @@ def test_a_template_that_drops_old_thoughts_makes_branches(template, tiny_model_
         **{name: getattr(template, name) for name in template.__dataclass_fields__}
         | {"compiled": jinja2.Environment(autoescape=False).from_string(THINKING)}
     )
-    recording = Recording(thinking)
+    recording = ConversationRecording(thinking)
     say(recording, thinking, [user("a")], "hm!one<eos>")
     second = say(recording, thinking, [user("a"), agent("hm!one"), user("b")], "oh!two<eos>")
     assert second.prompt.parent is None, "the model is shown another history than the one it made"
@@ -185,7 +185,7 @@ def test_a_plain_completion_goes_on_from_its_text(recording, template):
     prompt = recording.text("once")
     ids = template.encode_text(" upon")
     completion = Completion(token_ids=ids, logprobs=[-1.0] * 5, versions=[4] * 5, finish_reason="length")
-    first = recording.said(prompt, completion, answer=None, trained=True, began=0.0, generate_s=0.0)
+    first = recording.said(prompt, completion, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
     following = recording.text("once upon a time")
     assert following.parent is first
     assert following.token_ids() == template.encode_text("once upon a time")
@@ -204,14 +204,14 @@ def test_a_torn_completion_is_an_engine_error(recording):
     torn = Completion(token_ids=[1, 2], logprobs=[0.0], versions=[4, 4], finish_reason="stop")
     prompt = recording.chat([user("a")], tools=None)
     with pytest.raises(EngineError, match="2 tokens, 1 log-probabilities"):
-        recording.said(prompt, torn, answer=None, trained=True, began=0.0, generate_s=0.0)
+        recording.said(prompt, torn, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
 
 
 def test_a_record_with_branches_can_be_stored_and_read(recording, template):
     say(recording, template, [user("a")], "x<eos>")
     say(recording, template, [user("b")], "y<eos>")
     trajectory = trajectory_of(recording)
-    packed = pack(trajectory)
+    packed = pack_trajectory(trajectory)
     assert parse_facts(packed.facts).extra["branches"] == trajectory.extra["branches"]
     (branch,) = branches_of(trajectory)
     assert [column.dtype for column in (branch.token_ids, branch.logprobs, branch.versions, branch.loss_mask)] == [

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign_dir.paths import RunDir
-from hpcrl.system.files import private_dir
-from hpcrl.weights.layout import Layout
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.system.files import make_private_dir
+from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.window import shm_cleanup as remains
-from hpcrl.weights.window.file import SHARED_MEMORY, Key
-from hpcrl.weights.window.shm_cleanup import Ledger, free_mpi, sweep
+from hpcrl.weights.window.file import SHARED_MEMORY, WindowKey
+from hpcrl.weights.window.shm_cleanup import SegmentLedger, remove_orphan_mpi, remove_orphans
 from hpcrl.weights.window.window import Window
 
-LAYOUT = Layout.pack([("w", "float32", (4,))])
+LAYOUT = TensorLayout.pack([("w", "float32", (4,))])
 SEGMENT = """
 import sys, time
 from multiprocessing import resource_tracker, shared_memory
@@ -42,7 +42,7 @@ time.sleep(1000)
 @pytest.fixture(autouse=True)
 def all_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every file had been there for a while."""
-    monkeypatch.setattr(remains, "YOUNG_S", -1.0)
+    monkeypatch.setattr(remains, "MIN_ORPHAN_AGE_S", -1.0)
 
 
 @pytest.fixture
@@ -74,10 +74,10 @@ def said(process: "subprocess.Popen[str]") -> str:
 
 
 def window(tmp_path: Path, name: str) -> Window:
-    run = RunDir(tmp_path / name)
-    private_dir(run.root)
-    made = Window.create(Key(campaign=run.root, node="n", directory=tmp_path), LAYOUT, job=run.job(0))
-    made.begin(1, step=1)
+    run = CampaignDir(tmp_path / name)
+    make_private_dir(run.root)
+    made = Window.create(WindowKey(campaign=run.root, node="n", directory=tmp_path), LAYOUT, job=run.job(0))
+    made.start_version(1, step=1)
     made.commit()
     return made
 
@@ -85,20 +85,20 @@ def window(tmp_path: Path, name: str) -> Window:
 def test_a_window_that_nobody_has_open_is_removed(tmp_path: Path) -> None:
     made = window(tmp_path, "dead")
     made.close()
-    assert sweep(tmp_path) == [made.path.name]
+    assert remove_orphans(tmp_path) == [made.path.name]
     assert not made.path.exists()
 
 
 def test_a_window_that_only_a_reader_has_open_stays(tmp_path: Path) -> None:
     made = window(tmp_path, "alive")
     made.close()
-    reader = Window.open(Key(campaign=tmp_path / "alive", node="n", directory=tmp_path))
+    reader = Window.open(WindowKey(campaign=tmp_path / "alive", node="n", directory=tmp_path))
     assert reader is not None
-    assert sweep(tmp_path) == []
-    with reader.reading(1):
+    assert remove_orphans(tmp_path) == []
+    with reader.read_version(1):
         pass
     reader.close()
-    assert sweep(tmp_path) == [made.path.name]
+    assert remove_orphans(tmp_path) == [made.path.name]
 
 
 def test_who_makes_a_window_removes_those_of_the_dead_and_not_those_of_the_living(tmp_path: Path) -> None:
@@ -113,24 +113,24 @@ def test_who_makes_a_window_removes_those_of_the_dead_and_not_those_of_the_livin
 def test_a_window_being_made_by_one_who_was_killed_is_removed(tmp_path: Path) -> None:
     fresh = tmp_path / f"hpcrl-{os.getuid()}-x-0-n.new"
     fresh.write_bytes(b"")
-    assert sweep(tmp_path) == [fresh.name]
+    assert remove_orphans(tmp_path) == [fresh.name]
 
 
 def test_what_was_touched_lately_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = window(tmp_path, "young")
     made.close()
-    monkeypatch.setattr(remains, "YOUNG_S", 3600.0)
-    assert sweep(tmp_path) == []
+    monkeypatch.setattr(remains, "MIN_ORPHAN_AGE_S", 3600.0)
+    assert remove_orphans(tmp_path) == []
     assert made.path.exists()
 
 
 def test_several_may_sweep_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remains, "JUST_MADE_S", -1.0)
+    monkeypatch.setattr(remains, "MIN_MPI_AGE_S", -1.0)
     for number in range(300):
         (tmp_path / f"hpcrl-{os.getuid()}-{number}.new").touch()
         (tmp_path / f"mpich_shm_{number}_0").touch()
     with ThreadPoolExecutor(8) as pool:
-        for _ in pool.map(lambda _: [sweep(tmp_path), free_mpi(tmp_path)], range(8)):
+        for _ in pool.map(lambda _: [remove_orphans(tmp_path), remove_orphan_mpi(tmp_path)], range(8)):
             pass
     assert not list(tmp_path.iterdir())
 
@@ -143,7 +143,7 @@ def test_files_of_other_kinds_and_users_stay(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"kept")
     (tmp_path / f"{mine}link.new").symlink_to(target)
-    assert sweep(tmp_path) == []
+    assert remove_orphans(tmp_path) == []
     assert all(path.exists() for path in [*foreign, target])
 
 
@@ -152,8 +152,8 @@ def test_segments_of_killed_processes_are_removed_by_their_keeper(
 ) -> None:
     owner = started(SEGMENT)
     segment = SHARED_MEMORY / said(owner)
-    ledger = Ledger()
-    ledger.note([owner.pid])
+    ledger = SegmentLedger()
+    ledger.record([owner.pid])
     kill(owner)
     assert segment.exists(), "what this is about"
     assert ledger.clear() == [segment.name]
@@ -168,9 +168,9 @@ def test_segments_of_a_killed_keeper_are_removed_by_who_comes_next(
     keeper = started(KEEPER, owner.pid)
     assert said(keeper) == "noted"
     kill(owner)
-    assert segment.name not in sweep(), "its keeper lives"
+    assert segment.name not in remove_orphans(), "its keeper lives"
     kill(keeper)
-    assert segment.name in sweep()
+    assert segment.name in remove_orphans()
     assert not segment.exists()
 
 
@@ -179,8 +179,8 @@ def test_a_name_that_was_used_again_is_left_alone(
 ) -> None:
     owner = started(SEGMENT)
     segment = SHARED_MEMORY / said(owner)
-    ledger = Ledger()
-    ledger.note([owner.pid])
+    ledger = SegmentLedger()
+    ledger.record([owner.pid])
     kill(owner)
     other = segment.with_name(f"{segment.name}.{time.monotonic_ns()}")
     other.write_bytes(b"of another")  # while the first one is there, so that its inode is another
@@ -197,10 +197,10 @@ def test_an_mpi_segment_that_nobody_has_mapped_is_removed(tmp_path: Path, monkey
     dead, alive, other = tmp_path / "mpich_shm_9c14bc10_0", tmp_path / "mpich_vci_9c14bc10_0", tmp_path / "shm_9c_0"
     for path in (dead, alive, other):
         path.write_bytes(bytes(mmap.PAGESIZE))
-    assert free_mpi(tmp_path) == [], "they may be just about to be mapped"
-    monkeypatch.setattr(remains, "JUST_MADE_S", -1.0)
+    assert remove_orphan_mpi(tmp_path) == [], "they may be just about to be mapped"
+    monkeypatch.setattr(remains, "MIN_MPI_AGE_S", -1.0)
     with alive.open("r+b") as file, mmap.mmap(file.fileno(), 0):
-        assert free_mpi(tmp_path) == [dead.name]
+        assert remove_orphan_mpi(tmp_path) == [dead.name]
     assert not dead.exists()
-    assert free_mpi(tmp_path) == [alive.name]
+    assert remove_orphan_mpi(tmp_path) == [alive.name]
     assert other.exists()

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from hpcrl.envs.judge import judge, read_score
-from hpcrl.envs.repair import FAULTS, Repair, fault_of, mended, run_python
+from hpcrl.envs.repair import BROKEN_FUNCTIONS, Repair, draw_broken_function, mended, run_python
 from hpcrl.errors import ConfigError
 from tests.unit.trajectories import trajectory
 
@@ -90,7 +90,7 @@ class TestRepair:
 
     @pytest.mark.parametrize("seed", range(3))
     def test_the_mended_function_passes_and_the_broken_one_does_not(self, seed):
-        fault = fault_of(seed)
+        fault = draw_broken_function(seed)
         assert [step.reward for step in self.play(f"fix {fault.right}", seed=seed)] == [1.0]
         assert [step.reward for step in self.play(f"fix {fault.broken}", seed=seed)] == [0.0]
 
@@ -100,7 +100,7 @@ class TestRepair:
 
     def test_the_reward_function_runs_the_tests_on_what_was_handed_in_last(self):
         played = trajectory()
-        right = fault_of(played.seed).right
+        right = draw_broken_function(played.seed).right
         assert mended(played, text=f"fix nonsense<|x|> fix {right}<|end|>", sandbox="auto") == 1
         assert mended(played, text="I give up", sandbox="auto") == 0
 
@@ -120,6 +120,6 @@ class TestRepair:
 
 @walls
 def test_every_task_of_the_repair_domain_can_be_solved_and_is_not_solved_yet():
-    for fault in FAULTS:
+    for fault in BROKEN_FUNCTIONS:
         assert run_python(f"{fault.right}\n{fault.tests}") == (True, "")
         assert not run_python(f"{fault.broken}\n{fault.tests}")[0]

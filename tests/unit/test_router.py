@@ -6,18 +6,26 @@ import dataclasses
 import msgspec
 import pytest
 
-from hpcrl.campaign_dir.endpoints import Endpoint, announce, withdraw
-from hpcrl.config.recipe import Routing
-from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures, Part
+from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint, withdraw_endpoint
+from hpcrl.config.recipe import RouterConfig
+from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, KvHandle, LoadFigures
 from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.errors import EngineError, EngineRefusedError
-from hpcrl.hardware.cost_model import ModelShape, pace
-from hpcrl.hardware.gpus import GPUS
-from hpcrl.rollout.routing.engines import Patience
-from hpcrl.rollout.routing.role_switch import SUSTAINED_S, Flips, read_flips
+from hpcrl.hardware.cost_model import ModelShape, estimate_speed
+from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.rollout.routing.engines import RouterTimeouts
+from hpcrl.rollout.routing.role_switch import MIN_OVERLOAD_S, RoleSwitcher, read_switched_roles
 from hpcrl.rollout.routing.router import Router
 
-FAST = Patience(refresh_s=0.01, rest_s=0.05, load_s=0.2, prefill_s=0.2, generate_s=0.5, no_decode_s=0.5, max_attempts=3)
+FAST = RouterTimeouts(
+    refresh_interval_s=0.01,
+    first_pause_s=0.05,
+    load_timeout_s=0.2,
+    prefill_timeout_s=0.2,
+    generate_timeout_s=0.5,
+    no_decode_timeout_s=0.5,
+    max_attempts=3,
+)
 REQUEST = GenerateRequest(request_id="lake/0/0/0/0/0", token_ids=[1, 2], max_new_tokens=4)
 
 
@@ -50,7 +58,7 @@ class Fake:
     async def stream(self, request):
         for token_ids in self.pieces:
             num = len(token_ids)
-            yield Part(token_ids=token_ids, logprobs=[-1.0] * num, versions=[0] * num)
+            yield CompletionChunk(token_ids=token_ids, logprobs=[-1.0] * num, versions=[0] * num)
         if self.breaks:
             raise EngineError("the connection was lost")
 
@@ -78,14 +86,14 @@ class Pool:
     def add(self, role, number=0, **changed):
         worker = f"000-{role}-{number}"
         fields = {"role": role, "worker": worker, "node": "n0", "url": f"http://n0/{worker}", "token": "t"}
-        announce(self.directory, Endpoint(**(fields | changed)))
+        announce_endpoint(self.directory, EngineEndpoint(**(fields | changed)))
         return worker
 
     def connect(self, endpoint):
         return self.engines.setdefault(endpoint.worker, Fake(endpoint))
 
     def router(self, *, seed=0, patience=FAST):
-        return Router(self.directory, connect=self.connect, seed=seed, patience=patience)
+        return Router(self.directory, connect=self.connect, seed=seed, timeouts=patience)
 
 
 @pytest.fixture
@@ -118,7 +126,9 @@ def test_a_turn_is_prefilled_and_handed_over(pool):
 def test_without_prefill_the_decode_worker_computes_the_prompt(pool, mood):
     pool.add("decode")
     if mood:
-        pool.connect(Endpoint(role="prefill", worker=pool.add("prefill"), node="n", url="u", token="t")).mood = mood
+        pool.connect(
+            EngineEndpoint(role="prefill", worker=pool.add("prefill"), node="n", url="u", token="t")
+        ).mood = mood
 
     async def run():
         async with pool.router() as router:
@@ -215,7 +225,7 @@ def test_a_withdrawn_worker_is_offered_nothing_more(pool):
 
     async def run():
         async with pool.router() as router:
-            withdraw(pool.directory, "000-decode-0")
+            withdraw_endpoint(pool.directory, "000-decode-0")
             await router.refresh()
             for _ in range(5):
                 await router.generate(REQUEST)
@@ -229,7 +239,7 @@ def test_a_worker_that_was_started_anew_is_connected_anew(pool):
     urls = []
 
     async def run():
-        router = Router(pool.directory, connect=lambda e: urls.append(e.url) or Fake(e), seed=0, patience=FAST)
+        router = Router(pool.directory, connect=lambda e: urls.append(e.url) or Fake(e), seed=0, timeouts=FAST)
         await router.refresh()
         pool.add("decode", url="http://n0/other")
         await router.refresh()
@@ -282,7 +292,7 @@ def test_a_refresh_that_breaks_is_not_waited_on_in_silence(pool):
         raise TypeError("connect takes two arguments")
 
     async def run():
-        async with Router(pool.directory, connect=broken, seed=0, patience=FAST) as router:
+        async with Router(pool.directory, connect=broken, seed=0, timeouts=FAST) as router:
             pool.add("decode")
             await router.generate(REQUEST)
 
@@ -360,9 +370,9 @@ def test_what_is_remembered_of_a_trajectory_is_forgotten_with_it(pool):
     async def run():
         async with pool.router() as router:
             await router.generate(of_trajectory(0))
-            known = len(router.courses)
+            known = len(router.trajectories)
             router.forget("lake/0/0")
-            return known, len(router.courses)
+            return known, len(router.trajectories)
 
     assert asyncio.run(run()) == (1, 0)
 
@@ -372,9 +382,9 @@ def test_decisions_are_told_when_they_are_sampled(pool):
     told = []
 
     async def run():
-        rules = Routing(log_share=1.0)
+        rules = RouterConfig(log_share=1.0)
         async with Router(
-            pool.directory, connect=pool.connect, seed=0, patience=FAST, rules=rules, on_route=told.append
+            pool.directory, connect=pool.connect, seed=0, timeouts=FAST, rules=rules, on_route=told.append
         ) as router:
             await router.generate(of_trajectory(0))
 
@@ -390,8 +400,8 @@ def test_a_worker_that_changed_over_does_the_other_role(pool, tmp_path_factory):
     path.write_text('{"000-decode-1": "prefill"}')
 
     async def run():
-        flips = Flips(path, rules=Routing(switch_roles=True), leads=False)
-        async with Router(pool.directory, connect=pool.connect, seed=0, patience=FAST, flips=flips) as router:
+        flips = RoleSwitcher(path, rules=RouterConfig(switch_roles=True), is_leader=False)
+        async with Router(pool.directory, connect=pool.connect, seed=0, timeouts=FAST, switcher=flips) as router:
             return sorted(loads(router, "prefill")), sorted(loads(router, "decode"))
 
     assert asyncio.run(run()) == (["000-decode-1", "000-prefill-0"], ["000-decode-0"])
@@ -404,14 +414,14 @@ def test_the_leading_host_flips_a_worker_when_a_strain_has_lasted(pool, tmp_path
     path = tmp_path_factory.mktemp("flips") / "flips.json"
 
     async def run():
-        flips = Flips(path, rules=Routing(switch_roles=True), leads=True)
-        async with Router(pool.directory, connect=pool.connect, seed=0, flips=flips) as router:
+        flips = RoleSwitcher(path, rules=RouterConfig(switch_roles=True), is_leader=True)
+        async with Router(pool.directory, connect=pool.connect, seed=0, switcher=flips) as router:
             pool.engines["000-prefill-0"].running = 40
-            await asyncio.sleep(SUSTAINED_S + 5)
+            await asyncio.sleep(MIN_OVERLOAD_S + 5)
             return sorted(loads(router, "prefill"))
 
     assert len(run_virtual(run())) == 2
-    assert set(read_flips(path).values()) == {"prefill"}
+    assert set(read_switched_roles(path).values()) == {"prefill"}
 
 
 def test_a_domain_is_served_by_the_hardware_that_the_recipe_names(pool):
@@ -419,8 +429,8 @@ def test_a_domain_is_served_by_the_hardware_that_the_recipe_names(pool):
     pool.add("decode", 1, gpu="h20")
 
     async def run():
-        rules = Routing(affinity={"lake": "compute", "default": "bandwidth"})
-        async with Router(pool.directory, connect=pool.connect, seed=0, patience=FAST, rules=rules) as router:
+        rules = RouterConfig(affinity={"lake": "compute", "default": "bandwidth"})
+        async with Router(pool.directory, connect=pool.connect, seed=0, timeouts=FAST, rules=rules) as router:
             for number in range(4):
                 lake, sums = (
                     msgspec.structs.replace(REQUEST, request_id=f"{name}/{number}/0/0/0/0", domain=name)
@@ -440,8 +450,8 @@ def test_remote_prefill_is_what_the_recipe_says(pool, choice, num_prefilled):
     pool.add("decode")
 
     async def run():
-        rules = Routing(remote_prefill=choice)
-        async with Router(pool.directory, connect=pool.connect, seed=0, patience=FAST, rules=rules) as router:
+        rules = RouterConfig(remote_prefill=choice)
+        async with Router(pool.directory, connect=pool.connect, seed=0, timeouts=FAST, rules=rules) as router:
             await router.generate(REQUEST)
 
     asyncio.run(run())
@@ -460,9 +470,9 @@ def test_auto_prefills_elsewhere_what_is_sooner_there(pool, num_prompt, num_pref
             pool.directory,
             connect=pool.connect,
             seed=0,
-            patience=FAST,
-            rules=Routing(remote_prefill="auto"),
-            pace_of=lambda endpoint: pace(GPUS[endpoint.gpu], shape=shape),
+            timeouts=FAST,
+            rules=RouterConfig(remote_prefill="auto"),
+            speed_of=lambda endpoint: estimate_speed(GPU_CATALOGUE[endpoint.gpu], shape=shape),
         ) as router:
             await router.generate(msgspec.structs.replace(REQUEST, token_ids=[1] * num_prompt))
 
@@ -476,7 +486,7 @@ def test_sizing_by_the_cost_model_moves_a_worker_to_the_role_that_lacks_one(pool
         pool.add("decode", number, gpu="h20")
     shape = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
     path = tmp_path_factory.mktemp("flips") / "flips.json"
-    rules = Routing(sizing="auto")
+    rules = RouterConfig(sizing="auto")
 
     async def run():
         async with Router(
@@ -484,11 +494,11 @@ def test_sizing_by_the_cost_model_moves_a_worker_to_the_role_that_lacks_one(pool
             connect=pool.connect,
             seed=0,
             rules=rules,
-            pace_of=lambda endpoint: pace(GPUS[endpoint.gpu], shape=shape),
-            flips=Flips(path, rules=rules, leads=True),
+            speed_of=lambda endpoint: estimate_speed(GPU_CATALOGUE[endpoint.gpu], shape=shape),
+            switcher=RoleSwitcher(path, rules=rules, is_leader=True),
         ) as router:
             await router.generate(msgspec.structs.replace(REQUEST, token_ids=[1] * 20_000))  # long prompt, short reply
-            await asyncio.sleep(SUSTAINED_S + 5)
+            await asyncio.sleep(MIN_OVERLOAD_S + 5)
             return len(loads(router, "prefill"))
 
     assert run_virtual(run()) == 2
@@ -514,7 +524,7 @@ def test_what_was_told_before_an_engine_failed_is_kept_and_the_turn_ends_there(p
             for engine in pool.engines.values():
                 engine.pieces, engine.breaks = [[3]], True
             heard = []
-            completion = await router.generate(REQUEST, hear=heard.append)
+            completion = await router.generate(REQUEST, on_chunk=heard.append)
             return completion.token_ids, completion.finish_reason, len(heard), len(loads(router, "decode"))
 
     assert asyncio.run(run()) == ([3], "aborted", 1, 1)
@@ -528,7 +538,7 @@ def test_an_engine_that_fails_before_it_says_anything_is_replaced_by_the_next(po
         async with pool.router() as router:
             first, second = pool.engines.values()
             first.breaks, second.pieces = True, [[7]]
-            return [(await router.generate(again(number), hear=lambda _: None)).token_ids for number in range(4)]
+            return [(await router.generate(again(number), on_chunk=lambda _: None)).token_ids for number in range(4)]
 
     assert asyncio.run(run()) == [[7]] * 4
 
@@ -539,15 +549,17 @@ def again(number):
 
 def test_a_turn_that_is_held_back_goes_on_when_a_trajectory_ends(pool):
     pool.add("decode")
-    small = pace(GPUS["h20"], shape=ModelShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, num_dense=90000))
+    small = estimate_speed(
+        GPU_CATALOGUE["h20"], shape=ModelShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, num_dense=90000)
+    )
     small = dataclasses.replace(small, kv_tokens=20)
 
     async def run():
-        router = Router(pool.directory, connect=pool.connect, seed=0, patience=FAST, pace_of=lambda _: small)
+        router = Router(pool.directory, connect=pool.connect, seed=0, timeouts=FAST, speed_of=lambda _: small)
         async with router:
             await router.generate(of_trajectory(0))
             (worker,) = router._workers.values()
-            held = worker.ours_held, worker.ours_holding
+            held = worker.own_kv_tokens, worker.num_own_trajectories
             other = msgspec.structs.replace(of_trajectory(0, "other"), token_ids=[1] * 19)
             waiting = asyncio.create_task(router.generate(other))
             while not router.reasons["held back"]:
@@ -556,7 +568,7 @@ def test_a_turn_that_is_held_back_goes_on_when_a_trajectory_ends(pool):
             router.forget("lake/0/0")
             await waiting
             router.forget("other")
-            return held, was_waiting, (worker.ours_held, worker.ours_holding)
+            return held, was_waiting, (worker.own_kv_tokens, worker.num_own_trajectories)
 
     held, was_waiting, left = asyncio.run(run())
     assert held[1] == 1

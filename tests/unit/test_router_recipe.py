@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from hpcrl.campaign_dir.endpoints import Endpoint, announce
+from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
 from hpcrl.campaign_dir.event_log import EventLog, read_events
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import load_recipe
 from hpcrl.config.site import load_site
 from hpcrl.engines.base import Completion, GenerateRequest, LoadFigures
@@ -51,17 +51,17 @@ class Answering:
 
 def routed(tmp_path, config):
     """The one decision that a router made by a recipe tells of a turn."""
-    run = RunDir(tmp_path)
+    run = CampaignDir(tmp_path)
     for path in (run.endpoints, run.events, run.model):
         path.mkdir(parents=True)
     (run.model / "config.json").write_text(json.dumps(config))
-    endpoint = Endpoint(role="decode", worker="000-decode-0", node="n", url="u", token="t", gpu="h20", num_gpus=1)
-    announce(run.endpoints, endpoint)
+    endpoint = EngineEndpoint(role="decode", worker="000-decode-0", node="n", url="u", token="t", gpu="h20", num_gpus=1)
+    announce_endpoint(run.endpoints, endpoint)
     recipe = load_recipe("quickstart", settings=("router.log_share=1.0",))
 
     async def turn():
         log = EventLog(run.events / "env.jsonl", role="env")
-        async with make_router(recipe, run, host=0, connect=lambda _: Answering(), seed=0, events=log) as router:
+        async with make_router(recipe, run, env_index=0, connect=lambda _: Answering(), seed=0, events=log) as router:
             await router.generate(REQUEST)
         log.close()
 

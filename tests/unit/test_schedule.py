@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from hpcrl.config.recipe import Train
-from hpcrl.trainers.step import learning_rate
+from hpcrl.config.recipe import TrainConfig
+from hpcrl.trainers.step import compute_learning_rate
 
 
 def rates(**changed):
-    train = Train(groups_per_step=1, learning_rate=1.0, **{"num_steps": 10, **changed})
-    return [learning_rate(step, train=train, peak=1.0) for step in range(1, train.num_steps + 1)]
+    train = TrainConfig(groups_per_step=1, learning_rate=1.0, **{"num_steps": 10, **changed})
+    return [compute_learning_rate(step, train=train, peak=1.0) for step in range(1, train.num_steps + 1)]
 
 
 def test_a_constant_rate_is_constant():

@@ -5,16 +5,16 @@ from concurrent.futures import Future
 import pytest
 
 from hpcrl.campaign_dir.events import FaultReported
-from hpcrl.campaign_dir.paths import RunDir
-from hpcrl.config.recipe import Reward, load_recipe
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import RewardConfig, load_recipe
 from hpcrl.config.site import load_site
-from hpcrl.job.reward_tasks import SEGMENTS_PER_JOB, Scale, Scoring
+from hpcrl.job.reward_tasks import SEGMENTS_PER_JOB, RewardJobScaler, RewardScoring
 from hpcrl.plan.plan import make_plan
-from hpcrl.slurm.script import reward_script
+from hpcrl.slurm.script import make_reward_script
 
 
 def scale(**changed):
-    return Scale(**({"max_jobs": 2, "idle_s": 20.0, "patience_s": 60.0} | changed))
+    return RewardJobScaler(**({"max_jobs": 2, "idle_s": 20.0, "patience_s": 60.0} | changed))
 
 
 def test_work_begins_a_job_and_much_work_begins_more_up_to_the_most():
@@ -62,7 +62,7 @@ class Workers:
     def num_reward_jobs(self):
         return self.jobs
 
-    def begin_reward_job(self):
+    def start_reward_job(self):
         self.jobs += 1
 
     def end_reward_jobs(self):
@@ -74,7 +74,7 @@ SEGMENT = "000-env-0-00000000-8-0123abcd.h5"
 
 @pytest.fixture
 def run(tmp_path):
-    run = RunDir(tmp_path)
+    run = CampaignDir(tmp_path)
     for name in ("rollouts", "scored"):
         run.spool(name).mkdir(parents=True)
     (run.spool("rollouts") / SEGMENT).touch()
@@ -94,12 +94,12 @@ def events():
 @pytest.fixture
 def make(run, spent, events):
     def scoring(*, elastic=True, **reward):
-        return Scoring(
-            run=run,
-            reward=Reward(**reward),
+        return RewardScoring(
+            campaign=run,
+            reward=RewardConfig(**reward),
             elastic=elastic,
             emit=events.append,
-            spend=lambda what, why: spent.append(what),
+            count_failure=lambda what, why: spent.append(what),
         )
 
     return scoring
@@ -141,7 +141,7 @@ def test_a_task_that_fails_costs_an_attempt(make, spent):
 def test_what_no_reward_job_takes_goes_to_spare_cores(make):
     workers, scoring = Workers(), make(patience_s=1e-9)
     scoring.tend(workers)
-    scoring.looked = 0.0
+    scoring.scaled_at = 0.0
     scoring.tend(workers)
     assert [elastic for _, elastic, _ in workers.tasks] == [True, False]
 
@@ -151,7 +151,7 @@ def test_no_job_is_held_while_there_is_no_work(make, run):
     workers, scoring = Workers(), make(idle_s=1e-9)
     workers.jobs = 1
     scoring.tend(workers)
-    scoring.looked = 0.0
+    scoring.scaled_at = 0.0
     scoring.tend(workers)
     assert (workers.tasks, workers.jobs) == ([], 0)
 
@@ -173,7 +173,9 @@ def test_a_site_without_one_falls_back_to_spare_cores_and_says_so():
 
 def test_a_reward_job_is_one_node_and_is_not_requeued(tmp_path):
     plan = make_plan(load_recipe("quickstart", settings=ELASTIC), load_site("lab"))
-    text = reward_script(plan, run=RunDir(tmp_path / "c"), job=0, name="r", command=["python", "-m", "a b"])
+    text = make_reward_script(
+        plan, campaign=CampaignDir(tmp_path / "c"), job=0, name="r", command=["python", "-m", "a b"]
+    )
     assert "#SBATCH --no-requeue\n" in text
     assert "#SBATCH --nodes=1\n" in text
     assert text.endswith("exec python -m 'a b'\n")

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as npst
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool import segment as segment_module
-from hpcrl.spool.record import COLUMNS, Trajectory, Turn, pack
+from hpcrl.spool.record import COLUMNS, EpisodeTurn, Trajectory, pack_trajectory
 from hpcrl.spool.segment import read_segment, write_segment
 from tests.disks import largest_file
 
@@ -30,7 +30,7 @@ def trajectory(number=0, num_tokens=5, **changed):
         "created": 1.5,
         "start_version": 2,
         "end_version": 3,
-        "turns": [Turn(start=0, end=num_tokens, reward=0.5)],
+        "turns": [EpisodeTurn(start=0, end=num_tokens, reward=0.5)],
         "token_ids": np.arange(num_tokens, dtype=np.int32) + 1000 * number,
         "logprobs": -np.arange(num_tokens, dtype=np.float32),
         "versions": np.full(num_tokens, 2, np.int32),
@@ -41,7 +41,7 @@ def trajectory(number=0, num_tokens=5, **changed):
 
 def exact(trajectories):
     """Everything of these trajectories, to the bit."""
-    packed = [pack(one) for one in trajectories]
+    packed = [pack_trajectory(one) for one in trajectories]
     return [(one.facts, [one.columns[name].tobytes() for name in COLUMNS]) for one in packed]
 
 

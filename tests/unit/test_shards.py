@@ -13,22 +13,22 @@ import torch
 import torch.distributed
 
 from hpcrl.campaign_dir.event_log import EventLog
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import WeightsError
 from hpcrl.weights import sharded_store as shards_module
 from hpcrl.weights.file_store import FileStore
-from hpcrl.weights.layout import Layout, Shard, split, whole
-from hpcrl.weights.publisher import Publisher
-from hpcrl.weights.sharded_store import Shards, ShardStore, exchange_over
-from hpcrl.weights.versions import WeightVersion, listed, newest_version
-from hpcrl.weights.window.file import Key, unlink_recorded
+from hpcrl.weights.layout import TensorLayout, TensorShard, make_whole_shard, split_tensor
+from hpcrl.weights.publisher import WeightPublisher
+from hpcrl.weights.sharded_store import LocalShards, ShardStore, make_all_gather
+from hpcrl.weights.versions import WeightVersion, find_newest_version, list_versions
+from hpcrl.weights.window.file import WindowKey, unlink_recorded_windows
 from hpcrl.weights.window.window import Window
 from hpcrl.weights.window_store import WindowStore
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["hpcrl.weights.sharded_store"])
 HIDDEN, KV = 64, 16
-LAYOUT = Layout.pack(
+LAYOUT = TensorLayout.pack(
     [
         ("embed", "bfloat16", (50, HIDDEN)),
         ("0.q", "bfloat16", (HIDDEN, HIDDEN)),
@@ -51,52 +51,52 @@ def full(version: int) -> dict[str, torch.Tensor]:
     return {t.name: torch.randn(t.shape, generator=dice).to(getattr(torch, t.dtype)) for t in LAYOUT.tensors}
 
 
-def held_tp_pp(rank: int, version: int) -> Shards:
+def held_tp_pp(rank: int, version: int) -> LocalShards:
     """TP 2 x PP 2: ranks 0 and 1 have layer 0, ranks 2 and 3 have layer 1; q, k, v are one fused tensor of a rank."""
-    place, all_of, stage, half = LAYOUT.by_name(), full(version), rank // 2, rank % 2
-    qkv = [split(place[f"{stage}.{name}"], axis=0, num=2)[half] for name in "qkv"]
+    place, all_of, stage, half = LAYOUT.tensors_by_name(), full(version), rank // 2, rank % 2
+    qkv = [split_tensor(place[f"{stage}.{name}"], axis=0, num_shards=2)[half] for name in "qkv"]
     fused = torch.cat([all_of[shard.name][shard.index] for shard in qkv])
     held = list(zip(qkv, fused.split([shard.shape[0] for shard in qkv]), strict=True))
-    rows = [split(place[f"{stage}.o"], axis=1, num=2)[half]]
+    rows = [split_tensor(place[f"{stage}.o"], axis=1, num_shards=2)[half]]
     if stage == 0:
-        rows.append(split(place["embed"], axis=0, num=2)[half])
+        rows.append(split_tensor(place["embed"], axis=0, num_shards=2)[half])
     elif half == 0:
-        rows += [whole(place["norm"]), whole(place["scale"])]
+        rows += [make_whole_shard(place["norm"]), make_whole_shard(place["scale"])]
     return held + [(shard, all_of[shard.name][shard.index]) for shard in rows]
 
 
-def held_dp(rank: int, version: int) -> Shards:
+def held_dp(rank: int, version: int) -> LocalShards:
     """Replicas: one rank writes them."""
-    return [(whole(place), full(version)[place.name]) for place in LAYOUT.tensors] if rank == 0 else []
+    return [(make_whole_shard(place), full(version)[place.name]) for place in LAYOUT.tensors] if rank == 0 else []
 
 
-def held_fsdp(rank: int, version: int) -> Shards:
+def held_fsdp(rank: int, version: int) -> LocalShards:
     """Every tensor in rows over three ranks; the scalar is the first one's."""
-    held = [split(place, axis=0, num=3)[rank] for place in LAYOUT.tensors if place.shape]
-    scalars = [whole(place) for place in LAYOUT.tensors if not place.shape and rank == 0]
+    held = [split_tensor(place, axis=0, num_shards=3)[rank] for place in LAYOUT.tensors if place.shape]
+    scalars = [make_whole_shard(place) for place in LAYOUT.tensors if not place.shape and rank == 0]
     return [(shard, full(version)[shard.name][shard.index]) for shard in held + scalars]
 
 
-def key(run: RunDir) -> Key:
-    return Key(campaign=run.root, node="n", directory=run.root.parent)
+def key(run: CampaignDir) -> WindowKey:
+    return WindowKey(campaign=run.root, node="n", directory=run.root.parent)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDir]:
-    run = RunDir(tmp_path / "campaign")
+def run(tmp_path: Path) -> Iterator[CampaignDir]:
+    run = CampaignDir(tmp_path / "campaign")
     run.events.mkdir(parents=True)
     yield run
-    unlink_recorded(run.job(0))
+    unlink_recorded_windows(run.job(0))
 
 
-Work = Callable[[ShardStore, int, RunDir], Any]
+Work = Callable[[ShardStore, int, CampaignDir], Any]
 
 
 def rank_of(work: Work, root: Path, rank: int, world: int, port: int, answers: Any) -> None:
     """The life of a rank: meet the others, work, tell what came of it."""
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    run = RunDir(root)
-    store = ShardStore(key(run), job=run.job(0), layout=LAYOUT, rank=rank, exchange=exchange_over())
+    run = CampaignDir(root)
+    store = ShardStore(key(run), job=run.job(0), layout=LAYOUT, rank=rank, all_gather=make_all_gather())
     try:
         answer = work(store, rank, run)
     except WeightsError as error:
@@ -106,7 +106,7 @@ def rank_of(work: Work, root: Path, rank: int, world: int, port: int, answers: A
     answers.put((rank, answer))
 
 
-def ranks(work: Work, run: RunDir, world: int, *, num_answers: int | None = None) -> dict[int, Any]:
+def ranks(work: Work, run: CampaignDir, world: int, *, num_answers: int | None = None) -> dict[int, Any]:
     """What each of `world` ranks came to."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -125,7 +125,7 @@ def ranks(work: Work, run: RunDir, world: int, *, num_answers: int | None = None
     return found
 
 
-def seen(run: RunDir, version: int) -> bool:
+def seen(run: CampaignDir, version: int) -> bool:
     """Is this version in the window, checked, with the values it should have?"""
     got = WindowStore(key(run), job=run.job(0)).load(version)
     return list(got) == list(full(version)) and all(torch.equal(got[name], t) for name, t in full(version).items())
@@ -134,7 +134,7 @@ def seen(run: RunDir, version: int) -> bool:
 # ---- how ranks hold a model
 
 
-def publish_three(held: Callable[[int, int], Shards], store: ShardStore, rank: int) -> Any:
+def publish_three(held: Callable[[int, int], LocalShards], store: ShardStore, rank: int) -> Any:
     manifests = []
     for version in (1, 2, 5):
         store.stage(held(rank, version), WeightVersion(version=version, step=version))
@@ -144,20 +144,20 @@ def publish_three(held: Callable[[int, int], Shards], store: ShardStore, rank: i
     return [(manifest.version, len(manifest.checksums)) for manifest in manifests]
 
 
-def with_tp_pp(store: ShardStore, rank: int, run: RunDir) -> Any:
+def with_tp_pp(store: ShardStore, rank: int, run: CampaignDir) -> Any:
     return publish_three(held_tp_pp, store, rank)
 
 
-def with_dp(store: ShardStore, rank: int, run: RunDir) -> Any:
+def with_dp(store: ShardStore, rank: int, run: CampaignDir) -> Any:
     return publish_three(held_dp, store, rank)
 
 
-def with_fsdp(store: ShardStore, rank: int, run: RunDir) -> Any:
+def with_fsdp(store: ShardStore, rank: int, run: CampaignDir) -> Any:
     return publish_three(held_fsdp, store, rank)
 
 
 @pytest.mark.parametrize(("work", "world"), [(with_tp_pp, 4), (with_dp, 2), (with_fsdp, 3)])
-def test_however_ranks_hold_a_model_the_window_holds_it_whole(run: RunDir, work: Work, world: int) -> None:
+def test_however_ranks_hold_a_model_the_window_holds_it_whole(run: CampaignDir, work: Work, world: int) -> None:
     answers = ranks(work, run, world)
     assert answers == {rank: [] for rank in range(world)} | {
         0: [(version, len(LAYOUT.tensors)) for version in (1, 2, 5)]
@@ -169,10 +169,10 @@ def test_however_ranks_hold_a_model_the_window_holds_it_whole(run: RunDir, work:
 # ---- what is wrong is told to all, and nothing is visible
 
 
-def wrong_then_right(store: ShardStore, rank: int, run: RunDir) -> Any:
+def wrong_then_right(store: ShardStore, rank: int, run: CampaignDir) -> Any:
     """Each wrong version is refused on every rank alike, and the right one after them is taken."""
     complaints = []
-    extra = (Shard(name="0.bias", start=(0,), shape=(2,)), torch.zeros(2))
+    extra = (TensorShard(name="0.bias", start=(0,), shape=(2,)), torch.zeros(2))
     for change in (
         lambda held: held.pop(),
         lambda held: held.append(held_tp_pp(0, 2)[0]),
@@ -195,7 +195,7 @@ def wrong_then_right(store: ShardStore, rank: int, run: RunDir) -> Any:
     return complaints
 
 
-def test_what_one_rank_has_wrong_every_rank_hears_with_the_tensor_and_the_rank(run: RunDir) -> None:
+def test_what_one_rank_has_wrong_every_rank_hears_with_the_tensor_and_the_rank(run: CampaignDir) -> None:
     before = WindowStore(key(run), job=run.job(0))
     before.publish(full(1), WeightVersion(version=1, step=1))
     before.close()
@@ -214,27 +214,27 @@ def test_what_one_rank_has_wrong_every_rank_hears_with_the_tensor_and_the_rank(r
     assert seen(run, 3)
 
 
-def another_model(store: ShardStore, rank: int, run: RunDir) -> Any:
-    other = Layout.pack([("a", "float32", (rank + 1,))])
-    held = [(whole(other.tensors[0]), torch.zeros(rank + 1))]
-    ShardStore(key(run), job=run.job(0), layout=other, rank=rank, exchange=exchange_over()).stage(
+def another_model(store: ShardStore, rank: int, run: CampaignDir) -> Any:
+    other = TensorLayout.pack([("a", "float32", (rank + 1,))])
+    held = [(make_whole_shard(other.tensors[0]), torch.zeros(rank + 1))]
+    ShardStore(key(run), job=run.job(0), layout=other, rank=rank, all_gather=make_all_gather()).stage(
         held, WeightVersion(version=1, step=1)
     )
 
 
-def test_ranks_with_different_models_are_refused(run: RunDir) -> None:
+def test_ranks_with_different_models_are_refused(run: CampaignDir) -> None:
     answers = ranks(another_model, run, 2)
     assert set(answers.values()) == {"refused: rank 1 has another layout than rank 0: do both hold the same model?"}
 
 
-def no_memory(store: ShardStore, rank: int, run: RunDir) -> Any:
-    nowhere = Key(campaign=run.root, node="n", directory=run.root / "absent")
-    ShardStore(nowhere, job=run.job(0), layout=LAYOUT, rank=rank, exchange=exchange_over()).stage(
+def no_memory(store: ShardStore, rank: int, run: CampaignDir) -> Any:
+    nowhere = WindowKey(campaign=run.root, node="n", directory=run.root / "absent")
+    ShardStore(nowhere, job=run.job(0), layout=LAYOUT, rank=rank, all_gather=make_all_gather()).stage(
         held_tp_pp(rank, 1), WeightVersion(version=1, step=1)
     )
 
 
-def test_without_room_for_a_window_every_rank_hears_it(run: RunDir) -> None:
+def test_without_room_for_a_window_every_rank_hears_it(run: CampaignDir) -> None:
     answers = ranks(no_memory, run, 4)
     assert len(answers) == 4
     assert all(answer.startswith("refused: rank 0: no window of") for answer in answers.values())
@@ -243,16 +243,16 @@ def test_without_room_for_a_window_every_rank_hears_it(run: RunDir) -> None:
 # ---- kills
 
 
-def killed_in_mid_write(store: ShardStore, rank: int, run: RunDir) -> Any:
+def killed_in_mid_write(store: ShardStore, rank: int, run: CampaignDir) -> Any:
     publish_one(store, rank, version=1)
-    fill = shards_module._fill
+    fill = shards_module._fill_slot
 
-    def fill_half_and_die(slot: memoryview, layout: Layout, held: Shards) -> None:
+    def fill_half_and_die(slot: memoryview, layout: TensorLayout, held: LocalShards) -> None:
         fill(slot, layout, held[:1])
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 2:
-        shards_module._fill = fill_half_and_die
+        shards_module._fill_slot = fill_half_and_die
     publish_one(store, rank, version=2)
     return "published"
 
@@ -263,7 +263,7 @@ def publish_one(store: ShardStore, rank: int, *, version: int) -> None:
         store.commit()
 
 
-def again(store: ShardStore, rank: int, run: RunDir) -> Any:
+def again(store: ShardStore, rank: int, run: CampaignDir) -> Any:
     """The trainer started anew."""
     before = store.newest() if rank == 0 else None
     publish_one(store, rank, version=3)
@@ -271,7 +271,7 @@ def again(store: ShardStore, rank: int, run: RunDir) -> Any:
     return before.version if before is not None else None
 
 
-def test_a_rank_killed_in_mid_write_leaves_the_old_version_and_the_next_trainer_goes_on(run: RunDir) -> None:
+def test_a_rank_killed_in_mid_write_leaves_the_old_version_and_the_next_trainer_goes_on(run: CampaignDir) -> None:
     answers = ranks(killed_in_mid_write, run, 4, num_answers=3)
     assert answers == dict.fromkeys((0, 1, 3), "left alone")
     reader = WindowStore(key(run), job=run.job(0))
@@ -282,10 +282,10 @@ def test_a_rank_killed_in_mid_write_leaves_the_old_version_and_the_next_trainer_
     assert seen(run, 3)
 
 
-def one_killed_while_summing(store: ShardStore, rank: int, run: RunDir) -> Any:
+def one_killed_while_summing(store: ShardStore, rank: int, run: CampaignDir) -> Any:
     if rank == 1:
-        Window.sum_up = lambda window, turn: (  # type: ignore[method-assign]
-            window._heads.together("sum", turn.slot, turn.generation, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        Window.compute_checksums = lambda window, turn: (  # type: ignore[method-assign]
+            window._heads.share_work("sum", turn.slot, turn.generation, lambda _: os.kill(os.getpid(), signal.SIGKILL))
         )
     store.stage(held_dp(rank, 1), WeightVersion(version=1, step=1))
     if rank == 1:
@@ -293,27 +293,29 @@ def one_killed_while_summing(store: ShardStore, rank: int, run: RunDir) -> Any:
     return store.commit().version
 
 
-def test_checksums_that_a_killed_rank_had_begun_are_taken_by_rank_0(run: RunDir) -> None:
+def test_checksums_that_a_killed_rank_had_begun_are_taken_by_rank_0(run: CampaignDir) -> None:
     assert ranks(one_killed_while_summing, run, 2, num_answers=1) == {0: 1}
     assert seen(run, 1)
 
 
-def test_a_slot_is_not_given_away_while_a_rank_still_fills_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.weights.window.window.LEASE_S", 0.05)
+def test_a_slot_is_not_given_away_while_a_rank_still_fills_it(
+    run: CampaignDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpcrl.weights.window.window.LEASE_TIMEOUT_S", 0.05)
     writer = Window.create(key(run), LAYOUT, job=run.job(0))
-    writer.begin(1, step=1)
-    turn, part = writer.turn(), Window.join(key(run), job=0)
-    with part.part(turn), pytest.raises(WeightsError, match="a rank still fills slot 0"):
-        writer.begin(1, step=1)
-    writer.begin(1, step=1)
-    with pytest.raises(WeightsError, match="is not being written any more"), part.part(turn):
+    writer.start_version(1, step=1)
+    turn, part = writer.ticket(), Window.join(key(run), job=0)
+    with part.joint_write(turn), pytest.raises(WeightsError, match="a rank still fills slot 0"):
+        writer.start_version(1, step=1)
+    writer.start_version(1, step=1)
+    with pytest.raises(WeightsError, match="is not being written any more"), part.joint_write(turn):
         pass
 
 
 # ---- as the trainer's publisher
 
 
-def published(store: ShardStore, rank: int, run: RunDir) -> Any:
+def published(store: ShardStore, rank: int, run: CampaignDir) -> Any:
     if rank != 0:
         for version in (1, 2):
             store.stage(held_tp_pp(rank, version), WeightVersion(version=version, step=version))
@@ -321,15 +323,15 @@ def published(store: ShardStore, rank: int, run: RunDir) -> Any:
         return None
     run.weights.mkdir()
     events = EventLog(run.events / "train.jsonl", role="train")
-    publisher = Publisher(FileStore(run.weights), store, events=events, keep_versions=2)
+    publisher = WeightPublisher(FileStore(run.weights), store, events=events, keep_versions=2)
     for version in (1, 2):
         publisher.publish(held_tp_pp(rank, version), WeightVersion(version=version, step=version))
     publisher.persist()
     publisher.close()
-    return [newest_version(run.weights), listed(run.weights)]
+    return [find_newest_version(run.weights), list_versions(run.weights)]
 
 
-def test_a_publisher_takes_shards_as_it_takes_tensors(run: RunDir) -> None:
+def test_a_publisher_takes_shards_as_it_takes_tensors(run: CampaignDir) -> None:
     assert ranks(published, run, 4)[0] == [2, [1, 2]]
     got = FileStore(run.weights).load(2)
     assert all(torch.equal(got[name], tensor) for name, tensor in full(2).items())

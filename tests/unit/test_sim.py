@@ -7,13 +7,13 @@ import pytest
 
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.sim.clock import run_virtual
-from hpcrl.engines.sim.engine import SimEngine, SimSettings, simulated
+from hpcrl.engines.sim.engine import SimEngine, SimSettings, make_sim_engine
 from hpcrl.errors import EngineError, EngineRefusedError, WeightsError
-from hpcrl.hardware.cost_model import ModelShape, pace
-from hpcrl.hardware.gpus import GPUS
+from hpcrl.hardware.cost_model import ModelShape, estimate_speed
+from hpcrl.hardware.gpus import GPU_CATALOGUE
 
 SHAPE = ModelShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
-PACE = pace(GPUS["h100"], shape=SHAPE)
+PACE = estimate_speed(GPU_CATALOGUE["h100"], shape=SHAPE)
 LARGE = {
     "hidden_size": 8192,
     "num_hidden_layers": 80,
@@ -42,7 +42,7 @@ def test_a_turn_takes_what_the_cost_model_says():
         await engine.generate(ask())
         return loop.time()
 
-    prefill = PACE.prefill_s(999) + PACE.standing_s(999)
+    prefill = PACE.prefill_s(999) + PACE.base_step_s(999)
     steps = sum(PACE.decode_s(1, num_kv=1000 + step) for step in range(20))
     assert on(body) == pytest.approx(prefill + steps, rel=1e-6)
 
@@ -155,7 +155,7 @@ def test_an_engine_of_a_campaign_takes_the_models_words_and_the_pace_of_the_hard
     config.write_text(json.dumps(LARGE | {"num_hidden_layers": 8}))
 
     async def last_token_at(gpu, speed):
-        async with simulated(tiny_model_dir, gpu=gpu, num_gpus=1, config=config, speed=speed) as engine:
+        async with make_sim_engine(tiny_model_dir, gpu=gpu, num_gpus=1, config=config, speed=speed) as engine:
             answer = await engine.generate(ask(num_prompt=300, num_new=100))
             assert set(answer.token_ids) <= set(range(100))
             with pytest.raises(EngineError, match="context is 512"):
@@ -173,11 +173,11 @@ def test_a_model_that_does_not_say_how_large_it_is_is_refused_with_the_cure(tiny
     config = tmp_path / "config.json"
     config.write_text("{}")
     with pytest.raises(EngineError, match=r"config.json does not say .* set engine.sim.config"):
-        simulated(tiny_model_dir, gpu="h100", num_gpus=1, config=config)
+        make_sim_engine(tiny_model_dir, gpu="h100", num_gpus=1, config=config)
 
 
 def test_a_model_that_does_not_fit_its_gpus_is_refused(tiny_model_dir, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LARGE))
     with pytest.raises(EngineError, match="does not fit into 1 h100"):
-        simulated(tiny_model_dir, gpu="h100", num_gpus=1, config=config)
+        make_sim_engine(tiny_model_dir, gpu="h100", num_gpus=1, config=config)

@@ -5,7 +5,7 @@ import pytest
 from hpcrl.config.recipe import load_recipe
 from hpcrl.config.site import load_site
 from hpcrl.errors import ConfigError, PlanError
-from hpcrl.hardware.cost_model import usual_shape
+from hpcrl.hardware.cost_model import guess_model_shape
 from hpcrl.plan.plan import Plan, make_plan
 
 SETTINGS = (
@@ -76,12 +76,12 @@ def test_a_number_of_weights_that_no_model_has_is_refused(num_params: int) -> No
 def test_large_models_have_the_usual_shape_within_a_third(
     num_params: float, num_layers: int, num_kv_heads: int
 ) -> None:
-    shape = usual_shape(int(num_params))
+    shape = guess_model_shape(int(num_params))
     kv = shape.num_layers * shape.num_kv_heads * shape.head_dim
     assert shape.num_layers == pytest.approx(num_layers, rel=1 / 3)
     assert kv == pytest.approx(num_layers * num_kv_heads * 128, rel=1 / 3)
 
 
 def test_the_smallest_models_have_no_more_kv_heads_than_heads() -> None:
-    shape = usual_shape(10**6)
+    shape = guess_model_shape(10**6)
     assert 1 <= shape.num_kv_heads <= shape.num_heads

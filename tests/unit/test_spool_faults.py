@@ -9,11 +9,11 @@ import pytest
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool import hdf5
-from hpcrl.spool.listing import listed
+from hpcrl.spool.listing import list_segments
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.record import COLUMNS, Trajectory, Turn, pack
+from hpcrl.spool.record import COLUMNS, EpisodeTurn, Trajectory, pack_trajectory
 from hpcrl.spool.segment import read_segment, write_segment
-from hpcrl.spool.writer import Batching, DiskSpoolWriter
+from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
 from tests.disks import largest_file
 
 
@@ -28,7 +28,7 @@ def trajectory(number=0, num_tokens=500):
         created=0.0,
         start_version=0,
         end_version=0,
-        turns=[Turn(start=0, end=num_tokens)],
+        turns=[EpisodeTurn(start=0, end=num_tokens)],
         token_ids=np.arange(num_tokens, dtype=np.int32),
         logprobs=np.zeros(num_tokens, np.float32),
         versions=np.zeros(num_tokens, np.int32),
@@ -37,7 +37,7 @@ def trajectory(number=0, num_tokens=500):
 
 
 def exact(trajectories):
-    packed = [pack(one) for one in trajectories]
+    packed = [pack_trajectory(one) for one in trajectories]
     return [(one.facts, [one.columns[name].tobytes() for name in COLUMNS]) for one in packed]
 
 
@@ -98,7 +98,7 @@ def test_a_rename_that_was_not_made_durable_is_not_acknowledged(tmp_path, monkey
 
 
 def test_a_full_disk_keeps_what_was_acknowledged(tmp_path):
-    writer = DiskSpoolWriter(tmp_path, producer="000-env-0", batching=Batching(max_count=2))
+    writer = DiskSpoolWriter(tmp_path, producer="000-env-0", batching=BatchLimits(max_count=2))
     for number in range(4):
         writer.append(trajectory(number))
         writer.flush_due()
@@ -111,7 +111,7 @@ def test_a_full_disk_keeps_what_was_acknowledged(tmp_path):
 
 
 def test_what_became_durable_before_an_error_is_told_after_it(tmp_path, monkeypatch):
-    writer = DiskSpoolWriter(tmp_path, producer="000-env-0", batching=Batching(max_count=1))
+    writer = DiskSpoolWriter(tmp_path, producer="000-env-0", batching=BatchLimits(max_count=1))
     writer.append(trajectory(0))
     writer.flush_due()
     writer.append(trajectory(1))
@@ -129,7 +129,7 @@ def test_a_disk_that_keeps_failing_is_asked_less_and_less(tmp_path, monkeypatch)
         asked.append(clock.now)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    writer = DiskSpoolWriter(tmp_path, producer="000-env-0", batching=Batching(max_count=1), clock=clock)
+    writer = DiskSpoolWriter(tmp_path, producer="000-env-0", batching=BatchLimits(max_count=1), clock=clock)
     writer.append(trajectory(0))
     with monkeypatch.context() as broken:
         broken.setattr(os, "pwritev", full)
@@ -147,7 +147,7 @@ def test_a_disk_that_keeps_failing_is_asked_less_and_less(tmp_path, monkeypatch)
 
 def test_the_thread_that_waits_for_the_disk_hands_its_error_to_the_caller(tmp_path, monkeypatch):
     clock = Clock()
-    writer = DiskSpoolWriter(tmp_path, producer="000-env-0", batching=Batching(max_count=1), clock=clock)
+    writer = DiskSpoolWriter(tmp_path, producer="000-env-0", batching=BatchLimits(max_count=1), clock=clock)
     writer.append(trajectory(0))
     with monkeypatch.context() as broken:
         broken.setattr(os, "fsync", failing(os.fsync, errno.EIO, times=1))
@@ -233,11 +233,11 @@ def test_without_the_plugin_compression_is_refused_with_the_cure(tmp_path, monke
     with pytest.raises(SpoolError, match=r"is compressed.*pip install"):
         read_segment(tmp_path / "a.h5")
     write_segment(tmp_path / "c.h5", [trajectory()])
-    assert listed(tmp_path) == ["a.h5", "c.h5"]
+    assert list_segments(tmp_path) == ["a.h5", "c.h5"]
 
 
 def test_hdf5_itself_never_touches_the_disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    hdf5._template.cache_clear()
+    hdf5._make_template.cache_clear()
     write_segment(tmp_path / "a.h5", [trajectory()])
     assert [path.name for path in tmp_path.iterdir()] == ["a.h5"]

@@ -10,13 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hpcrl.learn.consumed import Consumed
-from hpcrl.spool.listing import listed, num_trajectories
+from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.spool.listing import count_spool_trajectories, list_segments
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.record import Trajectory, Turn
-from hpcrl.spool.retention import Settled, Shelves, recover, retire
+from hpcrl.spool.record import EpisodeTurn, Trajectory
+from hpcrl.spool.retention import SettledSegments, SpoolDirs, recover_retirement, retire_segments
 from hpcrl.spool.segment import read_segment
-from hpcrl.spool.writer import DiskSpoolWriter, derive
+from hpcrl.spool.writer import DiskSpoolWriter, derive_segment
 
 NUM_KEPT = 2
 """Checkpoints."""
@@ -33,7 +33,7 @@ def trajectory(name):
         created=0.0,
         start_version=0,
         end_version=0,
-        turns=[Turn(start=0, end=1)],
+        turns=[EpisodeTurn(start=0, end=1)],
         token_ids=np.zeros(1, np.int32),
         logprobs=np.zeros(1, np.float32),
         versions=np.zeros(1, np.int32),
@@ -51,12 +51,12 @@ class Campaign(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.root = Path(tempfile.mkdtemp())
-        self.shelves = Shelves(
+        self.shelves = SpoolDirs(
             rollouts=self.root / "rollouts", scored=self.root / "scored", archive=self.root / "archive"
         )
         self.acknowledged = set()
         self.num_sent = 0
-        self.checkpoints = [(0, Consumed().encode(), [])]
+        self.checkpoints = [(0, ConsumedTrajectories().encode(), [])]
         self.writers = {}
         for producer in ("env-0", "env-1"):
             self.start_writer(producer)
@@ -105,14 +105,14 @@ class Campaign(RuleBasedStateMachine):
 
     @rule()
     def score(self):
-        for name in set(listed(self.shelves.rollouts)) - set(listed(self.shelves.scored)):
-            derive(self.shelves.rollouts / name, self.shelves.scored, scored)
+        for name in set(list_segments(self.shelves.rollouts)) - set(list_segments(self.shelves.scored)):
+            derive_segment(self.shelves.rollouts / name, self.shelves.scored, scored)
 
-    @precondition(lambda self: listed(self.shelves.scored))
+    @precondition(lambda self: list_segments(self.shelves.scored))
     @rule(data=st.data())
     def rot(self, data):
         """A scored segment is damaged before the trainer has it; it is put aside and scored again."""
-        unread = set(listed(self.shelves.scored)) - self.reader._known.keys()
+        unread = set(list_segments(self.shelves.scored)) - self.reader._known.keys()
         if unread:
             (self.shelves.scored / data.draw(st.sampled_from(sorted(unread)))).write_bytes(b"rot")
 
@@ -121,14 +121,14 @@ class Campaign(RuleBasedStateMachine):
     def resume(self):
         """From the newest checkpoint, as after a crash."""
         self.number, consumed, trained = self.checkpoints[-1]
-        self.consumed, self.trained = Consumed.decode(consumed), list(trained)
-        recover(self.shelves, lower=lambda _: None)
+        self.consumed, self.trained = ConsumedTrajectories.decode(consumed), list(trained)
+        recover_retirement(self.shelves, lower_settled=lambda _: None)
         self.damaged = []
         self.reader = DiskSpoolReader(
             self.shelves.scored, on_damage=lambda path, _: self.damaged.append(path.name), consumed=self.consumed
         )
         self.waiting = []
-        self.settled = Settled(grace_s=0.0)
+        self.settled = SettledSegments(grace_s=0.0)
 
     @rule(num=st.integers(1, 3))
     def train(self, num):
@@ -145,7 +145,7 @@ class Campaign(RuleBasedStateMachine):
         self.number += 1
         self.checkpoints.append((self.number, self.consumed.encode(), list(self.trained)))
         self.checkpoints = self.checkpoints[-NUM_KEPT:]
-        self.settled.note(self.reader.finished(self.waiting))
+        self.settled.note(self.reader.finished_segments(self.waiting))
         self.settled.cover(self.number)
 
     @rule()
@@ -161,7 +161,7 @@ class Campaign(RuleBasedStateMachine):
     @precondition(lambda self: self.due())
     @rule(keep=st.booleans())
     def retire(self, keep):
-        intent = retire(self.shelves, self.due(), keep=keep, lower=self.reader.forget)
+        intent = retire_segments(self.shelves, self.due(), keep=keep, lower_settled=self.reader.forget)
         self.settled.drop(intent.segments)
 
     def due(self):
@@ -177,7 +177,7 @@ class Campaign(RuleBasedStateMachine):
     @invariant()
     def the_books_fit_the_disk(self):
         if hasattr(self, "reader"):
-            assert self.reader.num_passed <= num_trajectories(self.shelves.rollouts)
+            assert self.reader.num_passed <= count_spool_trajectories(self.shelves.rollouts)
 
     def finish(self):
         """Whatever happened, training gets to see all that was acknowledged, and once."""
@@ -186,7 +186,9 @@ class Campaign(RuleBasedStateMachine):
             self.train(1 << 30)
         assert self.acknowledged <= set(self.trained)
         assert len(self.trained) == len(set(self.trained))
-        archive = [one.id for name in listed(self.shelves.archive) for one in read_segment(self.shelves.archive / name)]
+        archive = [
+            one.id for name in list_segments(self.shelves.archive) for one in read_segment(self.shelves.archive / name)
+        ]
         assert set(archive) <= set(self.trained)
 
 

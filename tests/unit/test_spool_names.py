@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool.listing import (
-    Listing,
+    SegmentListing,
     SegmentName,
-    announce,
+    announce_changes,
     check_producer,
-    listed,
-    next_number,
-    num_trajectories,
-    parse,
+    count_spool_trajectories,
+    find_next_number,
+    list_segments,
+    parse_segment_name,
     sweep_leftovers,
 )
 
@@ -34,14 +34,14 @@ def touch(directory, producer, number, count, nonce="0123abcd"):
 @given(producer=st.text(min_size=1), number=st.integers(0, 10**10), count=st.integers(0, 10**6))
 def test_a_name_is_read_as_it_was_made(producer, number, count):
     name = SegmentName(producer=producer, number=number, count=count, nonce="00ff00ff")
-    assert parse(str(name)) == name
+    assert parse_segment_name(str(name)) == name
 
 
 @pytest.mark.parametrize(
     "name", ["model.h5", "a-1-2-0123abcd.h5", "a-00000001-2-0123abcd.h5.tmp", "-00000001-2.h5", ""]
 )
 def test_other_names_are_not_segments(name):
-    assert parse(name) is None
+    assert parse_segment_name(name) is None
 
 
 def test_the_trajectories_of_a_spool_are_counted_by_name(tmp_path):
@@ -50,25 +50,25 @@ def test_the_trajectories_of_a_spool_are_counted_by_name(tmp_path):
     touch(tmp_path, ".000-env-1", 1, 100)
     (tmp_path / "notes.txt").touch()
     (tmp_path / "model.h5").touch()
-    assert num_trajectories(tmp_path) == 7
+    assert count_spool_trajectories(tmp_path) == 7
 
 
 def test_a_spool_that_nobody_wrote_to_is_empty(tmp_path):
-    assert listed(tmp_path / "absent") == []
-    assert num_trajectories(tmp_path / "absent") == 0
+    assert list_segments(tmp_path / "absent") == []
+    assert count_spool_trajectories(tmp_path / "absent") == 0
 
 
 def test_segments_sort_by_producer_and_then_by_number(tmp_path):
     names = [
         touch(tmp_path, producer, number, count) for producer in "ab" for number, count in ((9, 5), (10, 1), (11, 90))
     ]
-    assert listed(tmp_path) == names
+    assert list_segments(tmp_path) == names
 
 
 def test_numbers_go_on_after_the_producers_own(tmp_path):
     touch(tmp_path, "env-1", 4, 1)
     touch(tmp_path, "env-1-b", 9, 1)
-    assert (next_number(tmp_path, "env-1"), next_number(tmp_path, "env")) == (5, 0)
+    assert (find_next_number(tmp_path, "env-1"), find_next_number(tmp_path, "env")) == (5, 0)
 
 
 @pytest.mark.parametrize("producer", ["", ".hidden", "a/b", "a\0b", "x" * 161])
@@ -94,19 +94,19 @@ def test_counting_imports_nothing_heavy():
 
 
 def test_a_listing_sees_every_segment_that_is_announced_at_once(tmp_path: Path) -> None:
-    listing = Listing(tmp_path)
+    listing = SegmentListing(tmp_path)
     expected: list[str] = []
     for number in range(40):
         expected.append(touch(tmp_path, "w", number, 1))
-        announce(tmp_path, came=expected[-1:])
+        announce_changes(tmp_path, added=expected[-1:])
         assert listing.names() == expected
     (tmp_path / expected[7]).unlink()
-    announce(tmp_path, went=[expected.pop(7)])
+    announce_changes(tmp_path, removed=[expected.pop(7)])
     assert listing.names() == expected
 
 
 def test_what_nobody_announced_is_found_when_the_directory_is_listed_again(tmp_path: Path, monkeypatch: Any) -> None:
-    listing = Listing(tmp_path)
+    listing = SegmentListing(tmp_path)
     assert listing.names() == []
     name = touch(tmp_path, "w", 0, 1)
     began = time.monotonic()
@@ -118,51 +118,51 @@ def test_what_nobody_announced_is_found_when_the_directory_is_listed_again(tmp_p
 
 
 def test_a_wall_clock_that_jumps_does_not_blind_a_listing(tmp_path: Path, monkeypatch: Any) -> None:
-    listing = Listing(tmp_path)
+    listing = SegmentListing(tmp_path)
     for number, jump in enumerate((-1e9, 1e9)):
         monkeypatch.setattr(time, "time", lambda jump=jump: jump)
         name = touch(tmp_path, "w", number, 1)
-        announce(tmp_path, came=[name])
+        announce_changes(tmp_path, added=[name])
         assert name in listing.names()
 
 
 @pytest.mark.parametrize("torn", [b"+w-0000000", b"garbage\n", b"\xff\n+model.h5\n", b"-w-00000000-1-0123abcd.h5\n\n"])
 def test_news_that_are_torn_or_foreign_do_no_harm(tmp_path: Path, torn: bytes) -> None:
-    listing = Listing(tmp_path)
+    listing = SegmentListing(tmp_path)
     assert listing.names() == []
     (tmp_path / ".news").write_bytes(torn)
     listing.names()
     name = touch(tmp_path, "w", 1, 1)
-    announce(tmp_path, came=["", name])
+    announce_changes(tmp_path, added=["", name])
     assert listing.names() in ([name], [])
-    announce(tmp_path, came=[name])
+    announce_changes(tmp_path, added=[name])
     assert listing.names() == [name]
 
 
 def test_news_that_cannot_be_written_are_no_error(tmp_path: Path) -> None:
     (tmp_path / ".news").mkdir()
-    announce(tmp_path, came=["w-00000000-1-00000000.h5"])
-    announce(tmp_path / "absent", went=["w-00000000-1-00000000.h5"])
+    announce_changes(tmp_path, added=["w-00000000-1-00000000.h5"])
+    announce_changes(tmp_path / "absent", removed=["w-00000000-1-00000000.h5"])
 
 
 def test_a_listing_of_a_directory_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
-    listing = Listing(tmp_path / "later")
+    listing = SegmentListing(tmp_path / "later")
     assert listing.names() == []
     (tmp_path / "later").mkdir()
     name = touch(tmp_path / "later", "w", 0, 1)
-    announce(tmp_path / "later", came=[name])
+    announce_changes(tmp_path / "later", added=[name])
     assert listing.names() == [name]
 
 
 def test_a_listing_tells_each_change_once(tmp_path: Path) -> None:
-    listing = Listing(tmp_path)
+    listing = SegmentListing(tmp_path)
     first, second = touch(tmp_path, "w", 0, 1), touch(tmp_path, "w", 1, 1)
     assert listing.changes() == ({first, second}, set())
     assert listing.changes() == (set(), set())
     (tmp_path / first).unlink()
-    announce(tmp_path, went=[first])
+    announce_changes(tmp_path, removed=[first])
     assert listing.changes() == (set(), {first})
-    announce(tmp_path, went=[second])
-    announce(tmp_path, came=[second])
+    announce_changes(tmp_path, removed=[second])
+    announce_changes(tmp_path, added=[second])
     assert listing.changes() == ({second}, {second})
     assert listing.names() is listing.names()

@@ -4,10 +4,10 @@ import random
 
 import numpy as np
 
-from hpcrl.spool.listing import listed
+from hpcrl.spool.listing import list_segments
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.record import Trajectory, Turn, pack
-from hpcrl.spool.writer import Batching, DiskSpoolWriter
+from hpcrl.spool.record import EpisodeTurn, Trajectory, pack_trajectory
+from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
 from tests.recorded_disk import Recording, acknowledged, after_power_loss
 
 NUM_CUTS = 300
@@ -25,7 +25,7 @@ def trajectory(number):
         created=0.0,
         start_version=0,
         end_version=0,
-        turns=[Turn(start=0, end=num_tokens)],
+        turns=[EpisodeTurn(start=0, end=num_tokens)],
         token_ids=np.arange(num_tokens, dtype=np.int32) + number,
         logprobs=np.full(num_tokens, -number, np.float32),
         versions=np.zeros(num_tokens, np.int32),
@@ -41,7 +41,7 @@ def recorded(directory, monkeypatch):
     recording = Recording(directory)
     with monkeypatch.context() as patched:
         recording.patch(patched)
-        writer = DiskSpoolWriter(directory, producer="000-env-0", batching=Batching(max_count=4))
+        writer = DiskSpoolWriter(directory, producer="000-env-0", batching=BatchLimits(max_count=4))
         for one in SENT.values():
             writer.append(one)
             recording.acknowledge(writer.flush_due())
@@ -62,7 +62,7 @@ def losses(operations, directory, *, seed):
         len(found) != len({one.id for one in found})
     )
     for one in found:
-        stored, sent = pack(one), pack(SENT[one.id])
+        stored, sent = pack_trajectory(one), pack_trajectory(SENT[one.id])
         if stored.facts != sent.facts or any(
             (stored.columns[name] != sent.columns[name]).any() for name in sent.columns
         ):
@@ -94,6 +94,6 @@ def test_nothing_is_written_past_the_recording(tmp_path, monkeypatch):
     directory = tmp_path / "spool"
     operations = recorded(directory, monkeypatch)
     after_power_loss(operations, tmp_path / "copy", random.Random(0))
-    names = listed(directory)
+    names = list_segments(directory)
     assert all((tmp_path / "copy" / name).read_bytes() == (directory / name).read_bytes() for name in names)
     assert len(names) == 6

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from hpcrl.campaign_dir.events import FaultReported, SegmentsRetired
-from hpcrl.campaign_dir.paths import SPOOLS, RunDir
-from hpcrl.config.recipe import Spool, load_recipe
-from hpcrl.learn.consumed import Consumed
-from hpcrl.roles.train_queue import Stock
-from hpcrl.rollout.flow_control import Telling
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
+from hpcrl.config.recipe import SpoolConfig, load_recipe
+from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.roles.train_queue import TrainQueue
+from hpcrl.rollout.flow_control import HoldWriter
 from hpcrl.spool import retention
-from hpcrl.spool.listing import announce, listed, num_trajectories
-from hpcrl.spool.record import Trajectory, Turn
-from hpcrl.spool.writer import DiskSpoolWriter, derive
-from hpcrl.system.files import private_dir, read_json
+from hpcrl.spool.listing import announce_changes, count_spool_trajectories, list_segments
+from hpcrl.spool.record import EpisodeTurn, Trajectory
+from hpcrl.spool.writer import DiskSpoolWriter, derive_segment
+from hpcrl.system.files import make_private_dir, read_json
 
 GROUP = 4
 
@@ -31,12 +31,12 @@ class Events(list):
 
 @pytest.fixture
 def context(tmp_path, monkeypatch):
-    monkeypatch.setattr(retention, "MERGED", 1)
-    run = RunDir(tmp_path / "campaign")
+    monkeypatch.setattr(retention, "MAX_MERGED_SEGMENTS", 1)
+    run = CampaignDir(tmp_path / "campaign")
     for name in SPOOLS:
-        private_dir(run.spool(name))
+        make_private_dir(run.spool(name))
     recipe = load_recipe("quickstart", settings=(f"rollout.group_size={GROUP}", "train.groups_per_step=1"))
-    recipe = msgspec.structs.replace(recipe, spool=Spool(retire_after_s=0.0))
+    recipe = msgspec.structs.replace(recipe, spool=SpoolConfig(retire_after_s=0.0))
     return SimpleNamespace(run=run, recipe=recipe, events=Events())
 
 
@@ -55,7 +55,7 @@ def play(context, group, *, version=0, num=GROUP):
                 created=0.0,
                 start_version=version,
                 end_version=version,
-                turns=[Turn(start=0, end=1)],
+                turns=[EpisodeTurn(start=0, end=1)],
                 token_ids=np.zeros(1, np.int32),
                 logprobs=np.zeros(1, np.float32),
                 versions=np.full(1, version, np.int32),
@@ -63,13 +63,13 @@ def play(context, group, *, version=0, num=GROUP):
             )
         )
     writer.flush()
-    (name,) = [name for name in listed(context.run.spool("rollouts")) if name.startswith(f"000-env-{group}-")]
+    (name,) = [name for name in list_segments(context.run.spool("rollouts")) if name.startswith(f"000-env-{group}-")]
     return score(context, name)
 
 
 def score(context, name):
     source, target = context.run.spool("rollouts") / name, context.run.spool("scored")
-    derive(source, target, lambda one: msgspec.structs.replace(one, reward=1.0))
+    derive_segment(source, target, lambda one: msgspec.structs.replace(one, reward=1.0))
     return name
 
 
@@ -84,7 +84,7 @@ def train(context, stock, consumed, *, version=0):
 def save(context, number, *, stock):
     """A checkpoint that knows of everything until now; only the newest is kept."""
     stock.note_settled()
-    private_dir(context.run.checkpoints)
+    make_private_dir(context.run.checkpoints)
     for old in context.run.checkpoints.iterdir():
         old.rmdir()
     path = context.run.checkpoints / f"{number:06d}-step-{number:06d}"
@@ -97,43 +97,43 @@ def settled(context):
 
 
 def test_what_is_trained_on_is_settled_when_the_step_is_made(context):
-    consumed = Consumed()
-    stock = Stock(context, consumed=consumed)
+    consumed = ConsumedTrajectories()
+    stock = TrainQueue(context, consumed=consumed)
     play(context, 0)
     assert len(stock.choose(version=0).chosen) == GROUP
     assert settled(context) == 0
-    stock.trained(version=1)
+    stock.mark_trained(version=1)
     assert settled(context) == GROUP
 
 
 def test_who_reads_what_is_settled_knows_from_which_version_on(context):
-    consumed = Consumed()
-    stock = Stock(context, consumed=consumed)
+    consumed = ConsumedTrajectories()
+    stock = TrainQueue(context, consumed=consumed)
     play(context, 0)
     train(context, stock, consumed)
     assert read_json(context.run.settled) == {"num": GROUP, "version": 1}
 
 
 def test_a_step_waits_for_what_its_version_would_make_too_old_and_its_batch_stays(context):
-    stock = Stock(context, consumed=Consumed())
-    private_dir(context.run.task_blocks)
-    telling = Telling(context.run.word(0))
-    telling.tell(0, now=0.0)
+    stock = TrainQueue(context, consumed=ConsumedTrajectories())
+    make_private_dir(context.run.task_blocks)
+    telling = HoldWriter(context.run.word(0))
+    telling.write(0, now=0.0)
     play(context, 0)
     choice = stock.choose(version=0)
     assert choice.chosen == []
     assert len(choice.rest) == GROUP
     assert settled(context) == 0
-    telling.tell(1, now=0.0)
+    telling.write(1, now=0.0)
     assert len(stock.choose(version=0).chosen) == GROUP
 
 
 def test_what_is_gathered_while_a_step_runs_is_chosen_as_if_it_were_read_then(context):
     play(context, 0)
-    gathered, plain = (Stock(context, consumed=Consumed()) for _ in range(2))
+    gathered, plain = (TrainQueue(context, consumed=ConsumedTrajectories()) for _ in range(2))
     gathered.gather()
     play(context, 1)
-    guess = gathered.upcoming(0)
+    guess = gathered.preview_choice(0)
     assert [one.id for one in guess] == [f"lake/0/{index}" for index in range(GROUP)]
     for _ in range(2):
         mine, theirs = (stock.choose(version=0) for stock in (gathered, plain))
@@ -142,18 +142,18 @@ def test_what_is_gathered_while_a_step_runs_is_chosen_as_if_it_were_read_then(co
 
 
 def test_what_is_gathered_or_guessed_at_is_not_settled(context):
-    stock = Stock(context, consumed=Consumed())
+    stock = TrainQueue(context, consumed=ConsumedTrajectories())
     play(context, 0)
     stock.gather()
-    assert len(stock.upcoming(0)) == GROUP
-    assert stock.upcoming(99) == []
-    stock.trained(version=0)
+    assert len(stock.preview_choice(0)) == GROUP
+    assert stock.preview_choice(99) == []
+    stock.mark_trained(version=0)
     assert settled(context) == 0
-    assert stock._reader.finished(stock._waiting) == []  # no checkpoint takes it for done
+    assert stock._reader.finished_segments(stock._waiting) == []  # no checkpoint takes it for done
 
 
 def test_what_waits_for_its_group_is_not_settled_and_what_is_stale_is(context):
-    stock = Stock(context, consumed=Consumed())
+    stock = TrainQueue(context, consumed=ConsumedTrajectories())
     play(context, 0, num=GROUP - 1)
     stock.choose(version=0)
     assert settled(context) == 0
@@ -162,71 +162,75 @@ def test_what_waits_for_its_group_is_not_settled_and_what_is_stale_is(context):
 
 
 def test_a_trainer_that_comes_back_counts_what_its_checkpoint_consumed(context):
-    consumed = Consumed()
+    consumed = ConsumedTrajectories()
     consumed.add("lake/0/0")
     play(context, 0)
     play(context, 1, num=1)
-    stock = Stock(context, consumed=consumed)
+    stock = TrainQueue(context, consumed=consumed)
     assert stock.choose(version=0).chosen == []
     assert settled(context) == GROUP
 
 
 def test_used_segments_leave_the_spools_and_the_accounts_stay_even(context):
-    consumed = Consumed()
-    stock = Stock(context, consumed=consumed)
+    consumed = ConsumedTrajectories()
+    stock = TrainQueue(context, consumed=consumed)
     play(context, 0)
     train(context, stock, consumed)
     play(context, 1, num=1)
     train(context, stock, consumed)
-    stock.covered_by(save(context, 1, stock=stock))
+    stock.mark_covered(save(context, 1, stock=stock))
     stock.retire(version=1)
     stock.close()
-    assert num_trajectories(context.run.spool("archive")) == GROUP
-    assert num_trajectories(context.run.spool("rollouts")) == num_trajectories(context.run.spool("scored")) == 1
+    assert count_spool_trajectories(context.run.spool("archive")) == GROUP
+    assert (
+        count_spool_trajectories(context.run.spool("rollouts"))
+        == count_spool_trajectories(context.run.spool("scored"))
+        == 1
+    )
     assert settled(context) == 0
     (told,) = context.events.of(SegmentsRetired)
     assert (told.num, told.num_segments) == (GROUP, 1)
 
 
 def test_nothing_leaves_while_an_older_checkpoint_is_kept(context):
-    consumed = Consumed()
-    stock = Stock(context, consumed=consumed)
+    consumed = ConsumedTrajectories()
+    stock = TrainQueue(context, consumed=consumed)
     save(context, 1, stock=stock)
     play(context, 0)
     train(context, stock, consumed)
     newest = context.run.checkpoints / "000002-step-000002"
     newest.mkdir()
-    stock.covered_by(newest)
+    stock.mark_covered(newest)
     stock.retire(version=1)
     stock.close()
-    assert num_trajectories(context.run.spool("scored")) == GROUP
+    assert count_spool_trajectories(context.run.spool("scored")) == GROUP
 
 
 def test_a_retirement_that_fails_is_told_and_training_goes_on(context, monkeypatch):
-    consumed = Consumed()
-    stock = Stock(context, consumed=consumed)
+    consumed = ConsumedTrajectories()
+    stock = TrainQueue(context, consumed=consumed)
     play(context, 0)
     train(context, stock, consumed)
-    stock.covered_by(save(context, 1, stock=stock))
+    stock.mark_covered(save(context, 1, stock=stock))
     context.run.spool("archive").rmdir()
     context.run.spool("archive").write_text("in the way")
     stock.retire(version=1)
     stock.close()
     (fault,) = context.events.of(FaultReported)
     assert "could not be retired" in fault.detail
-    assert num_trajectories(context.run.spool("rollouts")) == GROUP
+    assert count_spool_trajectories(context.run.spool("rollouts")) == GROUP
 
 
 def test_a_damaged_segment_is_scored_again_and_not_a_third_time(context):
-    stock = Stock(context, consumed=Consumed())
+    stock = TrainQueue(context, consumed=ConsumedTrajectories())
     name = play(context, 0)
     place = context.run.spool("scored") / name
     for _ in range(2):
         place.write_bytes(b"rot")
-        announce(place.parent, came=[name])
+        announce_changes(place.parent, added=[name])
         assert stock.choose(version=0).chosen == []
         if (context.run.spool("rollouts") / name).exists():
             score(context, name)
-    assert listed(context.run.spool("rollouts")) == []
+    assert list_segments(context.run.spool("rollouts")) == []
     assert (context.run.spool("rollouts") / "quarantine" / name).exists()
     assert len(context.events.of(FaultReported)) == 3

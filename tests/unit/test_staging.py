@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpcrl.campaign_dir.paths import RunDir
-from hpcrl.weights.window.file import unlink_recorded
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.weights.window.file import unlink_recorded_windows
 from tests.learners import make_model
 from tests.ranks import run as on_ranks
 
@@ -23,10 +23,10 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture
 def run(tmp_path):
-    run = RunDir(tmp_path / "campaign")
+    run = CampaignDir(tmp_path / "campaign")
     run.events.mkdir(parents=True)
     yield run
-    unlink_recorded(run.job(0))
+    unlink_recorded_windows(run.job(0))
 
 
 def publish(run, model_dir, case, *, window_dir, nodes=("n", "n"), rung="window"):

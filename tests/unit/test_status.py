@@ -7,8 +7,8 @@ import pytest
 
 from hpcrl.errors import SlurmError
 from hpcrl.slurm.commands import expand_nodes
-from hpcrl.slurm.status import job_states, overall, parse_ended, parse_queue, plain_reason
-from hpcrl.system.processes import start_ticks
+from hpcrl.slurm.status import combine_states, explain_reason, parse_ended, parse_queue, query_job_states
+from hpcrl.system.processes import read_start_ticks
 
 FAKES = Path(__file__).parent.parent / "fakes"
 
@@ -51,7 +51,7 @@ def test_all_jobs_are_asked_for_by_one_squeue_and_the_rest_by_one_sacct(slurm: F
     slurm.say("squeue", out=QUEUE)
     slurm.say("sacct", out=ENDED)
 
-    states = job_states(["12", "9", "20", "21", "12"], env=slurm.env)
+    states = query_job_states(["12", "9", "20", "21", "12"], env=slurm.env)
 
     assert {job: status.state for job, status in states.items()} == {
         "12": "running", "9": "running", "20": "cancelled", "21": "completed",
@@ -65,13 +65,13 @@ def test_all_jobs_are_asked_for_by_one_squeue_and_the_rest_by_one_sacct(slurm: F
 def test_sacct_is_not_asked_when_squeue_knows_all(slurm: FakeSlurm) -> None:
     slurm.say("squeue", out=QUEUE)
 
-    job_states(["12", "9"], env=slurm.env)
+    query_job_states(["12", "9"], env=slurm.env)
 
     assert slurm.calls("sacct") == []
 
 
 def test_nothing_is_asked_for_no_jobs(slurm: FakeSlurm) -> None:
-    assert job_states([], env=slurm.env) == {}
+    assert query_job_states([], env=slurm.env) == {}
     assert slurm.calls("squeue") == []
 
 
@@ -125,28 +125,28 @@ def test_squeue_that_lists_none_of_the_jobs_is_an_answer(slurm: FakeSlurm) -> No
     slurm.say("squeue", err="slurm_load_jobs error: Invalid job id specified\n", code="1")
     slurm.say("sacct", out=ENDED)
 
-    assert job_states(["20"], env=slurm.env)["20"].state == "cancelled"
+    assert query_job_states(["20"], env=slurm.env)["20"].state == "cancelled"
 
 
 def test_no_answer_is_unknown_and_says_why(slurm: FakeSlurm) -> None:
     slurm.say("squeue", err="slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n", code="1")
     slurm.say("sacct", err="sacct: error: Problem talking to the database: Connection refused\n", code="1")
 
-    status = job_states(["12"], env=slurm.env)["12"]
+    status = query_job_states(["12"], env=slurm.env)["12"]
 
     assert status.state == "unknown"
     assert status.reason == "squeue: slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 
 
 def test_a_job_that_nobody_knows_is_unknown(slurm: FakeSlurm) -> None:
-    assert job_states(["77"], env=slurm.env)["77"].reason == "neither squeue nor sacct knows it"
+    assert query_job_states(["77"], env=slurm.env)["77"].reason == "neither squeue nor sacct knows it"
 
 
 def test_disabled_accounting_leaves_what_squeue_says(slurm: FakeSlurm) -> None:
     slurm.say("squeue", out=QUEUE)
     slurm.say("sacct", err="Slurm accounting storage is disabled\n", code="1")
 
-    states = job_states(["12", "20"], env=slurm.env)
+    states = query_job_states(["12", "20"], env=slurm.env)
 
     assert states["12"].state == "running"
     assert states["20"].state == "unknown"
@@ -157,7 +157,7 @@ def test_sacct_is_not_believed_about_jobs_that_run(slurm: FakeSlurm) -> None:
     slurm.say("squeue", err="slurm_load_jobs error: Unable to contact slurm controller\n", code="1")
     slurm.say("sacct", out=ENDED)
 
-    states = job_states(["20", "30"], env=slurm.env)
+    states = query_job_states(["20", "30"], env=slurm.env)
 
     assert states["20"].state == "cancelled"
     assert states["30"].state == "unknown"
@@ -166,16 +166,16 @@ def test_sacct_is_not_believed_about_jobs_that_run(slurm: FakeSlurm) -> None:
 def test_a_command_that_hangs_is_ended_with_its_children_and_its_jobs_are_unknown(slurm: FakeSlurm) -> None:
     slurm.say("squeue", sleep="100", out=QUEUE)
 
-    status = job_states(["12"], env=slurm.env, timeout_s=0.5)["12"]
+    status = query_job_states(["12"], env=slurm.env, timeout_s=0.5)["12"]
 
     assert status.state == "unknown"
     assert status.reason == "squeue did not answer within 0.5 s"
-    assert start_ticks(int((slurm.directory / "squeue.pid").read_text())) is None
+    assert read_start_ticks(int((slurm.directory / "squeue.pid").read_text())) is None
 
 
 def test_a_missing_squeue_is_an_error_with_the_cure(slurm: FakeSlurm) -> None:
     with pytest.raises(SlurmError, match=r"squeue cannot be run .*PATH=/nowhere.*load its Slurm module"):
-        job_states(["12"], env={"PATH": "/nowhere"})
+        query_job_states(["12"], env={"PATH": "/nowhere"})
 
 
 def test_a_missing_sacct_is_accounting_that_is_off(slurm: FakeSlurm, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_missing_sacct_is_accounting_that_is_off(slurm: FakeSlurm, tmp_path: P
         (only_squeue / tool).symlink_to(f"/bin/{tool}" if Path(f"/bin/{tool}").exists() else f"/usr/bin/{tool}")
     slurm.say("squeue", out=QUEUE)
 
-    states = job_states(["12", "20"], env={**slurm.env, "PATH": str(only_squeue)})
+    states = query_job_states(["12", "20"], env={**slurm.env, "PATH": str(only_squeue)})
 
     assert states["12"].state == "running"
     assert states["20"].state == "unknown"
@@ -195,7 +195,7 @@ def test_a_missing_sacct_is_accounting_that_is_off(slurm: FakeSlurm, tmp_path: P
 def test_what_is_no_job_id_never_reaches_slurm(slurm: FakeSlurm) -> None:
     slurm.say("squeue", out=QUEUE)
 
-    states = job_states(["--help", "12", ""], env=slurm.env)
+    states = query_job_states(["--help", "12", ""], env=slurm.env)
 
     assert states["--help"].state == states[""].state == "unknown"
     assert "--help" not in slurm.calls("squeue")[0]
@@ -205,7 +205,7 @@ def test_what_is_no_job_id_never_reaches_slurm(slurm: FakeSlurm) -> None:
 def test_variables_that_change_what_slurm_prints_are_kept_from_it(slurm: FakeSlurm) -> None:
     slurm.say("squeue", out=QUEUE)
 
-    job_states(
+    query_job_states(
         ["12", "20"], env={**slurm.env, "SQUEUE_FORMAT": "%A", "SACCT_FORMAT": "State", "SLURM_TIME_FORMAT": "%s"}
     )
 
@@ -244,7 +244,7 @@ def test_garbage_from_slurm_is_no_job(text: str) -> None:
     ],
 )
 def test_the_state_of_a_job_follows_from_its_components(states: list[str], whole: str) -> None:
-    assert overall(states) == whole
+    assert combine_states(states) == whole
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_the_state_of_a_job_follows_from_its_components(states: list[str], whole
     ],
 )
 def test_reasons_are_told_in_plain_words_and_unknown_ones_passed_on(reason: str, words: str) -> None:
-    assert plain_reason(reason).startswith(words)
+    assert explain_reason(reason).startswith(words)
 
 
 @pytest.mark.parametrize(

@@ -6,29 +6,34 @@ from hypothesis import strategies as st
 
 from hpcrl.weights.couriers.protocol import (
     BUCKET_NBYTES,
-    Announcement,
-    Part,
-    Peer,
-    StuckError,
-    Watch,
-    buckets,
-    deadline_s,
-    num_buckets,
+    CourierPeer,
+    NodePart,
+    PeerWatch,
+    RankStuckError,
+    VersionAnnouncement,
+    compute_time_limit_s,
+    count_buckets,
+    split_into_buckets,
 )
-from hpcrl.weights.layout import Layout
+from hpcrl.weights.layout import TensorLayout
 
-LAYOUT = Layout.pack([("w", "uint8", (3 * BUCKET_NBYTES,))])
-ANNOUNCED = Announcement(version=7, step=7, layout=LAYOUT, checksums={}, chain=(1, 2), number=1, nbytes=LAYOUT.nbytes)
+LAYOUT = TensorLayout.pack([("w", "uint8", (3 * BUCKET_NBYTES,))])
+ANNOUNCED = VersionAnnouncement(
+    version=7, step=7, layout=LAYOUT, checksums={}, chain=(1, 2), number=1, nbytes=LAYOUT.nbytes
+)
 
 
-def watch(*, silent_s: float = 10.0) -> Watch:
-    return Watch(peers={rank: Peer(rank=rank, node=f"n{rank}", heard=100.0) for rank in (1, 2, 3)}, silent_s=silent_s)
+def watch(*, silent_s: float = 10.0) -> PeerWatch:
+    return PeerWatch(
+        peers={rank: CourierPeer(rank=rank, node=f"n{rank}", last_received=100.0) for rank in (1, 2, 3)},
+        silence_timeout_s=silent_s,
+    )
 
 
 @given(st.integers(min_value=0, max_value=5 * BUCKET_NBYTES + 1))
 def test_buckets_are_all_bytes_in_order_and_none_is_too_large(nbytes: int) -> None:
-    cut = list(buckets(nbytes))
-    assert len(cut) == num_buckets(nbytes)
+    cut = list(split_into_buckets(nbytes))
+    assert len(cut) == count_buckets(nbytes)
     assert [piece.start for piece in cut] == [0, *(piece.stop for piece in cut)][: len(cut)]
     assert sum(piece.stop - piece.start for piece in cut) == nbytes
     assert all(0 < piece.stop - piece.start <= BUCKET_NBYTES for piece in cut)
@@ -36,17 +41,17 @@ def test_buckets_are_all_bytes_in_order_and_none_is_too_large(nbytes: int) -> No
 
 def test_peers_that_speak_are_left_alone() -> None:
     seen = watch()
-    seen.begin(ANNOUNCED, deadline=200.0)
+    seen.start_transfer(ANNOUNCED, deadline=200.0)
     seen.check(now=109.0)
 
 
 def test_the_longest_silent_peer_is_named_with_what_it_had() -> None:
     seen = watch()
-    seen.begin(ANNOUNCED, deadline=200.0)
-    seen.peers[2].heard = 95.0
+    seen.start_transfer(ANNOUNCED, deadline=200.0)
+    seen.peers[2].last_received = 95.0
     seen.peers[2].nbytes = BUCKET_NBYTES + 5
     with pytest.raises(
-        StuckError, match=r"rank 2 on n2 has said nothing for 11\.0 s; version 7: .* bucket 1 of 3"
+        RankStuckError, match=r"rank 2 on n2 has said nothing for 11\.0 s; version 7: .* bucket 1 of 3"
     ) as caught:
         seen.check(now=106.0)
     assert (caught.value.rank, caught.value.node, caught.value.bucket) == (2, "n2", 1)
@@ -55,15 +60,15 @@ def test_the_longest_silent_peer_is_named_with_what_it_had() -> None:
 
 def test_at_the_deadline_the_one_of_the_chain_that_came_least_far_is_named() -> None:
     seen = watch()
-    seen.begin(ANNOUNCED, deadline=105.0)
+    seen.start_transfer(ANNOUNCED, deadline=105.0)
     seen.peers[1].nbytes = 2 * BUCKET_NBYTES
     seen.peers[2].nbytes = BUCKET_NBYTES
-    with pytest.raises(StuckError, match="rank 2 on n2 did not finish within"):
+    with pytest.raises(RankStuckError, match="rank 2 on n2 did not finish within"):
         seen.check(now=106.0)
 
 
-HALF = Layout.pack([("w", "uint8", (2 * BUCKET_NBYTES,))])
-IN_PARTS = Announcement(
+HALF = TensorLayout.pack([("w", "uint8", (2 * BUCKET_NBYTES,))])
+IN_PARTS = VersionAnnouncement(
     version=7,
     step=7,
     layout=LAYOUT,
@@ -71,7 +76,7 @@ IN_PARTS = Announcement(
     chain=(1, 2),
     number=1,
     nbytes=2 * HALF.nbytes,
-    parts=tuple(Part(source=source, layout=HALF, checksums={}) for source in (0, 3)),
+    parts=tuple(NodePart(source=source, layout=HALF, checksums={}) for source in (0, 3)),
 )
 
 
@@ -88,21 +93,21 @@ def test_at_the_deadline_a_contributor_is_named_if_it_is_what_receivers_wait_for
     arrived: tuple[int, int], gone: int, named: str
 ) -> None:
     seen = watch()
-    seen.begin(IN_PARTS, deadline=105.0)
+    seen.start_transfer(IN_PARTS, deadline=105.0)
     for rank, num in ((1, arrived[0]), (2, arrived[1]), (3, gone)):
         seen.peers[rank].nbytes = num * BUCKET_NBYTES
-    with pytest.raises(StuckError, match=f"on {named} did not finish within"):
+    with pytest.raises(RankStuckError, match=f"on {named} did not finish within"):
         seen.check(now=106.0)
 
 
 def test_without_a_transfer_there_is_no_deadline() -> None:
     seen = watch()
-    seen.begin(ANNOUNCED, deadline=105.0)
-    seen.end()
+    seen.start_transfer(ANNOUNCED, deadline=105.0)
+    seen.end_transfer()
     seen.check(now=109.0)
-    with pytest.raises(StuckError, match="no transfer was under way"):
+    with pytest.raises(RankStuckError, match="no transfer was under way"):
         seen.check(now=111.0)
 
 
 def test_larger_versions_have_longer_deadlines() -> None:
-    assert deadline_s(0) < deadline_s(1 << 30) < deadline_s(1 << 40)
+    assert compute_time_limit_s(0) < compute_time_limit_s(1 << 30) < compute_time_limit_s(1 << 40)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.rollout.tasks import TaskStream, next_domain, stable_hash
+from hpcrl.rollout.tasks import TaskStream, choose_domain, stable_hash
 
 
 def stream(weights=None, **changed):
@@ -54,7 +54,7 @@ def test_equal_domains_take_turns():
 
 
 def test_the_domain_furthest_behind_comes_next():
-    assert next_domain({"a": 1.0, "b": 3.0}, {"a": 1, "b": 1}) == "b"
+    assert choose_domain({"a": 1.0, "b": 3.0}, {"a": 1, "b": 1}) == "b"
 
 
 def test_a_domain_that_comes_back_after_a_pause_does_not_take_all_turns():

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from hpcrl.spool.record import COLUMNS, Turn
+from hpcrl.spool.record import COLUMNS, EpisodeTurn
 from hpcrl.traj import parquet
 from hpcrl.traj.__main__ import main
 from tests.disks import largest_file
@@ -76,15 +76,15 @@ def test_numbers_that_are_not_finite_stay_so_in_parquet_and_are_null_in_json(tmp
 
 def test_what_a_newer_schema_knows_is_kept_as_json_text(tmp_path):
     spools = Spools(tmp_path / "campaign")
-    turns = [Turn(start=4, end=7, extra={"tool": "ls"}), Turn(start=10, end=11)]
+    turns = [EpisodeTurn(start=4, end=7, extra={"tool": "ls"}), EpisodeTurn(start=10, end=11)]
     spools.add("scored", trajectory(turns=turns, extra={"cost": 3}))
     export(spools, tmp_path / "a.jsonl")
     assert json.loads(lines(tmp_path / "a.jsonl")[0]["extra"]) == {"cost": 3, "turns": [{"tool": "ls"}, {}]}
 
 
 def test_rows_are_written_in_groups_and_files_without_losing_any(filled, tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "GROUP_ROWS", 1)
-    monkeypatch.setattr("hpcrl.traj.export.SHARD_TOKENS", 2 * len(trajectory()))
+    monkeypatch.setattr(parquet, "MAX_ROW_GROUP_ROWS", 1)
+    monkeypatch.setattr("hpcrl.traj.export.MAX_SHARD_TOKENS", 2 * len(trajectory()))
     assert export(filled, tmp_path / "exported") == 0
     files = sorted((tmp_path / "exported" / "data").glob("*.parquet"))
     found = [name for path in files for name in pq.read_table(path).column("id").to_pylist()]
@@ -97,7 +97,7 @@ def test_an_export_of_nothing_has_the_columns(tmp_path):
     for name in ("a.jsonl", "a.parquet", "directory"):
         assert export(spools, tmp_path / name) == 0
     assert (tmp_path / "a.jsonl").read_bytes() == b""
-    assert pq.read_table(tmp_path / "a.parquet").schema.names == parquet.SCHEMA.names
+    assert pq.read_table(tmp_path / "a.parquet").schema.names == parquet.TRAJECTORY_SCHEMA.names
     assert pq.read_table(tmp_path / "directory" / "data").num_rows == 0
 
 

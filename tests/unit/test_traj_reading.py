@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.campaign_dir.paths import SPOOLS
-from hpcrl.system.terminal import ago, in_line, safe, span, time_bar
+from hpcrl.system.terminal import draw_time_bar, escape_controls, escape_to_one_line, format_age, format_duration
 from hpcrl.traj.__main__ import main
-from hpcrl.traj.conversation import Speech, conversation, load_speech, messages
-from hpcrl.traj.history import History, SeenIds, Wanted
-from hpcrl.traj.stats import Tally
+from hpcrl.traj.conversation import TokenDecoder, build_conversation, chat_messages, load_token_decoder
+from hpcrl.traj.history import SeenIds, TrajectoryHistory, TrajectorySelection
+from hpcrl.traj.stats import DomainTally
 from tests.unit.trajectories import Spools, trajectory, unscored
 
 
@@ -88,14 +88,14 @@ def test_only_as_many_segments_are_read_as_the_newest_need(spools, monkeypatch):
     for group in range(50):
         path = spools.scored(trajectory(group, created=1_800_000_000.0 + 1000 * group))
         os.utime(path, (1_800_000_001 + 1000 * group,) * 2)
-    found = listing.newest(History(spools.run), Wanted(), limit=3)
+    found = listing.find_newest(TrajectoryHistory(spools.run), TrajectorySelection(), limit=3)
     assert [one.id for _, one in found] == ["lake/49/0", "lake/48/0", "lake/47/0"]
     assert len(read) == 3
 
 
 def test_what_is_retired_meanwhile_is_found_in_the_archive(spools):
     first, second = spools.scored(trajectory(0)), spools.scored(trajectory(1))
-    trajectories = History(spools.run).trajectories(Wanted())
+    trajectories = TrajectoryHistory(spools.run).trajectories(TrajectorySelection())
     found = [next(trajectories)[1].id]
     for path in (first, second):  # retired between two reads: archived, then removed
         (spools.run.spool("rollouts") / path.name).unlink()
@@ -120,14 +120,14 @@ def test_ids_are_new_once(names):
 
 
 def test_a_conversation_is_what_was_seen_and_said_without_marks(filled):
-    exchanges = conversation(trajectory(), load_speech(filled.run))
+    exchanges = build_conversation(trajectory(), load_token_decoder(filled.run))
     assert [(one.saw, one.said) for one in exchanges] == [("hi", "ab"), ("?", "c")]
-    assert [message["role"] for message in messages(exchanges)] == ["user", "assistant"] * 2
+    assert [message["role"] for message in chat_messages(exchanges)] == ["user", "assistant"] * 2
 
 
 def test_what_was_begun_after_the_last_turn_is_shown_too(filled):
     unfinished = trajectory(turns=trajectory().turns[:1], status="policy-fault")
-    last = conversation(unfinished, load_speech(filled.run))[-1]
+    last = build_conversation(unfinished, load_token_decoder(filled.run))[-1]
     assert (last.saw, last.said, last.turn) == ("?", "c", None)
 
 
@@ -140,9 +140,9 @@ def test_without_a_tokenizer_the_ids_stand_for_the_text(spools, capsys):
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_shown_as_ids(filled):
-    speech = load_speech(filled.run)
-    assert speech.text([-1, 5]) == "-1 5"
-    assert speech.token(-1) == "?"
+    speech = load_token_decoder(filled.run)
+    assert speech.decode_text([-1, 5]) == "-1 5"
+    assert speech.decode_token(-1) == "?"
 
 
 def test_show_tells_rewards_times_and_versions(filled, capsys):
@@ -227,14 +227,14 @@ UNTRUSTED = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202egnp.exe \r overwritten \x7f\x
 
 @given(st.text())
 def test_no_text_keeps_what_steers_a_terminal(text):
-    said = safe(text + UNTRUSTED)
+    said = escape_controls(text + UNTRUSTED)
     assert not {*said} & {*map(chr, (*range(9), *range(11, 32), *range(127, 160))), "\u202e", "\u2066", "\u2028"}
-    assert "\n" not in in_line(text)
+    assert "\n" not in escape_to_one_line(text)
     said.encode()
 
 
 def test_text_without_controls_stays_as_it_is():
-    assert safe("na\u00efve \u4f60\u597d \U0001f600\n\tx") == "na\u00efve \u4f60\u597d \U0001f600\n\tx"
+    assert escape_controls("na\u00efve \u4f60\u597d \U0001f600\n\tx") == "na\u00efve \u4f60\u597d \U0001f600\n\tx"
 
 
 def test_untrusted_text_reaches_the_terminal_spelled_out(spools, monkeypatch, capsys):
@@ -249,7 +249,7 @@ def test_untrusted_text_reaches_the_terminal_spelled_out(spools, monkeypatch, ca
 
     hostile = trajectory(producer="\x1b[1m", extra={"fault\x1b": UNTRUSTED, "list": [UNTRUSTED]})
     spools.add("scored", msgspec.structs.replace(hostile, id="\x1b[0mlake\n/0/0"))
-    monkeypatch.setattr("hpcrl.traj.show.load_speech", lambda run: Speech(Chat()))
+    monkeypatch.setattr("hpcrl.traj.show.load_token_decoder", lambda run: TokenDecoder(Chat()))
     for words in (("ls",), ("show", "--tokens"), ("show", "--json"), ("stats",), ("verify",)):
         _, out, err = traj(spools, *words, capsys=capsys)
         assert not set("\x1b\x07\x9b\u202e\r\x7f\x00") & set(out + err), words
@@ -264,20 +264,20 @@ def test_a_terminal_that_knows_only_ascii_gets_only_ascii(filled, monkeypatch):
 
 
 def test_the_time_bar_has_its_width_and_names_its_parts():
-    bar = time_bar([("generate", 3.0), ("step", 1.0), ("reset", 0.0)], width=8, ascii_only=True)
+    bar = draw_time_bar([("generate", 3.0), ("step", 1.0), ("reset", 0.0)], width=8, ascii_only=True)
     assert bar.plain == "######==  # generate 75%  = step 25%  - reset 0%"
-    assert time_bar([("generate", 0.0)], width=8, ascii_only=True).plain == "not measured"
+    assert draw_time_bar([("generate", 0.0)], width=8, ascii_only=True).plain == "not measured"
 
 
 def test_durations_and_ages_are_told_in_a_unit_that_reads_well():
-    assert [span(seconds) for seconds in (0.0012, 0.25, 12.34, 1200.0, 9000.0)] == [
+    assert [format_duration(seconds) for seconds in (0.0012, 0.25, 12.34, 1200.0, 9000.0)] == [
         "1.2 ms",
         "250 ms",
         "12.3 s",
         "20 min",
         "2.5 h",
     ]
-    assert [ago(0.0, now=now) for now in (59.0, 600.0, 7200.0, 864000.0, -5.0)] == [
+    assert [format_age(0.0, now=now) for now in (59.0, 600.0, 7200.0, 864000.0, -5.0)] == [
         "59 s",
         "10 min",
         "2 h",
@@ -295,7 +295,7 @@ def test_an_impossible_time_is_no_traceback(spools, capsys):
 
 
 def test_figures_are_those_of_the_trajectories():
-    tally = Tally()
+    tally = DomainTally()
     for group in range(11):
         tally.add(trajectory(group))
     tally.add(unscored(trajectory(11, status="env-fault")))

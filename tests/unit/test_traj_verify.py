@@ -10,12 +10,12 @@ import time
 import numpy as np
 import pytest
 
-from hpcrl.learn.consumed import ConsumedGroups, sorted_numbers
+from hpcrl.learn.consumed import ConsumedGroups, sort_group_numbers
 from hpcrl.spool import record
-from hpcrl.spool.listing import quarantine
-from hpcrl.spool.record import Turn
+from hpcrl.spool.listing import quarantine_segment
+from hpcrl.spool.record import EpisodeTurn
 from hpcrl.traj.__main__ import main
-from hpcrl.traj.verify import Inspection
+from hpcrl.traj.verify import SpoolVerifier
 from tests.campaigns import hpcrl
 from tests.unit.trajectories import Spools, trajectory, unscored
 
@@ -37,7 +37,7 @@ def notes(spools):
 
 
 def _findings(spools):
-    return Inspection(spools.run).report_of_all().findings
+    return SpoolVerifier(spools.run).verify_all().findings
 
 
 def only_damage(spools):
@@ -109,8 +109,8 @@ def test_a_directory_with_the_name_of_a_segment_is_damage(spools):
     ("changed", "said"),
     [
         ({"group": "lake/77"}, "does not begin its id"),
-        ({"turns": [Turn(start=4, end=99)]}, "tokens 4 to 99 of 11"),
-        ({"turns": [Turn(start=3, end=7)]}, "does not fit the loss mask"),
+        ({"turns": [EpisodeTurn(start=4, end=99)]}, "tokens 4 to 99 of 11"),
+        ({"turns": [EpisodeTurn(start=3, end=7)]}, "does not fit the loss mask"),
         ({"logprobs": np.full(11, np.nan, np.float32)}, "no numbers"),
         ({"reward": None}, "has no reward"),
     ],
@@ -155,7 +155,7 @@ def test_what_was_put_aside_is_damage_until_it_is_made_again(spools):
     path = first(spools)
     whole = path.read_bytes()
     path.write_bytes(whole[:100])
-    quarantine(path, "it was cut")
+    quarantine_segment(path, "it was cut")
     where, reason = only_damage(spools)
     assert where == f"spools/scored/quarantine/{path.name}"
     assert "damaged or foreign" in reason
@@ -165,7 +165,7 @@ def test_what_was_put_aside_is_damage_until_it_is_made_again(spools):
 
 
 def test_what_was_put_aside_and_reads_well_may_be_moved_back(spools):
-    quarantine(first(spools), "the disk was away")
+    quarantine_segment(first(spools), "the disk was away")
     _, reason = only_damage(spools)
     assert "the disk was away; it reads well now: move it back" in reason
 
@@ -196,15 +196,15 @@ def test_a_damaged_list_of_consumed_groups_is_told_and_the_one_before_is_used(sp
 
 def test_missing_groups_are_counted_without_walking_through_all():
     consumed = ConsumedGroups("c", {"lake": [(0, 10), (20, 1 << 60)]})
-    present = sorted_numbers(["lake/0", "lake/1", "lake/20", "lake/21", "lake/x", "odd"])
-    assert list(consumed.missing(present)) == [("lake", 8 + (1 << 60) - 22, 2)]
+    present = sort_group_numbers(["lake/0", "lake/1", "lake/20", "lake/21", "lake/x", "odd"])
+    assert list(consumed.missing_groups(present)) == [("lake", 8 + (1 << 60) - 22, 2)]
 
 
 def test_what_is_compacted_meanwhile_is_found_under_its_new_name(spools, monkeypatch):
     old = [spools.add("archive", trajectory(group)) for group in (10, 11)]
     spools.consumed("lake/10", "lake/11")
-    inspection = Inspection(spools.run)
-    seen = inspection._segment
+    inspection = SpoolVerifier(spools.run)
+    seen = inspection._verify_segment
 
     def compacting(spool, name, **rest):
         if spool == "archive" and old:
@@ -213,8 +213,8 @@ def test_what_is_compacted_meanwhile_is_found_under_its_new_name(spools, monkeyp
                 old.pop().unlink()
         return seen(spool, name, **rest)
 
-    monkeypatch.setattr(inspection, "_segment", compacting)
-    assert inspection.report_of_all().clean
+    monkeypatch.setattr(inspection, "_verify_segment", compacting)
+    assert inspection.verify_all().clean
 
 
 def test_a_campaign_that_runs_meanwhile_is_clean(spools):

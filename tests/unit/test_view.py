@@ -18,12 +18,12 @@ from hpcrl.campaign_dir.events import (
     VersionLoaded,
     WorkerStarted,
 )
-from hpcrl.monitor.collect import Collector
-from hpcrl.monitor.screen import render
-from hpcrl.monitor.snapshot import Snapshot
-from hpcrl.monitor.view import changes, list_campaigns, show_once, watch
+from hpcrl.monitor.collect import SnapshotCollector
+from hpcrl.monitor.screen import render_screen
+from hpcrl.monitor.snapshot import CampaignSnapshot
+from hpcrl.monitor.view import describe_changes, print_campaigns, show_snapshot, watch_campaign
 from hpcrl.slurm.status import JobStatus
-from hpcrl.system.terminal import sparks
+from hpcrl.system.terminal import draw_sparkline
 
 LONG = "prefill-0 failed 4 times, the last time by RuntimeError: " + "x" * 300
 
@@ -32,16 +32,16 @@ def terminal(width: int = 80, height: int = 24) -> Console:
     return Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
 
 
-def text_of(snapshot: Snapshot, *, width: int = 80, height: int = 24) -> list[str]:
+def text_of(snapshot: CampaignSnapshot, *, width: int = 80, height: int = 24) -> list[str]:
     console = terminal(width, height)
     with console.capture() as capture:
-        console.print(render(snapshot, height=height))
+        console.print(render_screen(snapshot, height=height))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def collector(campaign: SyntheticCampaign) -> Collector:
-    return Collector(
-        campaign.run, ask=lambda ids: {i: JobStatus(id=i, state="running") for i in ids}, clock=lambda: campaign.now
+def collector(campaign: SyntheticCampaign) -> SnapshotCollector:
+    return SnapshotCollector(
+        campaign.run, query=lambda ids: {i: JobStatus(id=i, state="running") for i in ids}, clock=lambda: campaign.now
     )
 
 
@@ -139,7 +139,7 @@ def test_nodes_of_a_thousand_workers_are_summed_up(tmp_path: Path) -> None:
 def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
     out = io.TextIOWrapper(io.BytesIO(), "ascii")
 
-    show_once(collector(failed(tmp_path)).poll(), console=Console(file=out, width=80))
+    show_snapshot(collector(failed(tmp_path)).poll(), console=Console(file=out, width=80))
 
     out.seek(0)
     assert "quickstart-1" in out.read()
@@ -158,7 +158,7 @@ def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
     ],
 )
 def test_a_sparkline_shows_the_series(values: list[float], width: int, bars: str) -> None:
-    assert sparks(values, width=width, blocks="01234567") == bars
+    assert draw_sparkline(values, width=width, blocks="01234567") == bars
 
 
 def test_plain_lines_come_only_with_news(tmp_path: Path) -> None:
@@ -172,11 +172,11 @@ def test_plain_lines_come_only_with_news(tmp_path: Path) -> None:
     fourth = reading.poll()
     campaign.emit("train-0", CheckpointSaved(step=22, version=22, wall_s=0.1))
 
-    assert changes(None, first)[-1].split()[1:4] == ["running", "step", "20/40"]
-    assert changes(first, second) == []
-    assert changes(second, third) == []
-    assert [line.split()[3] for line in changes(third, fourth)] == ["22/40"]
-    assert [line.split(maxsplit=1)[1] for line in changes(fourth, reading.poll())] == [
+    assert describe_changes(None, first)[-1].split()[1:4] == ["running", "step", "20/40"]
+    assert describe_changes(first, second) == []
+    assert describe_changes(second, third) == []
+    assert [line.split()[3] for line in describe_changes(third, fourth)] == ["22/40"]
+    assert [line.split(maxsplit=1)[1] for line in describe_changes(fourth, reading.poll())] == [
         "checkpoint at step 22 (version 22)"
     ]
 
@@ -188,7 +188,7 @@ def test_notes_that_were_forgotten_are_not_told_twice(tmp_path: Path) -> None:
     for number in range(200):
         campaign.emit("driver", FaultReported(what=f"number {number}"))
 
-    lines = changes(before, reading.poll())
+    lines = describe_changes(before, reading.poll())
 
     assert len(lines) == 50
     assert lines[-1].endswith("number 199")
@@ -197,7 +197,7 @@ def test_notes_that_were_forgotten_are_not_told_twice(tmp_path: Path) -> None:
 def test_without_a_terminal_lines_are_printed_until_the_campaign_ends(tmp_path: Path) -> None:
     out = io.StringIO()
 
-    last = watch(collector(done(tmp_path)), console=Console(file=out), until_done=True, interval_s=0.01)
+    last = watch_campaign(collector(done(tmp_path)), console=Console(file=out), until_done=True, interval_s=0.01)
 
     assert last.state == "done"
     assert "\x1b" not in out.getvalue()
@@ -207,7 +207,7 @@ def test_without_a_terminal_lines_are_printed_until_the_campaign_ends(tmp_path: 
 def test_on_a_terminal_the_last_screen_stays(tmp_path: Path) -> None:
     console = terminal()
 
-    last = watch(collector(done(tmp_path)), console=console, until_done=True, interval_s=0.01)
+    last = watch_campaign(collector(done(tmp_path)), console=console, until_done=True, interval_s=0.01)
 
     assert last.state == "done"
     assert isinstance(console.file, io.StringIO)
@@ -225,9 +225,9 @@ def test_an_interrupt_ends_the_watching_and_says_that_the_campaign_goes_on(tmp_p
         return campaign.now
 
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=120)
-    reading = Collector(campaign.run, ask=lambda ids: {}, clock=clock)
+    reading = SnapshotCollector(campaign.run, query=lambda ids: {}, clock=clock)
 
-    last = watch(reading, console=console, until_done=True, interval_s=0.01)
+    last = watch_campaign(reading, console=console, until_done=True, interval_s=0.01)
 
     assert last.state == "running"
     assert isinstance(console.file, io.StringIO)
@@ -239,11 +239,11 @@ def test_an_interrupt_ends_the_watching_and_says_that_the_campaign_goes_on(tmp_p
 def test_campaigns_are_listed_for_people_and_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     campaign = done(tmp_path)
 
-    assert list_campaigns([campaign.run], as_json=False) == 0
+    assert print_campaigns([campaign.run], as_json=False) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["quickstart-1", "lab", "done"]
-    assert list_campaigns([campaign.run], as_json=True) == 0
+    assert print_campaigns([campaign.run], as_json=True) == 0
     assert '"state": "done"' in capsys.readouterr().out
-    assert list_campaigns([], as_json=False) == 0
+    assert print_campaigns([], as_json=False) == 0
     assert capsys.readouterr().out.startswith("no campaigns yet")
 
 

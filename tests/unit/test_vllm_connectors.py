@@ -5,22 +5,28 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
-from hpcrl.config.recipe import Engine, load_recipe
-from hpcrl.config.site import Inference, load_site
-from hpcrl.engines.vllm.kv_connectors import OURS, environment, fetched, found, left
-from hpcrl.engines.vllm.server import Launch, command
+from hpcrl.config.recipe import EngineConfig, load_recipe
+from hpcrl.config.site import InferenceConfig, load_site
+from hpcrl.engines.vllm.kv_connectors import (
+    OUR_CONNECTOR,
+    build_connector_env,
+    make_fetch_params,
+    make_leave_params,
+    read_transfer_params,
+)
+from hpcrl.engines.vllm.server import VllmLaunch, build_command
 from hpcrl.plan.plan import make_plan
-from hpcrl.roles.serve import vllm_launch
+from hpcrl.roles.serve import make_vllm_launch
 
 HERE, ADDRESS = Path("/scratch"), ("10.0.0.7", 6001)
 NIXL_SAYS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "10.0.0.7", "remote_block_ids": [1]}
 
 
 def config_of(connector: str, **changes: object) -> dict[str, object]:
-    launch = Launch(model=HERE, log=HERE, kv_connector=connector, **changes)  # type: ignore[arg-type]
-    given = command(launch, scratch=HERE)
+    launch = VllmLaunch(model=HERE, log=HERE, kv_connector=connector, **changes)  # type: ignore[arg-type]
+    given = build_command(launch, scratch=HERE)
     told: dict[str, object] = json.loads(given[given.index("--kv-transfer-config") + 1])
     return told
 
@@ -45,30 +51,30 @@ def test_a_connector_of_vllms_own_is_what_vllm_takes(connector: str, options: di
 
 
 def test_ours_names_its_directory_and_where_the_version_is() -> None:
-    told = config_of(OURS, kv_dir=Path("/job/kv"))
+    told = config_of(OUR_CONNECTOR, kv_dir=Path("/job/kv"))
     assert told["kv_connector_extra_config"] == {"directory": "/job/kv", "version_file": "/scratch/version"}
 
 
 def test_engines_on_one_node_listen_on_ports_of_their_own_where_others_reach_them() -> None:
-    given = environment(ADDRESS)
+    given = build_connector_env(ADDRESS)
     assert (given["VLLM_NIXL_SIDE_CHANNEL_HOST"], given["VLLM_NIXL_SIDE_CHANNEL_PORT"]) == ("10.0.0.7", "6001")
     assert (given["VLLM_HOST_IP"], given["VLLM_MOONCAKE_BOOTSTRAP_PORT"]) == ("10.0.0.7", "6001")
 
 
 def test_an_engine_that_nobody_fetches_from_stays_on_loopback() -> None:
-    assert environment(None) == {"VLLM_HOST_IP": "127.0.0.1"}
+    assert build_connector_env(None) == {"VLLM_HOST_IP": "127.0.0.1"}
 
 
 def test_what_an_engine_says_of_its_kv_is_what_the_other_is_told() -> None:
     answer = {"kv_transfer_params": NIXL_SAYS}
-    transfer = found("NixlConnector", answer, name="n", address=ADDRESS)
-    assert fetched(transfer) == NIXL_SAYS
+    transfer = read_transfer_params("NixlConnector", answer, name="n", address=ADDRESS)
+    assert make_fetch_params(transfer) == NIXL_SAYS
 
 
 def test_mooncake_is_told_who_has_the_kv_and_which() -> None:
-    transfer = found("MooncakeConnector", {}, name="n", address=ADDRESS)
-    assert left("n")["transfer_id"] == "n"
-    assert fetched(transfer) == {
+    transfer = read_transfer_params("MooncakeConnector", {}, name="n", address=ADDRESS)
+    assert make_leave_params("n")["transfer_id"] == "n"
+    assert make_fetch_params(transfer) == {
         "transfer_id": "n",
         "remote_engine_id": config_of("MooncakeConnector", kv_address=ADDRESS)["engine_id"],
         "remote_bootstrap_addr": "http://10.0.0.7:6001",
@@ -79,15 +85,15 @@ def test_mooncake_is_told_who_has_the_kv_and_which() -> None:
 
 @pytest.mark.parametrize("answer", [{}, {"kv_transfer_params": None}, {"kv_transfer_params": {"saved": False}}])
 def test_kv_that_was_not_left_has_no_handle(answer: dict[str, object]) -> None:
-    assert found(OURS, answer, name="n", address=None) is None
+    assert read_transfer_params(OUR_CONNECTOR, answer, name="n", address=None) is None
 
 
-def launched(connector: str | None, root: Path) -> Launch:
-    run = RunDir(root)
+def launched(connector: str | None, root: Path) -> VllmLaunch:
+    run = CampaignDir(root)
     role = make_plan(load_recipe("quickstart-vllm"), load_site("lab")).role("decode")
-    inference = Inference(kv_connector=connector)
+    inference = InferenceConfig(kv_connector=connector)
     place = WorkerPlace(run, run.job(0), "here")
-    return vllm_launch(Engine(), role=role, inference=inference, place=place, log=HERE, host="127.0.0.1")
+    return make_vllm_launch(EngineConfig(), role=role, inference=inference, place=place, log=HERE, host="127.0.0.1")
 
 
 def test_each_worker_of_a_campaign_gets_an_address_for_the_sites_connector(tmp_path: Path) -> None:
@@ -100,8 +106,8 @@ def test_each_worker_of_a_campaign_gets_an_address_for_the_sites_connector(tmp_p
 
 
 def test_a_worker_with_our_connector_gets_the_directory_of_its_job(tmp_path: Path) -> None:
-    ours = launched(OURS, tmp_path)
-    assert (ours.kv_address, ours.kv_dir) == (None, RunDir(tmp_path).job(0).kv)
+    ours = launched(OUR_CONNECTOR, tmp_path)
+    assert (ours.kv_address, ours.kv_dir) == (None, CampaignDir(tmp_path).job(0).kv)
 
 
 def test_a_site_without_a_connector_hands_over_nothing(tmp_path: Path) -> None:

@@ -16,16 +16,16 @@ from typing import Any
 
 import pytest
 
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.embedded.engine import load_model
-from hpcrl.engines.sim.engine import simulated
+from hpcrl.engines.sim.engine import make_sim_engine
 from hpcrl.engines.vllm.engine import VllmEngine
-from hpcrl.engines.vllm.protocol import figures_of
-from hpcrl.engines.vllm.server import Launch, command, environment
+from hpcrl.engines.vllm.protocol import parse_metrics
+from hpcrl.engines.vllm.server import VllmLaunch, build_command, build_environment
 from hpcrl.errors import EngineError, WeightsError
-from hpcrl.system.processes import descendants
+from hpcrl.system.processes import list_descendants
 from tests.fakes.vllm_server import METRICS, UPDATE
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "fakes" / "vllm_server.py"))
@@ -41,21 +41,21 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def launch(tmp_path: Path, scratch: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+def launch(tmp_path: Path, scratch: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> VllmLaunch:
     monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "asked"))
-    return Launch(program=FAKE, model=tiny_model_dir, log=tmp_path / "log", start_s=120.0)
+    return VllmLaunch(program=FAKE, model=tiny_model_dir, log=tmp_path / "log", start_timeout_s=120.0)
 
 
-def with_engine(launch: Launch, body: Callable[[VllmEngine], Awaitable[Any]]) -> Any:
+def with_engine(launch: VllmLaunch, body: Callable[[VllmEngine], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        run = RunDir(Path("/none"))
+        run = CampaignDir(Path("/none"))
         async with VllmEngine(launch, place=WorkerPlace(run, run.job(0), "n")) as engine:
             return await body(engine)
 
     return asyncio.run(run())
 
 
-def test_an_answer_of_the_server_is_a_completion(launch: Launch) -> None:
+def test_an_answer_of_the_server_is_a_completion(launch: VllmLaunch) -> None:
     answer = with_engine(launch, lambda engine: engine.generate(REQUEST))
     assert (answer.token_ids, answer.logprobs, answer.versions) == ([1], [-0.5], [0])
     assert answer.finish_reason == "length"
@@ -69,14 +69,14 @@ def test_an_answer_of_the_server_is_a_completion(launch: Launch) -> None:
     ],
 )
 def test_a_server_that_does_not_come_up_is_an_engine_error_that_says_why(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch, behaviour: str, complaint: str
+    launch: VllmLaunch, monkeypatch: pytest.MonkeyPatch, behaviour: str, complaint: str
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", behaviour)
     with pytest.raises(EngineError, match=complaint):
         with_engine(launch, lambda engine: engine.generate(REQUEST))
 
 
-def test_a_server_that_is_never_well_is_given_up(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_never_well_is_given_up(launch: VllmLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM", "unwell")
     with pytest.raises(EngineError, match="vLLM was not up after 3 s"):
         with_engine(_changed(launch, start_s=3.0), lambda engine: engine.generate(REQUEST))
@@ -91,7 +91,7 @@ def test_a_server_that_is_never_well_is_given_up(launch: Launch, monkeypatch: py
     ],
 )
 def test_a_server_that_answers_nonsense_is_an_engine_error(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch, behaviour: str, complaint: str
+    launch: VllmLaunch, monkeypatch: pytest.MonkeyPatch, behaviour: str, complaint: str
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", behaviour)
     with pytest.raises(EngineError, match=complaint):
@@ -99,7 +99,7 @@ def test_a_server_that_answers_nonsense_is_an_engine_error(
 
 
 def test_a_caller_that_goes_away_has_its_request_aborted_at_a_silent_server(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: VllmLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", "hangs")
 
@@ -116,7 +116,7 @@ def test_a_caller_that_goes_away_has_its_request_aborted_at_a_silent_server(
 
 
 def test_a_server_that_is_killed_fails_what_it_serves_and_the_engine(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
+    launch: VllmLaunch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", "hangs")
 
@@ -127,19 +127,19 @@ def test_a_server_that_is_killed_fails_what_it_serves_and_the_engine(
         with pytest.raises(EngineError, match="did not answer"):
             await asked
         with pytest.raises(EngineError, match="the vLLM server ended with -9"):
-            await engine.failed()
+            await engine.wait_until_failed()
 
     with_engine(launch, body)
 
 
 def test_nothing_of_a_server_is_left_when_its_engine_ends(
-    launch: Launch, scratch: Path, monkeypatch: pytest.MonkeyPatch
+    launch: VllmLaunch, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", "leaves")
-    before = set(descendants())
+    before = set(list_descendants())
 
     async def body(engine: VllmEngine) -> list[int]:
-        return [pid for pid in descendants() if pid not in before]
+        return [pid for pid in list_descendants() if pid not in before]
 
     started = with_engine(launch, body)
     assert len(started) == 3, "keeper, server and what the server left"
@@ -147,7 +147,7 @@ def test_nothing_of_a_server_is_left_when_its_engine_ends(
     assert not list(scratch.iterdir())
 
 
-def test_the_server_listens_in_a_directory_that_nobody_else_can_enter(launch: Launch, scratch: Path) -> None:
+def test_the_server_listens_in_a_directory_that_nobody_else_can_enter(launch: VllmLaunch, scratch: Path) -> None:
     async def body(_: VllmEngine) -> int:
         (own,) = scratch.iterdir()
         assert stat.S_ISSOCK((own / "s").stat().st_mode)
@@ -157,14 +157,14 @@ def test_the_server_listens_in_a_directory_that_nobody_else_can_enter(launch: La
     assert stat.S_IMODE(launch.log.stat().st_mode) == 0o600
 
 
-def test_a_directory_without_a_model_is_refused_before_anything_is_started(launch: Launch, tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_refused_before_anything_is_started(launch: VllmLaunch, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="holds no model"):
         with_engine(_changed(launch, model=tmp_path / "nothing"), lambda engine: engine.generate(REQUEST))
     assert not (tmp_path / "asked").exists()
 
 
 def test_a_tokenizer_that_does_not_fit_its_model_is_refused_by_name_before_anything_is_started(
-    launch: Launch, tmp_path: Path
+    launch: VllmLaunch, tmp_path: Path
 ) -> None:
     model = tmp_path / "odd"
     shutil.copytree(launch.model, model)
@@ -176,11 +176,11 @@ def test_a_tokenizer_that_does_not_fit_its_model_is_refused_by_name_before_anyth
     with pytest.raises(EngineError, match="has ids up to 99"):
         load_model(model)
     with pytest.raises(EngineError, match="has ids up to 99"):
-        simulated(model, gpu="h100", num_gpus=1)
+        make_sim_engine(model, gpu="h100", num_gpus=1)
 
 
 def test_a_temporary_directory_too_deep_for_sockets_is_refused(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: VllmLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = tmp_path / ("x" * 80)
     deep.mkdir()
@@ -191,7 +191,7 @@ def test_a_temporary_directory_too_deep_for_sockets_is_refused(
 
 
 def test_a_version_is_made_ready_before_generation_stops_and_every_rank_is_waited_for(
-    launch: Launch, tmp_path: Path
+    launch: VllmLaunch, tmp_path: Path
 ) -> None:
     two_ranks = dataclasses.replace(launch, tensor_parallel=2)
 
@@ -204,7 +204,7 @@ def test_a_version_is_made_ready_before_generation_stops_and_every_rank_is_waite
 
 
 def test_a_version_that_one_rank_refuses_is_named_and_generation_does_not_stop(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: VllmLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM_SAYS", "tensor 'x' is damaged")
 
@@ -221,13 +221,13 @@ def asked_for(tmp_path: Path) -> list[str]:
     return (tmp_path / "asked").read_text().splitlines()
 
 
-def test_prefill_without_a_connector_is_refused(launch: Launch) -> None:
+def test_prefill_without_a_connector_is_refused(launch: VllmLaunch) -> None:
     with pytest.raises(EngineError, match="kv_connector"):
         with_engine(launch, lambda engine: engine.prefill(REQUEST))
 
 
-def test_sizes_of_the_plan_become_arguments(launch: Launch, tmp_path: Path) -> None:
-    given = command(_changed(launch, tensor_parallel=4, pipeline_parallel=2, max_model_len=99), scratch=tmp_path)
+def test_sizes_of_the_plan_become_arguments(launch: VllmLaunch, tmp_path: Path) -> None:
+    given = build_command(_changed(launch, tensor_parallel=4, pipeline_parallel=2, max_model_len=99), scratch=tmp_path)
     pairs = dict(itertools.pairwise(given))
     assert pairs["--tensor-parallel-size"] == "4"
     assert pairs["--pipeline-parallel-size"] == "2"
@@ -235,23 +235,23 @@ def test_sizes_of_the_plan_become_arguments(launch: Launch, tmp_path: Path) -> N
     assert "--kv-transfer-config" not in given
 
 
-def test_another_connector_is_named_to_vllm_with_its_options(launch: Launch, tmp_path: Path) -> None:
+def test_another_connector_is_named_to_vllm_with_its_options(launch: VllmLaunch, tmp_path: Path) -> None:
     nixl = _changed(launch, kv_connector="NixlConnector", kv_options={"backends": ["UCX"]})
-    given = command(nixl, scratch=tmp_path)
+    given = build_command(nixl, scratch=tmp_path)
     config = given[given.index("--kv-transfer-config") + 1]
     assert '"kv_connector": "NixlConnector"' in config
     assert '"backends": ["UCX"]' in config
     assert "module_path" not in config
 
 
-def test_only_our_plugin_is_loaded_and_threads_are_those_of_the_plan(launch: Launch, tmp_path: Path) -> None:
-    given = environment(_changed(launch, num_cpus=7), scratch=tmp_path, inherited={"HOME": "/h"})
+def test_only_our_plugin_is_loaded_and_threads_are_those_of_the_plan(launch: VllmLaunch, tmp_path: Path) -> None:
+    given = build_environment(_changed(launch, num_cpus=7), scratch=tmp_path, inherited={"HOME": "/h"})
     assert (given["VLLM_PLUGINS"], given["OMP_NUM_THREADS"], given["HOME"]) == ("hpcrl", "7", "/h")
 
 
 def test_figures_are_read_from_the_metrics() -> None:
-    assert figures_of(METRICS) == (3, 100, 0.25, 2000)
+    assert parse_metrics(METRICS) == (3, 100, 0.25, 2000)
 
 
-def _changed(launch: Launch, **changes: Any) -> Launch:
-    return Launch(**{**vars(launch), **changes})
+def _changed(launch: VllmLaunch, **changes: Any) -> VllmLaunch:
+    return VllmLaunch(**{**vars(launch), **changes})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcrl.trainers.world import ALONE
+from hpcrl.trainers.world import SINGLE_RANK
 from tests.learners import make_model, train_torch
 from tests.ranks import run
 
@@ -29,7 +29,7 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(model_dir):
-    return [train_torch(ALONE, model_dir, changed) for changed in VARIANTS.values()]
+    return [train_torch(SINGLE_RANK, model_dir, changed) for changed in VARIANTS.values()]
 
 
 @pytest.mark.parametrize("sharding", ["none", "full"], ids=["ddp", "fsdp2"])
@@ -44,7 +44,7 @@ def test_two_ranks_learn_what_one_learns(model_dir, alone, sharding):
 
 def test_a_sharded_checkpoint_is_resumed_by_one_rank(model_dir, alone, tmp_path):
     run(2, "tests.learners:train_torch", model_dir, {"sharding": "full"}, None, str(tmp_path / "two"), 1, 2)
-    resumed = train_torch(ALONE, model_dir, {}, load_from=tmp_path / "two", first=3, last=5)
+    resumed = train_torch(SINGLE_RANK, model_dir, {}, load_from=tmp_path / "two", first=3, last=5)
     expected = alone[0]
     assert resumed["loss"] == pytest.approx(expected["loss"][2:], rel=RELATIVE)
     assert resumed["grad_norm"] == pytest.approx(expected["grad_norm"][2:], rel=RELATIVE)

@@ -7,11 +7,11 @@ import msgspec
 import numpy as np
 import xxhash
 
-from hpcrl.campaign_dir.paths import RunDir
-from hpcrl.learn.consumed import Consumed
-from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.spool.record import EpisodeTurn, Trajectory
 from hpcrl.spool.segment import write_segment
-from hpcrl.system.files import private_dir, publish, publish_json
+from hpcrl.system.files import make_private_dir, publish_file, publish_json
 
 # Ids of the tiny tokenizer: <user> h i <agent> a b <eos> <user> ? <agent> c
 TOKENS = (2, 77, 78, 3, 70, 71, 1, 2, 36, 3, 72)
@@ -32,8 +32,8 @@ def trajectory(number: int = 0, index: int = 0, *, domain: str = "lake", **chang
         "start_version": number,
         "end_version": number + 1,
         "turns": [
-            Turn(start=4, end=7, reward=0.25, generate_s=0.4, step_s=0.05, remote_prefill=True),
-            Turn(start=10, end=11, reward=0.5, generate_s=0.2, step_s=0.05),
+            EpisodeTurn(start=4, end=7, reward=0.25, generate_s=0.4, step_s=0.05, remote_prefill=True),
+            EpisodeTurn(start=10, end=11, reward=0.5, generate_s=0.2, step_s=0.05),
         ],
         "reset_s": 0.1,
         "reward": number / 10,
@@ -54,18 +54,18 @@ class Spools:
     """A campaign directory that a test fills."""
 
     def __init__(self, root: Path) -> None:
-        self.run = RunDir(root)
+        self.run = CampaignDir(root)
         self._number = 0
         for spool in ("rollouts", "scored"):
-            private_dir(self.run.spool(spool))
+            make_private_dir(self.run.spool(spool))
         publish_json(self.run.recipe, {"name": "quickstart", "domains": {"lake": {}, "taxi": {}}})
-        publish_json(self.run.campaign, {"name": root.name, "recipe": "quickstart", "site": "local", "created": 1.0})
+        publish_json(self.run.manifest, {"name": root.name, "recipe": "quickstart", "site": "local", "created": 1.0})
 
     def add(self, spool: str, *trajectories: Trajectory, name: str | None = None) -> Path:
         """A segment of these, and no twin."""
         name = name or f"000-env-0-{self._number:08d}-{len(trajectories)}-0123abcd.h5"
         self._number += 1
-        path = private_dir(self.run.spool(spool)) / name
+        path = make_private_dir(self.run.spool(spool)) / name
         write_segment(path, trajectories)
         return path
 
@@ -77,12 +77,12 @@ class Spools:
 
     def consumed(self, *groups: str, step: int = 1) -> Path:
         """A checkpoint that says that these groups were trained on."""
-        consumed = Consumed()
+        consumed = ConsumedTrajectories()
         consumed.update(f"{group}/0" for group in groups)
         path = self.run.checkpoints / f"{step:06d}-step-{step:06d}" / "consumed.json"
-        private_dir(path.parent)
+        make_private_dir(path.parent)
         data = consumed.encode()
-        publish(path, data)
+        publish_file(path, data)
         content = {"num_bytes": len(data), "xxh3": xxhash.xxh3_128_hexdigest(data)}
         publish_json(path.with_name("checkpoint.json"), {"step": step, "files": {path.name: content}})
         return path

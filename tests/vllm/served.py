@@ -12,16 +12,16 @@ import aiohttp
 import msgspec
 import torch
 
-from hpcrl.campaign_dir.endpoints import Endpoint
-from hpcrl.campaign_dir.paths import RunDir
+from hpcrl.campaign_dir.endpoints import EngineEndpoint
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.engines.base import LoadFigures
-from hpcrl.engines.http import RemoteEngine, serve
+from hpcrl.engines.http import RemoteEngine, serve_over_http
 from hpcrl.engines.vllm.engine import VllmEngine
-from hpcrl.engines.vllm.kv_connectors import OURS
-from hpcrl.engines.vllm.server import Launch
-from hpcrl.system.files import private_dir
-from hpcrl.weights.window.file import window_key
+from hpcrl.engines.vllm.kv_connectors import OUR_CONNECTOR
+from hpcrl.engines.vllm.server import VllmLaunch
+from hpcrl.system.files import make_private_dir
+from hpcrl.weights.window.file import make_window_key
 from hpcrl.weights.window_store import WindowStore
 from tests.contract.test_engine import CONTEXT
 
@@ -34,7 +34,7 @@ class Behind:
     """An engine and its door."""
 
     engine: VllmEngine
-    endpoint: Endpoint
+    endpoint: EngineEndpoint
 
 
 @dataclass
@@ -46,24 +46,24 @@ class Place:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def __post_init__(self) -> None:
-        self.run = RunDir(self.root)
+        self.run = CampaignDir(self.root)
         self.job = self.run.job(0)
         for directory in (self.job.logs, self.run.weights, self.run.endpoints):
-            private_dir(directory)
-        self.window = WindowStore(window_key(self.run, node="here"), job=self.job)
+            make_private_dir(directory)
+        self.window = WindowStore(make_window_key(self.run, node="here"), job=self.job)
 
     def do(self, work: Coroutine[Any, Any, T], *, timeout_s: float = UP_S) -> T:
         """Run something on the engines' loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
-    def launch(self, name: str) -> Launch:
-        return Launch(
+    def launch(self, name: str) -> VllmLaunch:
+        return VllmLaunch(
             model=self.model,
             log=self.job.log(name),
             dtype="float32",
             max_model_len=CONTEXT if name == "first" else None,  # the one that the contract is tried on
             max_batch=8,
-            kv_connector=OURS,
+            kv_connector=OUR_CONNECTOR,
             kv_dir=self.job.kv,
             extra_args=("--enforce-eager", "--block-size", "32"),
         )
@@ -83,9 +83,9 @@ class Place:
         await asyncio.gather(*(stack.enter_async_context(engine) for engine in engines))
         found = []
         for name, engine in zip(names, engines, strict=True):
-            url, runner = await serve(engine, host="127.0.0.1", token="secret")
+            url, runner = await serve_over_http(engine, host="127.0.0.1", token="secret")
             stack.push_async_callback(runner.cleanup)
-            endpoint = Endpoint(role="decode", worker=name, node="here", url=url, token="secret")
+            endpoint = EngineEndpoint(role="decode", worker=name, node="here", url=url, token="secret")
             found.append(Behind(engine=engine, endpoint=endpoint))
         return found
 
@@ -109,7 +109,7 @@ def place(root: Path, model: Path) -> Iterator[Place]:
 class Newcomer(RemoteEngine):
     """An engine that others have used, as one that comes to it now sees it: it has generated nothing yet."""
 
-    def __init__(self, endpoint: Endpoint, session: aiohttp.ClientSession) -> None:
+    def __init__(self, endpoint: EngineEndpoint, session: aiohttp.ClientSession) -> None:
         super().__init__(endpoint, session)
         self._before: int | None = None
 

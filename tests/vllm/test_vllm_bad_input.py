@@ -15,14 +15,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from hpcrl.campaign_dir.endpoints import Endpoint, announce
+from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
 from hpcrl.engines.base import GenerateRequest, LoadFigures
-from hpcrl.engines.http import RemoteEngine, client_session
+from hpcrl.engines.http import RemoteEngine, make_client_session
 from hpcrl.errors import EngineError
-from hpcrl.models.chat_layout import load_template
-from hpcrl.rollout.agents.server import Proxy
-from hpcrl.rollout.episode import Limits
-from hpcrl.rollout.routing.engines import Patience
+from hpcrl.models.chat_layout import load_chat_template
+from hpcrl.rollout.agents.server import ModelProxy
+from hpcrl.rollout.episode import EpisodeLimits
+from hpcrl.rollout.routing.engines import RouterTimeouts
 from hpcrl.rollout.routing.router import Router
 from tests.sessions import session_of
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tests.vllm.served import Behind
 
 CONTEXT = 512
-LIMITS = Limits(max_turns=16, max_new_tokens=400, context_length=CONTEXT, max_lag=1)
+LIMITS = EpisodeLimits(max_turns=16, max_new_tokens=400, context_length=CONTEXT, max_lag=1)
 QUESTION = [{"role": "user", "content": "1+1=?"}]
 UNREADABLE = '{"model": "hpcrl", "messages": '
 Ask = Callable[..., Awaitable[tuple[int, Any]]]
@@ -38,23 +38,25 @@ Ask = Callable[..., Awaitable[tuple[int, Any]]]
 
 @asynccontextmanager
 async def program(
-    model: Path, endpoints: list[Endpoint], directory: Path, *, ends: bool = True
+    model: Path, endpoints: list[EngineEndpoint], directory: Path, *, ends: bool = True
 ) -> AsyncIterator[tuple[str, str, Ask]]:
     """An agent program's way to these engines: the URL, its api key, and a function that asks.
 
     Unless the model `ends` its answers, only what they may be long does.
     """
     for endpoint in endpoints:
-        announce(directory, endpoint)
-    patience = Patience(refresh_s=0.1, generate_s=5.0, rest_s=0.1, longest_rest_s=1.0, max_attempts=8)
-    template = load_template(model)
+        announce_endpoint(directory, endpoint)
+    patience = RouterTimeouts(
+        refresh_interval_s=0.1, generate_timeout_s=5.0, first_pause_s=0.1, max_pause_s=1.0, max_attempts=8
+    )
+    template = load_chat_template(model)
     if not ends:
         template = replace(template, stop_token_ids=())
     async with (
         asyncio.timeout(300),
-        client_session() as http,
-        Router(directory, connect=lambda one: RemoteEngine(one, http), seed=0, patience=patience) as router,
-        Proxy(router, template=template) as proxy,
+        make_client_session() as http,
+        Router(directory, connect=lambda one: RemoteEngine(one, http), seed=0, timeouts=patience) as router,
+        ModelProxy(router, template=template) as proxy,
         aiohttp.ClientSession() as client,
     ):
         key = proxy.open(session_of(template, limits=LIMITS))
@@ -69,7 +71,7 @@ async def program(
 
 
 async def figures(behind: "Behind") -> LoadFigures:
-    async with client_session() as http:
+    async with make_client_session() as http:
         return await RemoteEngine(behind.endpoint, http).load_figures()
 
 
@@ -156,10 +158,10 @@ def test_engines_that_all_fail_are_a_server_error_and_no_hung_episode(slow_model
 
 def test_a_worker_is_reached_with_its_own_token_only(pair: "list[Behind]") -> None:
     endpoint = pair[0].endpoint
-    wrong = Endpoint(role="decode", worker="w", node="here", url=endpoint.url, token="wrong")
+    wrong = EngineEndpoint(role="decode", worker="w", node="here", url=endpoint.url, token="wrong")
 
     async def body() -> None:
-        async with client_session() as http:
+        async with make_client_session() as http:
             with pytest.raises(EngineError, match="401"):
                 await RemoteEngine(wrong, http).generate(
                     GenerateRequest(request_id="r", token_ids=[5], max_new_tokens=1)
@@ -170,7 +172,7 @@ def test_a_worker_is_reached_with_its_own_token_only(pair: "list[Behind]") -> No
 
 
 @asynccontextmanager
-async def moody(mood: str) -> AsyncIterator[Endpoint]:
+async def moody(mood: str) -> AsyncIterator[EngineEndpoint]:
     """A worker that tells its load as an idle one does, and fails at everything else."""
     load = {"version": 0, "num_running": 0, "num_waiting": 0, "num_generated_tokens": 0, "free_kv_tokens": 10**6}
 
@@ -196,7 +198,7 @@ async def moody(mood: str) -> AsyncIterator[Endpoint]:
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        yield Endpoint(
+        yield EngineEndpoint(
             role="decode", worker="moody", node="here", url=f"http://127.0.0.1:{runner.addresses[0][1]}", token="t"
         )
     finally:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpcrl.engines.base import Engine
-from hpcrl.engines.http import client_session
+from hpcrl.engines.base import InferenceEngine
+from hpcrl.engines.http import make_client_session
 from tests.contract import test_engine as contract
 from tests.vllm.served import Newcomer
 
@@ -23,8 +23,8 @@ for _name, _test in vars(contract).items():
 @pytest.fixture
 def opened(pair: "list[Behind]") -> "Opened":
     @asynccontextmanager
-    async def arrive() -> AsyncIterator[Engine]:
-        async with client_session() as session:
+    async def arrive() -> AsyncIterator[InferenceEngine]:
+        async with make_client_session() as session:
             engine = Newcomer(pair[0].endpoint, session)
             await engine.load_figures()
             yield engine

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpcrl.campaign_dir.endpoints import announce
+from hpcrl.campaign_dir.endpoints import announce_endpoint
 from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.engines.embedded.engine import load_model
-from hpcrl.engines.http import RemoteEngine, client_session
+from hpcrl.engines.http import RemoteEngine, make_client_session
 from hpcrl.errors import EngineError
-from hpcrl.rollout.routing.engines import Patience
+from hpcrl.rollout.routing.engines import RouterTimeouts
 from hpcrl.rollout.routing.router import Router
 from tests.vllm.served import greedy
 
@@ -28,23 +28,23 @@ def test_turns_of_a_killed_engine_are_finished_elsewhere(
     pair: "list[Behind]", vllm_place: "Place", slow_model_dir: Path, tmp_path: Path
 ) -> None:
     other, doomed = pair
-    announce(tmp_path, doomed.endpoint)
+    announce_endpoint(tmp_path, doomed.endpoint)
 
     async def body() -> list[Completion]:
         async with (
-            client_session() as session,
+            make_client_session() as session,
             Router(
                 tmp_path,
                 connect=lambda endpoint: RemoteEngine(endpoint, session),
                 seed=0,
-                patience=Patience(refresh_s=0.1, max_attempts=20),
+                timeouts=RouterTimeouts(refresh_interval_s=0.1, max_attempts=20),
             ) as router,
         ):
             turns = [asyncio.create_task(router.generate(request(number))) for number in range(4)]
             while vllm_place.do(doomed.engine.load_figures()).num_running < len(turns):
                 await asyncio.sleep(0.05)
             vllm_place.do(doomed.engine.pause())  # none of them ends before the engine does
-            announce(tmp_path, other.endpoint)
+            announce_endpoint(tmp_path, other.endpoint)
             await router.refresh()
             os.killpg(doomed.engine.server.pid, signal.SIGKILL)
             return list(await asyncio.gather(*turns))
@@ -55,7 +55,7 @@ def test_turns_of_a_killed_engine_are_finished_elsewhere(
         assert (len(answer.token_ids), set(answer.versions)) == (NUM, {0})
         assert answer.token_ids == greedy(model, PROMPT, answer.token_ids)
     with pytest.raises(EngineError, match="the vLLM server ended"):
-        vllm_place.do(doomed.engine.failed())
+        vllm_place.do(doomed.engine.wait_until_failed())
     with pytest.raises(EngineError, match="did not answer"):
         vllm_place.do(doomed.engine.generate(request(5)))
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.campaign_dir.paths import RunDir
-from hpcrl.config.recipe import TinyModel, Train
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import TinyModel, TrainConfig
 from hpcrl.engines.base import Completion, GenerateRequest
-from hpcrl.learn.batch import make_rows, packed_batches
-from hpcrl.learn.consumed import Consumed
+from hpcrl.learn.batch import make_packed_batches, make_rows
+from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.spool.record import Trajectory
-from hpcrl.trainers.checkpoint import save
-from hpcrl.trainers.export import export
+from hpcrl.trainers.checkpoint import save_checkpoint
+from hpcrl.trainers.export import export_model
 from hpcrl.trainers.torch import TorchTrainer
 from tests.vllm.served import place
 
@@ -27,16 +27,16 @@ CLOSE = 1e-3
 def trained(tmp_path: Path) -> tuple[TorchTrainer, Path]:
     """A trainer that has moved far from where it began, and its model as it is exported."""
     torch.set_num_threads(1)
-    run = RunDir(tmp_path / "trained")
+    run = CampaignDir(tmp_path / "trained")
     run.root.mkdir()
     make_tiny_model(run.model, TinyModel(context_length=512), seed=0)
-    trainer = TorchTrainer(run.model, Train(num_steps=2, groups_per_step=1, learning_rate=1e-2), seed=0)
+    trainer = TorchTrainer(run.model, TrainConfig(num_steps=2, groups_per_step=1, learning_rate=1e-2), seed=0)
     rng = np.random.default_rng(0)
     for step in (1, 2):
         episodes = [episode(rng.integers(0, 90, 40).tolist(), index=index) for index in range(4)]
         assert trainer.train_step(episodes, step=step, version=step).skipped is None
-    save(run.checkpoints, step=2, version=2, trainer=trainer, consumed=Consumed())
-    export(run, tmp_path / "exported")
+    save_checkpoint(run.checkpoints, step=2, version=2, trainer=trainer, consumed=ConsumedTrajectories())
+    export_model(run, tmp_path / "exported")
     return trainer, tmp_path / "exported"
 
 
@@ -66,7 +66,7 @@ def trainers_logprobs(trainer: TorchTrainer, said: Completion) -> list[float]:
     told = episode([*PROMPT, *said.token_ids], begins=len(PROMPT))
     rows, _ = make_rows([told], credits=[[0.0]], max_length=trainer.max_length)
     with torch.no_grad():
-        logprobs_N = trainer._logprobs(packed_batches(rows, tokens_per_micro_batch=512)[0])
+        logprobs_N = trainer._logprobs(make_packed_batches(rows, tokens_per_micro_batch=512)[0])
     return list(logprobs_N.tolist())
 
 
@@ -77,5 +77,5 @@ def test_vllm_loads_the_export_and_agrees_with_the_trainer(trained: tuple[TorchT
         said = there.do(found[0].engine.generate(request))
     assert len(said.token_ids) > 4
     assert said.logprobs == pytest.approx(trainers_logprobs(trainer, said), abs=CLOSE)
-    began = TorchTrainer(tmp_path / "trained" / "model", Train(num_steps=1, groups_per_step=1, learning_rate=1.0))
+    began = TorchTrainer(tmp_path / "trained" / "model", TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0))
     assert said.logprobs != pytest.approx(trainers_logprobs(began, said), abs=0.1)  # it is not the model of the start

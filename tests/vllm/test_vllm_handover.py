@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.engines.base import Completion, GenerateRequest, KvHandle
 from hpcrl.engines.embedded.engine import load_model
-from hpcrl.engines.http import RemoteEngine, client_session
+from hpcrl.engines.http import RemoteEngine, make_client_session
 from hpcrl.errors import EngineError
 from tests.vllm.served import greedy
 
@@ -33,7 +33,7 @@ def ask(name: str, prompt: list[int], **changes: Any) -> GenerateRequest:
 
 def on_both(pair: "list[Behind]", body: Callable[[RemoteEngine, RemoteEngine], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        async with client_session() as session:
+        async with make_client_session() as session:
             return await body(*(RemoteEngine(behind.endpoint, session) for behind in pair))
 
     return asyncio.run(run())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from hpcrl.engines.vllm.weight_twin import Twin
+    from hpcrl.engines.vllm.weight_twin import ModelTwin
 
 CONFIG = SimpleNamespace(dtype=torch.float32)
 
@@ -57,10 +57,10 @@ def expected(tensors: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tenso
     return middle @ tensors["embed.weight"].T * 2
 
 
-def filled(model: Tied, tensors: dict[str, torch.Tensor]) -> "Twin":
-    from hpcrl.engines.vllm.weight_twin import Twin
+def filled(model: Tied, tensors: dict[str, torch.Tensor]) -> "ModelTwin":
+    from hpcrl.engines.vllm.weight_twin import ModelTwin
 
-    twin = Twin(model)
+    twin = ModelTwin(model)
     twin.fill(tensors.items(), model_config=CONFIG)
     return twin
 
@@ -78,7 +78,7 @@ def test_after_the_change_the_model_computes_with_the_new_weights(model: Tied, n
     for version in range(num_versions):
         twin = filled(model, weights(version))
         twin.take_over()
-        twin.let_go()
+        twin.release_memory()
         assert torch.allclose(model(ids), expected(weights(version), ids), atol=1e-5)
     assert model.head.weight is model.embed.weight
 
@@ -87,8 +87,8 @@ def test_what_the_model_had_is_kept_until_it_is_let_go(model: Tied) -> None:
     old = model.middle.weight.data_ptr()
     twin = filled(model, weights(1))
     twin.take_over()
-    held = {tensor.data_ptr() for _, tensor in twin._replaced()}
+    held = {tensor.data_ptr() for _, tensor in twin._replaced_tensors()}
     assert old in held
-    twin.let_go()
-    assert all(tensor.numel() == 0 for _, tensor in twin._replaced())
+    twin.release_memory()
+    assert all(tensor.numel() == 0 for _, tensor in twin._replaced_tensors())
     assert model.middle.weight.numel() == 16

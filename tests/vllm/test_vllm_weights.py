@@ -12,7 +12,7 @@ from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.engines.embedded.engine import load_model
 from hpcrl.errors import WeightsError
 from hpcrl.weights.file_store import FileStore
-from hpcrl.weights.model_update import parameters_of
+from hpcrl.weights.model_update import collect_parameters
 from hpcrl.weights.versions import WeightVersion, tensors_file
 from tests.vllm.served import greedy
 
@@ -53,7 +53,7 @@ def stir(model: Any, *, seed: int) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.02)
-    return parameters_of(model)
+    return collect_parameters(model)
 
 
 def test_a_turn_goes_on_through_an_update_and_every_token_has_its_version(

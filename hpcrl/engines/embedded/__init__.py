@@ -1,8 +1,8 @@
 """The embedded engine: a torch model in this process.
 
-    engine    the engine
-    batch     the requests that run together
-    kv_slots  the KV of running requests
-    kv_cache  KV that is kept between turns
-    sampling  the next token of every request
+engine    the engine
+batch     the requests that run together
+kv_slots  the KV of running requests
+kv_cache  KV that is kept between turns
+sampling  the next token of every request
 """

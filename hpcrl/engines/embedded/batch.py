@@ -16,16 +16,16 @@ import torch
 
 from hpcrl.engines.base import FinishReason
 from hpcrl.engines.embedded.kv_cache import PrefixCache, RowKv
-from hpcrl.engines.embedded.kv_slots import KvSlots, kv_shape_of
-from hpcrl.engines.embedded.sampling import distribution, likeliest, sample
-from hpcrl.weights.model_update import Loan, lend
+from hpcrl.engines.embedded.kv_slots import KvSlots, probe_kv_shape
+from hpcrl.engines.embedded.sampling import compute_logprobs, find_likeliest, sample_tokens
+from hpcrl.weights.model_update import BorrowedWeights, borrow_weights
 
-TOKENS_PER_PREFILL = 8192
+MAX_PREFILL_TOKENS = 8192
 """Padded tokens in one forward pass over joining rows; more of them take several passes."""
 
 
 @dataclass(eq=False, kw_only=True)
-class Row:
+class RunningRequest:
     """One request in the making."""
 
     token_ids: list[int]
@@ -69,93 +69,93 @@ class Row:
             self.finish_reason = "length"
 
 
-class Batch:
+class RunningBatch:
     """Rows being generated together; row i has slot i."""
 
     def __init__(self, model: Any, *, version: int, prefix_bytes: int) -> None:
         self.model = model
         self.version = version
         self.context_length = int(model.config.max_position_embeddings)
-        self.num_tokens_known = int(model.get_input_embeddings().num_embeddings)
-        self.rows: list[Row] = []
+        self.vocabulary_size = int(model.get_input_embeddings().num_embeddings)
+        self.rows: list[RunningRequest] = []
         self.num_generated = 0
         self.is_torn = False
         """The weights were overwritten while they were in use: nothing is generated until there are others."""
-        self._still: Callable[[], bool] = lambda: True
+        self._is_intact: Callable[[], bool] = lambda: True
         self._is_stale = False
         """The KV of the running rows is of other weights."""
-        self._slots = KvSlots(kv_shape_of(model))
+        self._slots = KvSlots(probe_kv_shape(model))
         self._prefixes = PrefixCache(max_bytes=prefix_bytes)
 
     @torch.inference_mode()
-    def advance(self, joining: list[Row]) -> list[Row]:
+    def advance(self, joining: list[RunningRequest]) -> list[RunningRequest]:
         """Take rows in, generate one token for every row, and let go those that are done, which are returned.
 
         In the first step after an update, rows that join get their KV only.
         """
         was_stale, self._is_stale = self._is_stale, False
-        again, logits_BV = self._recomputed() if was_stale else ([], None)
+        recomputed, logits_BV = self._recompute_kv() if was_stale else ([], None)
         self._join(joining)
-        if not self._weights_stand():
+        if not self._weights_are_intact():
             return []
         if logits_BV is not None:
-            self._accept(again, logits_BV)
+            self._sample_rows(recomputed, logits_BV)
         for row in self.rows:
             if row.max_new_tokens == 0:
                 row.finish_reason = "length"
         done = self._release()
         if self.rows and not was_stale:
-            self._step()
+            self._generate_tokens()
             done += self._release()
         return done
 
     @torch.inference_mode()
-    def drop(self, rows: Iterable[Row]) -> None:
+    def drop(self, rows: Iterable[RunningRequest]) -> None:
         """Let rows go before they are done."""
         for row in rows:
             if not row.is_done:
                 row.finish_reason = "aborted"
         self._release()
 
-    def load(self, tensors: dict[str, torch.Tensor], *, version: int, still: Callable[[], bool]) -> Loan:
+    def load(self, tensors: dict[str, torch.Tensor], *, version: int, is_intact: Callable[[], bool]) -> BorrowedWeights:
         """Use new weights from now on, where they lie; they are the model's own once the loan has been ended.
 
-        `still`: have they not been overwritten? It is asked before a token is taken. WeightsError leaves all as it was.
+        `is_intact`: have they not been overwritten? It is asked before a token is taken. WeightsError leaves all as it was.
         """
-        loan = lend(self.model, tensors)
-        self.version, self._still, self.is_torn = version, still, False
+        loan = borrow_weights(self.model, tensors)
+        self.version, self._is_intact, self.is_torn = version, is_intact, False
         self._prefixes.clear()
         self._slots.wipe()
         self._is_stale = True
         return loan
 
-    def settle(self, loan: Loan) -> None:
+    def finish_load(self, loan: BorrowedWeights) -> None:
         """Go on with the model's own memory, into which the weights have been copied."""
         loan.end()
-        self._weights_stand()
-        self._still = lambda: True
+        self._weights_are_intact()
+        self._is_intact = lambda: True
 
-    def _weights_stand(self) -> bool:
+    def _weights_are_intact(self) -> bool:
         """Has all that was computed been computed with weights of one version? Else there will be others soon."""
-        if not self._still():
+        if not self._is_intact():
             self.is_torn = self._is_stale = True
         return not self.is_torn
 
-    def _recomputed(self) -> tuple[list[Row], torch.Tensor | None]:
+    def _recompute_kv(self) -> tuple[list[RunningRequest], torch.Tensor | None]:
         """The KV of all rows, and what the model says after each: one pass for both."""
         self.rows.sort(key=lambda row: len(row.token_ids), reverse=True)
-        parts = []
+        logits = []
         for start, stop in _prefill_spans([len(row.token_ids) for row in self.rows]):
             ids = [row.token_ids for row in self.rows[start:stop]]
             hidden_BQE = self._prefill(start, ids, dict.fromkeys(self.rows, 0)).last_hidden_state
             last_B = torch.tensor([len(tokens) - 1 for tokens in ids], device=hidden_BQE.device)
-            parts.append(self.model.get_output_embeddings()(hidden_BQE[torch.arange(len(ids)), last_B]))
-        return list(self.rows), torch.cat(parts) if parts else None
+            logits.append(self.model.get_output_embeddings()(hidden_BQE[torch.arange(len(ids)), last_B]))
+        return list(self.rows), torch.cat(logits) if logits else None
 
-    def _join(self, rows: list[Row]) -> None:
+    def _join(self, rows: list[RunningRequest]) -> None:
         if not rows:
             return
-        known = {row: self._known_kv(row) for row in rows}
+        known = {row: self._find_known_kv(row) for row in rows}
         starts = {row: len(kv.token_ids) if kv else 0 for row, kv in known.items()}
         rows = sorted(rows, key=lambda row: len(row.token_ids) - starts[row], reverse=True)
         first = len(self.rows)
@@ -168,18 +168,18 @@ class Batch:
         for start, stop in _prefill_spans([len(row.token_ids) - 1 - starts[row] for row in rows]):
             self._prefill(first + start, [row.token_ids[starts[row] : -1] for row in rows[start:stop]], starts)
 
-    def _known_kv(self, row: Row) -> RowKv | None:
+    def _find_known_kv(self, row: RunningRequest) -> RowKv | None:
         """KV that need not be computed: handed over by a prefill engine, or left by the trajectory's last turn."""
-        if (kv := row.kv) is not None and self._is_of(row, kv):
+        if (kv := row.kv) is not None and self._is_usable_kv(row, kv):
             row.remote_prefill = True
             return kv
-        return self._prefixes.longest(row.token_ids[:-1])
+        return self._prefixes.find_longest(row.token_ids[:-1])
 
-    def _is_of(self, row: Row, kv: RowKv) -> bool:
+    def _is_usable_kv(self, row: RunningRequest, kv: RowKv) -> bool:
         same = kv.version == self.version and kv.token_ids == row.token_ids[:-1]
         return same and self._slots.shape.fits(kv.kv_KHTD)
 
-    def _prefill(self, first: int, new_ids: list[list[int]], starts: dict[Row, int]) -> Any:
+    def _prefill(self, first: int, new_ids: list[list[int]], starts: dict[RunningRequest, int]) -> Any:
         """Compute the KV of `new_ids`, the missing tokens of the rows from slot `first` on."""
         Q = max(len(ids) for ids in new_ids)
         ids_BQ = torch.tensor([ids + [0] * (Q - len(ids)) for ids in new_ids])
@@ -188,49 +188,51 @@ class Batch:
             starts_B1 = starts_B1[:1]
         return self._forward(self.model.base_model, first, ids_BQ, starts_B1 + torch.arange(Q))
 
-    def _step(self) -> None:
+    def _generate_tokens(self) -> None:
         rows = self.rows
         ids_B1 = torch.tensor([[row.token_ids[-1]] for row in rows])
         columns_B1 = torch.tensor([[len(row.token_ids) - 1] for row in rows])
         logits_BV = self._forward(self.model, 0, ids_B1, columns_B1).logits[:, -1]
-        if self._weights_stand():
-            self._accept(rows, logits_BV)
+        if self._weights_are_intact():
+            self._sample_rows(rows, logits_BV)
 
-    def _accept(self, rows: list[Row], logits_BV: torch.Tensor) -> None:
+    def _sample_rows(self, rows: list[RunningRequest], logits_BV: torch.Tensor) -> None:
         """Sample a token for each row."""
-        logprobs_BV = distribution(
+        logprobs_BV = compute_logprobs(
             logits_BV,
             temperatures=[row.temperature for row in rows],
             top_ps=[row.top_p for row in rows],
             top_ks=[row.top_k for row in rows],
         )
-        token_ids, logprobs = sample(
+        token_ids, logprobs = sample_tokens(
             logprobs_BV,
             temperatures=[row.temperature for row in rows],
             seeds=[row.seed for row in rows],
             positions=[len(row.token_ids) for row in rows],
         )
-        tops = likeliest(logprobs_BV, [row.top_logprobs for row in rows])
+        tops = find_likeliest(logprobs_BV, [row.top_logprobs for row in rows])
         for row, token_id, logprob, top in zip(rows, token_ids, logprobs, tops, strict=True):
             row.accept(token_id, logprob=logprob, version=self.version, top=top)
         self.num_generated += len(rows)
 
-    def _forward(self, run: Any, first: int, ids_BQ: torch.Tensor, columns_BQ: torch.Tensor) -> Any:
+    def _forward(self, module: Any, first: int, ids_BQ: torch.Tensor, columns_BQ: torch.Tensor) -> Any:
         """Run the model over new tokens at `columns_BQ`, one row of which stands for all."""
         width = int(columns_BQ.max()) + 1
         self._slots.reserve(num_slots=first + len(ids_BQ), num_columns=width)
         device = self._slots.shape.device
         columns_BQ = columns_BQ.to(device)
         mask_B1QW = torch.arange(width, device=device) <= columns_BQ[:, None, :, None]
-        return run(
+        return module(
             input_ids=ids_BQ.to(device),
             position_ids=columns_BQ.clamp(max=self.context_length - 1).expand(len(ids_BQ), -1),
             attention_mask=mask_B1QW,
-            past_key_values=self._slots.cache(first=first, num_rows=len(ids_BQ), columns_BQ=columns_BQ, width=width),
+            past_key_values=self._slots.make_cache(
+                first=first, num_rows=len(ids_BQ), columns_BQ=columns_BQ, width=width
+            ),
             use_cache=True,
         )
 
-    def _release(self) -> list[Row]:
+    def _release(self) -> list[RunningRequest]:
         """Let go the rows that are done; the last rows move into their slots."""
         done = [slot for slot, row in enumerate(self.rows) if row.is_done]
         released = [self.rows[slot] for slot in done]
@@ -248,7 +250,7 @@ class Batch:
         if row.failure or self._is_stale:
             return
         token_ids = row.token_ids[:-1]
-        kv = RowKv(token_ids=token_ids, kv_KHTD=self._slots.copy_of(slot, len(token_ids)), version=self.version)
+        kv = RowKv(token_ids=token_ids, kv_KHTD=self._slots.copy_slot(slot, len(token_ids)), version=self.version)
         self._prefixes.put(kv, keep_s=row.keep_kv_s)
         if row.max_new_tokens == 0:
             row.kv = kv
@@ -259,6 +261,6 @@ def _prefill_spans(num_new: list[int]) -> Iterator[tuple[int, int]]:
     count = sum(1 for num in num_new if num > 0)
     start = 0
     while start < count:
-        stop = min(count, start + max(1, TOKENS_PER_PREFILL // num_new[start]))
+        stop = min(count, start + max(1, MAX_PREFILL_TOKENS // num_new[start]))
         yield start, stop
         start = stop

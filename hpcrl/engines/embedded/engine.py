@@ -19,11 +19,20 @@ from typing import Any, Self, TypeVar
 import torch
 from transformers import AutoModelForCausalLM
 
-from hpcrl.engines.base import LOCAL, Completion, FetchKv, GenerateRequest, KvHandle, LoadFigures, Part, joined
-from hpcrl.engines.embedded.batch import Batch, Row
-from hpcrl.engines.embedded.kv_cache import KvShelf, RowKv, pack, unpack
-from hpcrl.engines.request_checks import check_fit, check_speaks
-from hpcrl.engines.request_loop import Steps, Turns
+from hpcrl.engines.base import (
+    LOCAL_URL_PREFIX,
+    Completion,
+    CompletionChunk,
+    FetchKv,
+    GenerateRequest,
+    KvHandle,
+    LoadFigures,
+    join_chunks,
+)
+from hpcrl.engines.embedded.batch import RunningBatch, RunningRequest
+from hpcrl.engines.embedded.kv_cache import HandoverStore, RowKv, pack_kv, unpack_kv
+from hpcrl.engines.request_checks import check_asks_for_tokens, check_tokenizer_fits
+from hpcrl.engines.request_loop import LoopHooks, RequestLoop
 from hpcrl.errors import EngineError, WeightsError
 from hpcrl.weights.store import WeightSource
 
@@ -34,7 +43,7 @@ def load_model(directory: Path, *, device: str | None = None) -> Any:
     """The causal LM in `directory`, in float32: what the trainer publishes, bit for bit."""
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        check_fit(directory)
+        check_tokenizer_fits(directory)
         model = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,
@@ -58,72 +67,74 @@ class EmbeddedEngine:
         version: int = 0,
         fetch_kv: FetchKv | None = None,
         prefix_bytes: int = 256 << 20,
-        shelf_bytes: int = 1 << 30,
-        shelf_ttl_s: float = 60.0,
+        max_handover_bytes: int = 1 << 30,
+        handover_ttl_s: float = 60.0,
     ) -> None:
-        self._batch = Batch(model, version=version, prefix_bytes=prefix_bytes)
+        self._batch = RunningBatch(model, version=version, prefix_bytes=prefix_bytes)
         self._store = store
         self._max_batch = max_batch
         self._fetch_kv = fetch_kv
-        self._shelf = KvShelf(ttl_s=shelf_ttl_s, max_bytes=shelf_bytes)
-        self._turns = Turns(Steps(can_step=self._can_step, step=self._step, drop=self._drop))
+        self._handover_store = HandoverStore(ttl_s=handover_ttl_s, max_bytes=max_handover_bytes)
+        self._request_loop = RequestLoop(LoopHooks(can_step=self._can_step, step=self._step, drop=self._drop))
         self._loading = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
     async def __aenter__(self) -> Self:
-        self._turns.start()
+        self._request_loop.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._turns.stop()
+        await self._request_loop.stop()
         self._thread.shutdown()
 
     @property
     def version(self) -> int:
         return self._batch.version
 
-    async def failed(self) -> None:
+    async def wait_until_failed(self) -> None:
         """Wait until the engine cannot go on, and raise why; a worker ends with it, to be started anew."""
-        await self._turns.failed()
+        await self._request_loop.wait_until_failed()
 
     # ---- Generator
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        check_speaks(request)
-        row = self._row(request, max_new_tokens=request.max_new_tokens)
-        await self._turns.finish(row, request, prepare=partial(self._fetch, row, request))
-        return joined([_said(row, 0, _num_said(row))])
+        check_asks_for_tokens(request)
+        row = self._admit_request(request, max_new_tokens=request.max_new_tokens)
+        await self._request_loop.finish(row, request, prepare=partial(self._prepare_kv, row, request))
+        return join_chunks([_make_chunk(row, 0, _count_generated(row))])
 
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
-        check_speaks(request)
-        row = self._row(request, max_new_tokens=request.max_new_tokens)
-        prepare = partial(self._fetch, row, request)
-        return self._turns.told(row, request, num_said=_num_said, part=_said, prepare=prepare)
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
+        check_asks_for_tokens(request)
+        row = self._admit_request(request, max_new_tokens=request.max_new_tokens)
+        prepare = partial(self._prepare_kv, row, request)
+        return self._request_loop.stream(
+            row, request, count_generated=_count_generated, make_chunk=_make_chunk, prepare=prepare
+        )
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
         """Compute the KV of all tokens but the last, and hold it until it is fetched or has become old."""
-        row = self._row(request, max_new_tokens=0)
-        await self._turns.finish(row, request)
+        row = self._admit_request(request, max_new_tokens=0)
+        await self._request_loop.finish(row, request)
         if row.kv is None or row.finish_reason == "aborted":
             raise EngineError(f"prefill of request {request.request_id!r} was aborted")
-        name = self._shelf.put(row.kv)
-        return KvHandle(url=LOCAL + name, token="", version=row.kv.version, num_tokens=len(row.kv.token_ids))
+        name = self._handover_store.put(row.kv)
+        return KvHandle(url=LOCAL_URL_PREFIX + name, token="", version=row.kv.version, num_tokens=len(row.kv.token_ids))
 
     async def take_kv(self, name: str) -> bytes | None:
         """The KV behind a handle of this engine, once."""
-        kv = self._shelf.take(name)
-        return None if kv is None else await asyncio.to_thread(pack, kv)
+        kv = self._handover_store.take(name)
+        return None if kv is None else await asyncio.to_thread(pack_kv, kv)
 
     async def abort(self, request_id: str) -> None:
-        await self._turns.abort(request_id)
+        await self._request_loop.abort(request_id)
 
     async def load_figures(self) -> LoadFigures:
         return LoadFigures(
             version=self._batch.version,
             num_running=len(self._batch.rows),
-            num_waiting=self._turns.num_waiting,
+            num_waiting=self._request_loop.num_waiting,
             num_generated_tokens=self._batch.num_generated,
             running_tokens=sum(len(row.token_ids) for row in self._batch.rows),
             num_places=self._max_batch,
@@ -131,10 +142,10 @@ class EmbeddedEngine:
 
     async def pause(self) -> None:
         """Stop between two steps and keep the requests."""
-        await self._turns.pause()
+        await self._request_loop.pause()
 
     async def resume(self) -> None:
-        self._turns.resume()
+        self._request_loop.resume()
 
     # ---- Updatable
 
@@ -145,37 +156,39 @@ class EmbeddedEngine:
         """
         async with self._loading:
             with ExitStack() as reading:
-                tensors = await asyncio.to_thread(reading.enter_context, self._store.reading(version))
-                async with self._turns.between_steps:
+                tensors = await asyncio.to_thread(reading.enter_context, self._store.read_version(version))
+                async with self._request_loop.between_steps:
                     began = time.monotonic()
                     if version < self.version:
                         raise WeightsError(
                             f"version {version} is older than {self.version}, which is loaded: never go back"
                         )
-                    still = partial(self._store.still, version)
-                    loan = await self._in_thread(lambda: self._batch.load(tensors, version=version, still=still))
+                    is_intact = partial(self._store.is_intact, version)
+                    borrowed = await self._in_thread(
+                        lambda: self._batch.load(tensors, version=version, is_intact=is_intact)
+                    )
                     stall_s = time.monotonic() - began
-                self._turns.wake()
-                async with self._turns.between_steps:
+                self._request_loop.wake()
+                async with self._request_loop.between_steps:
                     pass  # the first step computes all KV anew, and has the memory's bandwidth to itself
-                await asyncio.to_thread(loan.copy)
-                async with self._turns.between_steps:
+                await asyncio.to_thread(borrowed.copy)
+                async with self._request_loop.between_steps:
                     began = time.monotonic()
-                    await self._in_thread(lambda: self._batch.settle(loan))
+                    await self._in_thread(lambda: self._batch.finish_load(borrowed))
                     stall_s += time.monotonic() - began
             return stall_s
 
     # ---- the life of a request
 
-    def _row(self, request: GenerateRequest, *, max_new_tokens: int) -> Row:
+    def _admit_request(self, request: GenerateRequest, *, max_new_tokens: int) -> RunningRequest:
         """The row of a request that can be served; EngineError says what is wrong with any other."""
-        self._turns.admit(
+        self._request_loop.admit(
             request,
             max_new_tokens=max_new_tokens,
             context_length=self._batch.context_length,
-            vocabulary=self._batch.num_tokens_known,
+            vocabulary=self._batch.vocabulary_size,
         )
-        return Row(
+        return RunningRequest(
             token_ids=list(request.token_ids),
             num_prompt=len(request.token_ids),
             max_new_tokens=max_new_tokens,
@@ -188,19 +201,19 @@ class EmbeddedEngine:
             keep_kv_s=request.keep_kv_s,
         )
 
-    async def _fetch(self, row: Row, request: GenerateRequest) -> None:
-        row.kv = await self._handed_over(request.kv) if request.kv else None
+    async def _prepare_kv(self, row: RunningRequest, request: GenerateRequest) -> None:
+        row.kv = await self._take_handed_over_kv(request.kv) if request.kv else None
 
-    async def _handed_over(self, handle: KvHandle) -> RowKv | None:
+    async def _take_handed_over_kv(self, handle: KvHandle) -> RowKv | None:
         """The KV behind a handle, or None: whatever goes wrong with it, the prompt is computed here instead."""
         if handle.version != self.version:
             return None
-        if handle.url.startswith(LOCAL):
-            return self._shelf.take(handle.url.removeprefix(LOCAL))
+        if handle.url.startswith(LOCAL_URL_PREFIX):
+            return self._handover_store.take(handle.url.removeprefix(LOCAL_URL_PREFIX))
         if self._fetch_kv is None:
             return None
         try:
-            return await asyncio.to_thread(unpack, await self._fetch_kv(handle))
+            return await asyncio.to_thread(unpack_kv, await self._fetch_kv(handle))
         except EngineError:
             return None
 
@@ -208,27 +221,27 @@ class EmbeddedEngine:
 
     def _can_step(self) -> bool:
         """Without whole weights there is nothing to be done."""
-        return not self._batch.is_torn and bool(self._turns.num_waiting or self._batch.rows)
+        return not self._batch.is_torn and bool(self._request_loop.num_waiting or self._batch.rows)
 
-    async def _step(self) -> list[Row]:
+    async def _step(self) -> list[RunningRequest]:
         room = self._max_batch - len(self._batch.rows)
-        joining = [self._turns.take_waiting() for _ in range(min(room, self._turns.num_waiting))]
+        joining = [self._request_loop.take_waiting() for _ in range(min(room, self._request_loop.num_waiting))]
         return await self._in_thread(lambda: self._batch.advance(joining))
 
-    async def _drop(self, rows: Collection[Row]) -> None:
+    async def _drop(self, rows: Collection[RunningRequest]) -> None:
         await self._in_thread(lambda: self._batch.drop(rows))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _num_said(row: Row) -> int:
+def _count_generated(row: RunningRequest) -> int:
     return len(row.versions)  # the last of a row's lists to grow
 
 
-def _said(row: Row, start: int, end: int) -> Part:
+def _make_chunk(row: RunningRequest, start: int, end: int) -> CompletionChunk:
     """What a row has said, from its token `start` to `end`."""
-    return Part(
+    return CompletionChunk(
         token_ids=row.token_ids[row.num_prompt + start : row.num_prompt + end],
         logprobs=row.logprobs[start:end],
         versions=row.versions[start:end],

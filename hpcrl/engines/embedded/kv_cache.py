@@ -1,8 +1,8 @@
 """KV outside the running batch: one row's, packed for another engine, held until fetched, or kept for the next turn.
 
-    RowKv         the KV of one token sequence; pack() and unpack() are its form on the wire
-    KvShelf       finished prefills that wait for their decode engine: each answers once, then is forgotten
-    PrefixCache   KV of finished turns, found again by the tokens that the next turn begins with
+    RowKv          the KV of one token sequence; pack() and unpack() are its form on the wire
+    HandoverStore  finished prefills that wait for their decode engine: each answers once, then is forgotten
+    PrefixCache    KV of finished turns, found again by the tokens that the next turn begins with
 
 Shape letters: K keys and values of all layers (2 * layers), H KV heads, T tokens, D head size.
 """
@@ -35,7 +35,7 @@ class RowKv:
         return self.kv_KHTD.nbytes
 
 
-def pack(kv: RowKv) -> bytes:
+def pack_kv(kv: RowKv) -> bytes:
     """KV as a safetensors file; with its tokens, so that the receiver can tell whose it is."""
     tensors = {
         "kv": kv.kv_KHTD.cpu().contiguous(),
@@ -45,7 +45,7 @@ def pack(kv: RowKv) -> bytes:
     return bytes(save(tensors))
 
 
-def unpack(data: bytes) -> RowKv:
+def unpack_kv(data: bytes) -> RowKv:
     """The KV in `data`, which another process sent: EngineError if it is torn, foreign, or not finite."""
     try:
         tensors = load(data)
@@ -61,7 +61,7 @@ def unpack(data: bytes) -> RowKv:
     return RowKv(token_ids=token_ids, kv_KHTD=kv_KHTD, version=version)
 
 
-class KvShelf:
+class HandoverStore:
     """Finished prefills, each kept until it is taken once, `ttl_s` have passed, or newer ones need the room."""
 
     def __init__(self, *, ttl_s: float, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -104,45 +104,45 @@ class PrefixCache:
     def __init__(self, *, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes, self._clock = max_bytes, clock
         self._kept: OrderedDict[bytes, RowKv] = OrderedDict()
-        self._until: dict[bytes, float] = {}
+        self._keep_until: dict[bytes, float] = {}
         self._lengths: Counter[int] = Counter()
         self._num_bytes = 0
 
     def put(self, kv: RowKv, *, keep_s: float = 0.0) -> None:
         """Keep `kv`, if there is any choice for `keep_s`."""
-        key = _key(kv.token_ids)
+        key = _make_key(kv.token_ids)
         if key in self._kept:
             self._remove(key)
-        self._kept[key], self._until[key] = kv, self._clock() + keep_s
+        self._kept[key], self._keep_until[key] = kv, self._clock() + keep_s
         self._lengths[len(key)] += 1
         self._num_bytes += kv.num_bytes
         while self._num_bytes > self._max_bytes:
             now = self._clock()
-            expired = (key for key in self._kept if self._until[key] <= now)
+            expired = (key for key in self._kept if self._keep_until[key] <= now)
             self._remove(next(expired, next(iter(self._kept))))
 
-    def longest(self, token_ids: list[int]) -> RowKv | None:
+    def find_longest(self, token_ids: list[int]) -> RowKv | None:
         """The KV of the longest kept sequence that `token_ids` begins with."""
-        whole = _key(token_ids)
-        for length in sorted((n for n in self._lengths if n <= len(whole)), reverse=True):
-            if (kv := self._kept.get(whole[:length])) is not None:
-                self._kept.move_to_end(whole[:length])
+        key = _make_key(token_ids)
+        for length in sorted((n for n in self._lengths if n <= len(key)), reverse=True):
+            if (kv := self._kept.get(key[:length])) is not None:
+                self._kept.move_to_end(key[:length])
                 return kv
         return None
 
     def clear(self) -> None:
         self._kept.clear()
-        self._until.clear()
+        self._keep_until.clear()
         self._lengths.clear()
         self._num_bytes = 0
 
     def _remove(self, key: bytes) -> None:
         self._num_bytes -= self._kept.pop(key).num_bytes
-        del self._until[key]
+        del self._keep_until[key]
         self._lengths[len(key)] -= 1
         if not self._lengths[len(key)]:
             del self._lengths[len(key)]
 
 
-def _key(token_ids: list[int]) -> bytes:
+def _make_key(token_ids: list[int]) -> bytes:
     return array("i", token_ids).tobytes()

@@ -30,7 +30,7 @@ class KvShape(NamedTuple):
         return (K, H, D, kv_KHTD.dtype) == (2 * self.num_layers, self.num_heads, self.head_dim, self.dtype)
 
 
-def kv_shape_of(model: Any) -> KvShape:
+def probe_kv_shape(model: Any) -> KvShape:
     """Found out by running one token, so that it holds for any architecture with plain attention."""
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
@@ -71,7 +71,7 @@ class KvSlots:
     def put(self, slot: int, kv_KHTD: torch.Tensor) -> None:
         self._kv_KSHTD[:, slot, :, : kv_KHTD.shape[2]] = kv_KHTD
 
-    def copy_of(self, slot: int, length: int) -> torch.Tensor:
+    def copy_slot(self, slot: int, length: int) -> torch.Tensor:
         return self._kv_KSHTD[:, slot, :, :length].clone()
 
     def move(self, *, source: int, target: int, length: int) -> None:
@@ -81,7 +81,7 @@ class KvSlots:
         """Forget everything, since a masked leftover counts for nothing only while it is finite."""
         self._kv_KSHTD = self._zeros(num_slots=0, num_columns=0)
 
-    def cache(self, *, first: int, num_rows: int, columns_BQ: torch.Tensor, width: int) -> Cache:
+    def make_cache(self, *, first: int, num_rows: int, columns_BQ: torch.Tensor, width: int) -> Cache:
         """What transformers writes through: new tokens of the rows in slots from `first` on go to `columns_BQ`.
 
         One row of columns stands for all rows.

@@ -11,7 +11,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
 
 
-def uniforms(seeds: list[int], positions: list[int]) -> NDArray[np.float64]:
+def draw_uniforms(seeds: list[int], positions: list[int]) -> NDArray[np.float64]:
     """Numbers in [0, 1 - 2**-52], each a hash of its seed and the token's position."""
     counters_B = np.array([seed & _MASK for seed in seeds], np.uint64)
     hashed_B = _splitmix64(_splitmix64(counters_B) ^ np.array(positions, np.uint64))
@@ -26,7 +26,7 @@ def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def distribution(
+def compute_logprobs(
     logits_BV: torch.Tensor, *, temperatures: list[float], top_ps: list[float], top_ks: list[int]
 ) -> torch.Tensor:
     """What each row draws from, as log-probabilities that sum to one; -inf for what its top_p or top_k leaves out."""
@@ -34,11 +34,11 @@ def distribution(
     logprobs_BV = torch.log_softmax(logits_BV.float() / scale_B1, dim=-1)
     cut = [row for row, (top_p, top_k) in enumerate(zip(top_ps, top_ks, strict=True)) if top_p < 1 or top_k]
     if cut:
-        logprobs_BV[cut] = _cut(logprobs_BV[cut], [top_ps[row] for row in cut], [top_ks[row] for row in cut])
+        logprobs_BV[cut] = _cut_unlikely(logprobs_BV[cut], [top_ps[row] for row in cut], [top_ks[row] for row in cut])
     return logprobs_BV
 
 
-def _cut(logprobs_BV: torch.Tensor, top_ps: list[float], top_ks: list[int]) -> torch.Tensor:
+def _cut_unlikely(logprobs_BV: torch.Tensor, top_ps: list[float], top_ks: list[int]) -> torch.Tensor:
     """Keep the likeliest tokens; the first is always among them."""
     sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True, stable=True)
     probability_BV = sorted_BV.double().exp()
@@ -51,7 +51,7 @@ def _cut(logprobs_BV: torch.Tensor, top_ps: list[float], top_ks: list[int]) -> t
     return torch.log_softmax(kept_BV, dim=-1)
 
 
-def likeliest(logprobs_BV: torch.Tensor, counts: list[int]) -> list[dict[int, float]]:
+def find_likeliest(logprobs_BV: torch.Tensor, counts: list[int]) -> list[dict[int, float]]:
     """The `counts` likeliest tokens of each row with their log-probabilities."""
     if not any(counts):
         return [{} for _ in counts]
@@ -63,20 +63,20 @@ def likeliest(logprobs_BV: torch.Tensor, counts: list[int]) -> list[dict[int, fl
     ]
 
 
-def sample(
+def sample_tokens(
     logprobs_BV: torch.Tensor, *, temperatures: list[float], seeds: list[int], positions: list[int]
 ) -> tuple[list[int], list[float]]:
     """A token for every row and its log-probability; temperature 0 takes the likeliest, scored at temperature 1."""
     ids_B = logprobs_BV.argmax(dim=-1)
     if any(temperatures):
-        u_B = torch.from_numpy(uniforms(seeds, positions)).to(logprobs_BV.device)
+        u_B = torch.from_numpy(draw_uniforms(seeds, positions)).to(logprobs_BV.device)
         greedy_B = torch.tensor([t == 0 for t in temperatures], device=logprobs_BV.device)
-        ids_B = torch.where(greedy_B, ids_B, _inverse_cdf(logprobs_BV, u_B))
+        ids_B = torch.where(greedy_B, ids_B, _invert_cdf(logprobs_BV, u_B))
     chosen_B = logprobs_BV.gather(1, ids_B[:, None])[:, 0]
     return ids_B.tolist(), chosen_B.tolist()
 
 
-def _inverse_cdf(logprobs_BV: torch.Tensor, u_B: torch.Tensor) -> torch.Tensor:
+def _invert_cdf(logprobs_BV: torch.Tensor, u_B: torch.Tensor) -> torch.Tensor:
     """The first token whose cumulated probability exceeds u; never one of probability 0."""
     cdf_BV = logprobs_BV.double().exp_().cumsum(dim=-1)
     drawn_B1 = torch.searchsorted(cdf_BV, (u_B * cdf_BV[:, -1])[:, None], right=True)

@@ -1,9 +1,9 @@
 """The running batch of a simulated engine: who is in it, what a step costs, whose KV is kept. No clock, no I/O.
 
-    SimRow     one request in the making
-    Spent      what the steps so far took, and for what
-    Prefixes   KV that trajectories left behind, given up when rows need the room
-    SimBatch   join, begin_step -> seconds, end_step -> rows that are done
+    SimRequest          one request in the making
+    SpentTime           what the steps so far took, and for what
+    TrajectoryPrefixes  KV that trajectories left behind, given up when rows need the room
+    SimBatch            join, begin_step -> seconds, end_step -> rows that are done
 
 A step decodes every row that has its KV and gives the rest of its token budget to rows that do not (chunked
 prefill). Tokens are drawn when a row is made, so that a step costs the same however many rows it has.
@@ -16,29 +16,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpcrl.engines.base import FinishReason
-from hpcrl.hardware.cost_model import Pace
+from hpcrl.hardware.cost_model import WorkerSpeed
 
 
 @dataclass(eq=False, kw_only=True)
-class SimRow:
+class SimRequest:
     """One request in the making."""
 
     prompt: list[int]
     reply: list[int]
     """What it will have said when nobody stops it; empty: it wants its KV only."""
-    stops: bool
+    ends_with_stop: bool
     """True if `reply` ends with a stop token."""
     trajectory: str = ""
     keep_kv_s: float = 0.0
-    tells_top: bool = False
+    wants_top: bool = False
     num_known: int = 0
     """Tokens whose KV need not be computed: handed over, or kept since the last turn."""
     handed_over: bool = False
     num_to_prefill: int = 0
-    num_said: int = 0
-    said_since: int = 0
-    """Step of the batch at which `num_said` was right and decoding went on."""
-    spoken_by: list[tuple[int, int]] = field(default_factory=list)
+    num_generated: int = 0
+    generated_since_step: int = 0
+    """Step of the batch at which `num_generated` was right and decoding went on."""
+    version_starts: list[tuple[int, int]] = field(default_factory=list)
     """(tokens said before, version): who said what follows."""
     finish_reason: FinishReason | None = None
     failure: str = ""
@@ -54,16 +54,16 @@ class SimRow:
 
     @property
     def token_ids(self) -> list[int]:
-        return self.prompt + self.reply[: self.num_said]
+        return self.prompt + self.reply[: self.num_generated]
 
-    def versions(self, *, num_said: int) -> list[int]:
-        """The version that said each of the first `num_said` tokens."""
-        ends = [start for start, _ in self.spoken_by[1:]] + [num_said]
-        spans = [(version, end - start) for (start, version), end in zip(self.spoken_by, ends, strict=True)]
+    def versions(self, *, num_generated: int) -> list[int]:
+        """The version that said each of the first `num_generated` tokens."""
+        ends = [start for start, _ in self.version_starts[1:]] + [num_generated]
+        spans = [(version, end - start) for (start, version), end in zip(self.version_starts, ends, strict=True)]
         return [version for version, num in spans for _ in range(num)]
 
 
-def drawn_reply(*, seed: int, num: int, vocabulary: int, stop_token_ids: Sequence[int]) -> tuple[list[int], bool]:
+def draw_reply(*, seed: int, num: int, vocabulary: int, stop_token_ids: Sequence[int]) -> tuple[list[int], bool]:
     """`num` tokens at random, or fewer: up to the first stop token. True if it ends with one."""
     draw = random.Random(seed)
     reply = [int(draw.random() * vocabulary) for _ in range(num)]
@@ -72,31 +72,31 @@ def drawn_reply(*, seed: int, num: int, vocabulary: int, stop_token_ids: Sequenc
 
 
 @dataclass
-class Spent:
+class SpentTime:
     """Simulated seconds of steps, by what they went into."""
 
-    standing_s: float = 0.0
+    base_s: float = 0.0
     """What a step takes whatever is done in it."""
     prompts_s: float = 0.0
     replies_s: float = 0.0
 
 
 @dataclass
-class _Kept:
+class _KeptPrefix:
     token_ids: list[int]
     until: float
 
 
-class Prefixes:
+class TrajectoryPrefixes:
     """KV kept between the turns of a trajectory, the longest unused first."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _KeptPrefix] = {}
 
     def keep(self, trajectory: str, token_ids: list[int], *, until: float) -> None:
         self.take(trajectory)
-        self._kept[trajectory] = _Kept(token_ids, until)
+        self._kept[trajectory] = _KeptPrefix(token_ids, until)
         self.num_tokens += len(token_ids)
 
     def take(self, trajectory: str) -> list[int]:
@@ -107,7 +107,7 @@ class Prefixes:
         self.num_tokens -= len(kept.token_ids)
         return kept.token_ids
 
-    def give_up(self, num_tokens: int, *, now: float) -> None:
+    def evict(self, num_tokens: int, *, now: float) -> None:
         """Make room for so many tokens: first what was to be kept no longer than now, then the rest."""
         if num_tokens <= 0:
             return
@@ -122,7 +122,7 @@ class Prefixes:
         self.num_tokens = 0
 
 
-def common_prefix(old: list[int], new: list[int]) -> int:
+def count_common_prefix(old: list[int], new: list[int]) -> int:
     """How many tokens two lists begin with alike."""
     shorter = min(len(old), len(new))
     if old[:shorter] == new[:shorter]:
@@ -133,27 +133,27 @@ def common_prefix(old: list[int], new: list[int]) -> int:
 class SimBatch:
     """The rows that an engine serves together."""
 
-    def __init__(self, pace: Pace, *, version: int, tokens_per_step: int) -> None:
+    def __init__(self, worker_speed: WorkerSpeed, *, version: int, tokens_per_step: int) -> None:
         self.version = version
         self.num_generated = 0
         self.num_prefilled = 0
         """Tokens whose KV was computed here."""
-        self.spent = Spent()
-        self.prefixes = Prefixes()
-        self._pace = pace
+        self.spent = SpentTime()
+        self.prefixes = TrajectoryPrefixes()
+        self._worker_speed = worker_speed
         self._tokens_per_step = tokens_per_step
-        self._rows: dict[int, SimRow] = {}
+        self._rows: dict[int, SimRequest] = {}
         self._num_reserved = 0
-        self._prefilling: list[SimRow] = []
-        self._filled: list[SimRow] = []
+        self._prefilling: list[SimRequest] = []
+        self._prefilled: list[SimRequest] = []
         """Those that wanted their KV only, and have it."""
-        self._decoding: set[SimRow] = set()
+        self._decoding: set[SimRequest] = set()
         self._num_decoded = 0
         """Tokens of KV that the decoding rows hold."""
-        self._ends: list[tuple[int, int, SimRow]] = []
+        self._ends: list[tuple[int, int, SimRequest]] = []
         self._step = 0
         self._num_joined = 0
-        self._chunks: list[tuple[SimRow, int]] = []
+        self._chunks: list[tuple[SimRequest, int]] = []
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -166,20 +166,20 @@ class SimBatch:
     @property
     def num_free(self) -> int:
         """Tokens of KV that a new row could have."""
-        return self._pace.kv_tokens - self._num_reserved
+        return self._worker_speed.kv_tokens - self._num_reserved
 
-    def join(self, row: SimRow, *, now: float) -> None:
+    def join(self, row: SimRequest, *, now: float) -> None:
         """Take a row in, which fits: what is kept of its trajectory need not be computed."""
         kept = self.prefixes.take(row.trajectory)
-        row.num_known = len(row.prompt) - 1 if row.handed_over else common_prefix(kept, row.prompt[:-1])
+        row.num_known = len(row.prompt) - 1 if row.handed_over else count_common_prefix(kept, row.prompt[:-1])
         row.num_to_prefill = len(row.prompt) - 1 - row.num_known
-        row.spoken_by = [(0, self.version)]
+        row.version_starts = [(0, self.version)]
         self._rows[id(row)] = row
         self._num_reserved += row.num_reserved
-        self.prefixes.give_up(self.prefixes.num_tokens - self.num_free, now=now)
-        self._begin(row)
+        self.prefixes.evict(self.prefixes.num_tokens - self.num_free, now=now)
+        self._decode_or_prefill(row)
 
-    def begin_step(self) -> float:
+    def start_step(self) -> float:
         """Decide what the next step does; returns its seconds."""
         budget = max(1, self._tokens_per_step - len(self._decoding))
         self._chunks, num_new, prompts_s = [], 0, 0.0
@@ -187,19 +187,19 @@ class SimBatch:
             if num_new >= budget:
                 break
             chunk = min(row.num_to_prefill, budget - num_new)
-            known = len(row.prompt) + row.num_said - 1 - row.num_to_prefill
-            prompts_s += self._pace.prefill_s(chunk, num_known=known)
+            known = len(row.prompt) + row.num_generated - 1 - row.num_to_prefill
+            prompts_s += self._worker_speed.prefill_s(chunk, num_known=known)
             self._chunks.append((row, chunk))
             num_new += chunk
         batch = len(self._decoding)
-        standing_s = self._pace.standing_s(batch or num_new)
-        replies_s = self._pace.decode_s(batch, num_kv=self._num_decoded) - standing_s if batch else 0.0
-        self.spent.standing_s += standing_s
+        base_s = self._worker_speed.base_step_s(batch or num_new)
+        replies_s = self._worker_speed.decode_s(batch, num_kv=self._num_decoded) - base_s if batch else 0.0
+        self.spent.base_s += base_s
         self.spent.prompts_s += prompts_s
         self.spent.replies_s += replies_s
-        return standing_s + prompts_s + replies_s
+        return base_s + prompts_s + replies_s
 
-    def end_step(self, *, now: float) -> list[SimRow]:
+    def end_step(self, *, now: float) -> list[SimRequest]:
         """What was decided has happened; returns the rows that are done."""
         self._step += 1
         self.num_generated += len(self._decoding)
@@ -210,26 +210,26 @@ class SimBatch:
             row.num_to_prefill -= chunk
             if row.num_to_prefill <= 0:
                 self._prefilling.remove(row)
-                self._begin(row)
-        done, self._filled = self._filled, []
+                self._decode_or_prefill(row)
+        done, self._prefilled = self._prefilled, []
         while self._ends and self._ends[0][0] <= self._step:
             _, _, row = heapq.heappop(self._ends)
-            if row in self._decoding and self.num_said(row) == len(row.reply):
+            if row in self._decoding and self.count_generated(row) == len(row.reply):
                 done.append(row)
         for row in done:
-            row.finish_reason = "stop" if row.stops else "length"
-            self._leave(row, now=now)
+            row.finish_reason = "stop" if row.ends_with_stop else "length"
+            self._remove(row, now=now)
         return done
 
-    def num_said(self, row: SimRow) -> int:
+    def count_generated(self, row: SimRequest) -> int:
         """How many tokens of its reply a row has said by now."""
-        return row.num_said + (self._step - row.said_since if row in self._decoding else 0)
+        return row.num_generated + (self._step - row.generated_since_step if row in self._decoding else 0)
 
-    def drop(self, row: SimRow, *, now: float) -> None:
+    def drop(self, row: SimRequest, *, now: float) -> None:
         """Let a row go before it is done."""
         row.finish_reason = "aborted"
         if id(row) in self._rows:
-            self._leave(row, now=now)
+            self._remove(row, now=now)
 
     def load(self, version: int) -> None:
         """Other weights: whatever KV there is has to be computed anew."""
@@ -237,41 +237,41 @@ class SimBatch:
         self.prefixes.clear()
         for row in list(self._decoding):
             self._stop_decoding(row)
-        self._prefilling, self._filled, self._chunks = [], [], []
+        self._prefilling, self._prefilled, self._chunks = [], [], []
         for row in self._rows.values():
-            row.num_to_prefill = len(row.prompt) + row.num_said - 1
-            row.spoken_by.append((row.num_said, version))
-            self._begin(row)
+            row.num_to_prefill = len(row.prompt) + row.num_generated - 1
+            row.version_starts.append((row.num_generated, version))
+            self._decode_or_prefill(row)
 
-    def _begin(self, row: SimRow) -> None:
+    def _decode_or_prefill(self, row: SimRequest) -> None:
         """Decode a row if it has its KV, else compute it first."""
         if row.num_to_prefill > 0:
             self._prefilling.append(row)
         elif not row.reply:
-            self._filled.append(row)
+            self._prefilled.append(row)
         else:
-            row.said_since = self._step
+            row.generated_since_step = self._step
             self._decoding.add(row)
-            self._num_decoded += len(row.prompt) + row.num_said
+            self._num_decoded += len(row.prompt) + row.num_generated
             self._num_joined += 1
-            heapq.heappush(self._ends, (self._step + len(row.reply) - row.num_said, self._num_joined, row))
+            heapq.heappush(self._ends, (self._step + len(row.reply) - row.num_generated, self._num_joined, row))
 
-    def _stop_decoding(self, row: SimRow) -> None:
-        row.num_said = self.num_said(row)
+    def _stop_decoding(self, row: SimRequest) -> None:
+        row.num_generated = self.count_generated(row)
         self._decoding.remove(row)
-        self._num_decoded -= len(row.prompt) + row.num_said
+        self._num_decoded -= len(row.prompt) + row.num_generated
 
-    def _leave(self, row: SimRow, *, now: float) -> None:
+    def _remove(self, row: SimRequest, *, now: float) -> None:
         """Let a row go; what KV it has is kept for its trajectory, as far as there is room."""
         if row in self._decoding:
             self._stop_decoding(row)
         elif row in self._prefilling:
             self._prefilling.remove(row)
             self._chunks = [(other, chunk) for other, chunk in self._chunks if other is not row]
-        elif row in self._filled:
-            self._filled.remove(row)
+        elif row in self._prefilled:
+            self._prefilled.remove(row)
         del self._rows[id(row)]
         self._num_reserved -= row.num_reserved
         if row.trajectory and row.num_to_prefill <= 0:
             self.prefixes.keep(row.trajectory, row.token_ids, until=now + row.keep_kv_s)
-            self.prefixes.give_up(self.prefixes.num_tokens - self.num_free, now=now)
+            self.prefixes.evict(self.prefixes.num_tokens - self.num_free, now=now)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-class StuckError(RuntimeError):
+class StuckLoopError(RuntimeError):
     """Every task waits, and no timer is set."""
 
 
@@ -34,11 +34,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """Where a timer is due as soon as nothing else is."""
 
     def __init__(self) -> None:
-        self._now = _Now()
-        super().__init__(self._now)
+        self._virtual_selector = _VirtualSelector()
+        super().__init__(self._virtual_selector)
 
     def time(self) -> float:
-        return self._now.seconds
+        return self._virtual_selector.seconds
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
@@ -52,7 +52,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return done
 
 
-class _Now(selectors.DefaultSelector):
+class _VirtualSelector(selectors.DefaultSelector):
     """A selector that does not wait for the next timer but goes to it."""
 
     def __init__(self) -> None:
@@ -63,6 +63,6 @@ class _Now(selectors.DefaultSelector):
         if timeout is None:
             if ready := super().select(0):
                 return ready
-            raise StuckError(f"at {self.seconds:g} s every task waits, and no timer is set: who should go on?")
+            raise StuckLoopError(f"at {self.seconds:g} s every task waits, and no timer is set: who should go on?")
         self.seconds += max(0.0, timeout)
         return []

@@ -1,8 +1,8 @@
 """The simulated engine: no model, but an engine's life, as long as the cost model says that it would take.
 
-    SimEngine     a Generator, Streamer and Updatable; what it says is drawn from the request's seed and prompt
-    SimSettings   how large it is, and how fast its time goes
-    simulated     the engine that a campaign has with engine.backend = "sim"
+    SimEngine        a Generator, Streamer and Updatable; what it says is drawn from the request's seed and prompt
+    SimSettings      how large it is, and how fast its time goes
+    make_sim_engine  the engine that a campaign has with engine.backend = "sim"
 
 Continuous batching with chunked prefill, a bounded KV cache, KV kept between the turns of a trajectory, a waiting
 queue by priority. It takes the time from its event loop: on hpcrl.engines.sim.clock's, an
@@ -22,21 +22,30 @@ from typing import Self
 import msgspec
 import xxhash
 
-from hpcrl.engines.base import LOCAL, Completion, FetchKv, GenerateRequest, KvHandle, LoadFigures, Part, joined
-from hpcrl.engines.request_checks import check_fit, check_speaks
-from hpcrl.engines.request_loop import Steps, Turns
-from hpcrl.engines.sim.batch import SimBatch, SimRow, drawn_reply
+from hpcrl.engines.base import (
+    LOCAL_URL_PREFIX,
+    Completion,
+    CompletionChunk,
+    FetchKv,
+    GenerateRequest,
+    KvHandle,
+    LoadFigures,
+    join_chunks,
+)
+from hpcrl.engines.request_checks import check_asks_for_tokens, check_tokenizer_fits
+from hpcrl.engines.request_loop import LoopHooks, RequestLoop
+from hpcrl.engines.sim.batch import SimBatch, SimRequest, draw_reply
 from hpcrl.errors import EngineError, EngineRefusedError, WeightsError
-from hpcrl.hardware.cost_model import Pace, pace, shape_of
-from hpcrl.hardware.gpus import GPUS
+from hpcrl.hardware.cost_model import WorkerSpeed, estimate_speed, read_model_shape
+from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.models.model_config import read_model_config, read_model_limits
 from hpcrl.weights.store import WeightSource
 
 LINK_BYTES_PER_S = 25e9
 """Between two workers (one 200 Gbit/s port), for handed-over KV and for new weights."""
-LEAST_TOP_P = 1e-6
+MIN_TOP_P = 1e-6
 """Below this there is one token to draw from, whatever the vocabulary."""
-LATEST_S = 0.1
+MAX_LATENESS_S = 0.1
 """Timers that are later than this are not made up for: the machine is too busy for this engine's clock."""
 
 
@@ -55,7 +64,7 @@ class SimSettings:
     """Seconds that a simulated second takes."""
 
 
-def simulated(
+def make_sim_engine(
     model: Path,
     *,
     gpu: str,
@@ -68,14 +77,16 @@ def simulated(
     fetch_kv: FetchKv | None = None,
 ) -> "SimEngine":
     """An engine for the prompts of the model in `model`, as slow as one of `config` (or that one) on such GPUs."""
-    check_fit(model)
+    check_tokenizer_fits(model)
     limits = read_model_limits(model, max_model_len=max_model_len)
     path = config or model / "config.json"
     try:
-        one = pace(GPUS[gpu], shape=shape_of(read_model_config(path).fields), tp=max(1, num_gpus))
+        worker_speed = estimate_speed(
+            GPU_CATALOGUE[gpu], shape=read_model_shape(read_model_config(path).fields), tp=max(1, num_gpus)
+        )
     except (OSError, KeyError, ValueError) as error:
         raise EngineError(f"{path} does not say how fast its model is ({error!r}): set engine.sim.config") from error
-    if not one.kv_tokens:
+    if not worker_speed.kv_tokens:
         raise EngineError(f"the model of {path} does not fit into {num_gpus} {gpu}: give the worker more GPUs")
     settings = SimSettings(
         vocabulary=limits.vocabulary_size,
@@ -83,10 +94,10 @@ def simulated(
         max_batch=max_batch,
         time_scale=1 / speed,
     )
-    return SimEngine(one, settings=settings, store=store, fetch_kv=fetch_kv)
+    return SimEngine(worker_speed, settings=settings, store=store, fetch_kv=fetch_kv)
 
 
-class _Kv(msgspec.Struct, frozen=True, kw_only=True):
+class _SimKv(msgspec.Struct, frozen=True, kw_only=True):
     """What stands for KV on its way to another engine."""
 
     version: int
@@ -98,79 +109,81 @@ class SimEngine:
 
     def __init__(
         self,
-        pace: Pace,
+        worker_speed: WorkerSpeed,
         *,
         settings: SimSettings = SimSettings(),
         store: WeightSource | None = None,
         version: int = 0,
         fetch_kv: FetchKv | None = None,
     ) -> None:
-        self.batch = SimBatch(pace, version=version, tokens_per_step=settings.tokens_per_step)
+        self.batch = SimBatch(worker_speed, version=version, tokens_per_step=settings.tokens_per_step)
         self.busy_s = 0.0
         """Simulated seconds in which there was something to do."""
-        self._pace = pace
+        self._worker_speed = worker_speed
         self._settings = settings
         self._store = store
         self._fetch_kv = fetch_kv
-        self._turns = Turns(Steps(can_step=self._can_step, step=self._step, drop=self._drop))
-        self._shelf: dict[str, _Kv] = {}
+        self._request_loop = RequestLoop(LoopHooks(can_step=self._can_step, step=self._step, drop=self._drop))
+        self._handover_store: dict[str, _SimKv] = {}
         self._late_s = 0.0
         """By how much the steps so far took longer than they should."""
 
     async def __aenter__(self) -> Self:
-        self._turns.start()
+        self._request_loop.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._turns.stop()
+        await self._request_loop.stop()
 
     @property
     def version(self) -> int:
         return self.batch.version
 
-    async def failed(self) -> None:
+    async def wait_until_failed(self) -> None:
         """Wait until the engine cannot go on, and raise why."""
-        await self._turns.failed()
+        await self._request_loop.wait_until_failed()
 
     # ---- Generator and Streamer
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        check_speaks(request)
-        row = self._row(request, max_new_tokens=request.max_new_tokens)
-        await self._turns.finish(row, request, prepare=partial(self._fetch, row, request))
-        return joined([self._part(row, 0, row.num_said)])
+        check_asks_for_tokens(request)
+        row = self._admit_request(request, max_new_tokens=request.max_new_tokens)
+        await self._request_loop.finish(row, request, prepare=partial(self._prepare_kv, row, request))
+        return join_chunks([self._make_chunk(row, 0, row.num_generated)])
 
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
-        check_speaks(request)
-        row = self._row(request, max_new_tokens=request.max_new_tokens)
-        prepare = partial(self._fetch, row, request)
-        return self._turns.told(row, request, num_said=self.batch.num_said, part=self._part, prepare=prepare)
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
+        check_asks_for_tokens(request)
+        row = self._admit_request(request, max_new_tokens=request.max_new_tokens)
+        prepare = partial(self._prepare_kv, row, request)
+        return self._request_loop.stream(
+            row, request, count_generated=self.batch.count_generated, make_chunk=self._make_chunk, prepare=prepare
+        )
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
         """Compute the KV of all tokens but the last, and hold it until it is fetched."""
-        row = self._row(request, max_new_tokens=0)
-        await self._turns.finish(row, request)
+        row = self._admit_request(request, max_new_tokens=0)
+        await self._request_loop.finish(row, request)
         if row.finish_reason == "aborted":
             raise EngineError(f"prefill of request {request.request_id!r} was aborted")
         name = secrets.token_urlsafe(16)
-        kv = self._shelf[name] = _Kv(version=row.spoken_by[-1][1], token_ids=row.prompt[:-1])
-        return KvHandle(url=LOCAL + name, token="", version=kv.version, num_tokens=len(kv.token_ids))
+        kv = self._handover_store[name] = _SimKv(version=row.version_starts[-1][1], token_ids=row.prompt[:-1])
+        return KvHandle(url=LOCAL_URL_PREFIX + name, token="", version=kv.version, num_tokens=len(kv.token_ids))
 
     async def take_kv(self, name: str) -> bytes | None:
         """What stands for the KV behind a handle of this engine, once."""
-        kv = self._shelf.pop(name, None)
+        kv = self._handover_store.pop(name, None)
         return None if kv is None else msgspec.json.encode(kv)
 
     async def abort(self, request_id: str) -> None:
-        await self._turns.abort(request_id)
+        await self._request_loop.abort(request_id)
 
     async def load_figures(self) -> LoadFigures:
         return LoadFigures(
             version=self.batch.version,
             num_running=len(self.batch),
-            num_waiting=self._turns.num_waiting,
+            num_waiting=self._request_loop.num_waiting,
             num_generated_tokens=self.batch.num_generated,
             running_tokens=self.batch.num_kv_tokens,
             free_kv_tokens=self.batch.num_free,
@@ -179,134 +192,136 @@ class SimEngine:
 
     async def pause(self) -> None:
         """Stop between two steps and keep the requests."""
-        await self._turns.pause()
+        await self._request_loop.pause()
 
     async def resume(self) -> None:
-        self._turns.resume()
+        self._request_loop.resume()
 
     # ---- Updatable
 
     async def load_version(self, version: int) -> float:
         """Stand still for as long as the weights take over the link."""
         if self._store is not None:
-            with await asyncio.to_thread(self._store.reading, version):
+            with await asyncio.to_thread(self._store.read_version, version):
                 pass  # there is no model to put them into: that they can be read is all
         if version < self.version:
             raise WeightsError(f"version {version} is older than {self.version}, which is loaded: never go back")
-        shape = self._pace.shape
+        shape = self._worker_speed.shape
         stall_s = shape.num_params * shape.weight_bytes / LINK_BYTES_PER_S
-        async with self._turns.between_steps:
-            await self._pass(stall_s)
+        async with self._request_loop.between_steps:
+            await self._sleep_simulated(stall_s)
             self.batch.load(version)
-        self._turns.wake()
+        self._request_loop.wake()
         return stall_s * self._settings.time_scale
 
     # ---- the life of a request
 
-    def _row(self, request: GenerateRequest, *, max_new_tokens: int) -> SimRow:
+    def _admit_request(self, request: GenerateRequest, *, max_new_tokens: int) -> SimRequest:
         """The row of a request that can be served; EngineError says what is wrong with any other."""
         settings = self._settings
-        self._turns.admit(
+        self._request_loop.admit(
             request,
             max_new_tokens=max_new_tokens,
             context_length=settings.context_length,
             vocabulary=settings.vocabulary,
         )
         num_tokens = len(request.token_ids) + max_new_tokens
-        if num_tokens > self._pace.kv_tokens:
+        if num_tokens > self._worker_speed.kv_tokens:
             raise EngineError(
-                f"request {request.request_id!r} needs KV for {num_tokens} tokens, and {self._pace.kv_tokens} fit "
+                f"request {request.request_id!r} needs KV for {num_tokens} tokens, and {self._worker_speed.kv_tokens} fit "
                 "beside the weights: give the worker more GPUs"
             )
         free = settings.max_batch - len(self.batch)  # those who wait for the next step only are not in the way
-        if settings.max_waiting is not None and self._turns.num_waiting >= settings.max_waiting + free:
-            raise EngineRefusedError(f"{self._turns.num_waiting} requests wait here already")
-        reply, stops = drawn_reply(
-            seed=_reply_seed(request),
+        if settings.max_waiting is not None and self._request_loop.num_waiting >= settings.max_waiting + free:
+            raise EngineRefusedError(f"{self._request_loop.num_waiting} requests wait here already")
+        reply, ends_with_stop = draw_reply(
+            seed=_derive_reply_seed(request),
             num=max_new_tokens,
             vocabulary=settings.vocabulary,
             stop_token_ids=request.stop_token_ids,
         )
-        return SimRow(
+        return SimRequest(
             prompt=list(request.token_ids),
             reply=reply,
-            stops=stops,
+            ends_with_stop=ends_with_stop,
             trajectory=request.trajectory,
             keep_kv_s=request.keep_kv_s,
-            tells_top=request.top_logprobs > 0,
+            wants_top=request.top_logprobs > 0,
         )
 
-    async def _fetch(self, row: SimRow, request: GenerateRequest) -> None:
-        row.handed_over = request.kv is not None and await self._fetched(request.kv, row)
+    async def _prepare_kv(self, row: SimRequest, request: GenerateRequest) -> None:
+        row.handed_over = request.kv is not None and await self._take_handed_over_kv(request.kv, row)
 
-    async def _fetched(self, handle: KvHandle, row: SimRow) -> bool:
+    async def _take_handed_over_kv(self, handle: KvHandle, row: SimRequest) -> bool:
         """Get handed-over KV; False if it cannot be used, whatever the reason, and the prompt is computed here."""
         if handle.version != self.version:
             return False
         kv = None
-        if handle.url.startswith(LOCAL):
-            kv = self._shelf.pop(handle.url.removeprefix(LOCAL), None)
+        if handle.url.startswith(LOCAL_URL_PREFIX):
+            kv = self._handover_store.pop(handle.url.removeprefix(LOCAL_URL_PREFIX), None)
         elif self._fetch_kv is not None:
             try:
-                kv = msgspec.json.decode(await self._fetch_kv(handle), type=_Kv)
+                kv = msgspec.json.decode(await self._fetch_kv(handle), type=_SimKv)
             except (EngineError, msgspec.DecodeError):
                 return False
-            await self._pass(len(kv.token_ids) * self._pace.shape.kv_bytes_per_token / LINK_BYTES_PER_S)
+            await self._sleep_simulated(
+                len(kv.token_ids) * self._worker_speed.shape.kv_bytes_per_token / LINK_BYTES_PER_S
+            )
         return kv is not None and kv.version == self.version and kv.token_ids == row.prompt[:-1]
 
-    def _part(self, row: SimRow, start: int, end: int) -> Part:
-        is_last = row.is_done and end == row.num_said
+    def _make_chunk(self, row: SimRequest, start: int, end: int) -> CompletionChunk:
+        is_last = row.is_done and end == row.num_generated
         logprob = -math.log(self._settings.vocabulary)
-        return Part(
+        return CompletionChunk(
             token_ids=row.reply[start:end],
             logprobs=[logprob] * (end - start),
-            versions=row.versions(num_said=end)[start:],
+            versions=row.versions(num_generated=end)[start:],
             finish_reason=row.finish_reason if is_last else None,
             remote_prefill=row.handed_over,
-            top=[{token: logprob} for token in row.reply[start:end]] if row.tells_top else [],
+            top=[{token: logprob} for token in row.reply[start:end]] if row.wants_top else [],
         )
 
     # ---- steps
 
     def _can_step(self) -> bool:
-        return bool(self._turns.num_waiting or self.batch)
+        return bool(self._request_loop.num_waiting or self.batch)
 
-    async def _step(self) -> list[SimRow]:
-        self._let_in()
-        seconds = self.batch.begin_step()
+    async def _step(self) -> list[SimRequest]:
+        self._admit_waiting()
+        seconds = self.batch.start_step()
         self.busy_s += seconds
-        await self._pass_step(seconds)
+        await self._sleep_step(seconds)
         return self.batch.end_step(now=self._now)
 
-    async def _drop(self, rows: Collection[SimRow]) -> None:
+    async def _drop(self, rows: Collection[SimRequest]) -> None:
         for row in rows:
             if not row.is_done:
                 self.batch.drop(row, now=self._now)
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         """Those that wait, in their order, as far as there is room for all that they may come to say."""
-        while len(self.batch) < self._settings.max_batch and (row := self._turns.next_waiting()) is not None:
+        while len(self.batch) < self._settings.max_batch and (row := self._request_loop.next_waiting()) is not None:
             if row.num_reserved > self.batch.num_free:
                 return
-            self.batch.join(self._turns.take_waiting(), now=self._now)
+            self.batch.join(self._request_loop.take_waiting(), now=self._now)
 
     @property
     def _now(self) -> float:
         return asyncio.get_running_loop().time() / self._settings.time_scale
 
-    async def _pass(self, seconds: float) -> None:
+    async def _sleep_simulated(self, seconds: float) -> None:
         await asyncio.sleep(seconds * self._settings.time_scale)
 
-    async def _pass_step(self, seconds: float) -> None:
+    async def _sleep_step(self, seconds: float) -> None:
         """What a timer was late is taken off the next step, so that a thousand short ones take what they should."""
         loop = asyncio.get_running_loop()
         began, wanted_s = loop.time(), seconds * self._settings.time_scale - self._late_s
         await asyncio.sleep(max(0.0, wanted_s))
-        self._late_s = min(loop.time() - began - wanted_s, LATEST_S)
+        self._late_s = min(loop.time() - began - wanted_s, MAX_LATENESS_S)
 
 
-def _reply_seed(request: GenerateRequest) -> int:
+def _derive_reply_seed(request: GenerateRequest) -> int:
     """What the reply depends on: prompt and, unless only the likeliest token may be drawn, seed."""
     prompt = msgspec.msgpack.encode(request.token_ids)
-    is_greedy = request.temperature == 0 or request.top_k == 1 or request.top_p < LEAST_TOP_P
+    is_greedy = request.temperature == 0 or request.top_k == 1 or request.top_p < MIN_TOP_P
     return int(xxhash.xxh3_64_intdigest(prompt, seed=0 if is_greedy else request.seed % 2**64))

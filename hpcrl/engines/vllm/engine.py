@@ -18,30 +18,30 @@ from typing import Any, Self
 import msgspec
 
 from hpcrl.campaign_dir.workers import WorkerPlace
-from hpcrl.engines.base import Completion, GenerateRequest, KvHandle, LoadFigures, Part
-from hpcrl.engines.request_checks import check, check_speaks
+from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, KvHandle, LoadFigures
+from hpcrl.engines.request_checks import check_asks_for_tokens, check_request
 from hpcrl.engines.vllm import kv_connectors, kv_files
-from hpcrl.engines.vllm.protocol import chunk_of, completion_of, figures_of, sampling_of
-from hpcrl.engines.vllm.server import Launch, VllmServer
+from hpcrl.engines.vllm.protocol import build_sampling_params, parse_chunk, parse_completion, parse_metrics
+from hpcrl.engines.vllm.server import VllmLaunch, VllmServer
 from hpcrl.errors import EngineError, WeightsError
 from hpcrl.models.model_config import read_model_limits
 
-GENERATE = "/inference/v1/generate"
-SWITCH = "/hpcrl/switch"
+GENERATE_ROUTE = "/inference/v1/generate"
+SWITCH_ROUTE = "/hpcrl/switch"
 """Our own route (hpcrl.engines.vllm.weight_route)."""
-UPDATE_S = 600.0
+UPDATE_TIMEOUT_S = 600.0
 """How long a worker of vLLM may take to load a version."""
-SHORT_S = 60.0
-ABORT_AGAIN_S = 0.2
+SHORT_TIMEOUT_S = 60.0
+ABORT_RETRY_INTERVAL_S = 0.2
 """An abort that overtakes its request finds nothing, so it is asked for again until the request has ended."""
 KV_TTL_S = 120.0
-KV_BYTES = 4 << 30
-HANDLE = "vllm:"
+MAX_KV_BYTES = 4 << 30
+HANDLE_URL_PREFIX = "vllm:"
 """URLs of our handles begin so; the connector's name follows."""
 
 
 @dataclass(eq=False)
-class _Serving:
+class _ServedRequest:
     """A request that vLLM has; it knows it by another id, since ours may come again."""
 
     name: str
@@ -51,27 +51,27 @@ class _Serving:
 class VllmEngine:
     """Use it as `async with VllmEngine(...) as engine`: vLLM is up when the block begins and gone when it ends."""
 
-    def __init__(self, launch: Launch, *, place: WorkerPlace) -> None:
+    def __init__(self, launch: VllmLaunch, *, place: WorkerPlace) -> None:
         """`place`: where vLLM's own processes find versions."""
         self.version = launch.version
         self.server = VllmServer(launch)
         self._launch = launch
         self._place = place
-        self._serving: dict[str, _Serving] = {}
+        self._served_requests: dict[str, _ServedRequest] = {}
         self._names = itertools.count()
-        self._leftovers: set[asyncio.Task[None]] = set()
+        self._background_tasks: set[asyncio.Task[None]] = set()
         self._switching = asyncio.Lock()
         self._paused = False
         self._torn = False
         self._generated_before = 0
-        self._pruned = 0.0
+        self._pruned_at_s = 0.0
 
     async def __aenter__(self) -> Self:
         launch = self._launch
         await self.server.__aenter__()
         try:
             self._limits = read_model_limits(launch.model, max_model_len=launch.max_model_len)
-            self._generated_before = (await self._figures()).num_generated_tokens
+            self._generated_before = (await self._read_server_load()).num_generated_tokens
         except BaseException:
             await self.server.__aexit__(None, None, None)
             raise
@@ -80,55 +80,55 @@ class VllmEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._leftovers:
+        for task in self._background_tasks:
             task.cancel()
         await self.server.__aexit__(kind, error, trace)
-        if self._launch.kv_dir is not None and self._pruned:  # whoever waits for what we left computes it instead
-            await _pruned(self._launch.kv_dir, max_bytes=0)
+        if self._launch.kv_dir is not None and self._pruned_at_s:  # whoever waits for what we left computes it instead
+            await _prune_quietly(self._launch.kv_dir, max_bytes=0)
 
-    async def failed(self) -> None:
+    async def wait_until_failed(self) -> None:
         """Wait until the server cannot go on, and raise why; a worker ends with it, to be started anew."""
-        await self.server.failed()
+        await self.server.wait_until_failed()
 
     # ---- Generator
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        check_speaks(request)
-        with self._served(request, max_new_tokens=request.max_new_tokens) as name:
-            handed = self._handed_over(request.kv)
-            answer = await self.server.post(GENERATE, self._body(request, name=name, transfer=handed))
-        used = _num_handed_over(answer, request.kv) if handed else 0
-        return completion_of(answer, num_top=request.top_logprobs, remote_prefill=used > 0)
+        check_asks_for_tokens(request)
+        with self._track_request(request, max_new_tokens=request.max_new_tokens) as name:
+            transfer = self._read_handover(request.kv)
+            answer = await self.server.post(GENERATE_ROUTE, self._body(request, name=name, transfer=transfer))
+        used = _count_handed_over(answer, request.kv) if transfer else 0
+        return parse_completion(answer, num_top=request.top_logprobs, remote_prefill=used > 0)
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Part, None]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         """The pieces of a turn; each has the version that was in use when it came, and the last one is compared."""
-        check_speaks(request)
-        told: list[int] = []
-        with self._served(request, max_new_tokens=request.max_new_tokens) as name:
-            handed = self._handed_over(request.kv)
-            body = self._body(request, name=name, transfer=handed) | {"stream": True}
-            async with contextlib.aclosing(self.server.stream(GENERATE, body)) as events:
+        check_asks_for_tokens(request)
+        streamed_versions: list[int] = []
+        with self._track_request(request, max_new_tokens=request.max_new_tokens) as name:
+            transfer = self._read_handover(request.kv)
+            body = self._body(request, name=name, transfer=transfer) | {"stream": True}
+            async with contextlib.aclosing(self.server.stream(GENERATE_ROUTE, body)) as events:
                 async for event in events:
-                    piece = chunk_of(event, num_top=request.top_logprobs)
-                    told += [self.version] * len(piece.token_ids)
-                    if piece.finish_reason is not None and piece.versions != told:
-                        raise EngineError(f"versions were told as {told}, and vLLM says {piece.versions}")
-                    yield msgspec.structs.replace(piece, versions=[self.version] * len(piece.token_ids))
+                    chunk = parse_chunk(event, num_top=request.top_logprobs)
+                    streamed_versions += [self.version] * len(chunk.token_ids)
+                    if chunk.finish_reason is not None and chunk.versions != streamed_versions:
+                        raise EngineError(f"versions were told as {streamed_versions}, and vLLM says {chunk.versions}")
+                    yield msgspec.structs.replace(chunk, versions=[self.version] * len(chunk.token_ids))
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
         """Compute the KV of all tokens but the last, and leave it where a decode engine finds it."""
         connector = self._launch.kv_connector
         if connector is None:
             raise EngineError("this engine hands over no KV: inference.kv_connector is not set")
-        kv_name = kv_files.new_name()
-        leave = kv_connectors.left(kv_name)
+        kv_name = kv_files.make_handover_name()
+        leave = kv_connectors.make_leave_params(kv_name)
         greedy = msgspec.structs.replace(
             request, temperature=0.0, max_new_tokens=1, stop_token_ids=[], top_logprobs=0, top_p=1.0, top_k=0
         )
-        with self._served(greedy, max_new_tokens=1) as name:
-            answer = await self.server.post(GENERATE, self._body(greedy, name=name, transfer=leave))
-        done = completion_of(answer, num_top=0, remote_prefill=False)
-        transfer = kv_connectors.found(connector, answer, name=kv_name, address=self._launch.kv_address)
+        with self._track_request(greedy, max_new_tokens=1) as name:
+            answer = await self.server.post(GENERATE_ROUTE, self._body(greedy, name=name, transfer=leave))
+        done = parse_completion(answer, num_top=0, remote_prefill=False)
+        transfer = kv_connectors.read_transfer_params(connector, answer, name=kv_name, address=self._launch.kv_address)
         if done.finish_reason == "aborted":
             raise EngineError(f"prefill of request {request.request_id!r} was aborted")
         self._prune_soon()
@@ -136,7 +136,11 @@ class VllmEngine:
             raise EngineError(f"the KV of request {request.request_id!r} was not saved: see {self._launch.log}")
         num_tokens = len(request.token_ids) - 1
         return KvHandle(
-            url=HANDLE + connector, token="", version=done.versions[0], num_tokens=num_tokens, transfer=transfer
+            url=HANDLE_URL_PREFIX + connector,
+            token="",
+            version=done.versions[0],
+            num_tokens=num_tokens,
+            transfer=transfer,
         )
 
     async def take_kv(self, name: str) -> bytes | None:
@@ -145,13 +149,13 @@ class VllmEngine:
         return None
 
     async def abort(self, request_id: str) -> None:
-        serving = self._serving.get(request_id)
+        serving = self._served_requests.get(request_id)
         if serving is not None:
             await self._abort(serving)
 
     async def load_figures(self) -> LoadFigures:
-        figures = await self._figures()
-        num_here = len(self._serving)
+        figures = await self._read_server_load()
+        num_here = len(self._served_requests)
         num_waiting = min(figures.num_waiting, num_here)
         return LoadFigures(
             version=self.version,
@@ -173,7 +177,7 @@ class VllmEngine:
         async with self._switching:
             self._paused = False
             if not self._torn:
-                await self.server.post("/resume", limit_s=SHORT_S)
+                await self.server.post("/resume", limit_s=SHORT_TIMEOUT_S)
 
     # ---- Updatable
 
@@ -181,34 +185,34 @@ class VllmEngine:
         """Found, checked and compared with the model while generation goes on; then it stands still for the load."""
         if version < self.version:
             raise WeightsError(f"version {version} is older than {self.version}, which is loaded: never go back")
-        await self._make_ready(version)
+        await self._prepare_version(version)
         async with self._switching:
             began = time.monotonic()
-            await self._load(version)
+            await self._switch_version(version)
             if not self._paused:
-                await self.server.post("/resume", limit_s=SHORT_S)
+                await self.server.post("/resume", limit_s=SHORT_TIMEOUT_S)
             return time.monotonic() - began
 
-    async def _make_ready(self, version: int) -> None:
+    async def _prepare_version(self, version: int) -> None:
         """WeightsError, in the words of vLLM's worker, if the version cannot be loaded; nothing has changed then."""
         place = self._place
         where = {"campaign": str(place.campaign.root), "job": place.job.number, "node": place.node}
         try:
-            path = self.server.new_answer()
+            path = self.server.make_answer_path()
             info = where | {"version": version, "answer": str(path)}
-            await self.server.post("/init_weight_transfer_engine", {"init_info": info}, limit_s=UPDATE_S)
-            said = await self.server.answers(path, limit_s=UPDATE_S)
+            await self.server.post("/init_weight_transfer_engine", {"init_info": info}, limit_s=UPDATE_TIMEOUT_S)
+            problems = await self.server.wait_for_answers(path, limit_s=UPDATE_TIMEOUT_S)
         except EngineError as error:
             raise WeightsError(f"version {version} is not loaded: {error}") from error
-        if any(said):
-            raise WeightsError(f"version {version} does not fit and is not loaded: {max(said)}")
+        if any(problems):
+            raise WeightsError(f"version {version} does not fit and is not loaded: {max(problems)}")
 
-    async def _load(self, version: int) -> None:
+    async def _switch_version(self, version: int) -> None:
         """Let the server stand still and switch; if that fails it goes on standing still."""
         self._torn = True
-        self.server.tell_version(version)
+        self.server.write_version(version)
         try:
-            await self.server.post(SWITCH, {"version": version}, limit_s=UPDATE_S)
+            await self.server.post(SWITCH_ROUTE, {"version": version}, limit_s=UPDATE_TIMEOUT_S)
         except EngineError as error:
             raise WeightsError(
                 f"version {version} was loaded in part, the engine waits for another: {error}"
@@ -218,85 +222,89 @@ class VllmEngine:
         self.version = version
 
     async def _pause(self) -> None:
-        await self.server.post("/pause", limit_s=UPDATE_S, mode="keep", clear_cache="false")
+        await self.server.post("/pause", limit_s=UPDATE_TIMEOUT_S, mode="keep", clear_cache="false")
 
     # ---- inside
 
     @contextlib.contextmanager
-    def _served(self, request: GenerateRequest, *, max_new_tokens: int) -> Iterator[str]:
+    def _track_request(self, request: GenerateRequest, *, max_new_tokens: int) -> Iterator[str]:
         """Know a request for as long as vLLM has it; a caller that goes away takes it out."""
-        if request.request_id in self._serving:
+        if request.request_id in self._served_requests:
             raise EngineError(f"request_id {request.request_id!r} is being served already: give each turn its own")
         limits = self._limits
-        check(
+        check_request(
             request,
             max_new_tokens=max_new_tokens,
             context_length=limits.context_length,
             vocabulary=limits.vocabulary_size,
         )
-        serving = self._serving[request.request_id] = _Serving(str(next(self._names)))
+        serving = self._served_requests[request.request_id] = _ServedRequest(str(next(self._names)))
         try:
             yield serving.name
         except BaseException:
             task = asyncio.create_task(self._abort_once(serving), name="abort")
-            self._leftovers.add(task)
-            task.add_done_callback(self._leftovers.discard)
+            self._background_tasks.add(task)
+            task.add_done_callback(self._background_tasks.discard)
             raise
         finally:
             serving.ended.set()
-            del self._serving[request.request_id]
+            del self._served_requests[request.request_id]
 
     def _body(self, request: GenerateRequest, *, name: str, transfer: dict[str, Any] | None) -> dict[str, Any]:
         body = {
             "request_id": name,
             "token_ids": request.token_ids,
-            "sampling_params": sampling_of(request, max_new_tokens=request.max_new_tokens),
+            "sampling_params": build_sampling_params(request, max_new_tokens=request.max_new_tokens),
             "cache_salt": f"version {self.version}",
             "priority": request.priority,
         }
         return body if transfer is None else body | {"kv_transfer_params": transfer}
 
-    def _handed_over(self, handle: KvHandle | None) -> dict[str, Any] | None:
+    def _read_handover(self, handle: KvHandle | None) -> dict[str, Any] | None:
         """What vLLM is told of a handle; None if it is of another version, or for another kind of engine."""
-        if handle is None or handle.version != self.version or handle.url != f"{HANDLE}{self._launch.kv_connector}":
+        if (
+            handle is None
+            or handle.version != self.version
+            or handle.url != f"{HANDLE_URL_PREFIX}{self._launch.kv_connector}"
+        ):
             return None
-        return kv_connectors.fetched(handle.transfer)
+        return kv_connectors.make_fetch_params(handle.transfer)
 
-    async def _abort(self, serving: _Serving) -> None:
+    async def _abort(self, serving: _ServedRequest) -> None:
         while not serving.ended.is_set():
             await self._abort_once(serving)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(serving.ended.wait(), ABORT_AGAIN_S)
+                await asyncio.wait_for(serving.ended.wait(), ABORT_RETRY_INTERVAL_S)
 
-    async def _abort_once(self, serving: _Serving) -> None:
+    async def _abort_once(self, serving: _ServedRequest) -> None:
         with contextlib.suppress(EngineError):  # whoever waits for the request hears of a server that is gone
             name = f"generate-tokens-{serving.name}"
-            await self.server.post("/abort_requests", {"request_ids": [name]}, limit_s=SHORT_S)
+            await self.server.post("/abort_requests", {"request_ids": [name]}, limit_s=SHORT_TIMEOUT_S)
 
-    async def _figures(self) -> Any:
-        return figures_of(await self.server.get("/metrics", limit_s=SHORT_S))
+    async def _read_server_load(self) -> Any:
+        return parse_metrics(await self.server.get("/metrics", limit_s=SHORT_TIMEOUT_S))
 
     def _prune_soon(self) -> None:
         """Keep the KV directory small, now and then, while other things go on."""
         directory, now = self._launch.kv_dir, time.monotonic()
-        if directory is None or now - self._pruned < 1.0:
+        if directory is None or now - self._pruned_at_s < 1.0:
             return
-        self._pruned = now
-        task = asyncio.create_task(_pruned(directory, max_bytes=KV_BYTES), name="prune")
-        self._leftovers.add(task)
-        task.add_done_callback(self._leftovers.discard)
+        self._pruned_at_s = now
+        task = asyncio.create_task(_prune_quietly(directory, max_bytes=MAX_KV_BYTES), name="prune")
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
 
 
-async def _pruned(directory: Path, *, max_bytes: int) -> None:
+async def _prune_quietly(directory: Path, *, max_bytes: int) -> None:
     with contextlib.suppress(OSError):  # it cannot be read: then nothing is saved there either, and that is told
-        await asyncio.to_thread(kv_files.prune, directory, max_bytes=max_bytes, ttl_s=KV_TTL_S)
+        await asyncio.to_thread(kv_files.prune_directory, directory, max_bytes=max_bytes, ttl_s=KV_TTL_S)
 
 
-def _num_handed_over(answer: Any, handle: KvHandle | None) -> int:
+def _count_handed_over(answer: Any, handle: KvHandle | None) -> int:
     """How many tokens came from the prefill engine: our connector tells; of others, vLLM's count of cached tokens."""
-    told = answer.get("kv_transfer_params") or {}
-    if "num_loaded" in told:
-        return int(told["num_loaded"])
+    params = answer.get("kv_transfer_params") or {}
+    if "num_loaded" in params:
+        return int(params["num_loaded"])
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     cached = int(details.get("cached_tokens") or 0)
     return cached if handle is not None and cached >= handle.num_tokens > 0 else 0

@@ -1,9 +1,9 @@
 """KV that a prefill engine leaves for a decode engine in a directory that both see: names, checks, room.
 
-    new_name, is_name    what one hand-over is called; what may be one, so that nobody names a file elsewhere
-    shard_path           the file of one rank of the engine
-    digest               which prompt it is of
-    prune                keep the directory small
+    make_handover_name, is_handover_name  what one hand-over is called; what may be one, so that nobody names a file elsewhere
+    shard_path                            the file of one rank of the engine
+    digest_tokens                         which prompt it is of
+    prune_directory                       keep the directory small
 
 A file has its name only when it is complete. It is read once, by the engine it was meant for, and removed by that;
 what nobody fetched is removed after a while.
@@ -18,17 +18,17 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{22}")
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]{22}")
 
 
-def new_name() -> str:
+def make_handover_name() -> str:
     """A name for one hand-over, which cannot be guessed."""
     return secrets.token_urlsafe(16)
 
 
-def is_name(name: object) -> bool:
-    """Could `new_name` have made this?"""
-    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+def is_handover_name(name: object) -> bool:
+    """Could `make_handover_name` have made this?"""
+    return isinstance(name, str) and _NAME_PATTERN.fullmatch(name) is not None
 
 
 def shard_path(directory: Path, name: str, *, rank: int) -> Path:
@@ -36,12 +36,12 @@ def shard_path(directory: Path, name: str, *, rank: int) -> Path:
     return directory / f"{name}.{rank}.safetensors"
 
 
-def digest(token_ids: Sequence[int]) -> str:
+def digest_tokens(token_ids: Sequence[int]) -> str:
     """Tells prompts apart."""
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
 
 
-def prune(directory: Path, *, max_bytes: int, ttl_s: float) -> int:
+def prune_directory(directory: Path, *, max_bytes: int, ttl_s: float) -> int:
     """Remove what is older than `ttl_s`, then the oldest until the rest fits; returns how many files went.
 
     Whatever another process removes meanwhile is gone too. OSError if the directory cannot be read.

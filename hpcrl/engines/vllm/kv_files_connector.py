@@ -28,14 +28,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from hpcrl.engines.vllm.kv_files import digest, is_name, shard_path
+from hpcrl.engines.vllm.kv_files import digest_tokens, is_handover_name, shard_path
 
 log = logging.getLogger("vllm.hpcrl")  # below vLLM's own logger, so that it goes where theirs goes
-UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, RuntimeError)
+UNREADABLE_ERRORS = (OSError, SafetensorError, KeyError, ValueError, RuntimeError)
 
 
 @dataclass
-class Passage:
+class KvTransfer:
     """KV of a run of tokens of one request: from or into its blocks."""
 
     name: str
@@ -51,15 +51,15 @@ class Passage:
 
 
 @dataclass
-class Orders(KVConnectorMetadata):
+class TransferOrders(KVConnectorMetadata):
     """What the scheduler tells the workers to do in one step."""
 
-    loads: list[Passage] = field(default_factory=list)
-    saves: list[Passage] = field(default_factory=list)
+    loads: list[KvTransfer] = field(default_factory=list)
+    saves: list[KvTransfer] = field(default_factory=list)
 
 
 @dataclass
-class _Leaving:
+class _LeavingPrompt:
     """A prompt whose KV is to be left behind."""
 
     name: str
@@ -85,48 +85,48 @@ class FilesConnector(KVConnectorBase_V1):
         self._num_ranks = int(vllm_config.parallel_config.world_size)
         self._version = self._read_version()
         # of the scheduler
-        self._leaving: dict[str, _Leaving] = {}
-        self._loading: dict[str, Passage] = {}
-        self._begun: dict[str, Passage] = {}
+        self._leaving: dict[str, _LeavingPrompt] = {}
+        self._loading: dict[str, KvTransfer] = {}
+        self._ordered_loads: dict[str, KvTransfer] = {}
         """Loads ordered for requests that still run."""
         # of a worker
-        self._kept: dict[str, dict[str, torch.Tensor]] = {}
+        self._to_save: dict[str, dict[str, torch.Tensor]] = {}
         self._not_loaded: set[int] = set()
 
     # ---- the scheduler's side
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """How many tokens can be had beyond those that this engine still has."""
-        wanted = request.kv_transfer_params or {}
-        if not wanted.get("do_remote_prefill") or request.num_preemptions or not is_name(wanted.get("name")):
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_prefill") or request.num_preemptions or not is_handover_name(params.get("name")):
             return 0, False
         prompt = list(request.prompt_token_ids or [])
         stop = len(prompt) - 1
-        if stop <= num_computed_tokens or not self._is_there(wanted["name"], prompt[:stop]):
+        if stop <= num_computed_tokens or not self._is_saved(params["name"], prompt[:stop]):
             return 0, False
         return stop - num_computed_tokens, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks have been found for a request that is about to run."""
-        wanted = request.kv_transfer_params or {}
+        params = request.kv_transfer_params or {}
         prompt = list(request.prompt_token_ids or [])
         if num_external_tokens:
             stop = len(prompt) - 1
-            passage = Passage(
-                name=wanted["name"],
+            load = KvTransfer(
+                name=params["name"],
                 block_ids=list(blocks.get_block_ids()[0]),
                 start=stop - num_external_tokens,
                 stop=stop,
                 label=self._label(prompt[:stop]),
             )
-            self._loading[request.request_id] = self._begun[request.request_id] = passage
-        if wanted.get("do_remote_decode") and is_name(wanted.get("name")) and len(prompt) > 1:
-            self._leaving.setdefault(request.request_id, _Leaving(wanted["name"], prompt))
+            self._loading[request.request_id] = self._ordered_loads[request.request_id] = load
+        if params.get("do_remote_decode") and is_handover_name(params.get("name")) and len(prompt) > 1:
+            self._leaving.setdefault(request.request_id, _LeavingPrompt(params["name"], prompt))
 
-    def build_connector_meta(self, scheduler_output: Any) -> Orders:
+    def build_connector_meta(self, scheduler_output: Any) -> TransferOrders:
         """The orders of this step: all loads, and the prompts that it completes."""
         saves = []
-        for request_id, block_ids, is_whole, num_computed in _scheduled(scheduler_output):
+        for request_id, block_ids, is_whole, num_computed in _iterate_scheduled(scheduler_output):
             leaving = self._leaving.get(request_id)
             if leaving is None:
                 continue
@@ -135,16 +135,16 @@ class FilesConnector(KVConnectorBase_V1):
             if num_computed < len(leaving.prompt) and done >= leaving.num_tokens:
                 stop = leaving.num_tokens
                 label = self._label(leaving.prompt[:stop])
-                saves.append(Passage(leaving.name, list(leaving.block_ids), 0, stop, label))
+                saves.append(KvTransfer(leaving.name, list(leaving.block_ids), 0, stop, label))
         loads, self._loading = list(self._loading.values()), {}
-        return Orders(loads=loads, saves=saves)
+        return TransferOrders(loads=loads, saves=saves)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """A load that failed was no load, whatever was ordered."""
         failed = connector_output.invalid_block_ids
         if failed:
-            self._begun = {
-                request_id: load for request_id, load in self._begun.items() if not failed & set(load.block_ids)
+            self._ordered_loads = {
+                request_id: load for request_id, load in self._ordered_loads.items() if not failed & set(load.block_ids)
             }
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -152,8 +152,8 @@ class FilesConnector(KVConnectorBase_V1):
         del block_ids
         leaving = self._leaving.pop(request.request_id, None)
         if leaving is not None:
-            return False, {"name": leaving.name, "saved": self._is_there(leaving.name, leaving.prompt[:-1])}
-        load = self._begun.pop(request.request_id, None)
+            return False, {"name": leaving.name, "saved": self._is_saved(leaving.name, leaving.prompt[:-1])}
+        load = self._ordered_loads.pop(request.request_id, None)
         return False, {"num_loaded": 0 if load is None else load.stop - load.start}
 
     def reset_cache(self) -> bool:
@@ -161,19 +161,19 @@ class FilesConnector(KVConnectorBase_V1):
         self._version = self._read_version()
         return True
 
-    def _is_there(self, name: str, tokens: list[int]) -> bool:
+    def _is_saved(self, name: str, tokens: list[int]) -> bool:
         """Is the KV of these tokens, by these weights, there for every rank?"""
         paths = [shard_path(self._directory, name, rank=rank) for rank in range(self._num_ranks)]
         try:
             with safe_open(paths[0], framework="pt") as file:
                 label = file.metadata()
-        except UNREADABLE:
+        except UNREADABLE_ERRORS:
             return False
         return bool(label == self._label(tokens)) and all(path.exists() for path in paths)
 
     def _label(self, tokens: list[int]) -> dict[str, str]:
         shape = f"{self._num_ranks} ranks, {self._block_size} tokens a block"
-        return {"tokens": digest(tokens), "version": self._version, "shape": shape}
+        return {"tokens": digest_tokens(tokens), "version": self._version, "shape": shape}
 
     def _read_version(self) -> str:
         return self._version_file.read_text().strip()
@@ -183,19 +183,19 @@ class FilesConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """Fill blocks from files, before the step that needs them."""
         orders = self._get_connector_metadata()
-        assert isinstance(orders, Orders)
-        caches = _caches(forward_context)
+        assert isinstance(orders, TransferOrders)
+        caches = _find_caches(forward_context)
         for load in orders.loads:
             path = shard_path(self._directory, load.name, rank=self._rank)
             try:
-                self._fill(caches, load, path)
-            except UNREADABLE as error:
+                self._fill_blocks(caches, load, path)
+            except UNREADABLE_ERRORS as error:
                 log.warning("KV in %s is not used, the prompt is computed here: %s", path, error)
                 self._not_loaded |= set(load.block_ids[load.start // self._block_size :])
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
-    def _fill(self, caches: dict[str, torch.Tensor], load: Passage, path: Path) -> None:
+    def _fill_blocks(self, caches: dict[str, torch.Tensor], load: KvTransfer, path: Path) -> None:
         """All of it or, by a ValueError, nothing."""
         with safe_open(path, framework="pt") as file:
             if file.metadata() != load.label or set(file.keys()) != caches.keys():
@@ -214,24 +214,24 @@ class FilesConnector(KVConnectorBase_V1):
         """Take what is to be left behind out of one layer."""
         del attn_metadata
         orders = self._get_connector_metadata()
-        assert isinstance(orders, Orders)
+        assert isinstance(orders, TransferOrders)
         for save in orders.saves:
             block_ids = save.blocks(self._block_size).to(kv_layer.device)
-            self._kept.setdefault(save.name, {})[layer_name] = kv_layer[block_ids].detach().cpu().contiguous()
+            self._to_save.setdefault(save.name, {})[layer_name] = kv_layer[block_ids].detach().cpu().contiguous()
 
     def wait_for_save(self) -> None:
         """Make the files of this step appear, complete; one that cannot be written is not there, and that is all."""
         orders = self._get_connector_metadata()
-        assert isinstance(orders, Orders)
-        kept, self._kept = self._kept, {}
+        assert isinstance(orders, TransferOrders)
+        tensors, self._to_save = self._to_save, {}
         for save in orders.saves:
             path = shard_path(self._directory, save.name, rank=self._rank)
             temporary = path.with_name(f".{path.name}.tmp")
             try:
-                save_file(kept.get(save.name, {}), temporary, metadata=save.label)
+                save_file(tensors.get(save.name, {}), temporary, metadata=save.label)
                 temporary.chmod(0o600)
                 os.rename(temporary, path)  # noqa: PTH104 - a request that was computed anew replaces its file
-            except UNREADABLE as error:
+            except UNREADABLE_ERRORS as error:
                 log.warning("KV cannot be left in %s: %s", path, error)
                 with contextlib.suppress(OSError):
                     temporary.unlink(missing_ok=True)
@@ -244,19 +244,19 @@ class FilesConnector(KVConnectorBase_V1):
         return failed
 
 
-def _scheduled(scheduler_output: Any) -> Iterator[tuple[str, list[int], bool, int]]:
+def _iterate_scheduled(scheduler_output: Any) -> Iterator[tuple[str, list[int], bool, int]]:
     """Of every request in a step: its blocks, whether these are all of them or only new ones, tokens computed."""
     for new in scheduler_output.scheduled_new_reqs:
         yield new.req_id, list(new.block_ids[0]), True, new.num_computed_tokens
-    going_on = scheduler_output.scheduled_cached_reqs
-    for index, request_id in enumerate(going_on.req_ids):
-        added = going_on.new_block_ids[index]
+    continuing = scheduler_output.scheduled_cached_reqs
+    for index, request_id in enumerate(continuing.req_ids):
+        added = continuing.new_block_ids[index]
         block_ids = [] if added is None else list(added[0])
-        is_whole = request_id in going_on.resumed_req_ids
-        yield request_id, block_ids, is_whole, going_on.num_computed_tokens[index]
+        is_whole = request_id in continuing.resumed_req_ids
+        yield request_id, block_ids, is_whole, continuing.num_computed_tokens[index]
 
 
-def _caches(forward_context: Any) -> dict[str, torch.Tensor]:
+def _find_caches(forward_context: Any) -> dict[str, torch.Tensor]:
     """The KV memory of every attention layer: blocks, heads, tokens of a block, values."""
     layers = forward_context.no_compile_layers.items()
     return {name: cache for name, layer in layers if (cache := getattr(layer, "kv_cache", None)) is not None}

@@ -12,11 +12,11 @@ import sys
 from types import FrameType
 
 from hpcrl.system.exit_codes import encode_exit_code
-from hpcrl.system.processes import adopt_orphans, descendants, die_with_parent, end_descendants
-from hpcrl.weights.window.shm_cleanup import Ledger, sweep
+from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants
+from hpcrl.weights.window.shm_cleanup import SegmentLedger, remove_orphans
 
-GRACE_S = 5.0
-LOOK_S, SELDOM_S, SLOWER = 1.0, 60.0, 1.2
+END_GRACE_S = 5.0
+MIN_LOOK_INTERVAL_S, MAX_LOOK_INTERVAL_S, LOOK_INTERVAL_FACTOR = 1.0, 60.0, 1.2
 """How long until it is looked what they have in shared memory: at first, in the long run, and by how much it grows."""
 
 
@@ -26,7 +26,7 @@ def main(parent: int, command: list[str]) -> int:
     die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:  # it ended before we asked to be told
         return 1
-    sweep()
+    remove_orphans()
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -34,23 +34,23 @@ def main(parent: int, command: list[str]) -> int:
 
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, forward)
-    ledger = Ledger()
-    code = _until_it_ends(child, ledger)
-    ledger.note(descendants())
-    end_descendants(grace_s=GRACE_S)
+    ledger = SegmentLedger()
+    code = _wait_for_end(child, ledger)
+    ledger.record(list_descendants())
+    end_descendants(grace_s=END_GRACE_S)
     ledger.clear()
     return encode_exit_code(code)
 
 
-def _until_it_ends(child: "subprocess.Popen[bytes]", ledger: Ledger) -> int:
+def _wait_for_end(child: "subprocess.Popen[bytes]", ledger: SegmentLedger) -> int:
     """Its exit code; meanwhile what it and those below it have made in shared memory is taken down."""
-    look_s = LOOK_S
+    interval_s = MIN_LOOK_INTERVAL_S
     while True:
         try:
-            return child.wait(look_s)
+            return child.wait(interval_s)
         except subprocess.TimeoutExpired:
-            ledger.note(descendants())
-            look_s = min(SLOWER * look_s, SELDOM_S)
+            ledger.record(list_descendants())
+            interval_s = min(LOOK_INTERVAL_FACTOR * interval_s, MAX_LOOK_INTERVAL_S)
 
 
 if __name__ == "__main__":

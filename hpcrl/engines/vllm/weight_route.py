@@ -11,24 +11,24 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-from hpcrl.engines.vllm.weight_plugin import NAME
+from hpcrl.engines.vllm.weight_plugin import PLUGIN_NAME
 
 
-class Switch:
+class SwitchPlugin:
     """The plugin as vLLM wants it."""
 
-    name = NAME
+    name = PLUGIN_NAME
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the route."""
-        app.add_api_route("/hpcrl/switch", switch, methods=["POST"])
+        app.add_api_route("/hpcrl/switch", switch_version, methods=["POST"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Nothing: the engine is found with each request."""
 
 
-async def switch(request: Request) -> JSONResponse:
+async def switch_version(request: Request) -> JSONResponse:
     """Stand still, use the version, forget what was computed with the one before; on failure go on standing still."""
     version = int((await request.json())["version"])
     engine = request.app.state.engine_client

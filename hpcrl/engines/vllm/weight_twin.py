@@ -1,9 +1,9 @@
 """A twin of a vLLM model: new weights are loaded and packed into it while the model is in use, then change places.
 
     Twin(model)    layers of its own that share everything but weights with those of the model
-    fill           load a version into it, by vLLM's own loaders; takes its time
-    take_over      give the model what was loaded, and keep what it had; takes none
-    let_go         give back the memory of that, little by little
+    fill            load a version into it, by vLLM's own loaders; takes its time
+    take_over       give the model what was loaded, and keep what it had; takes none
+    release_memory  give back the memory of that, little by little
 
 For models on CPUs: there is memory for weights twice over, and what vLLM does after loading, to pack them for the
 processor's kernels, takes longer than anything else in an update.
@@ -17,28 +17,28 @@ import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+OWN_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """Attributes of a module that its twin has for itself."""
-WRAPPED = "online_process_loader"
+WRAPPED_LOADER_NAME = "online_process_loader"
 """What vLLM calls the loaders that it puts around those of a layer while that is reloaded."""
-NAP_S = 0.002
+RELEASE_INTERVAL_S = 0.002
 """Between two pieces of memory that are given back: meanwhile nobody else in the process can run Python."""
 
 
-class _Pair(NamedTuple):
+class _LayerPair(NamedTuple):
     layer: torch.nn.Module
     twin: torch.nn.Module
     shared: dict[str, Any]
     """What both had when the twin was made."""
 
 
-class Twin:
+class ModelTwin:
     """Between `fill` and `take_over` it holds a whole version; it is used once."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._pairs: dict[torch.nn.Module, _Pair] = {}
+        self._pairs: dict[torch.nn.Module, _LayerPair] = {}
         self._tensors: dict[torch.Tensor, torch.Tensor] = {}
-        self._model: Any = self._twin_of(model)
+        self._model: Any = self._make_twin(model)
 
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], *, model_config: Any) -> None:
         """Load all weights, under the names that the trainer gives them; nothing of the model changes."""
@@ -48,52 +48,54 @@ class Twin:
 
     def take_over(self) -> None:
         """Let the model compute with what was loaded; call it between two steps."""
-        for tensor, loaded in self._replaced():
+        for tensor, loaded in self._replaced_tensors():
             tensor.data, loaded.data = loaded.data, tensor.data
         for layer, twin, shared in self._pairs.values():
             for name, value in list(vars(twin).items()):  # packed weights among them
-                if name not in OWN and value is not shared.get(name):
+                if name not in OWN_ATTRIBUTES and value is not shared.get(name):
                     twin.__dict__[name] = shared.get(name)
                     layer.__dict__[name] = value
 
-    def let_go(self) -> None:
+    def release_memory(self) -> None:
         """After `take_over`: forget what the model had. It would take as long as a step or two to do it at once."""
-        for _, loaded in self._replaced():
+        for _, loaded in self._replaced_tensors():
             loaded.data = loaded.data.new_empty(0)
-            time.sleep(NAP_S)
+            time.sleep(RELEASE_INTERVAL_S)
         for _, twin, shared in self._pairs.values():
             for name, value in list(vars(twin).items()):
-                if name not in OWN and value is shared.get(name):
+                if name not in OWN_ATTRIBUTES and value is shared.get(name):
                     del twin.__dict__[name]
             shared.clear()
-            time.sleep(NAP_S)
+            time.sleep(RELEASE_INTERVAL_S)
 
-    def _replaced(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _replaced_tensors(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each tensor of the model with the one that was loaded for it, once."""
         seen: set[tuple[int, int]] = set()
         for layer, twin, _ in self._pairs.values():
-            for mine, its in ((layer._parameters, twin._parameters), (layer._buffers, twin._buffers)):
-                for name, tensor in mine.items():
-                    loaded = its.get(name)
+            for own_tensors, twin_tensors in ((layer._parameters, twin._parameters), (layer._buffers, twin._buffers)):
+                for name, tensor in own_tensors.items():
+                    loaded = twin_tensors.get(name)
                     if tensor is None or loaded is None or (id(tensor), id(loaded)) in seen:
                         continue
                     seen.add((id(tensor), id(loaded)))
                     yield tensor, loaded
 
-    def _twin_of(self, layer: torch.nn.Module) -> torch.nn.Module:
+    def _make_twin(self, layer: torch.nn.Module) -> torch.nn.Module:
         """The same module once more, and so all below it; what appears twice in the model does in its twin."""
         if layer in self._pairs:
             return self._pairs[layer].twin
         twin: torch.nn.Module = type(layer).__new__(type(layer))
         shared = dict(vars(layer))
-        self._pairs[layer] = _Pair(layer, twin, shared)
+        self._pairs[layer] = _LayerPair(layer, twin, shared)
         twin.__dict__.update(shared)
         twin.__dict__["_non_persistent_buffers_set"] = set(layer._non_persistent_buffers_set)
         for kind in ("_parameters", "_buffers"):
             own = vars(layer)[kind]
-            twin.__dict__[kind] = {name: None if held is None else self._copy_of(held) for name, held in own.items()}
+            twin.__dict__[kind] = {
+                name: None if held is None else self._copy_tensor(held) for name, held in own.items()
+            }
         below = layer._modules.items()
-        twin.__dict__["_modules"] = {name: None if part is None else self._twin_of(part) for name, part in below}
+        twin.__dict__["_modules"] = {name: None if part is None else self._make_twin(part) for name, part in below}
         self._describe(layer, twin)
         return twin
 
@@ -103,17 +105,17 @@ class Twin:
         info.restore_device = known.restore_device
         params, buffers = known.restore_metadata
         info.restore_metadata = (
-            {name: _outline(tensor) for name, tensor in params.items()},
-            {name: _outline(tensor) for name, tensor in buffers.items()},
+            {name: _make_outline(tensor) for name, tensor in params.items()},
+            {name: _make_outline(tensor) for name, tensor in buffers.items()},
         )
 
-    def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor not in self._tensors:
-            self._tensors[tensor] = _like(tensor, tensor.data.clone())
+            self._tensors[tensor] = _wrap_like(tensor, tensor.data.clone())
         return self._tensors[tensor]
 
 
-def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+def _wrap_like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """`data`, with the type of `tensor` and what vLLM's loaders have written on it."""
     made = data.detach()
     made.__class__ = type(tensor)
@@ -121,10 +123,10 @@ def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _outline(tensor: torch.Tensor) -> torch.Tensor:
+def _make_outline(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory; if the model itself was reloaded before, its loader still leads there."""
-    outline = _like(tensor, tensor.data)
+    outline = _wrap_like(tensor, tensor.data)
     made: Any = outline
-    while getattr(getattr(made, "weight_loader", None), "__name__", "") == WRAPPED:
+    while getattr(getattr(made, "weight_loader", None), "__name__", "") == WRAPPED_LOADER_NAME:
         made.weight_loader = made.weight_loader.__wrapped__
     return outline

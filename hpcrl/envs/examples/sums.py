@@ -19,17 +19,17 @@ def main() -> int:
     messages = [{"role": "user", "content": f"{first}+{second}=?"}]
     reward = 0.0
     for share in (1.0, 0.5):
-        said = ask(client, messages)
-        if said.strip() == str(first + second):
+        answer = request_answer(client, messages)
+        if answer.strip() == str(first + second):
             reward = share
             break
-        reward = 0.1 if said.strip().isdecimal() else reward
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "wrong"}]
+        reward = 0.1 if answer.strip().isdecimal() else reward
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "wrong"}]
     print(json.dumps({"reward": reward}))  # noqa: T201 - this is how it tells
     return 0
 
 
-def ask(client: OpenAI, messages: list[dict[str, str]]) -> str:
+def request_answer(client: OpenAI, messages: list[dict[str, str]]) -> str:
     """What the model says next."""
     answer = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
     return answer.choices[0].message.content or ""

@@ -18,13 +18,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpcrl.envs.base import Step, construct
-from hpcrl.envs.isolation.wire import Act, Answer, Close, Make, Request, Reset, encode, receive_request
+from hpcrl.envs.base import Step, construct_env
+from hpcrl.envs.isolation.wire import Act, Close, EnvAnswer, EnvRequest, Make, Reset, encode_message, receive_request
 from hpcrl.errors import HpcrlError
 from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.processes import adopt_orphans, end_descendants
 
-ASIDE = 500
+OOM_SCORE_ADJUSTMENT = 500
 """Under memory pressure the kernel ends environments before their host."""
 
 
@@ -34,12 +34,12 @@ def main(fd: int) -> int:
     adopt_orphans()
     child = os.fork()
     if child == 0:
-        os._exit(_serve(connection))
+        os._exit(_serve_requests(connection))
     connection.close()  # so that the host sees the end of the environment's process as the end of the connection
-    return _keep(child)
+    return _guard_child(child)
 
 
-def _keep(child: int) -> int:
+def _guard_child(child: int) -> int:
     """Wait until the child ends or the host lets go, and leave nothing behind."""
     ended = os.pidfd_open(child)
     select.select([ended, sys.stdin], [], [])
@@ -49,7 +49,7 @@ def _keep(child: int) -> int:
     return encode_exit_code(code)
 
 
-def _serve(connection: socket.socket) -> int:
+def _serve_requests(connection: socket.socket) -> int:
     """Answer until the host says that it is over."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     env: Any = None
@@ -57,61 +57,61 @@ def _serve(connection: socket.socket) -> int:
         while (request := receive_request(connection)) is not None:
             try:
                 if isinstance(request, Make):
-                    env, answer = _make(request), Answer()
+                    env, answer = _make_limited_env(request), EnvAnswer()
                 else:
-                    answer = _answer(runner, env, request)
+                    answer = _handle_request(runner, env, request)
             except BaseException as error:  # noqa: BLE001 - whatever it is, the host judges it
-                answer = Answer(error=_told(error))
-            connection.sendall(_frame(answer))
+                answer = EnvAnswer(error=_describe_error(error))
+            connection.sendall(_encode_answer(answer))
             if isinstance(request, Close):
                 break
     return 0
 
 
-def _make(request: Make) -> Any:
+def _make_limited_env(request: Make) -> Any:
     """Limit this process, then run the environment's code for the first time."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (request.cpu_s, request.cpu_s + 5))
     with contextlib.suppress(OSError):  # some walls do not allow it
-        Path("/proc/self/oom_score_adj").write_text(str(ASIDE))
-    return construct(request.env, request.options, what="env")
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT))
+    return construct_env(request.env, request.options, what="env")
 
 
-def _answer(runner: asyncio.Runner, env: Any, request: Request) -> Answer:
+def _handle_request(runner: asyncio.Runner, env: Any, request: EnvRequest) -> EnvAnswer:
     """Call the environment; plain methods run here, in the main thread, where signals work too."""
     match request:
         case Reset(seed=seed):
-            observation = _outcome(runner, env.reset(seed))
+            observation = _await_result(runner, env.reset(seed))
             if not isinstance(observation, str):
-                return Answer(error=f"reset returned {type(observation).__name__}: it returns text")
-            return Answer(observation=observation)
+                return EnvAnswer(error=f"reset returned {type(observation).__name__}: it returns text")
+            return EnvAnswer(observation=observation)
         case Act(action=action):
-            step = _outcome(runner, env.step(action))
+            step = _await_result(runner, env.step(action))
             if not isinstance(step, Step):
-                return Answer(error=f"step returned {type(step).__name__}: it returns hpcrl.envs.base.Step")
-            return Answer(observation=step.observation, reward=step.reward, done=step.done)
+                return EnvAnswer(error=f"step returned {type(step).__name__}: it returns hpcrl.envs.base.Step")
+            return EnvAnswer(observation=step.observation, reward=step.reward, done=step.done)
         case _:
-            _outcome(runner, env.close() if env is not None else None)
-            return Answer()
+            _await_result(runner, env.close() if env is not None else None)
+            return EnvAnswer()
 
 
-def _outcome(runner: asyncio.Runner, value: Any) -> Any:
+def _await_result(runner: asyncio.Runner, value: Any) -> Any:
     async def wait() -> Any:
         return await value
 
     return runner.run(wait()) if inspect.isawaitable(value) else value
 
 
-def _frame(answer: Answer) -> bytes:
+def _encode_answer(answer: EnvAnswer) -> bytes:
     """The answer as it is sent; one that cannot be sent is a fault of the environment."""
     try:
-        return encode(answer)
+        return encode_message(answer)
     except (TypeError, ValueError, OverflowError) as error:
-        return encode(Answer(error=f"what it answered cannot be sent: {_told(error)}"))
+        return encode_message(EnvAnswer(error=f"what it answered cannot be sent: {_describe_error(error)}"))
 
 
-def _told(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     if isinstance(error, HpcrlError):
         return str(error)[:2000]
     return f"{type(error).__name__}: {error}"[:2000]

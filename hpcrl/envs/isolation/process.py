@@ -22,22 +22,33 @@ from typing import IO, Any
 import msgspec
 
 from hpcrl.envs.base import Step
-from hpcrl.envs.isolation.sandbox import Walls, Wanted, choose, readable, walled
-from hpcrl.envs.isolation.wire import HEADER, Act, Answer, Close, Make, Request, Reset, decode_answer, encode, size_of
+from hpcrl.envs.isolation.sandbox import SandboxChoice, SandboxSpec, choose_sandbox, list_readable_paths, wrap_command
+from hpcrl.envs.isolation.wire import (
+    HEADER_BYTES,
+    Act,
+    Close,
+    EnvAnswer,
+    EnvRequest,
+    Make,
+    Reset,
+    decode_answer,
+    encode_message,
+    read_size,
+)
 from hpcrl.errors import EnvFault
 
-MAX_OUTPUT = 4 << 20
+MAX_OUTPUT_BYTES = 4 << 20
 """Bytes that an environment may print in its life; one that prints more is given up."""
-KEPT_OUTPUT = 2000
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+MAX_KEPT_BYTES = 2000
+SINGLE_THREAD_VARIABLES = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 """Many such processes share a node: numpy's threads, with buffers for every core, would fill their limit at once."""
-CLOSE_S = 2.0
+CLOSE_TIMEOUT_S = 2.0
 """How long an environment may take to end well."""
-REAP_S = 5.0
+REAP_TIMEOUT_S = 5.0
 """How long its keeper may take to end all that is left."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What the process of one environment may use."""
 
     memory_bytes: int = 4 << 30
@@ -59,17 +70,19 @@ class ProcessEnv:
         self._busy = False
         self._num_printed = 0
         self._last_printed = b""
-        self._given_up: str | None = None
+        self._kill_reason: str | None = None
 
     @classmethod
     async def start(
-        cls, name: str, options: dict[str, Any], *, limits: Limits, sandbox: Wanted = "none"
+        cls, name: str, options: dict[str, Any], *, limits: ProcessLimits, sandbox: SandboxChoice = "none"
     ) -> "ProcessEnv":
         """Start the process, inside walls if they are wanted, and make the environment in it."""
-        env = cls(*await asyncio.to_thread(_launch, sandbox), name=name)
+        env = cls(*await asyncio.to_thread(_start_keeper, sandbox), name=name)
         try:
-            await env._listen()
-            await env._ask(Make(env=name, options=options, memory_bytes=limits.memory_bytes, cpu_s=limits.cpu_s))
+            await env._open_streams()
+            await env._request_answer(
+                Make(env=name, options=options, memory_bytes=limits.memory_bytes, cpu_s=limits.cpu_s)
+            )
         except BaseException:
             env._kill()
             asyncio.get_running_loop().run_in_executor(None, env._reap)
@@ -82,40 +95,40 @@ class ProcessEnv:
         return self._process.pid
 
     async def reset(self, seed: int) -> str:
-        return (await self._ask(Reset(seed=seed))).observation
+        return (await self._request_answer(Reset(seed=seed))).observation
 
     async def step(self, action: str) -> Step:
-        answer = await self._ask(Act(action=action))
+        answer = await self._request_answer(Act(action=action))
         return Step(observation=answer.observation, reward=answer.reward, done=answer.done)
 
     async def close(self) -> None:
         """End the environment, well if it still answers, and everything that it started."""
         try:
-            if not self._busy and self._given_up is None:
+            if not self._busy and self._kill_reason is None:
                 with contextlib.suppress(EnvFault, TimeoutError):
-                    await asyncio.wait_for(self._ask(Close()), CLOSE_S)
+                    await asyncio.wait_for(self._request_answer(Close()), CLOSE_TIMEOUT_S)
         finally:
             self._kill()
         await asyncio.to_thread(self._reap)
 
-    async def _listen(self) -> None:
+    async def _open_streams(self) -> None:
         """Hear the connection, and what is printed: that is drained so that nobody waits, and bounded."""
         self._streams = await asyncio.open_connection(sock=self._connection)
-        printed = self._printed
-        os.set_blocking(printed.fileno(), False)
-        asyncio.get_running_loop().add_reader(printed.fileno(), self._drain, printed)
+        stdout = self._stdout
+        os.set_blocking(stdout.fileno(), False)
+        asyncio.get_running_loop().add_reader(stdout.fileno(), self._drain_stdout, stdout)
 
-    async def _ask(self, request: Request) -> Answer:
+    async def _request_answer(self, request: EnvRequest) -> EnvAnswer:
         """One question, one answer; any way in which there is none is a fault of the environment."""
         assert self._streams is not None
         reader, writer = self._streams
         self._busy = True
         try:
-            writer.write(encode(request))
+            writer.write(encode_message(request))
             await writer.drain()
-            answer = decode_answer(await reader.readexactly(size_of(await reader.readexactly(HEADER))))
+            answer = decode_answer(await reader.readexactly(read_size(await reader.readexactly(HEADER_BYTES))))
         except (OSError, EOFError) as error:
-            raise EnvFault(await self._why_it_ended()) from error
+            raise EnvFault(await self._find_end_reason()) from error
         except (ValueError, msgspec.MsgspecError) as error:
             self._kill()
             raise EnvFault(f"{self._name}: it does not speak our protocol: {error}") from error
@@ -125,46 +138,46 @@ class ProcessEnv:
             raise EnvFault(f"{self._name}: {answer.error.rstrip(': ')}{full}")
         return answer
 
-    async def _why_it_ended(self) -> str:
-        if self._given_up is not None:
-            return f"{self._name}: {self._given_up}"
+    async def _find_end_reason(self) -> str:
+        if self._kill_reason is not None:
+            return f"{self._name}: {self._kill_reason}"
         with contextlib.suppress(subprocess.TimeoutExpired):  # its keeper knows how it ended, if we let it see that
-            await asyncio.to_thread(self._process.wait, CLOSE_S)
+            await asyncio.to_thread(self._process.wait, CLOSE_TIMEOUT_S)
         self._kill()
         await asyncio.to_thread(self._reap)
         code = self._process.returncode
-        how = f"was killed by {_signal_name(code - 128)}" if code > 128 else f"ended with code {code}"
+        how = f"was killed by {_name_signal(code - 128)}" if code > 128 else f"ended with code {code}"
         last = self._last_printed.decode(errors="replace").strip().rpartition("\n")[2]
         return f"{self._name}: its process {how}" + f", its last words: {last[-300:]}" * bool(last)
 
     @property
-    def _printed(self) -> IO[bytes]:
+    def _stdout(self) -> IO[bytes]:
         assert self._process.stdout is not None
         return self._process.stdout
 
-    def _drain(self, printed: IO[bytes]) -> None:
+    def _drain_stdout(self, stdout: IO[bytes]) -> None:
         try:
-            data = os.read(printed.fileno(), 1 << 16)
+            data = os.read(stdout.fileno(), 1 << 16)
         except BlockingIOError:
             return
         self._num_printed += len(data)
-        self._last_printed = (self._last_printed + data)[-KEPT_OUTPUT:]
-        if self._num_printed > MAX_OUTPUT:
-            self._given_up = f"it printed more than {MAX_OUTPUT >> 20} MiB: let it print less, or to a file"
+        self._last_printed = (self._last_printed + data)[-MAX_KEPT_BYTES:]
+        if self._num_printed > MAX_OUTPUT_BYTES:
+            self._kill_reason = f"it printed more than {MAX_OUTPUT_BYTES >> 20} MiB: let it print less, or to a file"
             self._kill()
         elif not data:
-            self._deafen()
+            self._close_stdout()
 
-    def _deafen(self) -> None:
-        if not self._printed.closed:
-            asyncio.get_running_loop().remove_reader(self._printed.fileno())
-            self._printed.close()
+    def _close_stdout(self) -> None:
+        if not self._stdout.closed:
+            asyncio.get_running_loop().remove_reader(self._stdout.fileno())
+            self._stdout.close()
 
     def _kill(self) -> None:
         """Let go of the line that the process hangs by: its keeper ends all that is there."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._deafen()
+        self._close_stdout()
         if self._streams is not None:
             self._streams[1].close()
         else:
@@ -173,7 +186,7 @@ class ProcessEnv:
     def _reap(self) -> None:
         """Wait for the keeper; one that does not end is killed with its process group."""
         try:
-            self._process.wait(REAP_S)
+            self._process.wait(REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -182,29 +195,29 @@ class ProcessEnv:
             shutil.rmtree(self._workdir, ignore_errors=True)
 
 
-def _launch(sandbox: Wanted) -> tuple["subprocess.Popen[bytes]", socket.socket, Path | None]:
+def _start_keeper(sandbox: SandboxChoice) -> tuple["subprocess.Popen[bytes]", socket.socket, Path | None]:
     """Start the keeper, the leader of a session of its own; returns it, our end of the socket, and its directory."""
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "hpcrl.envs.isolation.child", str(theirs.fileno())]
+    parent_end, child_end = socket.socketpair()
+    command = [sys.executable, "-m", "hpcrl.envs.isolation.child", str(child_end.fileno())]
     workdir = None
-    if (kind := choose(sandbox, image=None)) != "none":
+    if (kind := choose_sandbox(sandbox, image=None)) != "none":
         workdir = Path(tempfile.mkdtemp(prefix="hpcrl-env-"))
-        command = walled(command, Walls(kind=kind, workdir=str(workdir), readable=readable()))
-    with theirs:
+        command = wrap_command(command, SandboxSpec(kind=kind, workdir=str(workdir), readable=list_readable_paths()))
+    with child_end:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=os.environ | ONE_THREAD,
-            pass_fds=[theirs.fileno()],
+            env=os.environ | SINGLE_THREAD_VARIABLES,
+            pass_fds=[child_end.fileno()],
             start_new_session=True,
         )
-    ours.setblocking(False)
-    return process, ours, workdir
+    parent_end.setblocking(False)
+    return process, parent_end, workdir
 
 
-def _signal_name(number: int) -> str:
+def _name_signal(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -18,13 +18,13 @@ from typing import IO
 
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants
 
-KEPT_BYTES = 1 << 16
-LIMIT_GRACE_S = 0.5
-DRAIN_S = 2.0
+MAX_KEPT_BYTES = 1 << 16
+END_GRACE_S = 0.5
+DRAIN_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class ProgramLaunch:
     """What to run, and how."""
 
     command: list[str]
@@ -41,7 +41,7 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Landing:
+class ProgramResult:
     """How it ended."""
 
     exit_code: int
@@ -52,7 +52,7 @@ class Landing:
     num_output_bytes: int
 
 
-class Tail:
+class PipeTail:
     """Drains a pipe in a thread and keeps its end."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
@@ -64,21 +64,23 @@ class Tail:
 
     def text(self) -> str:
         """What is kept, once nobody writes any more."""
-        self._thread.join(DRAIN_S)
-        return self._kept[-KEPT_BYTES:].decode(errors="replace")
+        self._thread.join(DRAIN_TIMEOUT_S)
+        return self._kept[-MAX_KEPT_BYTES:].decode(errors="replace")
 
     def _drain(self) -> None:
         with suppress(OSError, ValueError):
             while data := os.read(self._pipe.fileno(), 1 << 18):
                 self.num_bytes += len(data)
-                self._kept = (self._kept + data)[-KEPT_BYTES:]
+                self._kept = (self._kept + data)[-MAX_KEPT_BYTES:]
 
 
-def run(launch: Launch) -> Landing:
+def run_program(launch: ProgramLaunch) -> ProgramResult:
     """Run the program to its end, and end what it left behind."""
     if launch.forward_port:
-        threading.Thread(target=_forward, args=(_listen(launch.forward_port), launch.socket), daemon=True).start()
-    _limit(launch)
+        threading.Thread(
+            target=_forward_connections, args=(_open_listener(launch.forward_port), launch.socket), daemon=True
+        ).start()
+    _set_limits(launch)
     process = subprocess.Popen(
         launch.command,
         stdin=subprocess.PIPE,
@@ -89,33 +91,35 @@ def run(launch: Launch) -> Landing:
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    output, errors = Tail(process.stdout), Tail(process.stderr)
+    output, errors = PipeTail(process.stdout), PipeTail(process.stderr)
     with suppress(OSError):  # it may not want to know
         process.stdin.write(launch.task.encode())
         process.stdin.close()
     exit_code = process.wait()
-    end_descendants(grace_s=LIMIT_GRACE_S)
-    return Landing(exit_code=exit_code, output=output.text(), errors=errors.text(), num_output_bytes=output.num_bytes)
+    end_descendants(grace_s=END_GRACE_S)
+    return ProgramResult(
+        exit_code=exit_code, output=output.text(), errors=errors.text(), num_output_bytes=output.num_bytes
+    )
 
 
 def main() -> int:
     adopt_orphans()
     die_with_parent()
-    signal.signal(signal.SIGTERM, _end_all)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
-        landing = run(Launch(**json.loads(sys.stdin.buffer.read())))
+        result = run_program(ProgramLaunch(**json.loads(sys.stdin.buffer.read())))
     except OSError as error:
-        landing = Landing(exit_code=127, output="", errors=f"cannot be run: {error}", num_output_bytes=0)
-    sys.stdout.write(json.dumps(asdict(landing)))
+        result = ProgramResult(exit_code=127, output="", errors=f"cannot be run: {error}", num_output_bytes=0)
+    sys.stdout.write(json.dumps(asdict(result)))
     return 0
 
 
-def _end_all(*_: object) -> None:
-    end_descendants(grace_s=LIMIT_GRACE_S)
+def _exit_on_signal(*_: object) -> None:
+    end_descendants(grace_s=END_GRACE_S)
     os._exit(128 + signal.SIGTERM)
 
 
-def _limit(launch: Launch) -> None:
+def _set_limits(launch: ProgramLaunch) -> None:
     """For this process and all that come of it, each by itself."""
     limits = (
         (resource.RLIMIT_DATA, launch.memory_bytes),
@@ -131,11 +135,11 @@ def _limit(launch: Launch) -> None:
 # ---- the way to the model, out of a sandbox that has no network but its own loopback
 
 
-def _listen(port: int) -> socket.socket:
+def _open_listener(port: int) -> socket.socket:
     return socket.create_server(("127.0.0.1", port), backlog=128)
 
 
-def _forward(listening: socket.socket, path: str) -> None:
+def _forward_connections(listening: socket.socket, path: str) -> None:
     while True:
         near, _ = listening.accept()
         near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -146,10 +150,10 @@ def _forward(listening: socket.socket, path: str) -> None:
             near.close()
             continue
         for source, target in ((near, far), (far, near)):
-            threading.Thread(target=_copy, args=(source, target), daemon=True).start()
+            threading.Thread(target=_copy_stream, args=(source, target), daemon=True).start()
 
 
-def _copy(source: socket.socket, target: socket.socket) -> None:
+def _copy_stream(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while data := source.recv(1 << 16):
             target.sendall(data)

@@ -1,11 +1,11 @@
 """Walls around code that we do not know: apptainer, else bubblewrap, else nothing is run unless that is asked for.
 
-    choose     which walls there are on this node. Refuses if there are none
-    walled     the command inside its walls
-    readable   what Python and hpcrl need to be seen inside
+    choose_sandbox       which walls there are on this node. Refuses if there are none
+    wrap_command         the command inside its walls
+    list_readable_paths  what Python and hpcrl need to be seen inside
 
 Inside there is no network but loopback of its own, no process but its own, and no file but the system's programs,
-what is in `readable` and its own working directory. Secrets go by the environment: command lines are public.
+what is in `list_readable_paths` and its own working directory. Secrets go by the environment: command lines are public.
 """
 
 import os
@@ -22,17 +22,17 @@ import msgspec
 
 from hpcrl.errors import EnvFault
 
-Wanted = Literal["auto", "apptainer", "bubblewrap", "none"]
-Kind = Literal["apptainer", "bubblewrap", "none"]
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ssl", "/etc/ld.so.cache")
+SandboxChoice = Literal["auto", "apptainer", "bubblewrap", "none"]
+SandboxKind = Literal["apptainer", "bubblewrap", "none"]
+SYSTEM_DIRS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ssl", "/etc/ld.so.cache")
 SYSTEM_FILES = ("/etc/passwd", "/etc/group", "/etc/localtime", "/etc/nsswitch.conf", "/etc/mime.types")
-PROBE_S = 20.0
+PROBE_TIMEOUT_S = 20.0
 
 
-class Walls(msgspec.Struct, frozen=True, kw_only=True):
+class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be seen inside."""
 
-    kind: Kind
+    kind: SandboxKind
     workdir: str
     """Its own directory, the only one that it can write to besides an empty /tmp."""
     readable: tuple[str, ...] = ()
@@ -40,33 +40,33 @@ class Walls(msgspec.Struct, frozen=True, kw_only=True):
     """For apptainer: what its system is."""
 
 
-def choose(wanted: Wanted, *, image: str | None) -> Kind:
+def choose_sandbox(wanted: SandboxChoice, *, image: str | None) -> SandboxKind:
     """The walls to use; EnvFault if those wanted are not to be had."""
     if wanted == "none":
         return "none"
     if wanted in ("auto", "apptainer") and image and shutil.which("apptainer"):
         return "apptainer"
-    if wanted in ("auto", "bubblewrap") and not _what_fails():
+    if wanted in ("auto", "bubblewrap") and not _find_bubblewrap_problem():
         return "bubblewrap"
     apptainer = "needs an `image`" if shutil.which("apptainer") else "is not installed"
     raise EnvFault(
-        f'sandbox = "{wanted}" cannot be had on this node: apptainer {apptainer}, {_what_fails() or "bwrap works"}: '
+        f'sandbox = "{wanted}" cannot be had on this node: apptainer {apptainer}, {_find_bubblewrap_problem() or "bwrap works"}: '
         'install one of them, or allow code without walls by sandbox = "none"'
     )
 
 
-def walled(command: Sequence[str], walls: Walls) -> list[str]:
+def wrap_command(command: Sequence[str], spec: SandboxSpec) -> list[str]:
     """The command line that runs `command` inside."""
-    match walls.kind:
+    match spec.kind:
         case "none":
             return list(command)
         case "bubblewrap":
-            return [*_bubblewrap(walls), "--", *command]
+            return [*_build_bubblewrap_args(spec), "--", *command]
         case "apptainer":
-            return [*_apptainer(walls), *command]
+            return [*_build_apptainer_args(spec), *command]
 
 
-def readable(*more: str) -> tuple[str, ...]:
+def list_readable_paths(*more: str) -> tuple[str, ...]:
     """Python, what is installed for it, hpcrl itself, and whatever else is named."""
     package = Path(__file__).resolve().parents[2]
     places = [sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages(), str(package)]
@@ -74,9 +74,9 @@ def readable(*more: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(Path(place)) for place in [*places, *more] if Path(place).exists()))
 
 
-def _bubblewrap(walls: Walls) -> list[str]:
-    seen = [argument for path in SYSTEM + SYSTEM_FILES for argument in ("--ro-bind-try", path, path)]
-    own = [argument for path in walls.readable for argument in ("--ro-bind", path, path)]
+def _build_bubblewrap_args(spec: SandboxSpec) -> list[str]:
+    seen = [argument for path in SYSTEM_DIRS + SYSTEM_FILES for argument in ("--ro-bind-try", path, path)]
+    own = [argument for path in spec.readable for argument in ("--ro-bind", path, path)]
     return [
         "bwrap",
         "--unshare-all",
@@ -84,32 +84,32 @@ def _bubblewrap(walls: Walls) -> list[str]:
         *seen,
         *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),  # private: of the inside
         *own,
-        *("--bind", walls.workdir, walls.workdir),
-        *("--chdir", walls.workdir),
+        *("--bind", spec.workdir, spec.workdir),
+        *("--chdir", spec.workdir),
     ]
 
 
-def _apptainer(walls: Walls) -> list[str]:
-    assert walls.image is not None, "chosen with an image only"
-    own = [argument for path in walls.readable for argument in ("--bind", f"{path}:{path}:ro")]
+def _build_apptainer_args(spec: SandboxSpec) -> list[str]:
+    assert spec.image is not None, "chosen with an image only"
+    own = [argument for path in spec.readable for argument in ("--bind", f"{path}:{path}:ro")]
     return [
         *("apptainer", "--silent", "exec", "--containall", "--no-home", "--no-init"),
         *("--net", "--network", "none"),
         *own,
-        *("--bind", f"{walls.workdir}:{walls.workdir}", "--pwd", walls.workdir),
-        walls.image,
+        *("--bind", f"{spec.workdir}:{spec.workdir}", "--pwd", spec.workdir),
+        spec.image,
     ]
 
 
 @cache
-def _what_fails() -> str:
+def _find_bubblewrap_problem() -> str:
     """Why bubblewrap cannot be used here, once tried; "" if it can."""
     program = shutil.which("bwrap")
     if program is None:
         return "bwrap is not installed"
     tried = [program, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--", "true"]
     try:
-        done = subprocess.run(tried, capture_output=True, text=True, timeout=PROBE_S, check=False)
+        done = subprocess.run(tried, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"bwrap does not run: {error}"
     return "" if done.returncode == 0 else f"bwrap is refused by the kernel: {done.stderr.strip()[-200:]}"

@@ -1,8 +1,8 @@
 """How an env host and an environment in a process of its own talk: msgpack messages, each after its length.
 
-    Make, Reset, Act, Close    what the host asks
-    Answer                     what it is told: an observation, or what went wrong
-    encode, size_of, decode    the frames; send and receive do both on a plain socket
+    Make, Reset, Act, Close            what the host asks
+    EnvAnswer                          what it is told: an observation, or what went wrong
+    encode_message, read_size, decode  the frames; send and receive do both on a plain socket
 
 No pickle: whatever the other side sends is data of these few forms, or refused.
 """
@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-MAX_MESSAGE = 16 << 20
+MAX_MESSAGE_BYTES = 16 << 20
 """Bytes; an observation that does not fit is no observation for a model."""
-_LENGTH = struct.Struct("!I")
-HEADER = _LENGTH.size
+_LENGTH_FORMAT = struct.Struct("!I")
+HEADER_BYTES = _LENGTH_FORMAT.size
 
 
 class Make(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -40,10 +40,10 @@ class Close(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End well."""
 
 
-Request = Make | Reset | Act | Close
+EnvRequest = Make | Reset | Act | Close
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class EnvAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What follows from a request."""
 
     observation: str = ""
@@ -53,43 +53,43 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_answers = msgspec.msgpack.Decoder(Answer)
+_request_decoder: msgspec.msgpack.Decoder[EnvRequest] = msgspec.msgpack.Decoder(EnvRequest)
+_answer_decoder = msgspec.msgpack.Decoder(EnvAnswer)
 
 
-def encode(message: Request | Answer) -> bytes:
+def encode_message(message: EnvRequest | EnvAnswer) -> bytes:
     """A whole frame."""
     body = _encoder.encode(message)
-    if len(body) > MAX_MESSAGE:
-        raise ValueError(f"a message of {len(body)} bytes: {MAX_MESSAGE} at most")
-    return _LENGTH.pack(len(body)) + body
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes: {MAX_MESSAGE_BYTES} at most")
+    return _LENGTH_FORMAT.pack(len(body)) + body
 
 
-def size_of(header: bytes) -> int:
+def read_size(header: bytes) -> int:
     """How many bytes follow a header."""
-    (size,) = _LENGTH.unpack(header)
-    if size > MAX_MESSAGE:
-        raise ValueError(f"a message of {size} bytes: {MAX_MESSAGE} at most")
+    (size,) = _LENGTH_FORMAT.unpack(header)
+    if size > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {size} bytes: {MAX_MESSAGE_BYTES} at most")
     return int(size)
 
 
-def decode_answer(body: bytes) -> Answer:
+def decode_answer(body: bytes) -> EnvAnswer:
     """The answer in a frame's body; msgspec.MsgspecError for anything else."""
-    return _answers.decode(body)
+    return _answer_decoder.decode(body)
 
 
-def receive_request(connection: socket.socket) -> Request | None:
+def receive_request(connection: socket.socket) -> EnvRequest | None:
     """The next request; None once the host has gone."""
-    header = _exactly(connection, HEADER)
-    body = _exactly(connection, size_of(header)) if header is not None else None
-    return _requests.decode(body) if body is not None else None
+    header = _receive_exactly(connection, HEADER_BYTES)
+    body = _receive_exactly(connection, read_size(header)) if header is not None else None
+    return _request_decoder.decode(body) if body is not None else None
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        part = connection.recv(size - len(parts))
-        if not part:
+def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        chunk = connection.recv(size - len(data))
+        if not chunk:
             return None
-        parts += part
-    return bytes(parts)
+        data += chunk
+    return bytes(data)

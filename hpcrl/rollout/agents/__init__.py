@@ -1,10 +1,10 @@
 """The OpenAI API that agent programs call.
 
-    server      HTTP and tokens
-    requests    bodies and refusals
-    responses   chat and text forms, tool calls
-    generation  choices, stop strings, streaming
-    session     one attempt of an episode
-    recording   the tree of recorded turns
-    program     runs an agent program as an episode
+server      HTTP and tokens
+requests    bodies and refusals
+responses   chat and text forms, tool calls
+generation  choices, stop strings, streaming
+session     one attempt of an episode
+recording   the tree of recorded turns
+program     runs an agent program as an episode
 """

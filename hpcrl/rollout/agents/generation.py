@@ -19,131 +19,133 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.engines.base import Completion, GenerateRequest, Part, as_part, joined
-from hpcrl.models.chat_template import Template
-from hpcrl.rollout.agents.recording import Prompt
-from hpcrl.rollout.agents.requests import ChatRequest, TextRequest, plain_messages
-from hpcrl.rollout.agents.responses import Form, answer_message, head, usage
-from hpcrl.rollout.agents.session import Session
-from hpcrl.rollout.episode import now
-from hpcrl.rollout.turn import Policy, say, tell
+from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, convert_to_chunk, join_chunks
+from hpcrl.models.chat_template import ChatTemplate
+from hpcrl.rollout.agents.recording import TurnPrompt
+from hpcrl.rollout.agents.requests import ChatRequest, TextRequest, normalise_messages
+from hpcrl.rollout.agents.responses import AnswerForm, extract_message, make_header, make_usage
+from hpcrl.rollout.agents.session import ProgramSession
+from hpcrl.rollout.episode import loop_time
+from hpcrl.rollout.turn import StreamingGenerator, generate_turn, stream_turn
 
 
-class Draft:
+class PartialAnswer:
     """One choice of an answer."""
 
-    def __init__(self, template: Template, *, stops: Sequence[str], silent_ids: Collection[int]) -> None:
+    def __init__(self, template: ChatTemplate, *, stops: Sequence[str], hidden_ids: Collection[int]) -> None:
         self.text = ""
         """All that the client is to see of the answer so far."""
         self.finish_reason: str | None = None
         self._template = template
         self.stops = stops
-        self._silent_ids = frozenset(silent_ids)
-        self.parts: list[Part] = []
-        self._spelled = ""
-        self._searched = 0
+        self._hidden_ids = frozenset(hidden_ids)
+        self.chunks: list[CompletionChunk] = []
+        self._decoded = ""
+        self._num_searched = 0
 
     @cached_property
-    def _spell(self) -> Callable[[Sequence[int]], str]:
-        return self._template.spell()
+    def _decode_next(self) -> Callable[[Sequence[int]], str]:
+        return self._template.make_decoder()
 
     @property
     def completion(self) -> Completion:
         """What was said, up to and with the token that completed a stop."""
-        completion = joined(self.parts)
+        completion = join_chunks(self.chunks)
         finish = "stop" if self.finish_reason == "stop" else completion.finish_reason
         return msgspec.structs.replace(completion, finish_reason=finish)
 
-    def take_whole(self, completion: Completion) -> None:
+    def add_completion(self, completion: Completion) -> None:
         """A whole answer that nothing has to be looked for in: spelled at once."""
-        self.parts.append(as_part(completion))
-        self.text = self._spelled = self._template.decode(self._audible(completion.token_ids))
+        self.chunks.append(convert_to_chunk(completion))
+        self.text = self._decoded = self._template.decode(self._visible_ids(completion.token_ids))
         self.finish_reason = "stop" if completion.finish_reason == "stop" else "length"
 
-    def take(self, part: Part) -> Part:
+    def add_chunk(self, chunk: CompletionChunk) -> CompletionChunk:
         """The next piece, cut if a stop was said in it; `text` has grown by what is certain now."""
-        for place, token in enumerate(part.token_ids):
-            self._spelled += self._spell(self._audible([token]))
-            if (end := self._stop_at()) is not None:
-                part = _head(part, place + 1)
-                self.parts.append(part)
-                self.text, self.finish_reason = self._spelled[:end], "stop"
-                return part
-        self.parts.append(part)
-        if part.finish_reason is not None:
-            self.finish_reason = "stop" if part.finish_reason == "stop" else "length"
-            self._spell_the_end()
+        for position, token in enumerate(chunk.token_ids):
+            self._decoded += self._decode_next(self._visible_ids([token]))
+            if (end := self._find_stop()) is not None:
+                chunk = _cut_chunk(chunk, position + 1)
+                self.chunks.append(chunk)
+                self.text, self.finish_reason = self._decoded[:end], "stop"
+                return chunk
+        self.chunks.append(chunk)
+        if chunk.finish_reason is not None:
+            self.finish_reason = "stop" if chunk.finish_reason == "stop" else "length"
+            self._finish_text()
         else:
-            self.text = self._spelled[: len(self._spelled) - self._held_back()]
-        return part
+            self.text = self._decoded[: len(self._decoded) - self._num_withheld()]
+        return chunk
 
-    def _spell_the_end(self) -> None:
+    def _finish_text(self) -> None:
         """All of it, also half a character; an answer cut in one is told as a whole decoder would."""
-        whole = self._template.decode(self._audible(joined(self.parts).token_ids))
-        self.text = self._spelled = whole if whole.startswith(self._spelled) else self._spelled
-        if (end := self._stop_at()) is not None:
-            self.text, self.finish_reason = self._spelled[:end], "stop"
+        decoded = self._template.decode(self._visible_ids(join_chunks(self.chunks).token_ids))
+        self.text = self._decoded = decoded if decoded.startswith(self._decoded) else self._decoded
+        if (end := self._find_stop()) is not None:
+            self.text, self.finish_reason = self._decoded[:end], "stop"
 
-    def _audible(self, token_ids: Sequence[int]) -> list[int]:
-        return [token for token in token_ids if token not in self._silent_ids]
+    def _visible_ids(self, token_ids: Sequence[int]) -> list[int]:
+        return [token for token in token_ids if token not in self._hidden_ids]
 
-    def _stop_at(self) -> int | None:
+    def _find_stop(self) -> int | None:
         """Where the first stop begins, if one has been said."""
-        found = [self._spelled.find(stop, max(0, self._searched - len(stop))) for stop in self.stops]
-        self._searched = len(self._spelled)
-        return min((place for place in found if place >= 0), default=None)
+        found = [self._decoded.find(stop, max(0, self._num_searched - len(stop))) for stop in self.stops]
+        self._num_searched = len(self._decoded)
+        return min((position for position in found if position >= 0), default=None)
 
-    def _held_back(self) -> int:
-        return max((_overlap(self._spelled, stop) for stop in self.stops), default=0)
+    def _num_withheld(self) -> int:
+        return max((_overlap_length(self._decoded, stop) for stop in self.stops), default=0)
 
 
-async def pieces(policy: Policy, request: GenerateRequest, draft: Draft) -> AsyncGenerator[Part, None]:
+async def stream_answer(
+    policy: StreamingGenerator, request: GenerateRequest, answer: PartialAnswer
+) -> AsyncGenerator[CompletionChunk, None]:
     """Say the turn into the draft; gives the pieces that belong to the answer."""
-    async with contextlib.aclosing(tell(policy, request)) as told:
-        async for part in told:
-            yield draft.take(part)
-            if draft.finish_reason is not None:
+    async with contextlib.aclosing(stream_turn(policy, request)) as chunks:
+        async for chunk in chunks:
+            yield answer.add_chunk(chunk)
+            if answer.finish_reason is not None:
                 return
 
 
-def _overlap(text: str, stop: str) -> int:
+def _overlap_length(text: str, stop: str) -> int:
     """The length of the longest end of the text that may begin the stop."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
-def _head(part: Part, num: int) -> Part:
+def _cut_chunk(chunk: CompletionChunk, num: int) -> CompletionChunk:
     """The first `num` tokens of a piece, as the last piece of an answer that was stopped."""
     return msgspec.structs.replace(
-        part,
-        token_ids=part.token_ids[:num],
-        logprobs=part.logprobs[:num],
-        versions=part.versions[:num],
-        top=part.top[:num],
+        chunk,
+        token_ids=chunk.token_ids[:num],
+        logprobs=chunk.logprobs[:num],
+        versions=chunk.versions[:num],
+        top=chunk.top[:num],
         finish_reason="stop",
     )
 
 
-class Call:
+class CompletionCall:
     """One request being answered, for all of its choices."""
 
     def __init__(
         self,
         *,
-        session: Session,
-        asked: ChatRequest | TextRequest,
-        prompt: Prompt,
-        form: Form,
-        policy: Policy,
-        template: Template,
+        session: ProgramSession,
+        api_request: ChatRequest | TextRequest,
+        prompt: TurnPrompt,
+        form: AnswerForm,
+        policy: StreamingGenerator,
+        template: ChatTemplate,
     ) -> None:
-        self.session, self.asked = session, asked
+        self.session, self.api_request = session, api_request
         self._form = form
         self._prompt = prompt
         self._policy, self._template = policy, template
-        self._requests = session.requests(asked, prompt, stop_token_ids=template.stop_token_ids)
-        self._num_said = 0
+        self._requests = session.make_requests(api_request, prompt, stop_token_ids=template.stop_token_ids)
+        self._num_generated = 0
         self.name = f"{form.kind.partition('.')[0]}-{secrets.token_hex(12)}"
-        self.head = head(form.kind, name=self.name, model=asked.model)
+        self.header = make_header(form.kind, name=self.name, model=api_request.model)
 
     @property
     def num_choices(self) -> int:
@@ -151,91 +153,95 @@ class Call:
 
     @property
     def chunk_kind(self) -> str:
-        return f"{self._form.kind}.chunk" if isinstance(self.asked, ChatRequest) else self._form.kind
+        return f"{self._form.kind}.chunk" if isinstance(self.api_request, ChatRequest) else self._form.kind
 
     def usage(self) -> dict[str, Any]:
-        return usage(num_prompt=len(self._requests[0].token_ids), num_said=self._num_said)
+        return make_usage(num_prompt=len(self._requests[0].token_ids), num_generated=self._num_generated)
 
-    async def whole(self, index: int) -> dict[str, Any]:
+    async def complete(self, index: int) -> dict[str, Any]:
         """One choice, recorded."""
-        request, draft, began = self._requests[index], self._draft(), now()
-        if draft.stops:
-            async for _ in pieces(self._policy, request, draft):
+        request, answer, started_at = self._requests[index], self._new_answer(), loop_time()
+        if answer.stops:
+            async for _ in stream_answer(self._policy, request, answer):
                 pass
         else:
-            draft.take_whole(await say(self._policy, request))
-        return self._recorded(request, index, draft, began=began)
+            answer.add_completion(await generate_turn(self._policy, request))
+        return self._record_choice(request, index, answer, started_at=started_at)
 
-    async def told(self, index: int) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream(self, index: int) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of one choice, recorded before the last is told."""
-        request, draft, began, told = self._requests[index], self._draft(), now(), 0
-        opening = self._form.opening(index)
-        async with contextlib.aclosing(pieces(self._policy, request, draft)) as parts:
+        request, answer, started_at, num_sent = self._requests[index], self._new_answer(), loop_time(), 0
+        opening_chunks = self._form.opening_chunks(index)
+        async with contextlib.aclosing(stream_answer(self._policy, request, answer)) as parts:
             async for part in parts:
-                for chunk in opening:
+                for chunk in opening_chunks:
                     yield chunk
-                opening = []
-                if draft.finish_reason is None:
-                    yield self._form.chunk(index, text=draft.text, told=told, part=part)
-                    told = max(told, self._form.certain(draft.text))
+                opening_chunks = []
+                if answer.finish_reason is None:
+                    yield self._form.chunk(index, text=answer.text, num_sent=num_sent, part=part)
+                    num_sent = max(num_sent, self._form.stable_length(answer.text))
                     continue
-                self._recorded(request, index, draft, began=began)
-                for chunk in self._form.closing(
+                self._record_choice(request, index, answer, started_at=started_at)
+                for chunk in self._form.closing_chunks(
                     index,
-                    text=draft.text,
-                    told=told,
-                    finish_reason=draft.finish_reason,
+                    text=answer.text,
+                    num_sent=num_sent,
+                    finish_reason=answer.finish_reason,
                     part=part,
-                    name=self._id(index),
+                    name=self._choice_id(index),
                 ):
                     yield chunk
 
-    def _recorded(self, request: GenerateRequest, index: int, draft: Draft, *, began: float) -> dict[str, Any]:
-        completion = draft.completion
+    def _record_choice(
+        self, request: GenerateRequest, index: int, partial: PartialAnswer, *, started_at: float
+    ) -> dict[str, Any]:
+        completion = partial.completion
         choice = self._form.choice(
             index,
-            text=draft.text,
-            finish_reason=draft.finish_reason or "length",
-            parts=draft.parts,
-            name=self._id(index),
+            text=partial.text,
+            finish_reason=partial.finish_reason or "length",
+            parts=partial.chunks,
+            name=self._choice_id(index),
         )
-        message = answer_message(choice)
-        self.session.recording.said(
+        message = extract_message(choice)
+        self.session.recording.record_answer(
             self._prompt,
             completion,
-            answer=plain_messages([message])[0] if message else None,
-            trained=self.session.may_train(request),
-            began=began,
-            generate_s=now() - began,
+            answer=normalise_messages([message])[0] if message else None,
+            is_trained=self.session.can_train(request),
+            started_at=started_at,
+            generate_s=loop_time() - started_at,
         )
         self.session.fault = ""
-        self._num_said += len(completion.token_ids)
+        self._num_generated += len(completion.token_ids)
         return choice
 
-    def _draft(self) -> Draft:
-        return Draft(self._template, stops=self.asked.stops, silent_ids=self.asked.stop_token_ids or ())
+    def _new_answer(self) -> PartialAnswer:
+        return PartialAnswer(
+            self._template, stops=self.api_request.stops, hidden_ids=self.api_request.stop_token_ids or ()
+        )
 
-    def _id(self, index: int) -> str:
+    def _choice_id(self, index: int) -> str:
         return f"{self.name.rpartition('-')[2]}_{index}"
 
 
-async def merged(call: Call) -> AsyncGenerator[dict[str, Any], None]:
+async def merge_choices(call: CompletionCall) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of all choices as they come."""
     if call.num_choices == 1:
-        async with contextlib.aclosing(call.told(0)) as chunks:
+        async with contextlib.aclosing(call.stream(0)) as chunks:
             async for chunk in chunks:
                 yield chunk
         return
     queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
     async def fill(index: int) -> None:
-        async with contextlib.aclosing(call.told(index)) as chunks:
+        async with contextlib.aclosing(call.stream(index)) as chunks:
             async for chunk in chunks:
                 queue.put_nowait(chunk)
 
     async def fill_all() -> None:
         try:
-            await all_of([fill(index) for index in range(call.num_choices)])
+            await gather_or_cancel([fill(index) for index in range(call.num_choices)])
         finally:
             queue.put_nowait(None)
 
@@ -249,7 +255,7 @@ async def merged(call: Call) -> AsyncGenerator[dict[str, Any], None]:
         await asyncio.wait({filling})
 
 
-async def all_of(calls: list[Any]) -> list[Any]:
+async def gather_or_cancel(calls: list[Any]) -> list[Any]:
     """What all of them return; if one fails the others are ended."""
     if len(calls) == 1:
         return [await calls[0]]

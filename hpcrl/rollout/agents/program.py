@@ -8,48 +8,48 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from hpcrl.envs.base import ModelDoor, Program
+from hpcrl.envs.base import ModelAccess, ProgramEnv
 from hpcrl.errors import EnvFault, HpcrlError
-from hpcrl.rollout.agents.recording import EpisodeFacts, Recording
-from hpcrl.rollout.agents.server import Proxy
-from hpcrl.rollout.agents.session import Session
-from hpcrl.rollout.episode import Limits, now, pause_s
-from hpcrl.rollout.tasks import Task
+from hpcrl.rollout.agents.recording import ConversationRecording, EpisodeFacts
+from hpcrl.rollout.agents.server import ModelProxy
+from hpcrl.rollout.agents.session import ProgramSession
+from hpcrl.rollout.episode import EpisodeLimits, loop_time, retry_pause_s
+from hpcrl.rollout.tasks import AgentTask
 from hpcrl.spool.ids import make_attempt_id
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.status import EpisodeStatus
 
 
 async def run_program(
-    task: Task,
+    task: AgentTask,
     *,
     index: int,
-    make_program: Callable[[], Program],
-    proxy: Proxy,
-    limits: Limits,
+    make_program: Callable[[], ProgramEnv],
+    proxy: ModelProxy,
+    limits: EpisodeLimits,
     newest_version: Callable[[], int],
     producer: str,
 ) -> Trajectory:
     """Run the group's episode `index` to its end."""
-    fault, end = "", now() + limits.episode_timeout_s
+    fault, end = "", loop_time() + limits.episode_timeout_s
     for attempt in range(limits.env_retries + 1):
         if attempt:
-            await asyncio.sleep(pause_s(limits.first_pause_s, attempt=attempt, episode=task.episode(index)))
-        session = Session(
+            await asyncio.sleep(retry_pause_s(limits.first_pause_s, attempt=attempt, episode=task.episode(index)))
+        session = ProgramSession(
             name=make_attempt_id(task.episode(index), attempt),
             trajectory=task.episode(index),
             domain=task.domain,
             seed=task.seed,
             limits=limits,
-            recording=Recording(proxy.template),
-            newest=newest_version,
+            recording=ConversationRecording(proxy.template),
+            newest_version=newest_version,
             start_version=newest_version(),
         )
-        began = now()
-        reward, problem = await _attempt(make_program, session, proxy, seconds=end - now())
-        status = _status(session, reward)
+        started_at = loop_time()
+        reward, problem = await _run_attempt(make_program, session, proxy, seconds=end - loop_time())
+        status = _final_status(session, reward)
         fault = problem or fault
-        if status != "env-fault" or now() >= end:
+        if status != "env-fault" or loop_time() >= end:
             break
     facts = EpisodeFacts(
         id=task.episode(index),
@@ -59,28 +59,28 @@ async def run_program(
         status=status,
         producer=producer,
         start_version=session.start_version,
-        began=began,
-        ended=now(),
+        started_at=started_at,
+        ended_at=loop_time(),
         extra={"fault": fault, "attempts": attempt + 1} if fault else {},
     )
-    return session.recording.trajectory(facts, reward=reward or 0.0, choice=session.trains)
+    return session.recording.trajectory(facts, reward=reward or 0.0, choice=session.trained_conversation)
 
 
-async def _attempt(
-    make_program: Callable[[], Program], session: Session, proxy: Proxy, *, seconds: float
+async def _run_attempt(
+    make_program: Callable[[], ProgramEnv], session: ProgramSession, proxy: ModelProxy, *, seconds: float
 ) -> tuple[float | None, str]:
     """The reward of one run of the program, or what went wrong."""
     token = proxy.open(session)
     try:
         async with asyncio.timeout(seconds):
-            said = await _run(make_program(), session, proxy.door(token))
+            printed_reward = await _await_program(make_program(), session, proxy.model_access(token))
     except TimeoutError:
         return None, f"{session.name}: no end in episode_timeout_s = {session.limits.episode_timeout_s:g} s"
     except HpcrlError as error:
         return None, session.fault or str(error)
     finally:
         proxy.close(token)
-    reward = said if session.reward is None else session.reward
+    reward = printed_reward if session.reward is None else session.reward
     if session.is_stale:
         return reward, ""
     if not session.recording.turns:
@@ -90,29 +90,29 @@ async def _attempt(
     return reward, ""
 
 
-async def _run(program: Program, session: Session, door: ModelDoor) -> float | None:
+async def _await_program(program: ProgramEnv, session: ProgramSession, access: ModelAccess) -> float | None:
     """The program, until it ends or is not wanted any more."""
-    session.sampling, session.trains = program.sampling, program.trains
-    running = asyncio.ensure_future(program.run(session.seed, door))
-    over = asyncio.ensure_future(session.over.wait())
+    session.sampling, session.trained_conversation = program.sampling, program.trains
+    running = asyncio.ensure_future(program.run(session.seed, access))
+    stop_waiter = asyncio.ensure_future(session.stop_event.wait())
     try:
-        await asyncio.wait({running, over}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({running, stop_waiter}, return_when=asyncio.FIRST_COMPLETED)
         return running.result() if running.done() and not session.is_stale else None
     except (HpcrlError, asyncio.CancelledError):
         raise
     except Exception as error:
         raise EnvFault(f"{session.name}: {type(error).__name__}: {error}") from error
     finally:
-        over.cancel()
+        stop_waiter.cancel()
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait({running})
 
 
-def _status(session: Session, reward: float | None) -> EpisodeStatus:
+def _final_status(session: ProgramSession, reward: float | None) -> EpisodeStatus:
     """How the episode ended."""
     if session.is_stale:
         return "aborted-stale"
     if reward is None or not session.recording.turns:
         return "policy-fault" if session.fault else "env-fault"
-    return "truncated" if session.ran_out else "done"
+    return "truncated" if session.is_truncated else "done"

@@ -23,12 +23,12 @@ import numpy as np
 
 from hpcrl.engines.base import Completion
 from hpcrl.errors import ConfigError, EngineAnswerError
-from hpcrl.models.chat_template import Template
-from hpcrl.spool.record import Trajectory, Turn
+from hpcrl.models.chat_template import ChatTemplate
+from hpcrl.spool.record import EpisodeTurn, Trajectory
 from hpcrl.spool.status import EpisodeStatus
 
-Message = dict[str, Any]
-Choice = Literal["longest", "last"]
+ChatMessage = dict[str, Any]
+ConversationChoice = Literal["longest", "last"]
 """Which conversation is trained: that in which the model said most (of equals the later), or the one gone on with last.
 
 One and not several, since the turns that they share would count twice.
@@ -36,46 +36,46 @@ One and not several, since the turns that they share would count twice.
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)
-class Prompt:
+class TurnPrompt:
     """What the model is shown in one turn."""
 
-    parent: "Said | None"
-    shown: list[int]
+    parent: "RecordedTurn | None"
+    new_token_ids: list[int]
     """The ids that come after the parent's."""
     rendered: str
     """All of it as text, to see whether a later request begins with it."""
-    messages: list[Message] = field(default_factory=list)
+    messages: list[ChatMessage] = field(default_factory=list)
     """As rendered: answers of the model are the text that it said."""
     key: bytes = b""
     """Stands for the client's messages."""
 
     def token_ids(self) -> list[int]:
         """All of it."""
-        before = [ids for said in self.path() for ids in (said.prompt.shown, said.completion.token_ids)]
-        return [*itertools.chain.from_iterable(before), *self.shown]
+        before = [ids for turn in self.path() for ids in (turn.prompt.new_token_ids, turn.completion.token_ids)]
+        return [*itertools.chain.from_iterable(before), *self.new_token_ids]
 
-    def path(self) -> "list[Said]":
+    def path(self) -> "list[RecordedTurn]":
         """The turns before it, from the first one."""
-        path, said = [], self.parent
-        while said is not None:
-            path.append(said)
-            said = said.prompt.parent
+        path, turn = [], self.parent
+        while turn is not None:
+            path.append(turn)
+            turn = turn.prompt.parent
         return path[::-1]
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)
-class Said:
+class RecordedTurn:
     """A recorded turn."""
 
     number: int
     """Turns in the order in which they were answered."""
-    prompt: Prompt
+    prompt: TurnPrompt
     completion: Completion
     text: str
     """All that was said, without marks."""
-    trained: bool
+    is_trained: bool
     """False if it was sampled otherwise than training assumes."""
-    began: float
+    started_at: float
     """When it was asked for, by the clock of the episode."""
     generate_s: float
 
@@ -83,12 +83,12 @@ class Said:
         """The prompt and the answer."""
         return [*self.prompt.token_ids(), *self.completion.token_ids]
 
-    def path(self) -> "list[Said]":
+    def path(self) -> "list[RecordedTurn]":
         """The turns from the first one to this."""
         return [*self.prompt.path(), self]
 
 
-class Branch(msgspec.Struct, frozen=True, kw_only=True):
+class ConversationBranch(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation that was not trained, without what it has in common with the one that was."""
 
     shares: int
@@ -98,125 +98,129 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     versions: list[int]
     loss_mask: list[bool]
-    turns: list[Turn]
+    turns: list[EpisodeTurn]
     """Its own; places count from the first token of the whole."""
 
 
-class Recording:
+class ConversationRecording:
     """The turns of one attempt at an episode."""
 
-    def __init__(self, template: Template) -> None:
-        self.turns: list[Said] = []
+    def __init__(self, template: ChatTemplate) -> None:
+        self.turns: list[RecordedTurn] = []
         self._template = template
-        self._answers: dict[bytes, list[Said]] = {}
+        self._answers: dict[bytes, list[RecordedTurn]] = {}
 
     # ---- prompts
 
-    def chat(self, messages: Sequence[Message], *, tools: Sequence[Any] | None) -> Prompt:
+    def chat_prompt(self, messages: Sequence[ChatMessage], *, tools: Sequence[Any] | None) -> TurnPrompt:
         """The prompt of a conversation. ConfigError if the template does not take it."""
-        keys = list(_keys(messages))
+        keys = list(_chain_keys(messages))
         for count in range(len(messages), 0, -1):
-            for said in reversed(self._answers.get(keys[count - 1], ())):
-                if (prompt := self._going_on(said, messages[count:], tools=tools, key=keys[-1])) is not None:
+            for turn in reversed(self._answers.get(keys[count - 1], ())):
+                if (prompt := self._continue_turn(turn, messages[count:], tools=tools, key=keys[-1])) is not None:
                     return prompt
         rendered = self._template.render(messages, tools=tools)
-        shown = self._template.encode(rendered)
-        return Prompt(parent=None, shown=shown, rendered=rendered, messages=list(messages), key=keys[-1])
+        new_token_ids = self._template.encode(rendered)
+        return TurnPrompt(
+            parent=None, new_token_ids=new_token_ids, rendered=rendered, messages=list(messages), key=keys[-1]
+        )
 
-    def text(self, prompt: str | list[int]) -> Prompt:
+    def text_prompt(self, prompt: str | list[int]) -> TurnPrompt:
         """The prompt of a plain completion, given as text or as ids."""
         if not isinstance(prompt, str):
-            return self._ids(prompt)
-        for said in reversed(self.turns):
-            before = said.prompt.rendered + said.text
-            if not said.prompt.messages and said.prompt.rendered and prompt.startswith(before):
-                shown = self._template.encode_text(prompt[len(before) :])
-                return Prompt(parent=said, shown=shown, rendered=prompt)
-        return Prompt(parent=None, shown=self._template.encode_text(prompt), rendered=prompt)
+            return self._prompt_from_ids(prompt)
+        for turn in reversed(self.turns):
+            before = turn.prompt.rendered + turn.text
+            if not turn.prompt.messages and turn.prompt.rendered and prompt.startswith(before):
+                new_token_ids = self._template.encode_text(prompt[len(before) :])
+                return TurnPrompt(parent=turn, new_token_ids=new_token_ids, rendered=prompt)
+        return TurnPrompt(parent=None, new_token_ids=self._template.encode_text(prompt), rendered=prompt)
 
-    def _ids(self, prompt: list[int]) -> Prompt:
-        for said in reversed(self.turns):
-            before = said.token_ids()
+    def _prompt_from_ids(self, prompt: list[int]) -> TurnPrompt:
+        for turn in reversed(self.turns):
+            before = turn.token_ids()
             if prompt[: len(before)] == before:
-                return Prompt(parent=said, shown=prompt[len(before) :], rendered="")
-        return Prompt(parent=None, shown=prompt, rendered="")
+                return TurnPrompt(parent=turn, new_token_ids=prompt[len(before) :], rendered="")
+        return TurnPrompt(parent=None, new_token_ids=prompt, rendered="")
 
-    def _going_on(
-        self, said: Said, new: Sequence[Message], *, tools: Sequence[Any] | None, key: bytes
-    ) -> Prompt | None:
+    def _continue_turn(
+        self, turn: RecordedTurn, new: Sequence[ChatMessage], *, tools: Sequence[Any] | None, key: bytes
+    ) -> TurnPrompt | None:
         """The prompt that goes on from a turn, if the template shows that turn as it was."""
         template = self._template
-        messages = [*said.prompt.messages, {"role": "assistant", "content": said.text}, *new]
+        messages = [*turn.prompt.messages, {"role": "assistant", "content": turn.text}, *new]
         try:
             rendered = template.render(messages, tools=tools)
         except ConfigError:  # it may take the client's own form of the answer
             return None
-        before = said.prompt.rendered + template.guard(said.text)
+        before = turn.prompt.rendered + template.guard(turn.text)
         if not rendered.startswith(before):
             return None
-        shown = template.encode(rendered[len(before) :])
-        if shown[:1] == [template.close] and said.completion.token_ids[-1:] == [template.close]:
-            shown = shown[1:]
-        return Prompt(parent=said, shown=shown, rendered=rendered, messages=messages, key=key)
+        new_token_ids = template.encode(rendered[len(before) :])
+        if new_token_ids[:1] == [template.close_id] and turn.completion.token_ids[-1:] == [template.close_id]:
+            new_token_ids = new_token_ids[1:]
+        return TurnPrompt(parent=turn, new_token_ids=new_token_ids, rendered=rendered, messages=messages, key=key)
 
     # ---- answers
 
-    def said(
+    def record_answer(
         self,
-        prompt: Prompt,
+        prompt: TurnPrompt,
         completion: Completion,
         *,
-        answer: Message | None,
-        trained: bool,
-        began: float,
+        answer: ChatMessage | None,
+        is_trained: bool,
+        started_at: float,
         generate_s: float,
-    ) -> Said:
+    ) -> RecordedTurn:
         """Record an answer, which the client knows as the message `answer`."""
         if not len(completion.token_ids) == len(completion.logprobs) == len(completion.versions):
             raise EngineAnswerError(
                 f"the engine gave {len(completion.token_ids)} tokens, {len(completion.logprobs)} log-probabilities and "
                 f"{len(completion.versions)} versions: one of each per token is needed"
             )
-        said = Said(
+        turn = RecordedTurn(
             number=len(self.turns),
             prompt=prompt,
             completion=completion,
             text=self._template.decode(completion.token_ids),
-            trained=trained,
-            began=began,
+            is_trained=is_trained,
+            started_at=started_at,
             generate_s=generate_s,
         )
-        self.turns.append(said)
+        self.turns.append(turn)
         if answer is not None:
-            self._answers.setdefault(_key(prompt.key, answer), []).append(said)
-        return said
+            self._answers.setdefault(_extend_key(prompt.key, answer), []).append(turn)
+        return turn
 
     # ---- the way out
 
-    def leaves(self) -> list[Said]:
+    def leaves(self) -> list[RecordedTurn]:
         """The last turns of all conversations."""
-        gone_on = {turn.prompt.parent for turn in self.turns}
-        return [turn for turn in self.turns if turn not in gone_on]
+        continued = {turn.prompt.parent for turn in self.turns}
+        return [turn for turn in self.turns if turn not in continued]
 
-    def trained(self, choice: Choice) -> Said | None:
+    def trained_leaf(self, choice: ConversationChoice) -> RecordedTurn | None:
         """The last turn of the conversation to train on."""
         leaves = self.leaves()
         if choice == "last":
             return leaves[-1] if leaves else None
-        return max(leaves, key=lambda leaf: (_num_said(leaf), leaf.number), default=None)
+        return max(leaves, key=lambda leaf: (_count_trained_tokens(leaf), leaf.number), default=None)
 
-    def trajectory(self, facts: "EpisodeFacts", *, reward: float, choice: Choice) -> Trajectory:
+    def trajectory(self, facts: "EpisodeFacts", *, reward: float, choice: ConversationChoice) -> Trajectory:
         """The record of the episode. Its reward is given to the last turn."""
-        leaf = self.trained(choice)
+        leaf = self.trained_leaf(choice)
         path = leaf.path() if leaf else []
-        columns, turns = _columns(path), list(_turns(path, ended=facts.ended))
+        columns, turns = _make_columns(path), list(_make_turns(path, ended_at=facts.ended_at))
         if turns:
             turns[-1] = msgspec.structs.replace(turns[-1], reward=reward)
-        others = [_branch(other.path(), path, ended=facts.ended) for other in self.leaves() if other is not leaf]
+        others = [
+            _make_branch(other.path(), path, ended_at=facts.ended_at) for other in self.leaves() if other is not leaf
+        ]
         extra = dict(facts.extra)
         if others:
             extra["branches"] = msgspec.to_builtins(others)
-        said = [version for turn in path for version in turn.completion.versions]
+        reply_versions = [version for turn in path for version in turn.completion.versions]
         return Trajectory(
             id=facts.id,
             group=facts.group,
@@ -225,10 +229,10 @@ class Recording:
             status=facts.status,
             producer=facts.producer,
             created=time.time(),
-            start_version=min([facts.start_version, *said]),
-            end_version=said[-1] if said else facts.start_version,
+            start_version=min([facts.start_version, *reply_versions]),
+            end_version=reply_versions[-1] if reply_versions else facts.start_version,
             turns=turns,
-            reset_s=max(0.0, path[0].began - facts.began) if path else 0.0,
+            reset_s=max(0.0, path[0].started_at - facts.started_at) if path else 0.0,
             extra=extra,
             **columns,
         )
@@ -244,19 +248,19 @@ class EpisodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     status: EpisodeStatus
     producer: str
     start_version: int
-    began: float
+    started_at: float
     """When its program was started, and when it ended: `reset_s` is the time until it asked for the first time."""
-    ended: float
+    ended_at: float
     extra: dict[str, Any] = {}
 
 
 def branches_of(trajectory: Trajectory) -> list[Trajectory]:
     """The conversations of the episode that were not trained; `ID~1` is the first."""
-    listed = msgspec.convert(trajectory.extra.get("branches", []), list[Branch])
-    return [_whole(trajectory, branch, number=number) for number, branch in enumerate(listed, start=1)]
+    branches = msgspec.convert(trajectory.extra.get("branches", []), list[ConversationBranch])
+    return [_restore_branch(trajectory, branch, number=number) for number, branch in enumerate(branches, start=1)]
 
 
-def _whole(trajectory: Trajectory, branch: Branch, *, number: int) -> Trajectory:
+def _restore_branch(trajectory: Trajectory, branch: ConversationBranch, *, number: int) -> Trajectory:
     def column(name: str) -> Any:
         shared = getattr(trajectory, name)[: branch.shares]
         return np.concatenate([shared, np.array(getattr(branch, name), dtype=shared.dtype)])
@@ -273,32 +277,34 @@ def _whole(trajectory: Trajectory, branch: Branch, *, number: int) -> Trajectory
     )
 
 
-def _branch(path: list[Said], trained: list[Said], *, ended: float) -> Branch:
-    num_common = sum(1 for mine, theirs in zip(path, trained, strict=False) if mine is theirs)
-    common = sum(_num_tokens(turn) for turn in path[:num_common])
-    if num_common < len(path) and num_common < len(trained):
-        common += _num_alike(path[num_common].prompt.shown, trained[num_common].prompt.shown)
-    own = {name: column[common:].tolist() for name, column in _columns(path).items()}
-    turns = [turn for turn in _turns(path, ended=ended) if turn.start >= common]
-    return Branch(shares=common, turns=turns, **own)
+def _make_branch(path: list[RecordedTurn], trained_path: list[RecordedTurn], *, ended_at: float) -> ConversationBranch:
+    num_common = sum(1 for mine, theirs in zip(path, trained_path, strict=False) if mine is theirs)
+    common = sum(_count_tokens(turn) for turn in path[:num_common])
+    if num_common < len(path) and num_common < len(trained_path):
+        common += _count_common_ids(
+            path[num_common].prompt.new_token_ids, trained_path[num_common].prompt.new_token_ids
+        )
+    own = {name: column[common:].tolist() for name, column in _make_columns(path).items()}
+    turns = [turn for turn in _make_turns(path, ended_at=ended_at) if turn.start >= common]
+    return ConversationBranch(shares=common, turns=turns, **own)
 
 
-def _num_alike(mine: list[int], theirs: list[int]) -> int:
+def _count_common_ids(mine: list[int], theirs: list[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
 
 
-def _columns(path: list[Said]) -> dict[str, Any]:
+def _make_columns(path: list[RecordedTurn]) -> dict[str, Any]:
     """The per-token columns of a conversation."""
     ids: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
     mask: list[bool] = []
     for turn in path:
-        num_shown, said = len(turn.prompt.shown), turn.completion
-        ids += [*turn.prompt.shown, *said.token_ids]
-        logprobs += [*([0.0] * num_shown), *said.logprobs]
-        versions += [*([0] * num_shown), *said.versions]
-        mask += [*([False] * num_shown), *([turn.trained] * len(said.token_ids))]
+        num_new, completion = len(turn.prompt.new_token_ids), turn.completion
+        ids += [*turn.prompt.new_token_ids, *completion.token_ids]
+        logprobs += [*([0.0] * num_new), *completion.logprobs]
+        versions += [*([0] * num_new), *completion.versions]
+        mask += [*([False] * num_new), *([turn.is_trained] * len(completion.token_ids))]
     return {
         "token_ids": np.array(ids, np.int32),
         "logprobs": np.array(logprobs, np.float32),
@@ -307,33 +313,35 @@ def _columns(path: list[Said]) -> dict[str, Any]:
     }
 
 
-def _turns(path: list[Said], *, ended: float) -> Iterator[Turn]:
+def _make_turns(path: list[RecordedTurn], *, ended_at: float) -> Iterator[EpisodeTurn]:
     """What the program did between an answer and its next question is the step of that turn."""
-    place = 0
-    asked_next = [*(turn.began for turn in path[1:]), ended]
-    for turn, then in zip(path, asked_next, strict=False):
-        start = place + len(turn.prompt.shown)
-        place = start + len(turn.completion.token_ids)
+    position = 0
+    next_starts = [*(turn.started_at for turn in path[1:]), ended_at]
+    for turn, next_started_at in zip(path, next_starts, strict=False):
+        start = position + len(turn.prompt.new_token_ids)
+        position = start + len(turn.completion.token_ids)
         prefilled = turn.completion.remote_prefill
-        step_s = max(0.0, then - turn.began - turn.generate_s)
-        yield Turn(start=start, end=place, generate_s=turn.generate_s, step_s=step_s, remote_prefill=prefilled)
+        step_s = max(0.0, next_started_at - turn.started_at - turn.generate_s)
+        yield EpisodeTurn(
+            start=start, end=position, generate_s=turn.generate_s, step_s=step_s, remote_prefill=prefilled
+        )
 
 
-def _num_tokens(turn: Said) -> int:
-    return len(turn.prompt.shown) + len(turn.completion.token_ids)
+def _count_tokens(turn: RecordedTurn) -> int:
+    return len(turn.prompt.new_token_ids) + len(turn.completion.token_ids)
 
 
-def _num_said(leaf: Said) -> int:
-    return sum(len(turn.completion.token_ids) for turn in leaf.path() if turn.trained)
+def _count_trained_tokens(leaf: RecordedTurn) -> int:
+    return sum(len(turn.completion.token_ids) for turn in leaf.path() if turn.is_trained)
 
 
-def _keys(messages: Sequence[Message]) -> Iterator[bytes]:
+def _chain_keys(messages: Sequence[ChatMessage]) -> Iterator[bytes]:
     """For each message: what stands for the conversation up to it."""
     key = b""
     for message in messages:
-        key = _key(key, message)
+        key = _extend_key(key, message)
         yield key
 
 
-def _key(before: bytes, message: Message) -> bytes:
+def _extend_key(before: bytes, message: ChatMessage) -> bytes:
     return hashlib.blake2b(before + msgspec.json.encode(message, order="deterministic"), digest_size=16).digest()

@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from hpcrl.engines.base import TOP_LOGPROBS
+from hpcrl.engines.base import MAX_TOP_LOGPROBS
 
-MOST_CHOICES = 128
-MOST_STOPS = 16
+MAX_CHOICES = 128
+MAX_STOPS = 16
 Probability = Annotated[float, Meta(gt=0, le=1)]
 Zero = Annotated[float, Meta(ge=0, le=0)]
-Several = Annotated[int, Meta(ge=1, le=MOST_CHOICES)]
+NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
 
 class ApiError(Exception):
@@ -54,7 +54,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["text"]
 
 
-class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What both kinds have in common. OpenAI's clients send null for what is not given."""
 
     model: str
@@ -64,9 +64,9 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     """Not OpenAI's, but of every open server."""
     seed: int | None = None
-    n: Several | None = None
-    stop: str | Annotated[list[str], Meta(max_length=MOST_STOPS)] | None = None
-    stop_token_ids: Annotated[list[int], Meta(max_length=MOST_STOPS)] | None = None
+    n: NumChoices | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: Zero | None = None
@@ -87,24 +87,24 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return tuple(text for text in given if text)
 
 
-class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Any = None
     response_format: ResponseFormat | None = None
 
 
-class TextRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TextRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions, for one prompt."""
 
     prompt: str | list[int]
-    logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: Literal[False] | None = None
     best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
 
@@ -116,58 +116,58 @@ class RewardRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 R = TypeVar("R", ChatRequest, TextRequest, RewardRequest)
-_UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]+)`")
-_AT = re.compile(r"at `\$\.(?P<name>[A-Za-z_]+)")
-_MISSING = re.compile(r"required field `(?P<name>[^`]+)`")
+_UNKNOWN_FIELD = re.compile(r"unknown field `(?P<name>[^`]+)`")
+_INVALID_FIELD = re.compile(r"at `\$\.(?P<name>[A-Za-z_]+)")
+_MISSING_FIELD = re.compile(r"required field `(?P<name>[^`]+)`")
 
 
-def parsed(body: bytes, kind: type[R]) -> R:
+def parse_body(body: bytes, kind: type[R]) -> R:
     """The request, or the refusal that names what is wrong with it."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from None
+        raise _make_refusal(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
 
 
-def _refusal(why: str) -> ApiError:
-    if (unknown := _UNKNOWN.search(why)) is not None:
+def _make_refusal(why: str) -> ApiError:
+    if (unknown := _UNKNOWN_FIELD.search(why)) is not None:
         name = unknown["name"]
         return ApiError(400, f"{name!r} is not supported: leave it out", code="unsupported_parameter", param=name)
-    place = _MISSING.search(why) or _AT.search(why)
+    place = _MISSING_FIELD.search(why) or _INVALID_FIELD.search(why)
     return ApiError(400, why, code="invalid_value", param=place["name"] if place else None)
 
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def normalise_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as a template wants them and as they can be compared: text contents, arguments as objects, no nulls."""
-    return [_plain(message, place=f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_normalise_message(message, place=f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _plain(message: dict[str, Any], *, place: str) -> dict[str, Any]:
+def _normalise_message(message: dict[str, Any], *, place: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in _ROLES:
         raise ApiError(400, f"{place}.role is {role!r}: it is one of {', '.join(_ROLES)}", param="messages")
-    plain: dict[str, Any] = {"role": role, "content": _text(message.get("content"), place=place)}
+    plain: dict[str, Any] = {"role": role, "content": _join_text(message.get("content"), place=place)}
     if message.get("tool_calls"):
-        plain["tool_calls"] = [_call(call, place=place) for call in message["tool_calls"]]
+        plain["tool_calls"] = [_normalise_call(call, place=place) for call in message["tool_calls"]]
     plain |= {name: str(message[name]) for name in ("name", "tool_call_id") if message.get(name) is not None}
     return plain
 
 
-def _text(content: Any, *, place: str) -> str:
+def _join_text(content: Any, *, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    pieces = content if isinstance(content, list) else [content]
-    if any(not isinstance(piece, Mapping) or not isinstance(piece.get("text"), str) for piece in pieces):
+    parts = content if isinstance(content, list) else [content]
+    if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in parts):
         raise ApiError(400, f"{place}.content has a part that is not text: this model reads text", param="messages")
-    return "".join(piece["text"] for piece in pieces)
+    return "".join(part["text"] for part in parts)
 
 
-def _call(call: Any, *, place: str) -> dict[str, Any]:
+def _normalise_call(call: Any, *, place: str) -> dict[str, Any]:
     try:
         function = call["function"]
         name, arguments = str(function["name"]), function.get("arguments") or {}

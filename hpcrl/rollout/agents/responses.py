@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hpcrl.engines.base import Part
-from hpcrl.models.chat_template import Template
+from hpcrl.engines.base import CompletionChunk
+from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents.requests import ChatRequest, TextRequest
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -34,30 +34,30 @@ class ToolFormat(Protocol):
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]: ...
 
-    def certain(self, text: str) -> int: ...
+    def stable_length(self, text: str) -> int: ...
 
 
-class Hermes:
+class HermesFormat:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as needed, after any text."""
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         """A call that is not well formed makes the whole answer text: the agent is shown what the model said."""
-        before, *pieces = text.split(OPEN)
-        calls = [_call_tool_calls(piece.partition(CLOSE)[0]) for piece in pieces]
+        before, *pieces = text.split(OPEN_TAG)
+        calls = [_parse_call(piece.partition(CLOSE_TAG)[0]) for piece in pieces]
         good = [call for call in calls if call is not None]
         return (before.rstrip(), good) if pieces and len(good) == len(calls) else (text, [])
 
-    def certain(self, text: str) -> int:
-        if OPEN in text:
-            text = text[: text.index(OPEN)]
-        held = next((size for size in range(len(OPEN) - 1, 0, -1) if text.endswith(OPEN[:size])), 0)
+    def stable_length(self, text: str) -> int:
+        if OPEN_TAG in text:
+            text = text[: text.index(OPEN_TAG)]
+        held = next((size for size in range(len(OPEN_TAG) - 1, 0, -1) if text.endswith(OPEN_TAG[:size])), 0)
         return len(text[: len(text) - held].rstrip())
 
 
-HERMES = Hermes()
+HERMES = HermesFormat()
 
 
-def _call_tool_calls(text: str) -> ToolCall | None:
+def _parse_call(text: str) -> ToolCall | None:
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
@@ -66,27 +66,31 @@ def _call_tool_calls(text: str) -> ToolCall | None:
     return ToolCall(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
-Json = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
-class Form(Protocol):
+class AnswerForm(Protocol):
     """One kind of request and how it is answered."""
 
     kind: str
 
-    def choice(self, index: int, *, text: str, finish_reason: str, parts: Sequence[Part], name: str) -> Json:
+    def choice(
+        self, index: int, *, text: str, finish_reason: str, parts: Sequence[CompletionChunk], name: str
+    ) -> JsonObject:
         """A whole choice; `name` begins the ids of its tool calls."""
 
-    def opening(self, index: int) -> list[Json]:
+    def opening_chunks(self, index: int) -> list[JsonObject]:
         """What a stream begins a choice with."""
 
-    def chunk(self, index: int, *, text: str, told: int, part: Part) -> Json:
-        """A piece of a choice: its text from `told` on, as far as it is certain."""
+    def chunk(self, index: int, *, text: str, num_sent: int, part: CompletionChunk) -> JsonObject:
+        """A piece of a choice: its text from `num_sent` on, as far as it is certain."""
 
-    def closing(self, index: int, *, text: str, told: int, finish_reason: str, part: Part, name: str) -> list[Json]:
+    def closing_chunks(
+        self, index: int, *, text: str, num_sent: int, finish_reason: str, part: CompletionChunk, name: str
+    ) -> list[JsonObject]:
         """The last pieces of a choice."""
 
-    def certain(self, text: str) -> int:
+    def stable_length(self, text: str) -> int:
         """How much of a growing text may be told."""
 
 
@@ -95,19 +99,24 @@ class ChatForm:
 
     kind = "chat.completion"
 
-    def __init__(self, asked: ChatRequest, *, template: Template, tools: ToolFormat) -> None:
-        self._tells_logprobs = bool(asked.logprobs)
-        self._tools = tools if asked.tools and asked.tool_choice != "none" else None
+    def __init__(self, api_request: ChatRequest, *, template: ChatTemplate, tools: ToolFormat) -> None:
+        self._sends_logprobs = bool(api_request.logprobs)
+        self._tools = tools if api_request.tools and api_request.tool_choice != "none" else None
         self._template = template
 
-    def certain(self, text: str) -> int:
-        return len(text) if self._tools is None else self._tools.certain(text)
+    def stable_length(self, text: str) -> int:
+        return len(text) if self._tools is None else self._tools.stable_length(text)
 
-    def choice(self, index: int, *, text: str, finish_reason: str, parts: Sequence[Part], name: str) -> Json:
-        content, calls = self._calls(text)
-        message: Json = {"role": "assistant", "content": content, "refusal": None}
+    def choice(
+        self, index: int, *, text: str, finish_reason: str, parts: Sequence[CompletionChunk], name: str
+    ) -> JsonObject:
+        content, calls = self._parse_calls(text)
+        message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
         if calls:
-            message |= {"content": content or None, "tool_calls": [_call(c, n, name=name) for n, c in enumerate(calls)]}
+            message |= {
+                "content": content or None,
+                "tool_calls": [_make_call(c, n, name=name) for n, c in enumerate(calls)],
+            }
         return {
             "index": index,
             "message": message,
@@ -115,29 +124,33 @@ class ChatForm:
             "finish_reason": "tool_calls" if calls else finish_reason,
         }
 
-    def opening(self, index: int) -> list[Json]:
-        return [_delta(index, {"role": "assistant", "content": ""})]
+    def opening_chunks(self, index: int) -> list[JsonObject]:
+        return [_make_delta(index, {"role": "assistant", "content": ""})]
 
-    def chunk(self, index: int, *, text: str, told: int, part: Part) -> Json:
-        return _delta(index, {"content": text[told : self.certain(text)]}, logprobs=self._logprobs([part]))
+    def chunk(self, index: int, *, text: str, num_sent: int, part: CompletionChunk) -> JsonObject:
+        return _make_delta(
+            index, {"content": text[num_sent : self.stable_length(text)]}, logprobs=self._logprobs([part])
+        )
 
-    def closing(self, index: int, *, text: str, told: int, finish_reason: str, part: Part, name: str) -> list[Json]:
-        content, calls = self._calls(text)
-        delta: Json = {"content": content[told:]}
+    def closing_chunks(
+        self, index: int, *, text: str, num_sent: int, finish_reason: str, part: CompletionChunk, name: str
+    ) -> list[JsonObject]:
+        content, calls = self._parse_calls(text)
+        delta: JsonObject = {"content": content[num_sent:]}
         if calls:
-            delta["tool_calls"] = [{"index": n, **_call(call, n, name=name)} for n, call in enumerate(calls)]
-        last = _delta(index, {}, finish_reason="tool_calls" if calls else finish_reason)
-        return [_delta(index, delta, logprobs=self._logprobs([part])), last]
+            delta["tool_calls"] = [{"index": n, **_make_call(call, n, name=name)} for n, call in enumerate(calls)]
+        last = _make_delta(index, {}, finish_reason="tool_calls" if calls else finish_reason)
+        return [_make_delta(index, delta, logprobs=self._logprobs([part])), last]
 
-    def _calls(self, text: str) -> tuple[str, list[ToolCall]]:
+    def _parse_calls(self, text: str) -> tuple[str, list[ToolCall]]:
         return (text, []) if self._tools is None else self._tools.parse(text)
 
-    def _logprobs(self, parts: Sequence[Part]) -> Json | None:
-        if not self._tells_logprobs:
+    def _logprobs(self, parts: Sequence[CompletionChunk]) -> JsonObject | None:
+        if not self._sends_logprobs:
             return None
         return {"content": [entry for part in parts for entry in self._entries(part)], "refusal": None}
 
-    def _entries(self, part: Part) -> list[Json]:
+    def _entries(self, part: CompletionChunk) -> list[JsonObject]:
         tops = part.top or [{}] * len(part.token_ids)
         return [
             {
@@ -147,8 +160,8 @@ class ChatForm:
             for token, logprob, top in zip(part.token_ids, part.logprobs, tops, strict=True)
         ]
 
-    def _entry(self, token: int, logprob: float) -> Json:
-        text = self._template.token(token)
+    def _entry(self, token: int, logprob: float) -> JsonObject:
+        text = self._template.decode_token(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
@@ -157,62 +170,69 @@ class TextForm:
 
     kind = "text_completion"
 
-    def __init__(self, asked: TextRequest, *, template: Template) -> None:
-        self._tells_logprobs = asked.logprobs is not None
+    def __init__(self, api_request: TextRequest, *, template: ChatTemplate) -> None:
+        self._sends_logprobs = api_request.logprobs is not None
         self._template = template
 
-    def certain(self, text: str) -> int:
+    def stable_length(self, text: str) -> int:
         return len(text)
 
-    def choice(self, index: int, *, text: str, finish_reason: str, parts: Sequence[Part], name: str) -> Json:
+    def choice(
+        self, index: int, *, text: str, finish_reason: str, parts: Sequence[CompletionChunk], name: str
+    ) -> JsonObject:
         return {"index": index, "text": text, "logprobs": self._logprobs(parts), "finish_reason": finish_reason}
 
-    def opening(self, index: int) -> list[Json]:
+    def opening_chunks(self, index: int) -> list[JsonObject]:
         return []
 
-    def chunk(self, index: int, *, text: str, told: int, part: Part) -> Json:
-        return {"index": index, "text": text[told:], "logprobs": self._logprobs([part]), "finish_reason": None}
+    def chunk(self, index: int, *, text: str, num_sent: int, part: CompletionChunk) -> JsonObject:
+        return {"index": index, "text": text[num_sent:], "logprobs": self._logprobs([part]), "finish_reason": None}
 
-    def closing(self, index: int, *, text: str, told: int, finish_reason: str, part: Part, name: str) -> list[Json]:
-        return [{**self.chunk(index, text=text, told=told, part=part), "finish_reason": finish_reason}]
+    def closing_chunks(
+        self, index: int, *, text: str, num_sent: int, finish_reason: str, part: CompletionChunk, name: str
+    ) -> list[JsonObject]:
+        return [{**self.chunk(index, text=text, num_sent=num_sent, part=part), "finish_reason": finish_reason}]
 
-    def _logprobs(self, parts: Sequence[Part]) -> Json | None:
-        if not self._tells_logprobs:
+    def _logprobs(self, parts: Sequence[CompletionChunk]) -> JsonObject | None:
+        if not self._sends_logprobs:
             return None
-        spell = self._template.token
+        decode_token = self._template.decode_token
         ids = [token for part in parts for token in part.token_ids]
-        offsets, place = [], 0
+        offsets, offset = [], 0
         for token in ids:
-            offsets.append(place)
-            place += len(spell(token))
+            offsets.append(offset)
+            offset += len(decode_token(token))
         return {
-            "tokens": [spell(token) for token in ids],
+            "tokens": [decode_token(token) for token in ids],
             "token_logprobs": [logprob for part in parts for logprob in part.logprobs],
-            "top_logprobs": [{spell(t): p for t, p in top.items()} for part in parts for top in part.top] or None,
+            "top_logprobs": [{decode_token(t): p for t, p in top.items()} for part in parts for top in part.top]
+            or None,
             "text_offset": offsets,
         }
 
 
-def head(kind: str, *, name: str, model: str) -> Json:
+def make_header(kind: str, *, name: str, model: str) -> JsonObject:
     """What every answer begins with."""
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
-def usage(*, num_prompt: int, num_said: int) -> Json:
+def make_usage(*, num_prompt: int, num_generated: int) -> JsonObject:
     """What an answer cost."""
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_said, "total_tokens": num_prompt + num_said}
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": num_prompt + num_generated}
 
 
-def answer_message(choice: Json) -> Json | None:
+def extract_message(choice: JsonObject) -> JsonObject | None:
     """The answer as a client will send it back; None if it is no message."""
     message = choice.get("message")
     return message and {name: message[name] for name in ("role", "content", "tool_calls") if name in message}
 
 
-def _delta(index: int, delta: Json, *, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
+def _make_delta(
+    index: int, delta: JsonObject, *, logprobs: JsonObject | None = None, finish_reason: str | None = None
+) -> JsonObject:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _call(call: ToolCall, number: int, *, name: str) -> Json:
+def _make_call(call: ToolCall, number: int, *, name: str) -> JsonObject:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return {"id": f"call_{name}_{number}", "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -1,6 +1,6 @@
 """The model behind OpenAI's API, for agent programs of an env host: on loopback and on a socket file, one token each.
 
-    Proxy        POST /v1/chat/completions /v1/completions, GET /v1/models, POST /v1/hpcrl/reward
+    ModelProxy   POST /v1/chat/completions /v1/completions, GET /v1/models, POST /v1/hpcrl/reward
     Proxy.open   lets a Session in: its token is the program's api key, by which its calls are told from all others
 
 What a program says and hears is recorded in its session as the tokens that they were (hpcrl.rollout.agents.recording).
@@ -24,52 +24,68 @@ from typing import Any, Self
 import msgspec
 from aiohttp import web
 
-from hpcrl.envs.base import ModelDoor
+from hpcrl.envs.base import ModelAccess
 from hpcrl.errors import ConfigError, EngineAnswerError, EngineError
-from hpcrl.models.chat_template import Template
-from hpcrl.rollout.agents.generation import Call, all_of, merged
-from hpcrl.rollout.agents.recording import Prompt
-from hpcrl.rollout.agents.requests import ApiError, ChatRequest, RewardRequest, TextRequest, parsed, plain_messages
-from hpcrl.rollout.agents.responses import HERMES, ChatForm, Form, TextForm, ToolFormat
-from hpcrl.rollout.agents.session import Session
-from hpcrl.rollout.turn import Policy
+from hpcrl.models.chat_template import ChatTemplate
+from hpcrl.rollout.agents.generation import CompletionCall, gather_or_cancel, merge_choices
+from hpcrl.rollout.agents.recording import TurnPrompt
+from hpcrl.rollout.agents.requests import (
+    ApiError,
+    ChatRequest,
+    RewardRequest,
+    TextRequest,
+    normalise_messages,
+    parse_body,
+)
+from hpcrl.rollout.agents.responses import HERMES, AnswerForm, ChatForm, TextForm, ToolFormat
+from hpcrl.rollout.agents.session import ProgramSession
+from hpcrl.rollout.turn import StreamingGenerator
 
 MAX_BODY_BYTES = 64 << 20
-MODEL = "hpcrl"
+DEFAULT_MODEL = "hpcrl"
 """What the model is called unless a domain says otherwise."""
-MODELS = "/v1/models"
-JSON = {"Content-Type": "application/json"}
-Route = Callable[[web.BaseRequest, Session], Awaitable[web.StreamResponse]]
+MODELS_PATH = "/v1/models"
+JSON_HEADERS = {"Content-Type": "application/json"}
+RouteHandler = Callable[[web.BaseRequest, ProgramSession], Awaitable[web.StreamResponse]]
 
 
-class Proxy:
+class ModelProxy:
     """Used as `async with Proxy(...) as proxy`; programs are let in by `open` and shut out by `close`."""
 
-    def __init__(self, policy: Policy, *, template: Template, tools: ToolFormat = HERMES, model: str = MODEL) -> None:
+    def __init__(
+        self,
+        policy: StreamingGenerator,
+        *,
+        template: ChatTemplate,
+        tools: ToolFormat = HERMES,
+        model: str = DEFAULT_MODEL,
+    ) -> None:
         self.url = ""
-        self.socket = Path()
+        self.socket_path = Path()
         """The same as a file, for sandboxes that have no network."""
         self._policy = policy
         self.template = template
         self._tools = tools
         self._model = model
-        self._sessions: dict[bytes, Session] = {}
-        self._routes: dict[tuple[str, str], Route] = {
+        self._sessions: dict[bytes, ProgramSession] = {}
+        self._routes: dict[tuple[str, str], RouteHandler] = {
             ("POST", "/v1/chat/completions"): self._chat,
             ("POST", "/v1/completions"): self._text,
-            ("GET", MODELS): self._models,
+            ("GET", MODELS_PATH): self._models,
             ("POST", "/v1/hpcrl/reward"): self._reward,
         }
         self._runner: web.ServerRunner | None = None
 
     async def __aenter__(self) -> Self:
         # a handful of fixed routes: every call would pay for an Application's routing and middleware
-        asked = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=MAX_BODY_BYTES)
-        server = web.Server(self._guarded, request_factory=asked, handler_cancellation=True, access_log=None)
+        make_request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=MAX_BODY_BYTES)
+        server = web.Server(self._handle, request_factory=make_request, handler_cancellation=True, access_log=None)
         self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await self._runner.setup()
-        self.socket = Path(tempfile.mkdtemp(prefix="hpcrl-")) / "openai.sock"  # 0700, and short enough for a socket
-        await web.UnixSite(self._runner, str(self.socket)).start()
+        self.socket_path = (
+            Path(tempfile.mkdtemp(prefix="hpcrl-")) / "openai.sock"
+        )  # 0700, and short enough for a socket
+        await web.UnixSite(self._runner, str(self.socket_path)).start()
         listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
         await web.SockSite(self._runner, listening).start()
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
@@ -78,62 +94,64 @@ class Proxy:
     async def __aexit__(self, *_: object) -> None:
         assert self._runner is not None
         await self._runner.cleanup()
-        shutil.rmtree(self.socket.parent, ignore_errors=True)
+        shutil.rmtree(self.socket_path.parent, ignore_errors=True)
 
-    def open(self, session: Session) -> str:
+    def open(self, session: ProgramSession) -> str:
         """Let a session's program in; returns its api key."""
         token = secrets.token_urlsafe(32)
-        self._sessions[_digest(token)] = session
+        self._sessions[_hash_token(token)] = session
         return token
 
-    def door(self, token: str) -> ModelDoor:
+    def model_access(self, token: str) -> ModelAccess:
         """How a program with this token reaches the model."""
-        return ModelDoor(url=self.url, socket=str(self.socket), api_key=token, model=self._model)
+        return ModelAccess(url=self.url, socket=str(self.socket_path), api_key=token, model=self._model)
 
     def close(self, token: str) -> None:
         """Shut it out, and end what is still being said to it."""
-        session = self._sessions.pop(_digest(token), None)
+        session = self._sessions.pop(_hash_token(token), None)
         if session is not None:
             session.close()
 
     # ---- routes
 
-    async def _chat(self, http: web.BaseRequest, session: Session) -> web.StreamResponse:
-        asked = parsed(await http.read(), ChatRequest)
-        self._admit(session, asked.model)
-        tools = asked.tools if asked.tool_choice != "none" else None
+    async def _chat(self, http: web.BaseRequest, session: ProgramSession) -> web.StreamResponse:
+        api_request = parse_body(await http.read(), ChatRequest)
+        self._admit(session, api_request.model)
+        tools = api_request.tools if api_request.tool_choice != "none" else None
         try:
-            prompt = session.recording.chat(plain_messages(asked.messages), tools=tools)
+            prompt = session.recording.chat_prompt(normalise_messages(api_request.messages), tools=tools)
         except ConfigError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from None
-        form = ChatForm(asked, template=self.template, tools=self._tools)
-        return await self._answered(http, session, asked, prompt, form)
+        form = ChatForm(api_request, template=self.template, tools=self._tools)
+        return await self._answer_call(http, session, api_request, prompt, form)
 
-    async def _text(self, http: web.BaseRequest, session: Session) -> web.StreamResponse:
-        asked = parsed(await http.read(), TextRequest)
-        self._admit(session, asked.model)
-        prompt = session.recording.text(asked.prompt)
+    async def _text(self, http: web.BaseRequest, session: ProgramSession) -> web.StreamResponse:
+        api_request = parse_body(await http.read(), TextRequest)
+        self._admit(session, api_request.model)
+        prompt = session.recording.text_prompt(api_request.prompt)
         ids = prompt.token_ids()
         if not ids or not 0 <= min(ids) <= max(ids) < self.template.vocabulary_size:
             known = self.template.vocabulary_size - 1
             raise ApiError(400, f"the prompt must have tokens, of 0..{known}", param="prompt", code="invalid_value")
-        return await self._answered(http, session, asked, prompt, TextForm(asked, template=self.template))
+        return await self._answer_call(
+            http, session, api_request, prompt, TextForm(api_request, template=self.template)
+        )
 
-    async def _models(self, _: web.BaseRequest, __: Session) -> web.Response:
-        return _json({"object": "list", "data": [self._card()]})
+    async def _models(self, _: web.BaseRequest, __: ProgramSession) -> web.Response:
+        return _json_response({"object": "list", "data": [self._model_card()]})
 
-    async def _one_model(self, http: web.BaseRequest, _: Session) -> web.Response:
-        self._check_model(http.path.removeprefix(MODELS + "/"))
-        return _json(self._card())
+    async def _one_model(self, http: web.BaseRequest, _: ProgramSession) -> web.Response:
+        self._check_model(http.path.removeprefix(MODELS_PATH + "/"))
+        return _json_response(self._model_card())
 
-    async def _reward(self, http: web.BaseRequest, session: Session) -> web.Response:
-        reward = parsed(await http.read(), RewardRequest).reward
+    async def _reward(self, http: web.BaseRequest, session: ProgramSession) -> web.Response:
+        reward = parse_body(await http.read(), RewardRequest).reward
         if not math.isfinite(reward):
             raise ApiError(400, f"reward is {reward}: it must be a finite number", param="reward")
         session.reward = reward
-        return _json({"reward": reward})
+        return _json_response({"reward": reward})
 
-    def _admit(self, session: Session, model: str) -> None:
+    def _admit(self, session: ProgramSession, model: str) -> None:
         self._check_model(model)
         session.admit()
 
@@ -142,108 +160,120 @@ class Proxy:
             why = f"the model {model!r} does not exist: the one here is {self._model!r}"
             raise ApiError(404, why, code="model_not_found", param="model")
 
-    def _card(self) -> dict[str, Any]:
+    def _model_card(self) -> dict[str, Any]:
         return {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "hpcrl"}
 
     # ---- answers
 
-    async def _answered(
-        self, http: web.BaseRequest, session: Session, asked: ChatRequest | TextRequest, prompt: Prompt, form: Form
+    async def _answer_call(
+        self,
+        http: web.BaseRequest,
+        session: ProgramSession,
+        api_request: ChatRequest | TextRequest,
+        prompt: TurnPrompt,
+        form: AnswerForm,
     ) -> web.StreamResponse:
-        call = Call(session=session, asked=asked, prompt=prompt, form=form, policy=self._policy, template=self.template)
+        call = CompletionCall(
+            session=session,
+            api_request=api_request,
+            prompt=prompt,
+            form=form,
+            policy=self._policy,
+            template=self.template,
+        )
         task = asyncio.current_task()
         assert task is not None
         session.calls.add(task)  # so that closing the session ends it
         try:
-            if asked.stream:
-                return await self._streamed(http, call)
-            choices = await all_of([call.whole(index) for index in range(call.num_choices)])
+            if api_request.stream:
+                return await self._stream_call(http, call)
+            choices = await gather_or_cancel([call.complete(index) for index in range(call.num_choices)])
         finally:
             session.calls.discard(task)
-        session.heed_lag()
-        return _json({**call.head, "choices": choices, "usage": call.usage()})
+        session.check_staleness()
+        return _json_response({**call.header, "choices": choices, "usage": call.usage()})
 
-    async def _streamed(self, http: web.BaseRequest, call: Call) -> web.StreamResponse:
+    async def _stream_call(self, http: web.BaseRequest, call: CompletionCall) -> web.StreamResponse:
         """Server-sent events. The first piece is waited for before the status: until then a failure can have one."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            async with contextlib.aclosing(merged(call)) as chunks:
+            async with contextlib.aclosing(merge_choices(call)) as chunks:
                 async for chunk in chunks:
                     if not response.prepared:
                         await response.prepare(http)
-                    await response.write(_event({**call.head, "object": call.chunk_kind, "choices": [chunk]}))
+                    await response.write(_encode_event({**call.header, "object": call.chunk_kind, "choices": [chunk]}))
         except EngineError as error:
             if not response.prepared:
                 raise
-            await response.write(_event({"error": self._of_engine(call.session, error).error}))
+            await response.write(_encode_event({"error": self._record_engine_failure(call.session, error).error}))
         else:
-            call.session.heed_lag()
-            if call.asked.stream_options is not None and call.asked.stream_options.include_usage:
-                last = {**call.head, "object": call.chunk_kind, "choices": [], "usage": call.usage()}
-                await response.write(_event(last))
+            call.session.check_staleness()
+            if call.api_request.stream_options is not None and call.api_request.stream_options.include_usage:
+                last = {**call.header, "object": call.chunk_kind, "choices": [], "usage": call.usage()}
+                await response.write(_encode_event(last))
             await response.write(b"data: [DONE]\n\n")
         return response
 
     # ---- the door
 
-    async def _guarded(self, http: web.BaseRequest) -> web.StreamResponse:
+    async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
         """Nobody gets past without a token, and nothing leaves but in OpenAI's form."""
         try:
-            session = self._session(http)
-            await _ask_for_body(http)
+            session = self._find_session(http)
+            await _request_body(http)
             try:
-                return await self._route(http)(http, session)
+                return await self._find_route(http)(http, session)
             except EngineError as error:
-                return _refused(self._of_engine(session, error))
+                return _error_response(self._record_engine_failure(session, error))
         except ApiError as error:
-            return _refused(error)
+            return _error_response(error)
         except web.HTTPException as error:
-            return _refused(ApiError(error.status, error.text or error.reason))
+            return _error_response(ApiError(error.status, error.text or error.reason))
 
-    def _route(self, http: web.BaseRequest) -> Route:
+    def _find_route(self, http: web.BaseRequest) -> RouteHandler:
         path = http.path
         if (route := self._routes.get((http.method, path))) is not None:
             return route
-        if http.method == "GET" and path.startswith(MODELS + "/"):
+        if http.method == "GET" and path.startswith(MODELS_PATH + "/"):
             return self._one_model
         status = 405 if any(path == known for _, known in self._routes) else 404
         raise ApiError(status, f"there is no {http.method} {path} here: see OpenAI's API, under /v1")
 
-    def _session(self, http: web.BaseRequest) -> Session:
+    def _find_session(self, http: web.BaseRequest) -> ProgramSession:
         """Whose call this is."""
         scheme, _, token = http.headers.get("Authorization", "").partition(" ")
-        session = self._sessions.get(_digest(token)) if scheme == "Bearer" else None
+        session = self._sessions.get(_hash_token(token)) if scheme == "Bearer" else None
         if session is None:
             why = "no program has this api key: each is given its own as OPENAI_API_KEY"
             raise ApiError(401, why, code="invalid_api_key")
         return session
 
-    def _of_engine(self, session: Session, error: EngineError) -> ApiError:
+    def _record_engine_failure(self, session: ProgramSession, error: EngineError) -> ApiError:
         session.fault = str(error)
         if isinstance(error, EngineAnswerError):
             return ApiError(502, str(error), code="engine_answer", kind="server_error")
         return ApiError(503, str(error), code="engine_unavailable", kind="server_error")
 
 
-async def _ask_for_body(http: web.BaseRequest) -> None:
+async def _request_body(http: web.BaseRequest) -> None:
     """Some clients, curl among them, wait to be asked for a long body."""
     if http.headers.get("Expect", "").lower() == "100-continue":
         await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         http.writer.output_size = 0  # the answer has not begun
 
 
-def _digest(token: str) -> bytes:
+def _hash_token(token: str) -> bytes:
     """What tokens are looked up by: how long that takes tells nothing of them."""
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
-def _json(value: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), headers=JSON)
+def _json_response(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), headers=JSON_HEADERS)
 
 
-def _refused(error: ApiError) -> web.Response:
-    return web.Response(status=error.status, body=error.body, headers=JSON)
+def _error_response(error: ApiError) -> web.Response:
+    return web.Response(status=error.status, body=error.body, headers=JSON_HEADERS)
 
 
-def _event(value: Any) -> bytes:
+def _encode_event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"

@@ -8,18 +8,18 @@ from typing import Any, Literal
 import msgspec
 
 from hpcrl.engines.base import GenerateRequest
-from hpcrl.rollout.agents.recording import Choice, Prompt, Recording
+from hpcrl.rollout.agents.recording import ConversationChoice, ConversationRecording, TurnPrompt
 from hpcrl.rollout.agents.requests import ApiError, ChatRequest, TextRequest
-from hpcrl.rollout.episode import Limits
+from hpcrl.rollout.episode import EpisodeLimits
 from hpcrl.rollout.tasks import stable_hash
 from hpcrl.spool.ids import make_request_id
 
-SamplingBy = Literal["recipe", "program"]
+SamplingSource = Literal["recipe", "program"]
 """Whose temperature, top_p and top_k count; what is not sampled as the recipe says is recorded but not trained on."""
 
 
 @dataclass(eq=False, kw_only=True)
-class Session:
+class ProgramSession:
     """One attempt at an episode, as the calls of its program see it."""
 
     name: str
@@ -27,95 +27,104 @@ class Session:
     trajectory: str
     domain: str
     seed: int
-    limits: Limits
-    recording: Recording
-    newest: Callable[[], int]
+    limits: EpisodeLimits
+    recording: ConversationRecording
+    newest_version: Callable[[], int]
     start_version: int
-    sampling: SamplingBy = "recipe"
-    trains: Choice = "longest"
+    sampling: SamplingSource = "recipe"
+    trained_conversation: ConversationChoice = "longest"
     reward: float | None = None
     """As posted by the program."""
     is_stale: bool = False
-    ran_out: bool = False
+    is_truncated: bool = False
     """A call was refused for want of context or turns: the episode is cut short if it ends well."""
     fault: str = ""
     """Why the last call got no answer from any engine; an answered one clears it."""
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    stop_event: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the program is to be ended before its time."""
     calls: "set[asyncio.Task[Any]]" = field(default_factory=set)
     num_calls: int = 0
 
     def admit(self) -> None:
         """Count a call in, or refuse it."""
-        self.heed_lag()
+        self.check_staleness()
         if self.is_stale:
             raise ApiError(410, f"this episode is more than max_lag = {self.limits.max_lag} versions old", code="stale")
         if self.num_calls >= self.limits.max_turns:
-            self.ran_out = True
+            self.is_truncated = True
             raise ApiError(400, f"this episode may call the model {self.limits.max_turns} times", code="max_turns")
         self.num_calls += 1
 
-    def heed_lag(self) -> None:
+    def check_staleness(self) -> None:
         """An episode that is too far behind is over, whatever it does at the moment."""
         for turn in self.recording.turns[-1:]:
             self.start_version = min((self.start_version, *turn.completion.versions))
-        if self.newest() - self.start_version > self.limits.max_lag:
+        if self.newest_version() - self.start_version > self.limits.max_lag:
             self.is_stale = True
-            self.over.set()
+            self.stop_event.set()
 
     def close(self) -> None:
         """End what is still being said."""
         for call in self.calls:
             call.cancel()
 
-    def requests(
-        self, asked: ChatRequest | TextRequest, prompt: Prompt, *, stop_token_ids: Sequence[int]
+    def make_requests(
+        self, api_request: ChatRequest | TextRequest, prompt: TurnPrompt, *, stop_token_ids: Sequence[int]
     ) -> list[GenerateRequest]:
         """What engines are asked, one for each choice; ApiError if the prompt leaves no room for an answer."""
-        token_ids, stops = prompt.token_ids(), [*stop_token_ids, *(asked.stop_token_ids or ())]
-        return [self._request(asked, token_ids, choice=choice, stops=stops) for choice in range(asked.n or 1)]
+        token_ids, stops = prompt.token_ids(), [*stop_token_ids, *(api_request.stop_token_ids or ())]
+        return [
+            self._make_request(api_request, token_ids, choice=choice, stops=stops)
+            for choice in range(api_request.n or 1)
+        ]
 
-    def _request(
-        self, asked: ChatRequest | TextRequest, token_ids: list[int], *, choice: int, stops: list[int]
+    def _make_request(
+        self, api_request: ChatRequest | TextRequest, token_ids: list[int], *, choice: int, stops: list[int]
     ) -> GenerateRequest:
         limits = self.limits
         room = limits.context_length - len(token_ids)
         if room < 1:
-            self.ran_out = True
+            self.is_truncated = True
             most = limits.context_length
             why = f"the prompt has {len(token_ids)} tokens, this model's maximum context length is {most}: shorten it"
             raise ApiError(400, why, code="context_length_exceeded", param="messages")
-        wanted = getattr(asked, "max_completion_tokens", None) or asked.max_tokens or limits.max_new_tokens
+        num_requested = (
+            getattr(api_request, "max_completion_tokens", None) or api_request.max_tokens or limits.max_new_tokens
+        )
         request = GenerateRequest(
             request_id=make_request_id(self.name, f"{self.num_calls}.{choice}"),
             token_ids=token_ids,
-            max_new_tokens=min(wanted, limits.max_new_tokens, room),
+            max_new_tokens=min(num_requested, limits.max_new_tokens, room),
             temperature=limits.temperature,
-            seed=stable_hash(self.seed, self.name, self.num_calls, choice, asked.seed, bits=63),
+            seed=stable_hash(self.seed, self.name, self.num_calls, choice, api_request.seed, bits=63),
             stop_token_ids=stops,
-            top_logprobs=_top_logprobs(asked),
+            top_logprobs=_requested_top_logprobs(api_request),
             trajectory=self.trajectory,
             domain=self.domain,
         )
-        return request if self.sampling == "recipe" else self._as_asked(request, asked, choice=choice)
-
-    def _as_asked(self, request: GenerateRequest, asked: ChatRequest | TextRequest, *, choice: int) -> GenerateRequest:
-        return msgspec.structs.replace(
-            request,
-            temperature=self.limits.temperature if asked.temperature is None else asked.temperature,
-            top_p=asked.top_p or 1.0,
-            top_k=max(asked.top_k or 0, 0),
-            seed=request.seed if asked.seed is None else stable_hash(asked.seed, choice, bits=63),
+        return (
+            request if self.sampling == "recipe" else self._with_program_sampling(request, api_request, choice=choice)
         )
 
-    def may_train(self, request: GenerateRequest) -> bool:
+    def _with_program_sampling(
+        self, request: GenerateRequest, api_request: ChatRequest | TextRequest, *, choice: int
+    ) -> GenerateRequest:
+        return msgspec.structs.replace(
+            request,
+            temperature=self.limits.temperature if api_request.temperature is None else api_request.temperature,
+            top_p=api_request.top_p or 1.0,
+            top_k=max(api_request.top_k or 0, 0),
+            seed=request.seed if api_request.seed is None else stable_hash(api_request.seed, choice, bits=63),
+        )
+
+    def can_train(self, request: GenerateRequest) -> bool:
         """Whether it is sampled as training assumes."""
         return (request.temperature, request.top_p, request.top_k) == (self.limits.temperature, 1.0, 0)
 
 
-def _top_logprobs(asked: ChatRequest | TextRequest) -> int:
-    if isinstance(asked, TextRequest):
-        return asked.logprobs or 0
-    if asked.top_logprobs and not asked.logprobs:
+def _requested_top_logprobs(api_request: ChatRequest | TextRequest) -> int:
+    if isinstance(api_request, TextRequest):
+        return api_request.logprobs or 0
+    if api_request.top_logprobs and not api_request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs = true", param="top_logprobs", code="invalid_value")
-    return asked.top_logprobs or 0
+    return api_request.top_logprobs or 0

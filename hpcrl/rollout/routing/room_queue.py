@@ -10,7 +10,7 @@ MAX_REFUSALS = 32
 """Whoever comes after as many that found no room is tried the next time; those go to the end."""
 
 
-class HeldBack(Generic[Answer]):
+class RoomQueue(Generic[Answer]):
     """Who waits, in the order in which they came."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class HeldBack(Generic[Answer]):
         """There may be room: try the first ones soon."""
         if self._waiting and not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._try_some)
+            asyncio.get_running_loop().call_soon(self._try_first)
 
     def fail(self, error: BaseException) -> None:
         """Nobody will ever wake them."""
@@ -36,7 +36,7 @@ class HeldBack(Generic[Answer]):
             if not answer.done():
                 answer.set_exception(error)
 
-    def _try_some(self) -> None:
+    def _try_first(self) -> None:
         self._is_due = False
         num_refused = 0
         for _ in range(len(self._waiting)):

@@ -1,8 +1,8 @@
 """What the router remembers of each trajectory between its turns, and of each domain between trajectories.
 
-    Course      one trajectory so far: where its KV lies, what it has had, when it was last heard of
-    whose       a request with its trajectory and domain
-    Courses     all that run, with what their domains have in common: reply lengths, pauses, credit
+    TrajectoryState  one trajectory so far: where its KV lies, what it has had, when it was last heard of
+    with_ids         a request with its trajectory and domain
+    TrajectoryTable  all that run, with what their domains have in common: reply lengths, pauses, credit
 
 Nothing here depends on how many trajectories run: a turn touches its own course and its domain.
 
@@ -33,7 +33,7 @@ NUM_SAMPLES = 512
 NUM_QUANTILES = 32
 
 
-def keep_s(quantiles: Sequence[float], *, saving_s: float) -> float:
+def kv_keep_s(quantiles: Sequence[float], *, saving_s: float) -> float:
     """The time to live t that maximises P(pause <= t) * saving_s - t; `quantiles` are of the pauses, ascending.
 
     A second of kept KV is counted as dear as a second of computing it anew. 0: it is not worth it.
@@ -45,7 +45,7 @@ def keep_s(quantiles: Sequence[float], *, saving_s: float) -> float:
 
 
 @dataclass
-class Pauses:
+class PauseQuantiles:
     """The last pauses between the turns of a domain's trajectories."""
 
     quantiles: list[float] = field(default_factory=list)
@@ -68,75 +68,75 @@ HELD_OUT_LEVEL = 2 * NUM_LEVELS
 """Turns of evaluations go behind all others, also those of domains without credit."""
 FIRST_LEVEL_TOKENS = 512
 """Service up to this is level 0; every level above is twice as wide."""
-STARVED = 2.0
+STARVATION_FACTOR = 2.0
 """A trajectory that has waited so many times as long as it was served goes first again."""
 QUANTUM_TOKENS = 8192.0
 """What a domain of weight 1 may use before it has to let others go first."""
 
 
-def level(*, attained_tokens: float, attained_s: float, waited_s: float) -> int:
+def queue_level(*, served_tokens: float, served_s: float, waited_s: float) -> int:
     """0 goes first. Long trajectories yield to short ones, but only until they have waited too long for it."""
-    if waited_s > STARVED * attained_s:
+    if waited_s > STARVATION_FACTOR * served_s:
         return 0
-    return min(NUM_LEVELS - 1, (int(attained_tokens) // FIRST_LEVEL_TOKENS).bit_length())
+    return min(NUM_LEVELS - 1, (int(served_tokens) // FIRST_LEVEL_TOKENS).bit_length())
 
 
 @dataclass
-class Credits:
+class DomainCredits:
     """What each domain may still use before it goes behind the others."""
 
     weights: Mapping[str, float]
-    left: dict[str, float] = field(default_factory=dict)
+    remaining: dict[str, float] = field(default_factory=dict)
 
     def spend(self, domain: str, tokens: float) -> None:
-        self.left[domain] = self.left.get(domain, self._quantum(domain)) - tokens
+        self.remaining[domain] = self.remaining.get(domain, self._quantum(domain)) - tokens
 
     def has_credit(self, domain: str) -> bool:
-        return self.left.get(domain, 1.0) > 0
+        return self.remaining.get(domain, 1.0) > 0
 
-    def replenish(self, demanding: Iterable[str]) -> None:
+    def replenish(self, active: Iterable[str]) -> None:
         """New credit for all once none of those that want something has any left; debts stay."""
-        domains = list(demanding)
+        domains = list(active)
         if not domains or any(self.has_credit(domain) for domain in domains):
             return
-        short = min(-self.left[domain] / self._quantum(domain) for domain in domains)
+        short = min(-self.remaining[domain] / self._quantum(domain) for domain in domains)
         rounds = int(short) + 1
-        for domain in self.left:
+        for domain in self.remaining:
             quantum = self._quantum(domain)
-            self.left[domain] = min(quantum, self.left[domain] + rounds * quantum)
+            self.remaining[domain] = min(quantum, self.remaining[domain] + rounds * quantum)
 
     def _quantum(self, domain: str) -> float:
         return QUANTUM_TOKENS * self.weights.get(domain, 1.0)
 
 
-RECENT = 0.05
+RECENT_WEIGHT = 0.05
 """Weight of the newest turn in running means."""
 
 
 @dataclass(slots=True)
-class Course:
+class TrajectoryState:
     """One trajectory so far."""
 
     domain: str = ""
     home: str | None = None
     """The decode worker that has its KV."""
     prefill_home: str | None = None
-    num_kept: int = 0
+    num_cached: int = 0
     """Tokens whose KV is there."""
     held_at: str | None = None
     """The worker whose KV it takes room of, from the moment that its first turn is sent there ..."""
-    held: int = 0
+    held_tokens: int = 0
     """... and how many tokens that is counted as."""
     version: int = -1
     """Of the weights that the KV is of."""
-    attained_tokens: float = 0.0
-    attained_s: float = 0.0
+    served_tokens: float = 0.0
+    served_s: float = 0.0
     waited_s: float = 0.0
     ended_at: float | None = None
     """When its last turn was over."""
 
 
-def whose(request: GenerateRequest) -> GenerateRequest:
+def with_ids(request: GenerateRequest) -> GenerateRequest:
     """The request with the trajectory and the domain that its id begins with: `domain/number/index/...`."""
     if request.trajectory or (parsed := parse_request_id(request.request_id)) is None:
         return request
@@ -145,73 +145,73 @@ def whose(request: GenerateRequest) -> GenerateRequest:
 
 
 @dataclass
-class _DomainSeen:
+class _DomainStats:
     reply_tokens: float | None = None
     prompt_tokens: float = 0.0
     """Of a turn, those whose KV had to be computed."""
     kept_tokens: float = 0.0
     """What a trajectory keeps between two turns."""
-    pauses: Pauses = field(default_factory=Pauses)
+    pauses: PauseQuantiles = field(default_factory=PauseQuantiles)
 
 
-class Courses:
+class TrajectoryTable:
     """The trajectories that run on this host; `forget` them when they end."""
 
     def __init__(self, *, weights: dict[str, float]) -> None:
-        self.credits = Credits(weights)
-        self._courses: dict[str, Course] = {}
-        self._domains: dict[str, _DomainSeen] = {}
-        self._demanding: Counter[str] = Counter()
+        self.credits = DomainCredits(weights)
+        self._states: dict[str, TrajectoryState] = {}
+        self._domains: dict[str, _DomainStats] = {}
+        self._num_active: Counter[str] = Counter()
         self._token_s: float | None = None
         """What a token takes, as a running mean over all turns."""
 
     def __len__(self) -> int:
-        return len(self._courses)
+        return len(self._states)
 
-    def begin_turn(self, request: GenerateRequest, *, now: float) -> Course:
+    def start_turn(self, request: GenerateRequest, *, now: float) -> TrajectoryState:
         """The course of the request's trajectory, whose environment has just answered."""
-        course = Course(request.domain)
+        state = TrajectoryState(request.domain)
         if request.trajectory:
-            course = self._courses.setdefault(request.trajectory, course)
-        self._demanding[request.domain] += 1
-        if course.ended_at is not None:
-            self._domain(request.domain).pauses.add(now - course.ended_at)
-            course.ended_at = None
-        return course
+            state = self._states.setdefault(request.trajectory, state)
+        self._num_active[request.domain] += 1
+        if state.ended_at is not None:
+            self._domain(request.domain).pauses.add(now - state.ended_at)
+            state.ended_at = None
+        return state
 
     def end_turn(
-        self, course: Course, request: GenerateRequest, completion: Completion | None, *, seconds: float
+        self, state: TrajectoryState, request: GenerateRequest, completion: Completion | None, *, seconds: float
     ) -> None:
         """Account for a turn that took `seconds`; without a completion it failed."""
-        self._demanding[request.domain] -= 1
+        self._num_active[request.domain] -= 1
         if completion is None:
             return
-        num_said = len(completion.token_ids)
-        domain, num_new = self._domain(request.domain), max(0, len(request.token_ids) - course.num_kept)
-        domain.reply_tokens = _mean(domain.reply_tokens, num_said)
-        domain.prompt_tokens = _mean(domain.prompt_tokens or None, num_new)
-        domain.kept_tokens = _mean(domain.kept_tokens or None, len(request.token_ids) + num_said)
-        served = num_new + num_said
-        self._token_s = _mean(self._token_s, seconds / max(1, served))
-        fair_s = served * self._token_s
-        course.attained_tokens += served
-        course.attained_s += fair_s
-        course.waited_s += max(0.0, seconds - fair_s)
-        self.credits.spend(request.domain, served)
+        num_generated = len(completion.token_ids)
+        domain, num_new = self._domain(request.domain), max(0, len(request.token_ids) - state.num_cached)
+        domain.reply_tokens = _update_mean(domain.reply_tokens, num_generated)
+        domain.prompt_tokens = _update_mean(domain.prompt_tokens or None, num_new)
+        domain.kept_tokens = _update_mean(domain.kept_tokens or None, len(request.token_ids) + num_generated)
+        num_served = num_new + num_generated
+        self._token_s = _update_mean(self._token_s, seconds / max(1, num_served))
+        fair_s = num_served * self._token_s
+        state.served_tokens += num_served
+        state.served_s += fair_s
+        state.waited_s += max(0.0, seconds - fair_s)
+        self.credits.spend(request.domain, num_served)
 
-    def forget(self, trajectory: str) -> Course | None:
-        return self._courses.pop(trajectory, None)
+    def forget(self, trajectory: str) -> TrajectoryState | None:
+        return self._states.pop(trajectory, None)
 
     def reply_tokens(self, request: GenerateRequest) -> float:
         """How long the reply will likely be: as long as the domain's replies are."""
         usual = self._domain(request.domain).reply_tokens
         return request.max_new_tokens if usual is None else min(usual, request.max_new_tokens)
 
-    def room_for(self, course: Course, *, num_tokens: int) -> int:
+    def expected_kv_tokens(self, state: TrajectoryState, *, num_tokens: int) -> int:
         """What a trajectory of now `num_tokens` should be counted as: young ones grow to what is usual."""
-        return max(num_tokens, round(self._domain(course.domain).kept_tokens))
+        return max(num_tokens, round(self._domain(state.domain).kept_tokens))
 
-    def usual_turn(self) -> tuple[float, float]:
+    def mean_turn(self) -> tuple[float, float]:
         """Tokens to prefill and to decode of a turn, over all domains."""
         seen = [domain for domain in self._domains.values() if domain.reply_tokens is not None]
         if not seen:
@@ -219,20 +219,20 @@ class Courses:
         prompt = sum(domain.prompt_tokens for domain in seen) / len(seen)
         return prompt, sum(domain.reply_tokens or 0.0 for domain in seen) / len(seen)
 
-    def level(self, course: Course) -> int:
-        return level(attained_tokens=course.attained_tokens, attained_s=course.attained_s, waited_s=course.waited_s)
+    def queue_level(self, state: TrajectoryState) -> int:
+        return queue_level(served_tokens=state.served_tokens, served_s=state.served_s, waited_s=state.waited_s)
 
-    def behind(self, domain: str) -> int:
+    def credit_penalty(self, domain: str) -> int:
         """What is added to the level of a domain's turns: more than any level if it used up its credit."""
-        self.credits.replenish([name for name, num in self._demanding.items() if num > 0 and not is_held_out(name)])
+        self.credits.replenish([name for name, num in self._num_active.items() if num > 0 and not is_held_out(name)])
         return 0 if self.credits.has_credit(domain) else NUM_LEVELS
 
-    def keep_s(self, domain: str, *, saving_s: float) -> float:
-        return keep_s(self._domain(domain).pauses.quantiles, saving_s=saving_s)
+    def kv_keep_s(self, domain: str, *, saving_s: float) -> float:
+        return kv_keep_s(self._domain(domain).pauses.quantiles, saving_s=saving_s)
 
-    def _domain(self, name: str) -> _DomainSeen:
-        return self._domains.setdefault(name, _DomainSeen())
+    def _domain(self, name: str) -> _DomainStats:
+        return self._domains.setdefault(name, _DomainStats())
 
 
-def _mean(before: float | None, value: float) -> float:
-    return value if before is None else before + RECENT * (value - before)
+def _update_mean(before: float | None, value: float) -> float:
+    return value if before is None else before + RECENT_WEIGHT * (value - before)

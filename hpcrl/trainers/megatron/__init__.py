@@ -1,6 +1,6 @@
 """The Megatron-core trainer.
 
-    trainer       the trainer
-    model         the model, on GPUs and on CPUs
-    weight_names  names of tensors as Hugging Face has them
+trainer       the trainer
+model         the model, on GPUs and on CPUs
+weight_names  names of tensors as Hugging Face has them
 """

@@ -5,7 +5,7 @@ fill_from_directory    HF weights into it
 
 What megatron-core needs to run without CUDA, all of it: for tests and small machines, over gloo.
 
-Only inside `adapted()`, and only where there is no CUDA: tensor factories asked for a GPU answer on the CPU, the
+Only inside `patch_for_cpu()`, and only where there is no CUDA: tensor factories asked for a GPU answer on the CPU, the
 current device is the CPU, and there is nothing to synchronise. The generators that Megatron keeps for dropout do
 nothing: a trainer has no dropout.
 """
@@ -30,14 +30,22 @@ from torch._C._distributed_c10d import HashStore
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig
 
-from hpcrl.config.recipe import Train
+from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
-from hpcrl.trainers.megatron.weight_names import Dims, Link, Rank, check_divides, dims_of, links, padded_vocab
+from hpcrl.trainers.megatron.weight_names import (
+    ModelDims,
+    ParallelRank,
+    ShardMapping,
+    check_parallelism,
+    map_shards,
+    pad_vocab_size,
+    read_model_dims,
+)
 from hpcrl.trainers.world import World
 
 CPU = torch.device("cpu")
 
-SETTINGS: dict[str, Any] = {
+CPU_SETTINGS: dict[str, Any] = {
     "use_cpu_initialization": True,
     "batch_p2p_comm": False,
     "batch_p2p_sync": False,
@@ -46,7 +54,7 @@ SETTINGS: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def adapted() -> Iterator[None]:
+def patch_for_cpu() -> Iterator[None]:
     """Around everything that Megatron does; with CUDA it changes nothing."""
     if torch.cuda.is_available():
         yield
@@ -54,12 +62,12 @@ def adapted() -> Iterator[None]:
     with (
         patch("torch.cuda.current_device", lambda: CPU),
         patch("torch.cuda.synchronize", lambda *_: None),
-        _OnCpu(),
+        _CpuFunctionMode(),
     ):
         yield
 
 
-class _OnCpu(TorchFunctionMode):
+class _CpuFunctionMode(TorchFunctionMode):
     """Calls of torch, with the CPU for any GPU."""
 
     def __torch_function__(
@@ -69,38 +77,42 @@ class _OnCpu(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        named = dict(kwargs or {})
+        arguments = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
-        if "device" in named and named["device"] is not None and torch.device(named["device"]).type == "cuda":
-            named["device"] = CPU
-        return func(*args, **named)
+        if (
+            "device" in arguments
+            and arguments["device"] is not None
+            and torch.device(arguments["device"]).type == "cuda"
+        ):
+            arguments["device"] = CPU
+        return func(*args, **arguments)
 
 
-class Part(NamedTuple):
+class MegatronPart(NamedTuple):
     """This rank's part of a model."""
 
     module: Any
     config: Any
     """HF's."""
-    dims: Dims
-    rank: Rank
+    dims: ModelDims
+    rank: ParallelRank
     data_rank: int
     num_data: int
 
-    def links(self) -> Iterator[tuple[Link, Tensor]]:
+    def mapped_parameters(self) -> Iterator[tuple[ShardMapping, Tensor]]:
         """Every box of this rank and the parameter it lies in."""
         parameters = dict(self.module.named_parameters())
-        for link in links(self.dims, self.rank):
-            yield link, parameters[link.own]
+        for mapping in map_shards(self.dims, self.rank):
+            yield mapping, parameters[mapping.megatron_name]
 
 
-def build(model_dir: Path, *, train: Train, world: World, seed: int) -> Part:
+def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed: int) -> MegatronPart:
     """The part of the model that this rank of `world` trains, with the weights of the directory."""
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    dims = dims_of(config)
+    dims = read_model_dims(config)
     num_tp, num_pp = train.tensor_parallel, train.pipeline_parallel
-    check_divides(dims, num_tp=num_tp, num_pp=num_pp)
+    check_parallelism(dims, num_tp=num_tp, num_pp=num_pp)
     if world.size % (num_tp * num_pp):
         raise TrainError(
             f"{world.size} ranks cannot be split into groups of train.tensor_parallel x train.pipeline_parallel = "
@@ -114,14 +126,14 @@ def build(model_dir: Path, *, train: Train, world: World, seed: int) -> Part:
         model_parallel_cuda_manual_seed(seed)
     else:
         initialize_rng_tracker(inference_rng_tracker=True)
-    rank = Rank(
+    rank = ParallelRank(
         tp=parallel_state.get_tensor_model_parallel_rank(),
         num_tp=num_tp,
         pp=parallel_state.get_pipeline_model_parallel_rank(),
         num_pp=num_pp,
     )
-    module = _module(config, dims, rank, train).to(world.device).eval()
-    part = Part(
+    module = _make_gpt_model(config, dims, rank, train).to(world.device).eval()
+    model_part = MegatronPart(
         module=module,
         config=config,
         dims=dims,
@@ -129,16 +141,16 @@ def build(model_dir: Path, *, train: Train, world: World, seed: int) -> Part:
         data_rank=parallel_state.get_data_parallel_rank(),
         num_data=parallel_state.get_data_parallel_world_size(),
     )
-    fill_from_directory(part, model_dir)
-    return part
+    fill_from_directory(model_part, model_dir)
+    return model_part
 
 
-def _module(config: Any, dims: Dims, rank: Rank, train: Train) -> Any:
+def _make_gpt_model(config: Any, dims: ModelDims, rank: ParallelRank, train: TrainConfig) -> Any:
     rope = getattr(config, "rope_parameters", None) or {}
     return GPTModel(
-        config=_transformer(config, dims, rank, train),
+        config=_make_transformer_config(config, dims, rank, train),
         transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=dims.qk_norm, normalization="RMSNorm"),
-        vocab_size=padded_vocab(dims, num_tp=rank.num_tp),
+        vocab_size=pad_vocab_size(dims, num_tp=rank.num_tp),
         max_sequence_length=config.max_position_embeddings,
         pre_process=rank.is_first,
         post_process=rank.is_last,
@@ -150,9 +162,9 @@ def _module(config: Any, dims: Dims, rank: Rank, train: Train) -> Any:
     )
 
 
-def _transformer(config: Any, dims: Dims, rank: Rank, train: Train) -> TransformerConfig:
+def _make_transformer_config(config: Any, dims: ModelDims, rank: ParallelRank, train: TrainConfig) -> TransformerConfig:
     """Plain layers: no fusion, no dropout; the dtype is autocast's business."""
-    on_cpu = {} if torch.cuda.is_available() else SETTINGS
+    on_cpu = {} if torch.cuda.is_available() else CPU_SETTINGS
     return TransformerConfig(
         num_layers=dims.num_layers,
         hidden_size=dims.hidden,
@@ -184,30 +196,30 @@ def _transformer(config: Any, dims: Dims, rank: Rank, train: Train) -> Transform
     )
 
 
-def fill_from_directory(part: Part, model_dir: Path) -> None:
+def fill_from_directory(model_part: MegatronPart, model_dir: Path) -> None:
     """Each rank reads its own boxes out of the safetensors files, and no others."""
-    where = _files_by_name(model_dir)
+    path_by_name = _map_tensor_files(model_dir)
     with torch.no_grad():
-        for link, parameter in part.links():
-            path = where.get(link.name)
+        for mapping, parameter in model_part.mapped_parameters():
+            path = path_by_name.get(mapping.name)
             if path is None:
-                raise TrainError(f"model directory {str(model_dir)!r} has no tensor {link.name!r}: is it whole?")
-            box = tuple(slice(start, start + size) for start, size in zip(link.start, link.shape, strict=True))
-            with _opened(path) as file:
-                parameter[link.rows].copy_(file.get_slice(link.name)[box])
+                raise TrainError(f"model directory {str(model_dir)!r} has no tensor {mapping.name!r}: is it whole?")
+            slices = tuple(slice(start, start + size) for start, size in zip(mapping.start, mapping.shape, strict=True))
+            with _open_safetensors(path) as file:
+                parameter[mapping.rows].copy_(file.get_slice(mapping.name)[slices])
 
 
-def _files_by_name(model_dir: Path) -> Mapping[str, Path]:
+def _map_tensor_files(model_dir: Path) -> Mapping[str, Path]:
     index = model_dir / "model.safetensors.index.json"
     if index.exists():
         names: dict[str, str] = json.loads(index.read_text())["weight_map"]
         return {name: model_dir / file for name, file in names.items()}
-    only = model_dir / "model.safetensors"
-    with _opened(only) as file:
-        return dict.fromkeys(file.keys(), only)
+    single_file = model_dir / "model.safetensors"
+    with _open_safetensors(single_file) as file:
+        return dict.fromkeys(file.keys(), single_file)
 
 
-def _opened(path: Path) -> Any:
+def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

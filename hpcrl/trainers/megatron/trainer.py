@@ -21,41 +21,43 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from hpcrl.config.recipe import Train
+from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
-from hpcrl.learn.batch import MicroBatch, nothing, of_one_shape
-from hpcrl.learn.loss import LossSums, chosen_logprobs, log_distribution
-from hpcrl.plan.checks import not_for_megatron
+from hpcrl.learn.batch import MicroBatch, empty_micro_batch, pad_to_shape
+from hpcrl.learn.loss import LossSums, compute_log_distribution, gather_logprobs
+from hpcrl.plan.checks import find_megatron_conflict
 from hpcrl.spool.record import Trajectory
-from hpcrl.trainers.base import PreparedMinibatch, Snapshot, StepMetrics
-from hpcrl.trainers.megatron.model import adapted, build
-from hpcrl.trainers.megatron.weight_names import Rank, links
+from hpcrl.trainers.base import PreparedMinibatch, RankSnapshot, StepMetrics
+from hpcrl.trainers.megatron.model import build_model_part, patch_for_cpu
+from hpcrl.trainers.megatron.weight_names import ParallelRank, map_shards
 from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs, compute_micro_batch_loss
-from hpcrl.trainers.state import WEIGHT, Piece, check_same, fill, wholes
-from hpcrl.trainers.step import Minibatch, rows_in_memory, train_step
-from hpcrl.trainers.torch_model import MOMENTS
+from hpcrl.trainers.state import WEIGHT_PART, StateShard, check_same_shapes, fill_shards, read_whole_shapes
+from hpcrl.trainers.step import Minibatch, make_row_reader, train_step
+from hpcrl.trainers.torch_model import MOMENT_PARTS
 from hpcrl.trainers.world import World
-from hpcrl.weights.layout import Shard
+from hpcrl.weights.layout import TensorShard
 
-STEP = "step"
-_Judge = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
+STEP_PART = "step"
+_LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """What the last stage makes of a micro-batch's logits: a loss, and something to be kept."""
 
 
 class MegatronTrainer:
     """Trains the model in a directory; every rank of `world` has one of these and they do everything together."""
 
-    def __init__(self, model_dir: Path, train: Train, *, seed: int = 0, temperature: float = 1.0, world: World) -> None:
+    def __init__(
+        self, model_dir: Path, train: TrainConfig, *, seed: int = 0, temperature: float = 1.0, world: World
+    ) -> None:
         """`temperature` is the rollout's: the stored log-probs were taken under it."""
-        if (foreign := not_for_megatron(train)) is not None:
-            raise TrainError(foreign)
+        if (problem := find_megatron_conflict(train)) is not None:
+            raise TrainError(problem)
         self._train = train
         self._seed = seed
         self._temperature = temperature
         self.world = world
-        with adapted():
-            self._part = build(model_dir, train=train, world=world, seed=seed)
-        self._parameters: dict[str, Tensor] = dict(self._part.module.named_parameters())
+        with patch_for_cpu():
+            self._model_part = build_model_part(model_dir, train=train, world=world, seed=seed)
+        self._parameters: dict[str, Tensor] = dict(self._model_part.module.named_parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(), lr=train.learning_rate, weight_decay=train.weight_decay
         )
@@ -63,89 +65,95 @@ class MegatronTrainer:
     @property
     def num_shares(self) -> int:
         """Into how many shares a step is dealt."""
-        return self._part.num_data
+        return self._model_part.num_data
 
     @property
     def share(self) -> int:
         """Which of them is this rank's."""
-        return self._part.data_rank
+        return self._model_part.data_rank
 
     @property
     def vocabulary_size(self) -> int:
-        return self._part.dims.vocab
+        return self._model_part.dims.vocab
 
     @property
     def max_length(self) -> int:
         """Positions that the model can read."""
-        return int(self._part.config.max_position_embeddings)
+        return int(self._model_part.config.max_position_embeddings)
 
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
-        rows = rows_in_memory(trajectories, share=self.share, train=self._train, max_length=self.max_length)
-        return train_step(self, trajectories, train=self._train, seed=self._seed, step=step, version=version, rows=rows)
+        read_rows = make_row_reader(trajectories, share=self.share, train=self._train, max_length=self.max_length)
+        return train_step(
+            self, trajectories, train=self._train, seed=self._seed, step=step, version=version, read_rows=read_rows
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole weights on every rank: all ranks must call this together."""
         found: dict[str, Tensor] = {}
         for name, shape in self.shapes().items():
             found[name] = torch.zeros(shape, device=self.world.device)
-        for piece in self.shards():
-            found[piece.shard.name][_box(piece.shard)] = piece.tensor
+        for state_shard in self.shards():
+            found[state_shard.shard.name][_shard_slices(state_shard.shard)] = state_shard.tensor
         return {name: self.world.sum(tensor) for name, tensor in found.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every canonical tensor of the model, whoever holds it."""
-        return {link.name: link.whole for link in links(self._part.dims, Rank())}
+        return {mapping.name: mapping.whole_shape for mapping in map_shards(self._model_part.dims, ParallelRank())}
 
-    def shards(self) -> Iterator[Piece]:
+    def shards(self) -> Iterator[StateShard]:
         """The boxes of the weights that this rank gives, each value once over all ranks."""
-        return (piece for piece in self._pieces() if piece.part == WEIGHT)
+        return (state_shard for state_shard in self._state_shards() if state_shard.part == WEIGHT_PART)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RankSnapshot:
         """This rank's part of the state, apart from what the next step changes."""
-        return Snapshot(rank=self.world.rank, pieces=[piece.copied() for piece in self._pieces()])
+        return RankSnapshot(
+            rank=self.world.rank, state_shards=[state_shard.copy_to_cpu() for state_shard in self._state_shards()]
+        )
 
     def load(self, directory: Path) -> None:
-        saved = wholes(directory)
-        check_same(saved, self.shapes(), directory)
-        with_moments = any(part == MOMENTS[0] for part, _ in saved)
+        saved = read_whole_shapes(directory)
+        check_same_shapes(saved, self.shapes(), directory)
+        with_moments = any(part == MOMENT_PARTS[0] for part, _ in saved)
         with torch.no_grad():
-            fill(list(self._wanted(with_moments=with_moments)), directory)
+            fill_shards(list(self._required_shards(with_moments=with_moments)), directory)
 
-    def _pieces(self) -> Iterator[Piece]:
-        if self._part.data_rank:
+    def _state_shards(self) -> Iterator[StateShard]:
+        if self._model_part.data_rank:
             return
-        for link, parameter in self._part.links():
-            if not link.given:
+        for mapping, parameter in self._model_part.mapped_parameters():
+            if not mapping.is_owner:
                 continue
-            shard = Shard(name=link.name, start=link.start, shape=link.shape)
-            yield Piece(WEIGHT, shard, link.whole, parameter.detach()[link.rows])
+            shard = TensorShard(name=mapping.name, start=mapping.start, shape=mapping.shape)
+            yield StateShard(WEIGHT_PART, shard, mapping.whole_shape, parameter.detach()[mapping.rows])
             state = self._optimizer.state.get(parameter, {})
-            for part in MOMENTS if state else ():
-                yield Piece(part, shard, link.whole, state[part][link.rows])
-            if state and not any(link.start):
-                yield Piece(STEP, Shard(name=link.name, start=(), shape=()), (), state["step"])
+            for part in MOMENT_PARTS if state else ():
+                yield StateShard(part, shard, mapping.whole_shape, state[part][mapping.rows])
+            if state and not any(mapping.start):
+                yield StateShard(STEP_PART, TensorShard(name=mapping.name, start=(), shape=()), (), state["step"])
 
-    def _wanted(self, *, with_moments: bool) -> Iterator[Piece]:
+    def _required_shards(self, *, with_moments: bool) -> Iterator[StateShard]:
         """Every box that this rank needs to go on."""
         self._optimizer.state.clear()
-        for link, parameter in self._part.links():
-            shard = Shard(name=link.name, start=link.start, shape=link.shape)
-            yield Piece(WEIGHT, shard, link.whole, parameter.detach()[link.rows])
+        for mapping, parameter in self._model_part.mapped_parameters():
+            shard = TensorShard(name=mapping.name, start=mapping.start, shape=mapping.shape)
+            yield StateShard(WEIGHT_PART, shard, mapping.whole_shape, parameter.detach()[mapping.rows])
             if not with_moments:
                 continue
             state = self._optimizer.state[parameter]
             if not state:
                 state["step"] = torch.zeros(())
-                state.update({part: torch.zeros_like(parameter.detach()) for part in MOMENTS})
-            for part in MOMENTS:
-                yield Piece(part, shard, link.whole, state[part][link.rows])
-            yield Piece(STEP, Shard(name=link.name, start=(), shape=()), (), state["step"])
+                state.update({part: torch.zeros_like(parameter.detach()) for part in MOMENT_PARTS})
+            for part in MOMENT_PARTS:
+                yield StateShard(part, shard, mapping.whole_shape, state[part][mapping.rows])
+            yield StateShard(STEP_PART, TensorShard(name=mapping.name, start=(), shape=()), (), state["step"])
 
     def prepare_minibatches(self, minibatches: list[Minibatch]) -> list[PreparedMinibatch]:
         """Give every rank the same number of micro-batches, of one shape; with their prior log-probs."""
         same = [self._of_one_shape(part) for part in minibatches]
         moves = len(same) > 1 and self._train.proximal == "recomputed"
-        return [PreparedMinibatch(part, self._proximal(part) if moves else _unmoved(part)) for part in same]
+        return [
+            PreparedMinibatch(part, self._proximal_logprobs(part) if moves else _empty_logprobs(part)) for part in same
+        ]
 
     def accumulate_gradient(self, minibatch: PreparedMinibatch, totals: MinibatchTotals) -> LossSums:
         """Add the gradient of a minibatch, on all ranks: Megatron's schedule, then sums over the ranks."""
@@ -154,7 +162,7 @@ class MegatronTrainer:
         def judge(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, LossSums]:
             loss, sums = compute_micro_batch_loss(
                 micro,
-                self._at_tokens(micro, logits_BTV),
+                self._gather_token_logits(micro, logits_BTV),
                 prior=next(remaining),
                 totals=totals,
                 train=self._train,
@@ -164,19 +172,19 @@ class MegatronTrainer:
             return loss * len(part), sums  # the schedule divides by the number of micro-batches
 
         total = LossSums.zero(self.world.device)
-        for sums in self._scheduled(part, judge, forward_only=False):
-            total = total.plus(sums)
-        if self._part.rank.tp or not self._part.rank.is_last:
+        for sums in self._run_schedule(part, judge, forward_only=False):
+            total = total.add(sums)
+        if self._model_part.rank.tp or not self._model_part.rank.is_last:
             total = LossSums.zero(self.world.device)  # counted once, by the first rank of the last stage
         self._exchange_gradients()
-        return LossSums.unflat(self.world.sum(total.flat()))
+        return LossSums.unflatten(self.world.sum(total.flatten()))
 
     def clip_gradient(self) -> float:
         """Clip the gradient; returns the norm of the whole model's before, in which every value counts once."""
         total = torch.zeros((), dtype=torch.double, device=self.world.device)
-        if not self._part.data_rank:
-            for link, parameter in self._part.links():
-                if link.given and parameter.grad is not None:
+        if not self._model_part.data_rank:
+            for link, parameter in self._model_part.mapped_parameters():
+                if link.is_owner and parameter.grad is not None:
                     total += parameter.grad[link.rows].double().square().sum()
         norm = float(self.world.sum(total).sqrt())
         scale = self._train.max_grad_norm / (norm + 1e-6)
@@ -198,89 +206,91 @@ class MegatronTrainer:
         self._optimizer.zero_grad()
 
     def train_critic(self, number: int, *, totals: MinibatchTotals, step: int) -> None:
-        """There is no critic: `not_for_megatron` refuses recipes that need one."""
+        """There is no critic: `find_megatron_conflict` refuses recipes that need one."""
 
     def _of_one_shape(self, part: Minibatch) -> Minibatch:
         """A minibatch whose micro-batches have one number and one shape on all ranks."""
         num = self.world.max(len(part))
-        filled = part + [nothing() for _ in range(num - len(part))]
+        filled = part + [empty_micro_batch() for _ in range(num - len(part))]
         rows = self.world.max(max(len(micro.inputs_BT) for micro in filled))
         length = self.world.max(max(micro.inputs_BT.shape[1] for micro in filled))
-        return [of_one_shape(micro, rows=rows, length=length).to(self.world.device) for micro in filled]
+        return [pad_to_shape(micro, rows=rows, length=length).to(self.world.device) for micro in filled]
 
-    def _proximal(self, part: Minibatch) -> list[PriorLogprobs]:
+    def _proximal_logprobs(self, minibatch: Minibatch) -> list[PriorLogprobs]:
         """Log-probs before the first optimizer step; they stay on the last stage, where they are needed."""
 
-        def kept(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, PriorLogprobs]:
-            logprobs_NV = log_distribution(self._at_tokens(micro, logits_BTV), temperature=self._temperature)
-            logprobs_N = chosen_logprobs(logprobs_NV, micro.targets_N)
+        def keep_logprobs(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, PriorLogprobs]:
+            logprobs_NV = compute_log_distribution(
+                self._gather_token_logits(micro, logits_BTV), temperature=self._temperature
+            )
+            logprobs_N = gather_logprobs(logprobs_NV, micro.targets_N)
             return logprobs_N.sum(), PriorLogprobs(logprobs_N)
 
         with torch.no_grad():
-            found: list[PriorLogprobs] = list(self._scheduled(part, kept, forward_only=True))
-        return found or _unmoved(part)
+            found: list[PriorLogprobs] = list(self._run_schedule(minibatch, keep_logprobs, forward_only=True))
+        return found or _empty_logprobs(minibatch)
 
-    def _scheduled(self, part: Minibatch, judge: _Judge, *, forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the stages; the second thing that `judge` returns, on the last stage."""
+    def _run_schedule(self, minibatch: Minibatch, compute_loss: _LossFunction, *, forward_only: bool) -> list[Any]:
+        """Megatron's schedule over the stages; the second thing that `compute_loss` returns, on the last stage."""
 
-        def judged(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, Any]:
-            with self._cast(False):
-                return judge(micro, logits_BTV)
+        def compute_in_float32(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, Any]:
+            with self._autocast(False):
+                return compute_loss(micro, logits_BTV)
 
         def forward(batches: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Any]:
             micro = next(batches)
             rows, length = micro.inputs_BT.shape
             positions_BT = torch.arange(length, device=self.world.device).expand(rows, length)
-            output = module(micro.inputs_BT, positions_BT, _causal(length, self.world.device))
-            return output, partial(judged, micro)
+            output = module(micro.inputs_BT, positions_BT, _causal_mask(length, self.world.device))
+            return output, partial(compute_in_float32, micro)
 
-        rows, length = part[0].inputs_BT.shape
+        rows, length = minibatch[0].inputs_BT.shape
         # The backward pass is in here too: Megatron's layers multiply there in the precision that is current.
-        with adapted(), self._cast(self._train.precision == "bf16"):
+        with patch_for_cpu(), self._autocast(self._train.precision == "bf16"):
             found = get_forward_backward_func()(
                 forward_step_func=forward,
-                data_iterator=iter(part),
-                model=self._part.module,
-                num_microbatches=len(part),
+                data_iterator=iter(minibatch),
+                model=self._model_part.module,
+                num_microbatches=len(minibatch),
                 seq_length=length,
                 micro_batch_size=rows,
                 forward_only=forward_only,
             )
         return list(found)
 
-    def _cast(self, enabled: bool) -> torch.autocast:
+    def _autocast(self, enabled: bool) -> torch.autocast:
         return torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=enabled)
 
-    def _at_tokens(self, micro: MicroBatch, logits_BTV: Tensor) -> Tensor:
+    def _gather_token_logits(self, micro: MicroBatch, logits_BTV: Tensor) -> Tensor:
         """Logits of the whole vocabulary at the micro-batch's model tokens."""
         logits_NV = gather_from_tensor_model_parallel_region(logits_BTV[micro.mask_BT])
-        return logits_NV[:, : self._part.dims.vocab]  # type: ignore[no-any-return]
+        return logits_NV[:, : self._model_part.dims.vocab]  # type: ignore[no-any-return]
 
     def _exchange_gradients(self) -> None:
         """What every rank that holds a parameter must agree on."""
-        rank = self._part.rank
+        rank = self._model_part.rank
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if rank.num_tp > 1 and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
                 # Shared by the heads of all ranks, and each rank has seen its own heads only.
                 dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
-            if self._part.num_data > 1:
+            if self._model_part.num_data > 1:
                 dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
-        if self._part.dims.tied and rank.num_pp > 1 and (rank.is_first or rank.is_last):
+        if self._model_part.dims.tied and rank.num_pp > 1 and (rank.is_first or rank.is_last):
             name = "embedding.word_embeddings.weight" if rank.is_first else "output_layer.weight"
             dist.all_reduce(self._parameters[name].grad, group=parallel_state.get_embedding_group())
 
 
-def _unmoved(part: Minibatch) -> list[PriorLogprobs]:
+def _empty_logprobs(minibatch: Minibatch) -> list[PriorLogprobs]:
     """No proximal log-probs: they are the current ones, or those of the policy that acted."""
-    return [PriorLogprobs() for _ in part]
+    return [PriorLogprobs() for _ in minibatch]
 
 
-def _causal(length: int, device: torch.device) -> Tensor:
+def _causal_mask(length: int, device: torch.device) -> Tensor:
     """True where a position must not look; padding is on the right, and what follows it is never trained on."""
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
 
 
-def _box(shard: Shard) -> tuple[slice, ...]:
+def _shard_slices(shard: TensorShard) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(shard.start, shard.shape, strict=True))

@@ -2,7 +2,7 @@
 
     Shape of a model    Dims        what the mapping needs of a config: Llama, Qwen2, Qwen3 and their like
     Place of a rank     Rank        its part of each layer (TP) and its layers (PP)
-    links               every box that the rank holds
+    map_shards          every box that the rank holds
 
 Megatron fuses q, k and v, one query group after the other (its queries, its key, its value), and gate and up; a rank
 of a tensor-parallel group has whole query groups, and its own rows of gate and of up.
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from hpcrl.errors import TrainError
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
 
 
-class Dims(NamedTuple):
+class ModelDims(NamedTuple):
     """Sizes of a decoder as HF's config has them."""
 
     vocab: int
@@ -33,7 +33,7 @@ class Dims(NamedTuple):
     qk_norm: bool
 
 
-class Rank(NamedTuple):
+class ParallelRank(NamedTuple):
     """A rank's place in tensor and pipeline parallelism."""
 
     tp: int = 0
@@ -50,34 +50,34 @@ class Rank(NamedTuple):
         return self.pp == self.num_pp - 1
 
 
-class Link(NamedTuple):
+class ShardMapping(NamedTuple):
     """One box of a canonical tensor and where it lies here."""
 
     name: str
     """HF's."""
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    own: str
+    whole_shape: tuple[int, ...]
+    megatron_name: str
     """Megatron's."""
     rows: slice
     """Of Megatron's tensor, all columns."""
-    given: bool
+    is_owner: bool
     """This rank gives the box when the weights are collected; another gives it otherwise."""
 
 
-def dims_of(config: Any) -> Dims:
+def read_model_dims(config: Any) -> ModelDims:
     """The sizes of a model, or TrainError if the mapping does not know it."""
     rope = getattr(config, "rope_parameters", None) or {}
-    if config.model_type not in FAMILIES:
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise TrainError(
-            f'trainer "megatron" knows {", ".join(FAMILIES)} models, and this one is {config.model_type!r}: '
+            f'trainer "megatron" knows {", ".join(SUPPORTED_MODEL_TYPES)} models, and this one is {config.model_type!r}: '
             'use trainer = "torch"'
         )
     if rope.get("rope_type", "default") != "default":
         raise TrainError(f'trainer "megatron" does not scale RoPE ({rope["rope_type"]!r}): use trainer = "torch"')
     heads = config.num_attention_heads
-    return Dims(
+    return ModelDims(
         vocab=config.vocab_size,
         hidden=config.hidden_size,
         ffn=config.intermediate_size,
@@ -91,7 +91,7 @@ def dims_of(config: Any) -> Dims:
     )
 
 
-def check_divides(dims: Dims, *, num_tp: int, num_pp: int) -> None:
+def check_parallelism(dims: ModelDims, *, num_tp: int, num_pp: int) -> None:
     """TrainError unless the parallelism divides the model."""
     for what, size in (("query groups", dims.num_groups), ("attention heads", dims.num_heads), ("ffn rows", dims.ffn)):
         if size % num_tp:
@@ -104,89 +104,121 @@ def check_divides(dims: Dims, *, num_tp: int, num_pp: int) -> None:
         )
 
 
-def padded_vocab(dims: Dims, *, num_tp: int) -> int:
+def pad_vocab_size(dims: ModelDims, *, num_tp: int) -> int:
     """Rows of the embedding, filled up so that every rank has as many."""
     return -(-dims.vocab // num_tp) * num_tp
 
 
-def links(dims: Dims, rank: Rank) -> Iterator[Link]:
+def map_shards(dims: ModelDims, rank: ParallelRank) -> Iterator[ShardMapping]:
     """Every box of this rank."""
     if rank.is_first:
-        yield _vocab_rows(dims, rank, "model.embed_tokens.weight", "embedding.word_embeddings.weight", given=True)
+        yield _map_vocab_rows(
+            dims, rank, "model.embed_tokens.weight", "embedding.word_embeddings.weight", is_owner=True
+        )
     per_stage = dims.num_layers // rank.num_pp
-    for own in range(per_stage):
-        yield from _layer(dims, rank, f"model.layers.{rank.pp * per_stage + own}", f"decoder.layers.{own}")
+    for layer in range(per_stage):
+        yield from _map_layer(dims, rank, f"model.layers.{rank.pp * per_stage + layer}", f"decoder.layers.{layer}")
     if rank.is_last:
-        yield _whole("model.norm.weight", "decoder.final_layernorm.weight", dims.hidden, rank)
+        yield _map_replicated("model.norm.weight", "decoder.final_layernorm.weight", dims.hidden, rank)
         if not dims.tied:
-            yield _vocab_rows(dims, rank, "lm_head.weight", "output_layer.weight", given=True)
+            yield _map_vocab_rows(dims, rank, "lm_head.weight", "output_layer.weight", is_owner=True)
         elif rank.num_pp > 1:
-            yield _vocab_rows(dims, rank, "model.embed_tokens.weight", "output_layer.weight", given=False)
+            yield _map_vocab_rows(dims, rank, "model.embed_tokens.weight", "output_layer.weight", is_owner=False)
 
 
-def _layer(dims: Dims, rank: Rank, name: str, own: str) -> Iterator[Link]:
-    yield _whole(f"{name}.input_layernorm.weight", f"{own}.input_layernorm.weight", dims.hidden, rank)
-    yield _whole(f"{name}.post_attention_layernorm.weight", f"{own}.pre_mlp_layernorm.weight", dims.hidden, rank)
-    yield from _qkv(dims, rank, name, own, kind="weight", columns=(dims.hidden,))
+def _map_layer(dims: ModelDims, rank: ParallelRank, name: str, megatron_name: str) -> Iterator[ShardMapping]:
+    yield _map_replicated(
+        f"{name}.input_layernorm.weight", f"{megatron_name}.input_layernorm.weight", dims.hidden, rank
+    )
+    yield _map_replicated(
+        f"{name}.post_attention_layernorm.weight", f"{megatron_name}.pre_mlp_layernorm.weight", dims.hidden, rank
+    )
+    yield from _map_qkv(dims, rank, name, megatron_name, kind="weight", columns=(dims.hidden,))
     if dims.qkv_bias:
-        yield from _qkv(dims, rank, name, own, kind="bias", columns=())
+        yield from _map_qkv(dims, rank, name, megatron_name, kind="bias", columns=())
     if dims.qk_norm:
-        yield _whole(f"{name}.self_attn.q_norm.weight", f"{own}.self_attention.q_layernorm.weight", dims.head, rank)
-        yield _whole(f"{name}.self_attn.k_norm.weight", f"{own}.self_attention.k_layernorm.weight", dims.head, rank)
+        yield _map_replicated(
+            f"{name}.self_attn.q_norm.weight", f"{megatron_name}.self_attention.q_layernorm.weight", dims.head, rank
+        )
+        yield _map_replicated(
+            f"{name}.self_attn.k_norm.weight", f"{megatron_name}.self_attention.k_layernorm.weight", dims.head, rank
+        )
     width = dims.num_heads * dims.head
-    yield _columns(f"{name}.self_attn.o_proj.weight", f"{own}.self_attention.linear_proj.weight", dims, width, rank)
+    yield _map_columns(
+        f"{name}.self_attn.o_proj.weight", f"{megatron_name}.self_attention.linear_proj.weight", dims, width, rank
+    )
     ffn = dims.ffn // rank.num_tp
     for number, half in enumerate(("gate_proj", "up_proj")):
-        yield Link(
+        yield ShardMapping(
             name=f"{name}.mlp.{half}.weight",
             start=(rank.tp * ffn, 0),
             shape=(ffn, dims.hidden),
-            whole=(dims.ffn, dims.hidden),
-            own=f"{own}.mlp.linear_fc1.weight",
+            whole_shape=(dims.ffn, dims.hidden),
+            megatron_name=f"{megatron_name}.mlp.linear_fc1.weight",
             rows=slice(number * ffn, (number + 1) * ffn),
-            given=True,
+            is_owner=True,
         )
-    yield _columns(f"{name}.mlp.down_proj.weight", f"{own}.mlp.linear_fc2.weight", dims, dims.ffn, rank)
+    yield _map_columns(f"{name}.mlp.down_proj.weight", f"{megatron_name}.mlp.linear_fc2.weight", dims, dims.ffn, rank)
 
 
-def _qkv(dims: Dims, rank: Rank, name: str, own: str, *, kind: str, columns: tuple[int, ...]) -> Iterator[Link]:
+def _map_qkv(
+    dims: ModelDims, rank: ParallelRank, name: str, megatron_name: str, *, kind: str, columns: tuple[int, ...]
+) -> Iterator[ShardMapping]:
     """q, k and v of this rank's query groups."""
     per_group = dims.num_heads // dims.num_groups * dims.head
     block = per_group + 2 * dims.head
-    num = dims.num_groups // rank.num_tp
-    for mine in range(num):
-        group = rank.tp * num + mine
+    num_groups = dims.num_groups // rank.num_tp
+    for local_group in range(num_groups):
+        group = rank.tp * num_groups + local_group
         for part, rows, offset in (
             ("q", per_group, 0),
             ("k", dims.head, per_group),
             ("v", dims.head, block - dims.head),
         ):
-            yield Link(
+            yield ShardMapping(
                 name=f"{name}.self_attn.{part}_proj.{kind}",
                 start=(group * rows, *(0 for _ in columns)),
                 shape=(rows, *columns),
-                whole=(dims.num_groups * rows, *columns),
-                own=f"{own}.self_attention.linear_qkv.{kind}",
-                rows=slice(mine * block + offset, mine * block + offset + rows),
-                given=True,
+                whole_shape=(dims.num_groups * rows, *columns),
+                megatron_name=f"{megatron_name}.self_attention.linear_qkv.{kind}",
+                rows=slice(local_group * block + offset, local_group * block + offset + rows),
+                is_owner=True,
             )
 
 
-def _whole(name: str, own: str, size: int, rank: Rank) -> Link:
+def _map_replicated(name: str, megatron_name: str, size: int, rank: ParallelRank) -> ShardMapping:
     """A vector that every rank of a tensor-parallel group has."""
-    return Link(name, (0,), (size,), (size,), own, slice(0, size), given=rank.tp == 0)
+    return ShardMapping(name, (0,), (size,), (size,), megatron_name, slice(0, size), is_owner=rank.tp == 0)
 
 
-def _columns(name: str, own: str, dims: Dims, width: int, rank: Rank) -> Link:
+def _map_columns(name: str, megatron_name: str, dims: ModelDims, width: int, rank: ParallelRank) -> ShardMapping:
     """A matrix of which each rank has its columns."""
-    mine = width // rank.num_tp
+    num_columns = width // rank.num_tp
     rows = slice(0, dims.hidden)
-    return Link(name, (0, rank.tp * mine), (dims.hidden, mine), (dims.hidden, width), own, rows, given=True)
+    return ShardMapping(
+        name,
+        (0, rank.tp * num_columns),
+        (dims.hidden, num_columns),
+        (dims.hidden, width),
+        megatron_name,
+        rows,
+        is_owner=True,
+    )
 
 
-def _vocab_rows(dims: Dims, rank: Rank, name: str, own: str, *, given: bool) -> Link:
+def _map_vocab_rows(
+    dims: ModelDims, rank: ParallelRank, name: str, megatron_name: str, *, is_owner: bool
+) -> ShardMapping:
     """A matrix of which each rank has its rows; the last may have fewer than it has room for."""
-    room = padded_vocab(dims, num_tp=rank.num_tp) // rank.num_tp
-    first = min(rank.tp * room, dims.vocab)
-    num = min(room, dims.vocab - first)
-    return Link(name, (first, 0), (num, dims.hidden), (dims.vocab, dims.hidden), own, slice(0, num), given=given)
+    max_rows = pad_vocab_size(dims, num_tp=rank.num_tp) // rank.num_tp
+    first = min(rank.tp * max_rows, dims.vocab)
+    num_rows = min(max_rows, dims.vocab - first)
+    return ShardMapping(
+        name,
+        (first, 0),
+        (num_rows, dims.hidden),
+        (dims.vocab, dims.hidden),
+        megatron_name,
+        slice(0, num_rows),
+        is_owner=is_owner,
+    )

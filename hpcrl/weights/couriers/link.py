@@ -12,21 +12,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeVar
 
-from hpcrl.weights.couriers.protocol import BUCKET_NBYTES, Peer, Watch, buckets
+from hpcrl.weights.couriers.protocol import BUCKET_NBYTES, CourierPeer, PeerWatch, split_into_buckets
 
-DEPTH = 4
+MAX_BUCKETS_IN_FLIGHT = 4
 """Buckets under way on each link; of smaller pieces more, so that as many bytes are."""
-MOST_UNDER_WAY = 64
-PULSE_S = 0.5
-HEAR_EVERY_S = 0.001
-NAPS_S = (1e-5, 3e-4)
+MAX_CHUNKS_IN_FLIGHT = 64
+PULSE_INTERVAL_S = 0.5
+POLL_INTERVAL_S = 0.001
+NAP_RANGE_S = (1e-5, 3e-4)
 
 T = TypeVar("T")
-Done = Callable[[], bool]
+DoneCheck = Callable[[], bool]
 """Has it come to its end? Asked until it has; WeightsError if it cannot any more."""
 
 
-class Tag(IntEnum):
+class MessageTag(IntEnum):
     """What a small message is."""
 
     ANNOUNCE = 1
@@ -35,7 +35,7 @@ class Tag(IntEnum):
     OFFER = 4
 
 
-class Piece(NamedTuple):
+class ByteChunk(NamedTuple):
     """One bucket of what is moved."""
 
     data: memoryview
@@ -43,142 +43,146 @@ class Piece(NamedTuple):
     """Who it comes from; None: it is here."""
 
 
-class Wire(Protocol):
+class ByteTransport(Protocol):
     """Carries bytes between ranks; nothing here waits. What was handed over stays untouched until it is done."""
 
     rank: int
 
-    def tell(self, message: bytes, *, to: int, tag: Tag) -> Done:
+    def send_message(self, message: bytes, *, to: int, tag: MessageTag) -> DoneCheck:
         """Send a small message."""
         ...
 
-    def heard(self, tag: Tag) -> Iterator[tuple[int, bytes]]:
+    def poll_messages(self, tag: MessageTag) -> Iterator[tuple[int, bytes]]:
         """The small messages that have come in, and from whom."""
         ...
 
-    def send(self, piece: memoryview, *, to: int) -> Done:
+    def send(self, chunk: memoryview, *, to: int) -> DoneCheck:
         """Send a bucket; those to one rank arrive in order."""
         ...
 
-    def receive(self, piece: memoryview, *, source: int) -> Done:
+    def receive(self, chunk: memoryview, *, source: int) -> DoneCheck:
         """Take the next bucket from a rank."""
         ...
 
 
-class Link:
+class CourierConnection:
     """The other couriers, as seen from this one."""
 
-    def __init__(self, wire: Wire, *, watch: Watch) -> None:
-        self.wire = wire
+    def __init__(self, transport: ByteTransport, *, watch: PeerWatch) -> None:
+        self.transport = transport
         self.watch = watch
-        self.pulse: Callable[[], None] = lambda: None
-        self.hear: Callable[[], None] = lambda: None
+        self.send_pulse: Callable[[], None] = lambda: None
+        self.read_messages: Callable[[], None] = lambda: None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aside")
-        self._hints: dict[tuple[int, Tag], Done] = {}
-        self._next_hearing = self._next_pulse = 0.0
+        self._unfinished_updates: dict[tuple[int, MessageTag], DoneCheck] = {}
+        self._next_poll = self._next_pulse = 0.0
 
-    def tell(self, rank: int, tag: Tag, message: bytes) -> None:
+    def send_message(self, rank: int, tag: MessageTag, message: bytes) -> None:
         """Send a small message."""
-        self.until(self.wire.tell(message, to=rank, tag=tag))
+        self.wait_until(self.transport.send_message(message, to=rank, tag=tag))
 
-    def hint(self, rank: int, tag: Tag, message: bytes) -> None:
-        """As `tell`, but without waiting, and dropped while the hint before it is still on its way."""
-        before = self._hints.get((rank, tag))
-        if before is None or before():
-            self._hints[rank, tag] = self.wire.tell(message, to=rank, tag=tag)
+    def send_update(self, rank: int, tag: MessageTag, message: bytes) -> None:
+        """As `send_message`, but without waiting, and dropped while the hint before it is still on its way."""
+        previous = self._unfinished_updates.get((rank, tag))
+        if previous is None or previous():
+            self._unfinished_updates[rank, tag] = self.transport.send_message(message, to=rank, tag=tag)
 
-    def heard(self, tag: Tag) -> Iterator[tuple[Peer, bytes]]:
+    def poll_messages(self, tag: MessageTag) -> Iterator[tuple[CourierPeer, bytes]]:
         """What has come in with this tag; whoever said it is alive."""
-        for rank, message in self.wire.heard(tag):
+        for rank, message in self.transport.poll_messages(tag):
             peer = self.watch.peers[rank]
-            peer.heard = time.monotonic()
+            peer.last_received = time.monotonic()
             yield peer, message
 
-    def attend(self) -> None:
+    def poll(self) -> None:
         """Hear the others, say that we are here, and notice who is not."""
-        self.hear()
+        self.read_messages()
         now = time.monotonic()
-        self._next_hearing = now + HEAR_EVERY_S
+        self._next_poll = now + POLL_INTERVAL_S
         if now >= self._next_pulse:
-            self._next_pulse = now + PULSE_S
-            self.pulse()
+            self._next_pulse = now + PULSE_INTERVAL_S
+            self.send_pulse()
             self.watch.check(now=now)
 
-    def until(self, done: Done) -> None:
+    def wait_until(self, done: DoneCheck) -> None:
         """Wait for something; StuckError if that is in vain."""
-        nap, longest = NAPS_S
+        nap, longest = NAP_RANGE_S
         while not done():
-            if time.monotonic() >= self._next_hearing:
-                self.attend()
+            if time.monotonic() >= self._next_poll:
+                self.poll()
             time.sleep(nap)
             nap = min(nap * 1.5, longest)
 
-    def aside(self, work: Callable[[], T]) -> T:
+    def run_in_thread(self, work: Callable[[], T]) -> T:
         """Do in a thread what may take long, so that the others do not take us for gone."""
-        return self.result(self._thread.submit(work))
+        return self.wait_for_result(self._thread.submit(work))
 
-    def result(self, future: "Future[T]") -> T:
+    def wait_for_result(self, future: "Future[T]") -> T:
         """What a thread of ours has made, once it has."""
-        self.until(future.done)
+        self.wait_until(future.done)
         return future.result()
 
     def stream(
-        self, pieces: Iterable[Piece], *, target: int | None, moved: Callable[[memoryview], None] = lambda _: None
+        self,
+        chunks: Iterable[ByteChunk],
+        *,
+        target: int | None,
+        on_moved: Callable[[memoryview], None] = lambda _: None,
     ) -> None:
         """Move all pieces, in order: each from its source if it has one, to `target` if there is one.
 
-        `moved` hears of each that has come in, or, where none comes in, has gone.
+        `on_moved` hears of each that has come in, or, where none comes in, has gone.
         """
-        unposted, coming, going = iter(pieces), UnderWay(), UnderWay()
+        unposted, incoming, outgoing = iter(chunks), ChunksInFlight(), ChunksInFlight()
         while True:
-            while not coming.is_full() and (piece := next(unposted, None)) is not None:
-                coming.append(piece, self._expected(piece))
-            if not coming.pieces:
+            while not incoming.is_full() and (chunk := next(unposted, None)) is not None:
+                incoming.append(chunk, self._start_receive(chunk))
+            if not incoming.chunks:
                 break
-            piece = self._next(coming)
-            if piece.source is not None:
-                moved(piece.data)
+            chunk = self._finish_first(incoming)
+            if chunk.source is not None:
+                on_moved(chunk.data)
             if target is not None:
-                while going.is_full():
-                    self._gone(going, moved)
-                going.append(piece, self.wire.send(piece.data, to=target))
-        while going.pieces:
-            self._gone(going, moved)
+                while outgoing.is_full():
+                    self._finish_send(outgoing, on_moved)
+                outgoing.append(chunk, self.transport.send(chunk.data, to=target))
+        while outgoing.chunks:
+            self._finish_send(outgoing, on_moved)
 
-    def _expected(self, piece: Piece) -> Done:
-        return (lambda: True) if piece.source is None else self.wire.receive(piece.data, source=piece.source)
+    def _start_receive(self, chunk: ByteChunk) -> DoneCheck:
+        return (lambda: True) if chunk.source is None else self.transport.receive(chunk.data, source=chunk.source)
 
-    def _next(self, under_way: "UnderWay") -> Piece:
+    def _finish_first(self, in_flight: "ChunksInFlight") -> ByteChunk:
         """The first that was posted, once it is done."""
-        self.until(under_way.pieces[0][1])
-        return under_way.popleft()
+        self.wait_until(in_flight.chunks[0][1])
+        return in_flight.popleft()
 
-    def _gone(self, going: "UnderWay", moved: Callable[[memoryview], None]) -> None:
-        piece = self._next(going)
-        if piece.source is None:
-            moved(piece.data)
+    def _finish_send(self, outgoing: "ChunksInFlight", on_moved: Callable[[memoryview], None]) -> None:
+        chunk = self._finish_first(outgoing)
+        if chunk.source is None:
+            on_moved(chunk.data)
 
 
-class UnderWay:
+class ChunksInFlight:
     """Pieces that were posted one after the other."""
 
     def __init__(self) -> None:
-        self.pieces: deque[tuple[Piece, Done]] = deque()
+        self.chunks: deque[tuple[ByteChunk, DoneCheck]] = deque()
         self._nbytes = 0
 
     def is_full(self) -> bool:
-        return self._nbytes >= DEPTH * BUCKET_NBYTES or len(self.pieces) >= MOST_UNDER_WAY
+        return self._nbytes >= MAX_BUCKETS_IN_FLIGHT * BUCKET_NBYTES or len(self.chunks) >= MAX_CHUNKS_IN_FLIGHT
 
-    def append(self, piece: Piece, done: Done) -> None:
-        self.pieces.append((piece, done))
-        self._nbytes += len(piece.data)
+    def append(self, chunk: ByteChunk, done: DoneCheck) -> None:
+        self.chunks.append((chunk, done))
+        self._nbytes += len(chunk.data)
 
-    def popleft(self) -> Piece:
-        piece, _ = self.pieces.popleft()
-        self._nbytes -= len(piece.data)
-        return piece
+    def popleft(self) -> ByteChunk:
+        chunk, _ = self.chunks.popleft()
+        self._nbytes -= len(chunk.data)
+        return chunk
 
 
-def pieces_of(data: memoryview, *, source: int | None = None) -> Iterator[Piece]:
+def split_into_chunks(data: memoryview, *, source: int | None = None) -> Iterator[ByteChunk]:
     """All of `data`, in buckets."""
-    return (Piece(data[bucket], source) for bucket in buckets(len(data)))
+    return (ByteChunk(data[bucket], source) for bucket in split_into_buckets(len(data)))

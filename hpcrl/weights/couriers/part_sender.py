@@ -13,102 +13,104 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
-from hpcrl.weights.couriers.link import Link, Piece, Tag
-from hpcrl.weights.couriers.protocol import Announcement, LostError, Offer, Part, Report
-from hpcrl.weights.couriers.spans import messages
-from hpcrl.weights.window.file import Key
+from hpcrl.weights.couriers.link import ByteChunk, CourierConnection, MessageTag
+from hpcrl.weights.couriers.protocol import CourierReport, NodePart, PartOffer, RankLostError, VersionAnnouncement
+from hpcrl.weights.couriers.spans import split_into_spans
+from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window
 
-IDLE_NAP_S = 0.002
+IDLE_INTERVAL_S = 0.002
 
 
-class Contributor:
+class PartSender:
     """Reads the window in which the trainer's ranks on this node keep their part, and never writes it."""
 
-    def __init__(self, key: Key, link: Link, *, job: JobDir, events: EventLog) -> None:
-        self._key, self._link, self._job, self._events = key, link, job, events
-        [self._sender] = link.watch.peers.values()
+    def __init__(self, key: WindowKey, connection: CourierConnection, *, job: JobDir, events: EventLog) -> None:
+        self._key, self._connection, self._job, self._events = key, connection, job, events
+        [self._sender] = connection.watch.peers.values()
         self._window: Window | None = None
-        self._offered = -1
-        self._gone = 0
-        self._damaged = self._ended = -1
-        self._announced: deque[Announcement] = deque()
-        link.pulse, link.hear = self._pulse, self._hear
+        self._offered_version = -1
+        self._sent_nbytes = 0
+        self._damaged_transfer = self._ended_transfer = -1
+        self._announcements: deque[VersionAnnouncement] = deque()
+        connection.send_pulse, connection.read_messages = self._send_pulse, self._read_messages
 
     def serve(self) -> NoReturn:
         """Offer and send, for ever."""
-        self._link.tell(self._sender.rank, Tag.REPORT, self._report())
+        self._connection.send_message(self._sender.rank, MessageTag.REPORT, self._encode_report())
         while True:
-            self._link.attend()
-            if self._announced:
-                self._contribute(self._announced.popleft())
-            elif not self._offer():
-                time.sleep(IDLE_NAP_S)
+            self._connection.poll()
+            if self._announcements:
+                self._send_part(self._announcements.popleft())
+            elif not self._offer_newest():
+                time.sleep(IDLE_INTERVAL_S)
 
-    def _offer(self) -> bool:
+    def _offer_newest(self) -> bool:
         """Tell the sender of a new version; False if there is none."""
         window = self._newest_window()
         manifest = None if window is None else window.newest()
-        if window is None or manifest is None or manifest.version == self._offered:
+        if window is None or manifest is None or manifest.version == self._offered_version:
             return False
-        offer = Offer(version=manifest.version, layout=window.layout, checksums=manifest.checksums)
-        self._link.tell(self._sender.rank, Tag.OFFER, msgspec.json.encode(offer))
-        self._offered = manifest.version
+        offer = PartOffer(version=manifest.version, layout=window.layout, checksums=manifest.checksums)
+        self._connection.send_message(self._sender.rank, MessageTag.OFFER, msgspec.json.encode(offer))
+        self._offered_version = manifest.version
         return True
 
-    def _contribute(self, announced: Announcement) -> None:
+    def _send_part(self, announcement: VersionAnnouncement) -> None:
         """Send this node's part.
 
         Where it is gone, or goes meanwhile, as many other bytes are sent: the receivers wait for them, and find out.
         """
-        self._link.watch.begin(announced)
-        self._gone = 0
-        [part] = [part for part in announced.parts if part.source == self._link.wire.rank]
-        cut = messages(part.layout, announced.layout)
+        self._connection.watch.start_transfer(announcement)
+        self._sent_nbytes = 0
+        [part] = [part for part in announcement.parts if part.source == self._connection.transport.rank]
+        spans = split_into_spans(part.layout, announcement.layout)
         try:
-            with self._held(announced.version, part) as data:
-                self._stream((data[message.start : message.stop] for message in cut), announced)
-        except LostError:
+            with self._hold_part(announcement.version, part) as data:
+                self._stream_chunks((data[span.start : span.stop] for span in spans), announcement)
+        except RankLostError:
             raise
         except WeightsError as error:
-            self._damaged = announced.number
-            self._events.emit(FaultReported(what="courier", detail=str(error), version=announced.version))
-            if not self._gone:  # it was not there to begin with
-                blank = memoryview(bytes(max(message.stop - message.start for message in cut)))
-                self._stream((blank[: message.stop - message.start] for message in cut), announced)
-        self._gone, self._ended = part.layout.nbytes, announced.number
-        self._link.tell(self._sender.rank, Tag.REPORT, self._report())
-        self._link.watch.end()
+            self._damaged_transfer = announcement.number
+            self._events.emit(FaultReported(what="courier", detail=str(error), version=announcement.version))
+            if not self._sent_nbytes:  # it was not there to begin with
+                blank = memoryview(bytes(max(span.stop - span.start for span in spans)))
+                self._stream_chunks((blank[: span.stop - span.start] for span in spans), announcement)
+        self._sent_nbytes, self._ended_transfer = part.layout.nbytes, announcement.number
+        self._connection.send_message(self._sender.rank, MessageTag.REPORT, self._encode_report())
+        self._connection.watch.end_transfer()
 
-    def _held(self, version: int, part: Part) -> AbstractContextManager[memoryview]:
+    def _hold_part(self, version: int, part: NodePart) -> AbstractContextManager[memoryview]:
         """The part of a version, kept while it is sent."""
         window = self._newest_window()
         if window is None or window.layout != part.layout:
             raise WeightsError(f"version {version} is not in {self._key.path} any more: the newest is taken")
-        return window.unchecked(version)
+        return window.read_unchecked(version)
 
     def _newest_window(self) -> Window | None:
         """The trainer makes its window with the first version, and perhaps another one after a restart."""
-        self._window = Window.renewed(self._window, self._key, job=self._job.number, touch=False)
+        self._window = Window.reopen(self._window, self._key, job=self._job.number, touch=False)
         return self._window
 
-    def _stream(self, pieces: Iterator[memoryview], announced: Announcement) -> None:
-        self._link.stream(map(Piece, pieces), target=announced.chain[0], moved=self._went)
+    def _stream_chunks(self, chunks: Iterator[memoryview], announcement: VersionAnnouncement) -> None:
+        self._connection.stream(map(ByteChunk, chunks), target=announcement.chain[0], on_moved=self._count_sent)
 
-    def _went(self, data: memoryview) -> None:
-        self._gone += len(data)
+    def _count_sent(self, data: memoryview) -> None:
+        self._sent_nbytes += len(data)
 
-    def _report(self) -> bytes:
-        return msgspec.json.encode(Report(nbytes=self._gone, damaged=self._damaged, ended=self._ended))
+    def _encode_report(self) -> bytes:
+        return msgspec.json.encode(
+            CourierReport(nbytes=self._sent_nbytes, damaged=self._damaged_transfer, ended=self._ended_transfer)
+        )
 
-    def _pulse(self) -> None:
+    def _send_pulse(self) -> None:
         if self._job.drain.exists():
             os._exit(0)
         self._events.beat()
-        self._link.hint(self._sender.rank, Tag.REPORT, self._report())
+        self._connection.send_update(self._sender.rank, MessageTag.REPORT, self._encode_report())
 
-    def _hear(self) -> None:
-        for _ in self._link.heard(Tag.PULSE):
+    def _read_messages(self) -> None:
+        for _ in self._connection.poll_messages(MessageTag.PULSE):
             pass
-        for _, message in self._link.heard(Tag.ANNOUNCE):
-            self._announced.append(msgspec.json.decode(message, type=Announcement))
+        for _, message in self._connection.poll_messages(MessageTag.ANNOUNCE):
+            self._announcements.append(msgspec.json.decode(message, type=VersionAnnouncement))

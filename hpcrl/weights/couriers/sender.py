@@ -20,24 +20,32 @@ from hpcrl.campaign_dir.events import FaultReported, VersionDelivered
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
 from hpcrl.weights.couriers import delta_codec
-from hpcrl.weights.couriers.codec_choice import Codec, Pace
+from hpcrl.weights.couriers.codec_choice import CodecChooser, CodecSetting
 from hpcrl.weights.couriers.delta_codec import CodecName
-from hpcrl.weights.couriers.link import Link, Piece, Tag, pieces_of
-from hpcrl.weights.couriers.protocol import Announcement, LostError, Offer, Part, Report, Standing, deadline_s
-from hpcrl.weights.couriers.spans import messages
-from hpcrl.weights.layout import joined
-from hpcrl.weights.versions import Manifest
-from hpcrl.weights.window.file import Key
+from hpcrl.weights.couriers.link import ByteChunk, CourierConnection, MessageTag, split_into_chunks
+from hpcrl.weights.couriers.protocol import (
+    CourierReport,
+    CourierStatus,
+    NodePart,
+    PartOffer,
+    RankLostError,
+    VersionAnnouncement,
+    compute_time_limit_s,
+)
+from hpcrl.weights.couriers.spans import split_into_spans
+from hpcrl.weights.layout import join_layouts
+from hpcrl.weights.versions import VersionManifest
+from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window
 
-IDLE_NAP_S = 0.002
-RETRY_S = 0.2
+IDLE_INTERVAL_S = 0.002
+RETRY_INTERVAL_S = 0.2
 """Before a version that could not be read is tried again."""
-NUM_OFFERS = 2
+MAX_OFFERS = 2
 """As many versions as a window holds are remembered of each contributor."""
 
 
-class Load(NamedTuple):
+class TransferPayload(NamedTuple):
     """What is sent of a version."""
 
     data: bytes | memoryview
@@ -50,59 +58,61 @@ class Load(NamedTuple):
         return "full" if self.base is None else "delta"
 
 
-class Sender:
+class VersionSender:
     """Reads the trainer's window and never writes it."""
 
     def __init__(
         self,
-        key: Key,
-        link: Link,
+        key: WindowKey,
+        connection: CourierConnection,
         *,
         job: JobDir,
         events: EventLog,
-        standing: Path,
-        codec: Codec,
+        status_path: Path,
+        codec: CodecSetting,
         contributors: Iterable[int] = (),
     ) -> None:
         """`contributors`: the ranks on the trainer's other nodes, in its order."""
-        self._key, self._link, self._job, self._events = key, link, job, events
-        self._standing = standing
+        self._key, self._connection, self._job, self._events = key, connection, job, events
+        self._status_path = status_path
         self._contributors = tuple(contributors)
-        self._peers = link.watch.peers
+        self._peers = connection.watch.peers
         self._receivers = {rank: peer for rank, peer in self._peers.items() if rank not in self._contributors}
-        self._offers: dict[int, dict[int, Offer]] = defaultdict(dict)
+        self._offers: dict[int, dict[int, PartOffer]] = defaultdict(dict)
         """By contributor and version."""
-        self._pace = Pace(wants=codec)
+        self._codec_chooser = CodecChooser(setting=codec)
         self._window: Window | None = None
         self._num_transfers = 0
         self._failed_delta: int | None = None
-        link.pulse, link.hear = self._pulse, self._hear
+        connection.send_pulse, connection.read_messages = self._send_pulse, self._read_messages
 
     def serve(self) -> NoReturn:
         """Send every new version to whoever lacks it, for ever."""
-        self._link.until(lambda: all(peer.greeted for peer in self._peers.values()))
-        self._stand()
+        self._connection.wait_until(lambda: all(peer.has_reported for peer in self._peers.values()))
+        self._write_status()
         while True:
-            self._link.attend()
-            manifest = self._newest()
-            chain = [rank for rank, peer in self._receivers.items() if manifest and peer.has < manifest.version]
+            self._connection.poll()
+            manifest = self._newest_complete()
+            chain = [
+                rank for rank, peer in self._receivers.items() if manifest and peer.held_version < manifest.version
+            ]
             if manifest is None or not chain:
-                time.sleep(IDLE_NAP_S)
-            elif self._send(manifest, chain=tuple(chain)):
-                self._stand()
+                time.sleep(IDLE_INTERVAL_S)
+            elif self._send_version(manifest, chain=tuple(chain)):
+                self._write_status()
 
-    def _stand(self) -> None:
+    def _write_status(self) -> None:
         """Tell the driver that all are here, and what all have."""
         nodes = ", ".join(sorted({self._key.node, *(peer.node for peer in self._peers.values())}))
-        carried = min((peer.has for peer in self._receivers.values()), default=-1)
-        standing = Standing(
+        carried = min((peer.held_version for peer in self._receivers.values()), default=-1)
+        status = CourierStatus(
             ready=True, reason=f"one courier each on {nodes}", carried=carried if carried >= 0 else None
         )
-        standing.write(self._standing)
+        status.write(self._status_path)
 
-    def _newest(self) -> Manifest | None:
+    def _newest_complete(self) -> VersionManifest | None:
         """The newest version of which every node of the trainer has its part."""
-        self._window = Window.renewed(self._window, self._key, job=self._job.number, touch=False)
+        self._window = Window.reopen(self._window, self._key, job=self._job.number, touch=False)
         if self._window is None or not self._contributors:
             return self._window.newest() if self._window is not None else None
         everywhere = set(self._window.versions()).intersection(*(self._offers[rank] for rank in self._contributors))
@@ -111,166 +121,181 @@ class Sender:
         except WeightsError:  # it is being overwritten just now
             return None
 
-    def _send(self, manifest: Manifest, *, chain: tuple[int, ...]) -> bool:
+    def _send_version(self, manifest: VersionManifest, *, chain: tuple[int, ...]) -> bool:
         """Bring a version to all of `chain`; False if it has to be tried again."""
         assert self._window is not None
-        began = time.monotonic()
+        start = time.monotonic()
         try:
-            with self._window.unchecked(manifest.version) as data:
-                parts = self._parts(manifest)
-                load = self._link.aside(lambda: self._load(manifest.version, data, chain, parts))
-                announced = self._announcement(manifest, load, chain=chain, parts=parts)
-                self._carry(announced, load, deadline=began + deadline_s(announced.layout.nbytes))
-            self._check_arrived(announced)  # it was not overwritten: it has to be right
-        except LostError:
+            with self._window.read_unchecked(manifest.version) as data:
+                parts = self._list_parts(manifest)
+                payload = self._connection.run_in_thread(
+                    lambda: self._choose_payload(manifest.version, data, chain, parts)
+                )
+                announcement = self._make_announcement(manifest, payload, chain=chain, parts=parts)
+                self._transfer(announcement, payload, deadline=start + compute_time_limit_s(announcement.layout.nbytes))
+            self._check_arrived(announcement)  # it was not overwritten: it has to be right
+        except RankLostError:
             raise
         except WeightsError as error:
             self._events.emit(FaultReported(what="courier", detail=str(error), version=manifest.version))
-            again = time.monotonic() + RETRY_S
-            self._link.until(lambda: time.monotonic() >= again)
+            retry_at = time.monotonic() + RETRY_INTERVAL_S
+            self._connection.wait_until(lambda: time.monotonic() >= retry_at)
             return False
         finally:
-            self._link.watch.end()
-        self._sent(announced, load, wall_s=time.monotonic() - began)
+            self._connection.watch.end_transfer()
+        self._record_transfer(announcement, payload, wall_s=time.monotonic() - start)
         return True
 
-    def _parts(self, manifest: Manifest) -> tuple[Part, ...]:
+    def _list_parts(self, manifest: VersionManifest) -> tuple[NodePart, ...]:
         """What comes from where; nothing if all of it comes from here."""
         assert self._window is not None
-        own = Part(source=self._link.wire.rank, layout=self._window.layout, checksums=manifest.checksums)
+        own = NodePart(source=self._connection.transport.rank, layout=self._window.layout, checksums=manifest.checksums)
         offers = [(rank, self._offers[rank][manifest.version]) for rank in self._contributors]
-        others = [Part(source=rank, layout=offer.layout, checksums=offer.checksums) for rank, offer in offers]
+        others = [NodePart(source=rank, layout=offer.layout, checksums=offer.checksums) for rank, offer in offers]
         parts = tuple(part for part in (own, *others) if part.layout.tensors)
         return () if parts == (own,) else parts
 
-    def _load(self, version: int, data: memoryview, chain: tuple[int, ...], parts: tuple[Part, ...]) -> Load:
+    def _choose_payload(
+        self, version: int, data: memoryview, chain: tuple[int, ...], parts: tuple[NodePart, ...]
+    ) -> TransferPayload:
         """What to send: differences from a version that all of the chain have, if that pays, else all of it."""
         assert self._window is not None
         if parts:
-            return Load(data, None, "the trainer's ranks are on several nodes")
-        if self._pace.wants == "full":
-            return Load(data, None, 'site.mpi.codec = "full"')
-        bases = {self._peers[rank].has for rank in chain}
+            return TransferPayload(data, None, "the trainer's ranks are on several nodes")
+        if self._codec_chooser.setting == "full":
+            return TransferPayload(data, None, 'site.mpi.codec = "full"')
+        bases = {self._peers[rank].held_version for rank in chain}
         base = min(bases)
         if len(bases) > 1 or base not in self._window.versions():
-            return Load(data, None, "the receivers have no version in common that is still here")
+            return TransferPayload(data, None, "the receivers have no version in common that is still here")
         if self._failed_delta == version:
-            return Load(data, None, f"the delta to version {base} did not become what it had to")
+            return TransferPayload(data, None, f"the delta to version {base} did not become what it had to")
         try:
-            with self._window.glancing(base) as old:
-                choice = self._pace.choose(self._window.layout, old, data)
+            with self._window.read_optimistic(base) as old:
+                choice = self._codec_chooser.choose(self._window.layout, old, data)
                 if choice.codec == "full":
-                    return Load(data, None, choice.reason)
-                delta = delta_codec.encode(old, data, self._window.layout, base=base, version=version)
+                    return TransferPayload(data, None, choice.reason)
+                delta = delta_codec.encode_delta(old, data, self._window.layout, base=base, version=version)
         except WeightsError as error:
-            return Load(data, None, str(error))
+            return TransferPayload(data, None, str(error))
         if delta is None:
-            self._pace.was_too_large()
-            return Load(data, None, "a delta would not be smaller")
-        return Load(delta, base, choice.reason)
+            self._codec_chooser.record_oversize()
+            return TransferPayload(data, None, "a delta would not be smaller")
+        return TransferPayload(delta, base, choice.reason)
 
-    def _announcement(
-        self, manifest: Manifest, load: Load, *, chain: tuple[int, ...], parts: tuple[Part, ...]
-    ) -> Announcement:
+    def _make_announcement(
+        self,
+        manifest: VersionManifest,
+        payload: TransferPayload,
+        *,
+        chain: tuple[int, ...],
+        parts: tuple[NodePart, ...],
+    ) -> VersionAnnouncement:
         """WeightsError if the parts do not make a whole."""
         assert self._window is not None
         self._num_transfers += 1
-        return Announcement(
+        return VersionAnnouncement(
             version=manifest.version,
             step=manifest.step,
-            layout=joined([part.layout for part in parts]) if parts else self._window.layout,
+            layout=join_layouts([part.layout for part in parts]) if parts else self._window.layout,
             checksums={} if parts else manifest.checksums,
             chain=chain,
             number=self._num_transfers,
-            base=load.base,
-            nbytes=sum(part.layout.nbytes for part in parts) if parts else len(load.data),
+            base=payload.base,
+            nbytes=sum(part.layout.nbytes for part in parts) if parts else len(payload.data),
             parts=parts,
         )
 
-    def _carry(self, announced: Announcement, load: Load, *, deadline: float) -> None:
+    def _transfer(self, announcement: VersionAnnouncement, payload: TransferPayload, *, deadline: float) -> None:
         """Announce it, send it, and wait until everybody has it, whole or not."""
-        link, message = self._link, msgspec.json.encode(announced)
-        others = [part.source for part in announced.parts if part.source != link.wire.rank]
-        link.watch.begin(announced, deadline=deadline)
-        for rank in (*announced.chain, *others):
-            link.tell(rank, Tag.ANNOUNCE, message)
-        link.stream(self._pieces(announced, memoryview(load.data)), target=announced.chain[0])
-        receivers, contributors = ([self._peers[rank] for rank in ranks] for ranks in (announced.chain, others))
-        version, number = announced.version, announced.number
-        link.until(lambda: all(peer.has >= version or peer.damaged == number for peer in receivers))
-        link.until(lambda: all(peer.ended == number for peer in contributors))
+        connection, message = self._connection, msgspec.json.encode(announcement)
+        others = [part.source for part in announcement.parts if part.source != connection.transport.rank]
+        connection.watch.start_transfer(announcement, deadline=deadline)
+        for rank in (*announcement.chain, *others):
+            connection.send_message(rank, MessageTag.ANNOUNCE, message)
+        connection.stream(self._own_chunks(announcement, memoryview(payload.data)), target=announcement.chain[0])
+        receivers, contributors = ([self._peers[rank] for rank in ranks] for ranks in (announcement.chain, others))
+        version, number = announcement.version, announcement.number
+        connection.wait_until(
+            lambda: all(peer.held_version >= version or peer.damaged_transfer == number for peer in receivers)
+        )
+        connection.wait_until(lambda: all(peer.ended_transfer == number for peer in contributors))
 
-    def _pieces(self, announced: Announcement, data: memoryview) -> Iterable[Piece]:
+    def _own_chunks(self, announcement: VersionAnnouncement, data: memoryview) -> Iterable[ByteChunk]:
         """What goes from here."""
-        if not announced.parts:
-            return pieces_of(data)
-        mine = [part for part in announced.parts if part.source == self._link.wire.rank]
-        cut = [message for part in mine for message in messages(part.layout, announced.layout)]
-        return (Piece(data[message.start : message.stop]) for message in cut)
+        if not announcement.parts:
+            return split_into_chunks(data)
+        own_parts = [part for part in announcement.parts if part.source == self._connection.transport.rank]
+        spans = [span for part in own_parts for span in split_into_spans(part.layout, announcement.layout)]
+        return (ByteChunk(data[span.start : span.stop]) for span in spans)
 
-    def _check_arrived(self, announced: Announcement) -> None:
+    def _check_arrived(self, announcement: VersionAnnouncement) -> None:
         """WeightsError: a delta has to be followed by the whole. LostError: that did not help, or was it already."""
-        gone = [part.source for part in announced.parts if self._is_damaged(part.source, announced)]
-        damaged = ", ".join(self._peers[rank].node for rank in announced.chain if self._is_damaged(rank, announced))
-        for rank in gone:
-            self._offers[rank].pop(announced.version, None)
-        if damaged and gone:
-            nodes = ", ".join(self._peers[rank].node for rank in gone)
+        overwritten = [part.source for part in announcement.parts if self._is_damaged(part.source, announcement)]
+        damaged = ", ".join(
+            self._peers[rank].node for rank in announcement.chain if self._is_damaged(rank, announcement)
+        )
+        for rank in overwritten:
+            self._offers[rank].pop(announcement.version, None)
+        if damaged and overwritten:
+            nodes = ", ".join(self._peers[rank].node for rank in overwritten)
             raise WeightsError(
-                f"version {announced.version} was overwritten on {nodes} before its part was sent: the newest is taken"
+                f"version {announcement.version} was overwritten on {nodes} before its part was sent: the newest is taken"
             )
-        if damaged and announced.base is not None:
-            self._failed_delta = announced.version
+        if damaged and announcement.base is not None:
+            self._failed_delta = announcement.version
             raise WeightsError(
-                f"the delta from version {announced.base} did not become version {announced.version} on {damaged}: it "
+                f"the delta from version {announcement.base} did not become version {announcement.version} on {damaged}: it "
                 "is sent in full"
             )
         if damaged:
-            raise LostError(
-                f"version {announced.version} arrived damaged on {damaged}, and nobody has touched it in "
+            raise RankLostError(
+                f"version {announcement.version} arrived damaged on {damaged}, and nobody has touched it in "
                 f"{self._key.path}; the couriers are started again"
             )
 
-    def _is_damaged(self, rank: int, announced: Announcement) -> bool:
-        return rank in self._peers and self._peers[rank].damaged == announced.number
+    def _is_damaged(self, rank: int, announcement: VersionAnnouncement) -> bool:
+        return rank in self._peers and self._peers[rank].damaged_transfer == announcement.number
 
-    def _sent(self, announced: Announcement, load: Load, *, wall_s: float) -> None:
+    def _record_transfer(self, announcement: VersionAnnouncement, payload: TransferPayload, *, wall_s: float) -> None:
         """Everybody has it."""
-        if announced.base is None:
-            self._pace.was_full(announced.nbytes, wall_s)
+        if announcement.base is None:
+            self._codec_chooser.record_full(announcement.nbytes, wall_s)
         else:
-            self._pace.was_delta(announced.nbytes, wall_s)
+            self._codec_chooser.record_delta(announcement.nbytes, wall_s)
         self._events.emit(
             VersionDelivered(
-                version=announced.version,
-                bytes=announced.layout.nbytes,
-                sent_bytes=announced.nbytes,
+                version=announcement.version,
+                bytes=announcement.layout.nbytes,
+                sent_bytes=announcement.nbytes,
                 wall_s=round(wall_s, 4),
-                codec=load.codec,
-                reason=load.reason,
-                to=[self._peers[rank].node for rank in announced.chain],
-                sources=[self._node_of(part.source) for part in announced.parts_from(self._link.wire.rank)],
+                codec=payload.codec,
+                reason=payload.reason,
+                to=[self._peers[rank].node for rank in announcement.chain],
+                sources=[
+                    self._node_of(part.source) for part in announcement.parts_from(self._connection.transport.rank)
+                ],
             )
         )
 
     def _node_of(self, rank: int) -> str:
-        return self._key.node if rank == self._link.wire.rank else self._peers[rank].node
+        return self._key.node if rank == self._connection.transport.rank else self._peers[rank].node
 
-    def _pulse(self) -> None:
+    def _send_pulse(self) -> None:
         if self._job.drain.exists():
             os._exit(0)
         self._events.beat()
-        Standing.beat(self._standing)
+        CourierStatus.touch(self._status_path)
         for rank in self._peers:
-            self._link.hint(rank, Tag.PULSE, b".")
+            self._connection.send_update(rank, MessageTag.PULSE, b".")
 
-    def _hear(self) -> None:
-        for peer, message in self._link.heard(Tag.REPORT):
-            report = msgspec.json.decode(message, type=Report)
-            peer.greeted, peer.has, peer.nbytes = True, report.has, report.nbytes
-            peer.damaged, peer.ended = report.damaged, report.ended
-        for peer, message in self._link.heard(Tag.OFFER):
-            offers, offer = self._offers[peer.rank], msgspec.json.decode(message, type=Offer)
+    def _read_messages(self) -> None:
+        for peer, message in self._connection.poll_messages(MessageTag.REPORT):
+            report = msgspec.json.decode(message, type=CourierReport)
+            peer.has_reported, peer.held_version, peer.nbytes = True, report.has, report.nbytes
+            peer.damaged_transfer, peer.ended_transfer = report.damaged, report.ended
+        for peer, message in self._connection.poll_messages(MessageTag.OFFER):
+            offers, offer = self._offers[peer.rank], msgspec.json.decode(message, type=PartOffer)
             offers[offer.version] = offer
-            for version in sorted(offers)[:-NUM_OFFERS]:
+            for version in sorted(offers)[:-MAX_OFFERS]:
                 del offers[version]

@@ -17,22 +17,22 @@ from typing import Literal
 
 import xxhash
 
-from hpcrl.weights.layout import Layout
-from hpcrl.weights.window.file import SLOT_HEADS, Places
+from hpcrl.weights.layout import TensorLayout
+from hpcrl.weights.window.file import SLOT_HEAD_OFFSETS, WindowOffsets
 
-CLAIM_S = 1.0
+CLAIM_TIMEOUT_S = 1.0
 """How long one waits for what another process has begun; that one may have been killed."""
-NAP_S = 0.0002
+POLL_INTERVAL_S = 0.0002
 _SLOT_HEAD = struct.Struct("=Qqqd16s")
 """Generation, version, step, time of creation, seal."""
-Work = Literal["sum", "check"]
-_MARKS: dict[Work, tuple[int, int]] = {"sum": (1, 2), "check": (3, 4)}
+SharedWork = Literal["sum", "check"]
+_MARKS: dict[SharedWork, tuple[int, int]] = {"sum": (1, 2), "check": (3, 4)}
 """Begun, done; the lowest bits of a mark, the others being the generation."""
 _MARK_BITS = 3
 
 
 @dataclass(frozen=True)
-class State:
+class SlotState:
     """What a slot holds."""
 
     slot: int
@@ -48,71 +48,71 @@ class SlotHeads:
     """The headers and tables of both slots, in mapped memory."""
 
     head: mmap.mmap
-    layout: Layout
-    places: Places
+    layout: TensorLayout
+    offsets: WindowOffsets
 
     def generation(self, slot: int) -> int:
-        return int(memoryview(self.head).cast("Q")[SLOT_HEADS[slot] // 8])
+        return int(memoryview(self.head).cast("Q")[SLOT_HEAD_OFFSETS[slot] // 8])
 
     def set_generation(self, slot: int, generation: int) -> None:
-        memoryview(self.head).cast("Q")[SLOT_HEADS[slot] // 8] = generation
+        memoryview(self.head).cast("Q")[SLOT_HEAD_OFFSETS[slot] // 8] = generation
 
-    def read(self, slot: int) -> State | None:
+    def read(self, slot: int) -> SlotState | None:
         """What a slot holds; None if that is nothing, or is just changing."""
-        generation, version, step, created, seal = _SLOT_HEAD.unpack_from(self.head, SLOT_HEADS[slot])
+        generation, version, step, created, seal = _SLOT_HEAD.unpack_from(self.head, SLOT_HEAD_OFFSETS[slot])
         if generation % 2 or generation == 0:
             return None
         sums = self.sums(slot)
-        state = State(slot=slot, generation=generation, version=version, step=step, created=created, sums=sums)
-        return state if _seal(state) == seal else None
+        state = SlotState(slot=slot, generation=generation, version=version, step=step, created=created, sums=sums)
+        return state if _compute_seal(state) == seal else None
 
-    def write(self, state: State) -> None:
+    def write(self, state: SlotState) -> None:
         """Let the slot say what it holds; its generation is written last, and from then on it is seen."""
-        self.head[self.places.sums(state.slot)] = state.sums
-        head = (state.generation, state.version, state.step, state.created, _seal(state))
-        start = SLOT_HEADS[state.slot]
+        self.head[self.offsets.checksums_slice(state.slot)] = state.sums
+        head = (state.generation, state.version, state.step, state.created, _compute_seal(state))
+        start = SLOT_HEAD_OFFSETS[state.slot]
         self.head[start + 8 : start + _SLOT_HEAD.size] = _SLOT_HEAD.pack(*head)[8:]
         self.set_generation(state.slot, state.generation)
 
-    def newest(self) -> State | None:
+    def newest(self) -> SlotState | None:
         """The newest of the two."""
         states = [state for slot in (0, 1) if (state := self.read(slot)) is not None]
         return max(states, key=lambda state: state.version, default=None)
 
     def sums(self, slot: int) -> bytes:
-        return self.head[self.places.sums(slot)]
+        return self.head[self.offsets.checksums_slice(slot)]
 
     def set_sum(self, slot: int, index: int, checksum: bytes) -> None:
-        self.head[self.places.sum(slot, index)] = checksum
+        self.head[self.offsets.checksum_slice(slot, index)] = checksum
 
-    def together(self, work: Work, slot: int, generation: int, do: Callable[[int], None]) -> None:
-        """`do` for the tensor of every index, unless another process does; all is done when this returns.
+    def share_work(self, work: SharedWork, slot: int, generation: int, process: Callable[[int], None]) -> None:
+        """`process` for the tensor of every index, unless another process does; all is done when this returns.
 
         What another has begun and not ended within CLAIM_S is done here.
         """
-        begun, done = (generation << _MARK_BITS | mark for mark in _MARKS[work])
-        places = [self.places.mark(slot, index) for index in range(len(self.layout.tensors))]
+        started, done = (generation << _MARK_BITS | mark for mark in _MARKS[work])
+        mark_indices = [self.offsets.mark_index(slot, index) for index in range(len(self.layout.tensors))]
         with memoryview(self.head).cast("Q") as marks:
-            left = [index for index in self._largest_first if marks[places[index]] != done]
-            for index in left:
-                if marks[places[index]] not in (begun, done):
-                    marks[places[index]] = begun
-                    do(index)
-                    marks[places[index]] = done
-            deadline = time.monotonic() + CLAIM_S
-            for index in left:
-                while marks[places[index]] == begun and time.monotonic() < deadline:
-                    time.sleep(NAP_S)
-                if marks[places[index]] != done:
-                    do(index)
-                    marks[places[index]] = done
+            remaining = [index for index in self._largest_first if marks[mark_indices[index]] != done]
+            for index in remaining:
+                if marks[mark_indices[index]] not in (started, done):
+                    marks[mark_indices[index]] = started
+                    process(index)
+                    marks[mark_indices[index]] = done
+            deadline = time.monotonic() + CLAIM_TIMEOUT_S
+            for index in remaining:
+                while marks[mark_indices[index]] == started and time.monotonic() < deadline:
+                    time.sleep(POLL_INTERVAL_S)
+                if marks[mark_indices[index]] != done:
+                    process(index)
+                    marks[mark_indices[index]] = done
 
-    def mark_all(self, work: Work, slot: int, generation: int) -> None:
+    def mark_all(self, work: SharedWork, slot: int, generation: int) -> None:
         """Say of every tensor that it is done."""
         done = generation << _MARK_BITS | _MARKS[work][1]
         with memoryview(self.head).cast("Q") as marks:
             for index in range(len(self.layout.tensors)):
-                marks[self.places.mark(slot, index)] = done
+                marks[self.offsets.mark_index(slot, index)] = done
 
     @functools.cached_property
     def _largest_first(self) -> list[int]:
@@ -120,6 +120,6 @@ class SlotHeads:
         return sorted(range(len(tensors)), key=lambda index: tensors[index].nbytes, reverse=True)
 
 
-def _seal(state: State) -> bytes:
+def _compute_seal(state: SlotState) -> bytes:
     head = struct.pack("=Qqqd", state.generation, state.version, state.step, state.created)
     return xxhash.xxh3_128_digest(head + state.sums)
