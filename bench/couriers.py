@@ -19,8 +19,8 @@ from statistics import median
 from typing import Any
 
 from bench.figures import Figure, main
-from bench.fleet import MPIEXEC, Fleet, fleet, publish, until
 from bench.weights import NUM_READERS, SPAWN, qwen2_shapes, random_bfloat16, readers, scratch_run
+from hpcrl.testing.nodes import MPIEXEC, Fleet, fleet, publish, until
 from hpcrl.weights.layout import PartAssignment, TensorLayout, split_tensor
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import WindowKey

@@ -36,9 +36,9 @@ from hpcrl.learn.distribute import StepShares, distribute_step, load_share_rows
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import EpisodeTurn, Trajectory
 from hpcrl.spool.segment import write_segment
+from hpcrl.testing import ranks
 from hpcrl.trainers.leader import RankOrder, fetch_trajectories
 from hpcrl.trainers.world import World
-from tests import ranks
 
 SIZES = (1, 2, 4, 8)
 LENGTH = 16384
@@ -71,7 +71,7 @@ def measure(full: bool) -> list[Figure]:
         for turn in range(6 if full else 2):
             for size in SIZES:
                 for way in list(WAYS)[:: 1 if turn % 2 else -1]:
-                    said = ranks.run(size, "bench.data_path:work", spool, way)
+                    said = ranks.run_ranks(size, "bench.data_path:work", spool, way)
                     found.setdefault((way, size), []).append(said)
     seconds = {key: statistics.median(_seconds(said) for said in turns) for key, turns in found.items()}
     peaks = {key: statistics.median(_peak(said) for said in turns) for key, turns in found.items()}

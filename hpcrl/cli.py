@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
     except HpcrlError as error:
-        print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201
+        print(f"hpcrl: {error}", file=sys.stderr)
         return EXIT_USAGE
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         sys.stderr.close()
@@ -348,7 +348,7 @@ def _show_plan(plan: "Plan", script: str) -> None:
 
 
 def _print_line(text: str) -> None:
-    print(text)  # noqa: T201 - the command's answer
+    print(text)
 
 
 if __name__ == "__main__":

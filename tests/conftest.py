@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns import last_words
+from tests.support.campaigns import last_words
 
 MUST_RUN_IN_CI = ("mpi", "slurm", "vllm")
 

@@ -52,7 +52,7 @@ class OwnThread:
         def run() -> None:
             try:
                 settle = partial(_resolve_future, answer, result=function(*args))
-            except BaseException as error:  # noqa: BLE001 - carried to the caller, who judges it
+            except BaseException as error:
                 settle = partial(_resolve_future, answer, error=error)
             self.busy = False
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more

@@ -159,7 +159,7 @@ class WorkerSpeed:
 
 
 @cache
-def estimate_speed(gpu: GpuModel, *, shape: ModelShape, tp: int = 1, fit: RooflineFit = RooflineFit()) -> WorkerSpeed:  # noqa: B008 (frozen)
+def estimate_speed(gpu: GpuModel, *, shape: ModelShape, tp: int = 1, fit: RooflineFit = RooflineFit()) -> WorkerSpeed:
     """The pace of a worker of `tp` GPUs."""
     flops = gpu.bf16_tflops * 1e12 * tp * BYTES_BF16 / shape.weight_bytes  # tensor cores: half the bytes, twice as fast
     byte_s = fit.read / (gpu.memory_tb_per_s * 1e12 * tp)

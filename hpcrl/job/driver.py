@@ -71,8 +71,8 @@ def _drive_job(place: WorkerPlace, *, outcome_fd: int) -> int:
         outcome, reason = JobDriver.load(place).drive()
     except HpcrlError as error:
         reason = str(error)
-        print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
-    except BaseException as error:  # noqa: BLE001 - the guardian must hear of it whatever broke
+        print(f"hpcrl: {error}", file=sys.stderr, flush=True)
+    except BaseException as error:
         reason = f"the driver broke: {type(error).__name__}: {error}"
         sys.excepthook(*sys.exc_info())  # os._exit follows: nobody else would print it
     os.write(outcome_fd, outcome_json(outcome, reason))

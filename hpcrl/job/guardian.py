@@ -89,4 +89,4 @@ def _try_cleanup(action: Callable[[], None]) -> None:
     try:
         action()
     except (SlurmError, OSError) as error:
-        print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
+        print(f"hpcrl: {error}", file=sys.stderr, flush=True)

@@ -227,7 +227,7 @@ class MetricsFeeder:
         """A sink that fails is told of and left out from then on; the others go on."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - a foreign package may raise anything; a campaign outlives it
+        except Exception as error:
             self._sinks.pop(name, None)
             detail = f"{name} is left out from now on: {type(error).__name__}: {error}"
             self._emit(FaultReported(what="metrics", detail=detail))

@@ -158,7 +158,7 @@ def _require_commands() -> None:
 
 
 def _resolve_lab_dir(state_dir: Path) -> LabDir:
-    return LabDir(Path(os.path.abspath(state_dir.expanduser())))  # noqa: PTH100 - must not follow links
+    return LabDir(Path(os.path.abspath(state_dir.expanduser())))
 
 
 def _claim_directory(lab: LabDir) -> None:

@@ -144,7 +144,7 @@ def print_campaigns(campaign_dirs: Iterable[CampaignDir], *, as_json: bool) -> i
             _build_campaign_table(lines) if lines else "no campaigns yet: `hpcrl submit` starts one", soft_wrap=True
         )
     for problem in dict.fromkeys(problems):
-        print(problem, file=sys.stderr)  # noqa: T201 - beside the answer, not in it
+        print(problem, file=sys.stderr)
     return 0
 
 

@@ -77,7 +77,7 @@ def check_producer(producer: str) -> str:
 def list_segments(directory: Path) -> list[str]:
     """Every file that shows itself as a segment, sorted; temporary files do not. No directory yet: none."""
     try:
-        return sorted(name for name in os.listdir(directory) if _is_segment_file(name))  # noqa: PTH208 - names, not paths
+        return sorted(name for name in os.listdir(directory) if _is_segment_file(name))
     except FileNotFoundError:
         return []
 
@@ -143,7 +143,7 @@ class SegmentListing:
 
     def _read_news(self) -> None:
         """Take in whole lines; one that is being written waits."""
-        with open(self._news, "rb") as file:  # noqa: PTH123 - the path is a string: this is done all the time
+        with open(self._news, "rb") as file:
             file.seek(self._offset)
             lines, _, _ = file.read().rpartition(b"\n")
         self._offset += len(lines) + 1 if lines else 0
@@ -168,7 +168,7 @@ class SegmentListing:
 
     def _read_news_size(self) -> int:
         try:
-            return os.stat(self._news).st_size  # noqa: PTH116 - as above
+            return os.stat(self._news).st_size
         except FileNotFoundError:
             return 0
 
@@ -219,7 +219,7 @@ def quarantine_segment(path: Path, reason: str) -> str:
     try:
         make_private_dir(place.parent)
         publish_file(place.with_name(f"{place.name}.reason"), reason + "\n")
-        os.rename(path, place)  # noqa: PTH104 - a second copy takes the place of the first
+        os.rename(path, place)
     except FileNotFoundError:
         return f"{reason}: somebody else put it aside"
     except OSError as error:

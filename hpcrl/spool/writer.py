@@ -189,7 +189,7 @@ class _PendingBatch:
     def _run(self, publish: Callable[[], None]) -> None:
         try:
             publish()
-        except BaseException as error:  # noqa: BLE001 - raised again where the caller waits
+        except BaseException as error:
             self._error = error
 
 
@@ -201,7 +201,7 @@ class DiskSpoolWriter(BatchWriter):
         directory: Path,
         *,
         producer: str,
-        batching: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
+        batching: BatchLimits = BatchLimits(),
         compression: Compression = "none",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -21,7 +21,7 @@ def publish_file(path: Path, data: bytes | str, *, mode: int = 0o600) -> None:
             os.fsync(out.fileno())
 
 
-class staged_path:  # noqa: N801 - reads as a statement: `with staged(path) as temporary:`
+class staged_path:
     """A temporary name beside `path` that becomes `path` when the block ends well.
 
     The block writes and fsyncs the temporary file (or fills a temporary directory); on the way out it is
@@ -40,7 +40,7 @@ class staged_path:  # noqa: N801 - reads as a statement: `with staged(path) as t
             remove_path(self.temporary)
             return
         try:
-            os.rename(self.temporary, self.path)  # noqa: PTH104 - must fail on a non-empty directory
+            os.rename(self.temporary, self.path)
         except OSError:
             remove_path(self.temporary)
             raise

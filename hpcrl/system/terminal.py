@@ -60,7 +60,7 @@ def make_console(*, pipe_width: int = PIPE_WIDTH) -> Console:
 
 def print_to_stderr(text: str) -> None:
     """A line beside the answer."""
-    print(escape_to_one_line(text).encode(errors="replace").decode(), file=sys.stderr)  # noqa: T201
+    print(escape_to_one_line(text).encode(errors="replace").decode(), file=sys.stderr)
 
 
 def print_json(value: Any) -> None:

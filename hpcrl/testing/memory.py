@@ -27,7 +27,7 @@ class MemorySpoolWriter(BatchWriter):
         self,
         spool: MemorySpool,
         *,
-        batching: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
+        batching: BatchLimits = BatchLimits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(lambda batch: partial(spool.durable.extend, batch), batching=batching, clock=clock)

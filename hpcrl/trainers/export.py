@@ -67,9 +67,9 @@ def main() -> int:
     try:
         source = export_model(campaign, target, step=step)
     except HpcrlError as error:
-        print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201
+        print(f"hpcrl: {error}", file=sys.stderr)
         return 2
-    print(f"{source.name} is in {target}")  # noqa: T201
+    print(f"{source.name} is in {target}")
     return 0
 
 

@@ -43,7 +43,7 @@ class World:
 
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
+    device: torch.device = torch.device("cpu")
     group: Any = None
     """torch's group of these ranks; None for all of them."""
     cpu_group: Any = None

@@ -106,7 +106,7 @@ def _read_domain_names(campaign: CampaignDir) -> list[str]:
 
 
 def _print_refusal(message: str) -> int:
-    print(f"hpcrl: {message}".encode(errors="replace").decode(), file=sys.stderr)  # noqa: T201
+    print(f"hpcrl: {message}".encode(errors="replace").decode(), file=sys.stderr)
     return EXIT_USAGE
 
 

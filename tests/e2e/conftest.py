@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns import end_campaigns
+from tests.support.campaigns import end_campaigns
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.envs.isolation.sandbox import choose_sandbox
 from hpcrl.errors import EnvFault
-from tests.campaigns import hpcrl, processes_of, snapshot, steps, until
+from tests.support.campaigns import hpcrl, processes_of, snapshot, steps, until
 
 pytest.importorskip("openai")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

@@ -13,7 +13,7 @@ from hpcrl.rollout.tasks import NUM_SEEDS
 from hpcrl.spool.ids import is_held_out
 from hpcrl.spool.segment import read_segment
 from hpcrl.system.files import read_json
-from tests.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
+from tests.support.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

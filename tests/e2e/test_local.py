@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import read_json
-from tests.campaigns import (
+from tests.support.campaigns import (
     SMALL,
     driver_of,
     end_campaigns,

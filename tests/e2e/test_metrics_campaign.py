@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import read_json
-from tests.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
+from tests.support.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("own_code")]
 
@@ -21,7 +21,7 @@ extends = "quickstart"
 tensorboard = true
 
 [train.pipeline.shape]
-function = "tests.nodes:shaped"
+function = "tests.support.nodes:shaped"
 inputs = ["score"]
 role = "policy"
 
@@ -29,7 +29,7 @@ role = "policy"
 inputs = ["shape"]
 
 [train.pipeline.weigh]
-function = "tests.nodes:first_tokens_only"
+function = "tests.support.nodes:first_tokens_only"
 inputs = ["rows"]
 role = "policy"
 

@@ -6,7 +6,7 @@ import pytest
 
 from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
-from tests.campaigns import SMALL, hpcrl, snapshot, steps
+from tests.support.campaigns import SMALL, hpcrl, snapshot, steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("own_code")]
 
@@ -16,7 +16,7 @@ def test_a_mode_that_waits_comes_to_its_end_though_rewards_fail(campaigns: Path,
     """With a group to spare in each batch, too."""
     failing = (
         "-s",
-        "domains.lake.reward=tests.odd_rewards:of_every_other_group",
+        "domains.lake.reward=tests.support.odd_rewards:of_every_other_group",
         "-s",
         f"rollout.mode={mode}",
         "-s",

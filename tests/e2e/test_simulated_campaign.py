@@ -10,7 +10,7 @@ from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.rollout.routing.role_switch import read_switched_roles
 from hpcrl.spool.record import EpisodeTurn
 from hpcrl.spool.segment import read_segment
-from tests.campaigns import SMALL, hpcrl, snapshot, steps, until
+from tests.support.campaigns import SMALL, hpcrl, snapshot, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ import time
 
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
-from tests.spools import trajectory
+from tests.support.spools import trajectory
 
 FORK = multiprocessing.get_context("fork")
 NUM_KILLS = 30

@@ -8,7 +8,7 @@ import time
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
 from hpcrl.system.files import publish_json, read_json
-from tests.spools import trajectory
+from tests.support.spools import trajectory
 
 FORK = multiprocessing.get_context("fork")
 NUM_WRITERS = 16
@@ -93,4 +93,4 @@ def test_a_consumer_that_is_killed_at_any_moment_uses_everything_once(tmp_path):
     used = read_json(commit)
     assert sorted(used) == sorted(acknowledged)
     assert len(used) == len(set(used)) == 6 * NUM_KILLS
-    assert [name for name in os.listdir(spool) if name == "quarantine"] == []  # noqa: PTH208
+    assert [name for name in os.listdir(spool) if name == "quarantine"] == []

@@ -9,7 +9,17 @@ from transformers import AutoModelForCausalLM
 
 from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
-from tests.campaigns import SMALL, driver_of, hpcrl, num_consumed_groups, outcome, processes_of, snapshot, steps, until
+from tests.support.campaigns import (
+    SMALL,
+    driver_of,
+    hpcrl,
+    num_consumed_groups,
+    outcome,
+    processes_of,
+    snapshot,
+    steps,
+    until,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 TWO = ("-s", "resources.train.num_workers=2", "-s", 'train.sharding="full"', "-s", "train.checkpoint_every_steps=2")

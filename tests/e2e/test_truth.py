@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from tests.truth import LAKE, LAKE_4X4, SUMS, at_random, learned
+from tests.support.truth import LAKE, LAKE_4X4, SUMS, at_random, learned
 
 LESSONS = {"lake": LAKE, "lake of 4x4": LAKE_4X4, "sums": SUMS}
 LAST = 10

@@ -14,7 +14,7 @@ from hpcrl.system.files import make_private_dir, read_json
 from hpcrl.system.network import current_node
 from hpcrl.weights.versions import list_versions
 from hpcrl.weights.window.file import make_window_key
-from tests.campaigns import SMALL, end_campaigns, hpcrl, outcome, steps, until
+from tests.support.campaigns import SMALL, end_campaigns, hpcrl, outcome, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

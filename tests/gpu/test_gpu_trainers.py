@@ -12,7 +12,7 @@ from hpcrl.trainers.checkpoint import save_checkpoint
 from hpcrl.trainers.export import export_model
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import SINGLE_RANK, World
-from tests.learners import batch, make_model, settings, train_torch
+from tests.support.learners import batch, make_model, settings, train_torch
 
 CLOSE = 1e-3
 """Relative: the sums of a GPU have another order."""

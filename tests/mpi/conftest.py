@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.fleet import MPIEXEC, Fleet, fleet
+from hpcrl.testing.nodes import MPIEXEC, Fleet, fleet
 
 
 @pytest.fixture

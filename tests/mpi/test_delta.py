@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.fleet import Fleet, fleet
+from hpcrl.testing.nodes import Fleet, fleet
 from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.window.window import Window
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.fleet import Fleet, fleet, publish, until
+from hpcrl.testing.nodes import Fleet, fleet, publish, until
 from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard, make_whole_shard, split_tensor
 from hpcrl.weights.window.window import Window
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from bench.fleet import Fleet, filled, publish
+from hpcrl.testing.nodes import Fleet, filled, publish
 from hpcrl.weights.layout import TensorLayout
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]

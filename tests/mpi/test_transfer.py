@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.fleet import Fleet, filled, fleet, publish, until
+from hpcrl.testing.nodes import Fleet, filled, fleet, publish, until
 from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.window.window import Window
 
@@ -162,7 +162,7 @@ def test_a_trainer_that_is_killed_while_it_writes_is_followed_by_another(four_no
 SENDING_TRAINER = """
 import sys, time
 from pathlib import Path
-from bench.fleet import publish
+from hpcrl.testing.nodes import publish
 from hpcrl.campaign_dir.paths import RunDir
 from hpcrl.weights.layout import Layout
 from hpcrl.weights.window.window import Key, Window

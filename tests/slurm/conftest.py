@@ -7,7 +7,7 @@ import pytest
 from lab_tools import Lab, running_lab
 
 from hpcrl.lab import lab as labs
-from tests.campaigns import end_campaigns, until
+from tests.support.campaigns import end_campaigns, until
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from lab_tools import Lab
 
 from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
-from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+from tests.support.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 

@@ -10,7 +10,7 @@ from lab_tools import Lab, running_lab
 
 from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
-from tests.campaigns import SMALL, hpcrl, outcome, steps, until
+from tests.support.campaigns import SMALL, hpcrl, outcome, steps, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
 

@@ -13,7 +13,7 @@ from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.spool.listing import SegmentListing
 from hpcrl.system.processes import read_start_ticks
-from tests.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+from tests.support.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
@@ -23,7 +23,7 @@ ENV_NODES = {"env1", "env2", "env3"}
 
 def slow(seconds: float) -> tuple[str, ...]:
     """Settings of a reward that takes so long for each trajectory."""
-    reward = "domains.lake.reward=tests.odd_rewards:after"
+    reward = "domains.lake.reward=tests.support.odd_rewards:after"
     return ("-s", reward, "-s", f"domains.lake.reward_options.seconds={seconds}")
 
 

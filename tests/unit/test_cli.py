@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns import hpcrl
+from tests.support.campaigns import hpcrl
 
 HEAVY = ("torch", "parsl", "vllm", "mpi4py", "h5py", "numpy", "aiohttp", "transformers", "submitit", "rich")
 
@@ -142,8 +142,8 @@ def test_an_env_that_prints_is_refused_with_the_message_of_its_exception(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("tests.curricula:nowhere", "tests.curricula has no 'nowhere'"),
-        ("tests.curricula:empty", "ZeroDivisionError"),
+        ("tests.support.curricula:nowhere", "tests.support.curricula has no 'nowhere'"),
+        ("tests.support.curricula:empty", "ZeroDivisionError"),
     ],
 )
 def test_a_curriculum_that_cannot_be_used_is_refused(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.vllm.served import Behind, Place
+    from tests.support.served import Behind, Place
 
 ORDER = ("test_vllm_contract", "test_vllm_handover", "test_vllm_bad_input", "test_vllm_weights", "test_vllm_elsewhere")
 
@@ -46,7 +46,7 @@ def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_place(tmp_path_factory: pytest.TempPathFactory, slow_model_dir: Path) -> "Iterator[Place]":
-    from tests.vllm.served import place
+    from tests.support.served import place
 
     with place(tmp_path_factory.mktemp("vllm") / "campaign", slow_model_dir) as there:
         yield there

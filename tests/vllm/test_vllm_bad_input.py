@@ -24,10 +24,10 @@ from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.episode import EpisodeLimits
 from hpcrl.rollout.routing.engines import RouterTimeouts
 from hpcrl.rollout.routing.router import Router
-from tests.sessions import session_of
+from tests.support.sessions import session_of
 
 if TYPE_CHECKING:
-    from tests.vllm.served import Behind
+    from tests.support.served import Behind
 
 CONTEXT = 512
 LIMITS = EpisodeLimits(max_turns=16, max_new_tokens=400, context_length=CONTEXT, max_lag=1)

@@ -9,11 +9,11 @@ import pytest
 from hpcrl.engines.base import InferenceEngine
 from hpcrl.engines.http import make_client_session
 from tests.contract import test_engine as contract
-from tests.vllm.served import Newcomer
+from tests.support.served import Newcomer
 
 if TYPE_CHECKING:
     from tests.contract.test_engine import Opened
-    from tests.vllm.served import Behind
+    from tests.support.served import Behind
 
 for _name, _test in vars(contract).items():
     if _name.startswith("test_"):

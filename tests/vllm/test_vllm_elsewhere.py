@@ -15,10 +15,10 @@ from hpcrl.engines.http import RemoteEngine, make_client_session
 from hpcrl.errors import EngineError
 from hpcrl.rollout.routing.engines import RouterTimeouts
 from hpcrl.rollout.routing.router import Router
-from tests.vllm.served import greedy
+from tests.support.served import greedy
 
 if TYPE_CHECKING:
-    from tests.vllm.served import Behind, Place
+    from tests.support.served import Behind, Place
 
 PROMPT = [2, 45, 78, 5, 36, 3]
 NUM = 500

@@ -16,7 +16,7 @@ from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.checkpoint import save_checkpoint
 from hpcrl.trainers.export import export_model
 from hpcrl.trainers.torch import TorchTrainer
-from tests.vllm.served import place
+from tests.support.served import place
 
 PROMPT = [2, 45, 78, 5, 36, 3]
 NUM_SAID = 24

@@ -14,10 +14,10 @@ from hpcrl.engines.base import Completion, GenerateRequest, KvHandle
 from hpcrl.engines.embedded.engine import load_model
 from hpcrl.engines.http import RemoteEngine, make_client_session
 from hpcrl.errors import EngineError
-from tests.vllm.served import greedy
+from tests.support.served import greedy
 
 if TYPE_CHECKING:
-    from tests.vllm.served import Behind, Place
+    from tests.support.served import Behind, Place
 
 NUM = 24
 LOG_GROWTH = 16 << 10

@@ -14,10 +14,10 @@ from hpcrl.errors import WeightsError
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.model_update import collect_parameters
 from hpcrl.weights.versions import WeightVersion, tensors_file
-from tests.vllm.served import greedy
+from tests.support.served import greedy
 
 if TYPE_CHECKING:
-    from tests.vllm.served import Behind, Place
+    from tests.support.served import Behind, Place
 
 PROMPT = [2, 45, 78, 5, 36, 3]
 LONG = 1500

@@ -47,7 +47,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001  (it is raised where the future is awaited)
+        except Exception as error:
             done.set_exception(error)
         return done
 

@@ -230,7 +230,7 @@ class FilesConnector(KVConnectorBase_V1):
             try:
                 save_file(tensors.get(save.name, {}), temporary, metadata=save.label)
                 temporary.chmod(0o600)
-                os.rename(temporary, path)  # noqa: PTH104 - a request that was computed anew replaces its file
+                os.rename(temporary, path)
             except UNREADABLE_ERRORS as error:
                 log.warning("KV cannot be left in %s: %s", path, error)
                 with contextlib.suppress(OSError):

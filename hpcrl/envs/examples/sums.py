@@ -25,7 +25,7 @@ def main() -> int:
             break
         reward = 0.1 if answer.strip().isdecimal() else reward
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "wrong"}]
-    print(json.dumps({"reward": reward}))  # noqa: T201 - this is how it tells
+    print(json.dumps({"reward": reward}))
     return 0
 
 

@@ -60,7 +60,7 @@ def _serve_requests(connection: socket.socket) -> int:
                     env, answer = _make_limited_env(request), EnvAnswer()
                 else:
                     answer = _handle_request(runner, env, request)
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the host judges it
+            except BaseException as error:
                 answer = EnvAnswer(error=_describe_error(error))
             connection.sendall(_encode_answer(answer))
             if isinstance(request, Close):

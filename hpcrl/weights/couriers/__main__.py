@@ -91,8 +91,8 @@ def main() -> NoReturn:
         CourierStatus(ready=False, reason=str(error), hopeless=is_hopeless).write(
             settings.here.job.courier_status(settings.incarnation)
         )
-        print(error, file=sys.stderr, flush=True)  # noqa: T201 - the step's log
-    except BaseException:  # noqa: BLE001 - os._exit follows: nobody else would print it
+        print(error, file=sys.stderr, flush=True)
+    except BaseException:
         sys.excepthook(*sys.exc_info())
     os._exit(1)  # no orderly end: threads and other ranks would be waited for
 

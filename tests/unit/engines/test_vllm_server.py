@@ -1,0 +1,257 @@
+"""The life of a vLLM server as we see it, with a program that poses as one: started, ill, silent, gone."""
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.engines.base import GenerateRequest
+from hpcrl.engines.embedded.engine import load_model
+from hpcrl.engines.sim.engine import make_sim_engine
+from hpcrl.engines.vllm.engine import VllmEngine
+from hpcrl.engines.vllm.protocol import parse_metrics
+from hpcrl.engines.vllm.server import VllmLaunch, build_command, build_environment
+from hpcrl.errors import EngineError, WeightsError
+from hpcrl.system.processes import list_descendants
+from tests.support.fakes.vllm_server import METRICS, UPDATE
+
+FAKE = (sys.executable, str(Path(__file__).parents[2] / "support" / "fakes" / "vllm_server.py"))
+REQUEST = GenerateRequest(request_id="r", token_ids=[1, 2], max_new_tokens=1)
+
+
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where temporary directories are made; short, since sockets lie in them."""
+    with tempfile.TemporaryDirectory(prefix="hv-", dir="/tmp") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+
+
+@pytest.fixture
+def launch(tmp_path: Path, scratch: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> VllmLaunch:
+    monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "asked"))
+    return VllmLaunch(program=FAKE, model=tiny_model_dir, log=tmp_path / "log", start_timeout_s=120.0)
+
+
+def with_engine(launch: VllmLaunch, body: Callable[[VllmEngine], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        run = CampaignDir(Path("/none"))
+        async with VllmEngine(launch, place=WorkerPlace(run, run.job(0), "n")) as engine:
+            return await body(engine)
+
+    return asyncio.run(run())
+
+
+def test_an_answer_of_the_server_is_a_completion(launch: VllmLaunch) -> None:
+    answer = with_engine(launch, lambda engine: engine.generate(REQUEST))
+    assert (answer.token_ids, answer.logprobs, answer.versions) == ([1], [-0.5], [0])
+    assert answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "complaint"),
+    [
+        ("dies", r"ended with 1: no such GPU; all of it is in .*/log"),
+        ("empty", "asked for one token"),
+    ],
+)
+def test_a_server_that_does_not_come_up_is_an_engine_error_that_says_why(
+    launch: VllmLaunch, monkeypatch: pytest.MonkeyPatch, behaviour: str, complaint: str
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", behaviour)
+    with pytest.raises(EngineError, match=complaint):
+        with_engine(launch, lambda engine: engine.generate(REQUEST))
+
+
+def test_a_server_that_is_never_well_is_given_up(launch: VllmLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "unwell")
+    with pytest.raises(EngineError, match="vLLM was not up after 3 s"):
+        with_engine(_changed(launch, start_s=3.0), lambda engine: engine.generate(REQUEST))
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "complaint"),
+    [
+        ("breaks", "with 500: EngineCore has died"),
+        ("nonsense", "not understood"),
+        ("nan", "not finite"),
+    ],
+)
+def test_a_server_that_answers_nonsense_is_an_engine_error(
+    launch: VllmLaunch, monkeypatch: pytest.MonkeyPatch, behaviour: str, complaint: str
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", behaviour)
+    with pytest.raises(EngineError, match=complaint):
+        with_engine(launch, lambda engine: engine.generate(REQUEST))
+
+
+def test_a_caller_that_goes_away_has_its_request_aborted_at_a_silent_server(
+    launch: VllmLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "hangs")
+
+    async def body(engine: VllmEngine) -> None:
+        asked = asyncio.create_task(engine.generate(REQUEST))
+        while (await engine.load_figures()).num_running + (await engine.load_figures()).num_waiting == 0:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        while "/abort_requests" not in (tmp_path / "asked").read_text():
+            await asyncio.sleep(0.01)
+        assert (await engine.load_figures()).num_running == 0
+
+    with_engine(launch, body)
+
+
+def test_a_server_that_is_killed_fails_what_it_serves_and_the_engine(
+    launch: VllmLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "hangs")
+
+    async def body(engine: VllmEngine) -> None:
+        asked = asyncio.create_task(engine.generate(REQUEST))
+        await asyncio.sleep(0)
+        os.killpg(engine.server.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="did not answer"):
+            await asked
+        with pytest.raises(EngineError, match="the vLLM server ended with -9"):
+            await engine.wait_until_failed()
+
+    with_engine(launch, body)
+
+
+def test_nothing_of_a_server_is_left_when_its_engine_ends(
+    launch: VllmLaunch, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "leaves")
+    before = set(list_descendants())
+
+    async def body(engine: VllmEngine) -> list[int]:
+        return [pid for pid in list_descendants() if pid not in before]
+
+    started = with_engine(launch, body)
+    assert len(started) == 3, "keeper, server and what the server left"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+    assert not list(scratch.iterdir())
+
+
+def test_the_server_listens_in_a_directory_that_nobody_else_can_enter(launch: VllmLaunch, scratch: Path) -> None:
+    async def body(_: VllmEngine) -> int:
+        (own,) = scratch.iterdir()
+        assert stat.S_ISSOCK((own / "s").stat().st_mode)
+        return stat.S_IMODE(own.stat().st_mode)
+
+    assert with_engine(launch, body) == 0o700
+    assert stat.S_IMODE(launch.log.stat().st_mode) == 0o600
+
+
+def test_a_directory_without_a_model_is_refused_before_anything_is_started(launch: VllmLaunch, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="holds no model"):
+        with_engine(_changed(launch, model=tmp_path / "nothing"), lambda engine: engine.generate(REQUEST))
+    assert not (tmp_path / "asked").exists()
+
+
+def test_a_tokenizer_that_does_not_fit_its_model_is_refused_by_name_before_anything_is_started(
+    launch: VllmLaunch, tmp_path: Path
+) -> None:
+    model = tmp_path / "odd"
+    shutil.copytree(launch.model, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
+    with pytest.raises(EngineError, match=r"odd/tokenizer.json has ids up to 99, and the model .* knows 0\.\.49"):
+        with_engine(_changed(launch, model=model), lambda engine: engine.generate(REQUEST))
+    assert not (tmp_path / "asked").exists()
+    with pytest.raises(EngineError, match="has ids up to 99"):
+        load_model(model)
+    with pytest.raises(EngineError, match="has ids up to 99"):
+        make_sim_engine(model, gpu="h100", num_gpus=1)
+
+
+def test_a_temporary_directory_too_deep_for_sockets_is_refused(
+    launch: VllmLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 80)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(EngineError, match="set TMPDIR to a shorter path"):
+        with_engine(launch, lambda engine: engine.generate(REQUEST))
+    assert not list(deep.iterdir())
+
+
+def test_a_version_is_made_ready_before_generation_stops_and_every_rank_is_waited_for(
+    launch: VllmLaunch, tmp_path: Path
+) -> None:
+    two_ranks = dataclasses.replace(launch, tensor_parallel=2)
+
+    async def body(engine: VllmEngine) -> int:
+        await engine.load_version(7)
+        return engine.version
+
+    assert with_engine(two_ranks, body) == 7
+    assert asked_for(tmp_path)[-1 - len(UPDATE) :] == ["/init_weight_transfer_engine", *UPDATE]
+
+
+def test_a_version_that_one_rank_refuses_is_named_and_generation_does_not_stop(
+    launch: VllmLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_SAYS", "tensor 'x' is damaged")
+
+    async def body(engine: VllmEngine) -> int:
+        with pytest.raises(WeightsError, match="version 7 does not fit and is not loaded: tensor 'x' is damaged"):
+            await engine.load_version(7)
+        return engine.version
+
+    assert with_engine(dataclasses.replace(launch, tensor_parallel=2), body) == 0
+    assert not {*UPDATE, "/pause"} & {*asked_for(tmp_path)}
+
+
+def asked_for(tmp_path: Path) -> list[str]:
+    return (tmp_path / "asked").read_text().splitlines()
+
+
+def test_prefill_without_a_connector_is_refused(launch: VllmLaunch) -> None:
+    with pytest.raises(EngineError, match="kv_connector"):
+        with_engine(launch, lambda engine: engine.prefill(REQUEST))
+
+
+def test_sizes_of_the_plan_become_arguments(launch: VllmLaunch, tmp_path: Path) -> None:
+    given = build_command(_changed(launch, tensor_parallel=4, pipeline_parallel=2, max_model_len=99), scratch=tmp_path)
+    pairs = dict(itertools.pairwise(given))
+    assert pairs["--tensor-parallel-size"] == "4"
+    assert pairs["--pipeline-parallel-size"] == "2"
+    assert pairs["--max-model-len"] == "99"
+    assert "--kv-transfer-config" not in given
+
+
+def test_another_connector_is_named_to_vllm_with_its_options(launch: VllmLaunch, tmp_path: Path) -> None:
+    nixl = _changed(launch, kv_connector="NixlConnector", kv_options={"backends": ["UCX"]})
+    given = build_command(nixl, scratch=tmp_path)
+    config = given[given.index("--kv-transfer-config") + 1]
+    assert '"kv_connector": "NixlConnector"' in config
+    assert '"backends": ["UCX"]' in config
+    assert "module_path" not in config
+
+
+def test_only_our_plugin_is_loaded_and_threads_are_those_of_the_plan(launch: VllmLaunch, tmp_path: Path) -> None:
+    given = build_environment(_changed(launch, num_cpus=7), scratch=tmp_path, inherited={"HOME": "/h"})
+    assert (given["VLLM_PLUGINS"], given["OMP_NUM_THREADS"], given["HOME"]) == ("hpcrl", "7", "/h")
+
+
+def test_figures_are_read_from_the_metrics() -> None:
+    assert parse_metrics(METRICS) == (3, 100, 0.25, 2000)
+
+
+def _changed(launch: VllmLaunch, **changes: Any) -> VllmLaunch:
+    return VllmLaunch(**{**vars(launch), **changes})

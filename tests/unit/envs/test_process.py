@@ -1,0 +1,168 @@
+"""Environments in processes of their own, good ones and bad ones."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcrl.envs.base import Step
+from hpcrl.envs.isolation.process import ProcessEnv, ProcessLimits
+from hpcrl.errors import EnvFault
+
+LONG_S = 60.0
+SMALL = ProcessLimits(memory_bytes=512 << 20)
+
+
+async def started(name="Echo", limits=SMALL, **options):
+    return await ProcessEnv.start(f"tests.support.bad_envs:{name}", options, limits=limits)
+
+
+def played(make, *calls):
+    """What each call gave; the environment is closed whatever happens."""
+
+    async def run():
+        env = await make
+        try:
+            return [await asyncio.wait_for(call(env), LONG_S) for call in calls]
+        finally:
+            await env.close()
+
+    return asyncio.run(run())
+
+
+def fault(make, *calls):
+    with pytest.raises(EnvFault) as caught:
+        played(make, *calls)
+    return str(caught.value)
+
+
+def is_gone(pid):
+    """Whether a process has ended; a zombie that nobody has looked at yet has ended too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def reset(env):
+    return env.reset(5)
+
+
+def step(env):
+    return env.step("hi")
+
+
+@pytest.mark.parametrize("name", ["Echo", "AsyncEcho"])
+def test_an_environment_plays_as_it_would_here(name):
+    done = Step(observation="done", reward=1.0, done=True)
+    assert played(started(name), reset, step, lambda env: env.step("done")) == [
+        "s5",
+        Step(observation="hi", reward=1.0),
+        done,
+    ]
+
+
+def test_closing_ends_the_process_group():
+    async def run():
+        env = await started()
+        await env.close()
+        return env.pid
+
+    assert is_gone(asyncio.run(run()))
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raises", "ZeroDivisionError: the world ended"),
+        ("wrong_type", "returned int"),
+        ("leaves", "SystemExit: 3"),
+        ("dies", "ended with code 7, its last words: I cannot go on"),
+        ("shouts", "printed more than 4 MiB"),
+        ("grows", "MemoryError"),
+    ],
+)
+def test_what_goes_wrong_in_an_environment_is_a_fault_with_its_name(where, how, said):
+    message = fault(started("Bad", where=where, how=how), reset, step)
+    assert message.startswith("tests.support.bad_envs:Bad: ")
+    assert said in message
+
+
+def test_a_reward_that_is_no_number_does_not_pass_the_wire():
+    assert "protocol" in fault(started("Bad", where="step", how="wrong_reward"), step)
+
+
+def test_an_observation_without_end_is_refused():
+    assert "cannot be sent" in fault(started("Bad", where="step", how="endless"), step)
+
+
+def test_an_environment_that_spins_is_ended_by_its_cpu_limit():
+    limits = ProcessLimits(memory_bytes=512 << 20, cpu_s=2)
+    assert "SIGXCPU" in fault(started("Bad", limits, where="step", how="spins"), step)
+
+
+def test_one_that_cannot_be_made_is_a_fault():
+    assert "importing no_such_module failed" in fault(ProcessEnv.start("no_such_module:Env", {}, limits=SMALL))
+
+
+def test_a_hung_environment_is_killed_with_all_that_it_started(tmp_path):
+    async def run():
+        env = await started("Bad", where="step", how="forks", note=str(tmp_path))
+        call = asyncio.create_task(env.step(""))
+        while not (tmp_path / "hanging").exists():
+            await asyncio.sleep(0.02)
+        call.cancel()  # as an episode does at its deadline
+        await asyncio.gather(call, return_exceptions=True)
+        await env.close()
+        return env.pid
+
+    assert is_gone(asyncio.run(run()))
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert [pid for pid in pids if not is_gone(pid)] == []
+
+
+def test_an_environment_does_not_outlive_its_host(tmp_path):
+    host = os.fork()
+    if host == 0:
+
+        async def live():
+            env = await started("Bad", where="step", how="hangs", note=str(tmp_path))
+            (tmp_path / "keeper").write_text(str(env.pid))
+            await env.step("")
+
+        asyncio.run(live())
+        os._exit(0)
+    wait_until((tmp_path / "hanging").exists)
+    pids = [int((tmp_path / name).read_text()) for name in ("hanging", "keeper")]
+    os.kill(host, 9)
+    os.waitpid(host, 0)
+    wait_until(lambda: all(is_gone(pid) for pid in pids))
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+def test_an_environment_inside_walls_plays_as_it_would_outside():
+    make = ProcessEnv.start("hpcrl.envs.arithmetic:Arithmetic", {}, limits=SMALL, sandbox="bubblewrap")
+    first, answered = played(make, reset, lambda env: env.step("calc 2*3"))
+    assert first.endswith("=?")
+    assert answered.observation == "6"
+
+
+@pytest.mark.parametrize("module", ["hpcrl.envs.isolation.child", "hpcrl.envs.repair", "hpcrl.envs.arithmetic"])
+def test_a_process_of_an_environment_loads_nothing_heavy_of_ours(module):
+    heavy = "{'numpy', 'torch', 'aiohttp', 'h5py', 'transformers', 'parsl'}"
+    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LONG_S)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,339 @@
+"""The couriers' step is started again alone, within a budget; then versions go by files."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.config.site import MpiConfig
+from hpcrl.job import courier_step as module
+from hpcrl.job.courier_step import (
+    MAX_RESTARTS,
+    MAX_RETURNS,
+    MAX_TRIES,
+    CourierSupervisor,
+    TransportCommand,
+    list_transports,
+)
+from hpcrl.system.files import make_private_dir
+from hpcrl.weights.couriers.protocol import CourierStatus
+from hpcrl.weights.versions import Transport, TransportName, WeightVersion, announce_version, write_transport
+from tests.support.campaigns import until
+
+FILES = Transport(rung="files", reason="starting")
+SAY = """
+import sys, time
+from pathlib import Path
+from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.weights.couriers.protocol import Standing
+where = JobDir(Path(sys.argv[1])).couriers(sys.argv[2].removeprefix("--life="))
+"""
+SERVE = (
+    SAY
+    + """
+Standing(ready=True, reason='all here').write(where)
+for _ in range(6000):
+    Standing.beat(where)
+    time.sleep(0.1)
+"""
+)
+MUTE = SAY + "Standing(ready=True, reason='all here').write(where); time.sleep(600)"
+SERVE_AND_GIVE_UP = (
+    SAY
+    + """
+Standing(ready=True, reason='all here').write(where)
+time.sleep(1)
+Standing(ready=False, reason='rank 2 on n2 is stuck').write(where); sys.exit(1)
+"""
+)
+GIVE_UP = SAY + "Standing(ready=False, reason='rank 2 on n2 is stuck').write(where); sys.exit(1)"
+HOPELESS = SAY + "Standing(ready=False, reason='a world of 1', hopeless=True).write(where); sys.exit(1)"
+CRASH = "import sys; sys.exit('ImportError: no libmpi')"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobDir:
+    made = JobDir(tmp_path / "000")
+    made.logs.mkdir(parents=True)
+    return made
+
+
+@pytest.fixture
+def started(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CourierSupervisor]]:
+    """Ends what a test has started."""
+    monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "MIN_RESTART_INTERVAL_S", 0.0)
+    begun: list[CourierSupervisor] = []
+    yield begun
+    for couriers in begun:
+        couriers._end_step()
+
+
+def start(begun: list[CourierSupervisor], job: JobDir, *programs: str) -> CourierSupervisor:
+    """A ladder of these programs."""
+    names: tuple[TransportName, ...] = ("mpi", "tcp")
+    ways = [
+        TransportCommand(transport=name, command=[sys.executable, "-c", program, str(job.root)])
+        for name, program in zip(names, programs, strict=False)
+    ]
+    couriers = CourierSupervisor(
+        job=job, weights=make_private_dir(job.root / "weights"), commands=ways, transport=FILES
+    )
+    begun.append(couriers)
+    couriers.start()
+    return couriers
+
+
+def serving(couriers: CourierSupervisor, rung: TransportName = "mpi") -> None:
+    until(lambda: couriers.poll() is None and couriers.transport.rung == rung, what=f"the rung is {rung}", timeout_s=60)
+
+
+def failures(couriers: CourierSupervisor, *, number: int) -> list[str]:
+    """What goes wrong next, so many times."""
+    seen: list[str] = []
+
+    def more() -> bool:
+        if (wrong := couriers.poll()) is not None:
+            seen.append(wrong)
+        return len(seen) >= number
+
+    until(more, what=f"{number} failures", timeout_s=30)
+    return seen
+
+
+def test_the_rung_is_mpi_once_they_serve(started: list[CourierSupervisor], job: JobDir) -> None:
+    couriers = start(started, job, SERVE)
+    serving(couriers)
+    assert couriers.transport.reason == "all here"
+
+
+def test_a_step_that_ends_is_started_again_with_its_reason(started: list[CourierSupervisor], job: JobDir) -> None:
+    couriers = start(started, job, GIVE_UP)
+    assert failures(couriers, number=1) == ["rank 2 on n2 is stuck"]
+    assert couriers.is_running
+    assert couriers.transport == FILES
+
+
+def test_a_step_that_ends_at_once_is_started_again_only_after_a_while(
+    started: list[CourierSupervisor], job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MIN_RESTART_INTERVAL_S", 600.0)
+    couriers = start(started, job, GIVE_UP)
+    failures(couriers, number=1)
+    couriers.poll()
+    assert not couriers.is_running
+    assert couriers._start_at == couriers._started_at + 600
+    couriers._start_at -= 600
+    couriers.poll()
+    assert couriers.is_running
+
+
+def test_a_step_that_ends_without_a_word_is_quoted(started: list[CourierSupervisor], job: JobDir) -> None:
+    couriers = start(started, job, CRASH)
+    assert failures(couriers, number=1) == ["the step of the couriers ended with code 1: ImportError: no libmpi"]
+
+
+def test_a_rung_that_never_served_is_left_for_the_next_one(started: list[CourierSupervisor], job: JobDir) -> None:
+    couriers = start(started, job, CRASH, SERVE)
+    failures(couriers, number=MAX_TRIES)
+    serving(couriers, "tcp")
+    assert couriers.is_running
+
+
+def test_ways_past_a_lost_node_are_gone_at_once_also_after_they_were_given_up(
+    started: list[CourierSupervisor], job: JobDir
+) -> None:
+    couriers = start(started, job, SERVE, CRASH)
+    serving(couriers)
+    left = [
+        TransportCommand(transport=way.transport, command=[sys.executable, "-B", *way.command[1:]])
+        for way in couriers.commands
+    ]
+    before = couriers.incarnation
+    couriers.replace_commands(couriers.commands)
+    assert couriers.incarnation == before, "nothing has changed"
+    couriers.commands[0] = TransportCommand(transport="mpi", command=[sys.executable, "-c", GIVE_UP, str(job.root)])
+    assert couriers._process is not None
+    couriers._process.kill()
+    failures(couriers, number=MAX_RESTARTS + 1)
+    assert couriers.transport.rung == "files"
+    couriers.replace_commands(left)
+    serving(couriers)
+
+
+def test_without_the_lost_node_every_rung_is_tried_again(started: list[CourierSupervisor], job: JobDir) -> None:
+    couriers = start(started, job, HOPELESS, HOPELESS)
+    failures(couriers, number=2)
+    assert not couriers.is_running
+    couriers.replace_commands(
+        [
+            TransportCommand(transport=way.transport, command=[sys.executable, "-c", SERVE, str(job.root)])
+            for way in couriers.commands
+        ]
+    )
+    serving(couriers, "mpi")
+
+
+def test_a_rung_that_does_not_come_to_serve_without_the_lost_node_is_left_for_the_next_one(
+    started: list[CourierSupervisor], job: JobDir
+) -> None:
+    couriers = start(started, job, SERVE)
+    serving(couriers)
+    programs: list[tuple[TransportName, str]] = [("mpi", CRASH), ("tcp", SERVE)]
+    couriers.replace_commands(
+        [
+            TransportCommand(transport=name, command=[sys.executable, "-c", text, str(job.root)])
+            for name, text in programs
+        ]
+    )
+    failures(couriers, number=MAX_TRIES)
+    serving(couriers, "tcp")
+
+
+def test_what_would_fail_again_is_not_tried_again(started: list[CourierSupervisor], job: JobDir) -> None:
+    couriers = start(started, job, HOPELESS, HOPELESS)
+    assert failures(couriers, number=2) == ["a world of 1", "a world of 1"]
+    assert not couriers.is_running
+    assert couriers.transport == Transport(rung="files", reason="a world of 1")
+
+
+def test_couriers_that_served_have_a_larger_budget_and_then_versions_go_by_files(
+    started: list[CourierSupervisor], job: JobDir
+) -> None:
+    couriers = start(started, job, SERVE, CRASH)
+    serving(couriers)
+    couriers.commands[0] = TransportCommand(transport="mpi", command=[sys.executable, "-c", GIVE_UP, str(job.root)])
+    assert couriers._process is not None
+    couriers._process.kill()
+    failures(couriers, number=MAX_RESTARTS)
+    assert couriers.is_running
+    failures(couriers, number=1)
+    assert not couriers.is_running
+    assert couriers.rung == Transport(rung="files", reason="rank 2 on n2 is stuck")
+
+
+def test_couriers_that_were_given_up_are_tried_again_a_few_times(
+    started: list[CourierSupervisor], job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "MAX_RESTARTS", 0)
+    couriers = start(started, job, SERVE_AND_GIVE_UP)
+    for _ in range(1 + MAX_RETURNS):
+        serving(couriers)
+        failures(couriers, number=1)
+        assert couriers.transport.rung == "files"
+    for _ in range(3):
+        couriers.poll()
+    assert not couriers.is_running
+
+
+def test_what_an_earlier_life_says_late_is_not_heard(started: list[CourierSupervisor], job: JobDir) -> None:
+    couriers = start(started, job, SERVE_AND_GIVE_UP)
+    serving(couriers)
+    earlier = couriers.incarnation
+    failures(couriers, number=1)
+    CourierStatus(ready=False, reason="of an earlier life", hopeless=True).write(job.courier_status(earlier))
+    assert failures(couriers, number=1) == ["rank 2 on n2 is stuck"]
+    assert couriers.is_running
+
+
+def test_couriers_that_have_served_long_have_their_whole_budget(
+    started: list[CourierSupervisor], job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STEADY_AFTER_S", 0.0)
+    couriers = start(started, job, GIVE_UP)
+    failures(couriers, number=MAX_RESTARTS + 2)
+    assert couriers.is_running
+
+
+def test_couriers_that_do_not_come_up_are_given_up(
+    started: list[CourierSupervisor], job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STARTUP_TIMEOUT_S", 0.1)
+    couriers = start(started, job, "import time; time.sleep(600)")
+    assert failures(couriers, number=1) == ["the couriers did not find each other within 0.1 s"]
+
+
+def carried(couriers: CourierSupervisor, version: int) -> None:
+    CourierStatus(ready=True, reason="all here", carried=version).write(
+        couriers.job.courier_status(couriers.incarnation)
+    )
+
+
+def test_versions_go_by_couriers_again_once_they_bring_what_an_engine_missed(
+    started: list[CourierSupervisor], job: JobDir
+) -> None:
+    couriers = start(started, job, SERVE)
+    serving(couriers)
+    for turn in range(1, MAX_RETURNS + 2):
+        announce_version(couriers.weights, WeightVersion(version=10 * turn, step=turn))
+        write_transport(couriers.weights, Transport(rung="files", reason="decode-0 has waited"))
+        before = couriers.transport
+        carried(couriers, 10 * turn)
+        for _ in range(3):
+            couriers.poll()
+        assert couriers.transport is before, "that version was already made when the engine asked"
+        carried(couriers, 10 * turn + 1)
+        couriers.poll()
+        if turn > MAX_RETURNS:
+            assert couriers.transport is before
+        else:
+            assert couriers.transport.rung == "mpi"
+            assert f"version {10 * turn + 1}" in couriers.transport.reason
+            write_transport(couriers.weights, couriers.transport)
+            couriers.poll()
+
+
+def test_couriers_that_are_gone_are_started_again_though_their_step_does_not_end(
+    started: list[CourierSupervisor], job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SILENCE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(module, "END_TIMEOUT_S", 0.1)
+    couriers = start(started, job, MUTE)
+    serving(couriers)
+    [wrong] = failures(couriers, number=1)
+    assert "nothing was heard" in wrong
+    assert couriers.is_running
+    assert couriers.transport.rung == "mpi"
+
+
+def test_every_beat_of_the_couriers_is_heard(started: list[CourierSupervisor], job: JobDir) -> None:
+    couriers = start(started, job, SERVE)
+    serving(couriers)
+    for _ in range(3):
+        heard = couriers._beat_changed_at
+        until(
+            lambda heard=heard: couriers.poll() is None and couriers._beat_changed_at > heard, what="a beat was heard"
+        )
+
+
+@pytest.mark.parametrize(
+    ("mpi", "above", "why"),
+    [
+        (MpiConfig(couriers=False, flavour="mpich"), [], "the site does not want couriers"),
+        (MpiConfig(), ["tcp"], "the site has no MPI"),
+        (MpiConfig(flavour="mpich", world_over_components="no"), ["tcp"], "no MPI over several components"),
+        (MpiConfig(flavour="mpich"), ["tcp"], "mpi4py is not installed"),
+    ],
+)
+def test_what_keeps_mpi_from_being_tried_is_said(
+    mpi: MpiConfig, above: list[str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    there, reason = list_transports(mpi, layout="hetjob")
+    assert there == above
+    assert why in reason
+
+
+def test_mpi_comes_before_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    assert list_transports(MpiConfig(flavour="mpich", srun_type="pmi2"), layout="hetjob") == (["mpi", "tcp"], "")
+
+
+def test_one_allocation_has_mpi_where_components_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    mpi = MpiConfig(flavour="mpich", srun_type="pmi2", world_over_components="no")
+    assert list_transports(mpi, layout="hetstep") == (["mpi", "tcp"], "")

@@ -1,0 +1,241 @@
+"""Figures of the events, and the reader that gives them to sinks."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import EpisodesCounted, EvaluationFinished, StepFinished, TrainingResumed
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.config.recipe import MetricsConfig, load_recipe
+from hpcrl.job.metrics_export import MetricsFeeder, extract_figures
+from hpcrl.job.metrics_process import MAX_RESTARTS, MetricsProcess
+from hpcrl.system.files import make_private_dir, publish_json, read_json
+from tests.support.campaigns import until
+
+STEP = {
+    "reward_mean": 0.5,
+    "kl": None,
+    "loss": float("nan"),
+    "lags": {"0": 6, "1": 2},
+    "times": {"learn": 1.5},
+    "grad_norm": 2,
+    "mfu": None,
+}
+
+
+class Shelf:
+    """A sink that keeps what it is given, until it breaks."""
+
+    def __init__(self, *, breaks_at: int = -1) -> None:
+        self.shown: list[tuple[int, dict[str, float]]] = []
+        self.calls: list[str] = []
+        self._breaks_at = breaks_at
+
+    def write(self, figures):
+        if figures.step == self._breaks_at:
+            raise OSError("the disk is full")
+        self.shown.append((figures.step, figures.values))
+
+    def rewind_before(self, step):
+        self.shown = [(shown, values) for shown, values in self.shown if shown < step]
+
+    def flush(self):
+        self.calls.append("flush")
+
+    def close(self):
+        self.calls.append("close")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> CampaignDir:
+    run = CampaignDir(tmp_path)
+    for directory in (run.events, run.metrics, run.job(0).logs):
+        make_private_dir(directory)
+    publish_json(run.manifest, {"name": "c", "created": 1.0})
+    recipe = load_recipe("quickstart", settings=("metrics.tensorboard=true", "metrics.wandb=offline"))
+    run.recipe.write_bytes(msgspec.json.encode(recipe))
+    return run
+
+
+WANTED = MetricsConfig(tensorboard=True)
+
+
+def trainer(run: CampaignDir) -> EventLog:
+    return EventLog(run.events / "000-train-0.jsonl", job=0, role="train", worker="000-train-0")
+
+
+def feeder(run, **makers):
+    told = []
+    made = MetricsFeeder(run, makers, emit=told.append)
+    made.open()
+    return made, told
+
+
+def test_a_step_gives_numbers_under_headings_and_leaves_out_what_is_none():
+    figures = extract_figures(StepFinished(time=7.0, step=3, **STEP))
+    assert (figures.step, figures.time) == (3, 7.0)
+    assert figures.values == {
+        "reward/reward_mean": 0.5,
+        "policy/grad_norm": 2.0,
+        "staleness/lag_0": 6.0,
+        "staleness/lag_1": 2.0,
+        "time/learn_s": 1.5,
+    }
+
+
+def test_an_evaluation_is_shown_at_its_version_and_other_events_are_not_shown():
+    told = EvaluationFinished(number=2, version=20, reward_mean=0.25, num_episodes=4, num_faults=1, domains={"a": 0.25})
+    assert extract_figures(told).values == {
+        "evaluation/reward_mean": 0.25,
+        "evaluation/num_episodes": 4,
+        "evaluation/num_faults": 1,
+        "evaluation/reward_mean/a": 0.25,
+    }
+    assert extract_figures(told).step == 20
+    assert extract_figures(EpisodesCounted()) is None
+
+
+def test_every_figure_of_the_issue_is_in_a_step_event_and_under_a_heading():
+    from hpcrl.job.metrics_export import FIELDS_BY_HEADING
+
+    fields = set(StepFinished.__struct_fields__)
+    assert {name for names in FIELDS_BY_HEADING.values() for name in names} <= fields
+    assert {"reward_mean", "length_mean", "kl", "entropy", "clip_fraction", "lags", "grad_norm", "times"} <= fields
+    assert {"is_ratio_p05", "is_ratio_p50", "is_ratio_p95", "tokens_per_s"} <= fields
+
+
+def test_a_reader_goes_on_where_the_last_one_left_off(run):
+    log, first, second = trainer(run), Shelf(), Shelf()
+    log.emit(StepFinished(step=1, **STEP))
+    one, _ = feeder(run, shelf=lambda: first)
+    one.feed()
+    log.emit(StepFinished(step=2, **STEP))
+    two, _ = feeder(run, shelf=lambda: second)
+    two.feed()
+    assert [step for step, _ in first.shown] == [1]
+    assert [step for step, _ in second.shown] == [2]
+
+
+def test_steps_that_a_resume_went_back_behind_are_taken_back(run):
+    log, shelf = trainer(run), Shelf()
+    made, _ = feeder(run, shelf=lambda: shelf)
+    for step in (1, 2, 3):
+        log.emit(StepFinished(step=step, **STEP))
+    log.emit(TrainingResumed(step=1, version=4))
+    log.emit(StepFinished(step=2, **STEP))
+    made.feed()
+    assert [step for step, _ in shelf.shown] == [1, 2]
+
+
+def test_a_sink_that_fails_is_told_of_and_the_others_go_on(run):
+    def never():
+        raise ImportError("no such package")
+
+    log, bad, good = trainer(run), Shelf(breaks_at=2), Shelf()
+    made, told = feeder(run, missing=never, bad=lambda: bad, good=lambda: good)
+    for step in (1, 2, 3):
+        log.emit(StepFinished(step=step, **STEP))
+        made.feed()
+    made.close()
+    assert [step for step, _ in good.shown] == [1, 2, 3]
+    assert [step for step, _ in bad.shown] == [1]
+    assert [fault.detail.split()[0] for fault in told] == ["missing", "bad"]
+    assert good.calls[-1] == "close"
+    assert "close" not in bad.calls
+
+
+def test_tensorboard_shows_what_was_learned_and_not_what_was_taken_back(run):
+    pytest.importorskip("tensorboard")
+    from hpcrl.job.metrics_export import make_sink_factories
+
+    log = trainer(run)
+    made, told = feeder(run, **make_sink_factories(MetricsConfig(tensorboard=True), campaign=run))
+    for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3)):
+        log.emit(StepFinished(step=step, reward_mean=reward))
+    log.emit(TrainingResumed(step=1, version=4))
+    log.emit(StepFinished(step=2, reward_mean=0.9))
+    made.feed()
+    made.close()
+    assert told == []
+    assert shown_in(run.metrics / "tensorboard") == {1: 0.1, 2: 0.9}
+
+
+def shown_in(directory: Path) -> dict[int, float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return {one.step: round(one.value, 6) for one in events.Scalars("reward/reward_mean")}
+
+
+def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_asked(run):
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    trainer(run).emit(StepFinished(step=1, reward_mean=0.5))
+    faults = []
+    place = WorkerPlace(run, run.job(0), "here")
+    reporter = MetricsProcess(place, metrics=WANTED, emit=faults.append)
+    reporter.keep_running()
+    until((run.metrics / "read.json").exists, what="the reader has read", timeout_s=240)
+    reporter.close()
+    assert faults == []
+    assert not [line for line in (run.events / "000-metrics-0.jsonl").read_text().splitlines() if "fault" in line]
+    assert shown_in(run.metrics / "tensorboard") == {1: 0.5}
+    stored = list((run.metrics / "wandb").rglob("*.wandb"))
+    assert len(stored) == 1
+    assert b"reward/reward_mean" in stored[0].read_bytes()
+
+
+def test_a_reader_that_cannot_live_is_begun_anew_a_few_times_and_then_let_be(run):
+    faults = []
+    place = WorkerPlace(run, run.job(0), "here")
+    reporter = MetricsProcess(place, metrics=WANTED, emit=lambda fault: faults.append(fault.detail))
+    run.recipe.write_text("{}")  # it cannot even read what it is asked to do
+
+    def given_up() -> bool:
+        reporter.keep_running()
+        return len(faults) == MAX_RESTARTS + 1
+
+    until(given_up, what="the reader was begun a few times", timeout_s=240)
+    for _ in range(3):
+        reporter.keep_running()
+        time.sleep(0.1)
+    reporter.close()
+    assert len(faults) == MAX_RESTARTS + 1
+    assert "exit code 1" in faults[0]
+    assert "ValidationError" in faults[0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "package", "extra"),
+    [("metrics.tensorboard=true", "tensorboard", "tensorboard"), ("train.lora_rank=8", "peft", "lora")],
+)
+def test_a_package_that_is_missing_is_refused_before_anything_is_queued(setting, package, extra):
+    recipe = load_recipe("quickstart", settings=(setting,))
+    code = (
+        "import sys, importlib.util as u; real = u.find_spec; "
+        f"u.find_spec = lambda name, *more: None if name == '{package}' else real(name, *more); "
+        "from hpcrl.envs.check import main; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=msgspec.json.encode(recipe), capture_output=True, check=False
+    )
+    assert done.returncode == 2
+    assert f"pip install 'hpcrl[{extra}]'".encode() in done.stdout
+
+
+def test_what_was_read_is_on_record_only_after_it_was_given(run):
+    class Slow(Shelf):
+        def flush(self):
+            assert not (run.metrics / "read.json").exists()
+
+    trainer(run).emit(StepFinished(step=1, **STEP))
+    made, _ = feeder(run, slow=Slow)
+    made.feed()
+    assert read_json(run.metrics / "read.json")["000-train-0.jsonl"] > 0

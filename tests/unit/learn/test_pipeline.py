@@ -1,0 +1,215 @@
+"""The user's nodes: what is refused, where they run, and what comes of them."""
+
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.config.pipeline import check_user_nodes, make_pipeline, order_nodes
+from hpcrl.config.recipe import TrainConfig, load_recipe
+from hpcrl.errors import PlanError, TrainError
+from hpcrl.learn.distribute import distribute_step, load_share_rows
+from hpcrl.learn.pipeline import assign_credits, transform_rows
+from hpcrl.plan.checks import check_recipe
+from hpcrl.trainers.torch import TorchTrainer
+from tests.support.learners import CONTEXT, batch, make_model, settings
+from tests.support.nodes import against_the_best, shaped
+
+SHAPE = {
+    "shape": {"function": "tests.support.nodes:shaped", "inputs": ["score"], "role": "policy"},
+    "advantage": {"inputs": ["shape"]},
+}
+BEST = {"advantage": {"function": "tests.support.nodes:against_the_best", "inputs": ["score"]}}
+FIRST = {
+    "weigh": {
+        "function": "tests.support.nodes:first_tokens_only",
+        "inputs": ["rows"],
+        "role": "policy",
+        "options": {"keep": 2},
+    },
+    "update": {"inputs": ["weigh"]},
+}
+
+
+def train_of(nodes, **changed):
+    return msgspec.convert({**msgspec.to_builtins(settings(**changed)), "pipeline": nodes}, TrainConfig)
+
+
+def own(function="tests.support.nodes:shaped", inputs=("score",), role="policy"):
+    return {"function": function, "inputs": list(inputs), "role": role}
+
+
+def instead_of_advantage(function):
+    return {"advantage": {"function": f"tests.support.nodes:{function}", "inputs": ["score"]}}
+
+
+TAKEN = {"advantage": {"inputs": ["mine"]}}
+REFUSED = {
+    "a mistyped input": ({"mine": own(inputs=["scor"]), **TAKEN}, "takes 'scor', which is neither a node nor a spool"),
+    "a circle": (
+        {"a": own(inputs=["b"]), "b": own(inputs=["a"])},
+        "a -> b -> a",
+    ),
+    "itself": ({"mine": own(inputs=["mine"]), **TAKEN}, "mine -> mine"),
+    "a reward": ({"mine": own(role="reward"), **TAKEN}, "a reward is domains.NAME.reward"),
+    "an environment": ({"mine": own(role="rollout"), **TAKEN}, "an environment is domains.NAME.env"),
+    "a critic": ({"mine": own(role="critic"), **TAKEN}, 'train.advantage = "gae"'),
+    "no role": ({"mine": {"function": "a:b", "inputs": ["score"]}, **TAKEN}, 'it has no role: role = "policy"'),
+    "no function": ({"mine": {"inputs": ["score"], "role": "policy"}, **TAKEN}, "none of hpcrl's nodes here (sample,"),
+    "no inputs": ({"mine": own(inputs=[]), **TAKEN}, "takes nothing: give it inputs"),
+    "no taker": ({"mine": own()}, "nothing takes it"),
+    "a spool": ({"mine": own(inputs=["scored"]), **TAKEN}, "is `score`"),
+    "the update": ({"mine": own(inputs=["update"]), **TAKEN}, "gives nothing that another node can take"),
+    "both kinds": ({"mine": own(inputs=["score", "rows"]), **TAKEN}, "one or the other"),
+    "rows for advantages": ({"advantage": {"inputs": ["rows"]}}, "needs of the whole step"),
+    "the step for the update": ({"update": {"inputs": ["score"]}}, "needs of each worker's own rows"),
+    "two for the update": ({"update": {"inputs": ["rows", "rows"]}}, "it takes 1 input (what takes"),
+    "one for the deal": ({"deal": {"inputs": ["score"]}}, "it takes 2 inputs (trajectories and advantages)"),
+    "our function": ({"update": {"function": "a:b"}}, "only advantage and rewards can have another"),
+    "our role": ({"advantage": {"role": "critic"}}, "its role is 'policy', not 'critic'"),
+    "our inputs": ({"rows": {"inputs": ["score"]}}, "what it takes cannot be changed"),
+    "options for nobody": ({"advantage": {"options": {"a": 1}}}, "no function that takes them"),
+}
+
+
+@pytest.mark.parametrize(("nodes", "said"), REFUSED.values(), ids=REFUSED)
+def test_a_pipeline_that_makes_no_sense_is_refused_with_the_reason(nodes, said):
+    assert said in "; ".join(check_user_nodes(train_of(nodes)))
+    recipe = load_recipe("quickstart")
+    with pytest.raises(PlanError):
+        check_recipe(msgspec.structs.replace(recipe, train=train_of(nodes)))
+
+
+@pytest.mark.parametrize("nodes", [SHAPE, BEST, FIRST, {**SHAPE, **FIRST}], ids=["shape", "best", "first", "both"])
+def test_a_pipeline_that_can_run_is_not_refused(nodes):
+    assert check_user_nodes(train_of(nodes)) == []
+
+
+def test_nodes_run_where_they_stand():
+    order = order_nodes(make_pipeline(train_of({**SHAPE, **FIRST}, advantage="grpo", kl="k3")))
+    assert order == ["shape", "advantage", "deal", "rows", "weigh", "reference", "update"]
+    with_critic = make_pipeline(train_of(FIRST, advantage="gae"))
+    assert with_critic["values"].inputs == ["weigh"], "all that took rows takes the rows that are learned from"
+    assert make_pipeline(train_of(SHAPE))["shape"].gathers
+    assert not make_pipeline(train_of(FIRST))["weigh"].gathers
+
+
+def test_a_reward_that_is_shaped_changes_the_advantages_and_not_the_rewards_that_are_told(tmp_path):
+    trajectories = batch(1)
+    _, plain = assign_credits(trajectories, train_of({}))
+    dealt, changed = assign_credits(trajectories, train_of(SHAPE))
+    _, expected = assign_credits(shaped(trajectories), train_of({}))
+    assert [one.reward for one in dealt] == [one.reward for one in trajectories]
+    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(changed, expected, strict=True))
+    assert any(not np.array_equal(mine, theirs) for mine, theirs in zip(changed, plain, strict=True))
+    trainer = TorchTrainer(make_model(tmp_path / "m"), train_of(SHAPE))
+    metrics = trainer.train_step(trajectories, step=1, version=1)
+    assert metrics.skipped is None
+    assert metrics.reward_mean == pytest.approx(np.mean([one.reward for one in trajectories]))
+
+
+def test_a_number_for_an_episode_stands_for_all_its_turns():
+    trajectories = batch(1)
+    _, found = assign_credits(trajectories, train_of(BEST))
+    for value, turns, trajectory in zip(against_the_best(trajectories), found, trajectories, strict=True):
+        assert turns.tolist() == [value] * len(trajectory.turns)
+
+
+def test_a_node_between_advantage_and_deal_sees_the_advantages():
+    nodes = {"twice": own("tests.support.nodes:doubled", ["advantage"]), "deal": {"inputs": ["score", "twice"]}}
+    assert check_user_nodes(train_of(nodes)) == []
+    trajectories = batch(1)
+    _, plain = assign_credits(trajectories, train_of({}))
+    _, twice = assign_credits(trajectories, train_of(nodes))
+    assert all(np.array_equal(2 * each, other) for each, other in zip(plain, twice, strict=True))
+
+
+def test_rows_are_reworked_by_every_rank_on_its_own_rows():
+    trajectories = batch(1)
+    by_id = {one.id: one for one in trajectories}
+    train = train_of(FIRST)
+    dealt = distribute_step(trajectories, train=train, num_ranks=2, seed=0, step=1, max_length=CONTEXT)
+    for share in dealt.shares:
+        parts = load_share_rows(
+            share, fetch=lambda items: [by_id[one.id] for one in items], train=train, max_length=CONTEXT
+        )
+        assert parts[0]
+        assert all(not row.credit[2:].any() for part in parts for row in part)
+
+
+def weights_after_two_steps(directory, train):
+    torch.manual_seed(0)
+    trainer = TorchTrainer(directory, train, seed=3)
+    for step in (1, 2):
+        assert trainer.train_step(batch(step), step=step, version=step).skipped is None
+    return trainer.tensors()
+
+
+def test_an_advantage_of_ones_own_that_is_a_ready_one_learns_the_same_bits(tmp_path):
+    model = make_model(tmp_path / "m")
+    options = {
+        "function": "hpcrl.learn.advantage:compute_advantages",
+        "options": {"advantage": "rloo"},
+        "inputs": ["score"],
+    }
+    mine = weights_after_two_steps(model, train_of({"advantage": options}))
+    theirs = weights_after_two_steps(model, settings(advantage="rloo"))
+    other = weights_after_two_steps(model, settings(advantage="grpo"))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert not all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        (
+            {"shape": own("tests.support.nodes:too_few"), "advantage": {"inputs": ["shape"]}},
+            "gave list of 11: its result",
+        ),
+        (
+            instead_of_advantage("broken"),
+            "advantage failed: KeyError: 'weight'",
+        ),
+        (instead_of_advantage("wrong_turns"), "which has 2 turns"),
+        (
+            instead_of_advantage("too_few"),
+            "gave list of 11: it gives one number",
+        ),
+    ],
+)
+def test_a_node_that_gives_what_the_next_cannot_use_is_named(nodes, said):
+    with pytest.raises(TrainError, match=said.replace("(", r"\(")):
+        assign_credits(batch(1), train_of(nodes))
+
+
+def test_a_node_on_rows_that_forgets_to_return_is_named():
+    nodes = {"weigh": own("tests.support.nodes:nothing", ["rows"]), "update": {"inputs": ["weigh"]}}
+    trajectories = batch(1)
+    train = train_of({})
+    dealt = distribute_step(trajectories, train=train, num_ranks=1, seed=0, step=1, max_length=CONTEXT)
+    rows = load_share_rows(
+        dealt.shares[0], fetch=lambda items: trajectories[: len(items)], train=train, max_length=CONTEXT
+    )[0]
+    with pytest.raises(TrainError, match=r"train\.pipeline\.weigh gave NoneType None"):
+        transform_rows(rows, train_of(nodes))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [("tests.support.nodes:absent", "has no 'absent'"), ("tests.nodez:a", "importing tests.nodez failed"),
+     ("tests.support.nodes:NO_FUNCTION", "is no function")],
+)  # fmt: skip
+def test_a_function_that_is_not_there_is_refused_before_anything_is_queued(function, said):
+    recipe = load_recipe("quickstart")
+    train = msgspec.structs.replace(recipe.train, pipeline=train_of({**SHAPE, "shape": own(function)}).pipeline)
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcrl.envs.check"],
+        input=msgspec.json.encode(msgspec.structs.replace(recipe, train=train)),
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert said in done.stdout.decode()

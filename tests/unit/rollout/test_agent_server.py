@@ -1,0 +1,426 @@
+"""The model behind OpenAI's API, asked by the `openai` package; what it says is scripted."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from hpcrl.engines.base import Completion, CompletionChunk
+from hpcrl.errors import EngineAnswerError, EngineError
+from hpcrl.models.chat_layout import load_chat_template
+from hpcrl.rollout.agents import server as proxy_module
+from hpcrl.rollout.agents.server import ModelProxy
+from hpcrl.rollout.episode import EpisodeLimits
+from tests.support.sessions import session_of
+
+openai = pytest.importorskip("openai")
+LIMITS = EpisodeLimits(max_turns=8, max_new_tokens=64, context_length=128, max_lag=1)
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+QUESTION = [{"role": "user", "content": "1+1=?"}]
+
+
+class Scripted:
+    """Says these words, one a request; an exception is raised, None hangs, a list is told piece by piece."""
+
+    def __init__(self, template, *words):
+        self.template = template
+        self.words = list(words)
+        self.requests = []
+        self.hung = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    def part(self, text, *, finish_reason=None):
+        ids = self.template.encode(text)
+        tops = [{token: -0.5, 0: -3.0} for token in ids] if self.requests[-1].top_logprobs else []
+        return CompletionChunk(
+            token_ids=ids,
+            logprobs=[-0.5] * len(ids),
+            versions=[0] * len(ids),
+            finish_reason=finish_reason,
+            top=tops,
+        )
+
+    async def generate(self, request):
+        parts = [part async for part in self.stream(request)]
+        return Completion(
+            token_ids=[token for part in parts for token in part.token_ids],
+            logprobs=[logprob for part in parts for logprob in part.logprobs],
+            versions=[version for part in parts for version in part.versions],
+            finish_reason=parts[-1].finish_reason,
+            top=[top for part in parts for top in part.top],
+        )
+
+    async def stream(self, request):
+        self.requests.append(request)
+        word = self.words.pop(0)
+        try:
+            for piece in word[:-1] if isinstance(word, list) else []:
+                yield self.part(piece)
+            match word[-1] if isinstance(word, list) else word:
+                case None:
+                    self.hung.set()
+                    await asyncio.Event().wait()
+                case Exception() as error:
+                    raise error
+                case last:
+                    yield self.part(last, finish_reason="stop" if last.endswith("<eos>") else "length")
+        finally:
+            self.ended.set()
+
+
+@pytest.fixture
+def template(tiny_model_dir):
+    return load_chat_template(tiny_model_dir)
+
+
+@asynccontextmanager
+async def opened(template, *words, **changed):
+    """A client, its session, and what the model was asked."""
+    policy = Scripted(template, *words)
+    session = session_of(template, **({"limits": LIMITS} | changed))
+    async with ModelProxy(policy, template=template) as proxy:
+        client = openai.AsyncOpenAI(base_url=proxy.url, api_key=proxy.open(session), max_retries=0)
+        client.session, client.policy, client.proxy = session, policy, proxy
+        async with client:
+            yield client
+
+
+def chat(client, **changed):
+    return client.chat.completions.create(**({"model": "hpcrl", "messages": QUESTION} | changed))
+
+
+def on(template, body, *words, **changed):
+    async def run():
+        async with asyncio.timeout(120), opened(template, *words, **changed) as client:
+            return await body(client)
+
+    return asyncio.run(run())
+
+
+async def chunks_of(stream):
+    return [chunk async for chunk in stream]
+
+
+def refused(template, *words, limits=LIMITS, **asked):
+    async def body(client):
+        with pytest.raises(openai.APIStatusError) as caught:
+            await chat(client, **asked)
+        return caught.value.status_code, caught.value.body
+
+    return on(template, body, *words, limits=limits)
+
+
+def test_an_answer_is_told_and_recorded(template):
+    async def body(client):
+        answer = await chat(client)
+        return answer, client.session.recording.turns
+
+    answer, turns = on(template, body, "=2<eos>")
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason) == ("=2", "stop")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (7, 3)
+    assert [template.decode(turn.completion.token_ids) for turn in turns] == ["=2"]
+
+
+def test_an_echoed_answer_goes_on_from_what_was_said(template):
+    async def body(client):
+        first = await chat(client)
+        await chat(client, messages=[*QUESTION, first.choices[0].message, {"role": "user", "content": "no"}])
+        return client.policy.requests
+
+    first, second = on(template, body, "=3<eos>", "=2<eos>")
+    said = template.encode("=3<eos>")
+    assert second.token_ids == [*first.token_ids, *said, *template.encode("<user>no<agent>")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_are_told_as_such_and_gone_on_from(template, stream):
+    async def body(client):
+        answer = await chat(client, tools=TOOLS, stream=stream)
+        if stream:
+            deltas = [chunk.choices[0].delta for chunk in await chunks_of(answer)]
+            call = next(delta.tool_calls[0] for delta in deltas if delta.tool_calls)
+            content = "".join(delta.content or "" for delta in deltas)
+        else:
+            assert answer.choices[0].finish_reason == "tool_calls"
+            call, content = answer.choices[0].message.tool_calls[0], answer.choices[0].message.content
+        echoed = {"id": call.id, "type": "function", "function": dict(call.function)}
+        message = {"role": "assistant", "content": content, "tool_calls": [echoed]}
+        result = {"role": "tool", "content": "2", "tool_call_id": call.id}
+        await chat(client, messages=[*QUESTION, message, result], tools=TOOLS)
+        return call.function, content, client.session.recording.turns
+
+    function, content, turns = on(template, body, ["so", f" {CALL[:15]}", f"{CALL[15:]}<eos>"], "ok<eos>")
+    assert (function.name, json.loads(function.arguments), content) == ("add", {"a": 1}, "so")
+    assert turns[1].prompt.parent is turns[0]
+
+
+def test_a_stream_tells_pieces_their_end_and_the_usage(template):
+    async def body(client):
+        return await chunks_of(await chat(client, stream=True, stream_options={"include_usage": True}))
+
+    *pieces, last = on(template, body, ["=", "2<eos>"])
+    assert [piece.choices[0].delta.content for piece in pieces] == ["", "=", "2", None]
+    assert pieces[-1].choices[0].finish_reason == "stop"
+    assert (last.choices, last.usage.completion_tokens) == ([], 3)
+
+
+def test_several_choices_are_streamed_side_by_side(template):
+    async def body(client):
+        chunks = await chunks_of(await chat(client, stream=True, n=2))
+        return chunks, client.policy.requests
+
+    chunks, requests = on(template, body, ["a", "b<eos>"], ["c", "d<eos>"])
+    texts = ["", ""]
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == ["ab", "cd"]
+    assert len({request.seed for request in requests}) == len({request.request_id for request in requests}) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_the_answer_and_is_not_told(template, stream):
+    async def body(client):
+        answer = await chat(client, stop=["END"], stream=stream)
+        text = (
+            "".join(chunk.choices[0].delta.content or "" for chunk in await chunks_of(answer))
+            if stream
+            else answer.choices[0].message.content
+        )
+        (turn,) = client.session.recording.turns
+        return text, template.decode(turn.completion.token_ids), turn.completion.finish_reason
+
+    assert on(template, body, ["a E", "ND b", None]) == ("a ", "a END", "stop")
+
+
+def test_logprobs_are_told_token_by_token(template):
+    async def body(client):
+        return (await chat(client, logprobs=True, top_logprobs=2)).choices[0].logprobs.content
+
+    first, *_ = on(template, body, "=2<eos>")
+    assert (first.token, first.logprob, first.bytes) == ("=", -0.5, [ord("=")])
+    assert [top.token for top in first.top_logprobs] == ["=", "<pad>"]
+
+
+def test_a_plain_completion_is_answered(template):
+    async def body(client):
+        return await client.completions.create(model="hpcrl", prompt="1+1", max_tokens=2, logprobs=1)
+
+    answer = on(template, body, "=2")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("=2", "length")
+    assert answer.choices[0].logprobs.tokens == ["=", "2"]
+
+
+def test_the_recipe_decides_how_training_data_is_sampled(template):
+    async def body(client):
+        await chat(client, temperature=0, top_p=0.5)
+        return client.policy.requests[0], client.session.recording.turns[0]
+
+    request, turn = on(template, body, "=2<eos>")
+    assert (request.temperature, request.top_p, turn.trained) == (1.0, 1.0, True)
+    request, turn = on(template, body, "=2<eos>", sampling="program")
+    assert (request.temperature, request.top_p, turn.trained) == (0.0, 0.5, False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "code", "param"),
+    [
+        ({"model": "gpt"}, 404, "model_not_found", "model"),
+        ({"messages": [{"role": "user", "content": "x" * 200}]}, 400, "context_length_exceeded", "messages"),
+        ({"extra_body": {"guided_json": {}}}, 400, "unsupported_parameter", "guided_json"),
+        ({"response_format": {"type": "json_object"}}, 400, "invalid_value", "response_format"),
+        ({"presence_penalty": 1.0}, 400, "invalid_value", "presence_penalty"),
+        ({"temperature": -1}, 400, "invalid_value", "temperature"),
+        ({"messages": []}, 400, "invalid_value", "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, 400, None, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "messages"),
+        ({"tool_choice": "required"}, 400, "invalid_value", "tool_choice"),
+        ({"top_logprobs": 3}, 400, "invalid_value", "top_logprobs"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_by_name(template, asked, status, code, param):
+    seen, body = refused(template, **asked)
+    assert (seen, body["code"], body["param"]) == (status, code, param)
+    assert body["type"] == "invalid_request_error"
+
+
+def test_engines_that_fail_are_a_server_error_and_remembered(template):
+    async def body(client):
+        with pytest.raises(openai.InternalServerError, match="no decode worker"):
+            await chat(client)
+        return client.session.fault
+
+    assert on(template, body, EngineError("no decode worker")) == "no decode worker"
+
+
+def test_an_engine_that_fails_before_the_first_piece_of_a_stream_has_a_status(template):
+    assert refused(template, EngineError("gone"), stream=True)[0] == 503
+
+
+def test_an_answer_of_an_engine_that_is_none_is_a_bad_gateway(template):
+    status, body = refused(template, EngineAnswerError("2 tokens, 1 log-probability"))
+    assert (status, body["code"], body["type"]) == (502, "engine_answer", "server_error")
+
+
+def test_what_an_engine_left_half_said_goes_on(template):
+    async def body(client):
+        answer = await chat(client, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in await chunks_of(answer))
+        return text, client.policy.requests
+
+    text, (first, second) = on(template, body, ["ab", EngineError("killed")], ["c", "d<eos>"])
+    assert text == "abcd"
+    assert second.token_ids == [*first.token_ids, *template.encode("ab")]
+
+
+def test_a_client_that_hangs_up_ends_its_request(template):
+    async def body(client):
+        call = asyncio.create_task(chat(client, stream=True))
+        stream = await call
+        await anext(aiter(stream))
+        await client.policy.hung.wait()
+        await stream.close()
+        await client.policy.ended.wait()
+        return client.session.recording.turns
+
+    assert on(template, body, ["a", None]) == []
+
+
+def test_a_client_that_hangs_up_before_any_answer_ends_its_request(template):
+    async def body(client):
+        call = asyncio.create_task(chat(client))
+        await client.policy.hung.wait()
+        call.cancel()
+        await client.policy.ended.wait()
+
+    on(template, body, None)
+
+
+def test_a_closed_session_ends_what_is_being_said(template):
+    async def body(client):
+        call = asyncio.create_task(chat(client))
+        await client.policy.hung.wait()
+        client.proxy.close(client.api_key)
+        await client.policy.ended.wait()
+        with pytest.raises(openai.APIError):
+            await call
+        with pytest.raises(openai.AuthenticationError):
+            await chat(client)
+
+    on(template, body, None)
+
+
+def test_a_stale_episode_is_refused_and_over(template):
+    newest = iter([0, 2, 2])
+
+    async def body(client):
+        await chat(client)
+        with pytest.raises(openai.APIStatusError) as caught:
+            await chat(client)
+        return caught.value.status_code, client.session.is_stale, client.session.over.is_set()
+
+    assert on(template, body, "a<eos>", newest=lambda: next(newest)) == (410, True, True)
+
+
+def test_calls_beyond_max_turns_are_refused(template):
+    limits = EpisodeLimits(max_turns=1, max_new_tokens=4, context_length=64, max_lag=1)
+
+    async def body(client):
+        await chat(client)
+        with pytest.raises(openai.BadRequestError, match="1 times"):
+            await chat(client)
+        return client.session.is_truncated
+
+    assert on(template, body, "a<eos>", limits=limits)
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "status", "code"),
+    [
+        ("chat/completions", b"{nonsense", 400, "invalid_json"),
+        ("chat/completions", b"\xff\xfe", 400, "invalid_json"),
+        ("chat/completions", b"[]", 400, "invalid_value"),
+        ("chat/completions", b"{}", 400, "invalid_value"),
+        ("completions", b'{"model": "hpcrl", "prompt": ""}', 400, "invalid_value"),
+        ("completions", b'{"model": "hpcrl", "prompt": [1000000]}', 400, "invalid_value"),
+        ("embeddings", b"{}", 404, None),
+        ("models", b"{}", 405, None),
+        ("hpcrl/reward", b'{"reward": "much"}', 400, "invalid_value"),
+    ],
+)
+def test_nonsense_is_refused_in_openais_form(template, path, data, status, code):
+    async def body(client):
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as raw,
+            raw.post(f"{client.proxy.url}/{path}", data=data) as http,
+        ):
+            return http.status, (await http.json())["error"]
+
+    seen, error = on(template, body)
+    assert (seen, error["code"]) == (status, code)
+    assert error["message"]
+
+
+def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(template):
+    async def body(client):
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+        asked = {"model": "hpcrl", "messages": QUESTION}
+        async with (
+            aiohttp.ClientSession(headers=headers) as raw,
+            raw.post(f"{client.proxy.url}/chat/completions", json=asked, expect100=True) as http,
+        ):
+            return (await http.json())["choices"][0]["message"]["content"]
+
+    assert on(template, body, "=2<eos>") == "=2"
+
+
+def test_a_body_that_is_too_long_is_refused(template, monkeypatch):
+    monkeypatch.setattr(proxy_module, "MAX_BODY_BYTES", 1000)
+
+    async def body(client):
+        with pytest.raises(openai.APIStatusError) as caught:
+            await chat(client, messages=[{"role": "user", "content": "x" * 2000}])
+        return caught.value.status_code, caught.value.body["message"]
+
+    status, message = on(template, body)
+    assert status == 413
+    assert "1000" in message
+
+
+def test_one_model_is_described_and_another_is_not_found(template):
+    async def body(client):
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("another")
+        return (await client.models.retrieve("hpcrl")).id
+
+    assert on(template, body) == "hpcrl"
+
+
+def test_the_proxy_can_be_reached_by_a_socket_file_of_ours_alone(template):
+    async def body(client):
+        path = client.proxy.socket
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path)), headers=headers) as raw,
+            raw.get("http://model/v1/models") as http,
+        ):
+            return path.parent.stat().st_mode & 0o777, (await http.json())["data"][0]["id"]
+
+    assert on(template, body) == (0o700, "hpcrl")
+
+
+def test_two_programs_are_told_apart_by_their_keys(template):
+    async def body(client):
+        other = session_of(template, name="s/1/0", limits=LIMITS)
+        async with client.with_options(api_key=client.proxy.open(other)) as second:
+            await chat(client)
+            await chat(second)
+        return [len(session.recording.turns) for session in (client.session, other)], client.policy.requests
+
+    counts, (first, second) = on(template, body, "a<eos>", "b<eos>")
+    assert counts == [1, 1]
+    assert first.seed != second.seed

@@ -1,0 +1,333 @@
+"""What an env host begins next, with environments made ahead of need; its journal; its curriculum."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.workers import EnvWorkerId
+from hpcrl.config.recipe import DomainConfig
+from hpcrl.envs.pool import EnvPool, EnvSlots, open_env
+from hpcrl.errors import ConfigError, EnvFault
+from hpcrl.rollout.admission import get_mode_lag, limit_to_batch
+from hpcrl.rollout.curriculum import UPDATE_INTERVAL_S, Curriculum
+from hpcrl.rollout.fault_budget import MIN_SAMPLES, FaultBudget
+from hpcrl.rollout.journal import EpisodeJournal
+from hpcrl.rollout.task_queue import TaskQueue
+from hpcrl.rollout.tasks import TaskStream
+from tests.support.bad_envs import AsyncEcho, Echo
+
+
+class Noted(AsyncEcho):
+    """An environment that notes what is done to it."""
+
+    def __init__(self, notes):
+        self.notes = notes
+        notes.append("made")
+
+    async def reset(self, seed):
+        self.notes.append(f"reset {seed}")
+        return await super().reset(seed)
+
+    async def close(self):
+        self.notes.append("closed")
+
+
+def pool(notes, *, make=None, **changed):
+    async def made():
+        return Noted(notes)
+
+    limits = {"create_timeout_s": 30.0, "reset_timeout_s": 30.0, "most_starting": 4}
+    return EnvPool(make or made, **(limits | changed))
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_a_prepared_environment_is_reset_before_it_is_taken_and_not_again():
+    async def run():
+        notes = []
+        envs = pool(notes)
+        envs.prepare(7, count=1)
+        await until(lambda: "reset 7" in notes)
+        env = await envs.take(7)
+        assert await env.reset(7) == "s7"
+        assert notes == ["made", "reset 7"]
+        assert (await env.step("done")).done
+        await env.close()
+
+    asyncio.run(run())
+
+
+def test_without_a_prepared_one_an_environment_is_made():
+    async def run():
+        notes = []
+        env = await pool(notes).take(7)
+        assert await env.reset(7) == "s7"
+        assert notes == ["made", "reset 7"]
+
+    asyncio.run(run())
+
+
+def test_what_nobody_takes_is_closed():
+    async def run():
+        notes = []
+        envs = pool(notes)
+        envs.prepare(7, count=2)
+        envs.prepare(8, count=1)
+        await until(lambda: len(notes) == 6)
+        envs.forget(7)
+        await envs.close()
+        assert notes.count("closed") == 3
+
+    asyncio.run(run())
+
+
+def test_a_preparation_that_hangs_is_a_fault_of_its_taker_and_the_next_is_fresh():
+    async def run():
+        async def never():
+            await asyncio.Event().wait()
+
+        envs = pool([], make=never, create_timeout_s=0.01)
+        envs.prepare(7, count=1)
+        with pytest.raises(EnvFault, match="no answer in"):
+            await envs.take(7)
+
+    asyncio.run(run())
+
+
+def test_no_more_are_started_at_once_than_were_asked_for_and_only_then_their_time_begins():
+    async def run():
+        starting, most, done = 0, 0, asyncio.Event()
+
+        async def slow():
+            nonlocal starting, most
+            starting += 1
+            most = max(most, starting)
+            await done.wait()
+            starting -= 1
+            return Noted([])
+
+        envs = pool([], make=slow, most_starting=2)
+        envs.prepare(7, count=3)
+        taken = [asyncio.create_task(envs.take(seed)) for seed in (7, 7, 7, 8, 9)]
+        await until(lambda: starting == 2)
+        await asyncio.sleep(0.01)
+        done.set()
+        assert len(await asyncio.gather(*taken)) == 5
+        assert most == 2
+
+    asyncio.run(run())
+
+
+def test_only_so_many_are_made_ahead_as_there_are_places_until_those_are_taken_or_gone():
+    async def run():
+        notes = []
+        places = EnvSlots(4, num_ahead=8)
+        envs = pool(notes, places=places)
+        envs.prepare(7, count=3)
+        envs.prepare(8, count=3)
+        await until(lambda: notes.count("reset 7") == 2)
+        assert notes.count("made") == 2, "half of the places are for episodes that run"
+        await envs.take(7)
+        envs.prepare(9, count=3)
+        await until(lambda: "reset 9" in notes)
+        assert notes.count("made") == 3
+        envs.forget(7)
+        envs.forget(9)
+        await envs.close()
+        assert places.reserve(8) == 2, "all of them were given back"
+
+    asyncio.run(run())
+
+
+def test_a_failed_preparation_gives_its_place_back():
+    async def run():
+        async def broken():
+            raise EnvFault("no")
+
+        places = EnvSlots(2, num_ahead=1)
+        envs = pool([], make=broken, places=places)
+        envs.prepare(7, count=1)
+        with pytest.raises(EnvFault):
+            await envs.take(7)
+        assert places.reserve(1) == 1
+
+    asyncio.run(run())
+
+
+class Stuck(Echo):
+    """Its constructor waits for something that comes late."""
+
+    freed = threading.Event()
+
+    def __init__(self):
+        self.freed.wait(60)
+
+
+def test_a_constructor_that_hangs_costs_its_taker_and_nobody_else():
+    async def run():
+        domain = DomainConfig(env="test_agenda:Stuck")
+        stuck = pool([], make=lambda: open_env("a", domain), create_timeout_s=0.05)
+        with pytest.raises(EnvFault, match=r"no answer in 0\.05 s"):
+            await stuck.take(7)
+        env = await open_env("b", DomainConfig(env="tests.support.bad_envs:Echo"))
+        assert await env.reset(3) == "s3"
+        await env.close()
+        Stuck.freed.set()
+
+    asyncio.run(run())
+
+
+def agenda(*, domain=None, **changed):
+    domains = {
+        name: DomainConfig(env=f"tests.support.bad_envs:{env}", **(domain or {}))
+        for name, env in (("a", "Echo"), ("b", "AsyncEcho"))
+    }
+    usual = {
+        "budget": FaultBudget(max_fault_share=0.5),
+        "groups_ahead": 2,
+        "episodes_per_group": 2,
+        "cpus": 1,
+        "mem_gib": 4.0,
+    }
+    return TaskQueue(domains, tasks=TaskStream(EnvWorkerId(0, 1), recipe_seed=0), **(usual | changed))
+
+
+def test_isolated_environments_run_only_as_many_at_once_as_fit_into_memory():
+    async def run():
+        plans = agenda(domain={"isolation": "process", "env_memory_gib": 0.5}, mem_gib=3.0, groups_ahead=0)
+        task = plans.take_task(now=0.0)
+        running, most = 0, 0
+
+        async def episode():
+            nonlocal running, most
+            async with plans.place(task):
+                running += 1
+                most = max(most, running)
+                await asyncio.sleep(0)
+                running -= 1
+
+        await asyncio.gather(*(episode() for _ in range(20)))
+        assert most == 4, "one GiB is the worker's own"
+
+    asyncio.run(run())
+
+
+def test_environments_without_processes_of_their_own_need_no_place():
+    async def run():
+        plans = agenda(mem_gib=1.0, groups_ahead=0)
+        task = plans.take_task(now=0.0)
+        async with plans.place(task), plans.place(task), plans.place(task):
+            pass
+
+    asyncio.run(run())
+
+
+def test_domains_take_turns_and_their_environments_are_ready():
+    async def run():
+        plans = agenda()
+        tasks = [plans.take_task(now=0.0) for _ in range(4)]
+        assert [task.domain for task in tasks] == ["a", "b", "a", "b"]
+        env = await plans.env(tasks[0])
+        assert await env.reset(tasks[0].seed) == f"s{tasks[0].seed}"
+        await env.close()
+        await plans.close()
+
+    asyncio.run(run())
+
+
+def test_a_domain_whose_environment_fails_is_passed_over_and_the_others_go_on():
+    async def run():
+        plans = agenda(groups_ahead=0)
+        pauses = [plans.ended("a", fault=True, now=0.0) for _ in range(MIN_SAMPLES)]
+        assert pauses[-1]
+        assert {plans.take_task(now=0.0).domain for _ in range(6)} == {"b"}
+        later = [plans.take_task(now=pauses[-1]).domain for _ in range(6)]
+        assert later.count("a") == 1, "one group is tried"
+
+    asyncio.run(run())
+
+
+def test_with_every_environment_paused_nothing_begins():
+    async def run():
+        plans = agenda(groups_ahead=0)
+        for domain in "ab":
+            for _ in range(MIN_SAMPLES):
+                plans.ended(domain, fault=True, now=0.0)
+        assert plans.take_task(now=0.0) is None
+
+    asyncio.run(run())
+
+
+def test_a_domain_of_weight_zero_is_not_asked():
+    async def run():
+        plans = agenda(groups_ahead=0)
+        plans.set_weights({"a": 0.0, "b": 1.0})
+        assert {plans.take_task(now=0.0).domain for _ in range(6)} == {"b"}
+
+    asyncio.run(run())
+
+
+def test_the_next_life_of_a_host_learns_what_the_last_one_was_running(tmp_path):
+    journal = EpisodeJournal(tmp_path / "j")
+    assert journal.open() == set()
+    journal.record_start(["a/0/0", "a/0/1", "a/0/2"])
+    journal.record_end("a/0/1", running={"a/0/0", "a/0/2"})
+    with (tmp_path / "j").open("ab") as file:
+        file.write(b'{"end": "a/0/')  # it was killed just then
+    after = EpisodeJournal(tmp_path / "j")
+    assert after.open() == {"a/0/0", "a/0/2"}
+    after.record_start(["a/1/0"])
+    assert EpisodeJournal(tmp_path / "j").open() == {"a/1/0"}
+
+
+def test_a_journal_that_has_grown_keeps_only_what_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpcrl.rollout.journal.MAX_JOURNAL_BYTES", 100)
+    journal = EpisodeJournal(tmp_path / "j")
+    journal.open()
+    for number in range(100):
+        journal.record_start([f"a/{number}/0"])
+        journal.record_end(f"a/{number}/0", running={"a/7/7"})
+    assert (tmp_path / "j").stat().st_size < 200
+    assert EpisodeJournal(tmp_path / "j").open() == {"a/7/7"}
+
+
+def test_synchronous_modes_begin_fewer_steps_ahead():
+    assert [get_mode_lag(mode, max_lag=4) for mode in ("sync", "one-step-off", "async")] == [0, 1, 4]
+
+
+def test_one_step_off_begins_a_whole_batch_once_the_last_one_is_complete():
+    assert limit_to_batch(12, num_in_flight=1, batch=8) == 0
+    assert limit_to_batch(12, num_in_flight=0, batch=8) == 8
+    assert limit_to_batch(3, num_in_flight=0, batch=8) == 3
+
+
+def curriculum(directory, hook):
+    return Curriculum(hook, name="x:y", weights={"a": 1.0, "b": 1.0}, events=EventReader(directory))
+
+
+def test_a_curriculum_sees_recent_rewards_and_gives_new_weights(tmp_path):
+    line = {"event": "scored", "time": 1.0, "rewards": {"a": [1.0, 0.5]}}
+    (tmp_path / "000-reward-0.jsonl").write_text(json.dumps(line) + "\n")
+    seen = []
+
+    def harder(recent):
+        seen.append(recent)
+        return {"a": 0.5}
+
+    plans = curriculum(tmp_path, harder)
+    assert plans.weights(now=0.0) == {"a": 0.5, "b": 1.0}
+    assert seen == [{"a": [1.0, 0.5], "b": []}]
+    assert plans.weights(now=1.0) is None, "not asked again so soon"
+    assert plans.weights(now=UPDATE_INTERVAL_S) is None, "nothing has changed"
+
+
+@pytest.mark.parametrize("answer", [{"c": 1.0}, {"a": float("nan")}, {"a": -1.0}, {"a": 0.0, "b": 0.0}, 3, {"a": "x"}])
+def test_weights_that_are_none_are_refused_with_the_name_of_the_function(tmp_path, answer):
+    with pytest.raises(ConfigError, match="x:y"):
+        curriculum(tmp_path, lambda _: answer).weights(now=0.0)

@@ -1,0 +1,243 @@
+"""Disks that are full, broken, slow or gone: told clearly, and nothing that was acknowledged or is held is lost."""
+
+import errno
+import itertools
+import os
+
+import numpy as np
+import pytest
+
+from hpcrl.errors import SpoolError
+from hpcrl.spool import hdf5
+from hpcrl.spool.listing import list_segments
+from hpcrl.spool.reader import DiskSpoolReader
+from hpcrl.spool.record import COLUMNS, EpisodeTurn, Trajectory, pack_trajectory
+from hpcrl.spool.segment import read_segment, write_segment
+from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
+from tests.support.disks import largest_file
+
+
+def trajectory(number=0, num_tokens=500):
+    return Trajectory(
+        id=f"math/{number}/0",
+        group=f"math/{number}",
+        domain="math",
+        seed=number,
+        status="done",
+        producer="000-env-0",
+        created=0.0,
+        start_version=0,
+        end_version=0,
+        turns=[EpisodeTurn(start=0, end=num_tokens)],
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        logprobs=np.zeros(num_tokens, np.float32),
+        versions=np.zeros(num_tokens, np.int32),
+        loss_mask=np.ones(num_tokens, np.bool_),
+    )
+
+
+def exact(trajectories):
+    packed = [pack_trajectory(one) for one in trajectories]
+    return [(one.facts, [one.columns[name].tobytes() for name in COLUMNS]) for one in packed]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def found(directory):
+    damage = []
+    trajectories = DiskSpoolReader(directory, on_damage=lambda *told: damage.append(told)).poll()
+    assert damage == []
+    return sorted(one.id for one in trajectories)
+
+
+def failing(call, code, *, times):
+    """A system call that fails so often, then works again."""
+    left = times
+
+    def sometimes(*args, **kwargs):
+        nonlocal left
+        if left:
+            left -= 1
+            raise OSError(code, os.strerror(code))
+        return call(*args, **kwargs)
+
+    return sometimes
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE])
+@pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "rename"])
+def test_a_disk_that_fails_is_told_and_what_is_held_is_written_later(tmp_path, monkeypatch, call, code):
+    writer = DiskSpoolWriter(tmp_path, producer="000-env-0")
+    writer.append(trajectory(0))
+    assert writer.flush() == ["math/0/0"]
+    writer.append(trajectory(1))
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, failing(getattr(os, call), code, times=1))
+        with pytest.raises(SpoolError, match=rf"{os.strerror(code)}: 1 trajectories .*kept in memory"):
+            writer.flush()
+    assert "math/0/0" in found(tmp_path)
+    assert writer.flush() == ["math/1/0"]
+    assert found(tmp_path) == ["math/0/0", "math/1/0"]
+    assert [name for name in os.listdir(tmp_path) if name.endswith(".tmp")] == []
+
+
+def test_a_rename_that_was_not_made_durable_is_not_acknowledged(tmp_path, monkeypatch):
+    writer = DiskSpoolWriter(tmp_path, producer="000-env-0")
+    writer.append(trajectory(0))
+    with monkeypatch.context() as broken:
+        broken.setattr("hpcrl.system.files.sync_directory", failing(None, errno.EIO, times=1))
+        with pytest.raises(SpoolError, match="kept in memory"):
+            writer.flush()
+    assert writer.flush() == ["math/0/0"]
+    assert found(tmp_path) == ["math/0/0"]  # it is there twice, and delivered once
+
+
+def test_a_full_disk_keeps_what_was_acknowledged(tmp_path):
+    writer = DiskSpoolWriter(tmp_path, producer="000-env-0", batching=BatchLimits(max_count=2))
+    for number in range(4):
+        writer.append(trajectory(number))
+        writer.flush_due()
+    writer.append(trajectory(4, num_tokens=10_000))
+    with largest_file(20_000), pytest.raises(SpoolError, match="kept in memory"):
+        writer.flush()
+    assert found(tmp_path) == [f"math/{number}/0" for number in range(4)]
+    assert set(writer.flush()) >= {"math/4/0"}
+    assert found(tmp_path) == [f"math/{number}/0" for number in range(5)]
+
+
+def test_what_became_durable_before_an_error_is_told_after_it(tmp_path, monkeypatch):
+    writer = DiskSpoolWriter(tmp_path, producer="000-env-0", batching=BatchLimits(max_count=1))
+    writer.append(trajectory(0))
+    writer.flush_due()
+    writer.append(trajectory(1))
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", failing(None, errno.ENOSPC, times=9))
+        with pytest.raises(SpoolError, match="No space left"):
+            writer.flush()
+    assert writer.flush() == ["math/0/0", "math/1/0"]
+
+
+def test_a_disk_that_keeps_failing_is_asked_less_and_less(tmp_path, monkeypatch):
+    clock, asked = Clock(), []
+
+    def full(*_, **__):
+        asked.append(clock.now)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer = DiskSpoolWriter(tmp_path, producer="000-env-0", batching=BatchLimits(max_count=1), clock=clock)
+    writer.append(trajectory(0))
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", full)
+        for _ in range(1200):
+            clock.now += 0.1
+            try:
+                writer.flush_due()
+            except SpoolError as error:
+                assert "No space left" in str(error)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert pauses == sorted(pauses)
+    assert 5 < len(asked) < 12
+    assert writer.flush() == ["math/0/0"]
+
+
+def test_the_thread_that_waits_for_the_disk_hands_its_error_to_the_caller(tmp_path, monkeypatch):
+    clock = Clock()
+    writer = DiskSpoolWriter(tmp_path, producer="000-env-0", batching=BatchLimits(max_count=1), clock=clock)
+    writer.append(trajectory(0))
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", failing(os.fsync, errno.EIO, times=1))
+        assert writer.flush_due() == []  # written, not durable yet
+        writer.append(trajectory(1))
+        with pytest.raises(SpoolError, match="Input/output error"):
+            writer.flush_due()
+    assert sorted(writer.close()) == ["math/0/0", "math/1/0"]
+    assert found(tmp_path) == ["math/0/0", "math/1/0"]
+
+
+def test_a_directory_without_permission_is_told_by_writer_and_reader(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    child = os.fork()
+    if child == 0:
+        tmp_path.parent.chmod(0o755)
+        code = 1
+        try:
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            writer = DiskSpoolWriter(closed, producer="000-env-0")
+            writer.append(trajectory())
+            told = []
+            for act in (writer.flush, DiskSpoolReader(closed, on_damage=told.append).poll):
+                try:
+                    act()
+                except SpoolError as error:
+                    told.append(str(error))
+            code = 0 if len(told) == 2 and all("Permission denied" in text for text in told) else 2
+        finally:
+            os._exit(code)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    closed.chmod(0o700)
+    assert ended == 0
+
+
+# --- compression
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4", "blosc"])
+def test_a_compressed_segment_is_smaller_and_the_same_to_the_bit(tmp_path, compression):
+    batch = [trajectory(number, 5000) for number in range(8)]
+    write_segment(tmp_path / "plain.h5", batch)
+    write_segment(tmp_path / "small.h5", batch, compression=compression)
+    assert (tmp_path / "small.h5").stat().st_size < (tmp_path / "plain.h5").stat().st_size / 2
+    assert exact(read_segment(tmp_path / "small.h5")) == exact(batch)
+
+
+@pytest.mark.parametrize("batch", [[], [trajectory(0, 0)], [trajectory(0, 1)]], ids=["none", "empty", "one token"])
+def test_a_compressed_segment_of_next_to_nothing_is_read(tmp_path, batch):
+    write_segment(tmp_path / "a.h5", batch, compression="zstd")
+    assert exact(read_segment(tmp_path / "a.h5")) == exact(batch)
+
+
+def test_a_damaged_compressed_segment_is_refused(tmp_path):
+    batch = [trajectory(number, 5000) for number in range(4)]
+    write_segment(tmp_path / "a.h5", batch, compression="zstd")
+    raw = (tmp_path / "a.h5").read_bytes()
+    for place in range(0, len(raw), 97):
+        flipped = bytearray(raw)
+        flipped[place] ^= 4
+        (tmp_path / "a.h5").write_bytes(flipped)
+        try:
+            seen = exact(read_segment(tmp_path / "a.h5"))
+        except SpoolError:
+            continue
+        assert seen == exact(batch), f"a flip at byte {place}"
+
+
+def test_a_spool_may_be_compressed(tmp_path):
+    writer = DiskSpoolWriter(tmp_path, producer="000-env-0", compression="lz4")
+    writer.append(trajectory(3))
+    writer.flush()
+    assert found(tmp_path) == ["math/3/0"]
+
+
+def test_without_the_plugin_compression_is_refused_with_the_cure(tmp_path, monkeypatch):
+    write_segment(tmp_path / "a.h5", [trajectory()], compression="zstd")
+    monkeypatch.setitem(__import__("sys").modules, "hdf5plugin", None)
+    with pytest.raises(SpoolError, match=r'spool.compression = "zstd".*pip install'):
+        write_segment(tmp_path / "b.h5", [trajectory()], compression="zstd")
+    with pytest.raises(SpoolError, match=r"is compressed.*pip install"):
+        read_segment(tmp_path / "a.h5")
+    write_segment(tmp_path / "c.h5", [trajectory()])
+    assert list_segments(tmp_path) == ["a.h5", "c.h5"]
+
+
+def test_hdf5_itself_never_touches_the_disk(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hdf5._make_template.cache_clear()
+    write_segment(tmp_path / "a.h5", [trajectory()])
+    assert [path.name for path in tmp_path.iterdir()] == ["a.h5"]

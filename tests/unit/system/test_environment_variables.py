@@ -1,0 +1,13 @@
+"""docs/sites.md lists every environment variable of hpcrl."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_docs_list_every_environment_variable() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "hpcrl").rglob("*.py"))
+    table = (ROOT / "docs" / "sites.md").read_text()
+    listed = set(re.findall(r"^\| `(HPCRL_\w+)`", table, re.MULTILINE))
+    assert set(re.findall(r"\bHPCRL_[A-Z_]+\b", sources)) == listed

@@ -1,0 +1,364 @@
+"""Checkpoints: whole or absent, whatever happens while they are made."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import stat
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from hpcrl.config.recipe import TrainConfig
+from hpcrl.errors import TrainError
+from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.spool.record import Trajectory
+from hpcrl.trainers.checkpoint import (
+    PendingCheckpoint,
+    commit_checkpoint,
+    find_damage,
+    find_newest,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from hpcrl.trainers.torch import TorchTrainer
+from tests.support.disks import largest_file
+
+
+class Counter:
+    """A trainer whose state is one number and some weight on disk."""
+
+    def __init__(self, value=0, *, num_bytes=100):
+        self.value = value
+        self.num_bytes = num_bytes
+
+    def train_step(self, trajectories, *, step, version):
+        raise NotImplementedError
+
+    def tensors(self):
+        return {}
+
+    def snapshot(self):
+        return self
+
+    def write(self, directory):
+        (directory / "state.json").write_text(json.dumps(self.value))
+        (directory / "shards").mkdir()
+        (directory / "shards" / "0.bin").write_bytes(bytes(self.num_bytes))
+
+    def load(self, directory):
+        self.value = json.loads((directory / "state.json").read_text())
+
+
+def saved(directory, *steps, **changed):
+    """One checkpoint per step; its counter holds the step."""
+    paths = []
+    for step in steps:
+        consumed = ConsumedTrajectories()
+        consumed.update(f"math/{number}/0" for number in range(step))
+        trainer = Counter(step, **changed)
+        paths.append(save_checkpoint(directory, step=step, version=step + 100, trainer=trainer, consumed=consumed))
+    return paths
+
+
+def found(directory):
+    """The newest whole checkpoint and what was reported on the way."""
+    reports = []
+    path = find_newest(directory, report=lambda path, reason: reports.append((path, reason)))
+    return path, reports
+
+
+def test_a_checkpoint_brings_back_trainer_consumed_and_extra(tmp_path):
+    consumed = ConsumedTrajectories()
+    consumed.add("math/4/1")
+    path = save_checkpoint(tmp_path, step=7, version=9, trainer=Counter(3), consumed=consumed, extra={"accepted": 12})
+    trainer = Counter()
+    manifest, known = load_checkpoint(path, trainer=trainer)
+    assert (manifest.step, manifest.version, manifest.extra) == (7, 9, {"accepted": 12})
+    assert trainer.value == 3
+    assert "math/4/0" in known
+    assert "math/5/0" not in known
+
+
+def test_before_the_first_checkpoint_there_is_none(tmp_path):
+    assert found(tmp_path) == (None, [])
+    assert found(tmp_path / "absent") == (None, [])
+
+
+def test_the_newest_commit_counts_even_if_its_step_is_lower(tmp_path):
+    _, last = saved(tmp_path, 20, 15)
+    assert found(tmp_path) == (last, [])
+
+
+def test_the_ten_millionth_checkpoint_is_newer_than_the_one_before(tmp_path):
+    (path,) = saved(tmp_path, 1)
+    path.rename(tmp_path / "999999-step-000001")
+    (last,) = saved(tmp_path, 2)
+    assert last.name == "1000000-step-000002"
+    assert found(tmp_path) == (last, [])
+
+
+def test_only_its_owner_can_read_a_checkpoint(tmp_path):
+    (path,) = saved(tmp_path / "checkpoints", 1)
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in (path.parent, path)] == [0o700, 0o700]
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("harm", [cut, flip, empty, Path.unlink])
+@pytest.mark.parametrize("name", ["state.json", "shards/0.bin", "consumed.json", "checkpoint.json"])
+def test_a_damaged_checkpoint_is_reported_and_the_older_one_used(tmp_path, harm, name):
+    older, last = saved(tmp_path, 1, 22)
+    harm(last / name)
+    path, reports = found(tmp_path)
+    assert path == older
+    [(reported, reason)] = reports
+    assert reported == last
+    assert Path(name).name in reason
+
+
+def test_any_flipped_bit_of_the_manifest_is_noticed(tmp_path):
+    (path,) = saved(tmp_path, 5)
+    manifest = path / "checkpoint.json"
+    original = manifest.read_bytes()
+    for index in range(0, len(original), 3):
+        changed = bytearray(original)
+        changed[index] ^= 1
+        manifest.write_bytes(changed)
+        assert find_damage(path) is not None, f"byte {index}: {original[index : index + 1]!r}"
+
+
+def test_a_checkpoint_of_a_newer_format_is_named_as_such(tmp_path):
+    (path,) = saved(tmp_path, 5)
+    text = (path / "checkpoint.json").read_text()
+    (path / "checkpoint.json").write_text(text.replace('"format": 1', '"format": 2'))
+    assert "format 2 is newer than this hpcrl reads (1): update hpcrl" in find_damage(path)
+
+
+def test_training_does_not_begin_anew_when_every_checkpoint_is_damaged(tmp_path):
+    for path in saved(tmp_path, 1, 2):
+        cut(path / "state.json")
+    with pytest.raises(TrainError, match=r"every checkpoint in .* is damaged .*state.json: has 0 bytes, had 1"):
+        found(tmp_path)
+
+
+def test_a_full_disk_is_an_error_that_names_the_path_and_spares_the_older_checkpoint(tmp_path):
+    (older,) = saved(tmp_path, 1)
+    refused = pytest.raises(
+        TrainError, match=r"000002-step-000002 could not be saved .*File too large.*older .* untouched"
+    )
+    with refused, largest_file(1 << 16):
+        saved(tmp_path, 2, num_bytes=1 << 17)
+    assert list(tmp_path.iterdir()) == [older]
+    assert found(tmp_path) == (older, [])
+
+
+def test_a_full_disk_under_the_torch_trainer_is_the_same_error(tmp_path, model_dir):
+    trainer, consumed, _ = resumed(model_dir, tmp_path)
+    older = save_checkpoint(tmp_path, step=1, version=1, trainer=trainer, consumed=consumed)
+    reason = r"000002-step-000002 could not be saved .*state-00000.safetensors.*too large"
+    with pytest.raises(TrainError, match=reason), largest_file(1000):
+        save_checkpoint(tmp_path, step=2, version=2, trainer=trainer, consumed=consumed)
+    assert list(tmp_path.iterdir()) == [older]
+    assert found(tmp_path) == (older, [])
+
+
+def test_pruning_keeps_the_newest(tmp_path):
+    paths = saved(tmp_path, 1, 2, 3, 4)
+    assert prune_checkpoints(tmp_path, keep=2) == paths[:2]
+    assert sorted(tmp_path.iterdir()) == paths[2:]
+
+
+def test_pruning_does_not_count_damaged_checkpoints_as_kept(tmp_path):
+    paths = saved(tmp_path, 1, 2, 3, 4)
+    cut(paths[2] / "state.json")
+    assert prune_checkpoints(tmp_path, keep=2) == paths[:1]
+    cut(paths[3] / "state.json")
+    assert found(tmp_path)[0] == paths[1]
+
+
+def test_pruning_fewer_than_asked_for_removes_nothing(tmp_path):
+    paths = saved(tmp_path, 1, 2)
+    assert prune_checkpoints(tmp_path, keep=3) == []
+    assert sorted(tmp_path.iterdir()) == paths
+
+
+def test_the_best_are_kept_besides_the_newest(tmp_path):
+    for step, reward in enumerate([0.1, 0.9, None, 0.5, 0.2, 0.3]):
+        save_checkpoint(
+            tmp_path,
+            step=step,
+            version=step,
+            trainer=Counter(),
+            consumed=ConsumedTrajectories(),
+            extra={"reward": reward},
+        )
+    prune_checkpoints(tmp_path, keep=2, keep_best=1)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "000002-step-000001",
+        "000005-step-000004",
+        "000006-step-000005",
+    ]
+
+
+def test_a_moment_that_has_passed_is_committed_as_it_was(tmp_path):
+    consumed = ConsumedTrajectories()
+    consumed.add("math/1/0")
+    moment = PendingCheckpoint(step=1, version=1, state=Counter(1), consumed=consumed.encode(), extra={})
+    consumed.add("math/2/0")
+    _, known = load_checkpoint(commit_checkpoint(tmp_path, moment), trainer=Counter())
+    assert "math/1/0" in known
+    assert "math/2/0" not in known
+
+
+def test_pruning_clears_what_killed_savers_left(tmp_path):
+    (path,) = saved(tmp_path, 1)
+    shutil.copytree(path, tmp_path / ".000002-step-000002.0123456789ab.tmp")
+    prune_checkpoints(tmp_path, keep=1)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# SIGKILL: a child trains for real and commits every step; it is killed at random moments and begun again.
+
+NUM_STEPS = 120
+
+
+def train_and_save(model_dir, directory, acknowledged):
+    """Resume, then train to NUM_STEPS; every commit is acknowledged by one byte after `save_checkpoint` has returned."""
+    trainer, consumed, step = resumed(model_dir, directory)
+    with Path(acknowledged).open("ab", buffering=0) as log:
+        while step < NUM_STEPS:
+            episodes = lesson(step)
+            assert not any(episode.id in consumed for episode in episodes)
+            trainer.train_step(episodes, step=step, version=step)
+            consumed.update(episode.id for episode in episodes)
+            step += 1
+            save_checkpoint(Path(directory), step=step, version=step, trainer=trainer, consumed=consumed)
+            os.write(log.fileno(), bytes([step]))
+            prune_checkpoints(Path(directory), keep=2)
+
+
+def resumed(model_dir, directory):
+    torch.set_num_threads(1)
+    train = TrainConfig(num_steps=NUM_STEPS, groups_per_step=1, learning_rate=1e-2, num_minibatches=2)
+    trainer = TorchTrainer(Path(model_dir), train, seed=1)
+    path = find_newest(Path(directory), report=refuse_damage)
+    if path is None:
+        return trainer, ConsumedTrajectories(), 0
+    manifest, consumed = load_checkpoint(path, trainer=trainer)
+    return trainer, consumed, manifest.step
+
+
+def refuse_damage(path, reason):
+    raise AssertionError(f"a reader saw {path} damaged: {reason}")
+
+
+def lesson(step):
+    """The trajectories of a step, the same whenever they are asked for."""
+    rng = np.random.default_rng(step)
+    said = np.arange(12) >= 5
+    return [
+        Trajectory(
+            id=f"math/{step}/{index}",
+            group=f"math/{step}",
+            domain="math",
+            seed=step,
+            status="done",
+            producer="000-env-0",
+            created=0.0,
+            start_version=step,
+            end_version=step,
+            token_ids=rng.integers(0, 32, 12, dtype=np.int32),
+            logprobs=np.where(said, -3.4, 0.0).astype(np.float32),
+            versions=np.zeros(12, dtype=np.int32),
+            loss_mask=said,
+            turns=[],
+            reward=float(index % 2),
+        )
+        for index in range(4)
+    ]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    directory = tmp_path_factory.mktemp("model")
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def begin(model_dir):
+    """Starts a child that trains into a directory; forked from a server that has imported torch already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hpcrl.trainers.torch", "transformers.models.qwen2.modeling_qwen2"])
+
+    def begun(directory, acknowledged):
+        child = context.Process(target=train_and_save, args=(str(model_dir), str(directory), str(acknowledged)))
+        child.start()
+        return child
+
+    return begun
+
+
+def wait_for_commits(log, child, *, more):
+    """Until the child has acknowledged `more` commits."""
+    wanted = log.stat().st_size + more
+    while log.stat().st_size < wanted and child.is_alive():
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("num_kills", [10, pytest.param(60, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+def test_killed_at_random_moments_it_ends_where_an_uninterrupted_run_ends(tmp_path, begin, model_dir, num_kills):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    child = begin(straight, tmp_path / "straight.log")
+    child.join()
+    assert child.exitcode == 0
+    dice, log = random.Random(5), tmp_path / "killed.log"
+    log.touch()
+    for _ in range(num_kills):
+        child = begin(killed, log)
+        wait_for_commits(log, child, more=dice.randint(0, 70 // num_kills))
+        time.sleep(dice.uniform(0, 0.02))
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+        _, _, step = resumed(model_dir, killed)
+        assert step >= (log.read_bytes() or b"\0")[-1], "a commit that was acknowledged is gone"
+    child = begin(killed, log)
+    child.join()
+    assert child.exitcode == 0
+    last, expected = found(killed)[0], found(straight)[0]
+    mine, theirs = load_file(last / "state-00000.safetensors"), load_file(expected / "state-00000.safetensors")
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    assert (last / "consumed.json").read_bytes() == (expected / "consumed.json").read_bytes()

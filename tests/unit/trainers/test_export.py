@@ -1,0 +1,70 @@
+"""A checkpoint as a model directory."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.errors import TrainError
+from hpcrl.learn.batch import make_micro_batches, make_rows
+from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.trainers.checkpoint import save_checkpoint
+from hpcrl.trainers.export import export_model
+from hpcrl.trainers.torch import TorchTrainer
+from tests.support.learners import CONTEXT, batch, make_model, settings
+
+
+def logprobs_of(model, rows):
+    """By transformers, one row at a time, in the model's own precision."""
+    found = []
+    with torch.no_grad():
+        for row in rows:
+            logits = model(torch.from_numpy(row.inputs.astype("int64"))[None]).logits[0].float()
+            said = logits.log_softmax(-1)[torch.from_numpy(row.mask.copy())]
+            found += said.gather(-1, torch.from_numpy(row.targets.astype("int64"))[:, None]).squeeze(-1).tolist()
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_it_gives_the_trainers_logprobs_within_the_error_of_its_precision(tmp_path, dtype, close):
+    torch.set_num_threads(1)
+    run = CampaignDir(tmp_path / "campaign")
+    make_model(run.model)
+    AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32).to(dtype).save_pretrained(run.model)
+    trainer = TorchTrainer(run.model, settings(learning_rate=1e-2), seed=1)
+    fresh = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
+    for step in (1, 2, 3):
+        trainer.train_step(batch(step), step=step, version=step)
+    save_checkpoint(run.checkpoints, step=3, version=3, trainer=trainer, consumed=ConsumedTrajectories())
+    export_model(run, tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert model.dtype == dtype
+    episodes = batch(4)
+    rows, _ = make_rows(episodes, credits=[[0.0, 0.0]] * len(episodes), max_length=CONTEXT)
+    with torch.no_grad():
+        # in the order of the rows: each is a micro-batch of its own
+        mine = [trainer._logprobs(make_micro_batches([row], tokens_per_micro_batch=1)[0]) for row in rows]
+    trained = torch.cat(mine).tolist()
+    assert logprobs_of(model, rows) == pytest.approx(trained, abs=close)
+    assert max(abs(a - b) for a, b in zip(logprobs_of(fresh, rows), trained, strict=True)) > 0.1  # it had moved
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+def test_what_is_exported_is_what_was_trained(tmp_path, advantage):
+    torch.set_num_threads(1)
+    run = CampaignDir(tmp_path / "campaign")
+    make_model(run.model)
+    trainer = TorchTrainer(run.model, settings(advantage=advantage), seed=1)
+    trainer.train_step(batch(), step=1, version=0)
+    save_checkpoint(run.checkpoints, step=1, version=1, trainer=trainer, consumed=ConsumedTrajectories())
+    export_model(run, tmp_path / "hf")
+    model, fresh = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (tmp_path / "hf", run.model)
+    )
+    exported, began = dict(model.named_parameters()), dict(fresh.named_parameters())
+    assert all(torch.equal(exported[name], tensor) for name, tensor in trainer.tensors().items())
+    assert not torch.equal(exported["model.norm.weight"], began["model.norm.weight"])
+    with pytest.raises(TrainError, match="exists already"):
+        export_model(run, tmp_path / "hf")
+    with pytest.raises(TrainError, match=r"no whole checkpoint of step 7 \(steps: 1\)"):
+        export_model(run, tmp_path / "other", step=7)

@@ -1,0 +1,32 @@
+"""Ranks that read the next step ahead, killed in the middle of a step: they go on as if nothing had been."""
+
+import pytest
+
+from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.spool.segment import write_segment
+from hpcrl.testing.ranks import run_ranks
+from tests.support.learners import batch, make_model, segment_of_step
+
+pytestmark = pytest.mark.timeout(900)  # ranks are processes that import torch and transformers
+LAST = 5
+
+
+def test_killed_while_the_next_step_is_read_they_resume_to_the_same_state(tmp_path):
+    model_dir, spool = str(make_model(tmp_path / "model")), tmp_path / "spool"
+    spool.mkdir()
+    for step in range(1, LAST + 1):
+        write_segment(spool / segment_of_step(step), batch(step))
+    lead = "tests.support.learners:lead_steps"
+    straight = run_ranks(2, lead, model_dir, str(spool), str(tmp_path / "straight"), LAST)[0]
+    with pytest.raises(RuntimeError, match="rank 0 of"):
+        run_ranks(2, lead, model_dir, str(spool), str(tmp_path / "killed"), LAST, 3)
+    resumed = run_ranks(2, lead, model_dir, str(spool), str(tmp_path / "killed"), LAST)[0]
+    assert list(resumed) == ["3", "4", "5"]  # steps 1 and 2 were committed, and 3 was not
+    assert resumed == {step: straight[step] for step in resumed}
+    last = [sorted((tmp_path / name).iterdir())[-1] for name in ("straight", "killed")]
+    ids = {episode.id for step in range(1, LAST + 1) for episode in batch(step)}
+    for path in last:
+        consumed = ConsumedTrajectories.decode((path / "consumed.json").read_bytes())
+        assert all(one in consumed for one in ids)
+    assert (last[0] / "consumed.json").read_bytes() == (last[1] / "consumed.json").read_bytes()
+    assert (last[0] / "state-00000.safetensors").read_bytes() == (last[1] / "state-00000.safetensors").read_bytes()

@@ -1,0 +1,342 @@
+"""`hpcrl traj ls|show|stats`: each trajectory once, readable, and nothing in it steers the terminal."""
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.campaign_dir.paths import SPOOLS
+from hpcrl.system.terminal import draw_time_bar, escape_controls, escape_to_one_line, format_age, format_duration
+from hpcrl.traj.__main__ import main
+from hpcrl.traj.conversation import TokenDecoder, build_conversation, chat_messages, load_token_decoder
+from hpcrl.traj.history import SeenIds, TrajectoryHistory, TrajectorySelection
+from hpcrl.traj.stats import DomainTally
+from tests.support.trajectories import Spools, trajectory, unscored
+
+
+@pytest.fixture
+def spools(tmp_path):
+    return Spools(tmp_path / 'a campaign\'s "own" place')
+
+
+@pytest.fixture
+def filled(spools, tiny_model_dir):
+    """Groups 0 to 3 of two episodes in two segments; 4 not scored yet."""
+    spools.run.model.symlink_to(tiny_model_dir)
+    spools.scored(*(trajectory(group, index) for group in (0, 1) for index in (0, 1)))
+    spools.scored(*(trajectory(group, index) for group in (2, 3) for index in (0, 1)))
+    spools.add("rollouts", unscored(trajectory(4)), unscored(trajectory(4, 1, domain="taxi", status="truncated")))
+    return spools
+
+
+def traj(spools, *words, capsys):
+    """Exit code, stdout and stderr of `hpcrl traj`."""
+    code = main([str(spools.run.root), words[0], "name", *words[1:]])
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    return code, said.out, said.err
+
+
+def ids(spools, *words, capsys):
+    code, out, _ = traj(spools, "ls", "--json", *words, capsys=capsys)
+    assert code == 0
+    return [row["id"] for row in json.loads(out)]
+
+
+def test_ls_lists_each_trajectory_once_and_the_newest_first(filled, capsys):
+    listed = ids(filled, capsys=capsys)
+    assert listed == ["taxi/4/1", "lake/4/0", *(f"lake/{group}/{index}" for group in (3, 2, 1, 0) for index in (1, 0))]
+
+
+def test_ls_tells_what_there_is_of_an_episode(filled, capsys):
+    _, out, _ = traj(filled, "ls", "-n", "3", capsys=capsys)
+    assert "lake/3/1" in out
+    assert "3-4" in out
+    assert "0.30" in out
+    assert "the newest 3 of 10" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--domain", "taxi"), ["taxi/4/1"]),
+        (("--status", "truncated"), ["taxi/4/1"]),
+        (("--group", "lake/2"), ["lake/2/1", "lake/2/0"]),
+        (("--min-version", "1", "--max-version", "1"), ["lake/1/1", "lake/1/0"]),
+        (("--domain", "taxi", "--domain", "lake", "-n", "2"), ["taxi/4/1", "lake/4/0"]),
+        (("--spool", "archive"), []),
+        (("--spool", "rollouts", "--group", "lake/0"), ["lake/0/1", "lake/0/0"]),
+    ],
+)
+def test_filters_let_through_what_they_name(filled, capsys, words, expected):
+    assert ids(filled, *words, capsys=capsys) == expected
+
+
+def test_only_as_many_segments_are_read_as_the_newest_need(spools, monkeypatch):
+    from hpcrl.traj import history, listing
+
+    read = []
+    monkeypatch.setattr(history, "read_segment", lambda path, *, verify: read.append(path) or _read(path))
+    _read = sys.modules["hpcrl.spool.segment"].read_segment
+    for group in range(50):
+        path = spools.scored(trajectory(group, created=1_800_000_000.0 + 1000 * group))
+        os.utime(path, (1_800_000_001 + 1000 * group,) * 2)
+    found = listing.find_newest(TrajectoryHistory(spools.run), TrajectorySelection(), limit=3)
+    assert [one.id for _, one in found] == ["lake/49/0", "lake/48/0", "lake/47/0"]
+    assert len(read) == 3
+
+
+def test_what_is_retired_meanwhile_is_found_in_the_archive(spools):
+    first, second = spools.scored(trajectory(0)), spools.scored(trajectory(1))
+    trajectories = TrajectoryHistory(spools.run).trajectories(TrajectorySelection())
+    found = [next(trajectories)[1].id]
+    for path in (first, second):  # retired between two reads: archived, then removed
+        (spools.run.spool("rollouts") / path.name).unlink()
+        path.unlink()
+    spools.add("archive", trajectory(0), trajectory(1))
+    found += [one.id for _, one in trajectories]
+    assert found == ["lake/0/0", "lake/1/0"]
+
+
+def test_an_episode_that_failed_and_was_run_again_has_two_records(spools, capsys):
+    spools.add("scored", unscored(trajectory(0, status="env-fault")))
+    spools.add("scored", trajectory(0), trajectory(0))
+    assert ids(spools, capsys=capsys) == ["lake/0/0", "lake/0/0"]
+    _, out, _ = traj(spools, "show", "lake/0/0", "--json", capsys=capsys)
+    assert json.loads(out)["status"] == "done"
+
+
+@given(st.lists(st.one_of(st.text(max_size=8), st.from_regex(r"[ab]/\d{1,2}/\d{1,5}", fullmatch=True))))
+def test_ids_are_new_once(names):
+    seen = SeenIds()
+    assert [seen.add(name) for name in names] == [name not in names[:index] for index, name in enumerate(names)]
+
+
+def test_a_conversation_is_what_was_seen_and_said_without_marks(filled):
+    exchanges = build_conversation(trajectory(), load_token_decoder(filled.run))
+    assert [(one.saw, one.said) for one in exchanges] == [("hi", "ab"), ("?", "c")]
+    assert [message["role"] for message in chat_messages(exchanges)] == ["user", "assistant"] * 2
+
+
+def test_what_was_begun_after_the_last_turn_is_shown_too(filled):
+    unfinished = trajectory(turns=trajectory().turns[:1], status="policy-fault")
+    last = build_conversation(unfinished, load_token_decoder(filled.run))[-1]
+    assert (last.saw, last.said, last.turn) == ("?", "c", None)
+
+
+def test_without_a_tokenizer_the_ids_stand_for_the_text(spools, capsys):
+    spools.scored(trajectory())
+    code, out, _ = traj(spools, "show", capsys=capsys)
+    assert code == 0
+    assert "70 71 1" in out
+    assert "tokenizer.json does not exist" in " ".join(out.split())
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_shown_as_ids(filled):
+    speech = load_token_decoder(filled.run)
+    assert speech.decode_text([-1, 5]) == "-1 5"
+    assert speech.decode_token(-1) == "?"
+
+
+def test_show_tells_rewards_times_and_versions(filled, capsys):
+    _, out, _ = traj(filled, "show", "lake/3/1", capsys=capsys)
+    for told in (
+        "hi",
+        "ab",
+        "reward +0.25",
+        "3 tokens in 400 ms",
+        "step 50 ms",
+        "version 3",
+        "remote prefill",
+        "reset 12%",
+    ):
+        assert told in out
+
+
+def test_show_tokens_tells_each_id_and_log_probability(filled, capsys):
+    _, out, _ = traj(filled, "show", "lake/3/1", "--tokens", capsys=capsys)
+    assert "<user>" in out
+    assert out.count("-0.5000") == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), "taxi/4/1"),
+        (("--domain", "lake"), "lake/4/0"),
+        (("--best",), "lake/3/1"),
+        (("--worst",), "lake/0/1"),
+        (("lake/2/1",), "lake/2/1"),
+        (("taxi",), "taxi/4/1"),
+    ],
+)
+def test_show_finds_the_one_that_is_meant(filled, capsys, words, expected):
+    _, out, _ = traj(filled, "show", "--json", *words, capsys=capsys)
+    assert json.loads(out)["id"] == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("show", "lake/2"), "begins more than one id: 'lake/2/0', 'lake/2/1'"),
+        (("show", "lkae/3/1"), "there are 'lake/3/1'"),
+        (("show", "lake/0/0", "--best"), "give one of them"),
+        (("show", "--best", "--domain", "taxi"), "no such trajectory that has a reward"),
+        (("ls", "--domain", "laek"), "did you mean 'lake'?"),
+        (("stats", "--min-version", "4", "--max-version", "3"), "nothing can be between"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(filled, capsys, words, said):
+    code, out, err = traj(filled, *words, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_an_empty_campaign_says_so(spools, capsys):
+    assert traj(spools, "ls", capsys=capsys)[1] == "no trajectories yet\n"
+    assert traj(spools, "stats", capsys=capsys)[1] == "no trajectories yet\n"
+    assert traj(spools, "show", capsys=capsys)[0] == 2
+
+
+def test_damaged_foreign_and_empty_files_are_named_and_the_rest_is_read(filled, capsys):
+    scored = sorted(filled.run.spool("scored").glob("*.h5"))
+    data = bytearray(scored[0].read_bytes())
+    scored[0].write_bytes(data[: len(data) // 2])
+    (filled.run.spool("scored") / "empty.h5").touch()
+    (filled.run.spool("scored") / "for\neign\x1b[31m.h5").write_bytes(b"text")
+    code, out, err = traj(filled, "ls", capsys=capsys)
+    assert code == 0
+    assert "lake/3/1" in out
+    assert "lake/1/1" not in out
+    assert "\x1b" not in err
+    assert len(err.splitlines()) == 4
+    assert scored[0].name in err
+    assert "hpcrl traj verify" in err
+
+
+UNTRUSTED = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202egnp.exe \r overwritten \x7f\x00 fine"
+
+
+@given(st.text())
+def test_no_text_keeps_what_steers_a_terminal(text):
+    said = escape_controls(text + UNTRUSTED)
+    assert not {*said} & {*map(chr, (*range(9), *range(11, 32), *range(127, 160))), "\u202e", "\u2066", "\u2028"}
+    assert "\n" not in escape_to_one_line(text)
+    said.encode()
+
+
+def test_text_without_controls_stays_as_it_is():
+    assert escape_controls("na\u00efve \u4f60\u597d \U0001f600\n\tx") == "na\u00efve \u4f60\u597d \U0001f600\n\tx"
+
+
+def test_untrusted_text_reaches_the_terminal_spelled_out(spools, monkeypatch, capsys):
+    class Chat:
+        before_first = before_next = after = ()
+        close = 1
+
+        def decode(self, token_ids):
+            return UNTRUSTED
+
+        tokenizer = type("T", (), {"decode": lambda self, ids, skip_special_tokens: UNTRUSTED})()
+
+    hostile = trajectory(producer="\x1b[1m", extra={"fault\x1b": UNTRUSTED, "list": [UNTRUSTED]})
+    spools.add("scored", msgspec.structs.replace(hostile, id="\x1b[0mlake\n/0/0"))
+    monkeypatch.setattr("hpcrl.traj.show.load_token_decoder", lambda run: TokenDecoder(Chat()))
+    for words in (("ls",), ("show", "--tokens"), ("show", "--json"), ("stats",), ("verify",)):
+        _, out, err = traj(spools, *words, capsys=capsys)
+        assert not set("\x1b\x07\x9b\u202e\r\x7f\x00") & set(out + err), words
+
+
+def test_a_terminal_that_knows_only_ascii_gets_only_ascii(filled, monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    for words in (("show",), ("stats",), ("ls",)):
+        assert main([str(filled.run.root), words[0], "name"]) == 0
+    assert b"generate" in out.buffer.getvalue()
+
+
+def test_the_time_bar_has_its_width_and_names_its_parts():
+    bar = draw_time_bar([("generate", 3.0), ("step", 1.0), ("reset", 0.0)], width=8, ascii_only=True)
+    assert bar.plain == "######==  # generate 75%  = step 25%  - reset 0%"
+    assert draw_time_bar([("generate", 0.0)], width=8, ascii_only=True).plain == "not measured"
+
+
+def test_durations_and_ages_are_told_in_a_unit_that_reads_well():
+    assert [format_duration(seconds) for seconds in (0.0012, 0.25, 12.34, 1200.0, 9000.0)] == [
+        "1.2 ms",
+        "250 ms",
+        "12.3 s",
+        "20 min",
+        "2.5 h",
+    ]
+    assert [format_age(0.0, now=now) for now in (59.0, 600.0, 7200.0, 864000.0, -5.0)] == [
+        "59 s",
+        "10 min",
+        "2 h",
+        "10 d",
+        "0 s",
+    ]
+
+
+def test_an_impossible_time_is_no_traceback(spools, capsys):
+    spools.scored(
+        trajectory(0, created=float("inf")), trajectory(1, created=1e300), trajectory(2, created=float("nan"))
+    )
+    for words in (("ls",), ("show", "lake/1/0"), ("show", "lake/0/0"), ("stats",)):
+        assert traj(spools, *words, capsys=capsys)[0] == 0
+
+
+def test_figures_are_those_of_the_trajectories():
+    tally = DomainTally()
+    for group in range(11):
+        tally.add(trajectory(group))
+    tally.add(unscored(trajectory(11, status="env-fault")))
+    figures = tally.figures("lake")
+    assert figures.by_status == {"done": 11, "env-fault": 1}
+    assert (figures.reward.num, figures.reward.min, figures.reward.max) == (11, 0.0, 1.0)
+    assert figures.reward.p50 == pytest.approx(0.5)
+    assert figures.reward.std == pytest.approx(np.std(np.arange(11) / 10))
+    assert (figures.num_tokens, figures.num_said_tokens, figures.by_lag) == (132, 48, {1: 12})
+    assert [(one.version, one.reward_mean) for one in figures.by_version][:2] == [(0, 0.0), (1, 0.1)]
+
+
+def test_stats_json_has_every_domain(filled, capsys):
+    _, out, _ = traj(filled, "stats", "--json", capsys=capsys)
+    assert [(one["domain"], one["num_trajectories"]) for one in json.loads(out)["domains"]] == [
+        ("lake", 9),
+        ("taxi", 1),
+    ]
+
+
+def test_stats_shows_the_trend_by_version(filled, capsys):
+    _, out, _ = traj(filled, "stats", "--domain", "lake", capsys=capsys)
+    assert "mean reward 0.00 with version 0, 0.30 with version 3" in out
+
+
+def test_a_spool_that_cannot_be_listed_is_named(spools, capsys):
+    spools.run.spool("scored").rmdir()
+    spools.run.spool("scored").touch()
+    spools.add("rollouts", unscored(trajectory()))
+    code, out, err = traj(spools, "ls", capsys=capsys)
+    assert code == 0
+    assert "lake/0/0" in out
+    assert "Not a directory" in err
+
+
+def test_reading_leaves_the_campaign_as_it_is(filled, capsys):
+    before = {path: path.stat().st_mtime_ns for path in Path(filled.run.root).rglob("*")}
+    for words in (("ls",), ("show",), ("stats",), ("verify",)):
+        traj(filled, *words, capsys=capsys)
+    assert {path: path.stat().st_mtime_ns for path in Path(filled.run.root).rglob("*")} == before
+
+
+def test_the_spools_are_listed_in_the_order_in_which_trajectories_move():
+    assert SPOOLS == ("rollouts", "scored", "archive")

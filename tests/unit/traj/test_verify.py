@@ -1,0 +1,292 @@
+"""`hpcrl traj verify`: whatever is damaged or missing is named with the reason, and nothing else is."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from hpcrl.learn.consumed import ConsumedGroups, sort_group_numbers
+from hpcrl.spool import record
+from hpcrl.spool.listing import quarantine_segment
+from hpcrl.spool.record import EpisodeTurn
+from hpcrl.traj.__main__ import main
+from hpcrl.traj.verify import SpoolVerifier
+from tests.support.campaigns import hpcrl
+from tests.support.trajectories import Spools, trajectory, unscored
+
+
+@pytest.fixture
+def spools(tmp_path):
+    spools = Spools(tmp_path / "campaign 'x'")
+    spools.scored(*(trajectory(group) for group in range(3)))
+    spools.scored(trajectory(3))
+    return spools
+
+
+def damage(spools):
+    return [(one.path, one.reason) for one in _findings(spools) if one.severity == "damage"]
+
+
+def notes(spools):
+    return [(one.path, one.reason) for one in _findings(spools) if one.severity == "note"]
+
+
+def _findings(spools):
+    return SpoolVerifier(spools.run).verify_all().findings
+
+
+def only_damage(spools):
+    (found,) = damage(spools)
+    return found
+
+
+def first(spools, spool="scored"):
+    return sorted(spools.run.spool(spool).glob("*.h5"))[0]
+
+
+def test_a_whole_campaign_is_clean_and_exit_code_0(spools, capsys):
+    spools.consumed(*(f"lake/{group}" for group in range(3)))
+    assert main([str(spools.run.root), "verify", "name"]) == 0
+    out = capsys.readouterr().out
+    assert "clean" in out
+    assert "3 groups, by checkpoint 000001-step-000001; all there" in out
+
+
+def test_damage_is_exit_code_1_and_named_in_json(spools, capsys):
+    first(spools).write_bytes(b"")
+    assert main([str(spools.run.root), "verify", "name", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["clean"] is False
+    assert report["spools"]["scored"]["num_damaged"] == 1
+    (finding,) = report["findings"]
+    assert finding["path"] == f"spools/scored/{first(spools).name}"
+    assert "move this one away and it is scored anew" in finding["reason"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_changed_byte_or_cut_is_found(spools, seed):
+    dice = random.Random(seed)
+    path = first(spools)
+    data = bytearray(path.read_bytes())
+    used = [place for place, byte in enumerate(data) if byte]  # what only fills gaps is not checksummed
+    if seed % 4:
+        data[dice.choice(used)] ^= 1 << dice.randrange(8)
+    else:
+        del data[dice.randrange(len(data)) :]
+    path.write_bytes(data)
+    where, _ = only_damage(spools)
+    assert path.name in where
+
+
+def test_a_segment_of_a_newer_schema_is_told_with_the_cure(spools, monkeypatch):
+    monkeypatch.setattr("hpcrl.spool.segment.SCHEMA_MAJOR", record.SCHEMA_MAJOR + 1)
+    path = spools.add("rollouts", unscored(trajectory(9)))
+    monkeypatch.undo()
+    where, reason = only_damage(spools)
+    assert path.name in where
+    assert "use the version of hpcrl that wrote it" in reason
+
+
+def test_a_name_that_does_not_fit_is_damage(spools):
+    spools.add("archive", trajectory(5), name="000-env-0-00000009-7-0123abcd.h5")
+    spools.add("archive", trajectory(6), name="renamed.h5")
+    reasons = [reason for _, reason in damage(spools)]
+    assert any("holds 1 trajectories, and its name says 7" in reason for reason in reasons)
+    assert any("give it back its name" in reason for reason in reasons)
+
+
+def test_a_directory_with_the_name_of_a_segment_is_damage(spools):
+    (spools.run.spool("scored") / "000-env-0-00000009-7-0123abcd.h5").mkdir()
+    assert "Is a directory" in only_damage(spools)[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"group": "lake/77"}, "does not begin its id"),
+        ({"turns": [EpisodeTurn(start=4, end=99)]}, "tokens 4 to 99 of 11"),
+        ({"turns": [EpisodeTurn(start=3, end=7)]}, "does not fit the loss mask"),
+        ({"logprobs": np.full(11, np.nan, np.float32)}, "no numbers"),
+        ({"reward": None}, "has no reward"),
+    ],
+)
+def test_a_trajectory_that_cannot_be_is_named(spools, changed, said):
+    path = spools.add("scored", trajectory(8, **changed))
+    where, reason = only_damage(spools)
+    assert path.name in where
+    assert "lake/8/0" in reason
+    assert said in reason
+
+
+def test_a_twin_that_is_another_segments_is_damage(spools):
+    spools.add("scored", *(trajectory(group + 10) for group in range(3)), name=first(spools).name)
+    assert "is not its twin in rollouts: 'lake/0/0' and 'lake/10/0'" in only_damage(spools)[1]
+
+
+def test_a_segment_that_waits_for_its_reward_is_no_damage(spools):
+    spools.add("rollouts", unscored(trajectory(9)))
+    assert _findings(spools) == []
+
+
+def test_an_episode_that_is_there_twice_is_a_note(spools):
+    spools.scored(trajectory(0))
+    assert damage(spools) == []
+    assert [path for path, _ in notes(spools)] == ["spools/rollouts", "spools/scored"]
+
+
+def test_strangers_and_old_leftovers_are_notes(spools):
+    scored = spools.run.spool("scored")
+    (scored / "notes.txt").touch()
+    (scored / ".new.h5.0123.tmp").touch()
+    (scored / ".hidden").touch()
+    old = scored / ".old.h5.0123.tmp"
+    old.touch()
+    os.utime(old, (time.time() - 7200,) * 2)
+    assert [path for path, _ in notes(spools)] == ["spools/scored/.old.h5.0123.tmp", "spools/scored/notes.txt"]
+    assert damage(spools) == []
+
+
+def test_what_was_put_aside_is_damage_until_it_is_made_again(spools):
+    path = first(spools)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
+    quarantine_segment(path, "it was cut")
+    where, reason = only_damage(spools)
+    assert where == f"spools/scored/quarantine/{path.name}"
+    assert "damaged or foreign" in reason
+    path.write_bytes(whole)
+    assert damage(spools) == []
+    assert "made again" in notes(spools)[0][1]
+
+
+def test_what_was_put_aside_and_reads_well_may_be_moved_back(spools):
+    quarantine_segment(first(spools), "the disk was away")
+    _, reason = only_damage(spools)
+    assert "the disk was away; it reads well now: move it back" in reason
+
+
+def test_a_consumed_group_that_is_nowhere_is_damage_if_the_recipe_keeps_all(spools):
+    spools.consumed("lake/0", "lake/1", "lake/4", "taxi/3")
+    assert [reason for _, reason in damage(spools)] == [
+        "trained on, and in no spool: 1 of the groups of lake, such as 'lake/4'",
+        "trained on, and in no spool: 1 of the groups of taxi, such as 'taxi/3'",
+    ]
+    spools.keep("none")
+    assert damage(spools) == []
+
+
+def test_a_consumed_group_may_be_in_the_archive(spools):
+    spools.add("archive", trajectory(4))
+    spools.consumed("lake/4")
+    assert damage(spools) == []
+
+
+def test_a_damaged_list_of_consumed_groups_is_told_and_the_one_before_is_used(spools):
+    spools.consumed("lake/0", step=1)
+    spools.consumed("lake/99", step=2).write_text("{}")
+    where, reason = only_damage(spools)
+    assert where == "checkpoints/000002-step-000002/consumed.json"
+    assert "checksum" in reason
+
+
+def test_missing_groups_are_counted_without_walking_through_all():
+    consumed = ConsumedGroups("c", {"lake": [(0, 10), (20, 1 << 60)]})
+    present = sort_group_numbers(["lake/0", "lake/1", "lake/20", "lake/21", "lake/x", "odd"])
+    assert list(consumed.missing_groups(present)) == [("lake", 8 + (1 << 60) - 22, 2)]
+
+
+def test_what_is_compacted_meanwhile_is_found_under_its_new_name(spools, monkeypatch):
+    old = [spools.add("archive", trajectory(group)) for group in (10, 11)]
+    spools.consumed("lake/10", "lake/11")
+    inspection = SpoolVerifier(spools.run)
+    seen = inspection._verify_segment
+
+    def compacting(spool, name, **rest):
+        if spool == "archive" and old:
+            spools.add("archive", trajectory(10), trajectory(11))
+            while old:
+                old.pop().unlink()
+        return seen(spool, name, **rest)
+
+    monkeypatch.setattr(inspection, "_verify_segment", compacting)
+    assert inspection.verify_all().clean
+
+
+def test_a_campaign_that_runs_meanwhile_is_clean(spools):
+    """Segments are sealed, scored, archived and removed by another process while this one looks."""
+    writer = subprocess.Popen([sys.executable, "-c", _LIFE, str(spools.run.root)], stdout=subprocess.PIPE)
+    assert writer.stdout.readline()
+    rounds = 0
+    while writer.poll() is None or rounds < 2:
+        assert damage(spools) == []
+        rounds += 1
+    assert writer.wait() == 0
+
+
+_LIFE = """
+import sys
+from pathlib import Path
+from tests.support.trajectories import Spools, trajectory, unscored
+
+spools = Spools(Path(sys.argv[1]))
+print("ready", flush=True)
+live = []
+for number in range(100, 140):
+    name = f"001-env-0-{number:08d}-1-0123abcd.h5"
+    spools.add("rollouts", unscored(trajectory(number)), name=name)
+    spools.add("scored", trajectory(number), name=name)
+    live.append((number, name))
+    if len(live) == 4:
+        archived = f"archive-{number:08d}-4-0123abcd.h5"
+        spools.add("archive", *(trajectory(one) for one, _ in live), name=archived)
+        for spool in ("rollouts", "scored"):
+            for _, name in live:
+                (spools.run.spool(spool) / name).unlink()
+        live = []
+"""
+
+
+def test_the_command_line_finds_the_campaign_and_passes_the_exit_code_on(spools, home):
+    campaigns = home / "campaigns"
+    campaigns.mkdir(parents=True)
+    (campaigns / "mine").symlink_to(spools.run.root)
+    hpcrl("traj", "verify", "mine")
+    first(spools).write_bytes(b"")
+    done = hpcrl("traj", "verify", "mine", check=False)
+    assert done.returncode == 1
+    assert first(spools).name in done.stdout.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("verify", "nobody"), "no campaign 'nobody'"),
+        (("ls", "nobody", "--limit", "-1"), "-1 is negative"),
+        (("ls", "nobody", "--status", "finished"), "invalid choice: 'finished'"),
+        ((), "required: ACTION"),
+    ],
+)
+def test_a_mistake_is_answered_before_anything_heavy_is_started(home, words, said):
+    done = hpcrl("traj", *words, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_without_h5py_the_cure_is_told(spools, home):
+    (home / "campaigns").mkdir(parents=True)
+    (home / "campaigns" / "mine").symlink_to(spools.run.root)
+    code = "import sys; sys.modules['h5py'] = None; sys.modules['numpy'] = None; "
+    code += "from hpcrl.traj.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(spools.run.root), "ls", "mine"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "pip install 'hpcrl[local]'" in done.stderr

@@ -1,0 +1,154 @@
+"""The trainer's way out: window first, files behind, files alone when the window fails."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpcrl.campaign_dir.event_log import EventLog, read_events
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.errors import WeightsError
+from hpcrl.weights.file_store import FileStore
+from hpcrl.weights.publisher import WeightPublisher
+from hpcrl.weights.versions import (
+    Transport,
+    WeightVersion,
+    find_newest_version,
+    list_versions,
+    read_transport,
+    write_transport,
+)
+from hpcrl.weights.window.file import WindowKey, unlink_recorded_windows
+from hpcrl.weights.window_store import WindowStore
+from tests.support.disks import largest_file
+
+WINDOW = Transport(rung="window", reason="one node")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[CampaignDir]:
+    run = CampaignDir(tmp_path / "campaign")
+    run.events.mkdir(parents=True)
+    run.weights.mkdir()
+    yield run
+    unlink_recorded_windows(run.job(0))
+
+
+def key(run: CampaignDir) -> WindowKey:
+    return WindowKey(campaign=run.root, node="n", directory=run.root.parent)
+
+
+def window_of(run: CampaignDir) -> WindowStore:
+    return WindowStore(key(run), job=run.job(0))
+
+
+def publisher_of(run: CampaignDir) -> WeightPublisher:
+    events = EventLog(run.events / "train.jsonl", role="train")
+    return WeightPublisher(FileStore(run.weights), window_of(run), events=events, keep_versions=2)
+
+
+def events_of(run: CampaignDir, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run.events) if event["event"] == name]
+
+
+def weights(value: float, *, num: int = 10) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((num,), float(value))}
+
+
+def test_a_version_is_in_the_window_and_announced_while_the_tensors_go_on_changing(run: CampaignDir) -> None:
+    publisher = publisher_of(run)
+    publisher.set_transport(WINDOW)
+    live = weights(1.0)
+    publisher.publish(live, WeightVersion(version=1, step=1))
+    live["a"].zero_()
+    publisher.publish(live, WeightVersion(version=2, step=2))  # waits for what is behind
+    reader = window_of(run)
+    assert float(reader.load(1)["a"][0]) == 1.0
+    publisher.close()
+    assert find_newest_version(run.weights) == 2
+    assert list_versions(run.weights) == []
+    assert [event["version"] for event in events_of(run, "published")] == [1, 2]
+
+
+def test_persisting_writes_the_newest_version_as_it_was_published(run: CampaignDir) -> None:
+    publisher = publisher_of(run)
+    publisher.set_transport(WINDOW)
+    live = weights(1.0)
+    publisher.publish(live, WeightVersion(version=1, step=1))
+    live["a"].zero_()
+    publisher.persist()
+    publisher.persist()
+    publisher.close()
+    assert list_versions(run.weights) == [1]
+    assert float(FileStore(run.weights).load(1)["a"][0]) == 1.0
+
+
+def test_without_a_rung_every_version_is_in_files_too(run: CampaignDir) -> None:
+    publisher = publisher_of(run)
+    for version in (1, 2, 3):
+        publisher.publish(weights(version), WeightVersion(version=version, step=version))
+    publisher.close()
+    assert list_versions(run.weights) == [2, 3]
+
+
+def test_at_the_end_the_window_is_gone(run: CampaignDir) -> None:
+    publisher = publisher_of(run)
+    publisher.publish(weights(1.0), WeightVersion(version=1, step=1))
+    publisher.close()
+    assert not key(run).path.exists()
+
+
+def test_an_engine_that_asks_for_files_gets_the_newest_version_without_another_step(
+    run: CampaignDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpcrl.weights.publisher.POLL_INTERVAL_S", 0.0)
+    publisher = publisher_of(run)
+    publisher.set_transport(WINDOW)
+    publisher.publish(weights(1.0), WeightVersion(version=1, step=1))
+    publisher.poll()
+    assert list_versions(run.weights) == []
+    write_transport(run.weights, Transport(rung="files", reason="decode-0 does not see the window"))
+    publisher.poll()
+    publisher.close()
+    assert list_versions(run.weights) == [1]
+
+
+def test_when_the_window_cannot_be_made_versions_go_by_files_and_everybody_is_told(run: CampaignDir) -> None:
+    publisher = publisher_of(run)
+    publisher.set_transport(WINDOW)
+    with largest_file(1 << 20):
+        publisher.publish(weights(1.0, num=200_000), WeightVersion(version=1, step=1))
+    publisher.publish(weights(2.0, num=200_000), WeightVersion(version=2, step=2))
+    publisher.close()
+    assert list_versions(run.weights) == [1, 2]
+    assert read_transport(run.weights) == Transport(rung="files", reason=events_of(run, "rung")[-1]["reason"])
+    assert "no window of" in events_of(run, "rung")[-1]["reason"]
+    assert [event["rung"] for event in events_of(run, "rung")] == ["window", "files"]
+
+
+def test_a_version_that_cannot_be_written_to_files_is_an_error_at_the_next_publish(run: CampaignDir) -> None:
+    publisher = publisher_of(run)
+    publisher.publish(weights(1.0), WeightVersion(version=1, step=1))
+    publisher.persist()
+    publisher.publish(weights(2.0), WeightVersion(version=2, step=2))
+    run.weights.rename(run.root / "elsewhere")
+    run.weights.write_text("in the way")
+    publisher.persist()
+    with pytest.raises((WeightsError, OSError)):
+        publisher.publish(weights(3.0), WeightVersion(version=3, step=3))
+
+
+def test_a_trainer_that_begins_anew_goes_on_above_every_version_ever_made(run: CampaignDir) -> None:
+    first = publisher_of(run)
+    first.set_transport(WINDOW)
+    first.publish(weights(0.0), WeightVersion(version=0, step=0))
+    first.persist()
+    for version in range(1, 5):
+        first.publish(weights(version), WeightVersion(version=version, step=version))
+    first._wait_for_background()
+    key(run).path.unlink()  # the node is gone, and the window with it
+    again = publisher_of(run)
+    assert again.newest_version() == 4
+    assert again.newest_readable() == 0

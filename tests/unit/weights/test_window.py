@@ -1,0 +1,588 @@
+"""The window of a node: what readers see whatever becomes of writers, readers, memory and names."""
+
+import mmap
+import multiprocessing
+import os
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir
+from hpcrl.errors import WeightsError
+from hpcrl.weights.file_store import FileStore
+from hpcrl.weights.layout import TensorLayout
+from hpcrl.weights.store import CHUNK_BYTES, NewestSource
+from hpcrl.weights.versions import WeightVersion
+from hpcrl.weights.window import window as windows
+from hpcrl.weights.window.file import (
+    SHARED_MEMORY,
+    SLOT_HEAD_OFFSETS,
+    WindowKey,
+    make_window_key,
+    unlink_recorded_windows,
+)
+from hpcrl.weights.window.window import Window
+from hpcrl.weights.window_store import WindowStore
+from tests.support.disks import largest_file
+
+SPAWN = multiprocessing.get_context("spawn")
+LAYOUT = TensorLayout.pack([("a", "float32", (1000,)), ("b", "bfloat16", (7, 3)), ("c", "int64", ())])
+LARGE = TensorLayout.pack([("a", "uint8", (32 << 20,))])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[CampaignDir]:
+    """A campaign whose windows are in the real shared memory; none is left behind."""
+    run = CampaignDir(tmp_path / "campaign")
+    yield run
+    for number in (0, 1):
+        unlink_recorded_windows(run.job(number))
+
+
+def key(run: CampaignDir, node: str = "node") -> WindowKey:
+    return make_window_key(run, node=node)
+
+
+def made(run: CampaignDir, *, job: int = 0, layout: TensorLayout = LAYOUT) -> Window:
+    return Window.create(key(run), layout, job=run.job(job))
+
+
+def put(window: Window, version: int, *, fill: int | None = None) -> None:
+    slot = window.start_version(version, step=version)
+    slot[:] = bytes([(version if fill is None else fill) % 256]) * len(slot)
+    window.commit()
+
+
+def opened(run: CampaignDir, job: int | None = None) -> Window:
+    window = Window.open(key(run), job=job)
+    assert window is not None
+    return window
+
+
+def content(window: Window, version: int) -> set[int]:
+    with window.read_version(version) as slot:
+        return set(bytes(slot))
+
+
+def newest(window: Window) -> int | None:
+    manifest = window.newest()
+    return None if manifest is None else manifest.version
+
+
+# ---- versions
+
+
+def test_a_version_is_visible_only_when_it_is_committed(run: CampaignDir) -> None:
+    writer, reader = made(run), opened(run)
+    assert newest(reader) is None
+    slot = writer.start_version(4, step=2)
+    slot[:] = b"\x04" * len(slot)
+    assert newest(reader) is None
+    manifest = writer.commit()
+    assert reader.newest() == manifest
+    assert (manifest.version, manifest.step, list(manifest.checksums)) == (4, 2, ["a", "b", "c"])
+    assert content(reader, 4) == {4}
+
+
+def test_two_versions_are_held_and_the_one_in_use_stays_while_the_next_is_written(run: CampaignDir) -> None:
+    writer, reader = made(run), opened(run)
+    for version in (1, 2, 3):
+        put(writer, version)
+    assert reader.versions() == [2, 3]
+    writer.start_version(4, step=4)[:] = b"\xff" * LAYOUT.nbytes
+    assert reader.versions() == [3]
+    assert content(reader, 3) == {3}
+
+
+@pytest.mark.parametrize("version", [3, 2, -1])
+def test_versions_never_go_back(run: CampaignDir, version: int) -> None:
+    writer = made(run)
+    put(writer, 3)
+    with pytest.raises(WeightsError, match="never go back"):
+        writer.start_version(version, step=0)
+
+
+def test_a_version_that_is_not_there_is_refused_with_those_that_are(run: CampaignDir) -> None:
+    put(made(run), 3)
+    with pytest.raises(WeightsError, match=r"version 2 is not in .*there: 3"), opened(run).read_version(2):
+        pass
+
+
+def test_checksums_of_another_node_are_compared_before_anything_is_visible(run: CampaignDir) -> None:
+    writer = made(run)
+    put(writer, 1)
+    slot = writer.start_version(2, step=2)
+    slot[:] = b"\x02" * len(slot)
+    sums = dict(writer.commit().checksums)
+    for wrong, complaint in (
+        (sums | {"b": "0" * 32}, "tensor 'b' arrived with checksum"),
+        ({name: sums[name] for name in ("a", "c")}, "tensor 'b' is in the layout or was announced"),
+        (sums | {"d": "0" * 32}, "tensor 'd'"),
+    ):
+        slot = writer.start_version(3, step=3)
+        slot[:] = b"\x02" * len(slot)
+        with pytest.raises(WeightsError, match=complaint):
+            writer.commit(wrong)
+        assert newest(opened(run)) == 2
+    slot = writer.start_version(3, step=3)
+    slot[:] = b"\x02" * len(slot)
+    assert writer.commit(sums).checksums == sums
+
+
+def test_a_damaged_tensor_is_named_and_the_other_version_still_reads(run: CampaignDir) -> None:
+    writer = made(run)
+    put(writer, 1)
+    slot = writer.start_version(2, step=2)
+    slot[:] = b"\x02" * len(slot)
+    writer.commit()
+    slot[LAYOUT.tensors_by_name()["b"].offset] ^= 1
+    reader = opened(run)
+    with pytest.raises(WeightsError, match=r"version 2 .* tensor 'b' has checksum"), reader.read_version(2):
+        pass
+    assert content(reader, 1) == {1}
+
+
+def test_tensors_are_checked_once_on_a_node(run: CampaignDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(made(run), 1)
+    assert content(opened(run), 1) == {1}
+
+    def refuse(*_: object) -> bytes:
+        raise AssertionError("checked again")
+
+    monkeypatch.setattr(windows, "compute_checksum", refuse)
+    assert content(opened(run), 1) == {1}
+
+
+def test_a_check_that_was_begun_and_never_ended_is_done_by_the_next_reader(
+    run: CampaignDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(made(run), 1)
+    reader = opened(run)
+    monkeypatch.setattr(windows, "compute_checksum", lambda *_: b"")
+    with pytest.raises(WeightsError), reader.read_version(1):
+        pass
+    monkeypatch.undo()
+    assert content(reader, 1) == {1}
+
+
+# ---- readers and the writer
+
+
+def test_the_writer_waits_for_a_reader_of_the_slot_it_needs(run: CampaignDir) -> None:
+    import threading
+
+    writer, reader = made(run), opened(run)
+    put(writer, 1)
+    put(writer, 2)
+    done = threading.Event()
+    with reader.read_version(1) as slot:
+        thread = threading.Thread(target=lambda: (put(writer, 3), done.set()))
+        thread.start()
+        assert not done.wait(0.2)
+        assert set(bytes(slot)) == {1}
+    thread.join()
+    assert reader.versions() == [2, 3]
+
+
+def test_a_reader_that_the_writer_did_not_wait_for_hears_of_it(
+    run: CampaignDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "LEASE_TIMEOUT_S", 0.05)
+    writer, reader = made(run), opened(run)
+    put(writer, 1)
+    put(writer, 2)
+    with pytest.raises(WeightsError, match="overwritten while it was read"), reader.read_version(1):
+        put(writer, 3)
+    assert content(reader, 3) == {3}
+
+
+def test_a_version_being_overwritten_cannot_be_begun_to_read(run: CampaignDir) -> None:
+    writer, reader = made(run), opened(run)
+    put(writer, 1)
+    put(writer, 2)
+    state = reader._state_of(1)
+    writer.start_version(3, step=3)
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(reader, "_state_of", lambda version: state)  # read just before the writer began
+    with pytest.raises(WeightsError, match="is being overwritten"), reader.read_version(1):
+        pass
+    monkey.undo()
+
+
+def test_what_a_reader_maps_cannot_be_written_by_it(run: CampaignDir) -> None:
+    put(made(run), 1)
+    with opened(run).read_version(1) as slot, pytest.raises(TypeError):
+        slot[0] = 1
+
+
+def test_a_header_read_half_old_half_new_is_no_version(run: CampaignDir) -> None:
+    writer, reader = made(run), opened(run)
+    put(writer, 1)
+    put(writer, 2)
+    slot = reader._state_of(2).slot
+    for offset in (8, 16, 24, 33):
+        at = SLOT_HEAD_OFFSETS[slot] + offset
+        before = writer._heads.head[at]
+        writer._heads.head[at] = before ^ 1
+        assert newest(reader) == 1
+        writer._heads.head[at] = before
+    assert newest(reader) == 2
+
+
+# ---- processes that end
+
+
+def child(work: Callable[..., None], *args: Any) -> Any:
+    process = SPAWN.Process(target=work, args=args)
+    process.start()
+    return process
+
+
+def stopped_in_mid_write(root: Path, reached: Event) -> None:
+    run = CampaignDir(root)
+    writer = made(run)
+    put(writer, 1)
+    writer.start_version(2, step=2)[: LAYOUT.nbytes // 2] = b"\xee" * (LAYOUT.nbytes // 2)
+    reached.set()
+    time.sleep(600)
+
+
+def test_a_writer_killed_in_mid_write_leaves_the_other_version_and_its_successor_goes_on(run: CampaignDir) -> None:
+    reached = SPAWN.Event()
+    process = child(stopped_in_mid_write, run.root, reached)
+    assert reached.wait(60)
+    reader = opened(run)
+    process.kill()
+    process.join()
+    assert content(reader, 1) == {1}
+    writer = made(run)
+    assert newest(writer) == 1
+    with pytest.raises(WeightsError, match="never go back"):
+        writer.start_version(1, step=1)
+    put(writer, 2)
+    assert reader.is_current()
+    assert content(reader, 2) == {2}
+
+
+def test_a_second_writer_on_a_node_is_refused_while_the_first_lives(run: CampaignDir) -> None:
+    reached = SPAWN.Event()
+    process = child(stopped_in_mid_write, run.root, reached)
+    assert reached.wait(60)
+    with pytest.raises(WeightsError, match=f"made by {process.pid}"):
+        made(run)
+    process.kill()
+    process.join()
+
+
+def holds_a_version(root: Path, reached: Event) -> None:
+    with opened(CampaignDir(root)).read_version(1):
+        reached.set()
+        time.sleep(600)
+
+
+def test_a_closed_writer_is_followed_also_while_its_memory_is_still_looked_at(run: CampaignDir) -> None:
+    first = made(run)
+    looked_at = first.start_version(1, step=1)
+    first.close()
+    second = made(run)
+    put(second, 2)
+    assert newest(second) == 2
+    del looked_at
+
+
+def test_a_reader_killed_while_it_loads_does_not_hold_up_the_writer(run: CampaignDir) -> None:
+    writer = made(run)
+    put(writer, 1)
+    put(writer, 2)
+    reached = SPAWN.Event()
+    process = child(holds_a_version, run.root, reached)
+    assert reached.wait(60)
+    process.kill()
+    process.join()
+    put(writer, 3)
+    assert newest(writer) == 3
+
+
+def reads_until(root: Path, last: int, seed: int, answers: Any) -> None:
+    """Read whatever is newest, at odd moments, until the last version; tell what was seen."""
+    dice, run, seen, overtaken = random.Random(seed), CampaignDir(root), [], 0
+    store = WindowStore(key(run), job=run.job(0))
+    deadline = time.monotonic() + 100
+    while (not seen or seen[-1] < last) and time.monotonic() < deadline:
+        time.sleep(dice.random() * 0.004)
+        manifest = store.newest()
+        if manifest is None or (seen and manifest.version == seen[-1]):
+            continue
+        try:
+            with store.read_version(manifest.version) as tensors:
+                got = {float(value) for tensor in tensors.values() for value in tensor.flatten().unique()}
+                time.sleep(dice.random() * 0.004)
+                got |= {float(value) for tensor in tensors.values() for value in tensor.flatten().unique()}
+        except WeightsError:
+            overtaken += 1
+            continue
+        if got != {float(manifest.version)}:
+            answers.put(f"version {manifest.version} held {got}")
+            return
+        seen.append(manifest.version)
+    answers.put("went back" if seen != sorted(set(seen)) else seen[-1])
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_reader_ever_sees_a_mixed_version(run: CampaignDir, seed: int) -> None:
+    last, dice = 200, random.Random(seed)
+    answers = SPAWN.Queue()
+    readers = [child(reads_until, run.root, last, seed * 10 + i, answers) for i in range(4)]
+    store = WindowStore(key(run), job=run.job(0))
+    for version in range(last + 1):
+        tensors = {name: torch.full((n,), float(version)) for name, n in (("a", 5000), ("b", 70), ("c", 1))}
+        store.publish(tensors, WeightVersion(version=version, step=version))
+        time.sleep(dice.random() * 0.004)
+    assert [answers.get(timeout=120) for _ in readers] == [last] * 4
+    for reader in readers:
+        reader.join()
+
+
+# ---- names, owners, memory
+
+
+def test_a_window_is_private(run: CampaignDir) -> None:
+    made(run)
+    assert key(run).path.stat().st_mode & 0o777 == 0o600
+    assert key(run).path.parent == SHARED_MEMORY
+
+
+def test_a_file_that_others_can_read_is_not_trusted(run: CampaignDir) -> None:
+    made(run).close()
+    key(run).path.chmod(0o644)
+    with pytest.raises(WeightsError, match="has to be ours with 600"):
+        made(run)
+    assert Window.open(key(run)) is None
+    key(run).path.unlink()
+
+
+def test_a_link_in_place_of_a_window_is_not_followed(run: CampaignDir, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    key(run).path.symlink_to(victim)
+    with pytest.raises(WeightsError, match="somebody else uses this name"):
+        made(run)
+    assert Window.open(key(run)) is None
+    assert victim.read_text() == "precious"
+    key(run).path.unlink()
+
+
+def test_campaigns_nodes_and_homes_have_windows_of_their_own(tmp_path: Path) -> None:
+    runs = [CampaignDir(tmp_path / home / name) for home in ("x", "y") for name in ("one", "two")]
+    paths = {key(run, node).path for run in runs for node in ("n1", "n2")}
+    assert len(paths) == 8
+
+
+def test_two_campaigns_on_one_host_do_not_meet(tmp_path: Path) -> None:
+    runs = [CampaignDir(tmp_path / name) for name in ("one", "two")]
+    for number, run in enumerate(runs, start=1):
+        put(made(run), number)
+    assert [newest(opened(run)) for run in runs] == [1, 2]
+    assert unlink_recorded_windows(runs[0].job(0)) == [key(runs[0]).path.name]
+    assert newest(opened(runs[1])) == 2
+    unlink_recorded_windows(runs[1].job(0))
+
+
+def test_a_window_of_an_earlier_job_is_not_read_and_is_replaced(run: CampaignDir) -> None:
+    old = made(run, job=0)
+    put(old, 7)
+    old.close()
+    assert Window.open(key(run), job=1) is None
+    reader = opened(run, job=0)
+    new = made(run, job=1)
+    assert not reader.is_current()
+    assert newest(new) is None
+    assert newest(reader) == 7, "who has it mapped keeps it"
+
+
+def test_a_reader_finds_the_window_that_replaced_its_own(run: CampaignDir) -> None:
+    reader = WindowStore(key(run), job=run.job(0))
+    assert reader.newest() is None
+    first = WindowStore(key(run), job=run.job(0))
+    first.publish({"a": torch.ones(3)}, WeightVersion(version=1, step=1))
+    assert float(reader.load(1)["a"][0]) == 1.0
+    first.close()
+    second = WindowStore(key(run), job=run.job(0))
+    second.publish({"a": torch.ones(5)}, WeightVersion(version=2, step=2))
+    assert reader.load(2)["a"].shape == (5,)
+
+
+def test_a_window_of_another_layout_is_replaced(run: CampaignDir) -> None:
+    old = made(run)
+    put(old, 7)
+    old.close()
+    other = TensorLayout.pack([("a", "float32", (5,))])
+    assert made(run, layout=other).layout == other
+
+
+@pytest.mark.parametrize("garbage", [b"", b"hpcrlWN1", os.urandom(5000), b"hpcrlWN1" + b"\xff" * 9000])
+def test_garbage_under_the_name_is_no_window_and_is_replaced(run: CampaignDir, garbage: bytes) -> None:
+    key(run).path.write_bytes(garbage)
+    key(run).path.chmod(0o600)
+    assert Window.open(key(run)) is None
+    put(made(run), 1)
+    assert newest(opened(run)) == 1
+
+
+def test_a_window_cut_short_is_no_window(run: CampaignDir) -> None:
+    put(made(run), 1)
+    with key(run).path.open("r+b") as file:
+        file.truncate(windows.mmap.PAGESIZE * 2)
+    assert Window.open(key(run)) is None
+
+
+def test_memory_that_is_short_is_an_error_with_numbers_and_leaves_nothing(run: CampaignDir) -> None:
+    large = TensorLayout.pack([("a", "float32", (1 << 20,))])
+    with largest_file(1 << 20), pytest.raises(WeightsError, match=r"no window of 8\.0 MiB .*MiB are free.*by files"):
+        made(run, layout=large)
+    assert list(SHARED_MEMORY.glob(f"{key(run).path.name}*")) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts a small tmpfs, which only root may")
+def test_full_shared_memory_is_an_error_and_not_a_signal(run: CampaignDir, tmp_path: Path) -> None:
+    small = tmp_path / "shm"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode()}")
+    try:
+        store = WindowStore(WindowKey(campaign=run.root, node="n", directory=small), job=run.job(0))
+        with pytest.raises(WeightsError, match="No space left on device"):
+            store.publish({"a": torch.ones(1 << 20)}, WeightVersion(version=0, step=0))
+        assert list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_what_killed_processes_left_is_removed_by_the_records_of_their_job(run: CampaignDir) -> None:
+    reached = SPAWN.Event()
+    process = child(stopped_in_mid_write, run.root, reached)
+    assert reached.wait(60)
+    key(run).path.with_name(key(run).path.name + ".new").touch(mode=0o600)  # killed while it made another
+    process.kill()
+    process.join()
+    assert unlink_recorded_windows(run.job(0)) == [key(run).path.name]
+    assert list(SHARED_MEMORY.glob(f"{key(run).path.name}*")) == []
+    assert unlink_recorded_windows(run.job(0)) == []
+
+
+def test_a_window_whose_maker_was_killed_before_it_had_its_name_is_removed_too(run: CampaignDir) -> None:
+    made(run).close()
+    key(run).path.rename(key(run).path.with_name(key(run).path.name + ".new"))
+    assert unlink_recorded_windows(run.job(0)) == [key(run).path.name]
+    assert list(SHARED_MEMORY.glob(f"{key(run).path.name}*")) == []
+
+
+def test_a_record_removes_nothing_but_windows(tmp_path: Path) -> None:
+    job = JobDir(tmp_path / "jobs" / "000")
+    job.windows.mkdir(parents=True)
+    victim = tmp_path / "hpcrl-victim"
+    victim.write_text("precious")
+    (job.windows / "hpcrl-other").write_text(str(victim))
+    (job.windows / "hpcrl-torn").write_text("")
+    assert unlink_recorded_windows(job) == []
+    assert victim.exists()
+
+
+def test_the_guardian_can_clean_up_without_heavy_imports() -> None:
+    code = "import sys, hpcrl.job.guardian; print(sorted({'torch', 'numpy', 'parsl'} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+# ---- the window as a store
+
+
+def test_what_was_summed_while_it_was_copied_is_not_checked_again(
+    run: CampaignDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WindowStore(key(run), job=run.job(0)).publish({"a": torch.ones(3)}, WeightVersion(version=1, step=1))
+
+    def refuse(*_: object) -> bytes:
+        raise AssertionError("checked again")
+
+    monkeypatch.setattr(windows, "compute_checksum", refuse)
+    with WindowStore(key(run), job=run.job(0)).read_version(1) as tensors:
+        assert tensors["a"].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "transposed", "empty"])
+def test_what_is_staged_has_the_checksum_that_readers_compute(run: CampaignDir, kind: str) -> None:
+    """Larger than the pieces that it is copied in."""
+    values = torch.arange(3 * CHUNK_BYTES // 4 + 1, dtype=torch.float32)[: None if kind != "empty" else 0]
+    tensor = torch.stack([values, -values]).T if kind == "transposed" else values
+    manifest = WindowStore(key(run), job=run.job(0)).publish({"a": tensor}, WeightVersion(version=1, step=1))
+    assert manifest.checksums["a"] == xxhash.xxh3_128_hexdigest(tensor.contiguous().numpy().tobytes())
+    assert torch.equal(WindowStore(key(run), job=run.job(0)).load(1)["a"], tensor)
+
+
+def test_a_model_that_changes_its_tensors_is_refused_by_name(run: CampaignDir) -> None:
+    store = WindowStore(key(run), job=run.job(0))
+    store.publish({"a": torch.ones(3), "b": torch.ones(2)}, WeightVersion(version=0, step=0))
+    for tensors, complaint in (
+        ({"a": torch.ones(3)}, "'b'"),
+        ({"a": torch.ones(3), "b": torch.ones(2), "c": torch.ones(1)}, "'c'"),
+        ({"a": torch.ones(3), "b": torch.ones(2).half()}, "'b' is float32"),
+        ({"a": torch.ones(4), "b": torch.ones(2)}, "'a' is float32"),
+    ):
+        with pytest.raises(WeightsError, match=complaint):
+            store.publish(tensors, WeightVersion(version=1, step=1))
+    assert store.newest() is not None
+    assert float(store.load(0)["b"][0]) == 1.0
+
+
+def test_the_newest_of_window_and_files_is_taken_and_each_is_read_where_it_lies(run: CampaignDir) -> None:
+    window, files = WindowStore(key(run), job=run.job(0)), FileStore(run.weights)
+    both = NewestSource(window, files)
+    assert both.newest() is None
+    files.publish({"a": torch.zeros(2)}, WeightVersion(version=0, step=0))
+    window.publish({"a": torch.ones(2)}, WeightVersion(version=1, step=1))
+    manifest = both.newest()
+    assert manifest is not None
+    assert manifest.version == 1
+    assert [float(both.load(version)["a"][0]) for version in (0, 1)] == [0.0, 1.0]
+    files.publish({"a": torch.full((2,), 2.0)}, WeightVersion(version=2, step=2))
+    with both.read_version(2) as tensors:
+        assert float(tensors["a"][0]) == 2.0
+
+
+def test_a_reader_may_leave_the_pages_of_a_large_window_alone_until_it_looks(run: CampaignDir) -> None:
+    writer = made(run, layout=LARGE)
+    put(writer, 1)
+    writer.close()
+
+    def faults(touch: bool) -> tuple[int, int]:
+        """Of opening it, and of the first look at every page."""
+        began = num_faults()
+        window = Window.open(key(run), touch=touch)
+        assert window is not None
+        opened = num_faults()
+        with window.read_version(1) as slot:
+            assert set(bytes(slot[:: mmap.PAGESIZE])) == {1}
+        looked = num_faults()
+        window.close()
+        return opened - began, looked - opened
+
+    (early_open, early_look), (late_open, late_look) = faults(touch=True), faults(touch=False)
+    assert early_look < late_look / 8
+    assert late_open < early_open / 8
+
+
+def num_faults() -> int:
+    """How many pages this thread has had to wait for, until now."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
