@@ -1,6 +1,6 @@
 """Stand-ins for tests of one's own; nothing in hpcrl imports them.
 
-    ranks   several ranks of a trainer, each in a process
-    nodes   couriers of several simulated nodes
-    memory  a spool and a weight store in memory
+ranks   several ranks of a trainer, each in a process
+nodes   couriers of several simulated nodes
+memory  a spool and a weight store in memory
 """

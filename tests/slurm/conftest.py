@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_tools import Lab, running_lab
 
 from hpcrl.lab import lab as labs
 from tests.support.campaigns import end_campaigns, until
+from tests.support.lab_tools import Lab, running_lab
 
 
 @pytest.fixture(scope="session")

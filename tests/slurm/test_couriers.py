@@ -5,13 +5,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from lab_tools import Lab
 
 from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.testing.nodes import courier_pids, processes
 from hpcrl.weights.versions import list_versions, read_transport
 from tests.support.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
+from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from lab_tools import Lab
 
 from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
 from tests.support.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
+from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(900)]
 

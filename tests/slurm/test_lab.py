@@ -7,11 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from lab_tools import Lab, until
 
 from hpcrl.errors import LabError
 from hpcrl.lab import lab as labs
 from hpcrl.lab.conf import LabCluster, NodeGroup
+from tests.support.lab_tools import Lab, until
 
 pytestmark = pytest.mark.slurm
 

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from lab_tools import Lab, short_dir, until
 
 from hpcrl.errors import LabError
 from hpcrl.lab import lab as labs
 from hpcrl.lab.conf import LabCluster, NodeGroup
 from hpcrl.system.processes import is_alive, read_start_ticks
+from tests.support.lab_tools import Lab, short_dir, until
 
 pytestmark = pytest.mark.slurm
 

@@ -6,10 +6,10 @@ import textwrap
 import time
 
 import pytest
-from lab_tools import Lab
 
 from hpcrl.weights.window.file import SHARED_MEMORY
 from hpcrl.weights.window.shm_cleanup import MIN_MPI_AGE_S
+from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(300)]
 

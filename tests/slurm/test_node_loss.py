@@ -6,11 +6,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from lab_tools import Lab, running_lab
 
 from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
 from tests.support.campaigns import SMALL, hpcrl, outcome, steps, until
+from tests.support.lab_tools import Lab, running_lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
 

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_tools import Lab
 
 from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
 from tests.support.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_tools import Lab
 
 from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.spool.listing import SegmentListing
 from hpcrl.system.processes import read_start_ticks
 from tests.support.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 

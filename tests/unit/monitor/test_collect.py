@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from synthetic import T0, SyntheticCampaign
 
 from hpcrl.campaign_dir.events import (
     EpisodesCounted,
@@ -32,6 +31,7 @@ from hpcrl.monitor.snapshot import CampaignSnapshot, encode_snapshot
 from hpcrl.monitor.view import survey_campaigns
 from hpcrl.slurm.status import JobStatus, parse_queue
 from hpcrl.system.files import publish_json, read_json
+from tests.support.synthetic import T0, SyntheticCampaign
 
 RUNNING = """\
 123+0|123|RUNNING|env|2026-11-20T10:00:00|N/A|env[0-1]|None

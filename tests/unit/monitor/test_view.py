@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from synthetic import SyntheticCampaign
 
 from hpcrl.campaign_dir.events import (
     CheckpointSaved,
@@ -24,6 +23,7 @@ from hpcrl.monitor.snapshot import CampaignSnapshot
 from hpcrl.monitor.view import describe_changes, print_campaigns, show_snapshot, watch_campaign
 from hpcrl.slurm.status import JobStatus
 from hpcrl.system.terminal import draw_sparkline
+from tests.support.synthetic import SyntheticCampaign
 
 LONG = "prefill-0 failed 4 times, the last time by RuntimeError: " + "x" * 300
 
