@@ -1,8 +1,8 @@
-"""The commands of Slurm.
+"""Submit jobs to Slurm and query their state.
 
-commands    runs them
+commands    run Slurm's commands
 script      the batch script of a job
-submit      submits it
-allocation  nodes and times of this allocation
+submit      submit, interrupt and cancel a job
+allocation  nodes and end time of the current job
 status      states and reasons in plain words
 """

@@ -1,4 +1,4 @@
-"""Facts inside a job: which nodes each component got, when it ends, and how a step is started on a node."""
+"""The allocation of the current job: the nodes of each component, its end time, and the commands that start steps."""
 
 import os
 import time
@@ -21,16 +21,16 @@ KEPT_VARIABLES = (
     "SLURM_CLUSTER_NAME",
     "SLURMD_NODENAME",
 )
-"""Of Slurm's variables, those that mean the same in every component."""
+"""Slurm's variables that have the same meaning in every component."""
 
 
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES")
-"""Set by Slurm for each step that has GPUs, and left as they were for one that has none."""
+"""Slurm sets these for each step that has GPUs and leaves them unchanged for a step without."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobAllocation:
-    """What Slurm gave (or, on one machine, what there is)."""
+    """The nodes and the time that Slurm allocated; without a scheduler, this machine."""
 
     job_id: str | None
     """None on a machine without a scheduler."""
@@ -38,10 +38,10 @@ class JobAllocation:
     nodes: list[list[str]]
     """Node names of each component."""
     het: bool = False
-    """Components are het groups; else each has its share of the nodes of one plain job."""
+    """True if components are het groups; otherwise they share the nodes of one plain job."""
 
     def step_prefix(self, component: JobComponent, node: str, *, cpus: int, mem_gib: float, gpus: int) -> list[str]:
-        """What stands before a command so that it runs on `node`: everything is said, nothing is inherited."""
+        """Return the srun words that run a command on `node`: every size is explicit, nothing is inherited."""
         if self.job_id is None:
             return []
         size = [f"--cpus-per-task={cpus}"]
@@ -53,13 +53,13 @@ class JobAllocation:
         return ["srun", *group, *place, *size, "--overlap", "--mpi=none", "--unbuffered"]
 
     def without_node(self, node: str) -> "JobAllocation":
-        """What is left when a node is lost."""
+        """Return the allocation that remains when a node is lost."""
         return replace(self, nodes=[[name for name in names if name != node] for names in self.nodes])
 
     def mpi_step_command(self, components: Sequence[JobComponent], command: Sequence[str], *, mpi: str) -> list[str]:
-        """How a command runs once on every node of `components`, as one MPI world.
+        """Return the command that runs `command` once on every node of `components`, as one MPI world.
 
-        If one of its ranks ends, the step ends. It has no devices, and may use what memory the job has on a node.
+        The step ends if one of its ranks fails. It gets no devices, and may use all memory the job has on a node.
         """
         shape = ["--ntasks-per-node=1", "--cpus-per-task=1", "--gres=none"]
         if all(any(flag.startswith("--mem") for flag in component.slurm_flags) for component in components):
@@ -69,7 +69,7 @@ class JobAllocation:
         return ["srun", *groups[0], *(word for group in groups[1:] for word in (":", *group))]
 
     def _make_node_flags(self, components: Sequence[JobComponent]) -> list[list[str]]:
-        """The nodes of these components, all at once where that can be said; else component by component."""
+        """Return srun's node flags: one group for all components where srun can express that, else one for each."""
         nodes = {component.index: self.nodes[component.index] for component in components}
         if not self.het:
             return [_format_node_flags([name for names in nodes.values() for name in names])]
@@ -83,7 +83,7 @@ def _format_node_flags(nodes: Sequence[str]) -> list[str]:
 
 
 def read_allocation(plan: Plan) -> JobAllocation:
-    """Ask the environment and Slurm; on a machine without a scheduler, the machine itself."""
+    """Read the allocation from the environment and Slurm; without a scheduler it is this machine."""
     if plan.layout == "local":
         end_time = time.time() + plan.cost.walltime_min * 60
         return JobAllocation(job_id=None, end_time=end_time, nodes=[[current_node()] for _ in plan.components])
@@ -99,7 +99,7 @@ def read_allocation(plan: Plan) -> JobAllocation:
 
 
 def scrub_environment(environ: MutableMapping[str, str]) -> None:
-    """Remove what Slurm says of component 0, so that it does not leak into steps of the others."""
+    """Remove the variables Slurm set for component 0, so that they do not leak into steps of other components."""
     for name in list(environ):
         kept = name in KEPT_VARIABLES or "_HET_GROUP_" in name
         if name in DEVICE_VARIABLES or (name.startswith(("SLURM_", "SBATCH_", "SRUN_")) and not kept):
@@ -107,7 +107,7 @@ def scrub_environment(environ: MutableMapping[str, str]) -> None:
 
 
 def _read_group_nodes(plan: Plan) -> list[list[str]]:
-    """The nodes of every het group."""
+    """Return the nodes of every het group."""
     found = []
     for component in plan.components:
         names = os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{component.index}")
@@ -120,10 +120,10 @@ def _read_group_nodes(plan: Plan) -> list[list[str]]:
 
 
 def _distribute_nodes(plan: Plan) -> list[list[str]]:
-    """The nodes of a plain job, dealt to the components in their order; that of the batch script is the first."""
+    """Distribute the nodes of a plain job to the components in order; the batch script's node comes first."""
     nodelist = os.environ.get("SLURM_JOB_NODELIST")
     if nodelist is None:
-        raise SlurmError("SLURM_JOB_NODELIST is not set, so nobody knows the nodes of this job")
+        raise SlurmError("SLURM_JOB_NODELIST is not set, so the nodes of this job are unknown")
     here = current_node()
     names = sorted(expand_nodes(nodelist), key=lambda name: name != here)  # stable: neighbours stay together
     ends = list(accumulate(component.nodes for component in plan.components))
@@ -131,5 +131,5 @@ def _distribute_nodes(plan: Plan) -> list[list[str]]:
 
 
 def _query_end_time(job_id: str) -> float:
-    """Slurm's clock for the end of the job: SLURM_JOB_END_TIME is not set everywhere."""
+    """Ask squeue when the job ends: SLURM_JOB_END_TIME is not set everywhere."""
     return datetime.fromisoformat(ask_slurm(["squeue", "-h", "-j", job_id, "-o", "%e"]).split()[0]).timestamp()

@@ -1,16 +1,20 @@
 """Run Slurm's commands: the one place that runs sbatch, squeue, scancel, scontrol, sacct and sinfo.
 
-run_slurm, ask_slurm       run one command with a time limit, and none of the variables that would change what it means
-limited_command            the same as words, for submitit, which starts sbatch itself
-check_answer               SlurmError for a command that was refused or did not answer, with what to do about it
-expand_nodes(nodelist)     `cpu[1-3]` as a list
+run_slurm, ask_slurm    run one command with a time limit, without variables that would change its meaning
+limited_command         the same as a list of words, for submitit, which starts sbatch itself
+check_answer            raise SlurmError, with a fix, for a command that was refused or did not answer
+expand_nodes            `cpu[1-3]` as a list
+queue_script            submit a script with sbatch
+queue_recorded_script   submit a script and record the id of its job
+query_live_jobs         ask squeue which jobs wait or run
+cancel_jobs             end jobs with scancel
+cancel_recorded_jobs    end the recorded jobs of a driver that was killed
+COMMAND_TIMEOUT_S       time limit of one command
+TIMED_OUT               exit code of a command that did not answer
+MAX_NODES               longest range in a node list
 
-Jobs that a running job queues go through here too: reward jobs (one node each, preemptible, there only while there is
-work for them), and the next job of the chain, which is a whole het job.
-
-queue, begin            through sbatch; `queue_recorded_script` records the id
-alive, cancel           through squeue and scancel; only recorded ids are ever asked about or ended
-cancel_recorded         what a driver queued that can no longer end it
+A running job queues other jobs through this module: reward jobs (one node each, preemptible, only while there is work
+for them) and the next job of the campaign, a whole het job. Only recorded ids are ever queried or ended.
 """
 
 import itertools
@@ -24,27 +28,27 @@ from pathlib import Path
 from hpcrl.errors import SlurmError
 
 COMMAND_TIMEOUT_S = float(os.environ.get("HPCRL_SLURM_TIMEOUT_S", "40"))
-"""How long one Slurm command may take to answer; a caller that only displays the answer may wait less."""
+"""How long one Slurm command may take to answer; a caller that only displays the answer may set less."""
 TIMED_OUT = 124
-"""The exit code of coreutils' timeout, and of a command that did not answer here."""
+"""The exit code of coreutils' timeout; `run_slurm` uses it too for a command that did not answer."""
 MAX_NODES = 100_000
-"""No machine has more in one range: a longer one is garbage."""
+"""No machine has more nodes in one range: a longer range is garbage."""
 
 _SETTINGS = ("SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
-"""Variables that begin so act as options of a command."""
+"""Variables with these prefixes act as options of a command."""
 
 
 def run_slurm(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = COMMAND_TIMEOUT_S
 ) -> subprocess.CompletedProcess[str]:
-    """Run one command and return how it ended; without an answer in time, with TIMED_OUT.
+    """Run one command and return its result; the exit code is TIMED_OUT if there was no answer in time.
 
-    `env` is the environment to start from (default: this process's). SlurmError if there is no such command: no
-    patience helps with that.
+    `env` is the environment to start from (default: this process's). Raise SlurmError if the command does not exist:
+    waiting would not help.
     """
     environment = _clean_environment(os.environ if env is None else env, command)
     try:
-        # A separate session: sites wrap these commands, and all of a wrapper must end when the time is up.
+        # A separate session: sites wrap these commands, and the whole wrapper must end when the time is up.
         child = subprocess.Popen(
             command,
             env=environment,
@@ -56,7 +60,7 @@ def run_slurm(
     except OSError as error:
         raise SlurmError(
             f"{command[0]} cannot be run ({error.strerror}; PATH={environment.get('PATH', '')}): run this on a login "
-            "node of the site, load its Slurm module, or for the lab bring it up with `hpcrl lab up`"
+            "node of the site, load its Slurm module, or start the lab with `hpcrl lab up`"
         ) from error
     with child:
         try:
@@ -74,14 +78,14 @@ def run_slurm(
 
 
 def ask_slurm(command: Sequence[str], *, env: Mapping[str, str] | None = None) -> str:
-    """Run one command and return what it printed; SlurmError if it was refused or did not answer."""
+    """Run one command and return its output; raise SlurmError if it was refused or did not answer."""
     done = run_slurm(command, env=env)
     check_answer(command[0], done.returncode, done.stderr or done.stdout)
     return done.stdout
 
 
 def limited_command(command: Sequence[str], *, env: Mapping[str, str]) -> list[str]:
-    """Words that run a command in the environment and within the time that `run_slurm` would give it."""
+    """Return the words that run a command with the environment and the time limit of `run_slurm`."""
     wanted = _clean_environment(env, command)
     unset = [word for name in os.environ if name not in wanted for word in ("-u", name)]
     exports = [f"{name}={value}" for name, value in wanted.items() if os.environ.get(name) != value]
@@ -89,7 +93,7 @@ def limited_command(command: Sequence[str], *, env: Mapping[str, str]) -> list[s
 
 
 def check_answer(command: str, code: int | None, text: str) -> None:
-    """Raise SlurmError if `command` ended with another code than 0 and printed `text`."""
+    """Raise SlurmError if `command`, which printed `text`, ended with a code other than 0."""
     if code == TIMED_OUT:
         raise SlurmError(f"{command} did not answer within {COMMAND_TIMEOUT_S:g} s: is slurmctld up? Try again later")
     if code != 0:
@@ -97,15 +101,15 @@ def check_answer(command: str, code: int | None, text: str) -> None:
 
 
 def _explain_refusal(text: str, command: str) -> str:
-    """Slurm's own reason, and what to do about the usual ones."""
+    """Return Slurm's reason, with a fix for the usual ones."""
     lines = [line for line in text.splitlines() if f"{command}: error" in line]
     reason = "; ".join(line.partition("error: ")[2] for line in lines) or text.strip() or "no reason given"
     fixes = {
         "Unable to contact slurm controller": "the controller is down or slurm_conf points elsewhere: try again later",
         "nvalid account": "give the account that this partition charges: -s site.account=...",
         "nvalid partition": "correct slurm_partition in the site file (sinfo lists the partitions)",
-        "configuration is not available": "no node can give that: `hpcrl plan` shows what is asked",
-        "operation not supported": "if it runs no heterogeneous jobs: -s job.layout=hetstep asks for one allocation",
+        "configuration is not available": "no node has that much: `hpcrl plan` shows what is requested",
+        "operation not supported": "if it runs no heterogeneous jobs: -s job.layout=hetstep requests one allocation",
     }
     unknown = "nothing was queued" if command == "sbatch" else f"the answer of {command}"
     fix = next((fix for words, fix in fixes.items() if words in reason), unknown)
@@ -113,7 +117,7 @@ def _explain_refusal(text: str, command: str) -> str:
 
 
 def _clean_environment(env: Mapping[str, str], command: Sequence[str]) -> dict[str, str]:
-    """Remove what acts as options of a command, and what Slurm says about the job that this process is in."""
+    """Remove variables that act as options of a command, and those that describe the job this process is in."""
     removed = (*_SETTINGS, "SLURM_") if "SLURM_JOB_ID" in env else _SETTINGS
     kept = {name: value for name, value in env.items() if name == "SLURM_CONF" or not name.startswith(removed)}
     if Path(command[0]).name == "sbatch":  # its environment becomes the job's
@@ -122,7 +126,7 @@ def _clean_environment(env: Mapping[str, str], command: Sequence[str]) -> dict[s
 
 
 def expand_nodes(nodelist: str) -> list[str]:
-    """`gpu[01-03,7],login` as a list of names."""
+    """Expand `gpu[01-03,7],login` to a list of names."""
     parts = re.split(r",(?![^\[]*\])", nodelist)
     return list(itertools.chain.from_iterable(_expand_name(part) for part in parts if part))
 
@@ -141,12 +145,12 @@ def _expand_name(name: str) -> list[str]:
 
 
 def queue_script(script: Path, *options: str) -> str:
-    """Submit a script to Slurm; returns the id of its job."""
+    """Submit a script to Slurm and return the id of its job."""
     return ask_slurm(["sbatch", "--parsable", *options, str(script)]).strip().partition(";")[0]
 
 
 def queue_recorded_script(script: Path, *, record: Path) -> str:
-    """Submit a script and append the id of its job to `record`; returns the id."""
+    """Submit a script, append the id of its job to `record` and return the id."""
     id = queue_script(script)
     with os.fdopen(os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
         file.write(f"{id}\n")
@@ -154,7 +158,7 @@ def queue_recorded_script(script: Path, *, record: Path) -> str:
 
 
 def query_live_jobs(ids: Sequence[str]) -> dict[str, bool] | None:
-    """Of jobs that wait or run, whether they run; what has ended is absent. None: Slurm did not answer."""
+    """Map each job that waits or runs to True if it runs; ended jobs are absent. None: Slurm did not answer."""
     if not ids:
         return {}
     try:
@@ -166,19 +170,19 @@ def query_live_jobs(ids: Sequence[str]) -> dict[str, bool] | None:
 
 
 def cancel_jobs(ids: Iterable[str]) -> None:
-    """End jobs; those that have ended already are no matter."""
+    """End jobs; jobs that have already ended are ignored."""
     wanted = list(ids)
     if wanted:
         ask_slurm(["scancel", *wanted])
 
 
 def cancel_recorded_jobs(record: Path) -> None:
-    """End the jobs in `record` that still wait or run; SlurmError if Slurm does not answer."""
+    """End the jobs in `record` that still wait or run; raise SlurmError if Slurm does not answer."""
     try:
         ids = record.read_text().split()
     except FileNotFoundError:
         return
     left = query_live_jobs(ids)
     if left is None:
-        raise SlurmError(f"squeue does not list which jobs of {record} are left: scancel {' '.join(ids)}")
+        raise SlurmError(f"squeue did not report which jobs of {record} are left: scancel {' '.join(ids)}")
     cancel_jobs(left)

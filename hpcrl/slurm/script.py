@@ -1,4 +1,10 @@
-"""Plan -> batch script. The only place that makes batch text; the text holds no role logic."""
+"""Make batch scripts from a plan. No other module makes batch text, and the text has no role logic.
+
+make_batch_script   the script of one job
+make_job_script     the same for an existing campaign
+make_reward_script  the script of one reward job
+choose_python       the Python interpreter of the jobs
+"""
 
 import shlex
 import sys
@@ -15,7 +21,7 @@ from hpcrl.system.files import read_json
 def make_batch_script(
     plan: Plan, *, campaign: CampaignDir, job: int, python: str, exports: Iterable[tuple[str, str]] = ()
 ) -> str:
-    """The whole script of one job; on a site without a scheduler the same text runs as it is."""
+    """Return the script of one job; a site without a scheduler runs the same text in bash."""
     lines = ["#!/bin/bash"]
     if plan.layout != "local":
         lines += _make_directives(plan, campaign=campaign, job=job)
@@ -28,18 +34,18 @@ def make_batch_script(
 
 
 def make_job_script(plan: Plan, *, campaign: CampaignDir, job: int, site: Site) -> str:
-    """The same for a campaign that is there, with what its first submission exported."""
+    """Return the script of one job of an existing campaign, with the exports of its first submission."""
     exports = read_json(campaign.manifest)["exports"].items()
     return make_batch_script(plan, campaign=campaign, job=job, python=choose_python(site), exports=exports)
 
 
 def choose_python(site: Site) -> str:
-    """The interpreter of the jobs."""
+    """Return the Python interpreter of the jobs."""
     return site.python or sys.executable
 
 
 def make_reward_script(plan: Plan, *, campaign: CampaignDir, job: int, name: str, command: Sequence[str]) -> str:
-    """The script of one small job of rewards. Slurm must not begin a preempted one again: the driver does."""
+    """Return the script of one reward job. Slurm must not requeue it when it is preempted: the driver replaces it."""
     assert plan.reward_jobs is not None
     log = str(campaign.job(job).log(name)).replace("%", "%%")
     flags = [
@@ -55,7 +61,7 @@ def make_reward_script(plan: Plan, *, campaign: CampaignDir, job: int, name: str
 
 
 def _make_directives(plan: Plan, *, campaign: CampaignDir, job: int) -> list[str]:
-    """The #SBATCH lines: a block for each component, or one for all; output is asked for once, in the first."""
+    """Return the #SBATCH lines: a block for each component, or one for all; the first block sets the output file."""
     log = str(campaign.job(job).log("batch")).replace("%", "%%")
     shared = [f"--job-name=hpcrl-{campaign.name}", f"--time={_format_walltime(plan.cost.walltime_min)}", "--export=ALL"]
     shared.append(f"--signal=B:USR2@{int(plan.drain_s)}")
@@ -75,7 +81,7 @@ def _format_walltime(minutes: int) -> str:
 
 
 def _quote_directive(text: str) -> str:
-    """As sbatch reads a directive: plain where it can be, in double quotes where it must."""
+    """Quote a directive as sbatch expects: double quotes, and only where they are needed."""
     if shlex.quote(text) == text:
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,13 +1,15 @@
-"""What Slurm says about jobs: one squeue for all of them, one sacct for those that squeue no longer lists.
+"""The state of jobs: one squeue for all of them, one sacct for those that squeue no longer lists.
 
-job_states(ids, env=...)   asks; whoever gets no answer is "unknown", which is not "failed"
-parse_queue, parse_ended   the two text formats (JSON drifts between Slurm versions)
-overall(states)            the state of a heterogeneous job from those of its components
+query_job_states           ask Slurm; a job without an answer is "unknown", which is not "failed"
+JobStatus                  the state of one job
+ComponentStatus            the state of one of its components
+parse_queue, parse_ended   parse the two text formats (JSON changes between Slurm versions)
+combine_states             the state of a heterogeneous job from those of its components
+explain_reason             why a job waits or ended, in plain words
+UNKNOWN, WAITING, ACTIVE, ENDED   states
 
-States are Slurm's own words in lower case. squeue is the authority on jobs that live; sacct runs behind it and may
-be disabled, so it is believed only about jobs that have ended.
-
-Why a job waits or ended: Slurm's words in plain ones.
+States are Slurm's names in lower case. squeue is authoritative for jobs that wait or run; sacct lags behind it and may
+be disabled, so it is used only for jobs that have ended.
 """
 
 import datetime
@@ -26,14 +28,14 @@ _REASONS = {
     "Dependency": "it waits for another job to end",
     "DependencyNeverSatisfied": "the job it waits for can never satisfy it: cancel it",
     "BeginTime": "its earliest start time has not come (a requeued job waits about two minutes)",
-    "JobHeldUser": "it is held: `scontrol release` lets it go",
+    "JobHeldUser": "it is held: `scontrol release` releases it",
     "JobHeldAdmin": "an administrator holds it",
     "PartitionDown": "its partition is down",
     "PartitionInactive": "its partition is inactive",
     "PartitionNodeLimit": "it asks for more nodes than its partition allows",
     "PartitionTimeLimit": "it asks for more time than its partition allows",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved (often: for maintenance)",
-    "Reservation": "it waits for its reservation to begin",
+    "Reservation": "it waits for its reservation to start",
     "Licenses": "it waits for a licence",
     "InvalidAccount": "its account is not valid here",
     "InvalidQOS": "its QOS is not valid here",
@@ -45,7 +47,7 @@ _REASONS = {
     "NonZeroExitCode": "it ended with a non-zero exit code",
 }
 _LIMIT_REASONS = (
-    # Slurm composes these names (QOSMaxJobsPerUserLimit, AssocGrpGRESMinutes, ...), so they go by their beginning.
+    # Slurm composes these names (QOSMaxJobsPerUserLimit, AssocGrpGRESMinutes, ...), so prefixes are compared.
     ("QOSMax", "you are at a limit of its QOS"),
     ("QOSGrp", "all users of its QOS together are at a limit"),
     ("QOSMin", "it asks for less than its QOS wants"),
@@ -58,7 +60,7 @@ _LIMIT_REASONS = (
 
 
 def explain_reason(reason: str) -> str:
-    """Slurm's reason in plain words; one that is not known here is passed on."""
+    """Return Slurm's reason in plain words; an unknown reason is returned unchanged."""
     word = re.split(r"[,:(\s]", reason.strip("() "), maxsplit=1)[0]
     if word in _REASONS:
         return _REASONS[word]
@@ -74,7 +76,7 @@ ACTIVE = frozenset(
     {"running", "completing", "configuring", "suspended", "stopped", "signaling", "stage_out", "resizing"}
 )
 ENDED = (
-    # Worst first: when one component dies, Slurm cancels the others, and the cause is what counts.
+    # Worst first: when one component fails, Slurm cancels the others, and the cause is reported.
     "out_of_memory", "node_fail", "boot_fail", "launch_failed", "preempted", "timeout", "deadline", "failed", "revoked",
     "cancelled", "completed",
 )  # fmt: skip
@@ -85,50 +87,50 @@ _COMPONENT_ID = re.compile(r"(?P<leader>\d+)(?:\+(?P<index>\d+))?")
 
 
 class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One component of a job; a plain job has one, with index 0."""
+    """The state of one component of a job; a plain job has one component, with index 0."""
 
     id: str
-    """Its own id, without `+`: component 1 of job 123 may be 124."""
+    """Its separate id, without `+`: component 1 of job 123 may be 124."""
     index: int
     state: str
     partition: str
     nodes: str = ""
-    """As Slurm writes them: `gpu[01-02]`; empty before the job starts."""
+    """In Slurm's notation: `gpu[01-02]`; empty before the job starts."""
     reason: str = ""
-    """Slurm's word for why it waits or ended; empty if there is nothing to say."""
+    """Slurm's name for why it waits or ended; empty if there is none."""
     start: float | None = None
-    """When it started; while it waits, Slurm's estimate, if it has one."""
+    """Start time; while it waits, Slurm's estimate, if there is one."""
     end: float | None = None
-    """When it ended or will be ended by its time limit."""
+    """End time, or when its time limit will end it."""
     exit_code: int | None = None
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One job, all components."""
+    """The state of one job and of its components."""
 
     id: str
     state: str
-    """As `combine_states` derives it; "unknown" when Slurm gave no answer."""
+    """The result of `combine_states`; "unknown" when Slurm did not answer."""
     components: list[ComponentStatus] = []
     reason: str = ""
-    """Why it waits, ended or is unknown, in plain words."""
+    """The cause that it waits, ended or is unknown, in plain words."""
     start: float | None = None
     end: float | None = None
 
 
 @dataclass(frozen=True)
 class _CommandAnswer:
-    """What one Slurm command said."""
+    """The output of one Slurm command."""
 
     text: str
     problem: str = ""
-    """Why there is no answer; empty if there is one."""
+    """The cause that there is no answer; empty if there is one."""
 
 
 def query_job_states(ids: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 10.0) -> dict[str, JobStatus]:
-    """The state of every job in `ids`, by at most two commands of at most `timeout_s` seconds each."""
+    """Return the state of every job in `ids`, with at most two commands of at most `timeout_s` seconds each."""
     numbers = [job for job in dict.fromkeys(ids) if job.isascii() and job.isdigit()]
-    states = {job: JobStatus(id=job, state=UNKNOWN, reason=f"{job!r} is no Slurm job id") for job in ids}
+    states = {job: JobStatus(id=job, state=UNKNOWN, reason=f"{job!r} is not a Slurm job id") for job in ids}
     if not numbers:
         return states
     queue = _query_slurm(_make_queue_command(numbers), env, timeout_s=timeout_s)
@@ -143,7 +145,7 @@ def query_job_states(ids: Sequence[str], *, env: Mapping[str, str], timeout_s: f
 
 
 def parse_queue(text: str) -> dict[str, JobStatus]:
-    """Jobs by id of the leader, from squeue's lines."""
+    """Parse squeue's lines to jobs by the id of their leader."""
     components: dict[str, list[ComponentStatus]] = {}
     for line in text.splitlines():
         fields = line.strip().split("|", 7)
@@ -166,7 +168,7 @@ def parse_queue(text: str) -> dict[str, JobStatus]:
 
 
 def parse_ended(text: str) -> dict[str, JobStatus]:
-    """Jobs that have ended, by id of the leader, from sacct's lines; what it says of others may be out of date."""
+    """Parse sacct's lines to ended jobs by the id of their leader; its lines about other jobs may be out of date."""
     components: dict[str, list[ComponentStatus]] = {}
     for line in text.splitlines():
         fields = line.strip().split("|")
@@ -188,9 +190,9 @@ def parse_ended(text: str) -> dict[str, JobStatus]:
 
 
 def combine_states(states: Iterable[str]) -> str:
-    """The state of a job from those of its components, component 0 first.
+    """Return the state of a job from those of its components, component 0 first.
 
-    The batch script runs on component 0, so when that has completed the job has, whatever was lost on the way.
+    The batch script runs on component 0, so a job whose component 0 completed is complete, whatever else was lost.
     """
     listed = list(states)
     if any(state in ACTIVE for state in listed):
@@ -220,7 +222,7 @@ def _make_job_status(job: str, components: list[ComponentStatus]) -> JobStatus:
 
 
 def _combine_reasons(state: str, components: list[ComponentStatus]) -> str:
-    """The reasons that differ, each once, with its component if there are several."""
+    """Return the distinct reasons, with their partitions if there are several."""
     if state in ACTIVE or state in {"completed", "cancelled"}:  # a cancelled job keeps the reason why it waited
         return ""
     reasons: dict[str, list[str]] = {}
@@ -248,7 +250,7 @@ def _query_slurm(command: list[str], env: Mapping[str, str], *, timeout_s: float
     complaint = done.stderr.strip()
     if done.returncode == TIMED_OUT:
         return _CommandAnswer("", complaint)
-    if done.returncode != 0 and "Invalid job id" not in complaint:  # squeue's way to say that none is listed
+    if done.returncode != 0 and "Invalid job id" not in complaint:  # squeue prints it when no job is listed
         last = complaint.splitlines()[-1] if complaint else f"exit code {done.returncode}"
         return _CommandAnswer("", f"{command[0]}: {last}")
     return _CommandAnswer(done.stdout)

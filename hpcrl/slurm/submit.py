@@ -1,4 +1,16 @@
-"""Handing a batch script to Slurm (through submitit) or to this machine, and taking a job back by its recorded id."""
+"""Submit a batch script to Slurm (through submitit) or run it on this machine; end a job by its recorded id.
+
+submit_job             start a job of a campaign and record its id
+SubmittedJob           the record of a submitted job
+record_submission      store that record
+check_script           run `sbatch --test-only`
+interrupt_job          ask a running job to end now and clean up
+cancel_job             end a job
+require_slurm          check that Slurm's commands are installed
+make_site_environment  variables that Slurm's commands need to reach a site
+expand_path            expand `~` and variables in a path of a site file
+REQUIRED_COMMANDS      commands that a Slurm site must have
+"""
 
 import contextlib
 import io
@@ -23,7 +35,7 @@ REQUIRED_COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 
 
 class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What was started: the only thing that may be cancelled."""
+    """The record of a submitted job; no other job may be cancelled."""
 
     id: str
     """Slurm's id of the job (of its leader), or `local-<pid>`."""
@@ -31,23 +43,23 @@ class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     pid: int | None = None
     start_ticks: int | None = None
-    """With the pid this names one process for ever, also after the pid is used again."""
+    """Start time of the process: together with the pid it stays unique, even when the pid is reused."""
 
 
 def make_site_environment(site: Site) -> dict[str, str]:
-    """What Slurm's commands need in their environment to reach this site."""
+    """Return the variables that Slurm's commands need to reach this site."""
     if site.slurm_conf is None:
         return {}
     path = Path(expand_path(site.slurm_conf))
     if not path.is_file():
         is_lab = "$HPCRL_LAB" in site.slurm_conf
-        fix = "`hpcrl lab up` makes one" if is_lab else f"mend slurm_conf in the site {site.name!r}"
+        fix = "`hpcrl lab up` makes one" if is_lab else f"correct slurm_conf in the site {site.name!r}"
         raise SlurmError(f"no Slurm at {path}: {fix}")
     return {"SLURM_CONF": str(path)}
 
 
 def expand_path(text: str) -> str:
-    """`~` and $NAME in a path of a site file; $HPCRL_LAB has a default."""
+    """Expand `~` and $NAME in a path of a site file; $HPCRL_LAB has a default."""
     if "$HPCRL_LAB" in text:
         text = text.replace("$HPCRL_LAB", str(default_lab_dir()))
     expanded = os.path.expandvars(Path(text).expanduser())
@@ -57,11 +69,11 @@ def expand_path(text: str) -> str:
 
 
 def require_slurm(site: Site) -> None:
-    """Say what is missing before anything is begun."""
+    """Raise SlurmError, before anything is started, if one of Slurm's commands is missing."""
     missing = [command for command in REQUIRED_COMMANDS if shutil.which(command) is None]
     if missing:
         raise SlurmError(
-            f"site {site.name!r} is run by Slurm, and {', '.join(missing)} is not on PATH here: "
+            f"site {site.name!r} needs Slurm, and {', '.join(missing)} is not on PATH here: "
             "log in to a node that has Slurm's commands, or use --site local"
         )
 
@@ -74,19 +86,19 @@ def submit_job(script: str, *, job: JobDir, site: Site) -> SubmittedJob:
 
 
 def record_submission(submitted: SubmittedJob, *, job: JobDir) -> None:
-    """From now on this job may be cancelled."""
+    """Store the record; from now on this job may be cancelled."""
     publish_file(job.submission, msgspec.json.format(msgspec.json.encode(submitted), indent=2) + b"\n")
 
 
 def check_script(script: Path, *, site: Site) -> str:
-    """What Slurm says of the script without queueing it."""
+    """Return Slurm's judgement of the script, without queueing it."""
     done = run_slurm(["sbatch", "--test-only", str(script)], env=_slurm_environment(site))
     check_answer("sbatch", done.returncode, done.stderr or done.stdout)
     return (done.stdout + done.stderr).strip()
 
 
 def interrupt_job(submitted: SubmittedJob, *, site: Site) -> None:
-    """Tell a running job to end now and clear up; what scancel kills cannot."""
+    """Ask a running job to end now and clean up; a job that scancel kills cannot clean up."""
     if submitted.scheduler == "slurm":
         ask_slurm(["scancel", "--batch", "--signal=INT", submitted.id], env=_slurm_environment(site))
     else:
@@ -94,7 +106,7 @@ def interrupt_job(submitted: SubmittedJob, *, site: Site) -> None:
 
 
 def cancel_job(submitted: SubmittedJob, *, site: Site) -> None:
-    """End a job. One that is gone already is no error."""
+    """End a job; it is not an error if the job has already ended."""
     if submitted.scheduler == "slurm":
         ask_slurm(["scancel", submitted.id], env=_slurm_environment(site))
     else:
@@ -108,7 +120,7 @@ def _send_signal(submitted: SubmittedJob, sig: signal.Signals) -> None:
 
 
 def _submit_local(script: str, *, job: JobDir) -> SubmittedJob:
-    """The same script, run by bash in a session of its own; `exec` makes its pid the driver's."""
+    """Run the script with bash in a separate session; `exec` makes its pid the driver's."""
     publish_file(job.script, script, mode=0o700)
     with job.log("batch").open("ab") as log:
         process = subprocess.Popen(
@@ -116,7 +128,7 @@ def _submit_local(script: str, *, job: JobDir) -> SubmittedJob:
         )
     pid = process.pid
     ticks = read_start_ticks(pid)
-    process.returncode = 0  # it outlives this command on purpose: keep Popen's destructor quiet
+    process.returncode = 0  # it outlives this command on purpose: this silences the warning of Popen's destructor
     return SubmittedJob(id=f"local-{pid}", scheduler="local", time=time.time(), pid=pid, start_ticks=ticks)
 
 
@@ -124,7 +136,7 @@ def _submit_slurm(script: str, job: JobDir, site: Site) -> SubmittedJob:
     import submitit
 
     class HetExecutor(submitit.SlurmExecutor):
-        """submitit's submission and job folder, with a script of several components and no pickled function."""
+        """The submission and job folder of submitit, with our batch script in place of a pickled function."""
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             del uid
@@ -141,7 +153,7 @@ def _submit_slurm(script: str, job: JobDir, site: Site) -> SubmittedJob:
         check_answer("sbatch", getattr(error.__cause__, "returncode", 1), str(error))
         raise
     except submitit.core.utils.FailedSubmissionError as error:
-        raise SlurmError(f"sbatch answered something unexpected: {error}") from error
+        raise SlurmError(f"sbatch printed an unexpected answer: {error}") from error
     return SubmittedJob(id=submitted.job_id, scheduler="slurm", time=time.time())
 
 
