@@ -1,16 +1,16 @@
-"""The work of an env worker.
+"""Run episodes: the work of an env worker.
 
 episode       one episode, turn by turn
 turn          one turn, across interruptions
-player        an episode or an agent program, as the domain asks
-groups        groups of episodes and what became of them
+player        an episode or an agent program, as the domain requires
+groups        groups of episodes and how they ended
 admission     how many groups may start
 tasks         seeds, numbers and domains of tasks
-task_queue    the next task, and environments made ready before
-fault_budget  how many faults of an environment are bearable
+task_queue    the next task, with environments prepared ahead
+fault_budget  how many faults of an environment are tolerated
 curriculum    weights of domains, by a user's function
 flow_control  how env workers and the trainer wait for each other
-journal       what runs, on disk
+journal       the running episodes, on disk
 reporting     counters and events of the worker
 evaluation    rounds of evaluation
 rewards       a domain's reward function

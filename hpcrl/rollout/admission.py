@@ -1,12 +1,11 @@
-"""How many new episodes may begin: bounded by what can run at once and by how stale their data may become. Pure.
+"""Admission of new episodes, limited by how many can run at once and by how stale their data may become. Pure.
 
-admitted_groups  how many whole groups one of several env hosts may begin
-lag_of           how far ahead of training a mode lets episodes begin
-in_batches       a whole batch or nothing, for the mode that waits for the last episode of each
-with_spare       the same with groups to spare, of which the slowest are not waited for
-share            one host's part of a whole; the parts sum to the whole
-
-How many groups an env host may begin now, in every mode. Pure: what there is comes from the caller.
+AdmissionControl       decides how many groups an env worker may start now, in every mode
+count_admitted_groups  how many whole groups one of several env workers may start
+get_mode_lag           how far ahead of training a mode lets episodes start
+limit_to_batch         a whole batch or nothing, for the mode that waits for the last episode of each
+add_spare_groups       a batch with spare groups, so that the slowest are not waited for
+compute_share          one worker's part of a whole; the parts sum to the whole
 """
 
 from collections.abc import Sequence
@@ -28,14 +27,14 @@ def count_admitted_groups(
     groups_per_step: int,
     accepted_groups: int,
 ) -> int:
-    """How many whole groups an env worker may begin now, so that no group ever waits half begun.
+    """Return how many whole groups an env worker may start now; a group is never started in part.
 
     This is the formula of RollArt and AReaL: the lesser of what may run at once and of what stays fresh,
     (max_lag + version + 1) * groups_per_step - (accepted + running).
 
-    Only `running_episodes` and `running_groups` are the worker's own; `accepted_groups` is the campaign's, so that what
-    a slow or dead host does not produce falls to the others.
-    A `max_running` below `episodes_per_group` admits nothing, on any host.
+    Only `running_episodes` and `running_groups` are the worker's own; `accepted_groups` is the campaign's, so the
+    other workers make up for one that is slow or dead.
+    A `max_running` below `episodes_per_group` admits nothing, on any worker.
     """
     max_episodes = compute_share(max_running // episodes_per_group, worker) * episodes_per_group
     fresh = (max_lag + version + 1) * groups_per_step - accepted_groups
@@ -44,7 +43,7 @@ def count_admitted_groups(
 
 
 def get_mode_lag(mode: RolloutMode, *, max_lag: int) -> int:
-    """Steps that episodes may begin ahead of training: "sync" begins none before the step made of the last batch."""
+    """Return how many steps ahead of training episodes may start; "sync" waits for the step on the last batch."""
     match mode:
         case "sync":
             return 0
@@ -55,37 +54,37 @@ def get_mode_lag(mode: RolloutMode, *, max_lag: int) -> int:
 
 
 def limit_to_batch(admitted: int, *, num_in_flight: int, batch: int) -> int:
-    """One host's batch once nothing of the last one is under way: its slowest episode holds up all that follow."""
+    """Return one worker's batch, or 0 while any group of the previous batch is in flight."""
     return 0 if num_in_flight else min(admitted, batch)
 
 
 def add_spare_groups(admitted: int, *, num_in_flight: int, spare: int, room: int) -> int:
-    """A batch, with as many groups more as there is room for; later ones only stand in for what was lost of it."""
+    """Return a batch plus the spare groups that fit; groups added to a running batch only replace lost ones."""
     return admitted if num_in_flight or not admitted else max(admitted, min(admitted + spare, room))
 
 
 def compute_share(total: int, worker: EnvWorkerId) -> int:
-    """One env worker's part of `total`; the parts differ by one at most and sum to it exactly."""
+    """Return one env worker's part of `total`; the parts differ by one at most and sum to it exactly."""
     return total // worker.count + (worker.index < total % worker.count)
 
 
 class AdmissionControl:
-    """What one env host lets begin."""
+    """Decides how many groups one env worker may start."""
 
     def __init__(self, recipe: Recipe, worker: EnvWorkerId) -> None:
         rollout = recipe.rollout
         self.is_batched = rollout.mode != "async"
-        """Whole batches: one begins when nothing of the last is under way, and all of it with the newest version."""
+        """Start whole batches: each once nothing of the last is in flight, and all of it with the newest version."""
         self._rollout = rollout
         self._groups_per_step = recipe.train.groups_per_step
         self._worker = worker
         self._num_pending = 0
 
     def num_admitted(self, groups: EpisodeGroups, *, num_unsealed: int, num_waiting: int) -> int:
-        """How many groups may begin now.
+        """Return how many groups may start now.
 
-        `num_unsealed` are trajectories that this host released and that are not durable yet, `num_waiting` those of
-        all hosts that are durable and not settled by the trainer.
+        `num_unsealed` are trajectories that this worker released and that are not durable yet, `num_waiting` those of
+        all workers that are durable and not settled by the trainer.
         """
         rollout = self._rollout
         num_in_flight = groups.num_open + num_unsealed // rollout.group_size
@@ -96,7 +95,7 @@ class AdmissionControl:
             running_episodes=groups.num_running,
             running_groups=num_in_flight,
             max_lag=get_mode_lag(rollout.mode, max_lag=rollout.max_lag),
-            version=0,  # what the trainer consumed is in neither count, so that both begin anew at every step
+            version=0,  # neither count includes what the trainer consumed, so both restart from zero at every step
             groups_per_step=self._groups_per_step,
             accepted_groups=max(num_waiting, 0) // rollout.group_size,
         )
@@ -105,16 +104,17 @@ class AdmissionControl:
         return limit_to_batch(num_groups, num_in_flight=num_in_flight, batch=self._own_share(self._groups_per_step))
 
     def has_fresh_weights(self, versions: Sequence[int], *, newest: int) -> bool:
-        """The engines, which have these `versions`, have weights that a group may begin with.
+        """Return whether the engines, which have these `versions`, have weights that a group may start with.
 
-        A batch begins with the newest, all of it; else some engine has to have what is not too old with its first turn.
+        A batch needs the newest version on all engines; otherwise one engine with a version that is not already too
+        old is enough.
         """
         if self.is_batched:
             return min(versions, default=-1) >= newest
         return max(versions, default=-1) >= newest - self._rollout.max_lag
 
     def num_to_start(self, num_groups: int, groups: EpisodeGroups) -> int:
-        """How many of a batch begin, those to spare included; `record_release` says when it has what it needs."""
+        """Return how many groups to start, spare ones included; `record_release` reports when a batch is complete."""
         if not self.is_batched or not num_groups:
             return num_groups
         if not groups.num_open:
@@ -125,7 +125,7 @@ class AdmissionControl:
         return add_spare_groups(num_groups, num_in_flight=groups.num_open, spare=spare, room=room)
 
     def record_release(self) -> bool:
-        """A group was released; True if nothing else of its batch is needed."""
+        """Record that a group was released; return True if its batch needs no other."""
         self._num_pending -= 1
         return self.is_batched and self._num_pending <= 0
 

@@ -1,7 +1,12 @@
-"""Weights of domains that follow how well they go: a function of the user is asked for them now and then.
+"""Curriculum: a user's function that adapts the weights of domains to their recent rewards.
 
-The function gets the recent rewards of every domain, oldest first, and gives weights: of some or all domains, none
-negative, one above 0. A domain of weight 0 is not asked; one that it does not name keeps its weight of the recipe.
+    Curriculum      calls the function every UPDATE_INTERVAL_S, with the rewards that reward workers report
+    CurriculumHook  the type of the function
+    check_weights   completes and checks the weights that it returned
+
+The function receives the recent rewards of every domain, oldest first, and returns weights for some or all domains:
+none negative, at least one above 0. No task is drawn from a domain of weight 0; a domain that is not in the result
+keeps the weight that it had.
 """
 
 import math
@@ -18,13 +23,13 @@ from hpcrl.errors import ConfigError
 
 UPDATE_INTERVAL_S = 10.0
 MAX_KEPT = 256
-"""Rewards of a domain that are remembered, newest first to stay."""
+"""The number of rewards kept for a domain; the oldest are dropped first."""
 
 CurriculumHook = Callable[[dict[str, list[float]]], Mapping[str, float]]
 
 
 class Curriculum:
-    """The curriculum of one env host, fed by what the reward workers say in their events."""
+    """The curriculum of one env worker, fed by the events of the reward workers."""
 
     def __init__(self, hook: CurriculumHook, *, name: str, weights: Mapping[str, float], events: EventReader) -> None:
         self._hook = hook
@@ -36,7 +41,7 @@ class Curriculum:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, *, events: Path) -> "Curriculum | None":
-        """The curriculum of a recipe, if it names one."""
+        """Return the curriculum of a recipe, or None if it names none."""
         name = recipe.rollout.curriculum
         if name is None:
             return None
@@ -48,7 +53,7 @@ class Curriculum:
         )
 
     def poll_weights(self, *, now: float) -> dict[str, float] | None:
-        """New weights; None when it is not time to ask, or nothing has changed."""
+        """Return new weights; None when an update is not due yet, or nothing has changed."""
         if now - self._updated_at < UPDATE_INTERVAL_S:
             return None
         self._updated_at = now
@@ -68,14 +73,18 @@ class Curriculum:
 
 
 def check_weights(answer: Any, *, known: Mapping[str, float], name: str) -> dict[str, float]:
-    """The weights that a function gave, completed; ConfigError for what are none."""
+    """Return the weights that a function gave, completed; raise ConfigError if they are not valid."""
     try:
         weights = {**known, **{str(domain): float(weight) for domain, weight in dict(answer).items()}}
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"rollout.curriculum {name} gave {answer!r}: it gives a number for each domain") from error
+        raise ConfigError(f"rollout.curriculum {name} returned {answer!r}: return a number for each domain") from error
     if weights.keys() != known.keys():
         unknown = ", ".join(sorted(weights.keys() - known.keys()))
-        raise ConfigError(f"rollout.curriculum {name} gave weights for {unknown}: there are {', '.join(known)}")
+        raise ConfigError(
+            f"rollout.curriculum {name} returned weights for {unknown}: the recipe's domains are {', '.join(known)}"
+        )
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights.values()) or not any(weights.values()):
-        raise ConfigError(f"rollout.curriculum {name} gave {answer!r}: weights are at least 0, and one is above")
+        raise ConfigError(
+            f"rollout.curriculum {name} returned {answer!r}: weights must be finite, none below 0 and one above 0"
+        )
     return weights

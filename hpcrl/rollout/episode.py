@@ -1,13 +1,14 @@
-"""One episode on its own timeline: reset, then generate and step, turn by turn, to a trajectory exact to the token.
+"""Run one episode: reset, then generate and step, turn by turn, to a trajectory exact to the token.
 
-    ConversationLayout  what an episode needs of the chat layout
-    EpisodeLimits       how long, how far and how stale an episode may be
-    run_episode         runs it; what goes wrong in its environment or its engines is a status, not an exception
+    ConversationLayout        what an episode needs of the chat layout
+    EpisodeLimits             how long, how far and how stale an episode may be
+    run_episode               runs it; an error in its environment or its engines is a status, not an exception
+    loop_time, retry_pause_s  the event loop's time, and the pause before a new attempt
 
-Ids are appended as they came and never made from text again. An infrastructure fault begins the episode anew, after
-a pause; if none of the attempts gets through, its status is `env-fault`. An action that the environment does not
-like is an ordinary step. Only cancelling ends an episode without a trajectory: the caller knows why. Time is that of
-the event loop, so that an episode runs in virtual time as it does in real time.
+Token ids are appended as received and never made from text again. After an infrastructure fault the episode starts
+again, following a pause; if no attempt succeeds, its status is `env-fault`. An action that the environment rejects is
+an ordinary step. Only cancelling ends an episode without a trajectory: the caller knows why. Time is that of the event
+loop, so an episode runs in virtual time as it does in real time.
 """
 
 import asyncio
@@ -30,12 +31,12 @@ from hpcrl.spool.status import EpisodeStatus
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 5.0
-"""How long an environment may take to close before it is left alone."""
+"""The time that an environment may take to close before it is abandoned."""
 MAX_PAUSE_S = 60.0
 
 
 class ConversationLayout(Protocol):
-    """How a conversation is laid out in tokens; `hpcrl.models.chat_layout.ChatLayout` is one."""
+    """A protocol for laying out a conversation in tokens; `hpcrl.models.chat_layout.ChatLayout` is one."""
 
     @property
     def stop_token_ids(self) -> Sequence[int]: ...
@@ -48,22 +49,22 @@ class ConversationLayout(Protocol):
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How long, how far and how stale an episode may be; the fields are those of the recipe."""
+    """Limits on an episode's turns, tokens, staleness and time; the fields are those of the recipe."""
 
     max_turns: int
     max_new_tokens: int
     context_length: int
-    """Tokens that the model can see; an episode that would need more is truncated."""
+    """The number of tokens that the model can see; an episode that would need more is truncated."""
     max_lag: int
     temperature: float = 1.0
     create_timeout_s: float = 60.0
     reset_timeout_s: float = 60.0
     step_timeout_s: float = 60.0
     episode_timeout_s: float = 3600.0
-    """For all attempts together, generation included."""
+    """The limit for all attempts together, generation included."""
     env_retries: int = 2
     first_pause_s: float = 0.5
-    """Before the first new attempt after a fault; it doubles each time."""
+    """The pause before the first new attempt after a fault; it doubles each time."""
 
 
 async def run_episode(
@@ -102,12 +103,12 @@ async def run_episode(
 
 
 def loop_time() -> float:
-    """The time of the event loop."""
+    """Return the time of the event loop."""
     return asyncio.get_running_loop().time()
 
 
 def retry_pause_s(first_s: float, *, attempt: int, episode: str) -> float:
-    """How long to wait before new attempt `attempt` (1, 2, ...): doubling, and spread so that not all come at once."""
+    """Return the wait before new attempt `attempt` (1, 2, ...): it doubles, and varies so that not all coincide."""
     spread = stable_hash(episode, attempt, bits=16) / (1 << 16)
     return float(min(first_s * 2 ** min(attempt - 1, 16), MAX_PAUSE_S) * (0.5 + spread))
 
@@ -128,12 +129,12 @@ class _TrajectoryBuilder:
         self._turns: list[EpisodeTurn] = []
 
     def add_prompt(self, token_ids: Sequence[int]) -> None:
-        """Add what the model was shown."""
+        """Add tokens that the model was given."""
         self._add(token_ids, logprobs=[0.0] * len(token_ids), versions=[0] * len(token_ids), is_reply=False)
 
     def add_reply(self, completion: Completion) -> None:
-        """Add what the model said."""
-        # An engine may still be a version behind when the episode begins: staleness counts from what really acted.
+        """Add tokens that the model generated."""
+        # An engine may still be a version behind when the episode starts: staleness counts from the version used.
         self.start_version = min([self.start_version, *completion.versions])
         self._add(completion.token_ids, logprobs=completion.logprobs, versions=completion.versions, is_reply=True)
 
@@ -145,7 +146,7 @@ class _TrajectoryBuilder:
     ) -> None:
         if not len(token_ids) == len(logprobs) == len(versions):
             raise EngineError(
-                f"episode {self.id}: the engine gave {len(token_ids)} tokens, {len(logprobs)} log-probabilities "
+                f"episode {self.id}: the engine returned {len(token_ids)} tokens, {len(logprobs)} log-probabilities "
                 f"and {len(versions)} versions: one of each per token is needed"
             )
         self.token_ids += token_ids
@@ -205,7 +206,8 @@ class _EpisodeAttempt:
         prompt_ids = self._layout.first_turn(_check_text(observation, builder.id))
         if len(prompt_ids) >= limits.context_length:
             raise EnvFault(
-                f"{builder.id}: the first observation has {len(prompt_ids)} tokens, the model sees {self._num_free_tokens}"
+                f"{builder.id}: the first observation has {len(prompt_ids)} tokens, "
+                f"the model sees {self._num_free_tokens}"
             )
         for turn in range(limits.max_turns):
             if len(builder.token_ids) + len(prompt_ids) >= limits.context_length:
@@ -224,7 +226,7 @@ class _EpisodeAttempt:
         return self._limits.context_length - len(self._builder.token_ids)
 
     async def _run_turn(self, env: Env, turn: int) -> tuple[Step, list[int]]:
-        """Let the model speak and the environment answer; returns the answer and the ids that were said."""
+        """Generate the model's reply and step the environment; return the step and the reply's token ids."""
         builder, limits, started_at = self._builder, self._limits, loop_time()
         start = len(builder.token_ids)
         completion = await generate_turn(self._policy, self._make_request(turn))
@@ -259,16 +261,16 @@ class _EpisodeAttempt:
 
 
 class _EpisodeTimeoutError(Exception):
-    """The whole episode is over its time; no new attempt would have any."""
+    """The time of the whole episode is used up, so a new attempt is pointless."""
 
 
 async def _run_until(end: float, attempt: Coroutine[Any, Any, EpisodeStatus], what: str) -> EpisodeStatus:
-    """An attempt's status, if it ends before `end`, by the loop's time."""
+    """Return an attempt's status if it ends before `end`, by the loop's time."""
     try:
         async with asyncio.timeout_at(end) as limit:
             return await attempt
     except TimeoutError:
-        assert limit.expired(), "what an attempt raises is an EnvFault or an EngineError"
+        assert limit.expired(), "an attempt raises only EnvFault or EngineError"
         raise _EpisodeTimeoutError(what) from None
 
 
@@ -287,9 +289,9 @@ async def _run_in_env(
 
 
 async def _await_env(call: Awaitable[T], seconds: float, what: str, setting: str = "") -> T:
-    """The environment's answer; one that is late or raises is a fault. `setting` says what sets its time.
+    """Return the environment's result; a call that is late or raises is a fault. `setting` names the time limit.
 
-    A call that is late is left behind and not waited for: code that hangs may also ignore being cancelled.
+    A late call is abandoned, not awaited: code that hangs may also ignore being cancelled.
     """
     task: asyncio.Future[T] = asyncio.ensure_future(call)
     try:
@@ -299,7 +301,7 @@ async def _await_env(call: Awaitable[T], seconds: float, what: str, setting: str
             task.cancel()
             task.add_done_callback(_consume_outcome)
     if not task.done():
-        raise EnvFault(f"{what}: no answer in {f'{setting} = ' * bool(setting)}{seconds:g} s")
+        raise EnvFault(f"{what}: no result within {f'{setting} = ' * bool(setting)}{seconds:g} s")
     try:
         return task.result()
     except EnvFault as error:
@@ -309,32 +311,32 @@ async def _await_env(call: Awaitable[T], seconds: float, what: str, setting: str
 
 
 async def _close_quietly(call: Coroutine[Any, Any, None] | Awaitable[None]) -> None:
-    """Tidy up, not for long; what fails here has no say in how the episode ended."""
+    """Close an environment within CLOSE_TIMEOUT_S; a failure here does not change the episode's status."""
     with contextlib.suppress(EnvFault):
         await _await_env(call, CLOSE_TIMEOUT_S, "closing")
 
 
 def _consume_outcome(task: "asyncio.Future[Any]") -> None:
-    """Look at the outcome of a call that nobody waits for, so that asyncio does not complain of it."""
+    """Retrieve the outcome of an abandoned call, so that asyncio does not log it as never retrieved."""
     if not task.cancelled():
         task.exception()
 
 
 def _check_text(observation: object, episode: str) -> str:
     if not isinstance(observation, str):
-        raise EnvFault(f"{episode}: the observation is {type(observation).__name__}: an environment gives text")
+        raise EnvFault(f"{episode}: the observation is of type {type(observation).__name__}: it must be str")
     return observation
 
 
 def _check_step(step: object, episode: str) -> Step:
-    """The step, if it is one: a NaN or a text in place of the reward would reach the trainer."""
+    """Return the step if it is valid: a reward that is NaN or text would reach the trainer."""
     if not isinstance(step, Step):
-        raise EnvFault(f"{episode}: step returned {type(step).__name__}: it returns hpcrl.envs.base.Step")
+        raise EnvFault(f"{episode}: step returned {type(step).__name__}: it must return hpcrl.envs.base.Step")
     _check_text(step.observation, episode)
     try:
         reward = float(step.reward)
     except (TypeError, ValueError):
         reward = float("nan")
     if not np.isfinite(reward):
-        raise EnvFault(f"{episode}: step gave the reward {step.reward!r}: a finite number is needed")
+        raise EnvFault(f"{episode}: step returned the reward {step.reward!r}: a finite number is needed")
     return Step(observation=step.observation, reward=reward, done=bool(step.done))

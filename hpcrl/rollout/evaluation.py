@@ -1,9 +1,12 @@
-"""One env host's part in evaluations: held-out episodes of low priority, whose trajectories are scored and let go.
+"""Evaluation: one env worker's share of held-out episodes of low priority, which are scored and then discarded.
 
-    EvaluationRunner  which of them this host plays, and when; host 0 also begins the rounds and concludes them
+    EvaluationRunner             plays this worker's share; worker 0 also starts the rounds and concludes them
+    EvaluationHooks              the calls it makes to the env worker
+    PlayEpisode, ScoreTrajectory the types of two of them
+    list_evaluated_domains       the domains that a recipe evaluates, with their options
 
-Nothing of an evaluation enters a spool or the accounts of training: its episodes are only counted here. They take
-the room that training leaves, and one episode at a time where it leaves none.
+No evaluation data enters a spool or the ledger of training: its episodes are only counted here. They take the room
+that training leaves, and run one at a time where it leaves none.
 """
 
 import asyncio
@@ -30,20 +33,20 @@ from hpcrl.rollout.tasks import AgentTask, make_held_out_task
 from hpcrl.spool.record import TRAINABLE, Trajectory
 
 POLL_INTERVAL_S = 0.5
-"""How often the directory is looked at."""
+"""The interval at which the directory is read."""
 RETRY_INTERVAL_S = 30.0
-"""How long nothing is done after a disk failed."""
+"""The pause after a disk has failed."""
 ENGINES_TIMEOUT_S = 30.0
-"""How long a round waits for all engines to serve its version; the result says which ones really acted."""
+"""The time a round waits for all engines to serve its version; the result records which versions were used."""
 
 PlayEpisode = Callable[[AgentTask, int, str, DomainConfig], Awaitable[Trajectory]]
-"""Runs the episode of this index of a held-out task, in a domain of this name."""
+"""Runs one episode: called with the held-out task, the episode's index, the domain's name and its settings."""
 ScoreTrajectory = Callable[[str, Trajectory], Awaitable[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationHooks:
-    """What an evaluator needs done; the env host does it."""
+    """The calls that the runner makes to the env worker."""
 
     play: PlayEpisode
     score: ScoreTrajectory
@@ -54,7 +57,7 @@ class EvaluationHooks:
 
 @dataclass
 class _RoundProgress:
-    """This host's part of the round that goes on."""
+    """This worker's share of the current round."""
 
     round: EvaluationRound
     started_at: float
@@ -75,7 +78,7 @@ class _RoundProgress:
 
 
 class EvaluationRunner:
-    """The evaluations of one env host; `poll` it often, `close` it at the end."""
+    """Runs the evaluations of one env worker; `poll` it often, `close` it at the end."""
 
     def __init__(
         self, recipe: Recipe, worker: EnvWorkerId, *, job: int, record: EvaluationStore, hooks: EvaluationHooks
@@ -87,20 +90,20 @@ class EvaluationRunner:
         self._hooks = hooks
         self._domains = list_evaluated_domains(recipe)
         self._last_result: EvaluationResult | None = None
-        """What was concluded last, as far as host 0 knows."""
+        """The last concluded round, as worker 0 knows it."""
         self._progress: _RoundProgress | None = None
         self._playing: set[asyncio.Task[None]] = set()
         self._polled_at = self._paused_until = float("-inf")
 
     def poll(self, *, version: int, room: int, now: float) -> None:
-        """Begin what may begin. `version` is the newest; `room` is how many episodes training leaves room for."""
+        """Start what is due. `version` is the newest; `room` is how many episodes training leaves room for."""
         if now < self._paused_until:
             return
         try:
             self._poll(version=version, room=room, now=now)
-        except OSError as error:  # a disk that is full or fails must not end what trains
+        except OSError as error:  # a full or failing disk must not end the training
             self._paused_until = now + RETRY_INTERVAL_S
-            self._hooks.emit(FaultReported(what="evaluation", detail=f"{error}: tried again in {RETRY_INTERVAL_S:g} s"))
+            self._hooks.emit(FaultReported(what="evaluation", detail=f"{error}: next try in {RETRY_INTERVAL_S:g} s"))
 
     def _poll(self, *, version: int, room: int, now: float) -> None:
         if now - self._polled_at >= POLL_INTERVAL_S:
@@ -121,13 +124,13 @@ class EvaluationRunner:
             self._progress = None
 
     async def close(self) -> None:
-        """A round that is interrupted has no result; the next job begins another."""
+        """Cancel what runs; an interrupted round has no result, and the next job starts another."""
         for episode in self._playing:
             episode.cancel()
         await asyncio.gather(*self._playing, return_exceptions=True)
 
     def _lead_rounds(self, version: int) -> None:
-        """Host 0: conclude the round that has all its parts, begin the one that is due."""
+        """Conclude the round that has all its parts, or start the one that is due (worker 0 only)."""
         record, round = self._record, self._record.current_round()
         if self._last_result is None:
             self._last_result = record.last_result()
@@ -139,13 +142,13 @@ class EvaluationRunner:
             record.start_round(job=self._job, version=version)
 
     def _conclude(self, result: EvaluationResult) -> None:
-        # Told first: a host that dies in between tells it again, under the same number.
+        # The event comes first: a worker that dies in between emits it again, under the same number.
         self._hooks.emit(EvaluationFinished(**msgspec.structs.asdict(result)))
         self._record.save_result(result)
         self._last_result = result
 
     def _start_share(self, now: float) -> None:
-        """Begin this host's part of the round that goes on, unless it is done or under way."""
+        """Start this worker's share of the current round, unless it is done or in progress."""
         if self._progress is not None:
             return
         round = self._record.current_round()
@@ -174,17 +177,17 @@ class EvaluationRunner:
         progress.versions += {int(version) for version in trajectory.versions[trajectory.loss_mask]}
 
     async def _score_trajectory(self, name: str, trajectory: Trajectory) -> float:
-        """What a trajectory earned; one that ended in a fault, or whose reward is no number, says nothing."""
+        """Return a trajectory's reward; raise EnvFault if it ended in a fault or its reward is not finite."""
         if trajectory.status not in TRAINABLE:
-            raise EnvFault(f"{trajectory.status}: {trajectory.extra.get('fault', 'no reason was given')}")
+            raise EnvFault(f"{trajectory.status}: {trajectory.extra.get('fault', 'no reason was recorded')}")
         reward = await self._hooks.score(name, msgspec.structs.replace(trajectory, domain=name))
         if not math.isfinite(reward):
-            raise EnvFault(f"{self._domains[name].reward} gave {reward}: a reward must be a finite number")
+            raise EnvFault(f"{self._domains[name].reward} returned {reward}: a reward must be a finite number")
         return reward
 
 
 def list_evaluated_domains(recipe: Recipe) -> dict[str, DomainConfig]:
-    """The domains that are evaluated, with the options that their environments have then."""
+    """Return the domains that are evaluated, with the environment options that apply during evaluation."""
     names = recipe.evaluation.domains or list(recipe.domains)
     more_options = recipe.evaluation.options
     return {

@@ -6,17 +6,17 @@
     N-word.json    env worker N -> trainer: the version that the trainer should not pass yet, since a later one would
                    make running episodes of this worker too old.
 
-So training frees room for new episodes, and running episodes delay training; each side reads only its own input, as
+Training thus frees room for new episodes, and running episodes delay training; each side reads only its own input, as
 often as it likes, and a file that is missing (or old, of a killed env worker) holds up neither side.
 
-    SettledWriter, read_settled   the trainer's half
-    InFlightVersions              the versions at which a worker's episodes started, while something may come of them
-    HoldWriter                    writes an env worker's word
-    may_publish                   whether training may go on for the sake of all env workers
+    SettledCount, SettledWriter, read_settled   the trainer's half
+    InFlightState, InFlightVersions             the versions at which a worker's unfinished episodes started
+    StalenessHold, HoldWriter                   an env worker's hold, and how it is written
+    may_publish                                 whether the holds of all env workers let training continue
 
-An episode that is cut for its age was played in vain, and were every long one cut, only short tasks would be trained
-on. So training stands still while old episodes end, but only while their worker has others to play: when none but old
-ones run there, more would be lost by waiting than by cutting.
+An episode that is cut for its age is wasted, and if every long one were cut, only short tasks would be trained on.
+Training therefore waits while old episodes end, but only while their worker has others to play: when only old ones
+run there, waiting would cost more than cutting.
 """
 
 import time
@@ -31,9 +31,9 @@ from hpcrl.spool.record import TRAINABLE
 from hpcrl.system.files import publish_file, publish_json
 
 RENEW_INTERVAL_S = 5.0
-"""How often a host repeats its word."""
+"""The interval at which an env worker renews its hold."""
 HOLD_TIMEOUT_S = 30.0
-"""What was said longer ago is not heeded: its host may be dead."""
+"""The age above which a hold is ignored: its env worker may be dead."""
 
 InFlightState = Literal["running", "kept", "leaving"]
 
@@ -42,7 +42,7 @@ class SettledCount(msgspec.Struct, frozen=True, kw_only=True):
     """The content of settled.json."""
 
     num: int = 0
-    """Trajectories that neither wait for training nor are trained on just now, since the campaign began."""
+    """Trajectories since the campaign started that neither wait for training nor are being trained on."""
     version: int = 0
     """The trainer's version; it may still be on its way to the engines."""
 
@@ -55,14 +55,14 @@ class SettledWriter:
         self._written: SettledCount | None = None
 
     def write(self, settled: SettledCount) -> None:
-        """Make it visible to all env workers."""
+        """Publish the count to all env workers."""
         if settled != self._written:
             publish_json(self._path, msgspec.structs.asdict(settled))
             self._written = settled
 
 
 def read_settled(path: Path) -> SettledCount:
-    """Read what the trainer has settled; nothing until it has written the file."""
+    """Read how much the trainer has settled; 0 until it has written the file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=SettledCount)
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def read_settled(path: Path) -> SettledCount:
 
 
 class InFlightVersions:
-    """What one env host has under way, by the version at which it started. Pure."""
+    """The episodes that one env worker has in flight, by the version at which they started. Pure."""
 
     def __init__(self) -> None:
         self._episodes: dict[str, tuple[InFlightState, int]] = {}
@@ -84,27 +84,27 @@ class InFlightVersions:
         self._put(episode, "running", version)
 
     def record_version(self, episode: str, *, version: int) -> None:
-        """An engine has acted in it; if it was behind, the episode is older than it seemed."""
+        """Record the version that an engine used; if it is an older one, the episode is older than it seemed."""
         known = self._episodes.get(episode)
         if known is not None and version < known[1]:
             self._put(episode, known[0], version)
 
     def mark_kept(self, episode: str) -> None:
-        """It has ended, and waits for others of its group."""
+        """Mark an episode that has ended and waits for others of its group."""
         self._put(episode, "kept", self._episodes[episode][1])
 
     def mark_leaving(self, episode: str) -> None:
-        """Its group is full, and on its way to the disk."""
+        """Mark an episode whose group is full and being written to disk."""
         self._put(episode, "leaving", self._episodes[episode][1])
 
     def drop(self, episode: str) -> None:
-        """It is durable, or nothing will come of it."""
+        """Forget an episode that is durable, or that will not be used."""
         known = self._episodes.pop(episode, None)
         if known is not None:
             self._uncount(*known)
 
     def end(self, episode: str, ending: GroupOutcome | None) -> None:
-        """An episode has ended, with these consequences for its group."""
+        """Record the end of an episode and its consequences for the group."""
         if ending is None or ending.status not in TRAINABLE:
             self.drop(episode)
         else:
@@ -116,7 +116,7 @@ class InFlightVersions:
                 self.drop(dropped)
 
     def limit(self, *, newest: int, max_lag: int) -> int | None:
-        """The version that training had better not pass yet; None: any."""
+        """Return the version that training should not pass yet; None for no limit."""
         oldest_useful = newest - max_lag
         starts = {state: [start for start in num if start >= oldest_useful] for state, num in self._counts.items()}
         has_other_work = any(start > oldest_useful for start in starts["running"])
@@ -137,7 +137,7 @@ class InFlightVersions:
 
 
 class StalenessHold(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host says."""
+    """The hold of one env worker, as stored."""
 
     limit: int | None
     at: float
@@ -145,7 +145,7 @@ class StalenessHold(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HoldWriter:
-    """A host's word on disk: written when it changes, and now and then to show that the host lives."""
+    """Writes an env worker's hold when it changes, and every RENEW_INTERVAL_S to show that the worker is alive."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -153,20 +153,20 @@ class HoldWriter:
         self._written_at = float("-inf")
 
     def write(self, limit: int | None, *, now: float) -> None:
-        """`now` is by the caller's clock."""
+        """Write the hold if that is due; `now` is by the caller's clock."""
         if limit != self._written_limit or now - self._written_at > RENEW_INTERVAL_S:
             publish_file(self._path, msgspec.json.encode(StalenessHold(limit=limit, at=time.time())))
             self._written_limit, self._written_at = limit, now
 
 
 def may_publish(hold_paths: list[Path], *, version: int) -> bool:
-    """Whether training may make this version as far as the hosts are concerned."""
+    """Return whether the holds of all env workers allow this version."""
     return all(_is_allowed(path, version) for path in hold_paths)
 
 
 def _is_allowed(path: Path, version: int) -> bool:
     try:
         hold = msgspec.json.decode(path.read_bytes(), type=StalenessHold)
-    except (OSError, msgspec.DecodeError):  # a host that says nothing waits for nothing
+    except (OSError, msgspec.DecodeError):  # an env worker without a readable hold waits for nothing
         return True
     return hold.limit is None or version <= hold.limit or time.time() - hold.at > HOLD_TIMEOUT_S

@@ -1,19 +1,21 @@
-"""Groups of episodes: what is kept, what is aborted, what is begun in place of what was lost. Pure.
+"""Groups of episodes: which are kept, aborted or replaced, and a ledger in which each episode ends once. Pure.
 
-A group begins with `episodes_per_group` episodes and keeps the first `group_size` that finish. One that can no
-longer fill begins others of the same task, `replacements` at most, before it is given up: what its members have done so
-far is not thrown away for one fault. What was kept and has grown older than `max_lag` meanwhile is put out of the
-group again, so that nothing stale leaves. A group closes when it is full (its trajectories are released) or given up
-(they are dropped, and admission begins another); what still runs then is aborted.
-Only trajectories of full groups leave: a group with holes would shift the baseline that its members are compared to.
+    EpisodeGroups                       the groups of one env worker
+    GroupOutcome                        the consequences of one episode's end
+    EpisodeLedger                       which episodes run, which ended and how
+    format_start_line, format_end_line  lines of the journal
+    replay_journal                      the episodes that a journal shows as started and not ended
 
-The books of episodes: each one that is begun ends in them exactly once, under one of six headings. Pure.
+A group starts with `episodes_per_group` episodes and keeps the first `group_size` that finish. One that can no longer
+fill starts others of the same task, `replacements` at most, before it is lost: one fault does not waste the work of
+the other members. A kept trajectory that has meanwhile grown older than `max_lag` is evicted, so that nothing stale is
+released. A group closes when it is full (its trajectories are released) or lost (they are dropped, and admission
+starts another); episodes that still run then are aborted.
+Only full groups are released: a group with holes would shift the baseline that its members are compared to.
 
-Accounts    what runs, what ended and how; a second ending of the same episode is no ending
-replay      the accounts that lines of a journal lead to, so that a new life of a host knows what the last one left
-
-A retry is not an ending: the episode goes on running. What ran when a host died is booked by its next life, as an
-infrastructure fault: the agent had no part in it.
+Each episode that is started ends in the ledger exactly once, under one of six statuses; a second end changes nothing.
+A retry is not an end: the episode continues to run. Episodes that ran when a worker was killed are recorded by its next
+run as infrastructure faults, since the agent had no part in it.
 """
 
 from collections import Counter
@@ -27,29 +29,29 @@ from hpcrl.spool.status import EpisodeStatus
 
 
 class EpisodeLedger:
-    """The books of one env host."""
+    """The running and ended episodes of one env worker."""
 
     def __init__(self) -> None:
         self.running: set[str] = set()
-        """Episodes that have not ended, those being aborted included: they hold their place until they have."""
+        """Episodes that have not ended, including those being aborted: they keep their place until they have."""
         self.endings: Counter[EpisodeStatus] = Counter()
-        """Episodes that ended, by how."""
+        """Ended episodes by status."""
         self.num_started = 0
 
     @property
     def is_balanced(self) -> bool:
-        """Whether every episode that was begun runs or has ended once."""
+        """The ledger's invariant: every started episode runs or has ended once."""
         return self.num_started == len(self.running) + self.endings.total()
 
     def record_start(self, episodes: Iterable[str]) -> None:
-        """Book the beginning of episodes."""
+        """Record the start of episodes."""
         new = set(episodes)
-        assert not new & self.running, f"episodes begun twice: {sorted(new & self.running)}"
+        assert not new & self.running, f"episodes started twice: {sorted(new & self.running)}"
         self.running |= new
         self.num_started += len(new)
 
     def record_end(self, episode: str, status: EpisodeStatus) -> bool:
-        """Book the end of an episode; False for one that is not running, which changes nothing."""
+        """Record the end of an episode; return False, and change nothing, for one that is not running."""
         if episode not in self.running:
             return False
         self.running.remove(episode)
@@ -57,7 +59,7 @@ class EpisodeLedger:
         return True
 
     def record_lost(self, episodes: Iterable[str]) -> int:
-        """Book what a dead host was running; returns how many there were."""
+        """Record as faults the episodes that a killed worker was running; return their number."""
         lost = set(episodes)
         self.record_start(lost)
         for episode in lost:
@@ -66,17 +68,17 @@ class EpisodeLedger:
 
 
 def format_start_line(episodes: Iterable[str]) -> dict[str, Any]:
-    """The journal's line for episodes that begin."""
+    """Return the journal's line for episodes that start."""
     return {"begin": list(episodes)}
 
 
 def format_end_line(episode: str) -> dict[str, Any]:
-    """The journal's line for an episode that was booked."""
+    """Return the journal's line for an episode that has ended."""
     return {"end": episode}
 
 
 def replay_journal(lines: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The episodes that were begun and never booked, by the journal; a torn last line is as good as none."""
+    """Return the episodes that the journal shows as started and not ended; a torn last line is ignored."""
     running: set[str] = set()
     for line in lines:
         running.update(line.get("begin", ()))
@@ -86,20 +88,20 @@ def replay_journal(lines: Iterable[Mapping[str, Any]]) -> set[str]:
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """What follows from the end of one episode."""
+    """The consequences of one episode's end."""
 
     status: EpisodeStatus
-    """As booked: an episode that nobody needs any more is `aborted-redundant`, however it ended."""
+    """The status recorded in the ledger: `aborted-redundant` for an episode no longer needed, however it ended."""
     released: Sequence[Trajectory] = ()
-    """The group is full: its trajectories, by index."""
+    """The trajectories of a group that is now full, by index."""
     abort: Sequence[str] = ()
-    """Episodes of the same group that nobody needs any more."""
+    """Episodes of the same group that are not needed any more."""
     start: Sequence[int] = ()
-    """Indices of the episodes of the same group that are begun in place of lost ones."""
+    """Indices of the episodes of the same group to be started in place of lost ones."""
     is_lost: bool = False
-    """The group is given up."""
+    """The group can no longer fill."""
     dropped: Sequence[str] = ()
-    """Episodes of the same group that had been kept, in vain: grown too old, or the group is given up."""
+    """Kept episodes of the same group that are not used: they grew too old, or the group is lost."""
 
 
 @dataclass
@@ -113,12 +115,12 @@ class _GroupState:
 
 
 class EpisodeGroups:
-    """The groups of one env host."""
+    """The groups of one env worker."""
 
     def __init__(
         self, *, group_size: int, episodes_per_group: int, replacements: int = 0, max_lag: int | None = None
     ) -> None:
-        """`max_lag`: how old what is kept may grow; None: as old as it likes."""
+        """Set the sizes of groups and `max_lag`, the age in versions up to which trajectories are kept; None: any."""
         self._group_size = group_size
         self._num_initial = episodes_per_group
         self._max_episodes = episodes_per_group + replacements
@@ -128,25 +130,25 @@ class EpisodeGroups:
         self.num_open = 0
         """Groups that may still be released."""
         self.num_lost = 0
-        """Groups that were given up."""
+        """Groups that could not be filled."""
         self.num_replaced = 0
-        """Episodes begun in place of lost ones."""
+        """Episodes started in place of lost ones."""
         self.num_evicted = 0
         """Trajectories that were kept and then grew too old before their group was full."""
 
     @property
     def num_running(self) -> int:
-        """Episodes that have not ended, those being aborted included."""
+        """Episodes that have not ended, including those being aborted."""
         return len(self.ledger.running)
 
     @property
     def endings(self) -> Counter[EpisodeStatus]:
-        """Episodes that ended, by the status they were booked with."""
+        """Ended episodes by recorded status."""
         return self.ledger.endings
 
     def start(self, group: str) -> list[str]:
-        """Begin a group; returns the ids of its episodes."""
-        assert group not in self._groups, f"group {group} has begun already"
+        """Start a group; return the ids of its episodes."""
+        assert group not in self._groups, f"group {group} has been started already"
         episodes = [make_episode_id(group, index) for index in range(self._num_initial)]
         self._groups[group] = _GroupState(running=set(episodes), num_started=self._num_initial)
         self.ledger.record_start(episodes)
@@ -154,7 +156,7 @@ class EpisodeGroups:
         return episodes
 
     def end(self, trajectory: Trajectory, *, newest: int = 0) -> GroupOutcome | None:
-        """Book the end of an episode; None for a late duplicate or one that never began here, which change nothing.
+        """Record the end of an episode; return None, and change nothing, for a late duplicate or an unknown one.
 
         `newest` is the newest version of the weights.
         """
@@ -172,7 +174,7 @@ class EpisodeGroups:
         return outcome
 
     def record_abort(self, group: str, episode: str) -> None:
-        """Book an episode that was cancelled; it leaves no trajectory, and its group, if still open, is given up."""
+        """Record a cancelled episode, which leaves no trajectory; an open group that can no longer fill is lost."""
         members = self._groups[group]
         members.running.remove(episode)
         self.ledger.record_end(episode, "aborted-redundant")
@@ -183,13 +185,13 @@ class EpisodeGroups:
             del self._groups[group]
 
     def close_all(self) -> tuple[list[str], list[str]]:
-        """Close every group that is open: nobody needs it; returns the episodes to abort and those kept in vain."""
+        """Close every open group as not needed; return the episodes to abort and the kept ones that are dropped."""
         still_open = [group for group in self._groups.values() if not group.is_closed]
         dropped = [kept.id for group in still_open for kept in group.kept]
         return [episode for group in still_open for episode in self._close(group)], dropped
 
     def _booked_status(self, group: _GroupState, trajectory: Trajectory, *, newest: int) -> EpisodeStatus:
-        """Under what an ending is booked: too late for its group, too old for training, or as it says itself."""
+        """Return the status to record: too late for its group, too old for training, or the trajectory's own."""
         status = trajectory.status
         if status in TRAINABLE and group.is_closed:
             return "aborted-redundant"
@@ -219,7 +221,7 @@ class EpisodeGroups:
         return GroupOutcome(status=status, start=self._start_replacements(name, group, missing), dropped=evicted)
 
     def _start_replacements(self, name: str, group: _GroupState, missing: int) -> list[int]:
-        """Begin `missing` more episodes of a group, under numbers that were never used in it."""
+        """Start `missing` more episodes of a group, with indices that were never used in it."""
         indices = list(range(group.num_started, group.num_started + missing))
         episodes = [make_episode_id(name, index) for index in indices]
         group.num_started += missing
@@ -232,7 +234,7 @@ class EpisodeGroups:
         return self._max_lag is not None and newest - trajectory.start_version > self._max_lag
 
     def _close(self, group: _GroupState) -> list[str]:
-        """Close a group and let go of its trajectories; returns the episodes to abort."""
+        """Close a group and release its trajectories; return the episodes to abort."""
         group.is_closed = True
         group.kept = []
         self.num_open -= 1

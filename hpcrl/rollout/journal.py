@@ -1,9 +1,9 @@
-"""What an env host has under way, on disk: so that its next life can book what this one did not live to book.
+"""Journal of the running episodes of an env worker, from which a restarted worker records what was lost.
 
-    EpisodeJournal   what runs
-    reserve_block    a block of task numbers that no host and no earlier life of this one has used
+    EpisodeJournal   the running episodes, on disk
+    reserve_block    reserves a block of task numbers that no env worker has used, in this run or an earlier one
 
-A line is one write(2) on an O_APPEND descriptor: after a kill, all of it is there but at most a torn last line.
+A line is one write(2) on an O_APPEND descriptor: after a kill, everything is there except at most a torn last line.
 """
 
 import json
@@ -15,11 +15,11 @@ from hpcrl.rollout.groups import format_end_line, format_start_line, replay_jour
 from hpcrl.system.files import parse_json_lines, publish_file
 
 MAX_JOURNAL_BYTES = 4 << 20
-"""Bytes after which the journal is written anew, with only what still runs."""
+"""The size in bytes above which the journal is rewritten with only the running episodes."""
 
 
 class EpisodeJournal:
-    """The journal of one env host; `open` it before anything is noted."""
+    """The journal of one env worker; `open` it before recording anything."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,7 +27,7 @@ class EpisodeJournal:
         self._size = 0
 
     def open(self) -> set[str]:
-        """Begin a new life; returns the episodes that the last one left running."""
+        """Start a new journal; return the episodes that the previous run left running."""
         try:
             lost = replay_journal(parse_json_lines(self._path.read_bytes()))
         except FileNotFoundError:
@@ -36,11 +36,11 @@ class EpisodeJournal:
         return lost
 
     def record_start(self, episodes: Collection[str]) -> None:
-        """Note that episodes begin."""
+        """Record that episodes start."""
         self._append_line(format_start_line(episodes))
 
     def record_end(self, episode: str, *, running: Collection[str]) -> None:
-        """Note that an episode was booked; `running` are those that were not."""
+        """Record that an episode ended; `running` are those that have not."""
         self._append_line(format_end_line(episode))
         if self._size > MAX_JOURNAL_BYTES:
             self._rewrite(running)
@@ -60,7 +60,7 @@ class EpisodeJournal:
 
 
 def reserve_block(directory: Path, *, env_index: int) -> int:
-    """The number of a block that is this host's from now on."""
+    """Reserve a block for this env worker; return its number."""
     block = 0
     while True:
         try:

@@ -1,4 +1,4 @@
-"""One episode played in a domain: turn by turn, or as an agent program wants it."""
+"""Play an episode in its domain: turn by turn in an environment, or with an agent program."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from hpcrl.spool.record import Trajectory
 
 @dataclass(kw_only=True)
 class EpisodePlayer:
-    """What all episodes of an env host have in common."""
+    """Plays episodes; holds what all episodes of an env worker have in common."""
 
     recipe: Recipe
     layout: ConversationLayout
@@ -24,7 +24,7 @@ class EpisodePlayer:
     newest_version: Callable[[], int]
     producer: str
     proxy: ModelProxy | None = None
-    """Of agent programs, if there are any."""
+    """The endpoint for agent programs, if there are any."""
 
     async def play(
         self,
@@ -35,7 +35,7 @@ class EpisodePlayer:
         make_env: Callable[[], Awaitable[Env]],
         limits: EpisodeLimits,
     ) -> Trajectory:
-        """Play it to its end, whatever that is."""
+        """Play an episode to its end and return its trajectory."""
         if is_program(domain.env):
             assert self.proxy is not None
             return await run_program(
@@ -59,7 +59,7 @@ class EpisodePlayer:
         )
 
     def limits(self, domain: DomainConfig) -> EpisodeLimits:
-        """Of an episode of training."""
+        """Return the limits of a training episode."""
         rollout = self.recipe.rollout
         return EpisodeLimits(
             max_turns=domain.max_turns,
@@ -67,7 +67,8 @@ class EpisodePlayer:
             context_length=self.context_length,
             max_lag=rollout.max_lag,
             temperature=rollout.temperature,
-            create_timeout_s=domain.episode_timeout_s,  # the pool keeps the domain's own, from its turn to start
+            # The pool applies the domain's own limit, from the moment when the environment may start.
+            create_timeout_s=domain.episode_timeout_s,
             reset_timeout_s=domain.reset_timeout_s,
             step_timeout_s=domain.step_timeout_s,
             episode_timeout_s=domain.episode_timeout_s,

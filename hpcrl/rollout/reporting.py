@@ -1,7 +1,7 @@
-"""The events of an env worker about its episodes: counts about once a second, and every fault when it happens.
+"""Reporting of an env worker's episodes: events with counts about once a second, and each fault when it happens.
 
-Counted            the router as episodes use it, which counts turns and tokens; those of evaluations do not count
-EpisodeReporter    counts endings, judges faults, emits
+CountingPolicy     a router that counts turns and tokens of training; those of evaluations are not counted
+EpisodeReporter    counts endings, and emits counts, faults and pauses of environments
 """
 
 import contextlib
@@ -23,10 +23,10 @@ REPORT_INTERVAL_S = 1.0
 
 
 class CountingPolicy:
-    """A policy, and what it has said for training so far."""
+    """A policy with counters of what it has generated for training."""
 
     def __init__(self, policy: StreamingGenerator, *, on_turn: Callable[[str, Completion], None]) -> None:
-        """`on_turn(episode, completion)` is told of every whole turn of training."""
+        """Count the turns of `policy`; `on_turn(episode, completion)` is called for each whole turn of training."""
         self._policy = policy
         self._on_turn = on_turn
         self.num_turns = 0
@@ -34,7 +34,7 @@ class CountingPolicy:
         self.num_remote_prefills = 0
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """One turn."""
+        """Generate one turn."""
         with_its_ids = with_ids(request)
         completion = await self._policy.generate(with_its_ids)
         if not is_held_out(with_its_ids.domain):
@@ -45,7 +45,7 @@ class CountingPolicy:
         return completion
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """The same, told while it is said."""
+        """Stream one turn while it is generated."""
         with_its_ids = with_ids(request)
         is_counted = not is_held_out(with_its_ids.domain)
         self.num_turns += is_counted
@@ -92,7 +92,7 @@ class EpisodeReporter:
     def lose_episodes(self, num: int) -> None:
         """Emit how many episodes an earlier run of this worker was playing when it was killed."""
         if num:
-            detail = f"{num} episodes were lost with an earlier life of this env worker"
+            detail = f"{num} episodes were lost with an earlier run of this env worker"
             self._emit(FaultReported(what="env-fault", detail=detail))
 
     def report_due(self, *, now: float) -> None:

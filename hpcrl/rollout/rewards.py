@@ -1,7 +1,7 @@
-"""A domain's reward function, ready to be called with a trajectory.
+"""Reward functions of domains, ready to be called with a trajectory.
 
-load_reward    by its name, with its options and, where it asks for it, the text
-parts_of       what it gave, as named numbers
+load_reward      loads a domain's function, with its options and, if it has a parameter for it, the decoded text
+to_reward_parts  converts what it returned to named numbers
 """
 
 import functools
@@ -16,7 +16,7 @@ from hpcrl.models.chat_layout import load_chat_layout
 
 
 def load_reward(name: str, domain: DomainConfig, *, model: Path) -> RewardFunction:
-    """The reward function of a domain with its options; one with a parameter `text` is given what was said and seen."""
+    """Load a domain's reward function with its options; one with a parameter `text` receives the decoded tokens."""
     reward: Callable[..., float | dict[str, float]] = load_code(domain.reward, what=f"domains.{name}.reward")
     reward = functools.partial(reward, **domain.reward_options)
     if "text" not in inspect.signature(reward).parameters:
@@ -26,11 +26,11 @@ def load_reward(name: str, domain: DomainConfig, *, model: Path) -> RewardFuncti
 
 
 def to_reward_parts(value: float | dict[str, float]) -> dict[str, float]:
-    """What a reward function gave."""
+    """Return what a reward function returned as numbers by name; raise ValueError if it is neither number nor dict."""
     try:
         return {key: float(part) for key, part in (value if isinstance(value, dict) else {"reward": value}).items()}
     except (TypeError, ValueError):
-        raise ValueError(f"it gave {value!r}: a reward is a number, or numbers by name") from None
+        raise ValueError(f"it returned {value!r}: a reward is a number, or a dict of numbers by name") from None
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""What one env host begins next: tasks by the weights of their domains, with environments made ahead of them.
+"""Queue of an env worker's next tasks, drawn by the weights of domains, with environments prepared ahead.
 
-A domain whose environment is over its fault budget is passed over until its pause ends; the others share its turns.
-Tasks are drawn a little ahead, so that their environments are made and reset while earlier episodes still run. What
-has a process of its own has a place too, for the memory that the plan gives the host holds only so many.
+A domain whose environment is over its fault budget is skipped until its pause ends; the others share its turns.
+Tasks are drawn a little ahead, so that their environments are made and reset while earlier episodes still run. An
+environment in a separate process also needs a slot, since the memory that the plan gives the worker is limited.
 """
 
 from collections import deque
@@ -18,11 +18,11 @@ from hpcrl.rollout.fault_budget import FaultBudget
 from hpcrl.rollout.tasks import AgentTask, TaskStream
 
 MAX_STARTING_PER_CPU = 2
-"""Environments of a domain made at once: more that start at the same time would only slow each other down."""
+"""Environments of a domain that are made at once, for each CPU: more would only slow each other down."""
 
 
 class TaskQueue:
-    """The tasks and environments of one env host."""
+    """The tasks and environments of one env worker."""
 
     def __init__(
         self,
@@ -36,9 +36,12 @@ class TaskQueue:
         mem_gib: float,
         open_env: Callable[[str, DomainConfig], Awaitable[Env]] = open_env,
     ) -> None:
-        """`cpus` and `mem_gib`: what this host has, its environments included; `open_env` makes one of a domain."""
+        """Set up the pools of `domains`.
+
+        `cpus` and `mem_gib` are those of the worker with its environments; `open_env` makes an environment.
+        """
         self.program_domains = {name for name, domain in domains.items() if is_program(domain.env)}
-        """Domains whose environment drives the model itself; nothing of those is made ahead."""
+        """Domains whose environment is an agent program; those are never prepared ahead."""
         self._domains = domains
         self._tasks = tasks
         self._budget = budget
@@ -65,7 +68,7 @@ class TaskQueue:
         }
 
     def take_task(self, *, now: float) -> AgentTask | None:
-        """The task that begins now; None while every domain is paused."""
+        """Take the task to start now; return None while every domain is paused."""
         open_domains = {name for name, domain in self._domains.items() if self._budget.may_start(domain.env, now=now)}
         self._prefetch_tasks(open_domains)
         task = next((task for task in self._prefetched if task.domain in open_domains), None)
@@ -77,32 +80,32 @@ class TaskQueue:
         return task
 
     def reserve_slot(self, task: AgentTask) -> AbstractAsyncContextManager[None]:
-        """What an episode holds while it runs: room for its environment, if that has a process of its own."""
+        """Return the slot that an episode holds while it runs; only environments in separate processes need one."""
         return self._slots.running if task.domain in self._domains_with_process else nullcontext()
 
     async def take_env(self, task: AgentTask) -> Env:
-        """An environment for one episode of a task."""
+        """Take an environment for one episode of a task."""
         return await self._pools[task.domain].take(task.seed)
 
     def discard_envs(self, task: AgentTask) -> None:
-        """No episode of this task begins any more."""
+        """Discard the environments of a task of which no more episodes will start."""
         self._pools[task.domain].forget(task.seed)
 
     def record_end(self, domain: str, *, fault: bool, now: float) -> float | None:
-        """Book how an episode ended; returns for how many seconds its environment is paused from now on, if it is."""
+        """Record how an episode ended; return for how many seconds its environment is paused from now, or None."""
         return self._budget.record_end(self._domains[domain].env, fault=fault, now=now)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """From now on, tasks are drawn by these weights."""
+        """Draw tasks by these weights from now on."""
         self._weights = dict(weights)
 
     async def close(self) -> None:
-        """End the environments that nobody took."""
+        """Close the environments that were not taken."""
         for pool in self._pools.values():
             await pool.close()
 
     def _prefetch_tasks(self, open_domains: set[str]) -> None:
-        """Draw tasks of domains that may begin, at least one, and prepare their environments."""
+        """Draw tasks of domains that may start, at least one, and prepare their environments."""
         weights = {name: weight for name, weight in self._weights.items() if name in open_domains and weight > 0}
         num_prefetched = sum(task.domain in open_domains for task in self._prefetched)
         while weights and num_prefetched < max(self._groups_ahead, 1):

@@ -1,10 +1,11 @@
-"""Which task comes next: domains by weight, numbers that no two env hosts share, seeds that say what the task is. Pure.
+"""Tasks: domains drawn by weight, numbers that no two env workers share, seeds that define the task. Pure.
 
-Task          what the agent is asked
-TaskStream    the tasks of one env host, without end
-next_domain   the domain furthest behind its weight
-stable_hash   the same number in every process and on every machine
-held_out      a task that is never trained on
+AgentTask           one task, the same for all episodes of a group
+TaskStream          the tasks of one env worker, without end
+make_held_out_task  makes a task that is never trained on
+choose_domain       chooses the domain furthest behind its weight
+stable_hash         the same number in every process and on every machine
+NUM_SEEDS           the seeds of training tasks
 """
 
 import hashlib
@@ -17,11 +18,11 @@ from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.spool.ids import make_episode_id, make_group_id, make_held_out_domain
 
 NUM_SEEDS = 1 << 31
-"""Seeds of training tasks are below, those of held-out tasks are not."""
+"""The bound of seeds: those of training tasks are below it, those of held-out tasks are not."""
 
 
 class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent is asked; all episodes of a group have the same."""
+    """The task of an agent; all episodes of a group have the same."""
 
     domain: str
     number: int
@@ -34,14 +35,14 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
         return make_group_id(self.domain, self.number)
 
     def episode(self, index: int) -> str:
-        """The id of the group's episode `index`."""
+        """Return the id of the group's episode `index`."""
         return make_episode_id(self.group, index)
 
 
 class TaskStream:
-    """The tasks of an env worker: numbers `start` and above that are its index modulo the count of workers.
+    """The tasks of an env worker: numbers `start` and above that equal its index modulo the number of workers.
 
-    After a resume `start` must be above every number used before; a number used twice would be the same task again.
+    After a resume `start` must be above every number used before; a number used twice would repeat the task.
     """
 
     def __init__(self, worker: EnvWorkerId, *, recipe_seed: int, start: int = 0) -> None:
@@ -52,7 +53,7 @@ class TaskStream:
         self._num_started: Counter[str] = Counter()
 
     def draw(self, weights: Mapping[str, float]) -> AgentTask:
-        """The next task. What was drawn by other weights is neither made up for nor held against a domain."""
+        """Draw the next task; draws under earlier weights count neither for nor against a domain."""
         if weights != self._weights:
             self._weights, self._num_started = dict(weights), Counter()
         domain = choose_domain(self._weights, self._num_started)
@@ -62,20 +63,20 @@ class TaskStream:
 
 
 def make_held_out_task(domain: str, *, recipe_seed: int, round: int, index: int) -> AgentTask:
-    """Held-out task `index` of a domain: the same in every round, and no seed of training's."""
+    """Make held-out task `index` of a domain: the same in every round, with a seed that training never uses."""
     name = make_held_out_domain(domain)
     seed = NUM_SEEDS + stable_hash(recipe_seed, name, index, bits=31)
     return AgentTask(domain=name, number=round, seed=seed)
 
 
 def choose_domain(weights: Mapping[str, float], num_started: Mapping[str, int]) -> str:
-    """The domain whose share of the tasks begun is furthest below its weight's; the first by name among equals."""
+    """Return the domain whose share of started tasks is furthest below its weight; the first by name among equals."""
     total_weight = sum(weights.values())
     num_total = sum(num_started[domain] for domain in weights) + 1
     return max(sorted(weights), key=lambda domain: weights[domain] / total_weight * num_total - num_started[domain])
 
 
 def stable_hash(*parts: object, bits: int) -> int:
-    """A number below 2 ** bits (at most 63, for int64 columns) made of the parts' text."""
+    """Return a number below 2 ** bits (at most 63, for int64 columns) hashed from the parts' text."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - bits)

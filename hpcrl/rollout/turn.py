@@ -1,8 +1,9 @@
-"""One turn of the model said to its end, though engines give it up half said: what was said goes on elsewhere.
+"""Generate one turn to its end, even if engines interrupt it: the next one continues from the tokens so far.
 
-Speaker     whatever generates: a Router, or an engine in the same process
-Policy      one that can also tell a turn while it is said
-say, tell   the turn as a whole, and piece by piece
+TurnGenerator       a protocol for whatever generates: a Router, or an engine in the same process
+StreamingGenerator  one that can also stream a turn
+generate_turn       generates a turn as a whole
+stream_turn         generates a turn chunk by chunk
 """
 
 import contextlib
@@ -17,23 +18,23 @@ from hpcrl.rollout.tasks import stable_hash
 from hpcrl.spool.ids import make_request_id
 
 MAX_INTERRUPTIONS = 8
-"""How often one turn is continued after an engine gave it up half said."""
+"""The number of times that one turn is continued after an engine interrupted it."""
 
 
 class TurnGenerator(Protocol):
-    """Whatever generates a turn; a caller that is cancelled takes its request with it."""
+    """A protocol for whatever generates a turn; when the caller is cancelled, so is its request."""
 
     async def generate(self, request: GenerateRequest) -> Completion: ...
 
 
 class StreamingGenerator(TurnGenerator, Protocol):
-    """One that can also tell a turn while it is said."""
+    """A generator that can also stream a turn while it is generated."""
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]: ...
 
 
 async def generate_turn(policy: TurnGenerator, request: GenerateRequest) -> Completion:
-    """The whole turn; EngineError if no engine can say it. Being cancelled hangs up, which ends the request there."""
+    """Generate the whole turn; raise EngineError if no engine can. Cancelling the call also ends the request."""
     chunks: list[CompletionChunk] = []
     for attempt in range(MAX_INTERRUPTIONS + 1):
         completion = await policy.generate(_remaining_request(request, chunks, attempt=attempt))
@@ -46,7 +47,7 @@ async def generate_turn(policy: TurnGenerator, request: GenerateRequest) -> Comp
 
 
 async def stream_turn(policy: StreamingGenerator, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-    """The turn in pieces, the last of which has a finish_reason. An engine lost on the way is an interruption."""
+    """Stream the turn; the last chunk has a finish_reason. An engine lost on the way counts as an interruption."""
     chunks: list[CompletionChunk] = []
     for attempt in range(MAX_INTERRUPTIONS + 1):
         num_before = len(chunks)
@@ -69,7 +70,7 @@ async def stream_turn(policy: StreamingGenerator, request: GenerateRequest) -> A
 
 
 def _remaining_request(request: GenerateRequest, chunks: list[CompletionChunk], *, attempt: int) -> GenerateRequest:
-    """What is still to be said."""
+    """Return the request for what is still to be generated."""
     generated = [token for chunk in chunks for token in chunk.token_ids]
     return msgspec.structs.replace(
         request,
@@ -86,5 +87,5 @@ def _count_tokens(chunks: list[CompletionChunk]) -> int:
 
 def _interruption_error(request: GenerateRequest) -> EngineError:
     return EngineError(
-        f"{request.request_id}: engines gave this turn up {MAX_INTERRUPTIONS + 1} times: see their events"
+        f"{request.request_id}: engines interrupted this turn {MAX_INTERRUPTIONS + 1} times: see their events"
     )
