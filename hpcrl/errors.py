@@ -1,25 +1,25 @@
-"""Every error that hpcrl raises on purpose.
+"""The errors that hpcrl raises on purpose.
 
-    HpcrlError            what went wrong, the value seen, the cure
+    HpcrlError            what went wrong, the value seen, how to fix it
     ├── ConfigError       a recipe or site file (or a -s setting) that cannot be used
     ├── PlanError         recipe and site do not fit each other
     ├── CampaignError     a campaign that is missing, exists already, or is in the wrong state
     ├── SlurmError        Slurm refused, is missing, or did not answer
-    ├── LabError          the lab (a Slurm of our own on one machine) could not do what was asked
+    ├── LabError          the lab (a private Slurm on one machine) could not do what was asked
     ├── SpoolError        trajectories could not be written or read
     ├── WeightsError      a version of the weights could not be published or loaded
     ├── EngineError       an engine could not serve a request
-    │   ├── EngineRefusedError  it would, but is full: the request is offered to the next one
-    │   └── EngineAnswerError   it answered what cannot be an answer
+    │   ├── EngineRefusedError  the engine is full: the request is offered to the next one
+    │   └── EngineAnswerError   the response of the engine is not valid
     ├── EnvFault          the environment's infrastructure failed: retried, never scored
-    └── TrainError        training cannot go on
+    └── TrainError        training cannot continue
 
 The command line prints the message alone and exits with 2; anything else is a bug and keeps its traceback.
 """
 
 
 class HpcrlError(Exception):
-    """What went wrong, the value seen, and the cure, in the user's own words."""
+    """The base class: its message names what went wrong, the value seen, and how to fix it, in the user's terms."""
 
 
 class ConfigError(HpcrlError):
@@ -55,11 +55,11 @@ class EngineError(HpcrlError):
 
 
 class EngineRefusedError(EngineError):
-    """An engine has no room for a request now; nothing is wrong with either."""
+    """An engine has no room for a request now; the engine and the request are both fine."""
 
 
 class EngineAnswerError(EngineError):
-    """An engine answered, but what it said cannot be an answer."""
+    """An engine responded, but its response is not a valid answer."""
 
 
 class EnvFault(HpcrlError):
@@ -67,4 +67,4 @@ class EnvFault(HpcrlError):
 
 
 class TrainError(HpcrlError):
-    """Training cannot go on."""
+    """Training cannot continue."""

@@ -1,7 +1,7 @@
-"""What the operating system offers.
+"""The operating system: files, processes, addresses, terminals.
 
 files       files that are complete or absent
-processes   processes that we started
+processes   processes that this one started
 network     names, addresses, ports
 terminal    text that is safe to print
 exit_codes  why a worker ended

@@ -1,15 +1,15 @@
-"""The exit codes of hpcrl's processes, and what becomes of a child's return code."""
+"""The exit codes of hpcrl's processes, and how the return code of a child becomes one."""
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
-"""The command ran, and what it looked at is not well: a failed campaign, a damaged or an incomplete record."""
+"""The command ran and found a problem: a failed campaign, a damaged or an incomplete record."""
 EXIT_USAGE = 2
-"""The user can fix it: one message says how."""
+"""The user can fix it: one message explains how."""
 EXIT_DRAINED = 3
-"""How the trainer's process says that it has checkpointed and the campaign is to go on in another job."""
+"""The trainer's process has saved a checkpoint, and the campaign is to continue in another job."""
 EXIT_INTERRUPTED = 130
 
 
 def encode_exit_code(return_code: int) -> int:
-    """Return what to exit with after a child that ended with `return_code`: 128 + N if signal N killed it."""
+    """Return the exit code for a child that ended with `return_code`: 128 + N if signal N killed it."""
     return return_code if return_code >= 0 else 128 - return_code

@@ -1,4 +1,4 @@
-"""Files that are complete or absent: atomic publication, private directories, tolerant JSON lines."""
+"""Write files that are complete or absent, make private directories, and read JSON and logs tolerantly."""
 
 import contextlib
 import errno
@@ -21,11 +21,11 @@ def publish_file(path: Path, data: bytes | str, *, mode: int = 0o600) -> None:
             os.fsync(out.fileno())
 
 
-class staged_path:
-    """A temporary name beside `path` that becomes `path` when the block ends well.
+class staged_path:  # noqa: N801 - reads as a statement: `with staged_path(path) as temporary:`
+    """A temporary name beside `path` that becomes `path` when the block succeeds.
 
-    The block writes and fsyncs the temporary file (or fills a temporary directory); on the way out it is
-    renamed and the directory is fsynced. After an exception nothing is left.
+    The block writes and fsyncs the temporary file (or fills a temporary directory). At its end the file is
+    renamed and the directory is fsynced; after an exception nothing is left.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +40,7 @@ class staged_path:
             remove_path(self.temporary)
             return
         try:
-            os.rename(self.temporary, self.path)
+            os.rename(self.temporary, self.path)  # noqa: PTH104 - must fail on a non-empty directory
         except OSError:
             remove_path(self.temporary)
             raise
@@ -53,7 +53,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make durable what others have written into a file."""
+    """Make durable what other processes have written into a file."""
     _fsync_path(path)
 
 
@@ -66,7 +66,7 @@ def _fsync_path(path: Path, flags: int = 0) -> None:
 
 
 def remove_path(path: Path) -> None:
-    """Remove a file or a directory tree of ours, present or not."""
+    """Remove a file or a directory tree; a missing one is fine."""
     if path.is_dir() and not path.is_symlink():
         for child in path.iterdir():
             remove_path(child)
@@ -76,14 +76,14 @@ def remove_path(path: Path) -> None:
 
 
 def make_private_dir(path: Path) -> Path:
-    """Make `path` and what is missing above it, readable by its owner alone, and there after a power loss too."""
+    """Make `path` and its missing parents, readable by their owner alone and durable; return `path`."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     for directory in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another process made it in the meantime
+        with contextlib.suppress(FileExistsError):  # another process was faster
             directory.mkdir(mode=0o700)
         sync_directory(directory.parent)
     if not path.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "is there and is no directory", str(path))
+        raise NotADirectoryError(errno.ENOTDIR, "exists and is not a directory", str(path))
     return path
 
 
@@ -93,12 +93,12 @@ def publish_json(path: Path, value: Any, *, mode: int = 0o600) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in `path`; the caller knows its shape."""
+    """Return the JSON value in `path`; the caller knows its shape."""
     return json.loads(path.read_bytes())
 
 
 def parse_json_lines(data: bytes) -> Iterator[dict[str, Any]]:
-    """The complete JSON objects in `data`, one a line; a torn or foreign line is passed over."""
+    """Yield the complete JSON objects in `data`, one per line; torn and foreign lines are skipped."""
     for line in data.split(b"\n"):
         try:
             value = json.loads(line)
@@ -109,7 +109,7 @@ def parse_json_lines(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def read_last_line(path: Path) -> str:
-    """What a log says last: of a traceback, the error."""
+    """Return the last line of a log that is not blank: of a traceback, the error."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(path.stat().st_size - 4096, 0))
         lines = file.read().decode(errors="replace").split("\n")

@@ -1,4 +1,4 @@
-"""Processes that we started and nothing else: named by pid and start time, ended with all their descendants."""
+"""Manage the processes that this one started: identify them by pid and start time, end them with all descendants."""
 
 import ctypes
 import os
@@ -8,14 +8,17 @@ import time
 from pathlib import Path
 
 MIN_RESTART_INTERVAL_S = 3.0
-"""What ends sooner after its start is started again only then: what ended it may pass."""
+"""A process that ends earlier is restarted only once this much time has passed since its start.
+
+The cause may be temporary, and restarting at once would only repeat the failure.
+"""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def read_start_ticks(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None if there is no such process."""
+    """Return when a process started, in clock ticks since boot; None if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -24,12 +27,12 @@ def read_start_ticks(pid: int) -> int | None:
 
 
 def is_alive(pid: int | None, ticks: int | None) -> bool:
-    """Is this very process still there? A pid that was used again is another process."""
+    """Return whether this very process is still running; a reused pid is another process."""
     return pid is not None and ticks is not None and read_start_ticks(pid) == ticks and not _is_zombie(pid)
 
 
 def adopt_orphans() -> None:
-    """From now on, descendants whose parent dies become children of this process, so that none escapes."""
+    """Make descendants whose parent ends children of this process, so that none escapes."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -39,7 +42,7 @@ def die_with_parent(sig: signal.Signals = signal.SIGTERM) -> None:
 
 
 def list_descendants() -> list[int]:
-    """Every living process below this one, found by walking /proc."""
+    """List the live processes below this one, found by walking /proc."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -58,9 +61,9 @@ def list_descendants() -> list[int]:
 
 
 def end_group(process: "subprocess.Popen[bytes]", *, grace_s: float) -> None:
-    """End a child that leads a session of its own, with all that is in it: TERM, then KILL.
+    """End a child that leads its own session, with everything in that session: TERM, then KILL.
 
-    One that has ended is left alone: its number may by now be another's.
+    A child that has already ended is left alone: its pid may belong to another process by now.
     """
     if process.poll() is not None:
         return
@@ -73,18 +76,18 @@ def end_group(process: "subprocess.Popen[bytes]", *, grace_s: float) -> None:
 
 
 def wait_for_descendants(*, timeout_s: float) -> None:
-    """Give everything below this process time to end by itself."""
+    """Give every descendant of this process time to end by itself."""
     deadline = time.monotonic() + timeout_s
     while (_reap_child() or list_descendants()) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def end_descendants(*, grace_s: float) -> int:
-    """TERM, then KILL, until nothing is left below this process; returns how many there were at first."""
+    """End all descendants of this process, TERM then KILL; return how many there were at first."""
     first = list_descendants()
     _signal_all(first, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while _reap_child() or list_descendants() or _reap_child():  # one that ends in between is still to be collected
+    while _reap_child() or list_descendants() or _reap_child():  # one that ends in between is still to be reaped
         if time.monotonic() > deadline:
             _signal_all(list_descendants(), signal.SIGKILL)
         time.sleep(0.05)
@@ -100,7 +103,7 @@ def _signal_all(pids: list[int], sig: signal.Signals) -> None:
 
 
 def _reap_child() -> bool:
-    """Collect one ended child; False when there is none to collect."""
+    """Reap one ended child; return False if there is none."""
     try:
         pid, _ = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:

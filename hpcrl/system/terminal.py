@@ -1,4 +1,4 @@
-"""What may be printed, and how: what models and environments say may hold terminal control sequences."""
+"""Print safely: the output of models and environments may contain terminal control sequences."""
 
 import datetime
 import io
@@ -17,7 +17,7 @@ from rich.measure import Measurement
 from rich.segment import Segment
 from rich.text import Text
 
-# Controls (C0 and C1 but for tab and newline), marks that reorder a line, line separators, lone surrogates, tags.
+# Controls (C0 and C1 except tab and newline), marks that reorder a line, line separators, lone surrogates, tags.
 _UNSAFE_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufff9-\ufffb"
     "\U000e0000-\U000e007f]"
@@ -37,12 +37,12 @@ STATUS_STYLES = {
 
 
 def escape_controls(text: str) -> str:
-    """The text with every character that could steer a terminal spelled out: ESC becomes the four characters \\x1b."""
+    """Spell out every character that could control a terminal: ESC becomes the four characters \\x1b."""
     return _UNSAFE_CHARACTERS.sub(_escape_character, text.replace("\r\n", "\n"))
 
 
 def escape_to_one_line(text: str) -> str:
-    """As `escape_controls`, on one line."""
+    """Escape as `escape_controls` does, and newlines and tabs too."""
     return escape_controls(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -52,19 +52,22 @@ def _escape_character(match: re.Match[str]) -> str:
 
 
 def make_console(*, pipe_width: int = PIPE_WIDTH) -> Console:
-    """As wide as the terminal; a pipe gets whole lines. A character that cannot be shown becomes a question mark."""
+    """Make a console as wide as the terminal, or `pipe_width` for a pipe.
+
+    A character that cannot be shown becomes a question mark.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else pipe_width)
 
 
 def print_to_stderr(text: str) -> None:
-    """A line beside the answer."""
-    print(escape_to_one_line(text).encode(errors="replace").decode(), file=sys.stderr)
+    """Print one line to stderr, apart from the command's output."""
+    print(escape_to_one_line(text).encode(errors="replace").decode(), file=sys.stderr)  # noqa: T201
 
 
 def print_json(value: Any) -> None:
-    """The answer as JSON; in it too, what could steer a terminal is escaped."""
+    """Print a value as JSON, with every character that could control a terminal escaped."""
     text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
     sys.stdout.write(
         _UNSAFE_CHARACTERS.sub(lambda match: json.dumps(match[0])[1:-1], text.replace("\x7f", "\\u007f")) + "\n"
@@ -72,7 +75,7 @@ def print_json(value: Any) -> None:
 
 
 def format_age(timestamp: float, *, now: float | None = None) -> str:
-    """How long ago, in one unit."""
+    """Format how long ago a time was, in one unit."""
     seconds = (time.time() if now is None else now) - timestamp
     if not math.isfinite(seconds) or seconds < 0:
         return "?" if not math.isfinite(seconds) else "0 s"
@@ -83,15 +86,15 @@ def format_age(timestamp: float, *, now: float | None = None) -> str:
 
 
 def format_timestamp(timestamp: float) -> str:
-    """Date and time of day."""
+    """Format a date with its time of day."""
     try:
         return datetime.datetime.fromtimestamp(timestamp).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, OSError, ValueError):
-        return "at no known time"
+        return "at an unknown time"
 
 
 def format_duration(seconds: float) -> str:
-    """A duration in the unit that reads best."""
+    """Format a duration in the unit that reads best."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 1:
@@ -122,7 +125,7 @@ def format_versions(first: int, last: int) -> str:
 
 
 def draw_time_bar(parts: Sequence[tuple[str, float]], *, width: int, ascii_only: bool) -> Text:
-    """A bar and a legend of where the time went; parts in the order of the bar."""
+    """Draw a bar and a legend that show where the time went; `parts` are in the order of the bar."""
     total = math.fsum(seconds for _, seconds in parts)
     bar, legend = Text(), Text()
     if not total or not math.isfinite(total):
@@ -147,7 +150,7 @@ _ASCII_BLOCKS = "_.-=+*#@"
 
 
 class Sparkline:
-    """A series as a row of bars, as wide as there is room."""
+    """A series as a row of bars, as wide as the space allows."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self.values = values
@@ -161,7 +164,7 @@ class Sparkline:
 
 
 def draw_sparkline(values: Sequence[float], *, width: int, blocks: str = _BLOCKS) -> str:
-    """One character a value, or a mean of neighbours where there are more values than `width`."""
+    """Draw one character per value, or per mean of neighbours if there are more values than `width`."""
     if not values:
         return ""
     count = min(width, len(values))
