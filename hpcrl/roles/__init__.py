@@ -1,10 +1,10 @@
-"""What each worker of a job runs; roles meet only on disk and over HTTP.
+"""The programs of the workers of a job; roles communicate only through files and HTTP.
 
-__main__     every worker's entry point
-context      what a worker knows of its campaign
-env          episodes
-reward       scores of finished segments
-serve        an engine, for prefill or decode
-train        training and publishing
-train_queue  trajectories that wait to be trained
+__main__     the entry point of every worker
+context      the campaign, the plan and the events as one worker sees them
+env          play episodes
+reward       score finished segments
+serve        serve an engine, for prefill or decode
+train        train and publish weights
+train_queue  trajectories that wait to be trained on
 """

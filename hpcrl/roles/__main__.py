@@ -1,4 +1,8 @@
-"""The door of every worker: `work(...)` as a Parsl task, `python -m hpcrl.roles ROLE CAMPAIGN JOB INDEX` as a step."""
+"""The entry point of every worker, as a Parsl task or as a step.
+
+work  the Parsl task
+main  the step: `python -m hpcrl.roles ROLE CAMPAIGN JOB INDEX`
+"""
 
 import importlib
 import os
@@ -15,11 +19,11 @@ from hpcrl.plan.plan import Plan
 from hpcrl.roles.context import open_context, pin_devices, redirect_output
 
 MODULES = {"prefill": "serve", "decode": "serve"}
-"""Roles whose module has another name."""
+"""The modules of roles whose module has another name."""
 
 
 def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
-    """Live as one worker until the job ends; heavy packages are imported only after devices are pinned."""
+    """Run one worker until the job ends; heavy packages are imported only after devices are pinned."""
     campaign_dir = CampaignDir(Path(campaign))
     redirect_output(campaign_dir.job(job_number), role, index)
     plan = msgspec.json.decode(campaign_dir.plan.read_bytes(), type=Plan)

@@ -1,4 +1,12 @@
-"""What every worker is given: its place in the plan, its events, its log, its devices, and the wish to end."""
+"""The context of a worker: its place in the plan, its events, its log, its devices, and requests to end.
+
+WorkerContext           one worker of one role in one job
+open_context            read the campaign and start the heartbeat
+make_worker_name        the name of a worker in events, endpoints and spools
+redirect_output         send all output of the process to the worker's log
+pin_devices             give the worker its devices and cores
+BEAT_INTERVAL_S         the time between heartbeats
+"""
 
 import faulthandler
 import os
@@ -37,7 +45,7 @@ class WorkerContext:
 
     @property
     def name(self) -> str:
-        """Unique in the campaign: job, role, index."""
+        """The name of this worker, unique in the campaign: job, role, index."""
         return make_worker_name(self.job, self.role, self.index)
 
     @property
@@ -50,21 +58,21 @@ class WorkerContext:
 
     @property
     def draining(self) -> bool:
-        """True once the job is to end: begin nothing new, seal what is there."""
+        """True once the job is to end: start nothing new, seal what is there."""
         return self.end_requested.is_set() or self.job.drain.exists()
 
     def pause(self, seconds: float) -> None:
-        """Wait, but not longer than until the job is to end."""
+        """Wait for `seconds`, or until the job is to end."""
         self.end_requested.wait(seconds)
 
 
 def make_worker_name(job: JobDir, role: str, index: int) -> str:
-    """The name of a worker in events, endpoints and spools."""
+    """Return the name of a worker in events, endpoints and spools."""
     return f"{job.number:03d}-{role}-{index}"
 
 
 def open_context(campaign: CampaignDir, job_number: int, role: RoleName, index: int) -> WorkerContext:
-    """Read the campaign, open this worker's events, and begin to beat."""
+    """Read the campaign, open this worker's event log and start its heartbeat."""
     job = campaign.job(job_number)
     plan = msgspec.json.decode(campaign.plan.read_bytes(), type=Plan)
     component = plan.components[plan.role(role).component]
@@ -92,7 +100,7 @@ def open_context(campaign: CampaignDir, job_number: int, role: RoleName, index: 
 
 
 def redirect_output(job: JobDir, role: str, index: int) -> None:
-    """From now on, all that this process prints goes to the worker's log; so do the stacks of a fatal signal."""
+    """Send all further output of this process, and the stacks of a fatal signal, to the worker's log."""
     fd = os.open(job.log(f"{role}-{index}"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -103,7 +111,7 @@ def redirect_output(job: JobDir, role: str, index: int) -> None:
 
 
 def pin_devices(role: RolePlan) -> list[str]:
-    """Give this worker its own devices of the node and its share of cores; before torch is imported."""
+    """Restrict this worker to its devices of the node and its share of cores; call it before torch is imported."""
     os.environ["OMP_NUM_THREADS"] = str(role.cpus_per_worker)
     visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     if not visible or not role.gpus_per_worker:
@@ -115,7 +123,7 @@ def pin_devices(role: RolePlan) -> list[str]:
 
 
 def _run_heartbeat(context: WorkerContext) -> None:
-    """Show that this worker lives, and hear what the driver wants."""
+    """Update the heartbeat and check for the driver's requests: to drain, to dump stacks."""
     dumped = False
     while True:
         context.events.beat()

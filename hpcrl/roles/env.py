@@ -1,4 +1,11 @@
-"""Role env: a host of many episodes, each on its own timeline; whole groups go to the spool "rollouts"."""
+"""Role env: run many episodes at once, each on its own timeline; whole groups go to the spool "rollouts".
+
+run               run one env worker until the job ends
+EnvWorker         its episodes and their accounts
+RolloutSpool      the spool "rollouts" as an env worker uses it
+POLL_INTERVAL_S   the time between two rounds of its loop
+TASKS_PER_BLOCK   task numbers reserved for one start of an env worker
+"""
 
 import asyncio
 import contextlib
@@ -84,7 +91,7 @@ class RolloutSpool:
 
     writer: BatchWriter
     num_sealed: Callable[[], int]
-    """How many trajectories of all env workers are durable."""
+    """Count the durable trajectories of all env workers."""
 
 
 @dataclass
@@ -98,7 +105,7 @@ class EnvWorker:
     open_env: Callable[[str, DomainConfig], Awaitable[Env]] = open_env
     version: int = 0
     num_unsealed: int = 0
-    """Trajectories that were released and are not durable yet."""
+    """Released trajectories that are not durable yet."""
     episodes: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
     in_flight: InFlightVersions = field(default_factory=InFlightVersions)
 
@@ -148,7 +155,7 @@ class EnvWorker:
         self.evaluator = _make_evaluator(self) if context.recipe.evaluation.every_versions else None
 
     async def run_until_drained(self) -> None:
-        """Admit, seal, report, until the job ends; then abort what runs and seal what is there."""
+        """Start groups, seal and report until the job drains; then abort running episodes and seal what is finished."""
         self._recover()
         while not self.context.draining:
             self.version = max(self.version, find_newest_version(self.context.campaign.weights) or 0)
@@ -169,11 +176,11 @@ class EnvWorker:
         self.journal.close()
 
     def _recover(self) -> None:
-        """Book what an earlier life of this host was running when it was killed."""
+        """Record as lost the episodes that an earlier run of this worker left when it was killed."""
         self.reporter.lose_episodes(self.groups.ledger.record_lost(self.journal.open()))
 
     async def _start_groups(self) -> None:
-        """Begin as many groups as may begin now, by the weights of the curriculum if there is one."""
+        """Start all groups that are admitted now, by the weights of the curriculum if there is one."""
         if self.curriculum is not None and (weights := self.curriculum.poll_weights(now=loop_time())) is not None:
             self.task_queue.set_weights(weights)
             self.context.events.emit(CurriculumUpdated(weights=weights))
@@ -188,25 +195,25 @@ class EnvWorker:
             if task is None:
                 return
             self._start_group(task)
-            await asyncio.sleep(0)  # thousands may begin at once: those that run already want their turn too
+            await asyncio.sleep(0)  # thousands may start at once: let running episodes continue in between
 
     def _is_served(self) -> bool:
         return self.admission.has_fresh_weights(self.router.versions(), newest=self.version)
 
     def _continue_evaluation(self) -> None:
-        """Go on with the evaluation, if there is one, in the room that training leaves."""
+        """Continue the evaluation, if there is one, in the room that training leaves."""
         if self.evaluator is not None:
             max_running = compute_share(self.context.recipe.rollout.max_running, self.worker)
             self.evaluator.poll(version=self.version, room=max_running - self.groups.num_running, now=loop_time())
 
     def _read_num_settled(self) -> int:
-        """How many are settled; a version that is on its way out is known by it."""
+        """Return the number of settled trajectories; the same file also announces a version being published."""
         settled = read_settled(self.context.campaign.settled)
         self.version = max(self.version, settled.version)
         return settled.num
 
     def _start_group(self, task: AgentTask) -> None:
-        """Begin a group; its episodes go their own ways from here."""
+        """Start a group; from here on its episodes run independently."""
         self.journal.record_start(self.groups.start(task.group))
         self._start_episodes(task, range(self.context.recipe.rollout.episodes_per_group))
 
@@ -221,7 +228,7 @@ class EnvWorker:
         try:
             async with self.task_queue.reserve_slot(task):
                 trajectory = await self._play_training(task, index)
-            while not self.rollouts.writer.has_room:  # the disk is slower than we are, or full: hold still
+            while not self.rollouts.writer.has_room:  # the disk is slow or full: wait
                 await asyncio.sleep(POLL_INTERVAL_S)
         except asyncio.CancelledError:
             self.in_flight.drop(episode)
@@ -235,14 +242,14 @@ class EnvWorker:
         self._record_result(task, trajectory)
 
     async def _play_training(self, task: AgentTask, index: int) -> Trajectory:
-        """An episode of training."""
+        """Play an episode for training."""
         domain = self.context.recipe.domains[task.domain]
         return await self.player.play(
             domain, task, index, make_env=lambda: self.task_queue.take_env(task), limits=self.player.limits(domain)
         )
 
     async def play_held_out(self, task: AgentTask, index: int, name: str, domain: DomainConfig) -> Trajectory:
-        """An episode of an evaluation: no version is too old for it."""
+        """Play an episode of an evaluation: no version is too old for it."""
         limits = msgspec.structs.replace(
             self.player.limits(domain), max_lag=sys.maxsize, temperature=self.context.recipe.evaluation.temperature
         )
@@ -273,7 +280,7 @@ class EnvWorker:
             self.task_queue.discard_envs(task)
 
     def _cancel_spare_groups(self, outcome: GroupOutcome) -> list[str]:
-        """The episodes of the groups to spare, once the batch has what it needs."""
+        """Return the episodes of spare groups to cancel, once the batch has what it needs."""
         if not (outcome.released and self.admission.record_release()):
             return []
         aborted, dropped = self.groups.close_all()
@@ -285,18 +292,20 @@ class EnvWorker:
         self.in_flight.record_version(episode, version=min(completion.versions, default=self.version))
 
     async def _seal(self, flush: Callable[[], list[str]]) -> None:
-        """Make trajectories durable in a thread. A full disk loses nothing that is held; it is asked less and less."""
+        """Make trajectories durable in a thread. On a full disk nothing is lost; writes are retried ever less often."""
         try:
             sealed = await asyncio.to_thread(flush)
         except SpoolError as error:
             self.context.events.emit(FaultReported(what="spool", detail=str(error)))
         else:
-            self.num_unsealed -= len(sealed)  # not in one line with the wait: episodes end meanwhile and add to it
+            self.num_unsealed -= len(
+                sealed
+            )  # a separate statement after the await: meanwhile, ending episodes add to it
             for episode in sealed:
                 self.in_flight.drop(episode)
 
     def _write_hold(self) -> None:
-        """Ask training not to make too old what is under way, as far as that is worth it."""
+        """Ask the trainer to delay a version that would make running episodes too old, where that is worth it."""
         max_lag = self.context.recipe.rollout.max_lag
         self.hold_writer.write(self.in_flight.limit(newest=self.version, max_lag=max_lag), now=loop_time())
 
@@ -306,7 +315,7 @@ def _read_context_length(context: WorkerContext) -> int:
 
 
 def _make_evaluator(env_worker: EnvWorker) -> EvaluationRunner:
-    """This host's evaluator. Scores are computed here, each in a thread: there are few of them."""
+    """Make the evaluator of this worker. Scores are computed here, each in a thread: there are few of them."""
     context = env_worker.context
     model, domains = context.campaign.model, context.recipe.domains
     rewards = {name: load_reward(name, domain, model=model) for name, domain in domains.items()}

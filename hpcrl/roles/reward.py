@@ -1,6 +1,9 @@
 """Role reward: short tasks, one per sealed segment of "rollouts"; each writes the scored twin of its segment.
 
-A task may run twice (a lost worker, a preempted node): the twin has one name, and is there complete or not at all.
+    score                  one task
+    ELASTIC_INDEX_OFFSET   the first index of workers in reward jobs
+
+A task may run twice (a lost worker, a preempted node): the twin has one name and is either complete or absent.
 """
 
 import functools
@@ -23,7 +26,7 @@ from hpcrl.spool.writer import MAX_PAUSE_S, MIN_PAUSE_S, derive_segment
 from hpcrl.system.variables import PARTITION_VARIABLE
 
 ELASTIC_INDEX_OFFSET = 1_000_000
-"""Workers in jobs of their own are numbered from here on: Parsl numbers the blocks of each pool from 0."""
+"""Workers in reward jobs are numbered from here on: Parsl numbers the blocks of each pool from 0."""
 
 
 def score(campaign: str, job_number: int, segment: str) -> None:
@@ -32,7 +35,7 @@ def score(campaign: str, job_number: int, segment: str) -> None:
     campaign_dir = context.campaign
     pause_s = MIN_PAUSE_S
     source = campaign_dir.spool("rollouts") / segment
-    while source.exists():  # else it is retired, or in quarantine: there is nothing to do
+    while source.exists():  # otherwise it was retired or quarantined: there is nothing to do
         rewards: dict[str, list[float]] = {}
         try:
             scorer, compression = _make_scorer(context, seen=rewards), context.recipe.spool.compression
@@ -49,7 +52,7 @@ def score(campaign: str, job_number: int, segment: str) -> None:
 
 
 def _handle_spool_error(error: SpoolError, source: Path, context: WorkerContext, *, pause_s: float) -> float:
-    """A disk that is full or fails is asked again, less and less often; a damaged segment is put aside."""
+    """Quarantine a damaged segment; for a full or failing disk wait, longer each time. Return the next pause."""
     if not is_out_of_reach(error):
         context.events.emit(FaultReported(what="spool", detail=quarantine_segment(source, str(error))))
         return pause_s
@@ -62,7 +65,7 @@ def _handle_spool_error(error: SpoolError, source: Path, context: WorkerContext,
 
 @functools.cache
 def _open_reward_context(campaign: str, job_number: int) -> WorkerContext:
-    """This worker's own; rewards share a pool, so the index is Parsl's."""
+    """Open the context of this worker, once; reward workers share a pool, so their index comes from Parsl."""
     campaign_dir = CampaignDir(Path(campaign))
     block, rank = os.environ.get("PARSL_WORKER_BLOCK_ID", "0"), os.environ.get("PARSL_WORKER_RANK", "0")
     index = int(block) * 1000 + int(rank) + ELASTIC_INDEX_OFFSET * (PARTITION_VARIABLE in os.environ)
@@ -73,7 +76,7 @@ def _open_reward_context(campaign: str, job_number: int) -> WorkerContext:
 
 
 def _make_scorer(context: WorkerContext, *, seen: dict[str, list[float]]) -> Callable[[Trajectory], Trajectory]:
-    """The transformation of one trajectory; what cannot be trained on is passed through unscored."""
+    """Return the function that scores one trajectory; one that cannot be trained on stays unscored."""
     rewards = {
         name: load_reward(name, domain, model=context.campaign.model) for name, domain in context.recipe.domains.items()
     }
@@ -87,7 +90,7 @@ def _make_scorer(context: WorkerContext, *, seen: dict[str, list[float]]) -> Cal
             return _mark_faulted(trajectory, f"{type(error).__name__}: {error}", context)
         total = math.fsum(parts.values())
         if not math.isfinite(total):
-            return _mark_faulted(trajectory, f"it gave {parts!r}, and a reward must be a finite number", context)
+            return _mark_faulted(trajectory, f"it returned {parts!r}, and a reward must be a finite number", context)
         seen.setdefault(trajectory.domain, []).append(total)
         return msgspec.structs.replace(trajectory, reward=total, reward_parts=parts)
 
@@ -95,7 +98,7 @@ def _make_scorer(context: WorkerContext, *, seen: dict[str, list[float]]) -> Cal
 
 
 def _mark_faulted(trajectory: Trajectory, reason: str, context: WorkerContext) -> Trajectory:
-    """Never scored as zero: a reward that failed says nothing about the agent."""
+    """Mark a trajectory whose reward failed; it is never scored as zero, since the agent is not to blame."""
     name = context.recipe.domains[trajectory.domain].reward
     context.events.emit(FaultReported(what="reward", detail=f"{name} on {trajectory.id}: {reason}", id=trajectory.id))
     return msgspec.structs.replace(trajectory, status="env-fault")

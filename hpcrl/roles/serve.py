@@ -1,8 +1,15 @@
-"""What prefill and decode share: an engine behind an HTTP door, kept at the newest version of the weights.
+"""Roles prefill and decode: serve an engine over HTTP and keep it at the newest version of the weights.
 
-Role decode: generates tokens, from KV that prefill workers hand over or from its own prefill.
+    run                serve until the job ends
+    serve_engine       the same as a coroutine
+    open_engine        the engine that the recipe names
+    make_vllm_launch   the options of a worker's vLLM server
+    WorkerEngine       the interface of the served engine
+    WeightFollower     keep an engine at the newest version
+    DEFAULT_SIMULATED_GPU, POLL_INTERVAL_S, FAULT_PAUSE_S, MAX_BEHIND_S   constants
 
-Role prefill: computes the KV of prompts and hands it to decode workers.
+A prefill worker computes the KV of prompts and hands it to decode workers. A decode worker generates tokens, from that
+KV or from its own prefill.
 """
 
 import asyncio
@@ -44,14 +51,14 @@ MAX_BEHIND_S = 30.0
 
 
 class WorkerEngine(ServedEngine, UpdatableEngine, Protocol):
-    """What a prefill or decode worker serves: answers requests, takes new weights, says when it is at its end."""
+    """The engine of a prefill or decode worker: it answers requests, loads new weights and reports its failure."""
 
     async def wait_until_failed(self) -> None:
-        """Wait until the engine cannot go on, and raise why."""
+        """Wait until the engine fails, and raise the cause."""
 
 
 async def serve_engine(context: WorkerContext) -> None:
-    """Wait for the first version, serve until the job ends."""
+    """Wait for the first version, then serve until the job ends."""
     weights = context.campaign.weights
     place = context.place
     window = WindowStore(make_window_key(place.campaign, node=place.node), job=place.job)
@@ -68,7 +75,7 @@ async def serve_engine(context: WorkerContext) -> None:
 def open_engine(
     context: WorkerContext, source: WeightSource, *, session: ClientSession
 ) -> AbstractAsyncContextManager[WorkerEngine]:
-    """The engine that the recipe names; only what it needs is imported."""
+    """Open the engine that the recipe names; only the packages of that engine are imported."""
     match context.recipe.engine.backend:
         case "embedded":
             return _open_embedded_engine(context, source, session=session)
@@ -111,7 +118,7 @@ def _open_simulated_engine(
 
 
 def _choose_gpu(context: WorkerContext) -> str | None:
-    """What the worker computes on, or pretends to."""
+    """Return the GPU that the worker uses or simulates."""
     engine = context.recipe.engine
     role = context.role_plan
     real_gpu = context.plan.components[role.component].gpu if role.gpus_per_worker else None
@@ -139,7 +146,7 @@ def _open_vllm_engine(context: WorkerContext) -> AbstractAsyncContextManager[Wor
 def make_vllm_launch(
     engine: EngineConfig, *, role: RolePlan, inference: InferenceConfig, place: WorkerPlace, log: Path, host: str
 ) -> "VllmLaunch":
-    """What the plan gives a worker, as its vLLM server is told; `host` is where other nodes reach this one."""
+    """Return the options of a worker's vLLM server, from the plan; other nodes reach this one at `host`."""
     from hpcrl.engines.vllm import kv_connectors as vllm_connectors
     from hpcrl.engines.vllm.server import VllmLaunch
 
@@ -165,7 +172,7 @@ def make_vllm_launch(
 
 
 async def _announce_and_follow(engine: WorkerEngine, follower: "WeightFollower", context: WorkerContext) -> None:
-    """Open the door, say where it is, keep up with the versions, close it."""
+    """Start the HTTP server, announce its endpoint, load new versions until the job ends, then shut it down."""
     token = endpoints.make_token()
     url, runner = await serve_over_http(
         engine, host=network.find_bind_address(context.site.network.interface), token=token
@@ -190,7 +197,7 @@ async def _announce_and_follow(engine: WorkerEngine, follower: "WeightFollower",
 
 
 async def _await_first_version(context: WorkerContext, source: WeightSource) -> VersionManifest | None:
-    """The trainer publishes the initial weights; None if the job ends before."""
+    """Wait until the trainer has published the initial weights; None if the job ends before."""
     while not context.draining:
         if (newest := await asyncio.to_thread(source.newest)) is not None:
             return newest
@@ -199,7 +206,7 @@ async def _await_first_version(context: WorkerContext, source: WeightSource) -> 
 
 
 class WeightFollower:
-    """Keeps an engine at the newest version."""
+    """The follower that keeps an engine at the newest version."""
 
     def __init__(self, engine: UpdatableEngine, source: WeightSource, context: WorkerContext) -> None:
         self._engine = engine
@@ -209,7 +216,7 @@ class WeightFollower:
         self._behind_since: float | None = None
 
     async def follow(self, *, engine: WorkerEngine) -> None:
-        """Until the job ends, or the engine does: then this worker ends with its reason, and is begun anew."""
+        """Load new versions until the job ends. If the engine fails, raise the cause: the worker is then restarted."""
         failed = asyncio.create_task(engine.wait_until_failed(), name="engine failed")
         while not self._context.draining:
             if failed.done():
@@ -222,13 +229,13 @@ class WeightFollower:
         failed.cancel()
 
     async def load(self, manifest: VersionManifest) -> None:
-        """Take a version over; if it cannot be had, the one in use stays, and the newest is tried next."""
+        """Load a version; if it cannot be loaded, the current one stays in use, and the newest is tried next."""
         started = time.monotonic()
         try:
             stall_s = await self._engine.load_version(manifest.version)
         except WeightsError as error:
             newest = await asyncio.to_thread(self._source.newest)
-            if newest is None or newest.version <= manifest.version:  # else it was only overtaken
+            if newest is None or newest.version <= manifest.version:  # otherwise a newer one replaced it meanwhile
                 self._context.events.emit(FaultReported(what="weights", detail=str(error)))
                 await asyncio.sleep(FAULT_PAUSE_S)
             return
@@ -237,7 +244,7 @@ class WeightFollower:
         self._context.events.emit(VersionLoaded(version=manifest.version, wall_s=wall_s, stall_s=round(stall_s, 4)))
 
     def _check_lag(self) -> None:
-        """An engine that does not see what the trainer has long made asks for files, which everybody sees."""
+        """Request transport by files, which every worker can read, if a published version does not arrive in time."""
         weights = self._context.campaign.weights
         published = find_newest_version(weights)
         if published is None or published <= self._loaded:
@@ -246,9 +253,7 @@ class WeightFollower:
         self._behind_since = self._behind_since or time.monotonic()
         transport = read_transport(weights)
         if time.monotonic() - self._behind_since > MAX_BEHIND_S and transport is not None and transport.rung != "files":
-            reason = (
-                f"{self._context.name} has waited {MAX_BEHIND_S:g} s for version {published} on rung {transport.rung}"
-            )
+            reason = f"{self._context.name} has waited {MAX_BEHIND_S:g} s for version {published} by {transport.rung}"
             write_transport(weights, Transport(rung="files", reason=reason))
             self._context.events.emit(RungChanged(rung="files", reason=reason))
 

@@ -1,4 +1,12 @@
-"""Role train: whole groups from "scored" make a step, a step makes a version; a checkpoint knows what it consumed."""
+"""Role train: train on whole groups from "scored" and publish a version of the weights after every step.
+
+    run                         train until the last step, or until the job drains
+    TrainingLoop                the trainer, its step and its version
+    POLL_INTERVAL_S             the pause while there is nothing to train on
+    EVALUATION_POLL_INTERVAL_S  the pause while the last evaluation runs
+
+A checkpoint records which trajectories it has consumed.
+"""
 
 import math
 import os
@@ -39,9 +47,9 @@ EVALUATION_POLL_INTERVAL_S = 0.5
 
 
 def run(context: WorkerContext) -> int:
-    """Train until the recipe's last step, or until the job drains; the exit code says which.
+    """Train until the recipe's last step, or until the job drains; return the exit code for it.
 
-    Of several ranks the first does all that is said here, and the others what it orders.
+    Rank 0 runs this loop; other ranks follow its orders.
     """
     world = join_world(_find_meeting_path(context), environ=_make_rank_environment(context))
     try:
@@ -73,12 +81,12 @@ def _run_leader(context: WorkerContext, rank_trainer: RankTrainer) -> int:
 
 
 def _find_meeting_path(context: WorkerContext) -> Path:
-    """Where the ranks of this start of the trainer meet."""
+    """Return the path by which the ranks of this start of the trainer find each other."""
     return context.job.ranks(int(os.environ.get(TRAINER_START_VARIABLE, "0")))
 
 
 def _make_rank_environment(context: WorkerContext) -> Mapping[str, str]:
-    """What ranks meet by: on several nodes the site's interface, whose address needs no name to be known."""
+    """Return the environment for joining ranks; on several nodes with the address of the site's interface."""
     interface = context.site.network.interface
     if context.plan.layout == "local" or interface is None:
         return os.environ
@@ -88,7 +96,7 @@ def _make_rank_environment(context: WorkerContext) -> Mapping[str, str]:
 
 
 def _make_trainer(context: WorkerContext, world: World) -> RankTrainer:
-    """This rank's end of the trainer that the recipe names."""
+    """Make this rank's part of the trainer that the recipe names."""
     recipe, model = context.recipe, context.campaign.model
     temperature = recipe.rollout.temperature
     if recipe.train.trainer == "megatron":
@@ -99,7 +107,7 @@ def _make_trainer(context: WorkerContext, world: World) -> RankTrainer:
 
 
 def _make_model(context: WorkerContext) -> None:
-    """The directory that all roles load architecture and tokenizer from."""
+    """Make the directory from which all roles load architecture and tokenizer."""
     model, directory = context.recipe.model, context.campaign.model
     if directory.exists():
         return
@@ -117,10 +125,10 @@ class TrainingLoop:
     context: WorkerContext
     trainer: Trainer
     leader: RankLeader | None
-    """The same, where other ranks wait for orders."""
+    """The trainer itself if other ranks wait for its orders; else None."""
     publisher: WeightPublisher
     num_params: int
-    """Weights of the model."""
+    """The number of the model's parameters."""
     train_queue: TrainQueue
     consumed: ConsumedTrajectories
     step: int
@@ -129,17 +137,17 @@ class TrainingLoop:
     num_skipped: int = 0
     """Steps in a row that changed nothing."""
     reward: float | None = None
-    """Mean of the last step."""
+    """The mean reward of the last step."""
     saving: "Future[None] | None" = None
     """The checkpoint that is being written."""
     background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "spool"))
-    """Reads what comes while a step runs."""
+    """The thread that reads new trajectories while a step runs."""
     waiting_since: float = field(default_factory=time.monotonic)
 
     @classmethod
     def start_or_resume(cls, context: WorkerContext, rank_trainer: RankTrainer) -> "TrainingLoop":
-        """From the newest whole checkpoint, or from the initial weights; either way a version is published."""
+        """Start from the newest complete checkpoint or from the initial weights; then publish a version if needed."""
         campaign = context.campaign
         consumed, step, version = ConsumedTrajectories(), 0, 0
         found = checkpoint.find_newest(
@@ -171,14 +179,14 @@ class TrainingLoop:
         training_loop.train_queue.recover()
         newest = publisher.newest_version()
         if newest != version or publisher.newest_readable() != version:
-            # Versions never go back: what was published after the checkpoint belongs to a lost past.
+            # Version numbers never decrease: versions published after the checkpoint are obsolete, so take a new one.
             training_loop.version = version if newest is None else max(version, newest + 1)
             training_loop.publish()
             publisher.persist()
         return training_loop
 
     def try_step(self) -> bool:
-        """One step, if there are groups for it."""
+        """Make one step; return False if there are not enough groups for it."""
         recipe = self.context.recipe
         choice = self.train_queue.choose(version=self.version)
         if choice.stale:
@@ -206,13 +214,13 @@ class TrainingLoop:
         return True
 
     def compute_mfu(self, metrics: StepMetrics) -> float | None:
-        """The share that the step had of what the trainer's GPUs can do; None without GPUs."""
+        """Return the share of the trainer's peak FLOPS that the step used; None without GPUs."""
         return compute_flops_utilization(
             metrics, num_params=self.num_params, peak_flops=_compute_peak_flops(self.context)
         )
 
     def check_skipped(self, metrics: StepMetrics) -> None:
-        """A step that changed nothing is told; too many in a row end the campaign."""
+        """Report a step that changed nothing; raise TrainError after too many in a row."""
         self.reward = metrics.reward_mean
         self.num_skipped = self.num_skipped + 1 if metrics.skipped else 0
         if metrics.skipped:
@@ -222,11 +230,11 @@ class TrainingLoop:
             self.await_checkpoint()
             raise TrainError(
                 f"{self.num_skipped} steps in a row changed nothing, the last because {metrics.skipped}: lower "
-                "train.learning_rate, mend the rewards, or raise train.max_skipped_steps"
+                "train.learning_rate, fix the rewards, or raise train.max_skipped_steps"
             )
 
     def poll(self) -> None:
-        """While there is nothing to train on."""
+        """Do background work while there is nothing to train on."""
         self.publisher.poll()
         if self.saving is not None and self.saving.done():
             self.await_checkpoint()
@@ -234,7 +242,7 @@ class TrainingLoop:
             self.leader.keep_ranks_alive()
 
     def await_evaluation(self) -> None:
-        """Training is done: the last evaluation may end first, if it is not too slow and the job is not."""
+        """Wait for the last evaluation after training, up to `patience_s` and until the job drains."""
         evaluation = self.context.recipe.evaluation
         record, every = EvaluationStore(self.context.campaign.evaluations), evaluation.every_versions
         deadline = time.monotonic() + evaluation.patience_s
@@ -249,7 +257,7 @@ class TrainingLoop:
             self.context.pause(EVALUATION_POLL_INTERVAL_S)
 
     def publish(self) -> None:
-        """Give the weights to every engine."""
+        """Publish the weights for every engine."""
         weight_version = WeightVersion(version=self.version, step=self.step)
         if self.leader is not None:
             shards, whole = self.leader.weight_shards(), self.trainer.tensors
@@ -258,7 +266,7 @@ class TrainingLoop:
             self.publisher.publish(self.trainer.tensors(), weight_version)
 
     def finish(self) -> None:
-        """The last checkpoint; the newest version is in files when this returns."""
+        """Save the last checkpoint and close; the newest version is in files when this returns."""
         self.start_checkpoint()
         self.await_checkpoint()
         self.background.shutdown()
@@ -269,7 +277,7 @@ class TrainingLoop:
         self.train_queue.close()
 
     def start_checkpoint(self) -> None:
-        """Trainer state and consumed ids, in one commit; training stands still for the copy in memory alone."""
+        """Save trainer state and consumed ids in one commit; training pauses only for the copy in memory."""
         if self.saved_step == self.step:
             return
         self.await_checkpoint()
@@ -287,7 +295,7 @@ class TrainingLoop:
         self.saving = self.background.submit(self._commit_checkpoint, moment, started, time.monotonic() - started)
 
     def await_checkpoint(self) -> None:
-        """Wait for the checkpoint that is being written; what went wrong with it is raised here."""
+        """Wait for the checkpoint that is being written, and raise its error if it failed."""
         saving, self.saving = self.saving, None
         if saving is not None:
             saving.result()
@@ -310,7 +318,7 @@ class TrainingLoop:
 
 
 def _make_checkpoint_score(context: WorkerContext) -> Callable[[checkpoint.CheckpointManifest], float | None]:
-    """How good a checkpoint is: by evaluations if the recipe has any, else by the rewards of its last step."""
+    """Return the score of a checkpoint: by evaluations if the recipe has any, else by the reward of its last step."""
     every = context.recipe.evaluation.every_versions
     if not every:
         return checkpoint.read_recorded_reward
@@ -331,7 +339,7 @@ def _make_leader(context: WorkerContext, rank_trainer: RankTrainer, stock: Train
 
 
 def _compute_peak_flops(context: WorkerContext) -> float:
-    """Of all GPUs of the trainer together, in bf16; 0 where it has none."""
+    """Return the bf16 peak of all GPUs of the trainer together, in FLOPS; 0 without GPUs."""
     role = context.plan.role("train")
     gpu = context.plan.components[role.component].gpu
     num = role.gpus_per_worker * role.num_workers
@@ -343,7 +351,7 @@ def _find_window_key(context: WorkerContext) -> WindowKey:
 
 
 def _make_publisher(context: WorkerContext, leader: RankLeader | None) -> WeightPublisher:
-    """Where versions go, of several ranks each its part; on one machine every worker sees the window of its node."""
+    """Make the publisher of versions; several ranks write one part each. On one machine the window is enough."""
     campaign, key = context.campaign, _find_window_key(context)
     window = WindowStore(key, job=context.job) if leader is None else leader.window(key, job=context.job)
     files = FileStore(campaign.weights)

@@ -1,7 +1,9 @@
-"""The trainer's stock of trajectories: what is new, what waits for its group, what is settled, what may be retired.
+"""The trainer's queue of trajectories: read them, choose whole groups, settle them and retire their segments.
 
-A trajectory is settled once it neither waits nor is trained on: it was used, dropped, or had come a second time. Env
-workers read how many are (hpcrl.rollout.flow_control).
+    TrainQueue   the trajectories of "scored" as the trainer sees them
+
+A trajectory is settled once it neither waits nor is being trained on: it was used, dropped, or was a duplicate. Env
+workers read how many are settled (hpcrl.rollout.flow_control).
 """
 
 import threading
@@ -44,11 +46,11 @@ class TrainQueue:
         self._settled = SettledSegments(grace_s=context.recipe.spool.retire_after_s)
         self._times_damaged: Counter[str] = Counter()
         self._lock = threading.Lock()
-        """Held while the books are read or changed: segments are retired in a thread."""
+        """Held while the state above is read or changed: segments are retired in a thread."""
         self._retiring: threading.Thread | None = None
 
     def recover(self) -> None:
-        """Finish what a crash cut short. Nothing counts as settled until the books are made anew, which is safe."""
+        """Finish a retirement that a crash interrupted. Until the next count nothing is settled, which is safe."""
         recover_retirement(
             self._spool_dirs,
             lower_settled=lambda _: self._settled_writer.write(SettledCount()),
@@ -56,7 +58,7 @@ class TrainQueue:
         )
 
     def choose(self, *, version: int) -> GroupChoice:
-        """The trajectories of the next step, if there are enough; `mark_trained` must follow."""
+        """Choose the trajectories of the next step, if there are enough; `mark_trained` must follow."""
         with self._lock:
             choice = self._choose_from([*self._waiting, *self._reader.poll()], version=version)
             if choice.chosen and not may_publish(self._context.campaign.holds(), version=version + 1):
@@ -66,12 +68,12 @@ class TrainQueue:
         return choice
 
     def gather(self) -> None:
-        """Read what has come, while a step runs in another thread; nothing is chosen yet."""
+        """Read new trajectories while a step runs in another thread; nothing is chosen yet."""
         with self._lock:
             self._waiting = [*self._waiting, *self._reader.poll()]
 
     def preview_choice(self, version: int) -> list[Trajectory]:
-        """What `choose` would choose for this version if nothing came any more; it never waits for `gather`."""
+        """Return what `choose` would choose for this version if nothing more arrived; it never waits for `gather`."""
         return self._choose_from(self._waiting, version=version).chosen
 
     def _choose_from(self, available: list[Trajectory], *, version: int) -> GroupChoice:
@@ -86,29 +88,29 @@ class TrainQueue:
         )
 
     def segment_of(self, trajectory: Trajectory) -> str:
-        """The segment of "scored" that holds a trajectory that was chosen."""
+        """Return the segment of "scored" that has a chosen trajectory."""
         name = self._reader.segment_of(trajectory)
-        assert name is not None, "what waits to be trained on is not retired"
+        assert name is not None, "a trajectory that waits to be trained on is never retired"
         return name
 
     def mark_trained(self, *, version: int) -> None:
-        """The step is made and its version is on its way out: what it used is settled."""
+        """Settle the trajectories of a step that is done; its version is being published."""
         with self._lock:
             self._version, self._num_training = version, 0
             self._publish_settled()
 
     def note_settled(self) -> None:
-        """A checkpoint is about to be saved: it knows what became of all that is settled now."""
+        """Note which segments are settled now: the checkpoint about to be saved covers them."""
         with self._lock:
             self._settled.note(self._reader.finished_segments(self._waiting))
 
     def mark_covered(self, saved: Path) -> None:
-        """That checkpoint is durable."""
+        """Mark the noted segments as covered by a checkpoint that is now durable."""
         with self._lock:
             self._settled.cover(checkpoint.parse_commit_number(saved))
 
     def retire(self, *, version: int) -> None:
-        """Take segments out of use that no kept checkpoint needs, in a thread: training does not wait for it."""
+        """Retire segments that no kept checkpoint needs, in a thread: training does not wait for it."""
         oldest = checkpoint.find_oldest_number(self._context.campaign.checkpoints)
         if oldest is None or (self._retiring is not None and self._retiring.is_alive()):
             return
@@ -120,7 +122,7 @@ class TrainQueue:
             self._retiring.start()
 
     def close(self) -> None:
-        """Wait for what goes on in the background."""
+        """Wait for a retirement in the background."""
         if self._retiring is not None:
             self._retiring.join()
 
@@ -136,7 +138,7 @@ class TrainQueue:
             )
             if spool.keep == "versions":
                 prune_archive(self._spool_dirs.archive, oldest_version=version - spool.archive_versions)
-        except (OSError, SpoolError) as error:  # tried again later; training needs none of it
+        except (OSError, SpoolError) as error:  # it is retried later; training does not depend on it
             emit(FaultReported(what="spool", detail=f"segments could not be retired: {error}"))
             return
         with self._lock:
@@ -157,11 +159,13 @@ class TrainQueue:
         self._settled_writer.write(SettledCount(num=num, version=self._version))
 
     def _handle_damage(self, path: Path, reason: str) -> None:
-        """The reader has put it aside, so it is scored again; what comes out damaged twice is not tried once more."""
+        """Report a damaged segment, which the reader has quarantined, so it is scored again; after the second time
+        quarantine its source instead.
+        """
         self._context.events.emit(FaultReported(what="spool", detail=f"{path}: {reason}"))
         self._times_damaged[path.name] += 1
         if self._times_damaged[path.name] > 1 and not path.exists():
             detail = quarantine_segment(
-                self._spool_dirs.rollouts / path.name, f"its scored twin is damaged again and again: {reason}"
+                self._spool_dirs.rollouts / path.name, f"its scored twin was damaged more than once: {reason}"
             )
             self._context.events.emit(FaultReported(what="spool", detail=detail))

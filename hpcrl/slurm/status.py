@@ -113,7 +113,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The result of `combine_states`; "unknown" when Slurm did not answer."""
     components: list[ComponentStatus] = []
     reason: str = ""
-    """The cause that it waits, ended or is unknown, in plain words."""
+    """The reason that it waits, ended or is unknown, in plain words."""
     start: float | None = None
     end: float | None = None
 
@@ -124,7 +124,7 @@ class _CommandAnswer:
 
     text: str
     problem: str = ""
-    """The cause that there is no answer; empty if there is one."""
+    """The error of a command that did not answer; else empty."""
 
 
 def query_job_states(ids: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 10.0) -> dict[str, JobStatus]:
