@@ -1,0 +1,83 @@
+"""The documents: every path that they name exists, and so does every function that a station of a walk names."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WALKS = ROOT / "docs" / "how-it-travels.md"
+BACKTICKED = re.compile(r"`([^`\n]+)`")
+STATION = re.compile(r"^\d+\. `(hpcrl/[\w/]+\.py)` ((?:`[\w.]+`(?:, )?)+):", re.MULTILINE)
+NUMBERED = re.compile(r"^\d+\. ", re.MULTILINE)
+FOLDERS = ("hpcrl", "hpcrl/*", "hpcrl/*/*", "jobs", "bench", "tests", "docs")
+
+
+def label(path):
+    return str(path.relative_to(ROOT))
+
+
+def named_modules(text: str) -> set[str]:
+    """The Python files that a document names in backticks."""
+    words = {word for span in BACKTICKED.findall(text) for word in re.split(r"[\s,:()]+", span)}
+    return {word for word in words if re.fullmatch(r"(?:[\w.]+/)*\w+\.py", word)}
+
+
+def exists(name: str) -> bool:
+    places = [ROOT, *(place for folder in FOLDERS for place in ROOT.glob(folder))]
+    return any(place.joinpath(name).is_file() for place in places)
+
+
+def named_packages(text: str) -> set[str]:
+    return {span for span in BACKTICKED.findall(text) if re.fullmatch(r"(?:hpcrl|tests|bench|docs)/[\w/]*", span)}
+
+
+def defined_names(path: Path) -> set[str]:
+    """The top-level names of a module, and `Class.member` of its classes."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        names |= assigned(node)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{member}" for child in node.body for member in assigned(child)}
+    return names
+
+
+def assigned(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_every_module_that_a_document_names_exists(path):
+    assert {name for name in named_modules(path.read_text()) if not exists(name)} == set()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_every_folder_that_a_document_names_exists(path):
+    assert {name for name in named_packages(path.read_text()) if not (ROOT / name).exists()} == set()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_every_link_to_a_file_leads_to_one(path):
+    targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text())
+    assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+def test_every_numbered_line_of_a_walk_is_a_station():
+    text = WALKS.read_text()
+    assert len(STATION.findall(text)) == len(NUMBERED.findall(text)) > 0
+
+
+@pytest.mark.parametrize(("file", "names"), STATION.findall(WALKS.read_text()))
+def test_a_station_names_what_its_file_defines(file, names):
+    assert set(BACKTICKED.findall(names)) - defined_names(ROOT / file) == set()
+
+
+@pytest.mark.parametrize("walk", re.split(r"^## ", WALKS.read_text(), flags=re.MULTILINE)[1:5])
+def test_a_walk_counts_its_files(walk):
+    [counted] = re.findall(r"^(\d+) files\.", walk, flags=re.MULTILINE)
+    assert len({file for file, _ in STATION.findall(walk)}) == int(counted)
