@@ -1,9 +1,9 @@
-"""What generates tokens, behind one protocol.
+"""Inference engines: every backend generates tokens behind one protocol.
 
-base            requests, completions, protocols
-http            an engine behind HTTP, and its client
-request_checks  the limits of an engine, checked before a request waits
-request_loop    requests that wait, run and are cancelled
+base            requests, completions and the protocols of an engine
+http            the HTTP server of an engine, and its client
+request_checks  limits that are checked before a request is queued
+request_loop    requests that are queued, stepped and cancelled
 embedded        a torch model in this process
 sim             a simulated engine in virtual time
 vllm            vLLM as a supervised server

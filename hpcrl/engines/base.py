@@ -1,10 +1,21 @@
-"""What an inference engine is: token ids in, token ids with log-probabilities and versions out.
+"""The protocols of an inference engine: token ids in, token ids with log-probabilities and versions out.
 
-Small protocols, so that a caller depends on what it uses:
+The protocols are small, so that a caller depends only on what it uses:
 
-    TokenGenerator   generate, prefill, abort, load_figures     used by env hosts, in process or over HTTP
-    TokenStreamer    stream                                     a turn told while it is said, for those who wait for its text
-    UpdatableEngine  load_version                               used by the worker that watches the weights
+    TokenGenerator   generate, prefill, abort, load_figures: for env workers, in process or over HTTP
+    TokenStreamer    stream: a turn is sent while it is generated
+    InferenceEngine  both of them, as a router needs it
+    UpdatableEngine  load_version: for the worker that watches the weights
+
+and these are the values they exchange:
+
+    GenerateRequest                   one turn of one trajectory
+    Completion, CompletionChunk       its answer, whole or in chunks
+    convert_to_chunk, join_chunks     from one to the other
+    KvHandle, FetchKv                 the KV of a remote prefill, and how it is fetched
+    LoadFigures                       the load of an engine
+    FinishReason                      why generation ended
+    LOCAL_URL_PREFIX, MAX_TOP_LOGPROBS  constants of these formats
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -16,22 +27,22 @@ FinishReason = Literal["stop", "length", "aborted"]
 
 
 class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the KV of a prompt lies after a remote prefill: everything but the prompt's last token."""
+    """A pointer to the KV of a prompt after a remote prefill: all of it but the last token's."""
 
     url: str
-    """Fetched with the bearer token; answers once, then forgets."""
+    """To be fetched with the bearer token, once: the engine then deletes the KV."""
     token: str
     version: int
-    """Version of the weights that computed it; KV of another version is never used."""
+    """The version of the weights that computed it; KV of another version is never used."""
     num_tokens: int
     transfer: dict[str, Any] | None = None
-    """What a KV connector of vLLM told its other end; with a URL that begins with "vllm:"."""
+    """Parameters of a vLLM KV connector for the receiving engine; the URL then starts with "vllm:"."""
 
 
 LOCAL_URL_PREFIX = "local:"
-"""A handle whose URL begins so points into the engine that made it; a server puts its own address there."""
+"""A handle with this URL prefix points into the engine that made it; a server replaces it with its own address."""
 FetchKv = Callable[[KvHandle], Awaitable[bytes]]
-"""Gets handed-over KV from where its handle points; EngineError if it cannot."""
+"""Fetch the KV that a handle points to; raises EngineError."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,57 +58,57 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     """Generation ends with the first of these, which is part of the answer."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that together have this probability; log-probabilities are of what is left."""
+    """Sample from the likeliest tokens with this total probability; log-probabilities are of what remains."""
     top_k: int = 0
-    """Draw from so many likeliest tokens; 0: from all."""
+    """Sample from this number of likeliest tokens; 0: from all."""
     top_logprobs: int = 0
-    """How many of the likeliest tokens to tell for each place, at most TOP_LOGPROBS."""
+    """The number of likeliest tokens to report at each position, at most MAX_TOP_LOGPROBS."""
     kv: KvHandle | None = None
     trajectory: str = ""
-    """Turns of one trajectory have the same; engines may keep its KV by it. "": belongs to none."""
+    """The same for all turns of a trajectory; engines may keep KV under it. "" belongs to none."""
     domain: str = ""
     priority: int = 0
     """A waiting request with a smaller number goes first."""
     keep_kv_s: float = 0.0
-    """For how long after this turn its KV is better kept than given up: the trajectory will likely be back by then."""
+    """For how long after this turn its KV should be kept: the trajectory's next turn is likely to come by then."""
 
 
 MAX_TOP_LOGPROBS = 20
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """What was generated; the three lists have one entry per token."""
+    """The generated tokens; the three lists have one entry per token."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """Log-probability of each token under the weights and the temperature that sampled it."""
+    """The log-probability of each token under the weights and the temperature that sampled it."""
     versions: list[int]
     finish_reason: FinishReason
     remote_prefill: bool = False
     """True if the handed-over KV was used."""
     top: list[dict[int, float]] = []
-    """For each token, if asked for: the likeliest tokens at its place with their log-probabilities."""
+    """For each token, if requested: the likeliest tokens at its position with their log-probabilities."""
 
 
 class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a completion; the lists have one entry per token of the piece."""
+    """A part of a completion; the lists have one entry per token of the chunk."""
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason | None = None
-    """Only the last piece has one."""
+    """Set in the last chunk only."""
     remote_prefill: bool = False
     top: list[dict[int, float]] = []
 
 
 def convert_to_chunk(completion: Completion) -> CompletionChunk:
-    """A whole completion as its only piece."""
+    """Return a complete completion as its only chunk."""
     return msgspec.convert(completion, CompletionChunk, from_attributes=True)
 
 
 def join_chunks(chunks: Sequence[CompletionChunk]) -> Completion:
-    """The completion that these pieces are; one that was cut short is `aborted`."""
+    """Join chunks to a completion; one without a finish reason is `aborted`."""
     return Completion(
         token_ids=[token for chunk in chunks for token in chunk.token_ids],
         logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
@@ -109,7 +120,7 @@ def join_chunks(chunks: Sequence[CompletionChunk]) -> Completion:
 
 
 class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router needs to know of an engine."""
+    """The load of an engine, as a router needs it."""
 
     version: int
     num_running: int
@@ -117,11 +128,11 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     num_generated_tokens: int
     """Since the engine started."""
     running_tokens: int = 0
-    """Tokens of KV that the running requests hold."""
+    """Tokens of KV held by running requests."""
     free_kv_tokens: int | None = None
-    """Tokens of KV that there is room for; None if the engine cannot tell."""
+    """Tokens of KV that there is room for; None if the engine does not report it."""
     num_places: int | None = None
-    """Requests that it serves at once, at most; the others wait."""
+    """The most requests it runs at once; others wait."""
 
 
 class TokenGenerator(Protocol):
@@ -132,16 +143,16 @@ class TokenGenerator(Protocol):
     async def prefill(self, request: GenerateRequest) -> KvHandle: ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request between two steps; its `generate` answers with what it has and `aborted`."""
+        """End a request between two steps; its `generate` returns the tokens so far and `aborted`."""
 
     async def load_figures(self) -> LoadFigures: ...
 
 
 class TokenStreamer(Protocol):
-    """An engine that tells a turn while it is said."""
+    """An engine that sends a turn while it is generated."""
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """The pieces of a turn as they come; closing it early ends the request."""
+        """Yield the chunks of a turn as they are generated; closing the generator early ends the request."""
 
 
 class InferenceEngine(TokenGenerator, TokenStreamer, Protocol):
@@ -152,8 +163,8 @@ class UpdatableEngine(Protocol):
     """An engine as the weight plane sees it."""
 
     async def load_version(self, version: int) -> float:
-        """Take over a version of the weights; KV of running requests is recomputed.
+        """Switch to a version of the weights; the KV of running requests is recomputed.
 
-        Returns for how many seconds generation stood still. WeightsError: what was in use stays in use, or, if the
-        version was overwritten while it was read, the engine stands still until it is given another.
+        Returns for how many seconds generation was paused. After a WeightsError the weights in use stay in use or,
+        if the version was overwritten while it was read, generation stays paused until another version is loaded.
         """

@@ -1,12 +1,15 @@
-"""An engine behind an HTTP door, and the other end of it.
+"""The HTTP server of an engine, and its client.
 
-    serve_over_http  POST /generate /stream /prefill /abort, GET /load /kv/NAME; every request carries the bearer token
-    RemoteEngine     a Generator that talks to such a door
-    make_kv_fetcher  gets handed-over KV for an engine that decodes
+    ServedEngine         the engine behind the server
+    serve_over_http      POST /generate /stream /prefill /abort, GET /load /kv/NAME; each with the bearer token
+    RemoteEngine         the client: a TokenGenerator and TokenStreamer
+    make_client_session  its connections
+    make_kv_fetcher      fetch handed-over KV for an engine that decodes
+    MAX_BODY_BYTES, SHORT_TIMEOUT_S, KV_FETCH_TIMEOUT_S, STATUS_FULL  limits and a status
 
-Bodies are JSON of the structs in hpcrl.engines.base (a stream: one piece a line); KV travels as safetensors. A
-request that cannot be read is answered 400 and one that the engine refuses 422, each with {"error": "one line"}. A
-client that hangs up takes its request with it.
+Bodies are JSON of the structs in hpcrl.engines.base (a stream has one chunk per line); KV is sent as safetensors. A
+request that cannot be parsed is answered with 400 and one that the engine refuses with 422, each with
+{"error": "one line"}. A request whose client disconnects is cancelled.
 """
 
 import contextlib
@@ -38,15 +41,15 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 64 << 20
 """A prompt of a million tokens is under 10 MB of JSON."""
 SHORT_TIMEOUT_S = 30.0
-"""How long anything but a generation may take to answer."""
+"""The time limit of every request but a generation."""
 STATUS_FULL = 503
-"""Answered to a request that may be offered elsewhere."""
+"""The status of a request that may be sent to another engine."""
 KV_FETCH_TIMEOUT_S = 20.0
-"""After this the prompt is computed where it is decoded."""
+"""After this the engine that decodes computes the prompt itself."""
 
 
 class ServedEngine(TokenGenerator, TokenStreamer, Protocol):
-    """What stands behind the door: a Generator that also tells a turn as it is said, and gives out the KV it holds."""
+    """An engine that can be served: it generates, streams, and hands over the KV it holds."""
 
     async def take_kv(self, name: str) -> bytes | None: ...
 
@@ -56,18 +59,18 @@ class _AbortRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class _EmptyAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """There is nothing more to say."""
+    """The answer to a request that returns nothing."""
 
 
 class _ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     error: str
 
 
-# ---- the door
+# ---- server
 
 
 async def serve_over_http(engine: ServedEngine, *, host: str, token: str, port: int = 0) -> tuple[str, web.AppRunner]:
-    """Answer on `host` (port 0: any free one) until the runner's cleanup(); returns the URL that others use."""
+    """Serve on `host` (port 0: any free one) until the runner's cleanup(); returns the URL for clients."""
     app = web.Application(middlewares=[_require_token(token), _answer_errors], client_max_size=MAX_BODY_BYTES)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     handlers = _EngineHandlers(engine, token=token)
@@ -102,7 +105,7 @@ class _EngineHandlers:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         async with contextlib.aclosing(chunks):
             async for chunk in _append_error(chunks):
-                if not response.prepared:  # until here a refusal can have a status of its own
+                if not response.prepared:  # until here a refusal can still have its own status
                     await response.prepare(http)
                 await response.write(msgspec.json.encode(chunk) + b"\n")
         return response
@@ -124,12 +127,12 @@ class _EngineHandlers:
     async def kv(self, http: web.Request) -> web.Response:
         data = await self._engine.take_kv(http.match_info["name"])
         if data is None:
-            raise web.HTTPNotFound(text="this KV was fetched before, or has become too old")
+            raise web.HTTPNotFound(text="this KV has been fetched already, or has expired")
         return web.Response(body=data, content_type="application/octet-stream")
 
 
 async def _append_error(chunks: AsyncIterator[CompletionChunk]) -> AsyncIterator[CompletionChunk | _ErrorAnswer]:
-    """The pieces; if the engine fails when some are gone, then a refusal as the last line."""
+    """Yield the chunks; if the engine fails after the first one, the error is the last line."""
     has_started = False
     try:
         async for chunk in chunks:
@@ -145,7 +148,7 @@ async def _decode_body(http: web.Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(await http.read(), type=kind)
     except msgspec.DecodeError as error:
-        raise web.HTTPBadRequest(text=f"the body is no {kind.__name__.strip('_')}: {error}") from None
+        raise web.HTTPBadRequest(text=f"the body is not a valid {kind.__name__.strip('_')}: {error}") from None
 
 
 def _make_json_response(value: msgspec.Struct) -> web.Response:
@@ -153,14 +156,14 @@ def _make_json_response(value: msgspec.Struct) -> web.Response:
 
 
 def _require_token(token: str) -> Middleware:
-    """Nobody gets past without the token; comparing takes the same time however much of it is right."""
+    """Return a middleware that rejects requests without the token, which it compares in constant time."""
     expected = f"Bearer {token}".encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         seen = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(seen, expected):
-            return _make_error_response(401, "this needs `Authorization: Bearer` with the endpoint's token")
+            return _make_error_response(401, "send the header `Authorization: Bearer` with the endpoint's token")
         return await handler(request)
 
     return check
@@ -190,16 +193,16 @@ def _format_host(host: str) -> str:
         return host
 
 
-# ---- the other end
+# ---- client
 
 
 def make_client_session() -> aiohttp.ClientSession:
-    """A session with as many kept-alive connections as there are requests in flight."""
+    """Return a session with one kept-alive connection for each request in flight."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
 
 class RemoteEngine:
-    """The engine behind an endpoint; whatever goes wrong on the way is an EngineError that names the worker."""
+    """The engine behind an endpoint; every failure is an EngineError that names the worker."""
 
     def __init__(self, endpoint: EngineEndpoint, session: aiohttp.ClientSession) -> None:
         self.endpoint = endpoint
@@ -207,7 +210,7 @@ class RemoteEngine:
         self._headers = {"Authorization": f"Bearer {endpoint.token}"}
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        # How long a turn may take is the caller's business: cancelling it hangs up, which aborts it over there.
+        # The caller limits how long a turn may take: cancelling this disconnects, which aborts the turn on the server.
         return await self._request_answer("POST", "/generate", request, kind=Completion, limit_s=None)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
@@ -225,7 +228,7 @@ class RemoteEngine:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineError(f"worker {self.endpoint.worker} at {url} did not answer: {error!r}") from error
         if last is None or last.finish_reason is None:
-            raise EngineError(f"worker {self.endpoint.worker} at {url} fell silent in the middle of a turn")
+            raise EngineError(f"worker {self.endpoint.worker} at {url} ended the stream in the middle of a turn")
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
         return await self._request_answer("POST", "/prefill", request, kind=KvHandle, limit_s=None)
@@ -262,11 +265,13 @@ class RemoteEngine:
             return msgspec.json.decode(answer, type=kind)
         except msgspec.DecodeError as error:
             why = _read_error(answer)
-            raise EngineError(f"worker {self.endpoint.worker} at {url} is not understood: {error}: {why}") from error
+            raise EngineError(
+                f"worker {self.endpoint.worker} at {url} sent an invalid answer: {error}: {why}"
+            ) from error
 
 
 async def _read_lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Line by line, however long: a stream's own `readline` refuses one of many tokens."""
+    """Yield lines of any length: the `readline` of a stream refuses one with many tokens."""
     rest = b""
     async for chunk in content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -282,7 +287,7 @@ def _read_error(answer: bytes) -> str:
 
 
 def make_kv_fetcher(session: aiohttp.ClientSession, *, max_bytes: int = 1 << 30) -> FetchKv:
-    """Fetches the KV that handles point to, over HTTP and nothing else, and not more than `max_bytes` of it."""
+    """Return a function that fetches the KV of a handle, by HTTP(S) only and at most `max_bytes` of it."""
 
     async def fetch(handle: KvHandle) -> bytes:
         if not handle.url.startswith(("http://", "https://")):
@@ -295,7 +300,7 @@ def make_kv_fetcher(session: aiohttp.ClientSession, *, max_bytes: int = 1 << 30)
                     raise EngineError(f"handed-over KV at {handle.url}: answered {http.status}")
                 return await _read_at_most(http.content, max_bytes)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise EngineError(f"handed-over KV at {handle.url} did not come: {error!r}") from error
+            raise EngineError(f"handed-over KV at {handle.url} was not received: {error!r}") from error
 
     return fetch
 

@@ -1,8 +1,8 @@
-"""Which requests an engine can serve at all; the others are refused with the numbers.
+"""Check that an engine can serve a request; a refusal names the values seen.
 
-check          a request and a model's context and vocabulary
-check_speaks   a request for words, not for KV only
-check_fit      a model directory: its tokenizer must not have ids that the model does not know
+check_request           a request against the context and vocabulary of a model
+check_asks_for_tokens   a request that must generate, not only prefill
+check_tokenizer_fits    a model directory: no id of its tokenizer is beyond the model's vocabulary
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from hpcrl.models.model_config import read_model_config
 
 
 def check_request(request: GenerateRequest, *, max_new_tokens: int, context_length: int, vocabulary: int) -> None:
-    """EngineError if the request makes no sense to a model of this context and vocabulary."""
+    """Raise EngineError unless a model with this context and vocabulary can serve the request."""
     num_prompt = len(request.token_ids)
     wrong = None
     if not request.token_ids:
@@ -26,11 +26,14 @@ def check_request(request: GenerateRequest, *, max_new_tokens: int, context_leng
             f"the model's context is {context_length}: shorten the prompt or lower max_new_tokens"
         )
     elif not 0 <= min(request.token_ids) <= max(request.token_ids) < vocabulary:
-        wrong = f"token ids must lie in 0..{vocabulary - 1}: was the prompt made with another tokenizer?"
+        wrong = f"token ids must be in 0..{vocabulary - 1}: was the prompt made with another tokenizer?"
     elif not 0 <= request.temperature < float("inf"):
         wrong = f"temperature is {request.temperature}: it must be 0 (greedy) or a positive number"
     elif not 0 < request.top_p <= 1 or request.top_k < 0:
-        wrong = f"top_p, top_k are {request.top_p}, {request.top_k}: above 0 and at most 1; 0 (all tokens) or more"
+        wrong = (
+            f"top_p is {request.top_p} and top_k is {request.top_k}: "
+            "top_p must be above 0 and at most 1, top_k 0 (all tokens) or more"
+        )
     elif not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
         wrong = f"top_logprobs is {request.top_logprobs}: it must be 0 to {MAX_TOP_LOGPROBS}"
     if wrong is not None:
@@ -38,23 +41,23 @@ def check_request(request: GenerateRequest, *, max_new_tokens: int, context_leng
 
 
 def check_asks_for_tokens(request: GenerateRequest) -> None:
-    """EngineError if nothing may be said."""
+    """Raise EngineError if no token may be generated."""
     if request.max_new_tokens < 1:
         raise EngineError(f"max_new_tokens is {request.max_new_tokens}: ask for at least 1")
 
 
 def check_tokenizer_fits(model: Path) -> None:
-    """EngineError if prompts made with the tokenizer in `model` may have ids beyond the model's vocabulary."""
+    """Raise EngineError if the tokenizer in `model` has ids beyond the model's vocabulary."""
     path = model / "tokenizer.json"
     known = read_model_config(model / "config.json").vocabulary_size
-    if known is None or not path.is_file():  # whoever needs them says so
+    if known is None or not path.is_file():  # the code that needs them reports it
         return
     try:
         highest = max(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values(), default=-1)
     except Exception as error:  # tokenizers raises nothing narrower
-        raise EngineError(f"{path} is no tokenizer: {error}") from error
+        raise EngineError(f"{path} is not a tokenizer: {error}") from error
     if highest >= known:
         raise EngineError(
-            f"the tokenizer {path} has ids up to {highest}, and the model beside it knows 0..{known - 1}: "
+            f"the tokenizer {path} has ids up to {highest}, but the model beside it has only 0..{known - 1}: "
             "save the model with its own tokenizer, or with larger embeddings"
         )

@@ -1,11 +1,14 @@
-"""The requests of an engine that goes step by step: they wait, are stepped, are told while they grow, end or are ended.
+"""The request loop of an engine that generates step by step: rows are queued, stepped, streamed, finished or dropped.
 
-    RequestLoop    what such an engine does about its requests, whatever a step of it is
-    Turns.finish   puts a row through the batch; a caller that goes away takes it out
-    Turns.told     the same in pieces, as they are said
+    LoopRequest         a row, as far as the loop uses it
+    LoopHooks           the engine's own part: step the batch, drop rows, report whether there is work
+    RequestLoop         the loop
+    RequestLoop.finish  run a row until it is done; if the caller is cancelled, the row is dropped
+    RequestLoop.stream  the same, with chunks as they are generated
+    PrepareHook         a coroutine that runs before a row is queued
 
-Everything that changes the batch happens between two steps, in one task. What a step does, what dropping rows takes,
-and whether there is anything to step are the engine's own: EmbeddedEngine computes, SimEngine lets time pass.
+Everything that changes the batch happens between two steps, in one task. The hooks differ: EmbeddedEngine computes,
+SimEngine lets time pass.
 """
 
 import asyncio
@@ -20,7 +23,7 @@ from hpcrl.errors import EngineError
 
 
 class LoopRequest(Protocol):
-    """A row as far as its life goes."""
+    """A row, as far as the loop uses it."""
 
     failure: str
 
@@ -30,27 +33,27 @@ class LoopRequest(Protocol):
 
 R = TypeVar("R", bound=LoopRequest)
 PrepareHook = Callable[[], Awaitable[None]]
-"""What is to be done for a row before it waits for a place, such as fetching its KV."""
+"""Prepare a row before it is queued, such as by fetching its KV."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopHooks(Generic[R]):
-    """How an engine goes on."""
+    """The operations of an engine that the loop calls."""
 
     can_step: Callable[[], bool]
-    """Is there anything to do, unless paused?"""
+    """Return whether there is work, apart from being paused."""
     step: Callable[[], Awaitable[Iterable[R]]]
-    """Let rows in that wait (`RequestLoop.next_waiting`), go one step; the rows that are done then."""
+    """Admit waiting rows (`RequestLoop.next_waiting`) and run one step; returns the rows that are done."""
     drop: Callable[[Collection[R]], Awaitable[None]]
-    """Take rows out before they are done."""
+    """Remove rows that are not done."""
 
 
 class RequestLoop(Generic[R]):
-    """Of one engine, from `start` to `stop`."""
+    """The requests of one engine, from `start` to `stop`."""
 
     def __init__(self, hooks: LoopHooks[R]) -> None:
         self.between_steps = asyncio.Lock()
-        """Whoever holds it has the batch to himself."""
+        """Its holder has exclusive use of the batch."""
         self._hooks = hooks
         self._rows: dict[str, R] = {}
         self._futures: dict[R, asyncio.Future[None]] = {}
@@ -60,7 +63,7 @@ class RequestLoop(Generic[R]):
         self._paused = False
         self._wake_event = asyncio.Event()
         self._step_event = asyncio.Event()
-        """Set and replaced after every step, for those who tell a turn while it is said."""
+        """Set and replaced after every step, to wake the streams."""
         self._loop_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -73,22 +76,22 @@ class RequestLoop(Generic[R]):
         self._fail_all("the engine was stopped")
 
     async def wait_until_failed(self) -> None:
-        """Wait until the engine cannot go on, and raise why; a worker ends with it, to be started anew."""
+        """Wait until the engine fails, and raise the error; its worker exits with it and is restarted."""
         assert self._loop_task is not None
         await asyncio.shield(self._loop_task)
 
-    # ---- the life of a request
+    # ---- requests
 
     def admit(self, request: GenerateRequest, *, max_new_tokens: int, context_length: int, vocabulary: int) -> None:
-        """EngineError, with what is wrong, unless the request can be served here."""
+        """Raise EngineError, with the reason, unless the request can be served here."""
         if self._loop_task is None or self._loop_task.done():
-            raise EngineError("the engine is not running: its worker has to be started anew")
+            raise EngineError("the engine is not running: restart its worker")
         if request.request_id in self._rows:
-            raise EngineError(f"request_id {request.request_id!r} is being served already: give each turn its own")
+            raise EngineError(f"request_id {request.request_id!r} is being served already: use a new id for each turn")
         check_request(request, max_new_tokens=max_new_tokens, context_length=context_length, vocabulary=vocabulary)
 
     async def finish(self, row: R, request: GenerateRequest, *, prepare: PrepareHook | None = None) -> None:
-        """Put a row through the batch once it is prepared. EngineError if it fails."""
+        """Prepare a row, queue it and wait until it is done; raises EngineError if it fails."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rows[request.request_id], self._futures[row] = row, answer
         try:
@@ -115,7 +118,7 @@ class RequestLoop(Generic[R]):
         make_chunk: Callable[[R, int, int], CompletionChunk],
         prepare: PrepareHook | None = None,
     ) -> AsyncGenerator[CompletionChunk, None]:
-        """The pieces of a row, each from a token to another; the last one when it is done."""
+        """Run a row and yield its chunks as they are generated; the last one when it is done."""
         finish = asyncio.create_task(self.finish(row, request, prepare=prepare), name=request.request_id)
         num_streamed = 0
         try:
@@ -134,30 +137,30 @@ class RequestLoop(Generic[R]):
             await asyncio.wait({finish})
 
     async def abort(self, request_id: str) -> None:
-        """End a request between two steps, if there is such a one."""
+        """End a request between two steps, if it is here."""
         row = self._rows.get(request_id)
         if row is not None:
             self._drop_soon(row)
             await asyncio.wait([self._futures[row]])
 
-    # ---- who waits
+    # ---- the queue
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     def next_waiting(self) -> R | None:
-        """The row whose turn it is to join."""
+        """Return the first row of the queue."""
         return self._waiting[0][2] if self._waiting else None
 
     def take_waiting(self) -> R:
-        """The same, which waits no longer."""
+        """Remove and return the first row of the queue."""
         return heapq.heappop(self._waiting)[2]
 
     # ---- steps
 
     async def pause(self) -> None:
-        """Stop between two steps and keep the requests."""
+        """Stop between two steps; requests are kept."""
         self._paused = True
         async with self.between_steps:
             pass
@@ -167,7 +170,7 @@ class RequestLoop(Generic[R]):
         self.wake()
 
     def wake(self) -> None:
-        """There may be something to do."""
+        """Wake the loop: there may be work."""
         self._wake_event.set()
 
     async def _run(self) -> None:
@@ -183,7 +186,7 @@ class RequestLoop(Generic[R]):
             raise
 
     async def _run_step(self) -> None:
-        """Drop what nobody wants any more, then, unless paused, one step."""
+        """Drop the rows that were cancelled, then, unless paused, run one step."""
         if self._to_drop:
             dropped, self._to_drop = self._to_drop, {}
             self._waiting = [entry for entry in self._waiting if entry[2] not in dropped]

@@ -4,5 +4,5 @@ engine    the engine
 batch     the requests that run together
 kv_slots  the KV of running requests
 kv_cache  KV that is kept between turns
-sampling  the next token of every request
+sampling  sample the next token of every request
 """

@@ -1,10 +1,14 @@
-"""The running batch of a causal LM: rows join, take one token a step, and leave, each as if it were alone.
+"""The running batch of a causal LM: rows join, get one token per step, and leave, each as if it were alone.
 
-A row's KV covers all its tokens but the last; a step feeds every row's last token, samples, appends. After an update
-the KV of the running rows is computed anew by the next step, in the same pass that gives their next token. All of it is
-plain blocking torch work for one thread; hpcrl.engines.embedded.engine puts the asynchronous life around it.
+    RunningRequest      one row
+    RunningBatch        the rows that run together
+    MAX_PREFILL_TOKENS  the size of one prefill pass
 
-Shape letters: B rows, Q new tokens of a row, W columns, E hidden values, V vocabulary.
+The KV of a row covers all its tokens but the last; a step runs the model on the last token of every row, samples, and
+appends. After an update the next step recomputes the KV of the running rows, in the pass that also yields their next
+token. All of it is blocking torch work for one thread; hpcrl.engines.embedded.engine makes it asynchronous.
+
+Legend: B rows, Q new tokens of a row, W columns, E hidden values, V vocabulary.
 """
 
 import math
@@ -21,18 +25,18 @@ from hpcrl.engines.embedded.sampling import compute_logprobs, find_likeliest, sa
 from hpcrl.weights.model_update import BorrowedWeights, borrow_weights
 
 MAX_PREFILL_TOKENS = 8192
-"""Padded tokens in one forward pass over joining rows; more of them take several passes."""
+"""Padded tokens in one forward pass over joining rows; more tokens take several passes."""
 
 
 @dataclass(eq=False, kw_only=True)
 class RunningRequest:
-    """One request in the making."""
+    """A request that is being served."""
 
     token_ids: list[int]
-    """The prompt, then what was generated."""
+    """The prompt, then the generated tokens."""
     num_prompt: int
     max_new_tokens: int
-    """0: the row wants its KV only, and has it when it leaves."""
+    """0: only the KV is computed, and is in `kv` when the row leaves."""
     temperature: float
     seed: int
     stop_token_ids: frozenset[int]
@@ -41,7 +45,7 @@ class RunningRequest:
     top_logprobs: int = 0
     keep_kv_s: float = 0.0
     kv: RowKv | None = None
-    """Before it joins: KV to begin with. After a row of 0 new tokens has left: its result."""
+    """Before the row joins: KV to start with. After a row of 0 new tokens has left: its result."""
     logprobs: list[float] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -54,7 +58,7 @@ class RunningRequest:
         return self.finish_reason is not None or bool(self.failure)
 
     def accept(self, token_id: int, *, logprob: float, version: int, top: dict[int, float]) -> None:
-        """Append what the model said; the row is done at a stop token or at its limit."""
+        """Append a generated token; the row is done at a stop token or at its limit."""
         if not math.isfinite(logprob):
             self.failure = f"version {version} of the weights gives log-probability {logprob}: it is damaged"
             return
@@ -70,7 +74,7 @@ class RunningRequest:
 
 
 class RunningBatch:
-    """Rows being generated together; row i has slot i."""
+    """Rows that are generated together; row i has slot i."""
 
     def __init__(self, model: Any, *, version: int, prefix_bytes: int) -> None:
         self.model = model
@@ -80,18 +84,18 @@ class RunningBatch:
         self.rows: list[RunningRequest] = []
         self.num_generated = 0
         self.is_torn = False
-        """The weights were overwritten while they were in use: nothing is generated until there are others."""
+        """True if the weights were overwritten while in use: nothing is generated until others are loaded."""
         self._is_intact: Callable[[], bool] = lambda: True
         self._is_stale = False
-        """The KV of the running rows is of other weights."""
+        """True if the KV of the running rows is of other weights."""
         self._slots = KvSlots(probe_kv_shape(model))
         self._prefixes = PrefixCache(max_bytes=prefix_bytes)
 
     @torch.inference_mode()
     def advance(self, joining: list[RunningRequest]) -> list[RunningRequest]:
-        """Take rows in, generate one token for every row, and let go those that are done, which are returned.
+        """Admit rows, generate one token for every row, and remove and return those that are done.
 
-        In the first step after an update, rows that join get their KV only.
+        In the first step after an update, rows that join only get their KV.
         """
         was_stale, self._is_stale = self._is_stale, False
         recomputed, logits_BV = self._recompute_kv() if was_stale else ([], None)
@@ -111,16 +115,17 @@ class RunningBatch:
 
     @torch.inference_mode()
     def drop(self, rows: Iterable[RunningRequest]) -> None:
-        """Let rows go before they are done."""
+        """Remove rows before they are done."""
         for row in rows:
             if not row.is_done:
                 row.finish_reason = "aborted"
         self._release()
 
     def load(self, tensors: dict[str, torch.Tensor], *, version: int, is_intact: Callable[[], bool]) -> BorrowedWeights:
-        """Use new weights from now on, where they lie; they are the model's own once the loan has been ended.
+        """Use new weights from now on, where they are stored; `finish_load` makes them the model's own.
 
-        `is_intact`: have they not been overwritten? It is asked before a token is taken. WeightsError leaves all as it was.
+        `is_intact` returns whether they have not been overwritten; it is called before tokens are sampled.
+        A WeightsError changes nothing.
         """
         loan = borrow_weights(self.model, tensors)
         self.version, self._is_intact, self.is_torn = version, is_intact, False
@@ -130,19 +135,19 @@ class RunningBatch:
         return loan
 
     def finish_load(self, loan: BorrowedWeights) -> None:
-        """Go on with the model's own memory, into which the weights have been copied."""
+        """Use the model's own memory, into which the weights have been copied."""
         loan.end()
         self._weights_are_intact()
         self._is_intact = lambda: True
 
     def _weights_are_intact(self) -> bool:
-        """Has all that was computed been computed with weights of one version? Else there will be others soon."""
+        """Return whether everything was computed with weights of one version; if not, another version follows soon."""
         if not self._is_intact():
             self.is_torn = self._is_stale = True
         return not self.is_torn
 
     def _recompute_kv(self) -> tuple[list[RunningRequest], torch.Tensor | None]:
-        """The KV of all rows, and what the model says after each: one pass for both."""
+        """Recompute the KV of all rows and return them with the logits of their next tokens, from the same pass."""
         self.rows.sort(key=lambda row: len(row.token_ids), reverse=True)
         logits = []
         for start, stop in _prefill_spans([len(row.token_ids) for row in self.rows]):
@@ -169,7 +174,7 @@ class RunningBatch:
             self._prefill(first + start, [row.token_ids[starts[row] : -1] for row in rows[start:stop]], starts)
 
     def _find_known_kv(self, row: RunningRequest) -> RowKv | None:
-        """KV that need not be computed: handed over by a prefill engine, or left by the trajectory's last turn."""
+        """Return KV that was handed over by a prefill engine or kept from the trajectory's last turn."""
         if (kv := row.kv) is not None and self._is_usable_kv(row, kv):
             row.remote_prefill = True
             return kv
@@ -180,7 +185,7 @@ class RunningBatch:
         return same and self._slots.shape.fits(kv.kv_KHTD)
 
     def _prefill(self, first: int, new_ids: list[list[int]], starts: dict[RunningRequest, int]) -> Any:
-        """Compute the KV of `new_ids`, the missing tokens of the rows from slot `first` on."""
+        """Compute the KV of `new_ids`, the missing tokens of the rows from slot `first`."""
         Q = max(len(ids) for ids in new_ids)
         ids_BQ = torch.tensor([ids + [0] * (Q - len(ids)) for ids in new_ids])
         starts_B1 = torch.tensor([[starts[row]] for row in self.rows[first : first + len(new_ids)]])
@@ -216,7 +221,7 @@ class RunningBatch:
         self.num_generated += len(rows)
 
     def _forward(self, module: Any, first: int, ids_BQ: torch.Tensor, columns_BQ: torch.Tensor) -> Any:
-        """Run the model over new tokens at `columns_BQ`, one row of which stands for all."""
+        """Run the model on new tokens at `columns_BQ`; one row of columns is used for all rows."""
         width = int(columns_BQ.max()) + 1
         self._slots.reserve(num_slots=first + len(ids_BQ), num_columns=width)
         device = self._slots.shape.device
@@ -233,7 +238,7 @@ class RunningBatch:
         )
 
     def _release(self) -> list[RunningRequest]:
-        """Let go the rows that are done; the last rows move into their slots."""
+        """Remove and return the rows that are done; the last rows move into their slots."""
         done = [slot for slot, row in enumerate(self.rows) if row.is_done]
         released = [self.rows[slot] for slot in done]
         for slot in reversed(done):
@@ -257,7 +262,7 @@ class RunningBatch:
 
 
 def _prefill_spans(num_new: list[int]) -> Iterator[tuple[int, int]]:
-    """Cut rows, sorted by falling number of new tokens, into spans of bounded padded size; rows of 0 need none."""
+    """Cut rows, sorted by falling number of new tokens, into spans of bounded padded size; rows of 0 are left out."""
     count = sum(1 for num in num_new if num > 0)
     start = 0
     while start < count:

@@ -1,9 +1,9 @@
 """The embedded engine: a transformers causal LM in this process, on CPU or one GPU, with continuous batching.
 
-    load_model        the model of a directory, ready to generate
-    EmbeddedEngine    requests come and go as asyncio calls; one thread of its own does the torch work, a step at a time
+    load_model      load the model of a directory, ready to generate
+    EmbeddedEngine  an asyncio API; a separate thread does the torch work, one step at a time
 
-What becomes of requests is in hpcrl.engines.request_loop, the batch itself in hpcrl.engines.embedded.batch.
+Requests are queued in hpcrl.engines.request_loop; the batch is in hpcrl.engines.embedded.batch.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def load_model(directory: Path, *, device: str | None = None) -> Any:
-    """The causal LM in `directory`, in float32: what the trainer publishes, bit for bit."""
+    """Load the causal LM in `directory` in float32, bit for bit as the trainer publishes it."""
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         check_tokenizer_fits(directory)
@@ -56,7 +56,7 @@ def load_model(directory: Path, *, device: str | None = None) -> Any:
 
 
 class EmbeddedEngine:
-    """Use it as `async with EmbeddedEngine(...) as engine`; it is a Generator and an Updatable."""
+    """An InferenceEngine and UpdatableEngine, used as `async with EmbeddedEngine(...) as engine`."""
 
     def __init__(
         self,
@@ -94,10 +94,10 @@ class EmbeddedEngine:
         return self._batch.version
 
     async def wait_until_failed(self) -> None:
-        """Wait until the engine cannot go on, and raise why; a worker ends with it, to be started anew."""
+        """Wait until the engine fails, and raise the error; its worker exits with it and is restarted."""
         await self._request_loop.wait_until_failed()
 
-    # ---- Generator
+    # ---- TokenGenerator and TokenStreamer
 
     async def generate(self, request: GenerateRequest) -> Completion:
         check_asks_for_tokens(request)
@@ -114,7 +114,7 @@ class EmbeddedEngine:
         )
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
-        """Compute the KV of all tokens but the last, and hold it until it is fetched or has become old."""
+        """Compute the KV of all tokens but the last, and hold it until it is fetched or expires."""
         row = self._admit_request(request, max_new_tokens=0)
         await self._request_loop.finish(row, request)
         if row.kv is None or row.finish_reason == "aborted":
@@ -123,7 +123,7 @@ class EmbeddedEngine:
         return KvHandle(url=LOCAL_URL_PREFIX + name, token="", version=row.kv.version, num_tokens=len(row.kv.token_ids))
 
     async def take_kv(self, name: str) -> bytes | None:
-        """The KV behind a handle of this engine, once."""
+        """Return the KV of a handle of this engine, once."""
         kv = self._handover_store.take(name)
         return None if kv is None else await asyncio.to_thread(pack_kv, kv)
 
@@ -141,24 +141,25 @@ class EmbeddedEngine:
         )
 
     async def pause(self) -> None:
-        """Stop between two steps and keep the requests."""
+        """Stop between two steps; requests are kept."""
         await self._request_loop.pause()
 
     async def resume(self) -> None:
         self._request_loop.resume()
 
-    # ---- Updatable
+    # ---- UpdatableEngine
 
     async def load_version(self, version: int) -> float:
-        """Found and checked while generation goes on with the old weights, copied while it goes on with the new ones.
+        """Load a version: generation only pauses to switch and to finish.
 
-        Until they are copied they are used where they lie. The step after the update computes the KV anew.
+        The weights are found and checked while generation continues with the old ones, and copied while it continues
+        with the new ones; until then they are used where they are stored. The next step recomputes the KV.
         """
         async with self._loading:
             with ExitStack() as reading:
                 tensors = await asyncio.to_thread(reading.enter_context, self._store.read_version(version))
                 async with self._request_loop.between_steps:
-                    began = time.monotonic()
+                    started_s = time.monotonic()
                     if version < self.version:
                         raise WeightsError(
                             f"version {version} is older than {self.version}, which is loaded: never go back"
@@ -167,21 +168,21 @@ class EmbeddedEngine:
                     borrowed = await self._in_thread(
                         lambda: self._batch.load(tensors, version=version, is_intact=is_intact)
                     )
-                    stall_s = time.monotonic() - began
+                    stall_s = time.monotonic() - started_s
                 self._request_loop.wake()
                 async with self._request_loop.between_steps:
-                    pass  # the first step computes all KV anew, and has the memory's bandwidth to itself
+                    pass  # the first step recomputes all KV, with the memory bandwidth to itself
                 await asyncio.to_thread(borrowed.copy)
                 async with self._request_loop.between_steps:
-                    began = time.monotonic()
+                    started_s = time.monotonic()
                     await self._in_thread(lambda: self._batch.finish_load(borrowed))
-                    stall_s += time.monotonic() - began
+                    stall_s += time.monotonic() - started_s
             return stall_s
 
-    # ---- the life of a request
+    # ---- requests
 
     def _admit_request(self, request: GenerateRequest, *, max_new_tokens: int) -> RunningRequest:
-        """The row of a request that can be served; EngineError says what is wrong with any other."""
+        """Return the row of a request; raises EngineError, with the reason, if it cannot be served."""
         self._request_loop.admit(
             request,
             max_new_tokens=max_new_tokens,
@@ -205,7 +206,7 @@ class EmbeddedEngine:
         row.kv = await self._take_handed_over_kv(request.kv) if request.kv else None
 
     async def _take_handed_over_kv(self, handle: KvHandle) -> RowKv | None:
-        """The KV behind a handle, or None: whatever goes wrong with it, the prompt is computed here instead."""
+        """Return the KV of a handle, or None if that fails for any reason: the prompt is then computed here."""
         if handle.version != self.version:
             return None
         if handle.url.startswith(LOCAL_URL_PREFIX):
@@ -220,7 +221,7 @@ class EmbeddedEngine:
     # ---- steps
 
     def _can_step(self) -> bool:
-        """Without whole weights there is nothing to be done."""
+        """Return whether there is work; there is none while the weights are torn."""
         return not self._batch.is_torn and bool(self._request_loop.num_waiting or self._batch.rows)
 
     async def _step(self) -> list[RunningRequest]:
@@ -240,7 +241,7 @@ def _count_generated(row: RunningRequest) -> int:
 
 
 def _make_chunk(row: RunningRequest, start: int, end: int) -> CompletionChunk:
-    """What a row has said, from its token `start` to `end`."""
+    """Return the generated tokens `start` to `end` of a row."""
     return CompletionChunk(
         token_ids=row.token_ids[row.num_prompt + start : row.num_prompt + end],
         logprobs=row.logprobs[start:end],

@@ -1,10 +1,11 @@
-"""KV outside the running batch: one row's, packed for another engine, held until fetched, or kept for the next turn.
+"""KV outside the running batch: packed for another engine, held until it is fetched, or kept for the next turn.
 
-    RowKv          the KV of one token sequence; pack() and unpack() are its form on the wire
-    HandoverStore  finished prefills that wait for their decode engine: each answers once, then is forgotten
-    PrefixCache    KV of finished turns, found again by the tokens that the next turn begins with
+    RowKv               the KV of one token sequence
+    pack_kv, unpack_kv  to bytes and back
+    HandoverStore       finished prefills until their decode engine fetches them, once
+    PrefixCache         KV of finished turns, found by the tokens that the next turn starts with
 
-Shape letters: K keys and values of all layers (2 * layers), H KV heads, T tokens, D head size.
+Legend: K keys and values of all layers (2 * layers), H KV heads, T tokens, D head size.
 """
 
 import secrets
@@ -28,7 +29,7 @@ class RowKv:
     token_ids: list[int]
     kv_KHTD: torch.Tensor
     version: int
-    """Version of the weights that computed it."""
+    """The version of the weights that computed it."""
 
     @property
     def num_bytes(self) -> int:
@@ -36,7 +37,7 @@ class RowKv:
 
 
 def pack_kv(kv: RowKv) -> bytes:
-    """KV as a safetensors file; with its tokens, so that the receiver can tell whose it is."""
+    """Return KV as a safetensors file, with its tokens, by which the receiver identifies it."""
     tensors = {
         "kv": kv.kv_KHTD.cpu().contiguous(),
         "token_ids": torch.tensor(kv.token_ids, dtype=torch.int32),
@@ -46,7 +47,7 @@ def pack_kv(kv: RowKv) -> bytes:
 
 
 def unpack_kv(data: bytes) -> RowKv:
-    """The KV in `data`, which another process sent: EngineError if it is torn, foreign, or not finite."""
+    """Read KV that another process sent; raises EngineError if it is torn, of another format, or not finite."""
     try:
         tensors = load(data)
         kv_KHTD, token_ids, version = tensors["kv"], tensors["token_ids"].tolist(), int(tensors["version"])
@@ -62,7 +63,7 @@ def unpack_kv(data: bytes) -> RowKv:
 
 
 class HandoverStore:
-    """Finished prefills, each kept until it is taken once, `ttl_s` have passed, or newer ones need the room."""
+    """Finished prefills; each is kept until it is taken, `ttl_s` have passed, or newer ones need the room."""
 
     def __init__(self, *, ttl_s: float, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._ttl_s, self._max_bytes, self._clock = ttl_s, max_bytes, clock
@@ -70,7 +71,7 @@ class HandoverStore:
         self._num_bytes = 0
 
     def put(self, kv: RowKv) -> str:
-        """Keep `kv`; returns the name it is fetched by, which cannot be guessed."""
+        """Store `kv`; returns the name to fetch it by, which cannot be guessed."""
         name = secrets.token_urlsafe(16)
         self._held[name] = (self._clock() + self._ttl_s, kv)
         self._num_bytes += kv.num_bytes
@@ -78,7 +79,7 @@ class HandoverStore:
         return name
 
     def take(self, name: str) -> RowKv | None:
-        """The KV of that name, once."""
+        """Remove and return the KV of that name."""
         self._drop_old()
         return self._remove(name) if name in self._held else None
 
@@ -96,9 +97,9 @@ class HandoverStore:
 
 
 class PrefixCache:
-    """The KV of finished turns; a trajectory's next turn begins with one of them.
+    """The KV of finished turns; the next turn of a trajectory starts with one of them.
 
-    Least recently used out first, but what is still to be kept after what is not.
+    The least recently used is evicted first, but KV that should still be kept only after all other.
     """
 
     def __init__(self, *, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -109,7 +110,7 @@ class PrefixCache:
         self._num_bytes = 0
 
     def put(self, kv: RowKv, *, keep_s: float = 0.0) -> None:
-        """Keep `kv`, if there is any choice for `keep_s`."""
+        """Store `kv`, to be kept for `keep_s` if there is room."""
         key = _make_key(kv.token_ids)
         if key in self._kept:
             self._remove(key)
@@ -122,7 +123,7 @@ class PrefixCache:
             self._remove(next(expired, next(iter(self._kept))))
 
     def find_longest(self, token_ids: list[int]) -> RowKv | None:
-        """The KV of the longest kept sequence that `token_ids` begins with."""
+        """Return the KV of the longest stored sequence that `token_ids` starts with."""
         key = _make_key(token_ids)
         for length in sorted((n for n in self._lengths if n <= len(key)), reverse=True):
             if (kv := self._kept.get(key[:length])) is not None:

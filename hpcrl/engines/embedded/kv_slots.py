@@ -1,9 +1,12 @@
-"""KV of the running rows: a slot a row, a column a position; the model writes into it in place.
+"""KV of the running rows: one slot per row, one column per position; the model writes into it in place.
 
-Rows begin at column 0, so nothing moves when rows join or when one grows, and a causal mask is a comparison of
-column numbers. What lies right of a row's last token is leftovers: finite, and masked.
+    KvShape, probe_kv_shape  the shape of a model's KV
+    KvSlots                  the memory
 
-Shape letters: K keys and values of all layers (2 * layers), S slots, H KV heads, T columns, D head size, B rows,
+Rows start at column 0, so nothing moves when rows join or grow, and the causal mask is a comparison of column
+numbers. Columns to the right of a row's last token hold old values, which are finite and masked.
+
+Legend: K keys and values of all layers (2 * layers), S slots, H KV heads, T columns, D head size, B rows,
 Q new tokens of a row.
 """
 
@@ -17,7 +20,7 @@ from hpcrl.errors import EngineError
 
 
 class KvShape(NamedTuple):
-    """What the KV of a model looks like."""
+    """The shape and type of the KV of a model."""
 
     num_layers: int
     num_heads: int
@@ -31,12 +34,12 @@ class KvShape(NamedTuple):
 
 
 def probe_kv_shape(model: Any) -> KvShape:
-    """Found out by running one token, so that it holds for any architecture with plain attention."""
+    """Return the shape of a model's KV, found by running one token; for any architecture with full attention."""
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise EngineError(
             f"model {model.config.model_type!r} has layers of kind {', '.join(sorted(kinds))}: the embedded engine "
-            "knows full attention only; choose another model or engine.backend"
+            "supports full attention only; choose another model or engine.backend"
         )
     cache = DynamicCache()
     with torch.inference_mode():
@@ -57,7 +60,7 @@ class KvSlots:
         self._kv_KSHTD = self._zeros(num_slots=0, num_columns=0)
 
     def reserve(self, *, num_slots: int, num_columns: int) -> None:
-        """Have room for so many rows of so many tokens."""
+        """Make room for `num_slots` rows of `num_columns` tokens."""
         old_KSHTD = self._kv_KSHTD
         _, S, _, T, _ = old_KSHTD.shape
         if num_slots <= S and num_columns <= T:
@@ -78,13 +81,13 @@ class KvSlots:
         self._kv_KSHTD[:, target, :, :length] = self._kv_KSHTD[:, source, :, :length]
 
     def wipe(self) -> None:
-        """Forget everything, since a masked leftover counts for nothing only while it is finite."""
+        """Delete all KV: an old value that is not finite would spoil the result even if it is masked."""
         self._kv_KSHTD = self._zeros(num_slots=0, num_columns=0)
 
     def make_cache(self, *, first: int, num_rows: int, columns_BQ: torch.Tensor, width: int) -> Cache:
-        """What transformers writes through: new tokens of the rows in slots from `first` on go to `columns_BQ`.
+        """Return a view for transformers that writes new tokens of the rows from slot `first` to `columns_BQ`.
 
-        One row of columns stands for all rows.
+        One row of columns is used for all rows.
         """
         kv_KBHTD = self._kv_KSHTD[:, first : first + num_rows, :, :width]
         pairs = zip(kv_KBHTD[0::2], kv_KBHTD[1::2], strict=True)
@@ -96,7 +99,7 @@ class KvSlots:
 
 
 class _SlotLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer of some slots, in the form that transformers' attention updates."""
+    """One layer of some slots, as transformers' attention updates it."""
 
     def __init__(self, keys_BHTD: torch.Tensor, values_BHTD: torch.Tensor, columns_BQ: torch.Tensor) -> None:
         super().__init__()

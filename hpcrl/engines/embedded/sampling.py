@@ -1,6 +1,11 @@
-"""One uniform number per (seed, position), and a token drawn with it: the same whatever else is in the batch.
+"""Sampling with one uniform number per (seed, position): a token does not depend on the rest of the batch.
 
-Shape letters: B rows, V vocabulary.
+    draw_uniforms     the numbers
+    compute_logprobs  the distribution that each row is sampled from
+    find_likeliest    the likeliest tokens
+    sample_tokens     the tokens
+
+Legend: B rows, V vocabulary.
 """
 
 import numpy as np
@@ -12,10 +17,10 @@ _MASK = (1 << 64) - 1
 
 
 def draw_uniforms(seeds: list[int], positions: list[int]) -> NDArray[np.float64]:
-    """Numbers in [0, 1 - 2**-52], each a hash of its seed and the token's position."""
+    """Return numbers in [0, 1 - 2**-52], each a hash of a seed and a token's position."""
     counters_B = np.array([seed & _MASK for seed in seeds], np.uint64)
     hashed_B = _splitmix64(_splitmix64(counters_B) ^ np.array(positions, np.uint64))
-    # 52 bits, not 53: u * total then rounds to less than total, so a search for it cannot run off the end.
+    # 52 bits, not 53: u * total then rounds to less than total, so a search for it stays below the end.
     return (hashed_B >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
@@ -29,7 +34,7 @@ def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def compute_logprobs(
     logits_BV: torch.Tensor, *, temperatures: list[float], top_ps: list[float], top_ks: list[int]
 ) -> torch.Tensor:
-    """What each row draws from, as log-probabilities that sum to one; -inf for what its top_p or top_k leaves out."""
+    """Return the normalized log-probabilities of each row; -inf for tokens that its top_p or top_k excludes."""
     scale_B1 = torch.tensor([[t or 1.0] for t in temperatures], device=logits_BV.device)
     logprobs_BV = torch.log_softmax(logits_BV.float() / scale_B1, dim=-1)
     cut = [row for row, (top_p, top_k) in enumerate(zip(top_ps, top_ks, strict=True)) if top_p < 1 or top_k]
@@ -39,7 +44,7 @@ def compute_logprobs(
 
 
 def _cut_unlikely(logprobs_BV: torch.Tensor, top_ps: list[float], top_ks: list[int]) -> torch.Tensor:
-    """Keep the likeliest tokens; the first is always among them."""
+    """Keep the likeliest tokens, and always the first of them."""
     sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True, stable=True)
     probability_BV = sorted_BV.double().exp()
     before_BV = probability_BV.cumsum(dim=-1) - probability_BV
@@ -52,7 +57,7 @@ def _cut_unlikely(logprobs_BV: torch.Tensor, top_ps: list[float], top_ks: list[i
 
 
 def find_likeliest(logprobs_BV: torch.Tensor, counts: list[int]) -> list[dict[int, float]]:
-    """The `counts` likeliest tokens of each row with their log-probabilities."""
+    """Return the `counts` likeliest tokens of each row with their log-probabilities."""
     if not any(counts):
         return [{} for _ in counts]
     values, ids = logprobs_BV.topk(min(max(counts), logprobs_BV.shape[1]), dim=-1)
@@ -66,7 +71,10 @@ def find_likeliest(logprobs_BV: torch.Tensor, counts: list[int]) -> list[dict[in
 def sample_tokens(
     logprobs_BV: torch.Tensor, *, temperatures: list[float], seeds: list[int], positions: list[int]
 ) -> tuple[list[int], list[float]]:
-    """A token for every row and its log-probability; temperature 0 takes the likeliest, scored at temperature 1."""
+    """Sample a token for every row; temperature 0 takes the likeliest, with its log-probability at temperature 1.
+
+    Returns the tokens and their log-probabilities.
+    """
     ids_B = logprobs_BV.argmax(dim=-1)
     if any(temperatures):
         u_B = torch.from_numpy(draw_uniforms(seeds, positions)).to(logprobs_BV.device)
@@ -77,7 +85,7 @@ def sample_tokens(
 
 
 def _invert_cdf(logprobs_BV: torch.Tensor, u_B: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulated probability exceeds u; never one of probability 0."""
+    """Return the first token whose cumulative probability exceeds u; never one of probability 0."""
     cdf_BV = logprobs_BV.double().exp_().cumsum(dim=-1)
     drawn_B1 = torch.searchsorted(cdf_BV, (u_B * cdf_BV[:, -1])[:, None], right=True)
     return drawn_B1[:, 0].clamp_(max=cdf_BV.shape[1] - 1)  # beyond the end only if the logits are NaN

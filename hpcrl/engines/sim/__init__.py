@@ -1,4 +1,4 @@
-"""The simulated engine: the cost model in place of a GPU.
+"""The simulated engine: a cost model takes the place of a GPU.
 
 engine  the engine
 batch   continuous batching, step by step

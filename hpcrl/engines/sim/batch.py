@@ -1,12 +1,14 @@
-"""The running batch of a simulated engine: who is in it, what a step costs, whose KV is kept. No clock, no I/O.
+"""The running batch of a simulated engine: its rows, the cost of a step, and the KV that is kept. No clock, no I/O.
 
-    SimRequest          one request in the making
-    SpentTime           what the steps so far took, and for what
-    TrajectoryPrefixes  KV that trajectories left behind, given up when rows need the room
-    SimBatch            join, begin_step -> seconds, end_step -> rows that are done
+    SimRequest           a request that is being served
+    draw_reply           the tokens it will generate
+    SpentTime            seconds of the steps so far, by purpose
+    TrajectoryPrefixes   KV kept between turns, evicted when rows need the room
+    count_common_prefix  tokens that two lists share at the start
+    SimBatch             join, start_step -> seconds, end_step -> rows that are done
 
 A step decodes every row that has its KV and gives the rest of its token budget to rows that do not (chunked
-prefill). Tokens are drawn when a row is made, so that a step costs the same however many rows it has.
+prefill). Tokens are drawn when a row is made, so that the Python work of a step does not grow with the rows.
 """
 
 import heapq
@@ -21,25 +23,25 @@ from hpcrl.hardware.cost_model import WorkerSpeed
 
 @dataclass(eq=False, kw_only=True)
 class SimRequest:
-    """One request in the making."""
+    """A request that is being served."""
 
     prompt: list[int]
     reply: list[int]
-    """What it will have said when nobody stops it; empty: it wants its KV only."""
+    """The tokens it generates unless it is stopped; empty: only the KV is computed."""
     ends_with_stop: bool
     """True if `reply` ends with a stop token."""
     trajectory: str = ""
     keep_kv_s: float = 0.0
     wants_top: bool = False
     num_known: int = 0
-    """Tokens whose KV need not be computed: handed over, or kept since the last turn."""
+    """Tokens whose KV is known: handed over, or kept since the last turn."""
     handed_over: bool = False
     num_to_prefill: int = 0
     num_generated: int = 0
     generated_since_step: int = 0
-    """Step of the batch at which `num_generated` was right and decoding went on."""
+    """The step of the batch at which `num_generated` was counted and decoding resumed."""
     version_starts: list[tuple[int, int]] = field(default_factory=list)
-    """(tokens said before, version): who said what follows."""
+    """(tokens generated before, version of those that follow)."""
     finish_reason: FinishReason | None = None
     failure: str = ""
 
@@ -49,7 +51,7 @@ class SimRequest:
 
     @property
     def num_reserved(self) -> int:
-        """Tokens of KV that it may come to hold."""
+        """The most tokens of KV that it can hold."""
         return len(self.prompt) + len(self.reply)
 
     @property
@@ -57,14 +59,14 @@ class SimRequest:
         return self.prompt + self.reply[: self.num_generated]
 
     def versions(self, *, num_generated: int) -> list[int]:
-        """The version that said each of the first `num_generated` tokens."""
+        """Return the version that generated each of the first `num_generated` tokens."""
         ends = [start for start, _ in self.version_starts[1:]] + [num_generated]
         spans = [(version, end - start) for (start, version), end in zip(self.version_starts, ends, strict=True)]
         return [version for version, num in spans for _ in range(num)]
 
 
 def draw_reply(*, seed: int, num: int, vocabulary: int, stop_token_ids: Sequence[int]) -> tuple[list[int], bool]:
-    """`num` tokens at random, or fewer: up to the first stop token. True if it ends with one."""
+    """Draw `num` random tokens, or fewer, up to the first stop token; also returns whether it ends with one."""
     draw = random.Random(seed)
     reply = [int(draw.random() * vocabulary) for _ in range(num)]
     stops = [reply.index(token) for token in set(stop_token_ids).intersection(reply)]
@@ -73,10 +75,10 @@ def draw_reply(*, seed: int, num: int, vocabulary: int, stop_token_ids: Sequence
 
 @dataclass
 class SpentTime:
-    """Simulated seconds of steps, by what they went into."""
+    """Simulated seconds of steps, by purpose."""
 
     base_s: float = 0.0
-    """What a step takes whatever is done in it."""
+    """The fixed cost of steps."""
     prompts_s: float = 0.0
     replies_s: float = 0.0
 
@@ -88,7 +90,7 @@ class _KeptPrefix:
 
 
 class TrajectoryPrefixes:
-    """KV kept between the turns of a trajectory, the longest unused first."""
+    """KV kept between the turns of trajectories, the least recently used first."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -100,7 +102,7 @@ class TrajectoryPrefixes:
         self.num_tokens += len(token_ids)
 
     def take(self, trajectory: str) -> list[int]:
-        """What is kept of a trajectory, which is given up here."""
+        """Remove and return the tokens kept for a trajectory."""
         kept = self._kept.pop(trajectory, None)
         if kept is None:
             return []
@@ -108,7 +110,7 @@ class TrajectoryPrefixes:
         return kept.token_ids
 
     def evict(self, num_tokens: int, *, now: float) -> None:
-        """Make room for so many tokens: first what was to be kept no longer than now, then the rest."""
+        """Evict KV of `num_tokens` tokens: first KV whose time to be kept has passed, then other KV."""
         if num_tokens <= 0:
             return
         expired = [name for name, kept in self._kept.items() if kept.until <= now]
@@ -123,7 +125,7 @@ class TrajectoryPrefixes:
 
 
 def count_common_prefix(old: list[int], new: list[int]) -> int:
-    """How many tokens two lists begin with alike."""
+    """Return how many tokens two lists share at the start."""
     shorter = min(len(old), len(new))
     if old[:shorter] == new[:shorter]:
         return shorter
@@ -137,7 +139,7 @@ class SimBatch:
         self.version = version
         self.num_generated = 0
         self.num_prefilled = 0
-        """Tokens whose KV was computed here."""
+        """The number of tokens whose KV was computed here."""
         self.spent = SpentTime()
         self.prefixes = TrajectoryPrefixes()
         self._worker_speed = worker_speed
@@ -146,10 +148,10 @@ class SimBatch:
         self._num_reserved = 0
         self._prefilling: list[SimRequest] = []
         self._prefilled: list[SimRequest] = []
-        """Those that wanted their KV only, and have it."""
+        """Rows that only needed their KV, and have it."""
         self._decoding: set[SimRequest] = set()
         self._num_decoded = 0
-        """Tokens of KV that the decoding rows hold."""
+        """Tokens of KV held by the decoding rows."""
         self._ends: list[tuple[int, int, SimRequest]] = []
         self._step = 0
         self._num_joined = 0
@@ -160,16 +162,16 @@ class SimBatch:
 
     @property
     def num_kv_tokens(self) -> int:
-        """What the rows hold now, or are sure to hold soon."""
+        """Tokens of KV that the rows hold now or after their prefill."""
         return self._num_decoded + sum(len(row.prompt) for row in self._prefilling)
 
     @property
     def num_free(self) -> int:
-        """Tokens of KV that a new row could have."""
+        """Tokens of KV available to new rows."""
         return self._worker_speed.kv_tokens - self._num_reserved
 
     def join(self, row: SimRequest, *, now: float) -> None:
-        """Take a row in, which fits: what is kept of its trajectory need not be computed."""
+        """Admit a row that fits; KV kept for its trajectory is used."""
         kept = self.prefixes.take(row.trajectory)
         row.num_known = len(row.prompt) - 1 if row.handed_over else count_common_prefix(kept, row.prompt[:-1])
         row.num_to_prefill = len(row.prompt) - 1 - row.num_known
@@ -180,7 +182,7 @@ class SimBatch:
         self._decode_or_prefill(row)
 
     def start_step(self) -> float:
-        """Decide what the next step does; returns its seconds."""
+        """Choose the work of the next step; returns its seconds."""
         budget = max(1, self._tokens_per_step - len(self._decoding))
         self._chunks, num_new, prompts_s = [], 0, 0.0
         for row in self._prefilling:
@@ -200,7 +202,7 @@ class SimBatch:
         return base_s + prompts_s + replies_s
 
     def end_step(self, *, now: float) -> list[SimRequest]:
-        """What was decided has happened; returns the rows that are done."""
+        """Record the work of the step as done; returns the rows that are done."""
         self._step += 1
         self.num_generated += len(self._decoding)
         self._num_decoded += len(self._decoding)
@@ -222,17 +224,17 @@ class SimBatch:
         return done
 
     def count_generated(self, row: SimRequest) -> int:
-        """How many tokens of its reply a row has said by now."""
+        """Return how many tokens of its reply a row has generated."""
         return row.num_generated + (self._step - row.generated_since_step if row in self._decoding else 0)
 
     def drop(self, row: SimRequest, *, now: float) -> None:
-        """Let a row go before it is done."""
+        """Remove a row before it is done."""
         row.finish_reason = "aborted"
         if id(row) in self._rows:
             self._remove(row, now=now)
 
     def load(self, version: int) -> None:
-        """Other weights: whatever KV there is has to be computed anew."""
+        """Switch to other weights; all KV must be recomputed."""
         self.version = version
         self.prefixes.clear()
         for row in list(self._decoding):
@@ -244,7 +246,7 @@ class SimBatch:
             self._decode_or_prefill(row)
 
     def _decode_or_prefill(self, row: SimRequest) -> None:
-        """Decode a row if it has its KV, else compute it first."""
+        """Decode a row if it has its KV, else compute the KV first."""
         if row.num_to_prefill > 0:
             self._prefilling.append(row)
         elif not row.reply:
@@ -262,7 +264,7 @@ class SimBatch:
         self._num_decoded -= len(row.prompt) + row.num_generated
 
     def _remove(self, row: SimRequest, *, now: float) -> None:
-        """Let a row go; what KV it has is kept for its trajectory, as far as there is room."""
+        """Remove a row; its KV is kept for its trajectory as far as there is room."""
         if row in self._decoding:
             self._stop_decoding(row)
         elif row in self._prefilling:

@@ -1,13 +1,14 @@
 """An event loop whose time is virtual: asyncio code runs as it is, and sleeping takes no time.
 
-    run_virtual(main)   like asyncio.run, on a clock that jumps to the next timer as soon as nothing else is to be done
-    VirtualLoop         the loop itself
+    run_virtual      like asyncio.run; the clock jumps to the next timer as soon as nothing else can run
+    VirtualLoop      the loop itself
+    StuckLoopError   every task waits, and no timer is set
 
-An hour of a fleet takes as long as its Python code does, and the figures are exact: the same program gives the same
-times on an idle machine and on a busy one. That holds for code that asks the loop for the time (`loop.time()`,
-`asyncio.sleep`, `asyncio.timeout`) and not the machine (`time.monotonic`). Work for other threads
-(`asyncio.to_thread`) runs at once, in the loop's own thread, and takes no virtual time. There is no network: a
-program in which every task waits for something that is not a timer is stuck, and is told so.
+An hour of a fleet takes only as long as its Python code, and the figures are exact: the same program gives the same
+times on an idle machine and on a busy one. That holds for code that takes the time from the loop (`loop.time()`,
+`asyncio.sleep`, `asyncio.timeout`) and not from the machine (`time.monotonic`). Work for other threads
+(`asyncio.to_thread`) runs at once, in the loop's own thread, and takes no virtual time. There is no network: if every
+task waits for something that is not a timer, StuckLoopError is raised.
 """
 
 import asyncio
@@ -25,13 +26,13 @@ class StuckLoopError(RuntimeError):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run to the end in virtual time, which begins at 0."""
+    """Run `main` to its end in virtual time, which starts at 0."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Where a timer is due as soon as nothing else is."""
+    """An event loop in which the next timer is due as soon as nothing else can run."""
 
     def __init__(self) -> None:
         self._virtual_selector = _VirtualSelector()
@@ -43,7 +44,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> "asyncio.Future[T]":
-        """Work in the loop's own thread, so that no time passes in which nothing happens."""
+        """Run `func` in the loop's own thread, in no virtual time."""
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
@@ -53,7 +54,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _VirtualSelector(selectors.DefaultSelector):
-    """A selector that does not wait for the next timer but goes to it."""
+    """A selector that jumps to the next timer instead of waiting for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,6 +64,6 @@ class _VirtualSelector(selectors.DefaultSelector):
         if timeout is None:
             if ready := super().select(0):
                 return ready
-            raise StuckLoopError(f"at {self.seconds:g} s every task waits, and no timer is set: who should go on?")
+            raise StuckLoopError(f"at {self.seconds:g} s every task waits, and no timer is set: nothing can wake them")
         self.seconds += max(0.0, timeout)
         return []

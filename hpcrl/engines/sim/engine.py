@@ -1,12 +1,13 @@
-"""The simulated engine: no model, but an engine's life, as long as the cost model says that it would take.
+"""The simulated engine: random tokens instead of a model, at the speed that the cost model predicts.
 
-    SimEngine        a Generator, Streamer and Updatable; what it says is drawn from the request's seed and prompt
-    SimSettings      how large it is, and how fast its time goes
-    make_sim_engine  the engine that a campaign has with engine.backend = "sim"
+    SimEngine        an InferenceEngine and UpdatableEngine; its tokens depend on the seed and prompt of a request
+    SimSettings      its size, and the speed of its time
+    make_sim_engine  the engine of a campaign with engine.backend = "sim"
+    LINK_BYTES_PER_S, MIN_TOP_P, MAX_LATENESS_S  constants of the simulation
 
-Continuous batching with chunked prefill, a bounded KV cache, KV kept between the turns of a trajectory, a waiting
-queue by priority. It takes the time from its event loop: on hpcrl.engines.sim.clock's, an
-hour of a fleet takes seconds.
+It has continuous batching with chunked prefill, a bounded KV cache, KV kept between the turns of a trajectory, and a
+queue by priority. It takes the time from its event loop: on the loop of hpcrl.engines.sim.clock, an hour of a fleet
+takes seconds.
 """
 
 import asyncio
@@ -42,26 +43,26 @@ from hpcrl.models.model_config import read_model_config, read_model_limits
 from hpcrl.weights.store import WeightSource
 
 LINK_BYTES_PER_S = 25e9
-"""Between two workers (one 200 Gbit/s port), for handed-over KV and for new weights."""
+"""The bandwidth between two workers (one 200 Gbit/s port), for handed-over KV and new weights."""
 MIN_TOP_P = 1e-6
-"""Below this there is one token to draw from, whatever the vocabulary."""
+"""Below this there is only one token to sample, for any vocabulary."""
 MAX_LATENESS_S = 0.1
-"""Timers that are later than this are not made up for: the machine is too busy for this engine's clock."""
+"""Timers are compensated for lateness up to this; beyond it the machine is too busy for the engine's clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimSettings:
-    """How large a simulated engine is."""
+    """The size of a simulated engine, and the speed of its time."""
 
     vocabulary: int = 32000
     context_length: int = 131072
     max_batch: int = 64
     max_waiting: int | None = None
-    """More are refused; None: all wait."""
+    """More requests are refused; None: all wait."""
     tokens_per_step: int = 2048
-    """Decoded and prefilled in one step, at most."""
+    """The most tokens decoded and prefilled in one step."""
     time_scale: float = 1.0
-    """Seconds that a simulated second takes."""
+    """Seconds that one simulated second takes."""
 
 
 def make_sim_engine(
@@ -76,7 +77,7 @@ def make_sim_engine(
     store: WeightSource | None = None,
     fetch_kv: FetchKv | None = None,
 ) -> "SimEngine":
-    """An engine for the prompts of the model in `model`, as slow as one of `config` (or that one) on such GPUs."""
+    """Return an engine for prompts of the model in `model`, with the speed of `config` (default: `model`'s) on GPUs."""
     check_tokenizer_fits(model)
     limits = read_model_limits(model, max_model_len=max_model_len)
     path = config or model / "config.json"
@@ -85,7 +86,9 @@ def make_sim_engine(
             GPU_CATALOGUE[gpu], shape=read_model_shape(read_model_config(path).fields), tp=max(1, num_gpus)
         )
     except (OSError, KeyError, ValueError) as error:
-        raise EngineError(f"{path} does not say how fast its model is ({error!r}): set engine.sim.config") from error
+        raise EngineError(
+            f"the speed of the model of {path} cannot be estimated ({error!r}): set engine.sim.config"
+        ) from error
     if not worker_speed.kv_tokens:
         raise EngineError(f"the model of {path} does not fit into {num_gpus} {gpu}: give the worker more GPUs")
     settings = SimSettings(
@@ -98,14 +101,14 @@ def make_sim_engine(
 
 
 class _SimKv(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands for KV on its way to another engine."""
+    """The simulated KV that is sent to another engine."""
 
     version: int
     token_ids: list[int]
 
 
 class SimEngine:
-    """Use it as `async with SimEngine(...) as engine`."""
+    """An InferenceEngine and UpdatableEngine, used as `async with SimEngine(...) as engine`."""
 
     def __init__(
         self,
@@ -118,7 +121,7 @@ class SimEngine:
     ) -> None:
         self.batch = SimBatch(worker_speed, version=version, tokens_per_step=settings.tokens_per_step)
         self.busy_s = 0.0
-        """Simulated seconds in which there was something to do."""
+        """Simulated seconds in which there was work."""
         self._worker_speed = worker_speed
         self._settings = settings
         self._store = store
@@ -126,7 +129,7 @@ class SimEngine:
         self._request_loop = RequestLoop(LoopHooks(can_step=self._can_step, step=self._step, drop=self._drop))
         self._handover_store: dict[str, _SimKv] = {}
         self._late_s = 0.0
-        """By how much the steps so far took longer than they should."""
+        """By how much the last step took longer than it should."""
 
     async def __aenter__(self) -> Self:
         self._request_loop.start()
@@ -142,10 +145,10 @@ class SimEngine:
         return self.batch.version
 
     async def wait_until_failed(self) -> None:
-        """Wait until the engine cannot go on, and raise why."""
+        """Wait until the engine fails, and raise the error."""
         await self._request_loop.wait_until_failed()
 
-    # ---- Generator and Streamer
+    # ---- TokenGenerator and TokenStreamer
 
     async def generate(self, request: GenerateRequest) -> Completion:
         check_asks_for_tokens(request)
@@ -162,7 +165,7 @@ class SimEngine:
         )
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
-        """Compute the KV of all tokens but the last, and hold it until it is fetched."""
+        """Simulate the KV of all tokens but the last, and hold it until it is fetched."""
         row = self._admit_request(request, max_new_tokens=0)
         await self._request_loop.finish(row, request)
         if row.finish_reason == "aborted":
@@ -172,7 +175,7 @@ class SimEngine:
         return KvHandle(url=LOCAL_URL_PREFIX + name, token="", version=kv.version, num_tokens=len(kv.token_ids))
 
     async def take_kv(self, name: str) -> bytes | None:
-        """What stands for the KV behind a handle of this engine, once."""
+        """Return the simulated KV of a handle of this engine, once."""
         kv = self._handover_store.pop(name, None)
         return None if kv is None else msgspec.json.encode(kv)
 
@@ -191,19 +194,19 @@ class SimEngine:
         )
 
     async def pause(self) -> None:
-        """Stop between two steps and keep the requests."""
+        """Stop between two steps; requests are kept."""
         await self._request_loop.pause()
 
     async def resume(self) -> None:
         self._request_loop.resume()
 
-    # ---- Updatable
+    # ---- UpdatableEngine
 
     async def load_version(self, version: int) -> float:
-        """Stand still for as long as the weights take over the link."""
+        """Pause for as long as the transfer of the weights would take."""
         if self._store is not None:
             with await asyncio.to_thread(self._store.read_version, version):
-                pass  # there is no model to put them into: that they can be read is all
+                pass  # without a model it is enough that they can be read
         if version < self.version:
             raise WeightsError(f"version {version} is older than {self.version}, which is loaded: never go back")
         shape = self._worker_speed.shape
@@ -214,10 +217,10 @@ class SimEngine:
         self._request_loop.wake()
         return stall_s * self._settings.time_scale
 
-    # ---- the life of a request
+    # ---- requests
 
     def _admit_request(self, request: GenerateRequest, *, max_new_tokens: int) -> SimRequest:
-        """The row of a request that can be served; EngineError says what is wrong with any other."""
+        """Return the row of a request; raises EngineError, with the reason, if it cannot be served."""
         settings = self._settings
         self._request_loop.admit(
             request,
@@ -228,10 +231,10 @@ class SimEngine:
         num_tokens = len(request.token_ids) + max_new_tokens
         if num_tokens > self._worker_speed.kv_tokens:
             raise EngineError(
-                f"request {request.request_id!r} needs KV for {num_tokens} tokens, and {self._worker_speed.kv_tokens} fit "
-                "beside the weights: give the worker more GPUs"
+                f"request {request.request_id!r} needs KV for {num_tokens} tokens, but only "
+                f"{self._worker_speed.kv_tokens} fit beside the weights: give the worker more GPUs"
             )
-        free = settings.max_batch - len(self.batch)  # those who wait for the next step only are not in the way
+        free = settings.max_batch - len(self.batch)  # requests that will join in the next step do not count as waiting
         if settings.max_waiting is not None and self._request_loop.num_waiting >= settings.max_waiting + free:
             raise EngineRefusedError(f"{self._request_loop.num_waiting} requests wait here already")
         reply, ends_with_stop = draw_reply(
@@ -253,7 +256,7 @@ class SimEngine:
         row.handed_over = request.kv is not None and await self._take_handed_over_kv(request.kv, row)
 
     async def _take_handed_over_kv(self, handle: KvHandle, row: SimRequest) -> bool:
-        """Get handed-over KV; False if it cannot be used, whatever the reason, and the prompt is computed here."""
+        """Fetch handed-over KV; returns False if it cannot be used for any reason: the prompt is computed here."""
         if handle.version != self.version:
             return False
         kv = None
@@ -299,7 +302,7 @@ class SimEngine:
                 self.batch.drop(row, now=self._now)
 
     def _admit_waiting(self) -> None:
-        """Those that wait, in their order, as far as there is room for all that they may come to say."""
+        """Admit waiting requests in their order, as far as there is room for all that they may generate."""
         while len(self.batch) < self._settings.max_batch and (row := self._request_loop.next_waiting()) is not None:
             if row.num_reserved > self.batch.num_free:
                 return
@@ -313,15 +316,15 @@ class SimEngine:
         await asyncio.sleep(seconds * self._settings.time_scale)
 
     async def _sleep_step(self, seconds: float) -> None:
-        """What a timer was late is taken off the next step, so that a thousand short ones take what they should."""
+        """Sleep for a step, less the lateness of the last timer, so that a thousand short steps take the right time."""
         loop = asyncio.get_running_loop()
-        began, wanted_s = loop.time(), seconds * self._settings.time_scale - self._late_s
+        started_s, wanted_s = loop.time(), seconds * self._settings.time_scale - self._late_s
         await asyncio.sleep(max(0.0, wanted_s))
-        self._late_s = min(loop.time() - began - wanted_s, MAX_LATENESS_S)
+        self._late_s = min(loop.time() - started_s - wanted_s, MAX_LATENESS_S)
 
 
 def _derive_reply_seed(request: GenerateRequest) -> int:
-    """What the reply depends on: prompt and, unless only the likeliest token may be drawn, seed."""
+    """Return a seed from the prompt and, unless only the likeliest token may be sampled, the request's seed."""
     prompt = msgspec.msgpack.encode(request.token_ids)
     is_greedy = request.temperature == 0 or request.top_k == 1 or request.top_p < MIN_TOP_P
     return int(xxhash.xxh3_64_intdigest(prompt, seed=0 if is_greedy else request.seed % 2**64))

@@ -108,7 +108,7 @@ def test_a_body_that_cannot_be_read_is_answered_400_with_one_line(sent: bytes) -
     status, answer = behind_door(body)
     assert status == 400
     assert list(answer) == ["error"]
-    assert answer["error"].startswith("the body is no GenerateRequest")
+    assert answer["error"].startswith("the body is not a valid GenerateRequest")
     assert "\n" not in answer["error"]
 
 
@@ -164,8 +164,8 @@ def test_a_handle_points_to_the_door_and_brings_the_kv() -> None:
     ("change", "complaint"),
     [
         ({"url": "file:///etc/passwd"}, "only http"),
-        ({"url": "http://127.0.0.1:9/kv/abc"}, "did not come"),
-        ({"url": "http://[bad"}, "did not come"),
+        ({"url": "http://127.0.0.1:9/kv/abc"}, "was not received"),
+        ({"url": "http://[bad"}, "was not received"),
         ({"token": "wrong"}, "answered 401"),
     ],
 )
@@ -215,7 +215,7 @@ def test_an_answer_that_is_no_answer_is_an_engine_error(answered: bytes) -> None
         finally:
             await runner.cleanup()
 
-    with pytest.raises(EngineError, match="not understood"):
+    with pytest.raises(EngineError, match="an invalid answer"):
         asyncio.run(run())
 
 
