@@ -1,4 +1,4 @@
-"""A spool and a weight store in the memory of one process, with the behaviour of those on disk."""
+"""A spool and a weight store in the memory of one process; they behave like those on disk."""
 
 import time
 from collections.abc import Callable, Container, Iterator
@@ -14,20 +14,20 @@ from hpcrl.weights.versions import VersionManifest, WeightVersion, check_newer
 
 
 class MemorySpool:
-    """A spool that lives as long as the process: for tests and simulation."""
+    """A spool that lasts as long as the process, for tests and simulation."""
 
     def __init__(self) -> None:
         self.durable: list[PackedTrajectory] = []
 
 
 class MemorySpoolWriter(BatchWriter):
-    """A producer's way into a spool in memory."""
+    """A producer's writer to a spool in memory."""
 
     def __init__(
         self,
         spool: MemorySpool,
         *,
-        batching: BatchLimits = BatchLimits(),
+        batching: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(lambda batch: partial(spool.durable.extend, batch), batching=batching, clock=clock)
@@ -51,7 +51,7 @@ class MemorySpoolReader(SpoolCursor):
 
 
 class MemoryStore:
-    """Versions in one process, for tests and for a trainer and an engine that share it."""
+    """A weight store in one process, for tests and for a trainer and an engine that share the process."""
 
     def __init__(self) -> None:
         self._versions: dict[int, tuple[VersionManifest, Tensors]] = {}
@@ -70,7 +70,7 @@ class MemoryStore:
     def load(self, version: int) -> Tensors:
         if version not in self._versions:
             available = ", ".join(map(str, sorted(self._versions))) or "none"
-            raise WeightsError(f"version {version} is not in memory (there: {available}): take the newest")
+            raise WeightsError(f"version {version} is not in memory (available: {available}): load the newest")
         manifest, tensors = self._versions[version]
         _verify_tensors(tensors, manifest, where="memory")
         return dict(tensors)
@@ -80,7 +80,7 @@ class MemoryStore:
         yield self.load(version)
 
     def is_intact(self, version: int) -> bool:
-        return True  # nobody writes there again
+        return True  # versions are never overwritten
 
     def prune(self, *, keep: int) -> None:
         for version in sorted(self._versions)[: -max(keep, 1)]:

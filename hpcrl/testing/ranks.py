@@ -1,4 +1,4 @@
-"""Several ranks of a trainer, each in a process: `run_ranks(size, function, *args)`."""
+"""Run several ranks of a trainer, each in a process: `run_ranks(size, function, *args)`."""
 
 import importlib
 import json
@@ -47,7 +47,7 @@ def run_ranks(size: int, function: str, *args: Any, timeout_s: float = 240) -> l
 
 
 def main() -> None:
-    """Join the other ranks, call the function, leave its result as JSON."""
+    """Join the other ranks, call the function, write its result as JSON."""
     from hpcrl.trainers.world import join_world, leave_world
 
     meeting, result_file, function, args = sys.argv[1:5]

@@ -1,12 +1,12 @@
 """Checkpoints: the trainer's state and the trajectories it consumed, in one commit.
 
-    CHECKPOINTS/000007-step-000070/    the seventh that was saved, after step 70
+    CHECKPOINTS/000007-step-000070/    the seventh checkpoint, saved after step 70
         checkpoint.json                step, version, extra; size and checksum of every other file
-        consumed.json                  what was trained on (see learn/consumed.py)
+        consumed.json                  the groups that were trained on (see learn/consumed.py)
         ...                            the trainer's own files
 
-A checkpoint is filled under a temporary name, made durable, and renamed: it is there complete or not at all. The
-number in front counts commits, because steps go back after a resume and the newest commit is the one to go on from.
+A checkpoint is filled under a temporary name, made durable, and renamed: it is complete or absent. The number in
+front counts commits, because steps go back after a resume and the newest commit is the one to resume from.
 No pickle: safetensors and JSON.
 """
 
@@ -48,13 +48,13 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """Training steps done."""
     version: int
-    """The version of the weights that these are."""
+    """The version of these weights."""
     created: float
     files: dict[str, CheckpointFile]
     extra: dict[str, Any]
-    """Whatever else the role must know to go on; plain JSON."""
+    """The rest of what the role needs in order to resume; plain JSON."""
     xxh3: str = ""
-    """Of this manifest with this field empty."""
+    """The checksum of this manifest with this field empty."""
 
 
 def save_checkpoint(
@@ -66,7 +66,7 @@ def save_checkpoint(
     consumed: ConsumedTrajectories,
     extra: dict[str, Any] | None = None,
 ) -> Path:
-    """Commit a checkpoint; when this returns it is durable, and when it raises the older ones are untouched."""
+    """Commit a checkpoint: durable when this returns; if it raises, the older ones are untouched."""
     pending = PendingCheckpoint(
         step=step, version=version, state=trainer.snapshot(), consumed=consumed.encode(), extra=extra or {}
     )
@@ -75,18 +75,18 @@ def save_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class PendingCheckpoint:
-    """All that a checkpoint holds, in memory: it can be committed by a thread while training goes on."""
+    """The contents of a checkpoint, in memory: a thread can commit it while training continues."""
 
     step: int
     version: int
     state: WritableState
     consumed: bytes
-    """As `ConsumedTrajectories.encode` has it."""
+    """The result of `ConsumedTrajectories.encode`."""
     extra: dict[str, Any]
 
 
 def commit_checkpoint(directory: Path, pending: PendingCheckpoint) -> Path:
-    """What `save_checkpoint` does, of a moment that may have passed."""
+    """Commit what was captured earlier; the trainer may have moved on since."""
     step = pending.step
     path = directory / f"{_next_commit_number(directory):06d}-step-{step:06d}"
     try:
@@ -103,15 +103,15 @@ def commit_checkpoint(directory: Path, pending: PendingCheckpoint) -> Path:
     except OSError as error:
         raise TrainError(
             f"checkpoint {path} could not be saved ({error}); older checkpoints are untouched: "
-            "free space or mend the directory, then resume"
+            "free space or fix the directory, then resume"
         ) from error
     return path
 
 
 def find_newest(directory: Path, *, report: Callable[[Path, str], None]) -> Path | None:
-    """The last commit that is whole, or None before the first; `report` hears of each damaged one passed over.
+    """Return the last intact commit, or None before the first; each damaged one skipped is passed to `report`.
 
-    If all are damaged it raises: to begin anew would train a second time on what they had consumed.
+    If all are damaged it raises: to start again would train a second time on what they had consumed.
     """
     committed = _list_committed(directory)
     for path in reversed(committed):
@@ -122,26 +122,26 @@ def find_newest(directory: Path, *, report: Callable[[Path, str], None]) -> Path
     if committed:
         raise TrainError(
             f"every checkpoint in {directory} is damaged (the newest: {find_damage(committed[-1])}): "
-            "put one back from a copy, or move them away to train from the beginning"
+            "restore one from a copy, or move them away to train from the start"
         )
     return None
 
 
 def load_checkpoint(path: Path, *, trainer: Trainer) -> tuple[CheckpointManifest, ConsumedTrajectories]:
-    """Bring `trainer` to where the checkpoint was made; `find_newest` has checked the files."""
+    """Restore `trainer` to the state of the checkpoint; `find_newest` has checked the files."""
     trainer.load(path)
     return read_checkpoint(path)
 
 
 def read_checkpoint(path: Path) -> tuple[CheckpointManifest, ConsumedTrajectories]:
-    """Read all of a checkpoint but the trainer's state."""
+    """Read a checkpoint except for the trainer's state."""
     return _decode_manifest((path / MANIFEST_FILE).read_bytes()), ConsumedTrajectories.decode(
         (path / CONSUMED_FILE).read_bytes()
     )
 
 
 def read_recorded_reward(manifest: CheckpointManifest) -> float | None:
-    """The mean reward that a checkpoint was noted with."""
+    """Return the mean reward recorded in a checkpoint, if any."""
     reward = manifest.extra.get("reward")
     return float(reward) if isinstance(reward, int | float) else None
 
@@ -153,10 +153,10 @@ def prune_checkpoints(
     keep_best: int = 0,
     score: Callable[[CheckpointManifest], float | None] = read_recorded_reward,
 ) -> list[Path]:
-    """Remove all but the `keep` newest checkpoints whose files are all there, and what killed savers left behind.
+    """Remove all but the `keep` newest checkpoints with all their files, and the leftovers of killed savers.
 
-    Besides those, the `keep_best` with the highest `score` stay: to be exported, not to resume from.
-    For the one process that saves here: a temporary name belongs to nobody else.
+    The `keep_best` others with the highest `score` stay too: to be exported, not to resume from.
+    Only the one process that saves here may call this: it removes every temporary name.
     """
     committed = _list_committed(directory)
     intact = [index for index, path in enumerate(committed) if _find_missing_file(path) is None]
@@ -171,29 +171,29 @@ def prune_checkpoints(
 
 
 def parse_commit_number(path: Path) -> int:
-    """Which commit a checkpoint is; later ones have higher numbers."""
+    """Return the commit number of a checkpoint; later ones have higher numbers."""
     return int(path.name.partition("-")[0])
 
 
 def find_oldest_number(directory: Path) -> int | None:
-    """The first commit that a resume could still go back to."""
+    """Return the first commit that a resume could still go back to."""
     committed = _list_committed(directory)
     return parse_commit_number(committed[0]) if committed else None
 
 
 def list_saved_steps(directory: Path) -> list[int]:
-    """The steps that there are checkpoints of."""
+    """Return the steps that have a checkpoint."""
     return sorted({int(path.name.rpartition("-")[2]) for path in _list_committed(directory)})
 
 
 def find_by_step(directory: Path, step: int) -> Path | None:
-    """The last commit of a step, if it is whole."""
+    """Return the last commit of a step, if it is intact."""
     found = [path for path in _list_committed(directory) if int(path.name.rpartition("-")[2]) == step]
     return found[-1] if found and find_damage(found[-1]) is None else None
 
 
 def find_damage(path: Path) -> str | None:
-    """Why a checkpoint cannot be used; None if every byte is as it was saved."""
+    """Return why a checkpoint cannot be used; None if every byte is as it was saved."""
     reason = _find_missing_file(path)
     if reason is not None:
         return reason
@@ -208,7 +208,7 @@ def find_damage(path: Path) -> str | None:
 
 
 def _score_checkpoint(path: Path, score: Callable[[CheckpointManifest], float | None]) -> float:
-    """How good a checkpoint is; one of which nothing is known is no better than any."""
+    """Return the score of a checkpoint; one without a score ranks last."""
     try:
         value = score(_decode_manifest((path / MANIFEST_FILE).read_bytes()))
     except (OSError, ValueError):
@@ -217,7 +217,7 @@ def _score_checkpoint(path: Path, score: Callable[[CheckpointManifest], float | 
 
 
 def _find_missing_file(path: Path) -> str | None:
-    """The quick half of `find_damage`: manifest and sizes."""
+    """Check manifest and sizes only: the quick half of `find_damage`."""
     try:
         manifest = _decode_manifest((path / MANIFEST_FILE).read_bytes())
         sizes = {name: (path / name).stat().st_size for name in manifest.files}
@@ -237,7 +237,7 @@ def _encode_manifest(manifest: CheckpointManifest) -> bytes:
 
 
 def _decode_manifest(data: bytes) -> CheckpointManifest:
-    """The manifest, or ValueError (of which msgspec's errors are a kind)."""
+    """Decode and verify a manifest, or raise ValueError (msgspec's errors are a kind of it)."""
     manifest = msgspec.json.decode(data, type=CheckpointManifest)
     if manifest.format > FORMAT_VERSION:
         raise ValueError(f"format {manifest.format} is newer than this hpcrl reads ({FORMAT_VERSION}): update hpcrl")
@@ -247,7 +247,7 @@ def _decode_manifest(data: bytes) -> CheckpointManifest:
 
 
 def _seal_file(path: Path) -> CheckpointFile:
-    """Make a file of a checkpoint durable and note what it holds."""
+    """Make a file of a checkpoint durable and return its size and checksum."""
     sync_file(path)
     sync_directory(path.parent)
     return CheckpointFile(num_bytes=path.stat().st_size, xxh3=_hash_file(path))
@@ -266,7 +266,7 @@ def _list_files(directory: Path) -> list[str]:
 
 
 def _list_committed(directory: Path) -> list[Path]:
-    """Checkpoints in the order of their commits."""
+    """List the checkpoints in the order of their commits."""
     if not directory.is_dir():
         return []
     found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME_PATTERN.fullmatch(path.name))]

@@ -1,6 +1,6 @@
-"""The critic of PPO: it says at each model token what is still to be earned, and so makes advantages of rewards.
+"""The critic of PPO: it predicts the return at each model token, and so turns rewards into advantages.
 
-Legend  B rows of a micro-batch - N model tokens of a micro-batch, row by row - T model tokens of one row
+Legend: B rows of a micro-batch, N model tokens of a micro-batch (row by row), T model tokens of one row
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ CRITIC_PREFIX = "critic."
 
 
 class Critic:
-    """A model of its own, with the policy's body and a head for one number."""
+    """A separate model with the policy's body and a head for one number."""
 
     def __init__(self, model_dir: Path, *, train: TrainConfig, world: World) -> None:
         self._train = train
@@ -33,10 +33,10 @@ class Critic:
             load_critic(model_dir), train=train, world=world, learning_rate=rate, prefix=CRITIC_PREFIX
         )
         self._evaluated: list[list[tuple[MicroBatch, Tensor, Tensor]]] = []
-        """By minibatch: each micro-batch with its values and returns."""
+        """The micro-batches of each minibatch, with values and returns."""
 
     def add_advantages(self, minibatches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
-        """The same micro-batches with advantages for rewards, of mean 0 and variance 1 over all tokens of the step."""
+        """Replace rewards by advantages, with mean 0 and variance 1 over all tokens of the step."""
         with torch.no_grad():
             found = [[self._estimate_advantages(micro) for micro in minibatch] for minibatch in minibatches]
         mean, std = self._mean_and_std([advantages_N for minibatch in found for advantages_N, _, _ in minibatch])
@@ -58,7 +58,7 @@ class Critic:
         return result
 
     def learn(self, number: int, *, num_tokens: float, step: int) -> float:
-        """One optimizer step on a minibatch, by its number, of those that were judged; the loss over all ranks."""
+        """Make an optimizer step on minibatch `number` of those evaluated; return the loss over all ranks."""
         total = torch.zeros((), dtype=torch.double, device=self._world.device)
         evaluated = self._evaluated[number]
         for index, (micro, before_N, returns_N) in enumerate(evaluated):
@@ -87,10 +87,10 @@ class Critic:
         return values_BT[micro.mask_BT]  # type: ignore[no-any-return]
 
     def _estimate_advantages(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Advantages, values and returns at the model tokens."""
+        """Return advantages, values and returns at the model tokens."""
         values_N = self._predict_values(micro)
         rows = micro.rows_N.cpu().numpy()
-        lengths_B = np.bincount(rows, minlength=1)  # by trajectory, however these lie in rows
+        lengths_B = np.bincount(rows, minlength=1)  # by trajectory, padded or packed
         advantages_BT = gae(
             _pad_by_row(values_N, rows, lengths_B),
             rewards_BT=_pad_by_row(micro.advantages_N, rows, lengths_B),
@@ -103,7 +103,7 @@ class Critic:
         return advantages_N, values_N, advantages_N + values_N
 
     def _mean_and_std(self, advantages: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation over all tokens of all ranks."""
+        """Return mean and standard deviation over all tokens of all ranks."""
         all_N = torch.cat(advantages).double()
         count = torch.tensor(float(len(all_N)), dtype=torch.double, device=all_N.device)
         num, total = self._world.sum(torch.stack([count, all_N.sum()])).unbind()
@@ -113,7 +113,7 @@ class Critic:
 
 
 def _pad_by_row(values_N: Tensor, rows: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Columns over N as rows of T, zeros behind the last token."""
+    """Arrange a column over N as rows of T, with zeros after the last token."""
     values_BT = np.zeros((len(lengths_B), int(lengths_B.max(initial=0))))
     columns = np.concatenate([np.arange(length) for length in lengths_B]) if len(rows) else rows
     values_BT[rows, columns] = values_N.detach().cpu().double().numpy()

@@ -1,4 +1,4 @@
-"""A checkpoint as a model directory that transformers and vLLM load.
+"""Export a checkpoint as a model directory that transformers and vLLM load.
 
 python -m hpcrl.trainers.export CAMPAIGN DIR [STEP]
 """
@@ -19,11 +19,11 @@ from hpcrl.trainers.state import read_whole_shapes, read_whole_tensors
 WEIGHT_FILE_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 NON_MODEL_PREFIXES = ("critic.", "lora.")
-"""Prefixes of what a checkpoint holds besides the model: see critic.py and lora.py."""
+"""Prefixes of the tensors in a checkpoint that are not the model's: see critic.py and torch_model.py."""
 
 
 def export_model(campaign: CampaignDir, target: Path, *, step: int | None = None) -> Path:
-    """Write the newest whole checkpoint, or that of a step; returns the checkpoint. `target` must not exist."""
+    """Export the newest intact checkpoint, or that of a step, and return it; `target` must not exist."""
     if target.exists():
         raise TrainError(f"{target} exists already: choose another directory, or remove it")
     source = _find_checkpoint(campaign, step)
@@ -51,13 +51,13 @@ def _find_checkpoint(campaign: CampaignDir, step: int | None) -> Path:
         saved_steps = ", ".join(str(number) for number in checkpoint.list_saved_steps(campaign.checkpoints)) or "none"
         wanted = "" if step is None else f" of step {step}"
         raise TrainError(
-            f"campaign {campaign.name} has no whole checkpoint{wanted} (steps: {saved_steps}): let it train further"
+            f"campaign {campaign.name} has no intact checkpoint{wanted} (steps: {saved_steps}): let it train further"
         )
     return found
 
 
 def _read_dtypes(model: Path) -> dict[str, torch.dtype]:
-    """The type of each tensor in the directory that training began with: the export has the same."""
+    """Read the dtype of each tensor in the directory that training started from: the export has the same."""
     return {name: tensor.dtype for path in model.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
@@ -67,9 +67,9 @@ def main() -> int:
     try:
         source = export_model(campaign, target, step=step)
     except HpcrlError as error:
-        print(f"hpcrl: {error}", file=sys.stderr)
+        print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    print(f"{source.name} is in {target}")
+    print(f"{source.name} is in {target}")  # noqa: T201
     return 0
 
 

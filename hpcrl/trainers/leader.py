@@ -1,15 +1,17 @@
-"""Rank 0 leads: to its role the ranks of a trainer look like one. It tells the others ids, never tokens.
+"""Rank 0 leads the ranks of a trainer: to the train role they look like one.
 
-    RankLeader     rank 0's end: a Trainer that makes every call on all ranks
-    follow_orders  what the other ranks do until they are told to end
+    RankLeader          rank 0's trainer, which makes every call on all ranks
+    RankOrder           an order of rank 0: a few kB of JSON with ids, never tokens
+    follow_orders       the loop of the other ranks, until the order to end
+    RowPrefetcher       a rank's rows of the next step, read during the current one
+    MinibatchRows       rows by minibatch
+    Together            the state of all ranks, written in the background
+    leave_state         write one rank's part of a checkpoint
+    fetch_trajectories  trajectories of the spool by their ids
 
-Every rank maps its own rows from the spool; an order is a few kB of JSON.
-
-A rank's rows of the next step, read while the present one is learned from.
-
-Rank 0 guesses what the next step will train on, from what waits already; each rank reads its part of the guess. If the
-step turns out so, its rows are there, else they are read then: what is trained on, and in which order, is never
-changed by a guess. Two steps' rows are in memory at most: those that are learned from and those that come next.
+Every rank maps its own rows from the spool. Rank 0 predicts what the next step will train on from the trajectories
+that already wait, and each rank reads its part of the prediction. If it was right the rows are ready, else they are
+read then: a prediction never changes what is trained on, nor in which order. At most two steps' rows are in memory.
 """
 
 import time
@@ -42,11 +44,11 @@ from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import WindowKey
 
 MinibatchRows = list[list[TrainingRow]]
-"""Rows of each minibatch."""
+"""The rows of each minibatch."""
 
 
 class RowPrefetcher:
-    """One rank's reading; `read` brings the rows of a share."""
+    """A background reader of one rank's predicted share; `read` returns the rows of a share."""
 
     def __init__(self, read: Callable[[RankShare], MinibatchRows]) -> None:
         self._read = read
@@ -55,13 +57,13 @@ class RowPrefetcher:
         self._pending_rows: Future[MinibatchRows] | None = None
 
     def start(self, guess: RankShare) -> None:
-        """Read this in the background; whatever was begun before is let go."""
+        """Read this share in the background; an earlier prediction is dropped."""
         self._discard_guess()
         if any(guess):
             self._guess, self._pending_rows = guess, self._thread.submit(self._load_copies, guess)
 
     def rows(self, share: RankShare) -> MinibatchRows:
-        """The rows of this share, however they come."""
+        """Return the rows of this share, prefetched or read now."""
         if self._pending_rows is None or share != self._guess:
             self._discard_guess()
             return self._read(share)
@@ -76,11 +78,11 @@ class RowPrefetcher:
 
     def _discard_guess(self) -> None:
         if self._pending_rows is not None:
-            self._pending_rows.cancel()  # if it has begun already its result, and what went wrong with it, is nobody's
+            self._pending_rows.cancel()  # if it runs already, its result or error is ignored
         self._guess = self._pending_rows = None
 
     def _load_copies(self, share: RankShare) -> MinibatchRows:
-        """Not views of mapped files: the file system is waited for here."""
+        """Copy the rows out of the mapped files, so that this thread waits for the file system."""
         return [[_copy_row(row) for row in rows] for rows in self._read(share)]
 
 
@@ -98,7 +100,7 @@ KEEPALIVE_INTERVAL_S = 10.0
 
 
 class RankOrder(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What rank 0 wants all ranks to do now."""
+    """An order of rank 0 to all ranks."""
 
     do: Literal["learn", "tensors", "stage", "leave", "snapshot", "load", "wait", "end"]
     step: int = 0
@@ -106,21 +108,21 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     skipped: str | None = None
     shares: list[RankShare] = []
     ahead: list[RankShare] = []
-    """Of the next step, as far as can be guessed."""
+    """The predicted shares of the next step, if any."""
     directory: str = ""
 
 
 @dataclass(frozen=True)
 class Together:
-    """The state of all ranks, written in the background: the ranks train on."""
+    """The state of all ranks, written in the background while they continue to train."""
 
     own: WritableState
     directory: Path
-    """Where the others leave theirs."""
+    """The directory that the other ranks write their parts to."""
     size: int
 
     def write(self, directory: Path) -> None:
-        """Write rank 0's part, then move the others' beside it."""
+        """Write rank 0's part, then move the other ranks' parts beside it."""
         self.own.write(directory)
         for rank in range(1, self.size):
             part_files.awaited(self.directory, rank)
@@ -130,7 +132,7 @@ class Together:
 
 
 def leave_state(state: WritableState, directory: Path, *, rank: int) -> None:
-    """Leave a rank's part of a checkpoint."""
+    """Write a rank's part of a checkpoint into the parts directory."""
 
     def write(own: Path) -> dict[str, str]:
         state.write(own)
@@ -140,7 +142,7 @@ def leave_state(state: WritableState, directory: Path, *, rank: int) -> None:
 
 
 class RankLeader:
-    """Rank 0's trainer, on behalf of all ranks."""
+    """Rank 0's trainer, which acts for all ranks."""
 
     def __init__(
         self,
@@ -153,9 +155,9 @@ class RankLeader:
         segment_of: Callable[[Trajectory], str],
         upcoming: Callable[[int], Sequence[Trajectory]],
     ) -> None:
-        """`segment_of` gives the segment of the spool that holds a trajectory.
+        """Prepare to lead; `segment_of` returns the segment of the spool that holds a trajectory.
 
-        `upcoming` gives what the step that starts with a version will probably train on; all ranks read it ahead.
+        `upcoming` predicts what the step that starts from a version will train on; all ranks prefetch it.
         """
         self._segment_of = segment_of
         self._upcoming = upcoming
@@ -180,7 +182,7 @@ class RankLeader:
         )
 
     def _distribute_rows(self, step_shares: StepShares, *, step: int, version: int) -> list[list[TrainingRow]]:
-        """Tell every rank its share, and what the next step's will probably be; rank 0's own rows."""
+        """Send every rank its share and the prediction for the next step; return rank 0's own rows."""
         next_shares = self._predict_shares(step=step + 1, version=version + 1)
         self._send_order(
             RankOrder(do="learn", step=step, skipped=step_shares.skipped, shares=step_shares.shares, ahead=next_shares)
@@ -188,9 +190,9 @@ class RankLeader:
         return _take_rows(self._prefetcher, step_shares.shares, next_shares, share=self._trainer.share)
 
     def _predict_shares(self, *, step: int, version: int) -> list[RankShare]:
-        """The shares of a step that is not chosen yet; none where there is nothing to guess from, or no such step.
+        """Predict the shares of the next step; empty without waiting trajectories or after the last step.
 
-        Nor where dealing calls the user's nodes: they see what is trained on, and nothing else.
+        Empty too with a user's pipeline: its nodes may see only what is really trained on.
         """
         can_guess = step <= self._train.num_steps and not self._train.pipeline
         trajectories = self._upcoming(version) if can_guess else ()
@@ -212,7 +214,7 @@ class RankLeader:
         return self._trainer.tensors()
 
     def window(self, key: WindowKey, *, job: JobDir) -> ShardStore:
-        """What all ranks publish by, each its part. Called once, at the start."""
+        """Open the stores that all ranks publish through, each its part. Called once, at the start."""
         orders = WindowOrders(
             stage=lambda made: self._send_order(RankOrder(do="stage", version=made.version, step=made.step)),
             write_parts=lambda version, path: self._send_order(
@@ -222,11 +224,11 @@ class RankLeader:
         return open_shard_store(self._trainer, key, job=job, orders=orders)
 
     def weight_shards(self) -> list[tuple[TensorShard, Tensor]]:
-        """What rank 0 puts into that window."""
+        """Return rank 0's shards for that window."""
         return list_weight_shards(self._trainer)
 
     def snapshot(self) -> WritableState:
-        """Every rank copies its part in memory and writes it behind; whoever writes this waits for them all."""
+        """Copy every rank's part in memory; the ranks write in the background, and writing the result waits for all."""
         directory = part_files.make_parts_directory(self._checkpoints)
         self._send_order(RankOrder(do="snapshot", directory=str(directory)))
         return Together(self._trainer.snapshot(), directory, self._trainer.world.size)
@@ -236,12 +238,12 @@ class RankLeader:
         self._trainer.load(directory)
 
     def keep_ranks_alive(self) -> None:
-        """Now and then while there is nothing to train on: a rank that hears nothing for long gives up."""
+        """Send a keep-alive now and then while there is nothing to train on: a rank without orders would time out."""
         if time.monotonic() - self._last_order_s > KEEPALIVE_INTERVAL_S:
             self._send_order(RankOrder(do="wait"))
 
     def close(self) -> None:
-        """The others may go."""
+        """Release the other ranks."""
         self._send_order(RankOrder(do="end"))
         self._prefetcher.close()
 
@@ -251,7 +253,7 @@ class RankLeader:
 
 
 def follow_orders(trainer: RankTrainer, *, train: TrainConfig, spool: Path, store: ShardStore | None = None) -> None:
-    """Do what rank 0 orders until the end; `store` is this rank's end of the window, where there is one."""
+    """Follow the orders of rank 0 until the end; `store` is this rank's shard store, where there is one."""
     executor, pending_write = ThreadPoolExecutor(1, "checkpoint"), None
     prefetcher = _make_prefetcher(trainer, train=train, spool=spool)
     while True:
@@ -263,7 +265,7 @@ def follow_orders(trainer: RankTrainer, *, train: TrainConfig, spool: Path, stor
             case "tensors":
                 trainer.tensors()
             case "stage" | "leave":
-                assert store is not None, "all ranks have one, or none"
+                assert store is not None, "all ranks have a store, or none"
                 _publish_part(trainer, order, store=store)
             case "snapshot":
                 if pending_write is not None:
@@ -283,16 +285,16 @@ def follow_orders(trainer: RankTrainer, *, train: TrainConfig, spool: Path, stor
 
 
 def _publish_part(trainer: RankTrainer, order: RankOrder, *, store: ShardStore) -> None:
-    """Rank 0 has staged a version, or wants one in files."""
+    """Stage this rank's part of a version, or write it to files, as rank 0 ordered."""
     if order.do == "leave":
         store.write_part(order.version, Path(order.directory))
         return
-    with suppress(WeightsError):  # rank 0 has met it too, and publishes in another way from now on
+    with suppress(WeightsError):  # rank 0 meets the same error and falls back to another way of publishing
         store.stage(list_weight_shards(trainer), WeightVersion(version=order.version, step=order.step))
 
 
 def _make_prefetcher(trainer: RankTrainer, *, train: TrainConfig, spool: Path) -> RowPrefetcher:
-    """This rank's reading of its shares."""
+    """Make the prefetcher that reads this rank's shares."""
 
     def read(share: RankShare) -> list[list[TrainingRow]]:
         return load_share_rows(
@@ -308,14 +310,14 @@ def _make_prefetcher(trainer: RankTrainer, *, train: TrainConfig, spool: Path) -
 def _take_rows(
     prefetcher: RowPrefetcher, shares: list[RankShare], next_shares: list[RankShare], *, share: int
 ) -> list[list[TrainingRow]]:
-    """A rank's rows of this step; those of the next are on their way when this returns."""
+    """Return a rank's rows of this step and start to read those of the next."""
     rows = prefetcher.rows(shares[share])
     prefetcher.start(next_shares[share] if next_shares else [])
     return rows
 
 
 def fetch_trajectories(items: Sequence[ShareItem], *, spool: Path) -> list[Trajectory]:
-    """The trajectories of these items, mapped from the spool; rank 0's reader has verified the segments."""
+    """Map the trajectories of these items from the spool; rank 0's reader has verified the segments."""
     found: dict[str, Trajectory] = {}
     wanted = {item.id for item in items}
     for name in sorted({item.segment for item in items}):

@@ -1,6 +1,6 @@
 """The loss of one micro-batch, from its logits.
 
-Legend  N model tokens of a micro-batch - V vocabulary
+Legend: N model tokens of a micro-batch, V vocabulary
 """
 
 from typing import NamedTuple
@@ -13,10 +13,10 @@ from hpcrl.learn.loss import LossSums, TokenInputs, compute_policy_loss, compute
 
 
 class MinibatchTotals(NamedTuple):
-    """What all ranks together have of one minibatch."""
+    """The counts of one minibatch over all ranks."""
 
     num_tokens: float
-    """Model tokens."""
+    """Tokens that the model generated."""
     num_sequences: float
     num_not_finite: float
     """Rewards and log-probs that are not finite."""
@@ -24,10 +24,10 @@ class MinibatchTotals(NamedTuple):
 
 
 class PriorLogprobs(NamedTuple):
-    """Log-probs of a micro-batch's tokens, taken before the first optimizer step of a training step."""
+    """The log-probs of a micro-batch's tokens, computed before the first optimizer step of a training step."""
 
     proximal_N: Tensor | None = None
-    """None where the policy cannot have moved since: they are the current ones then."""
+    """None where the policy cannot have changed since: then they equal the current ones."""
     reference_N: Tensor | None = None
 
 
@@ -41,7 +41,7 @@ def compute_micro_batch_loss(
     temperature: float,
     max_length: int,
 ) -> tuple[Tensor, LossSums]:
-    """Compute the loss to differentiate: every token has the same share, whatever its micro-batch and rank."""
+    """Compute the loss to differentiate; a token's share does not depend on its micro-batch or rank."""
     logprobs_N, entropy_N = logprobs_and_entropy(logits_NV, micro.targets_N, temperature=temperature, train=train)
     proximal_N = micro.behaviour_N if train.proximal == "behaviour" else prior.proximal_N
     token_inputs = TokenInputs(

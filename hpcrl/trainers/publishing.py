@@ -1,10 +1,13 @@
-"""Publishing from all ranks of a trainer at once: each puts the boxes that it holds into the window of its node.
+"""Publish from all ranks of a trainer at once: each writes its shards into the window of its node.
 
-    open_shard_store    a rank's end of that window: of the engines' where all ranks are on one node, else of one for its part
-    LeaderShardStore    rank 0's: whoever stages or saves through it has all ranks do so
-    list_weight_shards  what a rank puts in
+    open_shard_store    a rank's store: the engines' window if all ranks are on one node, else one for its part
+    LeaderShardStore    rank 0's store: to stage or save through it makes all ranks do so
+    WindowOrders        the orders by which rank 0 involves the others
+    RankShards          a rank's node and shards, exchanged at the start
+    list_weight_shards  the shards that a rank stages
+    WEIGHTS_DTYPE       the dtype of the published weights
 
-Nowhere is a whole tensor assembled that ranks on several nodes hold, but for files, and then one after the other.
+A tensor that is spread over several nodes is assembled only for files, and then one tensor at a time.
 """
 
 from collections.abc import Callable
@@ -26,26 +29,26 @@ from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import WindowKey
 
 WEIGHTS_DTYPE = "float32"
-"""Of the weights that trainers hold, and so of what is published."""
+"""The dtype of a trainer's weights, and so of what is published."""
 
 
 class WindowOrders(NamedTuple):
-    """How rank 0 has the others do what it does."""
+    """The orders of rank 0 that make the others do as it does."""
 
     stage: Callable[[WeightVersion], None]
     write_parts: Callable[[int, Path], None]
-    """A version, and where."""
+    """Called with a version and the directory to write to."""
 
 
 class RankShards(msgspec.Struct, frozen=True, kw_only=True):
-    """What ranks tell each other at the start."""
+    """The node and the shards of a rank, exchanged at the start."""
 
     node: str
     shards: tuple[TensorShard, ...]
 
 
 class LeaderShardStore(ShardStore):
-    """Rank 0's end of its window; the others are told what they have to do, since all must."""
+    """Rank 0's store; it orders the other ranks to do the same, since all must take part."""
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class LeaderShardStore(ShardStore):
         super().stage(shards, weight_version)
 
     def make_saver(self, files: FileStore, weight_version: WeightVersion) -> Callable[[], object]:
-        """Between steps the other nodes are told to leave their parts; behind them these are put together."""
+        """Order the other nodes to write their parts between steps; return what assembles them in the background."""
         if self._parts is None:
             return super().make_saver(files, weight_version)
         directory = part_files.make_parts_directory(files.directory)
@@ -76,7 +79,7 @@ class LeaderShardStore(ShardStore):
 def open_shard_store(
     trainer: RankTrainer, key: WindowKey, *, job: JobDir, orders: WindowOrders | None = None
 ) -> ShardStore:
-    """This rank's end of the window of its node; rank 0 gives `orders`. All ranks call it."""
+    """Open this rank's store in the window of its node; rank 0 passes `orders`. All ranks call it."""
     rank, all_gather = trainer.world.rank, make_all_gather(trainer.world.cpu_group)
     layout = TensorLayout.pack((name, WEIGHTS_DTYPE, shape) for name, shape in trainer.shapes().items())
     parts = _exchange_parts(trainer, layout, all_gather=all_gather)
@@ -94,7 +97,7 @@ def open_shard_store(
 
 
 def _exchange_parts(trainer: RankTrainer, layout: TensorLayout, *, all_gather: AllGather) -> PartAssignment | None:
-    """What lies where; None, on all ranks, if they are on one node."""
+    """Exchange which rank holds which shards; None on all ranks if they are on one node."""
     own = RankShards(node=current_node(), shards=tuple(state_shard.shard for state_shard in trainer.shards()))
     rank_shards = [
         msgspec.msgpack.decode(message, type=RankShards) for message in all_gather(msgspec.msgpack.encode(own))
@@ -110,5 +113,5 @@ def _exchange_parts(trainer: RankTrainer, layout: TensorLayout, *, all_gather: A
 
 
 def list_weight_shards(trainer: RankTrainer) -> list[tuple[TensorShard, Tensor]]:
-    """What this rank stages."""
+    """List the shards of the weights that this rank stages."""
     return [(state_shard.shard, state_shard.tensor) for state_shard in trainer.shards()]

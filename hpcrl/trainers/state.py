@@ -1,11 +1,15 @@
-"""A trainer's state on disk: boxes of tensors by their canonical names, so that any parallelism reads any other's.
+"""A trainer's state on disk: shards of tensors by their canonical names, so that any parallelism can read them.
 
-    StateShard         one box of one tensor: a weight, or a part of the optimizer's state
-    write_state        the pieces of one rank, in one file
-    fill_shards        pieces from the files of all ranks, whatever boxes those hold
-    read_whole_shapes  names and shapes of what the files hold
+    StateShard          one shard of one tensor: a weight, or a part of the optimizer's state
+    make_whole_shard    a shard that is the whole tensor
+    write_state         write the shards of one rank to one file
+    fill_shards         fill shards from the files of all ranks, however those are split
+    read_whole_shapes   the names and shapes in the files
+    check_same_shapes   refuse a checkpoint of another model
+    read_whole_tensors  read whole weights, on the CPU
+    state_file_name     the file name of a rank's state
 
-safetensors and JSON. (torch.distributed.checkpoint would do the same, but its metadata are a pickle.)
+The format is safetensors and JSON. (torch.distributed.checkpoint would do the same, but its metadata are a pickle.)
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,22 +34,22 @@ def state_file_name(rank: int) -> str:
 
 
 class StateShard(NamedTuple):
-    """A box of a tensor."""
+    """A shard of a tensor."""
 
     part: str
-    """`weight`, or what the optimizer calls it."""
+    """`weight`, or the optimizer's name for it."""
     shard: TensorShard
     whole_shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """The shape of the whole tensor."""
     tensor: Tensor
 
     def copy_to_cpu(self) -> "StateShard":
-        """On the CPU, apart from what the next step changes."""
+        """Return a copy on the CPU, which the next step does not change."""
         return self._replace(tensor=self.tensor.detach().to("cpu", copy=True).contiguous())
 
 
 class _StoredShard(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file says of one of its pieces."""
+    """The record of one shard in a file."""
 
     part: str
     shard: TensorShard
@@ -53,13 +57,13 @@ class _StoredShard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_whole_shard(name: str, tensor: Tensor, *, part: str = WEIGHT_PART) -> StateShard:
-    """A piece that is the whole tensor."""
+    """Make a shard that is the whole tensor."""
     shape = tuple(tensor.shape)
     return StateShard(part, TensorShard(name=name, start=(0,) * len(shape), shape=shape), shape, tensor)
 
 
 def write_state(state_shards: Iterable[StateShard], path: Path) -> None:
-    """All pieces of one rank."""
+    """Write all shards of one rank to one file."""
     tensors, stored = {}, []
     for number, state_shard in enumerate(state_shards):
         tensors[str(number)] = state_shard.tensor.detach().cpu().contiguous()
@@ -71,7 +75,7 @@ def write_state(state_shards: Iterable[StateShard], path: Path) -> None:
 
 
 def read_whole_shapes(directory: Path) -> dict[tuple[str, str], tuple[int, ...]]:
-    """Shapes of the whole tensors that are there, by part and name."""
+    """Read the shapes of the whole tensors, by part and name."""
     return {
         (stored.part, stored.shard.name): stored.whole
         for path in _list_state_files(directory)
@@ -80,7 +84,7 @@ def read_whole_shapes(directory: Path) -> dict[tuple[str, str], tuple[int, ...]]
 
 
 def fill_shards(state_shards: Sequence[StateShard], directory: Path) -> None:
-    """Copy what the files hold into these tensors; TrainError if a value of one of them is nowhere."""
+    """Copy the stored values into these tensors; TrainError if any value is missing."""
     wanted: dict[tuple[str, str], list[StateShard]] = {}
     for state_shard in state_shards:
         wanted.setdefault((state_shard.part, state_shard.shard.name), []).append(state_shard)
@@ -95,13 +99,13 @@ def fill_shards(state_shards: Sequence[StateShard], directory: Path) -> None:
     for state_shard in state_shards:
         if missing[id(state_shard)] > 0:
             raise TrainError(
-                f"{directory}: {missing[id(state_shard)]} values of {state_shard.shard.name!r} ({state_shard.part}) are in no file of "
-                "this checkpoint: resume from an older one"
+                f"{directory}: {missing[id(state_shard)]} values of {state_shard.shard.name!r} ({state_shard.part}) "
+                "are in no file of this checkpoint: resume from an older one"
             )
 
 
 def _copy_overlap(state_shard: StateShard, stored: TensorShard, view: Any, file: Any, number: int) -> int:
-    """Copy the box that two boxes have in common; how many values that is."""
+    """Copy the overlap of two shards and return its number of values."""
     own = state_shard.shard
     if not own.shape:
         state_shard.tensor.copy_(file.get_tensor(str(number)))
@@ -140,12 +144,12 @@ def _read_stored_shards(path: Path) -> list[_StoredShard]:
 def check_same_shapes(
     saved: dict[tuple[str, str], tuple[int, ...]], expected: dict[str, tuple[int, ...]], path: Path
 ) -> None:
-    """TrainError naming the first weight in which checkpoint and model differ."""
+    """Raise TrainError with the first weight in which checkpoint and model differ."""
     saved_weights = {name: shape for (part, name), shape in saved.items() if part == WEIGHT_PART}
     for wrong in _find_differences(saved_weights, expected):
         raise TrainError(
             f"{path}: its tensors are not those of this model ({wrong}): "
-            "resume with the model that the campaign began with"
+            "resume with the model that the campaign started from"
         )
 
 
@@ -154,11 +158,11 @@ def _find_differences(saved: dict[str, tuple[int, ...]], expected: dict[str, tup
         if name not in saved or name not in expected:
             yield f"{name!r} is only in {'the checkpoint' if name in saved else 'the model'}"
         elif saved[name] != expected[name]:
-            yield f"{name!r} is {saved[name]} there and {expected[name]} here"
+            yield f"{name!r} is {saved[name]} in the checkpoint and {expected[name]} in the model"
 
 
 def read_whole_tensors(directory: Path, *, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Every weight that the files hold, whole, on the CPU."""
+    """Read the weights in the files, or those of these names, whole and on the CPU."""
     saved = {name: shape for (part, name), shape in read_whole_shapes(directory).items() if part == WEIGHT_PART}
     chosen = list(saved if names is None else names)
     state_shards = [make_whole_shard(name, torch.empty(saved[name])) for name in chosen]

@@ -1,9 +1,14 @@
 """A training step, the same for every trainer, from trajectories to metrics.
 
-    train_step         deal -> this rank's rows -> learn -> metrics
-    learn_minibatches  micro-batches -> for each minibatch: gradient, clip, optimizer step
+    train_step             distribute -> this rank's rows -> learn -> metrics
+    learn_minibatches      micro-batches -> for each minibatch: gradient, clip, optimizer step
+    compute_learning_rate  the learning rate of a step
+    make_row_reader        rows for a rank that has all trajectories itself
+    reduce_totals          the counts of each minibatch over all ranks
+    find_skip_reason       why a step cannot train, from its input alone
+    Minibatch              the micro-batches of one optimizer step
 
-What trainers do differently are the methods of `RankTrainer`; none of them calls back.
+Trainers differ in the methods of `RankTrainer`; none of these calls back.
 """
 
 import math
@@ -35,7 +40,7 @@ def train_step(
     read_rows: Callable[[StepShares], list[list[TrainingRow]]],
     segment_of: Callable[[Trajectory], str] = lambda _: "",
 ) -> StepMetrics:
-    """Make one training step; `read_rows` brings this rank's rows of what was dealt."""
+    """Make one training step; `read_rows` returns this rank's rows of its share."""
     stopwatch = Stopwatch()
     check_trainable(trajectories, vocabulary_size=trainer.vocabulary_size)
     step_shares = distribute_step(
@@ -70,9 +75,9 @@ def learn_minibatches(
     step: int,
     skipped: str | None = None,
 ) -> LearnResult:
-    """Make one optimizer step per minibatch; the first that is not finite is not taken and ends the training step.
+    """Make one optimizer step per minibatch; one that is not finite is not applied and ends the training step.
 
-    `minibatch_rows` are this rank's rows of each minibatch; every rank calls this with the same number of them.
+    `minibatch_rows` are this rank's rows of each minibatch; every rank passes the same number of minibatches.
     """
     rate = compute_learning_rate(step, train=train, peak=train.learning_rate)
     result = LearnResult(LossSums.zero(trainer.world.device), skipped=skipped, learning_rate=rate)
@@ -101,7 +106,7 @@ def learn_minibatches(
 
 
 def compute_learning_rate(step: int, *, train: TrainConfig, peak: float) -> float:
-    """For the step of this number, from 1 on; a pure function of it, so a resumed campaign goes on where it was."""
+    """Return the rate of a step, counted from 1; it depends on nothing else, so a resumed campaign continues it."""
     if step < train.warmup_steps:
         return peak * max(step, 1) / train.warmup_steps
     if train.schedule == "constant":
@@ -117,7 +122,7 @@ def compute_learning_rate(step: int, *, train: TrainConfig, peak: float) -> floa
 def make_row_reader(
     trajectories: Sequence[Trajectory], *, share: int, train: TrainConfig, max_length: int
 ) -> Callable[[StepShares], list[list[TrainingRow]]]:
-    """For a rank that has all trajectories of the step itself."""
+    """Make a `read_rows` for a rank that has all trajectories of the step itself."""
     by_id = {trajectory.id: trajectory for trajectory in trajectories}
     return lambda dealt: load_share_rows(
         dealt.shares[share],
@@ -128,7 +133,7 @@ def make_row_reader(
 
 
 def reduce_totals(minibatches: list[Minibatch], *, world: World, num_copies: float = 1.0) -> list[MinibatchTotals]:
-    """Sum over the ranks, of which this many (`num_copies`) have the same rows."""
+    """Sum the counts over the ranks; `num_copies` of them have the same rows."""
     counts = torch.tensor([_count_minibatch(minibatch) for minibatch in minibatches], dtype=torch.double)
     summed = world.sum(counts.reshape(-1, len(MinibatchTotals._fields)).to(world.device)).cpu() / num_copies
     return [MinibatchTotals(*row) for row in summed.tolist()]
@@ -145,7 +150,7 @@ def _count_minibatch(minibatch: Minibatch) -> MinibatchTotals:
 
 
 def find_skip_reason(totals: list[MinibatchTotals]) -> str | None:
-    """What can be told from the input alone, before the first of several minibatches moves the weights."""
+    """Return why this input cannot be trained on, before the first minibatch changes the weights; else None."""
     if not sum(each.num_tokens for each in totals):
         return "no trainable tokens"
     if sum(each.num_not_finite for each in totals):

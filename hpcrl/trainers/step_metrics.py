@@ -1,4 +1,4 @@
-"""The figures of a training step, from what was sampled and from what learning saw."""
+"""The metrics of a training step, from its trajectories and from the results of learning."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from hpcrl.trainers.base import StepMetrics
 
 
 class Stopwatch:
-    """Where the time of a step goes: each `record_lap` names what took the time since the one before."""
+    """The time of a step by its stages: `record_lap` names the stage since the lap before."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -30,7 +30,7 @@ class Stopwatch:
 
 @dataclass
 class LearnResult:
-    """What the optimizer steps of one training step saw, on all ranks together."""
+    """The results of a training step's optimizer steps, over all ranks."""
 
     sums: LossSums
     skipped: str | None = None
@@ -45,7 +45,7 @@ class LearnResult:
         return len(self.norms)
 
     def add(self, sums: LossSums, *, norm: float) -> None:
-        """One optimizer step's; one that is not finite must not be taken."""
+        """Add the result of one optimizer step; `skipped` is set if it is not finite and must not be applied."""
         self.sums = self.sums.add(sums)
         self.norms.append(norm)
         loss = sums.loss.item()
@@ -53,7 +53,7 @@ class LearnResult:
             self.skipped = f"loss {loss} with gradient norm {norm} is not finite"
 
     def metric_fields(self) -> dict[str, Any]:
-        """The fields of StepMetrics that come from learning."""
+        """Return the fields of StepMetrics that come from learning."""
         tokens = self.num_tokens or math.nan
         low, middle, high = compute_ratio_quantiles(self.sums.ratio_bins.cpu(), (0.05, 0.5, 0.95))
         return {
@@ -87,7 +87,7 @@ def build_step_metrics(
     version: int,
     stopwatch: Stopwatch,
 ) -> StepMetrics:
-    """What a training step is told as."""
+    """Build the metrics of a training step."""
     step_s = sum(stopwatch.seconds.values())
     return StepMetrics(
         step=step,
@@ -103,14 +103,14 @@ def build_step_metrics(
 
 
 def compute_flops_utilization(metrics: StepMetrics, *, num_params: int, peak_flops: float) -> float | None:
-    """MFU: what a step's tokens need (6 a weight and token) over what the GPUs could do meanwhile; None without any."""
+    """Return the MFU: the FLOPs of a step (6 per weight and token) over those the GPUs could do; None without GPUs."""
     if not peak_flops or not metrics.step_s:
         return None
     return round(6 * num_params * metrics.num_padded_tokens / (metrics.step_s * peak_flops), 4)
 
 
 def _summarize_trajectories(trajectories: Sequence[Trajectory], *, version: int) -> dict[str, Any]:
-    """The fields of StepMetrics that come from what was sampled."""
+    """Return the fields of StepMetrics that come from the trajectories."""
     rewards = np.array([trajectory.reward for trajectory in trajectories], dtype=np.float64)
     members = group_indices([trajectory.group for trajectory in trajectories]).values()
     lags = [version - trajectory.start_version for trajectory in trajectories]
@@ -129,5 +129,5 @@ def _summarize_trajectories(trajectories: Sequence[Trajectory], *, version: int)
 
 
 def finite_or_none(value: float) -> float | None:
-    """Plain JSON knows no other numbers."""
+    """Return None for a number that JSON cannot represent."""
     return float(value) if math.isfinite(value) else None

@@ -1,10 +1,10 @@
 """The torch trainer: a transformers causal LM, AdamW, on one rank or many (DDP or FSDP2).
 
-step.py has the order of a training step; what it calls is here.
+The order of a training step is in step.py; the methods that it calls are here.
 
-Legend  B rows of a micro-batch - T positions - K positions that anyone trains on - N model tokens - V vocabulary
+Legend: B rows of a micro-batch, T positions, K columns with a model token in any row, N model tokens, V vocabulary
 
-The same input gives the same bits on one rank: dropout is off (the policy that learns is the one that acted),
+On one rank the same input gives the same bits: dropout is off (the policy that learns is the one that acted),
 minibatches are drawn from (seed, step), and no step touches torch's global generator, so a checkpoint needs no
 generator state. Many ranks give the same numbers up to the order of sums.
 """
@@ -31,7 +31,7 @@ from hpcrl.trainers.world import SINGLE_RANK, World
 
 
 class TorchTrainer:
-    """Trains the model in a directory; every rank of `world` has one of these and they do everything together."""
+    """The trainer of the model in a directory; every rank of `world` has one, and all make every call together."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class TorchTrainer:
         temperature: float = 1.0,
         world: World = SINGLE_RANK,
     ) -> None:
-        """`temperature` is the rollout's: the stored log-probs were taken under it."""
+        """Load the model; `temperature` is the rollout's: the stored log-probs were computed under it."""
         self._train = train
         self._seed = seed
         self._temperature = temperature
@@ -58,12 +58,12 @@ class TorchTrainer:
 
     @property
     def num_shares(self) -> int:
-        """Into how many shares a step is dealt."""
+        """The number of shares that a step is divided into."""
         return self.world.size
 
     @property
     def share(self) -> int:
-        """Which of them is this rank's."""
+        """The index of this rank's share."""
         return self.world.rank
 
     @property
@@ -72,7 +72,7 @@ class TorchTrainer:
 
     @property
     def max_length(self) -> int:
-        """Positions that the model can read."""
+        """The positions that the model can read."""
         return int(self._config.max_position_embeddings)
 
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
@@ -82,24 +82,24 @@ class TorchTrainer:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole weights on every rank; where they are sharded, all ranks must call this together."""
+        """Return the whole weights on every rank; where they are sharded, all ranks must call this together."""
         return {
             name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             for name, tensor in self._policy.weights().items()
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the model, whoever holds it."""
+        """Return the shape of every tensor of the model, whichever rank holds it."""
         return {name: tuple(tensor.shape) for name, tensor in self._policy.weights().items()}
 
     def shards(self) -> Iterator[StateShard]:
-        """The boxes of the weights that this rank gives, each value once over all ranks."""
+        """Yield this rank's shards of the weights; over all ranks, each value comes once."""
         return self._policy.weight_shards()
 
     def snapshot(self) -> RankSnapshot:
-        """This rank's part of the state, apart from what the next step changes.
+        """Copy this rank's part of the state, so that the next step does not change it.
 
-        With adapters the merged weights are there too: a checkpoint is always a model that can be exported.
+        With adapters the merged weights are included: a checkpoint is always a model that can be exported.
         """
         state_shards = [state_shard.copy_to_cpu() for model in self._models() for state_shard in model.state_shards()]
         if self._train.lora_rank:
@@ -127,7 +127,7 @@ class TorchTrainer:
         return [self._policy] if self._critic is None else [self._policy, self._critic.model]
 
     def prepare_minibatches(self, minibatches: list[Minibatch]) -> list[PreparedMinibatch]:
-        """Give every rank the same number of micro-batches; with their advantages and prior log-probs."""
+        """Give every rank the same number of micro-batches, with advantages and prior log-probs."""
         if self.world.size > 1:
             most = [self.world.max(len(part)) for part in minibatches]
             minibatches = [
@@ -144,7 +144,7 @@ class TorchTrainer:
         ]
 
     def accumulate_gradient(self, minibatch: PreparedMinibatch, totals: MinibatchTotals) -> LossSums:
-        """Add the gradient of a minibatch; ranks exchange theirs with its last micro-batch."""
+        """Add the gradient of a minibatch; ranks exchange theirs during its last micro-batch."""
         total = LossSums.zero(self.world.device)
         last = len(minibatch.micro_batches) - 1
         for number, (micro, prior) in enumerate(zip(*minibatch, strict=True)):
@@ -163,26 +163,26 @@ class TorchTrainer:
         return total if self.world.size == 1 else LossSums.unflatten(self.world.sum(total.flatten()))
 
     def clip_gradient(self) -> float:
-        """Clip the gradient; returns its norm before, over all ranks."""
+        """Clip the gradient and return its norm before clipping, over all ranks."""
         return self._policy.clip_gradient()
 
     def apply_gradient(self, *, rate: float) -> None:
-        """Make an optimizer step of the policy; the gradient is gone afterwards."""
+        """Make an optimizer step of the policy, then clear the gradient."""
         self._policy.step(learning_rate=rate)
         self._policy.optimizer.zero_grad()
 
     def discard_gradient(self) -> None:
-        """Leave the weights as they are."""
+        """Clear the gradient and leave the weights as they are."""
         self._policy.optimizer.zero_grad()
 
     def train_critic(self, number: int, *, totals: MinibatchTotals, step: int) -> float | None:
-        """Make the critic's optimizer step of minibatch `number`; returns its loss, None without a critic."""
+        """Make the critic's optimizer step on minibatch `number` and return its loss, None without a critic."""
         if self._critic is None:
             return None
         return self._critic.learn(number, num_tokens=totals.num_tokens, step=step)
 
     def _prior_logprobs(self, micro: MicroBatch, *, policy_moves: bool) -> PriorLogprobs:
-        """Take the prior log-probs; the proximal ones are not needed where the policy cannot have moved since."""
+        """Compute the prior log-probs; the proximal ones only where the policy changes before they are used."""
         with torch.no_grad():
             wanted = policy_moves and self._train.proximal == "recomputed"
             proximal_N = self._logprobs(micro) if wanted else None
@@ -190,15 +190,15 @@ class TorchTrainer:
         return PriorLogprobs(proximal_N, reference_N)
 
     def _logprobs(self, micro: MicroBatch, *, model: torch.nn.Module | TrainedModel | None = None) -> Tensor:
-        """Log-probs of the micro-batch's model tokens."""
+        """Compute the log-probs of the micro-batch's model tokens."""
         logprobs_NV = compute_log_distribution(self._logits(micro, model=model), temperature=self._temperature)
         return gather_logprobs(logprobs_NV, micro.targets_N)
 
     def _logits(self, micro: MicroBatch, *, model: torch.nn.Module | TrainedModel | None = None) -> Tensor:
-        """Logits at the micro-batch's model tokens; none are made for columns without."""
+        """Compute the logits at the micro-batch's model tokens, skipping columns without any."""
         kept_K = micro.mask_BT.any(0).nonzero().squeeze(-1)
         if not len(kept_K):
-            kept_K = kept_K.new_zeros(1)  # a pass that teaches nothing still passes through every layer
+            kept_K = kept_K.new_zeros(1)  # a pass without a gradient must still run every layer
         # No attention mask: the padding is on the right of a causal model, and without a mask attention is fastest.
         logits_BKV = (model or self._policy)(
             micro.inputs_BT, position_ids=micro.positions_BT, logits_to_keep=kept_K, use_cache=False

@@ -1,17 +1,18 @@
-"""One network that is trained: its module on one rank or many, its optimizer, its state.
+"""A network in training: its module on one rank or many, its optimizer, its state, its LoRA adapters.
 
-    TrainedModel              policy or critic
-    load_causal, load_critic    from a model directory
+    TrainedModel               a policy or a critic
+    load_causal, load_critic   load one from a model directory
+    add_adapters               freeze a model and add to each linear layer an adapter that at first changes nothing
+    has_adapters               whether a model has adapters
+    merge_adapters             the weights with their adapters, by the names of the model directory
+    MOMENT_PARTS, STATE_PARTS  the names of the optimizer's state
+    ADAPTER_PREFIX             the prefix of adapters in checkpoints
 
-On many ranks a network is replicated (DDP) or sharded (FSDP2), as `train.sharding` says; both average gradients, so
-a loss that is this rank's part of a sum is scaled by the number of ranks.
+On many ranks a network is replicated (DDP) or sharded (FSDP2), as `train.sharding` selects; both average gradients,
+so a loss that is this rank's part of a sum is scaled by the number of ranks.
 
-Adapters in place of weights (LoRA, arXiv 2106.09685), by peft: the only place that knows of it.
-
-    add_adapters     freeze a model and give each of its linear layers an adapter that at first adds nothing
-    merge_adapters   what the model has become, by the names of its directory
-
-Engines never hear of adapters: what is published and exported is merged.
+Adapters (LoRA, arXiv 2106.09685) are peft's, used only here. Engines never see them: published and exported weights
+are merged.
 """
 
 import contextlib
@@ -37,12 +38,12 @@ from hpcrl.trainers.world import World
 from hpcrl.weights.layout import TensorShard
 
 ADAPTER_PREFIX = "lora."
-"""Before the names of adapters in checkpoints."""
+"""The prefix of adapter names in checkpoints."""
 _ADAPTER_NAME = "default"
 
 
 def add_adapters(module: Any, *, rank: int, alpha: float) -> Any:
-    """The same on every rank and every time; the output layer and the embeddings stay as they are."""
+    """Add the same adapters on every rank, every time; the output layer and the embeddings stay as they are."""
     try:
         from peft import LoraConfig, get_peft_model  # an extra
     except ModuleNotFoundError as error:
@@ -60,7 +61,7 @@ def has_adapters(module: Any) -> bool:
 
 
 def merge_adapters(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the model by its own name, with what its adapter adds."""
+    """Yield every weight of the model by its own name, with its adapter added."""
     layers = dict(module.get_base_model().named_modules())
     for name, parameter in module.get_base_model().named_parameters():
         layer_name, _, parameter_name = name.rpartition(".base_layer.")
@@ -81,12 +82,12 @@ class TrainedModel:
     def __init__(
         self, module: Any, *, train: TrainConfig, world: World, learning_rate: float, prefix: str = ""
     ) -> None:
-        """`prefix` stands before the names of its tensors in checkpoints."""
+        """Distribute the module and make its optimizer; `prefix` precedes its tensor names in checkpoints."""
         self.world = world
         self.prefix = prefix
         self._max_norm = train.max_grad_norm
         self._bf16 = train.precision == "bf16"
-        self.module = module.to(world.device).eval()  # eval: no dropout; gradients flow all the same
+        self.module = module.to(world.device).eval()  # eval: no dropout; gradients still flow
         self._distributed_module = _distribute_module(self.module, sharding=train.sharding, world=world)
         self.parameters: list[Tensor] = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -94,10 +95,9 @@ class TrainedModel:
         )
 
     def __call__(self, *inputs: Tensor, **options: Any) -> Any:
-        """A forward pass; every rank of the world makes as many."""
-        model = (
-            self._distributed_module if torch.is_grad_enabled() else self.module
-        )  # DDP has nothing to say without gradients
+        """Run a forward pass; every rank of the world must run the same number."""
+        # Without gradients DDP has nothing to do.
+        model = self._distributed_module if torch.is_grad_enabled() else self.module
         with torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=self._bf16):
             return model(*inputs, **options)
 
@@ -106,7 +106,7 @@ class TrainedModel:
         (loss * self.world.size).backward()  # type: ignore[no-untyped-call]
 
     def accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-batch; ranks exchange gradients with the `last` of a step."""
+        """Wrap forward and backward of a micro-batch; ranks exchange gradients in the `last` one of a step."""
         if isinstance(self._distributed_module, DistributedDataParallel):
             return contextlib.nullcontext() if last else self._distributed_module.no_sync()
         if isinstance(self._distributed_module, FSDPModule):
@@ -114,7 +114,7 @@ class TrainedModel:
         return contextlib.nullcontext()
 
     def clip_gradient(self) -> float:
-        """The norm of the gradient over all ranks, before it was clipped."""
+        """Clip the gradient and return its norm before clipping, over all ranks."""
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self._max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -124,7 +124,7 @@ class TrainedModel:
         self.optimizer.step()
 
     def trained_parameters(self) -> dict[str, Tensor]:
-        """What is trained."""
+        """Return the parameters that are trained, by their names in checkpoints."""
         # A tied weight has one name here, the first, as in the files that transformers writes.
         return {
             self.prefix + name: parameter
@@ -133,20 +133,20 @@ class TrainedModel:
         }
 
     def weights(self) -> dict[str, Tensor]:
-        """What the model is, by the names of its directory; adapters are merged into copies."""
+        """Return the weights by the names of the model directory; adapters are merged into copies."""
         if has_adapters(self.module):
             with torch.no_grad():
                 return dict(merge_adapters(self.module))
         return {name: parameter.detach() for name, parameter in self.trained_parameters().items()}
 
     def weight_shards(self) -> Iterator[StateShard]:
-        """This rank's boxes of those."""
+        """Yield this rank's shards of the weights."""
         for name, tensor in self.weights().items():
             if isinstance(tensor, DTensor) or not self.world.rank:
                 yield from _list_local_shards(name, tensor, part="weight")
 
     def state_shards(self) -> Iterator[StateShard]:
-        """This rank's boxes of what is trained and its moments; what all ranks hold is the first one's to give."""
+        """Yield this rank's shards of parameters and moments; rank 0 yields those that all ranks hold."""
         for name, parameter in self.trained_parameters().items():
             sharded = isinstance(parameter, DTensor)
             if not sharded and self.world.rank:
@@ -159,7 +159,7 @@ class TrainedModel:
                 yield make_whole_shard(name, state["step"], part="step")
 
     def required_shards(self, *, with_moments: bool) -> Iterator[StateShard]:
-        """Every box that this rank needs to go on; without moments the optimizer begins anew."""
+        """Yield every shard that this rank needs to resume; without moments the optimizer starts again."""
         self.optimizer.state.clear()
         for name, parameter in self.trained_parameters().items():
             yield from _list_local_shards(name, parameter.detach(), part="weight")
@@ -174,7 +174,7 @@ class TrainedModel:
 
 
 def _list_local_shards(name: str, tensor: Tensor, *, part: str) -> Iterator[StateShard]:
-    """What this rank holds of a tensor; nothing where its share is empty."""
+    """Yield this rank's shard of a tensor, unless it is empty."""
     if not isinstance(tensor, DTensor):
         yield make_whole_shard(name, tensor, part=part)
         return
@@ -198,13 +198,13 @@ def _distribute_module(module: Any, *, sharding: str, world: World) -> Any:
 
 
 def load_causal(model_dir: Path) -> Any:
-    """The language model in a directory, in float32."""
+    """Load the language model in a directory, in float32."""
     return _load_pretrained(model_dir, AutoModelForCausalLM)
 
 
 def load_critic(model_dir: Path) -> Any:
-    """The same body with a head that says one number for each token, at first zero."""
-    with torch.random.fork_rng(devices=[]):  # the head is drawn before it is set to zero
+    """Load the same body with a head that gives one number per token, at first zero."""
+    with torch.random.fork_rng(devices=[]):  # the head draws random numbers before it is set to zero
         critic = _load_pretrained(model_dir, AutoModelForTokenClassification, num_labels=1)
     with torch.no_grad():
         for parameter in cast(torch.nn.Module, critic.score).parameters():

@@ -1,10 +1,12 @@
-"""The ranks of a trainer: who they are, how they meet, what they tell each other.
+"""The ranks of a trainer: how they meet and communicate.
 
-    World        this rank's place; a single rank needs no others and never communicates
-    join_world   meet the other ranks, at a TCP store whose address rank 0 leaves in a private file
-    leave_world  the way out
+    World         this rank among the others; a single rank never communicates
+    SINGLE_RANK   the world of one rank
+    join_world    meet the other ranks, at a TCP store whose address rank 0 writes to a private file
+    leave_world   leave the process group
+    StoreAddress  the address of the TCP store
 
-Data never goes through here: only ids (a few kB of JSON), sums, and what torch moves by itself.
+Only ids (a few kB of JSON), sums and torch's own traffic pass through here, never training data.
 """
 
 import datetime
@@ -26,12 +28,12 @@ from hpcrl.system.files import publish_file
 
 JOIN_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 1800.0
-"""The longest that one rank may keep the others waiting before all of them fail."""
+"""The longest time that one rank may keep the others waiting before all of them fail."""
 POLL_INTERVAL_S = 0.05
 
 
 class StoreAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the ranks meet."""
+    """The address where the ranks meet."""
 
     host: str
     port: int
@@ -39,24 +41,24 @@ class StoreAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class World:
-    """One rank among `size`; `device` is its own."""
+    """One rank among `size`, with its device."""
 
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
     group: Any = None
-    """torch's group of these ranks; None for all of them."""
+    """The torch group of these ranks; None for all ranks."""
     cpu_group: Any = None
-    """The same ranks over gloo, where `group` is NCCL's; None where it is gloo's itself."""
+    """The same ranks over gloo where `group` uses NCCL; None where `group` uses gloo."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, on each."""
+        """Sum over all ranks, on each."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def max(self, number: int) -> int:
-        """The largest of all ranks' numbers, on each."""
+        """Return the largest of all ranks' numbers, on each."""
         if self.size == 1:
             return number
         tensor = torch.tensor(number, device=self.device)
@@ -64,7 +66,7 @@ class World:
         return int(tensor)
 
     def broadcast(self, message: bytes) -> bytes:
-        """What rank 0 says; the others' own message is not looked at."""
+        """Send rank 0's message to all ranks and return it; the message of the others is ignored."""
         if self.size == 1:
             return message
         size = torch.tensor(len(message), device=self.device)
@@ -76,7 +78,7 @@ class World:
         return bytes(data.cpu().numpy())
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks are here."""
         if self.size > 1:
             dist.barrier(group=self.group)
 
@@ -85,9 +87,9 @@ SINGLE_RANK = World()
 
 
 def join_world(meeting_file: Path, *, environ: Mapping[str, str] = os.environ) -> World:
-    """Meet the others; RANK, WORLD_SIZE and LOCAL_RANK say who this is, as torchrun has them.
+    """Meet the other ranks; RANK, WORLD_SIZE and LOCAL_RANK identify this one, as with torchrun.
 
-    The file `meeting_file` belongs to one start of the ranks: a later start meets elsewhere.
+    The file `meeting_file` belongs to one start of the ranks: a later start needs another.
     """
     rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     device = _select_device(int(environ.get("LOCAL_RANK", "0")))
@@ -106,7 +108,7 @@ def join_world(meeting_file: Path, *, environ: Mapping[str, str] = os.environ) -
 
 
 def leave_world(world: World) -> None:
-    """Let go of the others."""
+    """Leave the process group."""
     if world.size > 1 and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -120,7 +122,7 @@ def _select_device(local_rank: int) -> torch.device:
 
 
 def _open_store(meeting_file: Path, size: int, environ: Mapping[str, str]) -> TCPStore:
-    """Rank 0's store, on a port that the system chose."""
+    """Open rank 0's store, on a port that the system chooses."""
     host = environ.get("MASTER_ADDR", "127.0.0.1")
     store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=_to_timedelta(JOIN_TIMEOUT_S))
     publish_file(meeting_file, msgspec.json.encode(StoreAddress(host=host, port=store.port)))
@@ -132,7 +134,7 @@ def _connect_store(meeting_file: Path, size: int) -> TCPStore:
     while not meeting_file.exists():
         if time.monotonic() > deadline:
             raise TrainError(
-                f"rank 0 of the trainer has not come within {JOIN_TIMEOUT_S:g} s ({meeting_file} is not there): "
+                f"rank 0 of the trainer did not start within {JOIN_TIMEOUT_S:g} s ({meeting_file} does not exist): "
                 "see its log, train-0.log"
             )
         time.sleep(POLL_INTERVAL_S)

@@ -249,7 +249,7 @@ def test_the_clip_acts_once_the_policy_moves_within_a_step(make):
 
 def test_tokens_outside_the_vocabulary_are_refused(make):
     foreign = trajectory("math/0", 0, reward=1.0, token_ids=np.full(20, VOCABULARY, dtype=np.int32))
-    with pytest.raises(TrainError, match=r"'math/0/0' has token ids from 32 to 32, the model knows 0 to 31"):
+    with pytest.raises(TrainError, match=r"'math/0/0' has token ids from 32 to 32, the model has 0 to 31"):
         make().train_step([foreign], step=1, version=1)
 
 
@@ -285,7 +285,7 @@ def test_a_checkpoint_of_another_model_is_refused(make, tmp_path):
     (tmp_path / "saved").mkdir()
     other = TorchTrainer(tmp_path / "other", TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0))
     other.snapshot().write(tmp_path / "saved")
-    with pytest.raises(TrainError, match="resume with the model that the campaign began with"):
+    with pytest.raises(TrainError, match="resume with the model that the campaign started from"):
         make().load(tmp_path / "saved")
 
 

@@ -2,5 +2,5 @@
 
 trainer       the trainer
 model         the model, on GPUs and on CPUs
-weight_names  names of tensors as Hugging Face has them
+weight_names  shards of Megatron's tensors by Hugging Face names
 """

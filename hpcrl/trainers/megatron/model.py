@@ -1,11 +1,12 @@
-"""A decoder of megatron-core for a model directory of transformers, this rank's part of it.
+"""This rank's part of a megatron-core decoder for a model directory of transformers, on GPUs or CPUs.
 
-build    the groups of ranks and the GPTModel
-fill_from_directory    HF weights into it
+    build_model_part     the groups of ranks and the GPTModel
+    MegatronPart         a rank's part of a model
+    fill_from_directory  copy HF weights into it
+    patch_for_cpu        let megatron-core run without CUDA, over gloo, for tests and small machines
+    CPU_SETTINGS, CPU    its settings and device then
 
-What megatron-core needs to run without CUDA, all of it: for tests and small machines, over gloo.
-
-Only inside `patch_for_cpu()`, and only where there is no CUDA: tensor factories asked for a GPU answer on the CPU, the
+Inside `patch_for_cpu()`, and only where there is no CUDA, tensor factories asked for a GPU return CPU tensors, the
 current device is the CPU, and there is nothing to synchronise. The generators that Megatron keeps for dropout do
 nothing: a trainer has no dropout.
 """
@@ -50,12 +51,12 @@ CPU_SETTINGS: dict[str, Any] = {
     "batch_p2p_comm": False,
     "batch_p2p_sync": False,
 }
-"""Of TransformerConfig, where there is no CUDA."""
+"""The TransformerConfig settings where there is no CUDA."""
 
 
 @contextlib.contextmanager
 def patch_for_cpu() -> Iterator[None]:
-    """Around everything that Megatron does; with CUDA it changes nothing."""
+    """Wrap every call of Megatron; with CUDA this changes nothing."""
     if torch.cuda.is_available():
         yield
         return
@@ -68,7 +69,7 @@ def patch_for_cpu() -> Iterator[None]:
 
 
 class _CpuFunctionMode(TorchFunctionMode):
-    """Calls of torch, with the CPU for any GPU."""
+    """A mode in which calls of torch use the CPU in place of any GPU."""
 
     def __torch_function__(
         self,
@@ -94,21 +95,21 @@ class MegatronPart(NamedTuple):
 
     module: Any
     config: Any
-    """HF's."""
+    """The Hugging Face configuration."""
     dims: ModelDims
     rank: ParallelRank
     data_rank: int
     num_data: int
 
     def mapped_parameters(self) -> Iterator[tuple[ShardMapping, Tensor]]:
-        """Every box of this rank and the parameter it lies in."""
+        """Yield every shard of this rank with the parameter that contains it."""
         parameters = dict(self.module.named_parameters())
         for mapping in map_shards(self.dims, self.rank):
             yield mapping, parameters[mapping.megatron_name]
 
 
 def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed: int) -> MegatronPart:
-    """The part of the model that this rank of `world` trains, with the weights of the directory."""
+    """Build the part of the model that this rank of `world` trains, with the weights of the directory."""
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
     dims = read_model_dims(config)
     num_tp, num_pp = train.tensor_parallel, train.pipeline_parallel
@@ -118,7 +119,7 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
             f"{world.size} ranks cannot be split into groups of train.tensor_parallel x train.pipeline_parallel = "
             f"{num_tp} x {num_pp}: set resources.train.num_workers to a multiple"
         )
-    if not dist.is_initialized():  # a single rank has met nobody, and Megatron wants groups all the same
+    if not dist.is_initialized():  # Megatron needs groups even for a single rank
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(num_tp, num_pp, create_gloo_process_groups=False)
@@ -155,7 +156,7 @@ def _make_gpt_model(config: Any, dims: ModelDims, rank: ParallelRank, train: Tra
         pre_process=rank.is_first,
         post_process=rank.is_last,
         parallel_output=True,
-        # Over several stages the two copies are kept equal by adding up their gradients: see MegatronTrainer.
+        # Over several stages the two copies stay equal because their gradients are summed: see MegatronTrainer.
         share_embeddings_and_output_weights=dims.tied and rank.num_pp == 1,
         position_embedding_type="rope",
         rotary_base=int(rope.get("rope_theta", getattr(config, "rope_theta", 10000))),
@@ -163,7 +164,7 @@ def _make_gpt_model(config: Any, dims: ModelDims, rank: ParallelRank, train: Tra
 
 
 def _make_transformer_config(config: Any, dims: ModelDims, rank: ParallelRank, train: TrainConfig) -> TransformerConfig:
-    """Plain layers: no fusion, no dropout; the dtype is autocast's business."""
+    """Configure plain layers without fusion or dropout; autocast sets the dtype."""
     on_cpu = {} if torch.cuda.is_available() else CPU_SETTINGS
     return TransformerConfig(
         num_layers=dims.num_layers,
@@ -174,7 +175,7 @@ def _make_transformer_config(config: Any, dims: ModelDims, rank: ParallelRank, t
         kv_channels=dims.head,
         tensor_model_parallel_size=rank.num_tp,
         pipeline_model_parallel_size=rank.num_pp,
-        # Megatron's layers hand on what their last product is in, so stages do too.
+        # Megatron's layers pass on the dtype of their last product, so stages must too.
         pipeline_dtype=torch.bfloat16 if train.precision == "bf16" else torch.float32,
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
@@ -197,13 +198,13 @@ def _make_transformer_config(config: Any, dims: ModelDims, rank: ParallelRank, t
 
 
 def fill_from_directory(model_part: MegatronPart, model_dir: Path) -> None:
-    """Each rank reads its own boxes out of the safetensors files, and no others."""
+    """Copy this rank's shards, and no others, from the safetensors files."""
     path_by_name = _map_tensor_files(model_dir)
     with torch.no_grad():
         for mapping, parameter in model_part.mapped_parameters():
             path = path_by_name.get(mapping.name)
             if path is None:
-                raise TrainError(f"model directory {str(model_dir)!r} has no tensor {mapping.name!r}: is it whole?")
+                raise TrainError(f"model directory {str(model_dir)!r} has no tensor {mapping.name!r}: is it complete?")
             slices = tuple(slice(start, start + size) for start, size in zip(mapping.start, mapping.shape, strict=True))
             with _open_safetensors(path) as file:
                 parameter[mapping.rows].copy_(file.get_slice(mapping.name)[slices])

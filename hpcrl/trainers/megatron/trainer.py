@@ -1,12 +1,12 @@
 """The Megatron trainer: tensor, pipeline and data parallelism of megatron-core, the same numbers as `torch`.
 
-step.py has the order of a training step; what it calls is here.
+The order of a training step is in step.py; the methods that it calls are here.
 
-Legend  B rows of a micro-batch - T positions - N model tokens - V vocabulary, this rank's part until it is gathered
+Legend: B rows of a micro-batch, T positions, N model tokens, V vocabulary (this rank's part until it is gathered)
 
-Ranks that share layers or hold other layers get the same rows. Only the last stage sees log-probs, so only it computes
-the loss; what it saw is summed over all ranks. The loss is a sum over all data-parallel ranks' tokens, so gradients
-are added up and not averaged. Plain AdamW on float32: Megatron's own optimizer and DDP need CUDA streams.
+All ranks of one model replica get the same rows. Only the last stage sees log-probs, so only it computes the loss;
+its sums are shared with all ranks. The loss is a sum over the tokens of all data-parallel ranks, so gradients are
+summed, not averaged. The optimizer is plain AdamW on float32: Megatron's own optimizer and DDP need CUDA streams.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,16 +39,16 @@ from hpcrl.weights.layout import TensorShard
 
 STEP_PART = "step"
 _LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
-"""What the last stage makes of a micro-batch's logits: a loss, and something to be kept."""
+"""A function of the last stage: from a micro-batch's logits to a loss and a value to keep."""
 
 
 class MegatronTrainer:
-    """Trains the model in a directory; every rank of `world` has one of these and they do everything together."""
+    """The trainer of the model in a directory; every rank of `world` has one, and all make every call together."""
 
     def __init__(
         self, model_dir: Path, train: TrainConfig, *, seed: int = 0, temperature: float = 1.0, world: World
     ) -> None:
-        """`temperature` is the rollout's: the stored log-probs were taken under it."""
+        """Load the model; `temperature` is the rollout's: the stored log-probs were computed under it."""
         if (problem := find_megatron_conflict(train)) is not None:
             raise TrainError(problem)
         self._train = train
@@ -64,12 +64,12 @@ class MegatronTrainer:
 
     @property
     def num_shares(self) -> int:
-        """Into how many shares a step is dealt."""
+        """The number of shares that a step is divided into."""
         return self._model_part.num_data
 
     @property
     def share(self) -> int:
-        """Which of them is this rank's."""
+        """The index of this rank's share."""
         return self._model_part.data_rank
 
     @property
@@ -78,7 +78,7 @@ class MegatronTrainer:
 
     @property
     def max_length(self) -> int:
-        """Positions that the model can read."""
+        """The positions that the model can read."""
         return int(self._model_part.config.max_position_embeddings)
 
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
@@ -88,7 +88,7 @@ class MegatronTrainer:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole weights on every rank: all ranks must call this together."""
+        """Return the whole weights on every rank; all ranks must call this together."""
         found: dict[str, Tensor] = {}
         for name, shape in self.shapes().items():
             found[name] = torch.zeros(shape, device=self.world.device)
@@ -97,15 +97,15 @@ class MegatronTrainer:
         return {name: self.world.sum(tensor) for name, tensor in found.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every canonical tensor of the model, whoever holds it."""
+        """Return the shape of every canonical tensor of the model, whichever rank holds it."""
         return {mapping.name: mapping.whole_shape for mapping in map_shards(self._model_part.dims, ParallelRank())}
 
     def shards(self) -> Iterator[StateShard]:
-        """The boxes of the weights that this rank gives, each value once over all ranks."""
+        """Yield this rank's shards of the weights; over all ranks, each value comes once."""
         return (state_shard for state_shard in self._state_shards() if state_shard.part == WEIGHT_PART)
 
     def snapshot(self) -> RankSnapshot:
-        """This rank's part of the state, apart from what the next step changes."""
+        """Copy this rank's part of the state, so that the next step does not change it."""
         return RankSnapshot(
             rank=self.world.rank, state_shards=[state_shard.copy_to_cpu() for state_shard in self._state_shards()]
         )
@@ -132,7 +132,7 @@ class MegatronTrainer:
                 yield StateShard(STEP_PART, TensorShard(name=mapping.name, start=(), shape=()), (), state["step"])
 
     def _required_shards(self, *, with_moments: bool) -> Iterator[StateShard]:
-        """Every box that this rank needs to go on."""
+        """Yield every shard that this rank needs to resume."""
         self._optimizer.state.clear()
         for mapping, parameter in self._model_part.mapped_parameters():
             shard = TensorShard(name=mapping.name, start=mapping.start, shape=mapping.shape)
@@ -148,7 +148,7 @@ class MegatronTrainer:
             yield StateShard(STEP_PART, TensorShard(name=mapping.name, start=(), shape=()), (), state["step"])
 
     def prepare_minibatches(self, minibatches: list[Minibatch]) -> list[PreparedMinibatch]:
-        """Give every rank the same number of micro-batches, of one shape; with their prior log-probs."""
+        """Give every rank the same number of micro-batches, all of one shape, with prior log-probs."""
         same = [self._of_one_shape(part) for part in minibatches]
         moves = len(same) > 1 and self._train.proximal == "recomputed"
         return [
@@ -156,7 +156,7 @@ class MegatronTrainer:
         ]
 
     def accumulate_gradient(self, minibatch: PreparedMinibatch, totals: MinibatchTotals) -> LossSums:
-        """Add the gradient of a minibatch, on all ranks: Megatron's schedule, then sums over the ranks."""
+        """Add the gradient of a minibatch on all ranks: run Megatron's schedule, then sum over the ranks."""
         part, remaining = minibatch.micro_batches, iter(minibatch.prior)
 
         def judge(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, LossSums]:
@@ -180,7 +180,7 @@ class MegatronTrainer:
         return LossSums.unflatten(self.world.sum(total.flatten()))
 
     def clip_gradient(self) -> float:
-        """Clip the gradient; returns the norm of the whole model's before, in which every value counts once."""
+        """Clip the gradient and return the whole model's norm before clipping, in which every value counts once."""
         total = torch.zeros((), dtype=torch.double, device=self.world.device)
         if not self._model_part.data_rank:
             for link, parameter in self._model_part.mapped_parameters():
@@ -195,21 +195,21 @@ class MegatronTrainer:
         return norm
 
     def apply_gradient(self, *, rate: float) -> None:
-        """Make an optimizer step; the gradient is gone afterwards."""
+        """Make an optimizer step, then clear the gradient."""
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def discard_gradient(self) -> None:
-        """Leave the weights as they are."""
+        """Clear the gradient and leave the weights as they are."""
         self._optimizer.zero_grad()
 
     def train_critic(self, number: int, *, totals: MinibatchTotals, step: int) -> None:
-        """There is no critic: `find_megatron_conflict` refuses recipes that need one."""
+        """Do nothing: `find_megatron_conflict` refuses recipes that need a critic."""
 
     def _of_one_shape(self, part: Minibatch) -> Minibatch:
-        """A minibatch whose micro-batches have one number and one shape on all ranks."""
+        """Pad a minibatch so that all ranks have the same number of micro-batches, of one shape."""
         num = self.world.max(len(part))
         filled = part + [empty_micro_batch() for _ in range(num - len(part))]
         rows = self.world.max(max(len(micro.inputs_BT) for micro in filled))
@@ -217,7 +217,7 @@ class MegatronTrainer:
         return [pad_to_shape(micro, rows=rows, length=length).to(self.world.device) for micro in filled]
 
     def _proximal_logprobs(self, minibatch: Minibatch) -> list[PriorLogprobs]:
-        """Log-probs before the first optimizer step; they stay on the last stage, where they are needed."""
+        """Compute log-probs before the first optimizer step; they stay on the last stage, where they are needed."""
 
         def keep_logprobs(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, PriorLogprobs]:
             logprobs_NV = compute_log_distribution(
@@ -231,7 +231,7 @@ class MegatronTrainer:
         return found or _empty_logprobs(minibatch)
 
     def _run_schedule(self, minibatch: Minibatch, compute_loss: _LossFunction, *, forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the stages; the second thing that `compute_loss` returns, on the last stage."""
+        """Run Megatron's schedule over the stages; return, on the last stage, the values kept by `compute_loss`."""
 
         def compute_in_float32(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, Any]:
             with self._autocast(False):
@@ -245,7 +245,7 @@ class MegatronTrainer:
             return output, partial(compute_in_float32, micro)
 
         rows, length = minibatch[0].inputs_BT.shape
-        # The backward pass is in here too: Megatron's layers multiply there in the precision that is current.
+        # Autocast covers the backward pass too: there Megatron's layers multiply in the current precision.
         with patch_for_cpu(), self._autocast(self._train.precision == "bf16"):
             found = get_forward_backward_func()(
                 forward_step_func=forward,
@@ -262,12 +262,12 @@ class MegatronTrainer:
         return torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=enabled)
 
     def _gather_token_logits(self, micro: MicroBatch, logits_BTV: Tensor) -> Tensor:
-        """Logits of the whole vocabulary at the micro-batch's model tokens."""
+        """Gather the logits of the whole vocabulary at the micro-batch's model tokens."""
         logits_NV = gather_from_tensor_model_parallel_region(logits_BTV[micro.mask_BT])
         return logits_NV[:, : self._model_part.dims.vocab]  # type: ignore[no-any-return]
 
     def _exchange_gradients(self) -> None:
-        """What every rank that holds a parameter must agree on."""
+        """Sum the gradient of every parameter that several ranks hold."""
         rank = self._model_part.rank
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
@@ -283,12 +283,12 @@ class MegatronTrainer:
 
 
 def _empty_logprobs(minibatch: Minibatch) -> list[PriorLogprobs]:
-    """No proximal log-probs: they are the current ones, or those of the policy that acted."""
+    """Make empty log-probs: the proximal ones are the current ones, or those of the policy that acted."""
     return [PriorLogprobs() for _ in minibatch]
 
 
 def _causal_mask(length: int, device: torch.device) -> Tensor:
-    """True where a position must not look; padding is on the right, and what follows it is never trained on."""
+    """Make a mask, True where a position must not attend; padding is on the right and is never trained on."""
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
 
 

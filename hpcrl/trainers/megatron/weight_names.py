@@ -1,8 +1,13 @@
-"""Which box of which canonical (HF) tensor lies where in a Megatron rank's own tensors; arithmetic only.
+"""Map shards of canonical (HF) tensors to a Megatron rank's own tensors; arithmetic only.
 
-    Shape of a model    Dims        what the mapping needs of a config: Llama, Qwen2, Qwen3 and their like
-    Place of a rank     Rank        its part of each layer (TP) and its layers (PP)
-    map_shards          every box that the rank holds
+    ModelDims              the sizes of a model: Llama, Qwen2, Qwen3, Mistral
+    ParallelRank           a rank's part of each layer (TP) and its layers (PP)
+    ShardMapping           one shard and its place in a Megatron tensor
+    map_shards             every shard that a rank holds
+    read_model_dims        the sizes in a config
+    check_parallelism      refuse a parallelism that does not divide the model
+    pad_vocab_size         the rows of the padded embedding
+    SUPPORTED_MODEL_TYPES  the models with a mapping
 
 Megatron fuses q, k and v, one query group after the other (its queries, its key, its value), and gate and up; a rank
 of a tensor-parallel group has whole query groups, and its own rows of gate and of up.
@@ -17,7 +22,7 @@ SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
 
 
 class ModelDims(NamedTuple):
-    """Sizes of a decoder as HF's config has them."""
+    """The sizes of a decoder, as in its HF config."""
 
     vocab: int
     hidden: int
@@ -25,7 +30,7 @@ class ModelDims(NamedTuple):
     num_layers: int
     num_heads: int
     num_groups: int
-    """Key and value heads."""
+    """The number of key and value heads."""
     head: int
     tied: bool
     """The output layer is the embedding."""
@@ -51,28 +56,28 @@ class ParallelRank(NamedTuple):
 
 
 class ShardMapping(NamedTuple):
-    """One box of a canonical tensor and where it lies here."""
+    """One shard of a canonical tensor and its place in this rank's tensors."""
 
     name: str
-    """HF's."""
+    """The HF name."""
     start: tuple[int, ...]
     shape: tuple[int, ...]
     whole_shape: tuple[int, ...]
     megatron_name: str
-    """Megatron's."""
+    """The name of Megatron's tensor."""
     rows: slice
-    """Of Megatron's tensor, all columns."""
+    """Rows of Megatron's tensor, with all columns."""
     is_owner: bool
-    """This rank gives the box when the weights are collected; another gives it otherwise."""
+    """True if this rank provides the shard when weights are collected; else another rank does."""
 
 
 def read_model_dims(config: Any) -> ModelDims:
-    """The sizes of a model, or TrainError if the mapping does not know it."""
+    """Read the sizes of a model; TrainError if there is no mapping for it."""
     rope = getattr(config, "rope_parameters", None) or {}
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise TrainError(
-            f'trainer "megatron" knows {", ".join(SUPPORTED_MODEL_TYPES)} models, and this one is {config.model_type!r}: '
-            'use trainer = "torch"'
+            f'trainer "megatron" supports {", ".join(SUPPORTED_MODEL_TYPES)} models, '
+            f'and this one is {config.model_type!r}: use trainer = "torch"'
         )
     if rope.get("rope_type", "default") != "default":
         raise TrainError(f'trainer "megatron" does not scale RoPE ({rope["rope_type"]!r}): use trainer = "torch"')
@@ -92,7 +97,7 @@ def read_model_dims(config: Any) -> ModelDims:
 
 
 def check_parallelism(dims: ModelDims, *, num_tp: int, num_pp: int) -> None:
-    """TrainError unless the parallelism divides the model."""
+    """Raise TrainError unless the parallelism divides the model."""
     for what, size in (("query groups", dims.num_groups), ("attention heads", dims.num_heads), ("ffn rows", dims.ffn)):
         if size % num_tp:
             raise TrainError(
@@ -105,12 +110,12 @@ def check_parallelism(dims: ModelDims, *, num_tp: int, num_pp: int) -> None:
 
 
 def pad_vocab_size(dims: ModelDims, *, num_tp: int) -> int:
-    """Rows of the embedding, filled up so that every rank has as many."""
+    """Return the rows of the embedding, padded so that every rank has the same number."""
     return -(-dims.vocab // num_tp) * num_tp
 
 
 def map_shards(dims: ModelDims, rank: ParallelRank) -> Iterator[ShardMapping]:
-    """Every box of this rank."""
+    """Yield every shard of this rank."""
     if rank.is_first:
         yield _map_vocab_rows(
             dims, rank, "model.embed_tokens.weight", "embedding.word_embeddings.weight", is_owner=True
@@ -164,7 +169,7 @@ def _map_layer(dims: ModelDims, rank: ParallelRank, name: str, megatron_name: st
 def _map_qkv(
     dims: ModelDims, rank: ParallelRank, name: str, megatron_name: str, *, kind: str, columns: tuple[int, ...]
 ) -> Iterator[ShardMapping]:
-    """q, k and v of this rank's query groups."""
+    """Map q, k and v of this rank's query groups."""
     per_group = dims.num_heads // dims.num_groups * dims.head
     block = per_group + 2 * dims.head
     num_groups = dims.num_groups // rank.num_tp
@@ -187,12 +192,12 @@ def _map_qkv(
 
 
 def _map_replicated(name: str, megatron_name: str, size: int, rank: ParallelRank) -> ShardMapping:
-    """A vector that every rank of a tensor-parallel group has."""
+    """Map a vector that every rank of a tensor-parallel group holds."""
     return ShardMapping(name, (0,), (size,), (size,), megatron_name, slice(0, size), is_owner=rank.tp == 0)
 
 
 def _map_columns(name: str, megatron_name: str, dims: ModelDims, width: int, rank: ParallelRank) -> ShardMapping:
-    """A matrix of which each rank has its columns."""
+    """Map a matrix that is split over ranks by columns."""
     num_columns = width // rank.num_tp
     rows = slice(0, dims.hidden)
     return ShardMapping(
@@ -209,7 +214,7 @@ def _map_columns(name: str, megatron_name: str, dims: ModelDims, width: int, ran
 def _map_vocab_rows(
     dims: ModelDims, rank: ParallelRank, name: str, megatron_name: str, *, is_owner: bool
 ) -> ShardMapping:
-    """A matrix of which each rank has its rows; the last may have fewer than it has room for."""
+    """Map a matrix that is split over ranks by rows; the last may have fewer rows than the others."""
     max_rows = pad_vocab_size(dims, num_tp=rank.num_tp) // rank.num_tp
     first = min(rank.tp * max_rows, dims.vocab)
     num_rows = min(max_rows, dims.vocab - first)

@@ -66,5 +66,5 @@ def test_what_is_exported_is_what_was_trained(tmp_path, advantage):
     assert not torch.equal(exported["model.norm.weight"], began["model.norm.weight"])
     with pytest.raises(TrainError, match="exists already"):
         export_model(run, tmp_path / "hf")
-    with pytest.raises(TrainError, match=r"no whole checkpoint of step 7 \(steps: 1\)"):
+    with pytest.raises(TrainError, match=r"no intact checkpoint of step 7 \(steps: 1\)"):
         export_model(run, tmp_path / "other", step=7)
