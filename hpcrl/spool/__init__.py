@@ -1,13 +1,13 @@
-"""Trajectories on disk: durable, compressed, found again.
+"""The spools: trajectories on disk, durable and optionally compressed.
 
 ids        ids of groups, episodes, attempts and requests
 status     how an episode ended
-base       the protocols
+base       the protocols of writers and readers
 record     a trajectory and its packed form
 segment    one file of trajectories
 hdf5       HDF5 written by hand, and read by any h5py
 listing    the segments of a directory
 reader     reads what is new
 writer     batches, and the disk writer
-retention  what is archived and removed
+retention  archives and removes segments that were used
 """

@@ -1,4 +1,8 @@
-"""The protocols of a spool: what a writer and a reader offer, whatever stores the trajectories."""
+"""The protocols of a spool: its writers and its readers, whatever stores the trajectories.
+
+    SpoolWriter   append, flush_due, flush, close
+    SpoolReader   poll, take
+"""
 
 from typing import Protocol
 
@@ -7,34 +11,34 @@ from hpcrl.spool.record import Trajectory
 
 
 class SpoolWriter(Protocol):
-    """One producer's way into a spool. Every method may be called from any thread."""
+    """A producer's access to a spool. Every method may be called from any thread."""
 
     def append(self, trajectory: Trajectory) -> None:
-        """Take a trajectory into memory. An error means that it was not taken."""
+        """Hold a trajectory in memory. After an error it is not held."""
 
     def flush_due(self) -> list[str]:
-        """Begin to write the batch if it is full or old; call it now and then.
+        """Start to write the batch if it is full or old; to be called regularly.
 
-        Returns the ids that became durable and were not told yet. It waits only for a batch that is still being
+        Returns the ids that became durable and were not returned yet. It waits only for a batch that is still being
         written when the next is due. An error is that of an earlier batch, which is kept and tried again later.
         """
 
     def flush(self) -> list[str]:
-        """Make all that was taken durable; returns every id not told yet. An error loses nothing; call again."""
+        """Make all that is held durable; returns every id not returned yet. An error loses nothing; call again."""
 
     def close(self) -> list[str]:
-        """`flush`, then take no more."""
+        """Refuse further trajectories, then `flush`."""
 
 
 class SpoolReader(Protocol):
-    """One consumer's way out of a spool. What `where` does not admit is passed over for good."""
+    """A consumer's access to a spool. A trajectory that `where` does not admit is skipped for good."""
 
     def poll(self, where: TrajectoryFilter = EVERYTHING) -> list[Trajectory]:
-        """Trajectories that became durable since the last call, each once."""
+        """Return the trajectories that became durable since the last call, each once."""
 
     def take(self, num: int, where: TrajectoryFilter = EVERYTHING) -> list[Trajectory]:
-        """The next `num` of them, or as many as there are; the others wait for the next call."""
+        """Return the next `num` of them, or all if there are fewer; the rest wait for the next call."""
 
     @property
     def num_duplicates(self) -> int:
-        """How many were dropped because their episode had been delivered."""
+        """The number of trajectories dropped because their episode had been delivered."""

@@ -1,14 +1,14 @@
-"""HDF5 around the columns of a segment. The only file that imports h5py and hdf5plugin.
+"""The HDF5 structures around the columns of a segment. The only file that imports h5py and hdf5plugin.
 
-    make_file_head      the start of a file whose columns lie one after another, and where each of them goes
-    compress_columns    a whole file whose columns are compressed
+    make_file_head      the start of a file whose columns follow one another, and the offset of each
+    compress_columns    a whole file with compressed columns
     decompress_columns  the bytes of the columns of such a file
 
-HDF5 takes milliseconds to lay out a file, which is as long as writing it. All files of one schema have the same
-structures but for the numbers in them, so HDF5 lays out one empty file per process, and its numbers are filled in:
-lengths, addresses and the end of the file. The oldest file format is used: every HDF5 tool reads it, and it has no
-checksums of its own to recompute (a segment's index covers these bytes with one). The block before HDF5's own first
-byte is the user's, by the standard of HDF5: a segment keeps its index there.
+HDF5 takes milliseconds to lay out a file, as long as writing it takes. All files of one schema have the same
+structures and differ only in numbers, so HDF5 lays out one empty file per process, and its numbers are filled in:
+lengths, addresses and the end of the file. The oldest file format is used: every HDF5 tool reads it, and it holds no
+checksums that would have to be recomputed (a checksum in the segment's index covers these bytes). The HDF5 standard
+leaves the block before HDF5's first byte to the user: a segment keeps its index there.
 """
 
 import functools
@@ -26,25 +26,25 @@ from hpcrl.spool.record import COLUMNS, SCHEMA_MAJOR, SCHEMA_MINOR
 Compression = Literal["none", "zstd", "lz4", "blosc"]
 FORMAT = "hpcrl trajectories"
 USER_BLOCK = 2048
-"""Bytes before those of HDF5."""
+"""Bytes before those of HDF5: the index of a segment."""
 ALIGNMENT = 8
-"""Of every column, so that a mapped one is an aligned array."""
+"""The alignment of every column in bytes, so that a mapped column is an aligned array."""
 METADATA_NAME = "metadata"
 ARRAYS: Mapping[str, np.dtype[Any]] = MappingProxyType({**COLUMNS, "offsets": np.dtype(np.int64)})
 CHUNK_BYTES = 1 << 20
 
 _NO_ADDRESS = b"\xff" * 8
 _END_OFFSET = 40
-"""Where HDF5's first block says how long the file is."""
-# Lengths that stand in for the real ones: found nowhere else in the file.
+"""The offset of the file's length in HDF5's first block."""
+# Lengths that stand in for the real ones; they occur nowhere else in the file.
 _STAND_INS = {name: 0x0123_4567_8900 + 0x1001 * index for index, name in enumerate(ARRAYS)}
 _STAND_IN_TEXT = 0x5A17_B3C1
 
 
 def make_file_head(lengths: Mapping[str, int]) -> tuple[bytes, dict[str, int]]:
-    """HDF5's own bytes of a file with columns of these lengths, and where in the file each column's data go.
+    """Return HDF5's own bytes of a file with columns of these lengths, and the offset of each column in the file.
 
-    `lengths`: the entries of every array and the bytes of the metadata.
+    `lengths`: the number of entries of every array, and of bytes of the metadata.
     """
     image = _make_template()
     places, end = {}, _align_offset(USER_BLOCK + len(image))
@@ -61,7 +61,7 @@ def make_file_head(lengths: Mapping[str, int]) -> tuple[bytes, dict[str, int]]:
 
 
 def compress_columns(columns: Mapping[str, Sequence[memoryview]], *, compression: Compression) -> memoryview:
-    """HDF5's bytes of a whole file, its columns compressed; any HDF5 tool that has the filter reads it."""
+    """Return HDF5's bytes of a whole file with compressed columns; any HDF5 tool that has the filter reads it."""
     filters = _import_filters(f'spool.compression = "{compression}"').FILTERS
     codec = {"zstd": 32015, "lz4": 32004, "blosc": 32001}[compression]
     assert codec in filters.values()
@@ -76,7 +76,7 @@ def compress_columns(columns: Mapping[str, Sequence[memoryview]], *, compression
 
 
 def decompress_columns(source: BinaryIO, names: Sequence[str]) -> dict[str, memoryview]:
-    """The bytes of compressed columns, in memory."""
+    """Return the bytes of compressed columns."""
     _import_filters("this segment is compressed")
     with h5py.File(source, "r") as file:
         return {name: memoryview(file[name][()]).cast("B") if file[name].size else memoryview(b"") for name in names}
@@ -84,7 +84,7 @@ def decompress_columns(source: BinaryIO, names: Sequence[str]) -> dict[str, memo
 
 @functools.cache
 def _make_template() -> bytes:
-    """The file that all others are made from: every dataset is there and none has a place yet."""
+    """Make the file that all others are made from: it has every dataset, none with a place yet."""
     how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     how.set_layout(h5py.h5d.CONTIGUOUS)
     how.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
@@ -103,7 +103,7 @@ def _make_template() -> bytes:
 
 
 def _create_memory_file() -> Any:
-    """A new file that never touches a disk, with what is true of every segment."""
+    """Create a file that never touches a disk, with the attributes of every segment."""
     file = h5py.File(
         "segment",
         "w",
@@ -119,7 +119,7 @@ def _create_memory_file() -> Any:
 
 
 def _encode_layout(num_bytes: int, *, at: int | None = None) -> bytes:
-    """How HDF5 notes the place of a contiguous dataset. Addresses count from the end of the user's block."""
+    """Encode the place of a contiguous dataset as HDF5 does. Addresses count from the end of the user block."""
     address = _NO_ADDRESS if at is None or not num_bytes else struct.pack("<Q", at - USER_BLOCK)
     return address + struct.pack("<Q", num_bytes)
 
@@ -133,12 +133,12 @@ def _align_offset(offset: int) -> int:
 
 
 def _import_filters(what: str) -> Any:
-    """The filters; importing them makes them known to HDF5."""
+    """Return hdf5plugin; importing it registers its filters with HDF5."""
     try:
-        import hdf5plugin  # a user who never compresses needs none
+        import hdf5plugin  # not needed without compression
     except ImportError as error:
         raise SpoolError(
             f"{what}, and Python package hdf5plugin is missing: pip install 'hpcrl[compress]', "
-            'or set spool.compression = "none" for segments to come'
+            'or set spool.compression = "none" for new segments'
         ) from error
     return hdf5plugin

@@ -1,4 +1,6 @@
-"""Ids of groups, episodes, attempts and requests, and the domain names of held-out tasks: made and parsed here only.
+"""Ids of groups, episodes, attempts and requests, and the domain names of held-out tasks.
+
+They are made and parsed only here:
 
 lake/12             group: domain and number of its task
 lake/12/3           episode 3 of the group; its trajectory has the same id
@@ -10,7 +12,7 @@ held-out:lake/4/3   episode 3 of a held-out task of domain `lake`
 HELD_OUT_PREFIX = "held-out:"
 """Before the domain of a held-out task; no domain of a recipe has a colon."""
 MAX_NUMBER_DIGITS = 18
-"""Longer numbers are damage, not numbers of groups or episodes."""
+"""A longer number is damage, not the number of a group or an episode."""
 
 
 def make_group_id(domain: str, number: int) -> str:
@@ -67,7 +69,7 @@ def make_held_out_domain(domain: str) -> str:
 
 
 def is_held_out(domain: str) -> bool:
-    """Whether tasks of this domain are held out: only evaluated, never trained on."""
+    """Return whether tasks of this domain are held out: only evaluated, never trained on."""
     return domain.startswith(HELD_OUT_PREFIX)
 
 

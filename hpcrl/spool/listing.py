@@ -1,23 +1,28 @@
-"""The names of segments, and how a change in a directory of them is noticed for the price of one stat.
+"""The names of segments: parse, list, count and announce them, and quarantine damaged ones.
 
-    SegmentName       who wrote it, its place in the order, and how many trajectories it holds
-    list_segments     every segment, by listing the directory
-    SegmentListing    the same, asked many times a second
-    announce_changes  tell every Listing what came or went
+    SegmentName           producer, number and trajectory count of a segment
+    parse_segment_name, check_producer, find_next_number    read and make names
+    list_segments         every segment, by listing the directory
+    SegmentListing        the same, for callers that ask many times a second
+    announce_changes      inform every SegmentListing of a change
+    count_trajectories, count_spool_trajectories    counts, taken from the names
+    sweep_leftovers       removes temporary files of killed writers
+    quarantine_segment, make_quarantine_path    move a damaged segment away, and where to
 
-Listing a directory costs as much as it has entries, and more on a parallel file system, where it is also other
-people's metadata server. So whoever adds or removes a segment appends a line to the directory's `.news`, and a
-Listing reads what is new there. The news is a hint and the directory is the truth: what was not announced (its writer
-was killed just then, two machines appended at once) is found when the directory is listed again.
+Listing a directory takes time proportional to its entries, and more on a parallel file system, where it also loads a
+metadata server that others share. So a process that adds or removes a segment appends a line to the directory's
+`.news`, and a SegmentListing reads only the new lines: one stat finds out whether there are any. The news is a hint,
+the directory is the truth: a change that was not announced (its writer was killed just then, or two machines appended
+at once) is found when the directory is listed again.
 
-Light on purpose: the monitor counts the trajectories of a spool from names alone, without h5py or numpy.
+This module imports neither h5py nor numpy: the monitor counts the trajectories of a spool from names alone.
 
-Damaged segments, put aside: out of every reader's sight, and with the reason beside them.
+Readers do not see a damaged segment in quarantine; the reason is stored beside it:
 
-SPOOL/quarantine/NAME          the segment as it was found
-SPOOL/quarantine/NAME.reason   why, in words
+    SPOOL/quarantine/NAME          the segment as it was found
+    SPOOL/quarantine/NAME.reason   one line
 
-Nothing is deleted. A scored segment that is put aside is scored again from its twin in "rollouts".
+Nothing is deleted. A scored segment that is quarantined is scored again from its twin in "rollouts".
 """
 
 import contextlib
@@ -35,9 +40,9 @@ NEWS_FILE = ".news"
 _NAME_PATTERN = re.compile(r"(?P<producer>.+)-(?P<number>\d{8,})-(?P<count>\d+)-(?P<nonce>[0-9a-f]{8})\.h5", re.DOTALL)
 _MIN_LEFTOVER_AGE_S = 3600.0
 _MAX_LISTING_SHARE = 1 / 20_000
-"""Of its time that a Listing spends on listing the directory."""
+"""The share of its time that a SegmentListing spends on listing the directory."""
 _RELIST_INTERVALS_S = (0.25, 30.0)
-"""It does so at most, and at least, so often."""
+"""The shortest and the longest interval between two listings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +52,16 @@ class SegmentName:
     producer: str
     number: int
     count: int
-    """How many trajectories it holds."""
+    """The number of trajectories in it."""
     nonce: str
-    """Eight random hex digits: two processes that believe to be one producer cannot overwrite each other."""
+    """Eight random hex digits: two processes that use one producer name cannot overwrite each other's segments."""
 
     def __str__(self) -> str:
         return f"{self.producer}-{self.number:08d}-{self.count}-{self.nonce}.h5"
 
 
 def parse_segment_name(name: str) -> SegmentName | None:
-    """What a file name says, or None if it is not a segment's."""
+    """Parse a file name; None if it is not the name of a segment."""
     match = _NAME_PATTERN.fullmatch(name)
     if match is None:
         return None
@@ -66,24 +71,24 @@ def parse_segment_name(name: str) -> SegmentName | None:
 
 
 def check_producer(producer: str) -> str:
-    """Refuse a producer that cannot begin a file name."""
+    """Refuse a producer that cannot start a file name; return it otherwise."""
     if not producer or producer.startswith(".") or "/" in producer or "\0" in producer:
-        raise SpoolError(f"producer {producer!r} cannot begin a file name: no '/', no leading '.', not empty")
+        raise SpoolError(f"producer {producer!r} cannot start a file name: no '/', no leading '.', not empty")
     if len(os.fsencode(producer)) > 160:
         raise SpoolError(f"producer {producer!r} is too long for a file name: at most 160 bytes")
     return producer
 
 
 def list_segments(directory: Path) -> list[str]:
-    """Every file that shows itself as a segment, sorted; temporary files do not. No directory yet: none."""
+    """List the names of all segments, sorted, without temporary files; empty if there is no directory yet."""
     try:
-        return sorted(name for name in os.listdir(directory) if _is_segment_file(name))
+        return sorted(name for name in os.listdir(directory) if _is_segment_file(name))  # noqa: PTH208 - names
     except FileNotFoundError:
         return []
 
 
 def announce_changes(directory: Path, *, added: Iterable[str] = (), removed: Iterable[str] = ()) -> None:
-    """Tell every Listing of this directory; if that fails they find out by themselves, a little later."""
+    """Announce a change to every SegmentListing of this directory; if this fails they find it a little later."""
     lines = [*(f"+{name}" for name in added), *(f"-{name}" for name in removed)]
     news = "".join(f"{line}\n" for line in lines if "\n" not in line)
     with contextlib.suppress(OSError):
@@ -95,7 +100,7 @@ def announce_changes(directory: Path, *, added: Iterable[str] = (), removed: Ite
 
 
 class SegmentListing:
-    """The segments of a directory, asked many times a second."""
+    """The segments of a directory, for callers that ask many times a second."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -108,24 +113,24 @@ class SegmentListing:
         self._relist_at = float("-inf")
 
     def names(self) -> list[str]:
-        """As `list_segments`."""
+        """Return the names, sorted, as `list_segments` does."""
         present = self.name_set()
         if self._sorted is None:
             self._sorted = sorted(present)
         return self._sorted
 
     def name_set(self) -> Set[str]:
-        """The same in no order."""
+        """Return the names in no order."""
         size = self._read_news_size()
         if size < self._offset or time.monotonic() >= self._relist_at:
-            self._offset = size  # first: what comes while the directory is listed is news
+            self._offset = size  # first: a change while the directory is listed is news
             self._list_directory()
         elif size > self._offset:
             self._read_news()
         return self._present
 
     def changes(self) -> tuple[set[str], set[str]]:
-        """What came and what went since the last call; what went and came back is in both."""
+        """Return the names added and removed since the last call; one that was removed and added again is in both."""
         self.name_set()
         added, removed, self._added, self._removed = self._added, self._removed, set(), set()
         return added, removed
@@ -142,8 +147,8 @@ class SegmentListing:
         self._relist_at = ended + min(max((ended - started) / _MAX_LISTING_SHARE, least), most)
 
     def _read_news(self) -> None:
-        """Take in whole lines; one that is being written waits."""
-        with open(self._news, "rb") as file:
+        """Read complete lines; one that is still being written waits."""
+        with open(self._news, "rb") as file:  # noqa: PTH123 - a string: this is done many times a second
             file.seek(self._offset)
             lines, _, _ = file.read().rpartition(b"\n")
         self._offset += len(lines) + 1 if lines else 0
@@ -168,23 +173,23 @@ class SegmentListing:
 
     def _read_news_size(self) -> int:
         try:
-            return os.stat(self._news).st_size
+            return os.stat(self._news).st_size  # noqa: PTH116 - as above
         except FileNotFoundError:
             return 0
 
 
 def count_spool_trajectories(directory: Path) -> int:
-    """How many trajectories a spool holds, by the names of its segments."""
+    """Count the trajectories of a spool by the names of its segments."""
     return count_trajectories(list_segments(directory))
 
 
 def count_trajectories(names: Iterable[str]) -> int:
-    """How many trajectories segments of these names hold."""
+    """Count the trajectories in segments of these names."""
     return sum(name.count for name in map(parse_segment_name, names) if name is not None)
 
 
 def find_next_number(directory: Path, producer: str) -> int:
-    """One more than the highest number that `producer` ever used here."""
+    """Return one more than the highest number of a segment of `producer` here."""
     names = map(parse_segment_name, list_segments(directory))
     return max((name.number + 1 for name in names if name is not None and name.producer == producer), default=0)
 
@@ -192,8 +197,8 @@ def find_next_number(directory: Path, producer: str) -> int:
 def sweep_leftovers(directory: Path, *, older_than_s: float = _MIN_LEFTOVER_AGE_S) -> list[str]:
     """Remove temporary files of killed writers; returns their names.
 
-    No write takes an hour. Should one be alive all the same (or a clock have jumped), its rename fails and its batch
-    is written again.
+    No write takes an hour. If a writer is still alive (or a clock has jumped), its rename fails and its batch is
+    written again.
     """
     removed = []
     for path in directory.glob(".*.h5.*.tmp"):
@@ -201,7 +206,7 @@ def sweep_leftovers(directory: Path, *, older_than_s: float = _MIN_LEFTOVER_AGE_
             if time.time() - path.stat().st_mtime > older_than_s:
                 path.unlink()
                 removed.append(path.name)
-        except FileNotFoundError:  # published or swept by another in the meantime
+        except FileNotFoundError:  # published, or swept by another process
             continue
     return removed
 
@@ -214,20 +219,20 @@ QUARANTINE_DIRECTORY = "quarantine"
 
 
 def quarantine_segment(path: Path, reason: str) -> str:
-    """Move a segment aside; returns the reason with what became of it. What cannot be moved stays where it is."""
+    """Move a segment to the quarantine; return the reason and the outcome. One that cannot be moved stays."""
     place = make_quarantine_path(path)
     try:
         make_private_dir(place.parent)
         publish_file(place.with_name(f"{place.name}.reason"), reason + "\n")
-        os.rename(path, place)
+        os.rename(path, place)  # noqa: PTH104 - a second copy replaces the first
     except FileNotFoundError:
-        return f"{reason}: somebody else put it aside"
+        return f"{reason}: another process quarantined it"
     except OSError as error:
-        return f"{reason}: it could not be put aside ({error.strerror}) and is passed over"
+        return f"{reason}: it could not be quarantined ({error.strerror}) and is skipped"
     announce_changes(path.parent, removed=[path.name])
     return f"{reason}: it was moved to {str(place)!r}"
 
 
 def make_quarantine_path(path: Path) -> Path:
-    """Where a segment lies once it is put aside."""
+    """Return the path of a segment in quarantine."""
     return path.parent / QUARANTINE_DIRECTORY / path.name
