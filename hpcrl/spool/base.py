@@ -1,7 +1,7 @@
 """The protocols of a spool: its writers and its readers, whatever stores the trajectories.
 
-    SpoolWriter   append, flush_due, flush, close
-    SpoolReader   poll, take
+SpoolWriter   append, flush_due, flush, close
+SpoolReader   poll, take
 """
 
 from typing import Protocol

@@ -1,8 +1,9 @@
-"""A consumer's way out of a spool: its own cursor, each episode once, damaged segments put aside.
+"""Read a spool as a consumer: with its own cursor, each episode once, damaged segments quarantined.
 
-Where              which trajectories a consumer wants
-Cursor             hands out rows as they are asked for; what disk and memory have in common
-DiskSpoolReader    the cursor of a directory of segments
+TrajectoryFilter   the trajectories that a consumer wants
+EVERYTHING         the filter that admits all
+SpoolCursor        delivers rows on request; the common part of the readers of disk and memory
+DiskSpoolReader    the cursor over a directory of segments
 """
 
 import itertools
@@ -23,12 +24,12 @@ _DeliveryKey = tuple[str, bool]
 
 
 class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which trajectories a consumer wants; without a condition, all."""
+    """The conditions on the trajectories that a consumer wants; without any, all are admitted."""
 
     domains: frozenset[str] = frozenset()
     statuses: frozenset[EpisodeStatus] = frozenset()
     min_version: int = 0
-    """No episode that began with older weights."""
+    """The oldest version of the weights that an episode may have started with."""
     max_version: int | None = None
 
     def admits(self, facts: TrajectoryFacts) -> bool:
@@ -46,16 +47,16 @@ EVERYTHING = TrajectoryFilter()
 
 
 class SpoolCursor:
-    """Lets every episode through once.
+    """The cursor of one consumer: it delivers every episode once.
 
-    An episode that failed and was retried has one id and two records: the one that can be trained on counts anew.
+    An episode that failed and was retried has one id and two records; the one that can be trained on is delivered too.
     """
 
     def __init__(self, *, consumed: Container[str]) -> None:
         self.num_duplicates = 0
         self._consumed = consumed
         self._ready: deque[tuple[str, Trajectory]] = deque()
-        """Rows with the source that each is from."""
+        """Rows, each with its source."""
         self._delivered: dict[_DeliveryKey, str] = {}
 
     def poll(self, where: TrajectoryFilter = EVERYTHING) -> list[Trajectory]:
@@ -67,14 +68,14 @@ class SpoolCursor:
         return list(itertools.islice(self._iterate_matching(where), num))
 
     def _discover_sources(self) -> None:
-        """Find out what is new."""
+        """Look for new sources."""
 
     def _load_next_source(self) -> bool:
-        """Make the rows of one more source ready; False if there is none."""
+        """Make the rows of one more source ready; return False if there is none."""
         raise NotImplementedError
 
     def _count_passed(self, source: str, key: _DeliveryKey | None) -> None:
-        """A row of `source` was handed out or passed over; `key` if it was the first of its episode."""
+        """Note that a row of `source` was delivered or skipped; `key` is set if it was the first of its episode."""
 
     def _iterate_matching(self, where: TrajectoryFilter) -> Iterator[Trajectory]:
         while self._ready or self._load_next_source():
@@ -93,7 +94,7 @@ class SpoolCursor:
 
 @dataclass
 class _ReadSegment:
-    """What is remembered of a segment that was read."""
+    """The notes on a segment that was read."""
 
     num_rows: int
     num_passed: int = 0
@@ -101,32 +102,32 @@ class _ReadSegment:
 
 
 class DiskSpoolReader(SpoolCursor):
-    """A consumer's view of a directory of segments; only names that it has not seen are opened.
+    """A consumer's view of a directory of segments; it opens only names that it has not seen.
 
-    A damaged segment is moved to the spool's quarantine, listed in `damaged`, and told once to `on_damage`. One that
-    cannot be reached (permission, an I/O error) stays, is told once too, and is tried again with every poll. A segment
-    that was removed is forgotten, and what it held counts as new should it turn up again: whoever removes one knows
-    by other means what was consumed.
+    A damaged segment is moved to the spool's quarantine, listed in `damaged`, and reported once to `on_damage`. One
+    that cannot be reached (permission, an I/O error) stays, is reported once too, and is tried again with every poll.
+    A segment that was removed is forgotten, and its rows count as new if they appear again: the process that removes
+    segments keeps its own record of what was consumed.
     """
 
     def __init__(
         self, directory: Path, *, on_damage: Callable[[Path, str], None], consumed: Container[str] = ()
     ) -> None:
-        """`consumed`: ids that are never delivered, such as those in the trainer's checkpoint."""
+        """Start with nothing delivered; the ids in `consumed`, such as those of a checkpoint, never are."""
         super().__init__(consumed=consumed)
         self.damaged: dict[str, str] = {}
         self.num_passed = 0
-        """Rows of the segments that are still there which were handed out or passed over."""
+        """The number of rows delivered or skipped, in segments that still exist."""
         self._directory = directory
         self._listing = SegmentListing(directory)
         self._on_damage = on_damage
         self._known: dict[str, _ReadSegment] = {}
         self._unread: deque[str] = deque()
         self._unreachable: set[str] = set()
-        """Out of reach: tried again with the next call."""
+        """The names of segments out of reach, tried again with the next call."""
 
     def finished_segments(self, waiting: Iterable[Trajectory]) -> list[str]:
-        """Segments of which every row was passed and none is among `waiting`."""
+        """Return the segments whose rows were all delivered or skipped, and of which none is in `waiting`."""
         still_open = {self._delivered.get((one.id, one.status in TRAINABLE)) for one in waiting}
         return [
             name
@@ -135,11 +136,11 @@ class DiskSpoolReader(SpoolCursor):
         ]
 
     def segment_of(self, trajectory: TrajectoryFacts) -> str | None:
-        """The segment that a trajectory was delivered from; None if it is forgotten."""
+        """Return the segment that a trajectory was delivered from; None if it is forgotten."""
         return self._delivered.get((trajectory.id, trajectory.status in TRAINABLE))
 
     def forget(self, names: Iterable[str]) -> None:
-        """These are about to be removed: drop what is remembered of their rows, and never read them again."""
+        """Forget the rows of segments that are about to be removed, and never read them again."""
         for name in names:
             if name in self._known:
                 self._drop_rows(self._known[name])
@@ -148,7 +149,7 @@ class DiskSpoolReader(SpoolCursor):
         added, removed = self._check_changes()
         for name in removed:
             if name in added and name in self._known and self._known[name].num_rows:
-                continue  # the directory was gone for a while
+                continue  # the whole directory was away for a while
             if name in self._known:
                 self._drop_rows(self._known.pop(name))
         if self._unreachable:
@@ -157,24 +158,21 @@ class DiskSpoolReader(SpoolCursor):
         self._unread.extend(sorted(name for name in added if name not in self._known))
 
     def _check_changes(self) -> tuple[set[str], set[str]]:
-        """What came and what went; a directory that is gone is no reason to forget what was in it."""
+        """Return the names added and removed. A directory that is gone is an error: its contents are not forgotten."""
         try:
             present = self._listing.name_set()
         except OSError as error:
             raise SpoolError(f"cannot list spool {str(self._directory)!r}: {error.strerror}") from error
         if not present and self._known and not self._directory.is_dir():
-            raise SpoolError(
-                f"spool {str(self._directory)!r} had {len(self._known)} segments and is gone: bring it back"
-            )
+            raise SpoolError(f"spool {str(self._directory)!r} had {len(self._known)} segments and is gone: restore it")
         return self._listing.changes()
 
     def _load_next_source(self) -> bool:
         if not self._unread:
             return False
         name = self._unread.popleft()
-        trajectories = (
-            self._read_trajectories(name) if name not in self._known else None
-        )  # it may have gone and come meanwhile
+        # The name is known if the segment was removed and added again meanwhile.
+        trajectories = self._read_trajectories(name) if name not in self._known else None
         if trajectories is not None:
             self._known[name] = _ReadSegment(num_rows=len(trajectories))
             self._ready.extend((name, trajectory) for trajectory in trajectories)
@@ -184,7 +182,7 @@ class DiskSpoolReader(SpoolCursor):
         path = self._directory / name
         try:
             if parse_segment_name(name) is None:
-                raise SpoolError(f"cannot read segment {str(path)!r}: its name is not a segment's")
+                raise SpoolError(f"cannot read segment {str(path)!r}: its name is not that of a segment")
             trajectories = list(read_segment(path))
         except SpoolError as error:
             self._handle_unreadable(path, error)
@@ -197,7 +195,7 @@ class DiskSpoolReader(SpoolCursor):
         if is_out_of_reach(error):
             self._unreachable.add(name)
             if isinstance(error.__cause__, FileNotFoundError) and not path.is_symlink():
-                return  # removed since it was listed, or announced and not yet seen from here
+                return  # removed since it was listed, or announced and not visible on this node yet
             self.damaged[name] = str(error)
         else:
             is_reported = False
@@ -208,7 +206,7 @@ class DiskSpoolReader(SpoolCursor):
 
     def _count_passed(self, source: str, key: _DeliveryKey | None) -> None:
         read = self._known.get(source)
-        if read is None or not read.num_rows:  # removed while its rows waited to be taken
+        if read is None or not read.num_rows:  # removed while its rows were waiting
             return
         read.num_passed += 1
         self.num_passed += 1

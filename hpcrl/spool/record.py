@@ -1,15 +1,20 @@
 """The record of one episode: a trajectory, exact to the token.
 
-    TrajectoryFacts              what is known of the episode besides its tokens; stored as JSON
+    EpisodeTurn                  one turn of an episode
+    TrajectoryFacts              the facts of the episode besides its tokens; stored as JSON
     Trajectory                   the facts and the per-token columns
-    pack_trajectory              checks a trajectory and brings it into the form that is stored
-    parse_facts, attach_columns    the way back
+    PackedTrajectory             a trajectory in the form that is stored
+    pack_trajectory              checks and packs a trajectory
+    parse_facts, attach_columns    make a trajectory from stored data
+    COLUMNS                      the per-token columns and their types
+    TRAINABLE                    the statuses of episodes that can be trained on
+    SCHEMA_MAJOR, SCHEMA_MINOR    the version of the schema
 
-Shape: `token_ids` is everything the model saw and said, in order; the other per-token columns have the same
-length. `loss_mask` is True where the model said it; `logprobs` and `versions` are 0 elsewhere.
+Shape: `token_ids` is the input and the output of the model, in order; the other per-token columns have the same
+length. `loss_mask` is True for tokens that the model generated; `logprobs` and `versions` are 0 elsewhere.
 
 Schema: a newer minor version may add facts (of the episode or of a turn); a reader that does not know them keeps
-them in `extra` and writes them back. A new column or a new status is a new major version.
+them in `extra` and writes them back. A new column or a new status needs a new major version.
 """
 
 import json
@@ -32,12 +37,12 @@ TRAINABLE: frozenset[EpisodeStatus] = frozenset({"done", "truncated"})
 
 
 class EpisodeTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One generate/step pair."""
+    """A turn: the model generates, the environment steps."""
 
     start: int
-    """Index in `token_ids` of the first token that the model said in this turn."""
+    """Index in `token_ids` of the first token that the model generated in this turn."""
     end: int
-    """Index after the last one."""
+    """Index after the last one that it generated."""
     reward: float = 0.0
     generate_s: float = 0.0
     step_s: float = 0.0
@@ -47,21 +52,21 @@ class EpisodeTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class TrajectoryFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is known of an episode besides its tokens."""
+    """The facts of an episode besides its tokens."""
 
     id: str
-    """Unique in the campaign and the same when the episode is retried: `group/index`."""
+    """Unique in the campaign, and unchanged when the episode is retried: `group/index`."""
     group: str
-    """Episodes with one group had the same task: `domain/number`."""
+    """Episodes of one group have the same task: `domain/number`."""
     domain: str
     seed: int
     status: EpisodeStatus
     producer: str
     """The worker that ran it."""
     created: float
-    """Seconds since the epoch when it ended."""
+    """The time at which it ended, in seconds since the epoch."""
     start_version: int
-    """Version of the weights when it began; staleness counts from here."""
+    """Version of the weights when it started; staleness counts from here."""
     end_version: int
     turns: list[EpisodeTurn]
     reset_s: float = 0.0
@@ -73,7 +78,7 @@ class TrajectoryFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Trajectory(TrajectoryFacts, frozen=True, kw_only=True, eq=False):
-    """What one episode left behind."""
+    """The record of one episode: its facts and its per-token columns."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -97,7 +102,7 @@ _FACTS_DECODER = msgspec.json.Decoder(TrajectoryFacts, strict=False)
 
 @dataclass(frozen=True, slots=True)
 class PackedTrajectory:
-    """A trajectory as it is stored: known to be readable again."""
+    """A trajectory as it is stored; it is known to be readable again."""
 
     id: str
     facts: bytes
@@ -110,7 +115,7 @@ class PackedTrajectory:
 
 
 def pack_trajectory(trajectory: Trajectory) -> PackedTrajectory:
-    """Bring a trajectory into the form that is stored, or refuse what could not be read back.
+    """Return a trajectory in the form that is stored; refuse one that could not be read back.
 
     The columns are not copied: they must not change afterwards.
     """
@@ -122,8 +127,8 @@ def pack_trajectory(trajectory: Trajectory) -> PackedTrajectory:
 
 
 def parse_facts(data: bytes) -> TrajectoryFacts:
-    """Facts from a JSON object; what this version does not know goes to `extra`."""
-    if b'"extra"' not in data:  # a fact of that name is one that this version does not know
+    """Return the facts in a JSON object; those that this version does not know go to `extra`."""
+    if b'"extra"' not in data:  # a fact of that name is unknown to this version
         try:
             return _FACTS_DECODER.decode(data)
         except msgspec.ValidationError:
@@ -139,7 +144,7 @@ def _parse_with_unknown(row: dict[str, Any]) -> TrajectoryFacts:
 
 
 def attach_columns(facts: TrajectoryFacts, columns: Mapping[str, NDArray[Any]]) -> Trajectory:
-    """The trajectory that these facts and columns are."""
+    """Return the trajectory with these facts and columns."""
     fields: dict[str, Any] = {**msgspec.structs.asdict(facts), **columns}
     return Trajectory(**fields)
 
@@ -162,7 +167,7 @@ def _encode_facts(trajectory: Trajectory) -> bytes:
         if _should_encode_carefully(trajectory):
             row = _convert_carefully(row)
         data = msgspec.json.encode(row, enc_hook=_convert_numpy_number)
-        parse_facts(data)  # a reader must never be the first to find out
+        parse_facts(data)  # find an unreadable record now, not when it is read
     except (msgspec.MsgspecError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise SpoolError(
             f"trajectory {trajectory.id!r} cannot be stored ({error}): "
@@ -172,7 +177,7 @@ def _encode_facts(trajectory: Trajectory) -> bytes:
 
 
 def _should_encode_carefully(trajectory: Trajectory) -> bool:
-    """Whether a plain JSON encoder would lose something: numbers that are not finite, facts of newer turns."""
+    """Return whether a plain JSON encoder would lose something: non-finite numbers, unknown facts."""
     total = trajectory.created + trajectory.reset_s + (trajectory.reward or 0.0) + sum(trajectory.reward_parts.values())
     total += sum(turn.reward + turn.generate_s + turn.step_s for turn in trajectory.turns)
     return not math.isfinite(total) or bool(trajectory.extra) or any(turn.extra for turn in trajectory.turns)
@@ -187,7 +192,7 @@ def _convert_carefully(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spell_non_finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: write them as text, which reads back as a number where one is due."""
+    """Replace NaN and infinity, which JSON lacks, by text; it is decoded as a number where one is expected."""
     match value:
         case float() if not math.isfinite(value):
             return str(value)
@@ -200,10 +205,10 @@ def _spell_non_finite(value: Any) -> Any:
 
 
 def _convert_numpy_number(value: Any) -> Any:
-    """Reward functions return NumPy numbers: the same value as Python's."""
+    """Return the Python number of a NumPy one, which reward functions may return."""
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"{type(value).__name__} {value!r} is no JSON value")
+    raise TypeError(f"{type(value).__name__} {value!r} is not a JSON value")
 
 
 def _split_turn(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,22 +1,25 @@
-"""What becomes of segments that the trainer is done with: merged into the archive, or removed.
+"""Retire segments that the trainer no longer needs: merge them into the archive, or remove them.
 
-    SpoolDirs        the three directories of a campaign's trajectories
-    SettledSegments  which segments may go: pure bookkeeping
-    retire_segments  archive and remove some of them; recover finishes what a crash cut short
-    prune_archive    remove what the archive need not keep
+    SpoolDirs            the three directories of a campaign's trajectories
+    SettledSegments      the segments that may be retired: pure bookkeeping
+    choose_retirable     how many of them to retire now
+    retire_segments      archives and removes them
+    recover_retirement   completes a retirement that a crash interrupted
+    prune_archive        removes segments that the archive need not keep
+    RetireIntent         the retirement under way, as stored on disk
 
-A segment may go when every trajectory in it was consumed or dropped according to the oldest checkpoint that is kept:
-an older one may have to be resumed from. It goes in this order, so that a crash between any two steps loses nothing
-and feeds nothing to training twice:
+A segment may be retired when every trajectory in it was consumed or dropped according to the oldest kept checkpoint:
+training may have to resume from that one. The order of the steps ensures that a crash between any two of them loses
+nothing and trains on nothing twice:
 
-    1  the intent is written down (archive/.retiring.json)
+    1  the intent is stored (archive/.retiring.json)
     2  the archive's copy is durable
-    3  the trainer's count of settled trajectories is lowered: until step 4, env hosts see more waiting than there is
-    4  the segment of "rollouts" is removed, and only then
-    5  that of "scored": whatever is in "rollouts" alone would be scored and delivered again
+    3  the trainer's count of settled trajectories is lowered: until step 4, env workers see too many waiting
+    4  the segment in "rollouts" is removed, and only then
+    5  the one in "scored": a segment in "rollouts" alone would be scored and delivered again
     6  the intent is removed
 
-All steps may be taken again from the first.
+All steps can be repeated from the first.
 """
 
 import time
@@ -44,9 +47,9 @@ from hpcrl.system.files import make_private_dir, publish_file, sync_directory
 
 INTENT_FILE = ".retiring.json"
 MAX_MERGED_SEGMENTS = 64
-"""So many segments are worth a merge, however small they are."""
+"""This many segments are merged however small they are."""
 REMOVAL_GRACE_S = 300.0
-"""Between a segment's last use and its removal: readers on other machines may have it mapped."""
+"""The time between a segment's last use and its removal: readers on other nodes may have it mapped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +62,16 @@ class SpoolDirs:
 
 
 class RetireIntent(msgspec.Struct, frozen=True, kw_only=True):
-    """What is being retired."""
+    """The segments that are being retired."""
 
     segments: list[str]
     archive: str | None
-    """The archive's segment, if they are kept."""
+    """The name of their merged segment in the archive; None if they are not kept."""
 
 
 @dataclass
 class SettledSegments:
-    """Segments with nothing left to use, and the first checkpoint that knows it."""
+    """The segments whose trajectories are all settled, and the first checkpoint that records it."""
 
     grace_s: float = REMOVAL_GRACE_S
     clock: Callable[[], float] = time.monotonic
@@ -76,17 +79,17 @@ class SettledSegments:
     _covered_by: dict[str, int] = field(default_factory=dict)
 
     def note(self, segments: Iterable[str]) -> None:
-        """These have nothing left to use."""
+        """Note segments whose trajectories are all settled."""
         for name in segments:
             self._since.setdefault(name, self.clock())
 
     def cover(self, checkpoint: int) -> None:
-        """A checkpoint was saved that knows what became of all that was noted so far."""
+        """Note that a saved checkpoint records all segments noted so far as settled."""
         for name in self._since:
             self._covered_by.setdefault(name, checkpoint)
 
     def due(self, *, oldest_checkpoint: int) -> list[str]:
-        """Those that every checkpoint knows and that were left alone for long enough; oldest first."""
+        """Return the segments that every checkpoint records and whose grace period is over, oldest first."""
         latest = self.clock() - self.grace_s
         return [
             name
@@ -95,14 +98,14 @@ class SettledSegments:
         ]
 
     def drop(self, segments: Iterable[str]) -> None:
-        """These are gone."""
+        """Forget segments that are gone."""
         for name in segments:
             self._since.pop(name, None)
             self._covered_by.pop(name, None)
 
 
 def choose_retirable(segments: Sequence[str], scored: Path, *, max_bytes: int) -> list[str]:
-    """As many as make one segment of the archive; none while they would make a small one."""
+    """Choose enough segments to fill one segment of the archive; none while there are too few."""
     chosen: list[str] = []
     num_bytes = 0
     for name in segments:
@@ -124,11 +127,12 @@ def retire_segments(
     lower_settled: Callable[[list[str]], None],
     compression: Compression = "none",
 ) -> RetireIntent:
-    """Take segments out of use, into the archive if they are to be kept; `lower_settled` lowers the count of settled ones.
+    """Remove segments, after a merge into the archive if `keep`.
 
-    One that turns out to be damaged goes to quarantine instead; its twin in "rollouts" is scored again.
+    `lower_settled` lowers the trainer's count of settled trajectories. A segment that turns out to be damaged goes to
+    quarantine instead; its twin in "rollouts" is scored again.
     """
-    recover_retirement(spool_dirs, lower_settled=lower_settled, compression=compression)  # of one that failed before
+    recover_retirement(spool_dirs, lower_settled=lower_settled, compression=compression)  # if one failed before
     intact = {name: segment for name in segments if (segment := _read_intact(spool_dirs.scored / name)) is not None}
     make_private_dir(spool_dirs.archive)
     intent = RetireIntent(
@@ -142,7 +146,7 @@ def retire_segments(
 def recover_retirement(
     spool_dirs: SpoolDirs, *, lower_settled: Callable[[list[str]], None], compression: Compression = "none"
 ) -> None:
-    """Finish what a crash cut short; nothing if nothing was."""
+    """Complete a retirement that a crash interrupted, if there is one."""
     try:
         intent = msgspec.json.decode((spool_dirs.archive / INTENT_FILE).read_bytes(), type=RetireIntent)
     except FileNotFoundError:
@@ -156,7 +160,7 @@ def recover_retirement(
 
 
 def prune_archive(archive: Path, *, oldest_version: int) -> list[str]:
-    """Remove segments of the archive in which every episode began with an older version."""
+    """Remove segments of the archive in which every episode started with a version below `oldest_version`."""
     outdated = [
         name
         for name in list_segments(archive)
@@ -170,10 +174,10 @@ def prune_archive(archive: Path, *, oldest_version: int) -> list[str]:
 def _execute_intent(
     intent: RetireIntent, spool_dirs: SpoolDirs, *, lower_settled: Callable[[list[str]], None], compression: Compression
 ) -> None:
-    """Steps 2 to 6."""
+    """Run steps 2 to 6."""
     if intent.archive is not None and not (spool_dirs.archive / intent.archive).exists():
         segments = [_read_intact(spool_dirs.scored / name) for name in intent.segments]
-        if None in segments:  # damaged since the intent was written; nothing was removed yet
+        if None in segments:  # damaged since the intent was stored; nothing was removed yet
             (spool_dirs.archive / INTENT_FILE).unlink()
             return
         rows = [row for segment in segments if segment is not None for row in _pack_rows(segment)]
@@ -188,7 +192,7 @@ def _execute_intent(
 
 
 def _read_intact(path: Path) -> Segment | None:
-    """A segment to be merged; a damaged one is put aside."""
+    """Read a segment; quarantine a damaged one and return None."""
     try:
         return read_segment(path)
     except SpoolError as error:
@@ -202,7 +206,7 @@ def _pack_rows(segment: Segment) -> list[PackedTrajectory]:
 
 
 def _make_archive_name(archive: Path, segments: dict[str, Segment]) -> str:
-    """`versions-OLDEST-NEWEST-NUMBER-COUNT-NONCE.h5`: what it holds can be seen without opening it."""
+    """Make `versions-OLDEST-NEWEST-NUMBER-COUNT-NONCE.h5`: a name that describes the contents."""
     versions = [facts.start_version for segment in segments.values() for facts in segment.facts]
     producer = f"versions-{min(versions):06d}-{max(versions):06d}"
     name = SegmentName(

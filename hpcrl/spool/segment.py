@@ -1,14 +1,21 @@
-"""One immutable file of trajectories: complete and checked, or absent.
+"""Write and read segments: immutable files of trajectories, complete and checked, or absent.
 
-    bytes 0 to 2047       the index: a line of text, a line of JSON, its checksum
-    HDF5                  what every HDF5 tool needs to find the datasets by name
-    /token_ids, logprobs, versions, loss_mask    per-token columns of all trajectories, one after another
-    /offsets              trajectory i owns the tokens offsets[i] to offsets[i+1]
-    /metadata             the facts: one JSON array, an object per trajectory and line
+    Segment                           the trajectories of one file
+    write_segment, write_packed, draft_packed    write one
+    read_segment                      maps and checks one
+    is_out_of_reach                   distinguishes an unreachable segment from a damaged one
 
-The index has place, length and xxh3-128 of every column and of HDF5's own bytes. A segment is written with pwritev
-from front to back and read by mapping it: HDF5 is in neither way. A compressed one is smaller, costs a copy, and is
-read through HDF5.
+The layout of a file, in order:
+
+    bytes 0 to 2047: the index: a line of text, a line of JSON, its checksum
+    bytes of HDF5: the structures that every HDF5 tool needs to find the datasets by name
+    /token_ids, /logprobs, /versions, /loss_mask: per-token columns of all trajectories, one after another
+    /offsets: trajectory i has the tokens offsets[i] to offsets[i+1]
+    /metadata: the facts: one JSON array, an object per trajectory and line
+
+The index has offset, length and xxh3-128 of every column and of HDF5's own bytes. A segment is written with pwritev
+from front to back and read by mapping it, both without HDF5. A compressed one is smaller, needs a copy, and is read
+through HDF5.
 """
 
 import contextlib
@@ -44,17 +51,17 @@ from hpcrl.system.files import staged_path
 _MAGIC = FORMAT.encode() + b"\n"
 _IOV_MAX = 1024
 _NEWLINE = ord("\n")
-# What NumPy, h5py and msgspec raise on files that are damaged or foreign.
+# The errors that NumPy, h5py and msgspec raise for damaged and foreign files.
 _UNREADABLE = (OSError, KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, msgspec.MsgspecError)
 
 
 class _ColumnEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What the index knows of one dataset."""
+    """The entry of one dataset in the index."""
 
     num_bytes: int
     xxh3_128: str
     at: int | None
-    """Its first byte in the file; None if it is compressed."""
+    """The offset of its first byte in the file; None if it is compressed."""
 
 
 class _SegmentIndex(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,12 +69,12 @@ class _SegmentIndex(msgspec.Struct, frozen=True, kw_only=True):
     num_trajectories: int
     columns: dict[str, _ColumnEntry]
     hdf5_bytes: int
-    """Of HDF5's own, behind the index; none if columns are compressed: then they are everywhere."""
+    """The number of HDF5's own bytes after the index; 0 if columns are compressed: then they are everywhere."""
     hdf5_xxh3_128: str
 
 
 def is_out_of_reach(error: SpoolError) -> bool:
-    """Whether the system kept us from a segment (permission, an I/O error): that says nothing against the segment."""
+    """Return whether the system failed (permission, an I/O error): then the segment itself may be intact."""
     return isinstance(error.__cause__, OSError) and bool(error.__cause__.errno)
 
 
@@ -77,7 +84,7 @@ class Segment:
 
     path: Path
     facts: "_LazyFacts"
-    """Parsed one by one, when they are asked for."""
+    """The facts, each parsed when it is accessed."""
     offsets: NDArray[np.int64]
     columns: dict[str, NDArray[Any]]
 
@@ -91,7 +98,7 @@ class Segment:
         return (self[index] for index in range(len(self)))
 
     def pack_row(self, index: int) -> PackedTrajectory:
-        """As it is stored, to be written again elsewhere."""
+        """Return a trajectory as it is stored, to be written elsewhere."""
         return PackedTrajectory(id=self.facts[index].id, facts=self.facts.raw(index), columns=self._columns_of(index))
 
     def _columns_of(self, index: int) -> dict[str, NDArray[Any]]:
@@ -102,12 +109,12 @@ class Segment:
 
 
 class _LazyFacts(Sequence[TrajectoryFacts]):
-    """The facts of a segment; only those that are asked for are parsed."""
+    """The facts of a segment, each parsed when it is accessed."""
 
     def __init__(self, path: Path, raw: memoryview) -> None:
         self._path = path
         self._raw = raw
-        # JSON has no newline of its own, so that the lines are the rows: "[{...},\n{...},\n{...}]"
+        # Encoded JSON contains no newline, so the lines are the rows: "[{...},\n{...},\n{...}]"
         breaks = np.flatnonzero(np.frombuffer(raw, np.uint8) == _NEWLINE)
         self._starts = [1, *(breaks + 1).tolist()] if len(raw) > 2 else []
         self._stops = [*(breaks - 1).tolist(), len(raw) - 1] if len(raw) > 2 else []
@@ -130,24 +137,24 @@ class _LazyFacts(Sequence[TrajectoryFacts]):
             raise SpoolError(f"cannot read segment {str(self._path)!r}: trajectory {index}: {error}") from error
 
     def raw(self, index: int) -> bytes:
-        """One JSON object."""
+        """Return the JSON object of a trajectory."""
         return bytes(self._raw[self._starts[index] : self._stops[index]])
 
 
 def write_segment(path: Path, trajectories: Iterable[Trajectory], *, compression: Compression = "none") -> None:
-    """Make `path` a segment of these trajectories, durable when this returns; replaces what was there."""
+    """Write a segment of these trajectories, durable when this returns; an existing file is replaced."""
     write_packed(path, [pack_trajectory(trajectory) for trajectory in trajectories], compression=compression)
 
 
 def write_packed(path: Path, batch: Sequence[PackedTrajectory], *, compression: Compression = "none") -> None:
-    """Make `path` a segment of trajectories that are packed already."""
+    """Write a segment of packed trajectories, as `write_segment` does."""
     draft_packed(path, batch, compression=compression)()
 
 
 def draft_packed(
     path: Path, batch: Sequence[PackedTrajectory], *, compression: Compression = "none"
 ) -> Callable[[], None]:
-    """Write a segment under a temporary name; the function that is returned makes it durable and gives it its name."""
+    """Write a segment under a temporary name; the returned function makes it durable and renames it."""
     columns = {**_collect_columns(batch), "offsets": _make_offsets(batch), METADATA_NAME: _make_metadata(batch)}
     make = (
         _make_plain_file if compression == "none" else functools.partial(_make_compressed_file, compression=compression)
@@ -168,7 +175,7 @@ def draft_packed(
 
 
 def read_segment(path: Path, *, verify: bool = True) -> Segment:
-    """Map a segment; `verify` reads all of it once to compare the checksums."""
+    """Map a segment; with `verify`, read all of it once and compare the checksums."""
     try:
         with path.open("rb") as file:
             return _decode_segment(path, file, verify=verify)
@@ -209,7 +216,7 @@ def _view_bytes(parts: Iterable[Any]) -> ByteBuffers:
 
 
 def _make_plain_file(columns: Mapping[str, ByteBuffers], *, num_trajectories: int) -> ByteBuffers:
-    """All bytes of a segment, in their order: nothing is copied."""
+    """Return all bytes of a segment in order, without a copy."""
     sizes = {name: sum(map(len, buffers)) for name, buffers in columns.items()}
     own, places = hdf5.make_file_head({name: size // _get_item_size(name) for name, size in sizes.items()})
     described = {
@@ -260,7 +267,7 @@ def _hash_buffers(buffers: Iterable[Any]) -> str:
 
 
 def _write_buffers(fd: int, buffers: ByteBuffers) -> None:
-    """Write all of `buffers`, however little the system takes at a time."""
+    """Write all of `buffers`, however little the system writes at a time."""
     end = 0
     for first in range(0, len(buffers), _IOV_MAX):
         left = list(buffers[first : first + _IOV_MAX])
@@ -299,9 +306,9 @@ def _parse_index(path: Path, block: bytes) -> _SegmentIndex:
     if not block.startswith(_MAGIC):
         if b"\x89HDF\r\n" in block:
             raise SpoolError(
-                f"cannot read segment {str(path)!r}: an HDF5 file, but not of hpcrl's: remove it from the spool"
+                f"cannot read segment {str(path)!r}: an HDF5 file, but not one of hpcrl: remove it from the spool"
             )
-        raise ValueError("it does not begin as a segment does")
+        raise ValueError("it does not start as a segment does")
     line, checksum = block.removeprefix(_MAGIC).split(b"\n")[:2]
     if _hash_buffers([line]).encode() != checksum:
         raise ValueError("the index does not match its checksum")
@@ -319,7 +326,7 @@ def _is_compressed(index: _SegmentIndex) -> bool:
 
 
 def _map_columns(mapped: memoryview, index: _SegmentIndex) -> dict[str, memoryview]:
-    """The bytes of every column, in place."""
+    """Return the bytes of every column, in place."""
     raw = {}
     for name in (*ARRAYS, METADATA_NAME):
         column = index.columns[name]
@@ -359,7 +366,7 @@ def _check_shapes(
 
 
 def _describe_error(error: Exception) -> str:
-    """The system's word for it where there is one."""
+    """Describe an error, in the system's words if it has an errno."""
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     if isinstance(error, KeyError):

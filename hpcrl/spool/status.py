@@ -1,4 +1,7 @@
-"""The status of an episode: how it ended."""
+"""The status of an episode: how it ended.
+
+EpisodeStatus, STATUSES   the type and all its values
+"""
 
 from typing import Literal, get_args
 

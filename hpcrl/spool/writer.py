@@ -1,21 +1,18 @@
-"""Batches of trajectories on their way to a disk: taken at once, acknowledged when durable.
+"""Write trajectories to a spool in batches: held in memory at first, acknowledged when durable.
 
-    BatchLimits    when a batch is due
-    BatchWriter    holds what it took until it is durable
+    BatchLimits      when a batch is due
+    BatchWriter      holds trajectories until they are durable
+    BatchDrafter     the function of a BatchWriter that writes a batch
+    DiskSpoolWriter  writes the segments of one producer
+    derive_segment   makes one segment from another, such as scored from rollouts
 
-A disk takes longer to make a batch durable than we take to write it, and waiting costs no CPU. So writing is the
-caller's work, waiting is a thread's, and the next batch fills and is written in the meantime.
+A disk spool is a directory of segments. Every producer appends its own segments, so no process waits for another and
+nothing is locked. A trajectory is acknowledged when its segment is durable. One that was not acknowledged may be
+durable all the same (after a crash between the rename and the acknowledgement), so a producer may write an episode
+twice, and readers drop the second.
 
-Spools: where trajectories become durable, and where they are found.
-
-    SpoolWriter     append, flush_due, flush, close     DiskSpoolWriter   MemorySpoolWriter
-    SpoolReader     poll, take                          DiskSpoolReader   MemorySpoolReader
-    derive_segment  one segment made from another, such as scored from rollouts
-
-A disk spool is a directory of segments. Every producer appends segments of its own, so no process waits for
-another and nothing is locked. A trajectory is acknowledged when the segment that holds it is durable; what was
-not acknowledged may be durable all the same (a crash between the rename and the answer), so a producer may send
-an episode twice, and readers drop what they have seen.
+Making a batch durable takes longer than writing it, and waiting needs no CPU. So the caller writes, a thread waits,
+and the next batch is filled and written in the meantime.
 """
 
 import contextlib
@@ -40,7 +37,7 @@ MAX_PAUSE_S = 30.0
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """When a writer's batch is due. Up to twice `max_bytes` are held while one batch is written or cannot be."""
+    """The limits that make a writer's batch due. Up to twice `max_bytes` are held while a batch is written, or cannot be."""
 
     max_bytes: int = 64 << 20
     max_count: int = 256
@@ -48,11 +45,14 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 BatchDrafter = Callable[[Sequence[PackedTrajectory]], Callable[[], None]]
-"""Writes a batch and returns what makes it durable and seen; both may raise SpoolError and have left nothing then."""
+"""A function that writes a batch and returns the function that makes it durable and visible.
+
+Both may raise SpoolError, and leave nothing then.
+"""
 
 
 class BatchWriter:
-    """A writer whose batches `draft` writes."""
+    """A writer that fills batches and writes them with `draft`."""
 
     def __init__(self, draft: BatchDrafter, *, batching: BatchLimits, clock: Callable[[], float]) -> None:
         self._draft = draft
@@ -61,7 +61,7 @@ class BatchWriter:
         self._open: deque[tuple[float, PackedTrajectory]] = deque()
         self._pending: _PendingBatch | None = None
         self._num_bytes = 0
-        """Of what is open and what is not durable yet."""
+        """The bytes of open and of pending trajectories."""
         self._acknowledged: list[str] = []
         self._closed = False
         self._pause_s = 0.0
@@ -71,7 +71,7 @@ class BatchWriter:
 
     @property
     def has_room(self) -> bool:
-        """False: what is held is as much as may be; whoever can wait should, until it is written."""
+        """False while as much is held as is allowed: callers that can wait should, until it is written."""
         return self._num_bytes < 2 * self._batching.max_bytes
 
     def append(self, trajectory: Trajectory) -> None:
@@ -91,7 +91,7 @@ class BatchWriter:
 
     def flush(self) -> list[str]:
         with self._flush_lock:
-            with contextlib.suppress(SpoolError):  # what could not be written is open again: now is the time to try
+            with contextlib.suppress(SpoolError):  # what could not be written is open again and is tried now
                 self._await_pending()
             self._write_open()
             self._await_pending()
@@ -103,7 +103,7 @@ class BatchWriter:
         return self.flush()
 
     def _write_open(self) -> None:
-        """Write what is open; the batch before it, if there is one, becomes durable first."""
+        """Write what is open; a pending batch becomes durable first."""
         with self._state_lock:
             batch = list(self._open)
             self._open.clear()
@@ -120,7 +120,7 @@ class BatchWriter:
             self._pending = _PendingBatch(batch, publish)
 
     def _await_pending(self) -> None:
-        """Wait until the batch that was written is durable; if that failed it is open again."""
+        """Wait until the pending batch is durable; if that fails it is open again."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -134,14 +134,14 @@ class BatchWriter:
         self._acknowledged += [packed.id for _, packed in pending.batch]
 
     def _reopen(self, batch: list[tuple[float, PackedTrajectory]]) -> None:
-        """Take back what could not be written. A disk that keeps failing is asked less and less often."""
+        """Make a batch open again that could not be written. A disk that keeps failing is tried less and less often."""
         with self._state_lock:
             self._open.extendleft(reversed(batch))
         self._pause_s = min(max(2 * self._pause_s, MIN_PAUSE_S), MAX_PAUSE_S)
         self._pause_ends = self._clock() + self._pause_s
 
     def _take_acknowledged(self) -> list[str]:
-        """What became durable and was not told yet."""
+        """Return the ids that became durable and were not returned yet."""
         acknowledged, self._acknowledged = self._acknowledged, []
         return acknowledged
 
@@ -158,22 +158,22 @@ class BatchWriter:
 
     def _check_room(self, packed: PackedTrajectory) -> None:
         if self._closed:
-            raise SpoolError(f"trajectory {packed.id!r} comes after the writer was closed: it was not taken")
+            raise SpoolError(f"trajectory {packed.id!r} comes after the writer was closed: it was refused")
         if self._num_bytes and self._num_bytes + packed.num_bytes > 2 * self._batching.max_bytes:
             raise SpoolError(
-                f"trajectory {packed.id!r} was not taken: others ({self._num_bytes >> 20} MiB) "
+                f"trajectory {packed.id!r} was refused: others ({self._num_bytes >> 20} MiB) "
                 "wait to be written: flush before appending more"
             )
 
 
 class _PendingBatch:
-    """A batch that is written and becomes durable."""
+    """A batch that is written and not durable yet."""
 
     def __init__(self, batch: list[tuple[float, PackedTrajectory]], publish: Callable[[], None]) -> None:
         self.batch = batch
         self.num_bytes = sum(packed.num_bytes for _, packed in batch)
         self._error: BaseException | None = None
-        # No daemon: a process that ends well ends after its writes.
+        # Not a daemon: a process that ends normally ends after its writes.
         self._thread = threading.Thread(target=self._run, args=(publish,), name="spool")
         self._thread.start()
 
@@ -182,30 +182,30 @@ class _PendingBatch:
         return not self._thread.is_alive()
 
     def wait(self) -> BaseException | None:
-        """None once it is durable, or why it is not."""
+        """Wait until the batch is durable or has failed; return the error or None."""
         self._thread.join()
         return self._error
 
     def _run(self, publish: Callable[[], None]) -> None:
         try:
             publish()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again where the caller waits
             self._error = error
 
 
 class DiskSpoolWriter(BatchWriter):
-    """A producer's segments in a directory that may be on any filesystem with atomic renames."""
+    """The writer of one producer's segments, in a directory on any file system with atomic renames."""
 
     def __init__(
         self,
         directory: Path,
         *,
         producer: str,
-        batching: BatchLimits = BatchLimits(),
+        batching: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
         compression: Compression = "none",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`producer` is in use by one process at a time, so it names the job too."""
+        """Write as `producer`: a name that one process at a time uses, so it includes the job."""
         super().__init__(self._draft_segment, batching=batching, clock=clock)
         self._directory = directory
         self._producer = check_producer(producer)
@@ -229,13 +229,13 @@ class DiskSpoolWriter(BatchWriter):
 
     @contextlib.contextmanager
     def _explain_errors(self, num: int) -> Iterator[None]:
-        """Say with an error what is kept and what to do."""
+        """Add to an error what is kept and how to fix the cause."""
         try:
             yield
         except (OSError, SpoolError) as error:
             raise SpoolError(
                 f"{error}: {num} trajectories of {self._producer!r} are kept in memory; "
-                f"mend spool {str(self._directory)!r} (space, quota, permission) and flush again"
+                f"fix spool {str(self._directory)!r} (space, quota, permission) and flush again"
             ) from error
 
     def _first_number(self) -> int:
@@ -251,9 +251,9 @@ def derive_segment(
     *,
     compression: Compression = "none",
 ) -> Path:
-    """Make the segment of the same name in `target_dir`, trajectory by trajectory; done already: nothing happens.
+    """Make the segment of the same name in `target_dir`, trajectory by trajectory, unless it exists.
 
-    Two processes may derive one segment at once: both end well, and one complete file remains.
+    Two processes may derive one segment at once: both succeed, and one complete file remains.
     """
     target = target_dir / source.name
     if not target.exists():

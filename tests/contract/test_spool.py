@@ -178,7 +178,7 @@ def test_a_writer_that_holds_too_much_refuses_more_and_keeps_what_it_has(spool):
     writer = spool.writer(batching=BatchLimits(max_bytes=30_000))
     for index in range(4):
         writer.append(trajectory(f"math/0/{index}", num_tokens=1000))
-    with pytest.raises(SpoolError, match=r"'math/0/4' was not taken: others .*flush before"):
+    with pytest.raises(SpoolError, match=r"'math/0/4' was refused: others .*flush before"):
         writer.append(trajectory("math/0/4", num_tokens=1000))
     assert writer.flush() == [f"math/0/{index}" for index in range(4)]
     writer.append(trajectory("math/0/4", num_tokens=1000))

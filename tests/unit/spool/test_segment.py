@@ -176,7 +176,7 @@ def test_foreign_files_are_refused(tmp_path):
         file["x"] = [1, 2, 3]
     with pytest.raises(SpoolError, match=r"text\.h5.*damaged or foreign"):
         read_segment(text)
-    with pytest.raises(SpoolError, match=r"other\.h5.*not of hpcrl's"):
+    with pytest.raises(SpoolError, match=r"other\.h5.*not one of hpcrl"):
         read_segment(other)
     with pytest.raises(SpoolError, match=r"absent\.h5.*No such file"):
         read_segment(tmp_path / "absent.h5")
