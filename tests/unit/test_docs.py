@@ -81,3 +81,14 @@ def test_a_station_names_what_its_file_defines(file, names):
 def test_a_walk_counts_its_files(walk):
     [counted] = re.findall(r"^(\d+) files\.", walk, flags=re.MULTILINE)
     assert len({file for file, _ in STATION.findall(walk)}) == int(counted)
+
+
+PACKAGE_ROWS = re.findall(r"^\| (`hpcrl/.*)$", (ROOT / "docs" / "architecture.md").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("row", PACKAGE_ROWS)
+def test_a_row_of_the_architecture_names_modules_of_its_packages(row):
+    packages = named_packages(row)
+    missing = {name for name in named_modules(row) if not any((ROOT / folder / name).exists() for folder in packages)}
+    assert packages, row
+    assert missing == set()
