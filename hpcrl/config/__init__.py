@@ -1,8 +1,8 @@
-"""What a user writes, and what it means.
+"""The user's files: recipes and sites.
 
-toml       find, extend, override and refuse TOML files
+toml       TOML files to structs: found, extended, overridden, checked
 recipe     the tables of a recipe
 site       one machine: partitions, network, software
 pipeline   the learning DAG that a recipe asks for
-user_code  functions and classes named `package.module:name`
+user_code  load functions and classes named `package.module:name`
 """

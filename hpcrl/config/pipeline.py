@@ -1,16 +1,20 @@
-"""The pipeline of a training step as a DAG: what runs, on whose data, in which order. Imports nothing heavy.
+"""The pipeline of a training step as a DAG: which functions run, on which data, in which order. No heavy imports.
 
-    DagNode                                  a named function, the nodes whose results it takes, the role that runs it
-    make_pipeline                            the pipeline of a recipe's [train]: a ready one, with the user's nodes in it
-    find_problems                            what is wrong with it: cycles, missing inputs, wrong roles
-    order_nodes                              the order in which every worker runs the nodes, one after the other
-    render_text, render_dot, render_mermaid    a pipeline for people
+    DagNode                                        a function, the nodes whose results it takes, the role that runs it
+    Pipeline, NodeRole, ResultKind                 types
+    make_pipeline                                  the built-in pipeline of a recipe's [train], with the user's nodes
+    make_standard_nodes, make_nodes_for            the built-in nodes
+    find_result_kinds, list_built_in_names         results that a user's node can take, and names of built-in nodes
+    check_user_nodes, find_problems                problems of a recipe's nodes: cycles, missing inputs, wrong roles
+    compute_depths, order_nodes                    the order in which every worker runs the nodes, one after the other
+    render_text, render_dot, render_mermaid, RENDERERS    a pipeline for people
+    TRAINER_ROLES, SPOOL_SOURCES, OTHER_ROLE_HINTS, REPLACEABLE_NODES    what a node may be
 
-Every data-parallel worker runs the whole DAG on its own rows (DistFlow, arXiv 2507.13833). Nodes of one depth could run
-together; they never do, so that two large models do not meet in one memory: linearised serialises them.
+Every data-parallel worker runs the whole DAG on its own rows (DistFlow, arXiv 2507.13833). Nodes of equal depth could
+run together, but never do, so that two large models are not in memory at once: `order_nodes` serialises them.
 
-Two kinds of results can be taken by a user's node. What `score` gives is the step: all its trajectories, which rank 0
-has. What `rows` gives is the rows of one minibatch, of which every worker has its own.
+A user's node can take two kinds of results: those of `score` cover the step, all its trajectories, which rank 0 has;
+those of `rows` cover one minibatch, of which every worker has its own rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,16 +27,16 @@ from hpcrl.config.recipe import PipelineNode, TrainConfig
 NodeRole = Literal["rollout", "reward", "reference", "critic", "policy"]
 ResultKind = Literal["step", "rows"]
 TRAINER_ROLES: tuple[NodeRole, ...] = ("reference", "critic", "policy")
-"""Roles whose nodes the trainer's workers run; the others run elsewhere and leave their results in a spool."""
+"""Roles whose nodes the trainer's workers run; the others run elsewhere and write their results to a spool."""
 SPOOL_SOURCES = ("rollouts", "scored")
 """Spools, which a node may take as inputs."""
 OTHER_ROLE_HINTS = {
     "rollout": "an environment is domains.NAME.env",
     "reward": "a reward is domains.NAME.reward",
-    "reference": "the reference model is asked for with train.kl",
-    "critic": 'the critic is asked for with train.advantage = "gae"',
+    "reference": "the reference model is enabled with train.kl",
+    "critic": 'the critic is enabled with train.advantage = "gae"',
 }
-"""Where a user's code of another role is named."""
+"""The recipe key for the user's code of another role."""
 
 
 class DagNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +48,7 @@ class DagNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Names of other nodes, or of spools."""
     role: NodeRole
     gathers: bool = False
-    """It must see the rows of all workers; otherwise each has its own and nothing moves."""
+    """The node needs the rows of all workers; otherwise each worker uses its own and nothing is sent."""
 
 
 Pipeline = Mapping[str, DagNode]
@@ -53,7 +57,7 @@ Pipeline = Mapping[str, DagNode]
 def make_standard_nodes(
     *, advantage: str, kl: str = "none", proximal: str = "recomputed", num_minibatches: int = 1
 ) -> dict[str, DagNode]:
-    """The pipeline that a recipe's [train] asks for, without the user's nodes."""
+    """Return the built-in nodes for these settings of [train]."""
     critic = advantage == "gae"
     credit = "rewards" if critic else "advantage"
     nodes = {
@@ -86,17 +90,17 @@ def make_standard_nodes(
 
 
 def make_nodes_for(train: TrainConfig) -> dict[str, DagNode]:
-    """The same, of a recipe's [train]."""
+    """Return the built-in nodes for a recipe's [train]."""
     return make_standard_nodes(
         advantage=train.advantage, kl=train.kl, proximal=train.proximal, num_minibatches=train.num_minibatches
     )
 
 
 def make_pipeline(train: TrainConfig) -> dict[str, DagNode]:
-    """The pipeline of a recipe. `check_user_nodes` says whether it can run."""
+    """Return the pipeline of a recipe, unchecked (see `check_user_nodes`)."""
     nodes = make_nodes_for(train)
     for name, declared in train.pipeline.items():
-        if name == "update" and declared.inputs:  # all that takes rows takes what the update takes in their place
+        if name == "update" and declared.inputs:  # every node that takes `rows` takes the update's new input instead
             nodes = {known: _replace_rows_input(node, declared.inputs[0]) for known, node in nodes.items()}
         elif name in nodes:
             changed = {
@@ -120,20 +124,20 @@ def make_pipeline(train: TrainConfig) -> dict[str, DagNode]:
 
 
 def find_result_kinds(pipeline: Pipeline) -> dict[str, ResultKind]:
-    """What a user's node can take: the results of which nodes, and what they are."""
+    """Return the nodes whose results a user's node can take, each with the kind of its results."""
     found: dict[str, ResultKind] = {"score": "step", "rows": "rows"}
     found |= {name: "step" for name in ("advantage", "rewards") if name in pipeline}
     built_in = {*found, *_BUILT_IN_NODES}
-    for _ in pipeline:  # as often as the longest chain is long
+    for _ in pipeline:  # enough rounds for the longest possible chain
         for name, node in pipeline.items():
-            kinds = {found[taken] for taken in node.inputs if taken in found}
+            kinds = {found[source] for source in node.inputs if source in found}
             if name not in built_in and len(kinds) == 1:
                 found[name] = kinds.pop()
     return found
 
 
 def check_user_nodes(train: TrainConfig) -> list[str]:
-    """What is wrong with a recipe's nodes, each with its cure."""
+    """Return the problems of a recipe's nodes, each with a fix."""
     pipeline = make_pipeline(train)
     kinds = find_result_kinds(pipeline)
     found: list[str] = []
@@ -146,21 +150,21 @@ def check_user_nodes(train: TrainConfig) -> list[str]:
 def _check_built_in_node(
     name: str, declared: PipelineNode, pipeline: Pipeline, kinds: Mapping[str, ResultKind]
 ) -> Iterator[str]:
-    """What cannot be asked of a node that is there anyway."""
+    """Yield the problems of a declared node that is built in."""
     if declared.function is not None and name not in REPLACEABLE_NODES:
-        yield f"its function is hpcrl's own; only {' and '.join(REPLACEABLE_NODES)} can have another"
+        yield f"its function is built in; only {' and '.join(REPLACEABLE_NODES)} can have another function"
     if declared.role is not None and declared.role != pipeline[name].role:
-        yield f"its role is {pipeline[name].role!r}, not {declared.role!r}: take `role` away"
+        yield f"its role is {pipeline[name].role!r}, not {declared.role!r}: remove `role`"
     if declared.options and declared.function is None:
-        yield "it has options and no function that takes them"
+        yield "it has options, but no function that takes them"
     if not declared.inputs:
         return
     if name not in _CHANGEABLE_INPUTS:
-        yield f"what it takes cannot be changed, only what {', '.join(_CHANGEABLE_INPUTS)} take"
+        yield f"its inputs cannot be changed, only those of {', '.join(_CHANGEABLE_INPUTS)}"
         return
     kind, number = _CHANGEABLE_INPUTS[name]
     if number and len(declared.inputs) != number:
-        meant = "trajectories and advantages" if name == "deal" else "what takes the place of `rows`"
+        meant = "trajectories and advantages" if name == "deal" else "the replacement of `rows`"
         yield f"it takes {number} input{'s' * (number > 1)} ({meant}), not {len(declared.inputs)}"
     yield from _check_inputs(declared.inputs, pipeline, kinds, kind=kind)
 
@@ -168,66 +172,66 @@ def _check_built_in_node(
 def _check_user_node(
     name: str, declared: PipelineNode, pipeline: Pipeline, kinds: Mapping[str, ResultKind]
 ) -> Iterator[str]:
-    """What cannot be asked of a node of the user's."""
+    """Yield the problems of a declared node that is the user's own."""
     if declared.function is None:
-        yield f"it has no function, and is none of hpcrl's nodes here ({', '.join(list_built_in_names(pipeline))})"
+        yield f"it has no function, and is not a built-in node here ({', '.join(list_built_in_names(pipeline))})"
     if declared.role is None:
-        yield 'it has no role: role = "policy" is what the trainer runs'
+        yield 'it has no role: set role = "policy", which the trainer runs'
     elif declared.role != "policy":
-        yield f"nodes of role {declared.role!r} are not given here: {OTHER_ROLE_HINTS[declared.role]}"
+        yield f"nodes of role {declared.role!r} are not declared here: {OTHER_ROLE_HINTS[declared.role]}"
     if not declared.inputs:
-        yield "it takes nothing: give it inputs, such as score or rows"
+        yield "it has no inputs: add some, such as score or rows"
     yield from _check_inputs(declared.inputs, pipeline, kinds)
     if not any(name in node.inputs for other, node in pipeline.items() if other != name):
-        yield "nothing takes it, so it would change nothing: name it in the inputs of advantage, deal or update"
+        yield "no node takes it, so it would have no effect: add it to the inputs of advantage, deal or update"
 
 
 def _check_inputs(
     inputs: Sequence[str], pipeline: Pipeline, kinds: Mapping[str, ResultKind], *, kind: ResultKind | None = None
 ) -> Iterator[str]:
-    present = [taken for taken in inputs if taken in pipeline]
-    if spools := [taken for taken in inputs if taken in SPOOL_SOURCES]:
-        yield f"it takes {spools[0]!r}, a spool: what the trainer read of it is `score`"
-    for taken in present:
-        if taken in _BUILT_IN_NODES and taken not in kinds:
-            yield f"it takes {taken!r}, which gives nothing that another node can take: {', '.join(sorted(kinds))} do"
-    seen = {taken: kinds[taken] for taken in present if taken in kinds}
+    present = [source for source in inputs if source in pipeline]
+    if spools := [source for source in inputs if source in SPOOL_SOURCES]:
+        yield f"it takes {spools[0]!r}, a spool: use `score`, the trajectories that the trainer has read from it"
+    for source in present:
+        if source in _BUILT_IN_NODES and source not in kinds:
+            yield f"it takes {source!r}, whose result no other node can take: choose from {', '.join(sorted(kinds))}"
+    seen = {source: kinds[source] for source in present if source in kinds}
     if kind is not None:
-        wrong = sorted(taken for taken, given in seen.items() if given != kind)
+        wrong = sorted(source for source, given in seen.items() if given != kind)
         if wrong:
             yield f"it takes {wrong[0]!r}, which is {_KIND_MEANINGS[seen[wrong[0]]]}; it needs {_KIND_MEANINGS[kind]}"
     elif len(set(seen.values())) > 1:
-        each = " and ".join(f"{taken!r} is {_KIND_MEANINGS[given]}" for taken, given in seen.items())
-        yield f"{each}: it can take one or the other"
+        each = " and ".join(f"{source!r} is {_KIND_MEANINGS[given]}" for source, given in seen.items())
+        yield f"{each}: it can take only one of the two kinds"
 
 
 REPLACEABLE_NODES = ("advantage", "rewards")
-"""Nodes of hpcrl whose function can be another; `rewards` is there with a critic, `advantage` without."""
+"""Built-in nodes whose function can be replaced; `rewards` exists with a critic, `advantage` without."""
 _CHANGEABLE_INPUTS: dict[str, tuple[ResultKind, int]] = {
     "advantage": ("step", 0),
     "rewards": ("step", 0),
     "deal": ("step", 2),
     "update": ("rows", 1),
 }
-"""Nodes of hpcrl whose inputs can be changed: to what kind of results, and how many (0: any number)."""
+"""Built-in nodes whose inputs can be changed: the kind of results, and how many inputs (0: any number)."""
 _KIND_MEANINGS: dict[ResultKind, str] = {
     "step": "of the whole step, which rank 0 has",
     "rows": "of each worker's own rows",
 }
 _BUILT_IN_NODES = frozenset({"sample", "deal", "values", "reference", "proximal", "update", "update-critic"})
-"""Ready nodes whose results no other node can take."""
+"""Built-in nodes whose results no other node can take."""
 
 
 def list_built_in_names(pipeline: Pipeline) -> list[str]:
-    """The names of hpcrl's own nodes in a pipeline."""
+    """Return the names of the built-in nodes of a pipeline."""
     return [name for name in pipeline if name in _BUILT_IN_NODES | {"score", "advantage", "rewards", "rows"}]
 
 
 def find_problems(pipeline: Pipeline) -> list[str]:
-    """What is wrong, each with its cure; nothing if the pipeline can run."""
+    """Return the problems of a pipeline, each with a fix; none if it can run."""
     found = [problem for name, node in pipeline.items() for problem in _find_node_problems(name, node, pipeline)]
     if not found and (cycle := _find_cycle(pipeline)):
-        found.append(f"nodes go round in a circle: {' -> '.join(cycle)}: take one of these inputs away")
+        found.append(f"nodes form a cycle: {' -> '.join(cycle)}: remove one of these inputs")
     if pipeline and not any(node.role == "policy" for node in pipeline.values()):
         found.append('no node has role "policy": nothing would be learned')
     return found
@@ -241,29 +245,29 @@ def _find_node_problems(name: str, node: DagNode, pipeline: Pipeline) -> list[st
         if missing not in known
     ]
     if node.role in TRAINER_ROLES and not node.inputs:
-        found.append(f"node {name!r} of role {node.role!r} takes nothing: give it the spool `scored` or another node")
-    for taken in node.inputs:
-        giver = pipeline.get(taken)
+        found.append(f"node {name!r} of role {node.role!r} has no inputs: add the spool `scored` or another node")
+    for source in node.inputs:
+        giver = pipeline.get(source)
         if giver is not None and giver.role in TRAINER_ROLES and node.role not in TRAINER_ROLES:
             found.append(
-                f"node {name!r} of role {node.role!r} takes {taken!r} of role {giver.role!r}: what the trainer makes "
-                "stays on its workers"
+                f"node {name!r} of role {node.role!r} takes {source!r} of role {giver.role!r}: results of the trainer "
+                "stay on its workers"
             )
     return found
 
 
 def _replace_rows_input(node: DagNode, replacement: str) -> DagNode:
-    """A node that takes something else in place of `rows`."""
-    return msgspec.structs.replace(node, inputs=[replacement if taken == "rows" else taken for taken in node.inputs])
+    """Return the node with `rows` replaced in its inputs."""
+    return msgspec.structs.replace(node, inputs=[replacement if source == "rows" else source for source in node.inputs])
 
 
 def compute_depths(pipeline: Pipeline) -> dict[str, int]:
-    """How many nodes, at most, lie before each one."""
+    """Return the length of the longest path to each node."""
     found: dict[str, int] = {}
 
     def depth(name: str) -> int:
         if name not in found:
-            before = [depth(taken) for taken in pipeline[name].inputs if taken in pipeline]
+            before = [depth(source) for source in pipeline[name].inputs if source in pipeline]
             found[name] = max(before, default=-1) + 1
         return found[name]
 
@@ -273,33 +277,33 @@ def compute_depths(pipeline: Pipeline) -> dict[str, int]:
 
 
 def order_nodes(pipeline: Pipeline, *, roles: Sequence[str] = TRAINER_ROLES) -> list[str]:
-    """The nodes of these roles in the order in which a worker runs them: by depth, then as they were declared."""
+    """Return the nodes of these roles in the order in which a worker runs them: by depth, then as declared."""
     depth = compute_depths(pipeline)
     return sorted((name for name, node in pipeline.items() if node.role in roles), key=lambda name: depth[name])
 
 
 def render_text(pipeline: Pipeline) -> str:
-    """One line a node, indented by its depth, and the order of the trainer's workers."""
+    """Render one line a node, indented by its depth, and the order of the trainer's workers."""
     depth = compute_depths(pipeline)
     width = max(2 * depth[name] + len(name) for name in pipeline)
     lines = []
     for name in sorted(pipeline, key=lambda name: depth[name]):
         node = pipeline[name]
-        taken = ", ".join(node.inputs) or "-"
+        inputs = ", ".join(node.inputs) or "-"
         moved = "  (rank 0 alone, ids only)" if node.gathers else ""
         shown = "  " * depth[name] + name
-        lines.append(f"{shown:<{width}}  {node.role:<9}  <- {taken:<24}  {node.function}{moved}")
+        lines.append(f"{shown:<{width}}  {node.role:<9}  <- {inputs:<24}  {node.function}{moved}")
     return "\n".join([*lines, f"each trainer worker: {' -> '.join(order_nodes(pipeline))}"])
 
 
 def render_dot(pipeline: Pipeline) -> str:
-    """The same for Graphviz: `hpcrl plan ... --dag dot | dot -Tsvg > pipeline.svg`."""
+    """Render a pipeline for Graphviz: `hpcrl plan ... --dag dot | dot -Tsvg > pipeline.svg`."""
     nodes = [f'  "{name}" [label="{name}\\n{node.role}"];' for name, node in pipeline.items()]
     return "\n".join(["digraph pipeline {", *nodes, *_render_edges(pipeline, '  "{}" -> "{}";'.format), "}"])
 
 
 def render_mermaid(pipeline: Pipeline) -> str:
-    """The same for Markdown pages that draw Mermaid."""
+    """Render a pipeline as Mermaid, for Markdown pages."""
     nodes = [f'  {name}["{name}<br/>{node.role}"]' for name, node in pipeline.items()]
     return "\n".join(["flowchart TD", *nodes, *_render_edges(pipeline, "  {} --> {}".format)])
 
@@ -308,11 +312,11 @@ RENDERERS: dict[str, Callable[[Pipeline], str]] = {"text": render_text, "dot": r
 
 
 def _render_edges(pipeline: Pipeline, line: Callable[[str, str], str]) -> list[str]:
-    return [line(taken, name) for name, node in pipeline.items() for taken in node.inputs]
+    return [line(source, name) for name, node in pipeline.items() for source in node.inputs]
 
 
 def _find_cycle(pipeline: Pipeline) -> list[str]:
-    """The nodes of one circle, or nothing."""
+    """Return the nodes of one cycle, or an empty list."""
     done: set[str] = set()
 
     def walk(name: str, path: list[str]) -> list[str]:
@@ -320,8 +324,8 @@ def _find_cycle(pipeline: Pipeline) -> list[str]:
             return [*path[path.index(name) :], name]
         if name in done:
             return []
-        for taken in pipeline[name].inputs:
-            if taken in pipeline and (found := walk(taken, [*path, name])):
+        for source in pipeline[name].inputs:
+            if source in pipeline and (found := walk(source, [*path, name])):
                 return found
         done.add(name)
         return []

@@ -1,6 +1,6 @@
-"""What to learn. A recipe has no machine words; where it runs is the site's business.
+"""The tables of a recipe: what to learn. Where it runs is described by the site, never here.
 
-Every table of a recipe is one struct here, with the meaning under each field; a field without a default is required.
+Each table is one struct, with the meaning under each field; a field without a default is required.
 """
 
 from typing import Annotated, Any, Literal
@@ -25,11 +25,11 @@ ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "reward", "train")
 
 
 class ConfigTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all tables share: frozen, by keyword, nothing unknown."""
+    """The base of all tables: frozen, keyword-only, no unknown keys."""
 
 
 class TinyModel(ConfigTable, frozen=True, kw_only=True):
-    """A seeded Qwen2 made on the spot with a character tokenizer, for demos and tests."""
+    """A seeded Qwen2 with a character tokenizer, created at start, for demos and tests."""
 
     hidden_size: Count = 64
     num_layers: Count = 2
@@ -39,12 +39,12 @@ class TinyModel(ConfigTable, frozen=True, kw_only=True):
 
 
 class ModelConfig(ConfigTable, frozen=True, kw_only=True):
-    """What is trained: a directory that transformers can load, or a tiny model made on the spot."""
+    """The model to train: a directory that transformers can load, or a tiny model created at start."""
 
     path: str | None = None
     tiny: TinyModel | None = None
     num_params: Annotated[int, Meta(ge=10**6, le=10**13)] | None = None
-    """Number of weights (not of billions), by which a plan reckons memory and workers: it does not look into `path`."""
+    """Number of weights (not in billions), from which a plan estimates memory and workers; it does not read `path`."""
 
 
 class DomainConfig(ConfigTable, frozen=True, kw_only=True):
@@ -52,58 +52,59 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
 
     env: UserCode
     reward: UserCode = "hpcrl.envs.base:env_reward"
-    """Scores a finished trajectory; the default is the sum of what the environment gave."""
+    """Scores a finished trajectory; the default is the sum of the environment's rewards."""
     reward_options: dict[str, Any] = {}
     """Passed to the reward function as keyword arguments."""
     options: dict[str, Any] = {}
     """Passed to the environment as keyword arguments."""
     isolation: Literal["none", "process", "sandbox"] = "none"
-    """Where the environment's code runs: in the env worker, in a process of its own, or in one that is also shut in."""
+    """The place where the environment's code runs: the env worker, a separate process, or a sandboxed process."""
     env_memory_gib: Annotated[float, Meta(gt=0)] = 0.5
-    """With isolation: how much memory each of the environment's processes may fill; also set aside for each program."""
+    """With isolation: memory limit of each of the environment's processes; also reserved for each program."""
     env_cpu_s: Count = 3600
-    """With isolation: how much CPU time the environment may use in an episode."""
+    """With isolation: CPU time that the environment may use in an episode."""
     weight: Annotated[float, Meta(gt=0)] = 1.0
     """Share of the tasks that come from this domain, relative to the others."""
     held_out: bool = False
     """Never trained on, only evaluated ([evaluation])."""
     max_turns: Count = 16
     usual_prompt_tokens: Count = 256
-    """What an observation has, or a question: only the planner reckons with it."""
+    """Typical tokens of an observation or a question; only the planner uses it."""
     usual_reply_tokens: Count | None = None
-    """What the model says in a turn, for the planner; without it, as much as it may."""
+    """Typical tokens that the model generates in a turn, for the planner; the default is the limit of a turn."""
     max_new_tokens: Count | None = None
-    """Tokens the model may generate in one turn, where that is to be other than rollout.max_new_tokens."""
+    """Tokens the model may generate in one turn, if different from rollout.max_new_tokens."""
     create_timeout_s: Seconds = 60.0
     reset_timeout_s: Seconds = 60.0
     step_timeout_s: Seconds = 60.0
     episode_timeout_s: Seconds = 3600.0
-    """For the whole episode: all its attempts, and what the model says."""
+    """For the whole episode: all its attempts, including generation."""
     env_retries: CountOrZero = 2
-    """How often an episode is begun anew after an infrastructure fault."""
+    """Restarts of an episode after infrastructure faults."""
 
 
 class RolloutConfig(ConfigTable, frozen=True, kw_only=True):
-    """How episodes are sampled."""
+    """The settings for sampling episodes."""
 
     group_size: Annotated[int, Meta(ge=2)]
-    """Episodes of the same task that are compared with each other."""
+    """Number of episodes of the same task that are compared with each other."""
     mode: RolloutMode = "async"
-    """Episodes on their own timelines; or whole batches, one ahead of training; or none before training is done."""
+    """async: episodes run independently; one-step-off: whole batches, one ahead of training; sync: a batch starts
+    after the training step on the last one."""
     redundancy: CountOrZero = 0
     """Extra episodes per group; the first `group_size` to finish are kept, the rest are aborted."""
     spare_groups: CountOrZero = 0
-    """In modes that wait: extra groups per batch; the first that training needs are kept, the rest are aborted."""
+    """In the batch modes: extra groups per batch; the first that training needs are kept, the rest are aborted."""
     replacements: CountOrZero = 8
-    """How many lost episodes of a group are begun anew before the whole group is given up."""
+    """Lost episodes of a group that are restarted before the whole group is cancelled."""
     groups_ahead: CountOrZero = 1
-    """Groups whose environments each env worker makes and resets before they are needed."""
+    """Groups whose environments each env worker creates and resets before they are needed."""
     max_env_faults: Share = 0.5
-    """The share of an environment's episodes that may end in faults before it is paused; others go on."""
+    """The share of an environment's episodes that may end in faults before it is paused; others continue."""
     curriculum: UserCode | None = None
-    """A function (recent rewards by domain) -> weights by domain, asked now and then."""
+    """A function (recent rewards by domain) -> weights by domain, called periodically."""
     max_lag: CountOrZero = 1
-    """How many versions behind the newest an episode may be (alpha)."""
+    """Versions that an episode may be behind the newest (alpha)."""
     max_running: Count = 128
     """Episodes in flight at once, over all env workers."""
     max_new_tokens: Count = 256
@@ -117,147 +118,147 @@ class RolloutConfig(ConfigTable, frozen=True, kw_only=True):
 
 
 class SpoolConfig(ConfigTable, frozen=True, kw_only=True):
-    """How trajectories are stored, and for how long."""
+    """The storage of trajectories, and how long they are kept."""
 
     seal_after_s: Seconds = 2.0
     """Trajectories become durable at least this often; longer makes fewer and larger files."""
     max_segment_mib: Count = 64
-    """A file that has grown to this is closed before its time; those of the archive are about this large."""
+    """A file of this size is sealed early; archive files are about this large."""
     compression: Literal["none", "zstd", "lz4", "blosc"] = "none"
-    """Smaller files that cost CPU time and are not mapped but copied; needs Python package hdf5plugin."""
+    """Compressed files are smaller, but cost CPU time and are copied, not mapped; needs the package hdf5plugin."""
     keep: Literal["all", "versions", "none"] = "all"
-    """What becomes of trajectories that training is done with: archived, archived for a while, or removed."""
+    """After training, trajectories are archived (all), archived for a while (versions), or removed (none)."""
     archive_versions: Count = 100
     """With keep = "versions": how many versions of the weights back the archive reaches."""
     retire_after_s: Annotated[float, Meta(ge=0)] = 300.0
-    """Files are left alone for so long after their last use: readers on other machines may have them mapped."""
+    """Files are kept this long after their last use: readers on other machines may have them mapped."""
 
 
 class SimulatedEngineConfig(ConfigTable, frozen=True, kw_only=True):
-    """What the simulated engine pretends to be; it says tokens at random, as fast as the cost model says."""
+    """The hardware and model that the simulated engine imitates: random tokens at the cost model's speed."""
 
     gpu: Name | Annotated[list[Name], Meta(min_length=1)] | None = None
-    """A GPU type of the catalogue, or several that the workers of a role take in turns; without it, the one that the
-    worker has, or an H100."""
+    """A GPU type of the catalogue, or several that the workers of a role use in turn; the default is the worker's own
+    type, or an H100."""
     config: str | None = None
-    """A config.json of the model that it is as slow as; without it, the campaign's own."""
+    """The config.json of the model whose speed is imitated; the default is the campaign's own."""
     speed: Annotated[float, Meta(gt=0)] = 1.0
     """Simulated seconds in a second."""
 
     @property
     def gpus(self) -> list[str]:
-        """The types that are named."""
+        """The GPU types as a list."""
         named = self.gpu or []
         return [named] if isinstance(named, str) else named
 
 
 class EngineConfig(ConfigTable, frozen=True, kw_only=True):
-    """Which inference engine serves prefill and decode."""
+    """The inference engine that serves prefill and decode."""
 
     backend: Literal["embedded", "vllm", "sim"] = "embedded"
-    """embedded: transformers in the worker's own process - vllm: a vLLM server per worker (docs/vllm.md) - sim: none
-    that thinks, for trying out how a campaign of any size runs (docs/routing.md)."""
+    """embedded: transformers in the worker's process; vllm: a vLLM server per worker (docs/vllm.md); sim: random
+    tokens, to try out a campaign of any size (docs/routing.md)."""
     max_batch: Count = 64
     """Sequences decoded together by one decode worker."""
     max_model_len: Count | None = None
-    """Longest prompt and answer together, where that is to be less than the model allows."""
+    """Limit of prompt and answer together, if below what the model allows."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What vLLM computes in; the embedded engine computes in float32."""
+    """Data type of vLLM; the embedded engine always uses float32."""
     pipeline_parallel: Count = 1
     """With vLLM: stages that a worker's GPUs are divided into; within a stage they share each layer."""
     cpu_kv_gib: Count = 1
-    """With vLLM on CPUs: memory for KV; on GPUs it takes what the model leaves."""
+    """With vLLM on CPUs: memory for KV; on GPUs, KV gets the memory that the model leaves free."""
     start_timeout_s: Seconds = 900.0
-    """With vLLM: how long a server may take until it generates."""
+    """With vLLM: the time a server may take until it can generate."""
     vllm_args: list[str] = []
     """With vLLM: further arguments of its server."""
     sim: SimulatedEngineConfig = SimulatedEngineConfig()
 
 
 class RouterConfig(ConfigTable, frozen=True, kw_only=True):
-    """How turns find their engines. Every policy can be turned off."""
+    """The policies that choose an engine for each turn; every one can be turned off."""
 
     affinity: Literal["auto"] | dict[Name, Literal["compute", "bandwidth"]] = "auto"
-    """Hardware by domain ("default" for the rest): a domain of compute is served whole by prefill workers where these
-    have more of it than decode workers; auto: decode workers, where they differ, by the cost model."""
+    """Hardware by domain ("default" for the rest): a compute domain is served entirely by prefill workers if these
+    have more compute than decode workers; auto: by decode workers, chosen by the cost model where they differ."""
     mismatch_penalty: Annotated[float, Meta(ge=1)] = 2.0
-    """How many times longer a turn may take on the hardware of its domain before it goes to another."""
+    """Factor by which a turn may take longer on the hardware of its domain before it goes to another."""
     prefix_affinity: bool = True
-    """Go back to the engine that holds the trajectory's KV, unless its turn is much less work for another."""
+    """Return to the engine that holds the trajectory's KV, unless the turn is much less work for another."""
     migration_factor: Annotated[float, Meta(ge=1)] = 2.0
-    """How many times less work a turn must be elsewhere, prompt and all, for a trajectory to leave its home."""
+    """Factor by which a turn must be less work elsewhere, its whole prompt included, for a trajectory to migrate."""
     remote_prefill: Literal["always", "auto", "never"] = "always"
-    """auto: where the cost model says that the prompt is sooner there."""
+    """auto: if the cost model estimates that the prompt is ready earlier there."""
     priority: Literal["least-attained", "arrival"] = "least-attained"
-    """Whose turn goes first at a full engine: of the trajectory that had least so far, or the one that came first."""
+    """The turn that goes first at a full engine: of the trajectory served least so far, or the first to arrive."""
     fair_domains: bool = True
-    """Domains that used more than their weight let the others go first."""
+    """Domains that used more than their weight go after the others."""
     keep_kv: bool = True
-    """Tell engines for how long the KV of a trajectory is worth keeping between its turns."""
+    """Send engines the time for which the KV of a trajectory is worth keeping between its turns."""
     kv_admission: bool = True
-    """A new trajectory waits while the KV of those that run fills all engines: what they drop is computed twice."""
+    """Hold new trajectories while the KV of running ones fills all engines: evicted KV is computed twice."""
     switch_roles: bool = False
-    """A worker changes over between prefill and decode when one of them is overloaded for long."""
+    """Let a worker switch between prefill and decode when one of them is overloaded for long."""
     sizing: Literal["recipe", "auto"] = "recipe"
-    """auto: workers change over towards the split that the cost model wants for the turns seen."""
+    """auto: workers switch towards the split that the cost model recommends for the turns seen."""
     log_share: Share = 0.0
-    """Share of the decisions that are told as events."""
+    """Share of the decisions that are logged as events."""
 
 
 class PipelineNode(ConfigTable, frozen=True, kw_only=True):
-    """A node of the learning pipeline: one of the user's, or what one of ours is to take. docs/learning.md."""
+    """A node of the learning pipeline: the user's, or a changed built-in one (docs/learning.md)."""
 
     function: UserCode | None = None
-    """Called with the results of its inputs, in their order."""
+    """Code that is called with the results of its inputs, in order."""
     inputs: list[Name] = []
     """Names of other nodes."""
     role: Literal["policy", "reference", "critic", "reward", "rollout"] | None = None
-    """Whose work it is; the user's nodes are the policy's: the trainer runs them."""
+    """The role that runs it; user nodes are the policy's, which the trainer runs."""
     options: dict[str, Any] = {}
     """Passed to the function as keyword arguments."""
 
 
 class TrainConfig(ConfigTable, frozen=True, kw_only=True):
-    """How the model learns. docs/learning.md names the paper of every choice."""
+    """The training algorithm; docs/learning.md names the paper of every choice."""
 
     num_steps: Count
     groups_per_step: Count
     trainer: Literal["torch", "megatron"] = "torch"
     sharding: Literal["none", "full"] = "none"
-    """With several ranks of trainer "torch": every rank holds the whole model (DDP), or a share of it (FSDP2)."""
+    """With several ranks of trainer "torch": each holds the whole model (none: DDP), or a share of it (full: FSDP2)."""
     tensor_parallel: Count = 1
     """With trainer "megatron": ranks that share each layer."""
     pipeline_parallel: Count = 1
     """With trainer "megatron": ranks that share the layers in order."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the forward and backward pass; weights and optimizer are float32."""
+    """Precision of the forward and backward pass; weights and optimizer are float32."""
     learning_rate: Annotated[float, Meta(gt=0)]
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from the end of the warm-up to the last step."""
+    """The decay of the learning rate from the end of the warm-up to the last step."""
     warmup_steps: CountOrZero = 0
     final_learning_rate: Annotated[float, Meta(ge=0)] = 0.0
-    """Where a schedule that falls ends."""
+    """The learning rate at which a decaying schedule ends."""
     advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline", "trloo", "gae", "sft"] = "grpo"
-    """What an episode, turn or token is compared with."""
+    """The estimator: what an episode, turn or token is compared with."""
     gamma: Share = 1.0
-    """What a reward counts one turn (trloo) or one token (gae) earlier."""
+    """Discount of a reward per turn (trloo) or per token (gae)."""
     gae_lambda: Share = 1.0
     critic_learning_rate: Annotated[float, Meta(gt=0)] = 1e-5
-    """Of the critic that advantage "gae" needs."""
+    """Learning rate of the critic, which advantage "gae" needs."""
     value_clip: Annotated[float, Meta(gt=0)] | None = None
-    """How far a value may move in one training step before its loss stops."""
+    """Limit of a value's change in one training step; beyond it, its loss has no gradient."""
     flat_groups: Literal["keep", "drop"] = "keep"
-    """Groups whose episodes all had the same reward: they teach nothing, but count in the mean that the loss is."""
+    """Groups whose episodes all had the same reward: they have no gradient, but count in the mean of the loss."""
     ratio: Literal["token", "sequence"] = "token"
-    """What the clip looks at: each token, or the geometric mean over its sequence (GSPO)."""
+    """The ratio that is clipped: each token's, or the geometric mean over its sequence (GSPO)."""
     clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
     clip_high: Annotated[float, Meta(gt=0)] = 0.2
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
     """The ratio from which an episode with a negative advantage pushes no further."""
     aggregation: Literal["token", "sequence", "fixed"] = "token"
-    """What counts the same in the mean: every token, every sequence, or every token over a constant length."""
+    """The unit of equal weight in the mean: every token, every sequence, or every token over a constant length."""
     proximal: Literal["recomputed", "behaviour"] = "recomputed"
-    """What the clip measures from: the policy when the step began (decoupled PPO), or the one that acted (PPO)."""
+    """The reference of the clip: the policy at the start of the step (decoupled PPO), or the one that acted (PPO)."""
     correction: Literal["none", "token", "sequence", "mask-token", "mask-sequence"] = "token"
     """Importance weight of proximal / behaviour, per token or sequence: truncated, or zero outside the limits."""
     max_is_ratio: Annotated[float, Meta(ge=1)] = 2.0
@@ -265,61 +266,61 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     min_is_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """The lower limit, for corrections that mask."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """Estimator of KL(current || the model that training began with); it costs a second model in memory."""
+    """Estimator of KL(current || the initial model); it needs a second model in memory."""
     kl_coef: Annotated[float, Meta(ge=0)] = 0.001
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     tokens_per_micro_batch: Count = 16384
-    """Padded tokens in one forward pass; gradients accumulate over as many as a step needs."""
+    """Padded tokens in one forward pass; a step accumulates gradients over all its passes."""
     rows: Literal["padded", "packed"] = "padded"
-    """In a forward pass: a row for each trajectory, or all of them in one row, each seeing only itself."""
+    """In a forward pass: a row for each trajectory, or all of them in one row, each attending only to itself."""
     lora_rank: CountOrZero = 0
     """Above 0 only adapters of this rank are trained, on all linear layers (LoRA, needs the package peft)."""
     lora_alpha: Annotated[float, Meta(gt=0)] = 32.0
-    """What an adapter adds counts lora_alpha / lora_rank."""
+    """The output of an adapter is scaled by lora_alpha / lora_rank."""
     num_minibatches: Count = 1
     """Optimizer steps per training step, each on a part of its trajectories; above 1 the policy moves in between."""
     max_skipped_steps: Count = 5
-    """Steps in a row that were not finite and changed nothing, after which the campaign fails instead of idling on."""
+    """Consecutive steps skipped for a non-finite loss or gradient, after which the campaign fails."""
     checkpoint_every_steps: Count = 10
     keep_checkpoints: Count = 2
     keep_best: CountOrZero = 0
     """Checkpoints kept besides the newest: those with the highest mean reward, of evaluations if there are any."""
     keep_versions: Count = 4
     pipeline: dict[Name, PipelineNode] = {}
-    """Nodes besides those of `advantage` and the loss, by name."""
+    """Nodes added to those of `advantage` and the loss, by name."""
 
 
 class EvaluationConfig(ConfigTable, frozen=True, kw_only=True):
-    """What is measured now and then on tasks that are never trained on, with the newest weights. docs/learning.md."""
+    """The periodic evaluation of the newest weights on tasks that are never trained on (docs/learning.md)."""
 
     every_versions: CountOrZero = 0
-    """0: never. The first evaluation is of the weights that training begins with."""
+    """0: never. The first evaluation is of the initial weights."""
     num_episodes: Count = 64
-    """Of each domain: the same tasks every time, with seeds that no training task has."""
+    """Episodes of each domain: the same tasks every time, with seeds that no training task has."""
     domains: list[Name] = []
-    """Which; none named: all."""
+    """Domains to evaluate; empty: all."""
     options: dict[Name, dict[str, Any]] = {}
-    """By domain, what its environment is given besides its options or in place of them, such as a test split."""
+    """By domain, environment options that are added or replaced, such as a test split."""
     temperature: Annotated[float, Meta(ge=0)] = 1.0
-    """0: the likeliest token every time."""
+    """0: always the most likely token."""
     patience_s: Seconds = 600.0
-    """How long the end of training waits for the last evaluation."""
+    """Time that the end of training waits for the last evaluation."""
 
 
 class MetricsConfig(ConfigTable, frozen=True, kw_only=True):
-    """Where the figures of every step go besides the events, under CAMPAIGN/metrics. docs/learning.md."""
+    """Further outputs of the figures of every step, under CAMPAIGN/metrics (docs/learning.md)."""
 
     tensorboard: bool = False
-    """Event files for TensorBoard; needs Python package tensorboard."""
+    """Event files for TensorBoard; needs the package tensorboard."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """A run of Weights & Biases, offline for `wandb sync` later; needs Python package wandb."""
+    """A run of Weights & Biases, offline for `wandb sync` later; needs the package wandb."""
     wandb_project: str = "hpcrl"
 
 
 class WorkerResources(ConfigTable, frozen=True, kw_only=True):
-    """What one role asks for; the site and the planner decide where that is."""
+    """The resources of one role; the planner and the site decide where they are."""
 
     num_workers: Count = 1
     gpus_per_worker: CountOrZero = 0
@@ -330,54 +331,54 @@ class WorkerResources(ConfigTable, frozen=True, kw_only=True):
 
 
 class EngineResources(WorkerResources, frozen=True, kw_only=True):
-    """The same of prefill and decode."""
+    """The resources of prefill and decode."""
 
     num_workers: CountOrZero = 0
     """0: the planner chooses, by the model's size, the GPUs, and the domains' usual lengths; 1 where it cannot."""
 
 
 class ComputeResources(WorkerResources, frozen=True, kw_only=True):
-    """The same, with the defaults of train."""
+    """The resources of train."""
 
     gpus_per_worker: CountOrZero = 1
     affinity: Affinity = "compute"
 
 
 class PrefillResources(EngineResources, frozen=True, kw_only=True):
-    """The same, with the defaults of prefill."""
+    """The resources of prefill."""
 
     gpus_per_worker: CountOrZero = 1
     affinity: Affinity = "compute"
 
 
 class DecodeResources(EngineResources, frozen=True, kw_only=True):
-    """The same, with the defaults of decode."""
+    """The resources of decode."""
 
     gpus_per_worker: CountOrZero = 1
     affinity: Affinity = "bandwidth"
 
 
 class RewardConfig(ConfigTable, frozen=True, kw_only=True):
-    """Where rewards are computed; how much each of their workers needs is in resources.reward."""
+    """The place where rewards are computed; the needs of each worker are in resources.reward."""
 
     placement: Literal["spare", "elastic"] = "spare"
-    """On spare cores of the job, or in preemptible jobs of their own that are there only while there is work."""
+    """spare: on spare cores of the job; elastic: in separate preemptible jobs, which run only while there is work."""
     max_jobs: Count = 2
-    """Of such jobs at a time; each is one node."""
+    """Reward jobs at a time; each is one node."""
     idle_s: Seconds = 20.0
-    """A reward job that has had no work for so long is ended."""
+    """A reward job is ended after this time without work."""
     patience_s: Seconds = 120.0
-    """What no reward job has taken for so long is scored on spare cores."""
+    """A segment that no reward job has taken for this long is scored on spare cores."""
 
 
 class RewardResources(WorkerResources, frozen=True, kw_only=True):
-    """The same, with the defaults of reward."""
+    """The resources of reward."""
 
     mem_gib_per_worker: Annotated[float, Meta(gt=0)] = 1.0
 
 
 class RoleResources(ConfigTable, frozen=True, kw_only=True):
-    """Resources of the five roles; each has its own defaults, also when its table is given in part."""
+    """The resources of the five roles; each has its own defaults, also when its table is given in part."""
 
     env: WorkerResources = WorkerResources()
     prefill: PrefillResources = PrefillResources()
@@ -387,19 +388,19 @@ class RoleResources(ConfigTable, frozen=True, kw_only=True):
 
 
 class JobConfig(ConfigTable, frozen=True, kw_only=True):
-    """Limits of one job of the campaign."""
+    """The limits of one job of the campaign."""
 
     walltime_min: Count = 60
     num_jobs: Count = 1
-    """In a row, each begun by Slurm when the one before has ended; one that a person resumes begins anew to count."""
+    """Jobs in a chain, each started by Slurm when the previous one has ended; `hpcrl resume` starts a new chain."""
     drain_s: Seconds = 60.0
-    """How long before the end of the allocation new episodes stop and the last checkpoint is made."""
+    """Time before the end of the allocation at which new episodes stop and the last checkpoint is made."""
     survive_node_loss: bool = False
-    """At least two nodes a component, and `--no-kill`; a node without the driver or the trainer may then be lost."""
+    """Request at least two nodes a component, and `--no-kill`; a node without the driver or the trainer may be lost."""
     layout: Literal["auto", "hetjob", "hetstep"] = "auto"
-    """hetjob: a heterogeneous job; hetstep: one allocation, its nodes dealt to the roles; auto: what the site runs."""
+    """hetjob: a heterogeneous job; hetstep: one allocation, its nodes split among the roles; auto: by the site."""
     stall_timeout_min: Annotated[float, Meta(gt=0)] = 15.0
-    """A job in which nothing has moved for so long is ended, so that nodes are never held idle."""
+    """A job without progress for this long is ended, so that nodes are never held idle."""
 
 
 class Recipe(ConfigTable, frozen=True, kw_only=True):
@@ -423,7 +424,7 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
 
 
 def load_recipe(name: str, *, settings: tuple[str, ...] = ()) -> Recipe:
-    """The recipe in a file or of a name, with `-s key=value` settings applied."""
+    """Load the recipe with this name or path, with `-s key=value` settings applied."""
     table, source = load_table("recipes", name, settings=settings)
     recipe = to_struct(table, Recipe, source=source)
     if (recipe.model.path is None) == (recipe.model.tiny is None):

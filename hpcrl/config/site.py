@@ -1,4 +1,4 @@
-"""Where to run: one machine, described once. A site has no learning words.
+"""The tables of a site: a machine to run on, described once, without anything about learning.
 
 A user's own account and paths go into `~/.config/hpcrl/sites/NAME.toml` with `extends = "NAME"`.
 """
@@ -18,14 +18,14 @@ KnownState = Literal["yes", "no", "unknown"]
 
 
 class SitePartition(ConfigTable, frozen=True, kw_only=True):
-    """One kind of node and how Slurm is asked for it."""
+    """One kind of node and how to request it from Slurm."""
 
     slurm_partition: str | None = None
     """None where nodes are chosen by constraint and QOS alone."""
     constraint: str | None = None
     qos: str | None = None
     account: str | None = None
-    """Where this partition is charged to another account than the site's."""
+    """The account that this partition is charged to, if not the site's."""
     account_suffix: str = ""
     """Appended to the site's account, such as `_g` for GPU hours."""
     gpu: str | None = None
@@ -33,29 +33,29 @@ class SitePartition(ConfigTable, frozen=True, kw_only=True):
     gpus_per_node: CountOrZero = 0
     gpu_request: Literal["gres", "gpus-per-node"] = "gres"
     gres_type: str | None = None
-    """The type in `--gres=gpu:TYPE:N`, where the site wants one."""
+    """The type in `--gres=gpu:TYPE:N`, where the site requires one."""
     cores_per_node: Count
     """Cores that jobs may use."""
     mem_gib_per_node: Annotated[float, Meta(gt=0)]
     mem_flag: bool = True
-    """False where the site refuses `--mem`."""
+    """False where the site rejects `--mem`."""
     exclusive: bool = False
-    """Whole nodes are given, and charged, whatever is asked."""
+    """Whole nodes are allocated and charged, whatever is requested."""
     preemptible: bool = False
     max_walltime_min: Count
     max_nodes: Count
     extra_flags: list[str] = []
-    """Further sbatch flags that the site wants on every component there."""
+    """Further sbatch flags that the site requires for every component there."""
     unverified: list[str] = []
     """Fields above that no source confirms."""
     notes: str = ""
 
 
 class NetworkConfig(ConfigTable, frozen=True, kw_only=True):
-    """What traffic between nodes goes over."""
+    """The network between nodes."""
 
     interface: str | None = None
-    """Interface that roles bind to, such as `hsn0`; None takes the address of the host's name."""
+    """Interface that roles bind to, such as `hsn0`; None: the address of the host's name."""
     fabric: str | None = None
     srun_network: str | None = None
     """The value of `--network`, where steps need it."""
@@ -63,26 +63,26 @@ class NetworkConfig(ConfigTable, frozen=True, kw_only=True):
 
 
 class MpiConfig(ConfigTable, frozen=True, kw_only=True):
-    """How MPI programs are started."""
+    """The way MPI programs are started."""
 
     flavour: Literal["mpich", "openmpi", "cray-mpich", "parastation", "none"] = "none"
     srun_type: str = "none"
     """The value of `srun --mpi`."""
     world_over_components: KnownState = "unknown"
-    """Whether one MPI program spans the components of a heterogeneous job; inside one allocation it always may."""
+    """One MPI program can span the components of a heterogeneous job; inside one allocation it always can."""
     couriers: bool = True
-    """Carry new weights from node to node, by MPI or else by TCP; false: they go by files."""
+    """Send new weights from node to node, by MPI or else by TCP; false: they go by files."""
     codec: Literal["auto", "full", "delta"] = "auto"
-    """What couriers send: whole versions, what has changed in them, or whichever is there sooner."""
+    """Couriers send whole versions (full), only the changes (delta), or whichever is faster (auto)."""
 
 
 class InferenceConfig(ConfigTable, frozen=True, kw_only=True):
-    """How vLLM engines hand KV from prefill to decode."""
+    """The transfer of KV from prefill to decode between vLLM engines."""
 
     kv_connector: Name | None = "files"
-    """files: ours, through the job's directory; any other is vLLM's own, such as NixlConnector; None: not at all."""
+    """files: hpcrl's, through the job's directory; any other is vLLM's, such as NixlConnector; None: no transfer."""
     kv_options: dict[str, Any] = {}
-    """`kv_connector_extra_config` of a connector of vLLM's own."""
+    """`kv_connector_extra_config` of vLLM's own connector."""
 
 
 class Site(ConfigTable, frozen=True, kw_only=True):
@@ -95,13 +95,13 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     account: str | None = None
     account_required: bool = False
     het_jobs: KnownState = "unknown"
-    """no: all roles get nodes of one allocation, on one partition."""
+    """Support of heterogeneous jobs; no: all roles get nodes of one allocation, on one partition."""
     slurm_conf: str | None = None
-    """Path of the slurm.conf to use, where it is not the machine's own; `~` and $NAME are expanded."""
+    """Path of the slurm.conf to use, if not the machine's own; `~` and $NAME are expanded."""
     campaigns_dir: str | None = None
-    """Where campaigns lie, on a file system that all nodes share; `~` and $NAME are expanded."""
+    """The directory of all campaigns, on a file system that all nodes share; `~` and $NAME are expanded."""
     python: str | None = None
-    """Interpreter in the jobs; None means the one that runs hpcrl."""
+    """Interpreter in the jobs; None: the one that runs hpcrl."""
     prologue: str | None = None
     """A file of jobs/ that every batch script includes before Python starts (modules, exports)."""
     containers: list[Literal["apptainer", "singularity", "shifter", "podman-hpc", "enroot", "bubblewrap"]] = []
@@ -109,7 +109,7 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     mpi: MpiConfig = MpiConfig()
     inference: InferenceConfig = InferenceConfig()
     slurm_min: str | None = None
-    """The Slurm version that the facts below were seen with, or later."""
+    """The oldest Slurm version that these facts were checked with."""
     verified: bool = False
     """True once the facts were checked on the machine itself."""
     checked_on: str | None = None
@@ -117,7 +117,7 @@ class Site(ConfigTable, frozen=True, kw_only=True):
 
 
 def load_site(name: str, *, settings: tuple[str, ...] = ()) -> Site:
-    """The site in a file or of a name, with settings applied."""
+    """Load the site with this name or path, with settings applied."""
     table, source = load_table("sites", name, settings=settings)
     site = to_struct(table, Site, source=source)
     for label, partition in site.partitions.items():
@@ -133,6 +133,6 @@ def load_site(name: str, *, settings: tuple[str, ...] = ()) -> Site:
 
 
 def default_lab_dir() -> Path:
-    """The lab's directory: $HPCRL_LAB, else one for each user on the local disk (short, for unix sockets)."""
+    """Return the lab's directory: $HPCRL_LAB, else one per user on the local disk (short, for unix sockets)."""
     chosen = os.environ.get("HPCRL_LAB")
     return Path(chosen) if chosen else Path(f"/tmp/hpcrl-lab-{os.getuid()}")

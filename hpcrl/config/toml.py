@@ -1,9 +1,12 @@
-"""TOML to frozen structs: found by name, extended, overridden, and refused with the cure.
+"""Turn TOML files into frozen structs.
 
-find(kind, name)        the file meant by `quickstart` or `my/recipe.toml`
-load_table(kind, name)  its table, with `extends` resolved and `-s key=value` applied
-nearest(name, names)    "did you mean ...? "
-to_struct(table, type)  the struct, or a ConfigError that names the key, the value and the nearest known name
+find_toml         the file meant by `quickstart` or `my/recipe.toml`
+load_table        its table, with `extends` resolved and `-s key=value` applied
+to_struct         the struct, or a ConfigError that names the key, the value and the nearest known name
+suggest_name      "did you mean ...? "
+shipped_folder, user_folder, list_known_names    the places and names of recipes and sites
+ConfigKind, TomlTable                            types
+USER_CODE_PATTERN, NAME_PATTERN, PATTERN_MEANINGS, MAX_DEPTH, RENAMED_KEYS    what is accepted
 """
 
 import difflib
@@ -28,9 +31,9 @@ PATTERN_MEANINGS = {
     USER_CODE_PATTERN: "`package.module:name`",
     NAME_PATTERN: "a name of at most 64 letters, digits, '_' and '-'",
 }
-"""What the patterns in structs mean to a person."""
+"""The meaning of each pattern, for error messages."""
 MAX_DEPTH = 64
-"""Tables and lists inside each other; no recipe or site needs a tenth of that."""
+"""Limit of nested tables and lists; no recipe or site needs a tenth of that."""
 RENAMED_KEYS = {
     "router.reluctance": "router.mismatch_penalty",
     "router.home": "router.prefix_affinity",
@@ -40,30 +43,30 @@ RENAMED_KEYS = {
     "router.sampled": "router.log_share",
     "spool.keep_versions": "spool.archive_versions",
 }
-"""Old keys of recipes, and what they are called now."""
+"""Old keys of recipes and their new names, for error messages."""
 
 
 def shipped_folder(folder: Literal["recipes", "sites", "jobs"]) -> Path:
-    """A folder that ships with hpcrl: inside the wheel, else at the top of the checkout."""
+    """Return a folder that ships with hpcrl: inside the wheel, else at the top of the checkout."""
     package = Path(__file__).parents[1]
     inside = package / "_shipped" / folder
     return inside if inside.is_dir() else package.parent / folder
 
 
 def user_folder(kind: ConfigKind) -> Path:
-    """Where a user's own sites and recipes are found by name."""
+    """Return the folder in which the user's own sites or recipes are found by name."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "hpcrl" / kind
 
 
 def list_known_names(kind: ConfigKind) -> list[str]:
-    """Names that `find_toml` would accept, shipped and the user's own."""
+    """Return the names that `find_toml` accepts, shipped and the user's own."""
     folders = (user_folder(kind), shipped_folder(kind))
     return sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.toml")})
 
 
 def find_toml(kind: ConfigKind, name: str, *, beside: Path | None = None) -> Path:
-    """The TOML file meant by a plain path or by a name."""
+    """Find the TOML file with this path or name."""
     if name.endswith(".toml") or "/" in name:
         path = Path(name).expanduser()
         candidates = [beside / path, path] if beside else [path]
@@ -80,7 +83,7 @@ def find_toml(kind: ConfigKind, name: str, *, beside: Path | None = None) -> Pat
 
 
 def load_table(kind: ConfigKind, name: str, *, settings: Sequence[str] = ()) -> tuple[TomlTable, str]:
-    """The table of a recipe or site with `extends` and settings applied, and how to call it in messages."""
+    """Return the table of a recipe or site with `extends` and settings applied, and its path for messages."""
     path = find_toml(kind, name)
     table = _load_extended(kind, path, seen=())
     for setting in settings:
@@ -90,7 +93,7 @@ def load_table(kind: ConfigKind, name: str, *, settings: Sequence[str] = ()) -> 
 
 
 def to_struct(table: TomlTable, kind: type[T], *, source: str) -> T:
-    """Convert `table`, or say which key is wrong, what was seen there, and what would do."""
+    """Convert `table`, or raise a ConfigError that names the wrong key, the value seen and what is expected."""
     _refuse_unknown(table, kind, source=source, trail=())
     try:
         return msgspec.convert(table, kind)
@@ -131,7 +134,7 @@ def _parse_toml(path: Path) -> TomlTable:
 
 
 def _refuse_deep(table: TomlTable, *, source: object) -> None:
-    """Refuse what is nested too deep for functions that call themselves, level by level."""
+    """Refuse a table that is nested too deep for recursive functions; checked level by level, without recursion."""
     level: list[Any] = [table]
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _members(outer)]
@@ -150,9 +153,9 @@ def _too_deep(source: object) -> str:
 
 
 def _replaced_key(trail: tuple[str, ...]) -> str | None:
-    """Return the key beside this one that is not taken over from the parent when a table sets this one.
+    """Return the sibling key that is not inherited from the parent when a table sets this one.
 
-    Options are the arguments of one piece of code, and another one need not know them; a model is one of two things.
+    Options are arguments of one function, and another function may not accept them; a model has a path or is tiny.
     """
     match trail:
         case ("domains", _, "env") | ("train", "pipeline", _, "function"):
@@ -179,7 +182,7 @@ def _merge_tables(base: TomlTable, over: TomlTable, *, trail: tuple[str, ...] = 
 
 
 def _apply_setting(table: TomlTable, setting: str) -> None:
-    """Set one `dotted.key=value`; the value is TOML, or else plain text."""
+    """Set one `dotted.key=value`; a value that is not TOML is plain text."""
     key, equals, text = setting.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
@@ -229,13 +232,13 @@ def _explain_unknown_key(source: str, trail: tuple[str, ...], key: str, known: I
 
 
 def suggest_name(name: str, names: Sequence[str]) -> str:
-    """A question for a message: the known name that a wrong one was likely meant to be; empty if none is near."""
+    """Return "did you mean ...? " with the closest known name; empty if none is close."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}? " if close else ""
 
 
 def _explain_error(message: str, table: TomlTable, kind: type[msgspec.Struct]) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.a.b`" with the key first and the value that was seen."""
+    """Rewrite msgspec's "Expected `int`, got `str` - at `$.a.b`" with the key first, and add the value seen."""
     found = re.fullmatch(r"(?P<what>.*?)(?: - at `\$\.?(?P<trail>.*)`)?", message, re.DOTALL)
     assert found is not None
     what = found["what"].replace("`", "")
@@ -258,7 +261,7 @@ def _explain_error(message: str, table: TomlTable, kind: type[msgspec.Struct]) -
 
 
 def _resolve_wildcard(trail: list[str], message: str, table: TomlTable, kind: type[msgspec.Struct]) -> list[str]:
-    """msgspec says "some key" for the keys of a dict; the one meant is the one that fails alone."""
+    """Replace msgspec's placeholder for "some key of a dict" by the key that fails on its own."""
     if "*" not in trail:
         return trail
     at = trail.index("*")

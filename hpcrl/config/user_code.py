@@ -1,4 +1,4 @@
-"""The user's code: what a recipe names as `package.module:name`."""
+"""Load the user's code, which a recipe names as `package.module:name`."""
 
 import importlib
 from typing import Any
@@ -7,14 +7,14 @@ from hpcrl.errors import ConfigError
 
 
 def load_code(name: str, *, what: str) -> Any:
-    """The object that `package.module:name` names; `what` says in messages where the name stands."""
+    """Import and return the object called `name`; `what` is its key in the recipe, for error messages."""
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise ConfigError(
             f"{what} = {name!r}: importing {module_name} failed ({type(error).__name__}: {error}): "
-            "install it in the environment that runs hpcrl, or mend the name"
+            "install it in the environment that runs hpcrl, or fix the name"
         ) from error
     try:
         return getattr(module, attribute)

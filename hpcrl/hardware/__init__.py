@@ -1,6 +1,6 @@
-"""Facts about hardware, and what models need of it. Pure.
+"""Facts about hardware, and the needs of models. Pure.
 
 gpus          the catalogue of GPUs
-cost_model    time of a turn and price of a plan
+cost_model    time of a turn and cost of a plan
 memory_model  memory of engines, trainers, windows and environments
 """

@@ -1,10 +1,13 @@
-"""What a plan costs, what a model needs, and how long a GPU takes over it, before a node-hour is spent. Pure.
+"""Estimate the cost of a plan and the speed of a worker, before a node-hour is spent. Pure.
 
-    engine_memory_gib, train_memory_gib, ...     memory and charge of a plan
-    ModelShape, read_model_shape, guess_model_shape  what of a model decides its speed: read or guessed
+    compute_hours                                    node-hours and GPU-hours
+    ModelShape, read_model_shape, guess_model_shape  the sizes of a model that decide its speed, read or guessed
     WorkerSpeed, estimate_speed                      seconds that one worker takes, by its GPUs and the model
+    RooflineFit                                      coefficients of the estimate
+    USABLE_SHARE                                     of a GPU's memory
 
-A roofline with four fitted coefficients: `python -m bench.router` says how far it is off on GPUs it was not fitted on.
+The model is a roofline with four fitted coefficients; `python -m bench.router` reports its error on GPUs that it was
+not fitted on.
 """
 
 from collections.abc import Mapping
@@ -18,16 +21,16 @@ from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.memory_model import BYTES_BF16, GIB
 
 USABLE_SHARE = 0.9
-"""Of a GPU's memory, what weights and KV may fill; activations and the driver take the rest."""
+"""Share of a GPU's memory for weights and KV; the rest is for activations and the driver."""
 
 
 def compute_hours(num: int, *, walltime_min: int) -> float:
-    """Node-hours (or GPU-hours) of `num` nodes (or GPUs) held for the whole walltime."""
+    """Return the node-hours (or GPU-hours) of `num` nodes (or GPUs) held for the whole walltime."""
     return round(num * walltime_min / 60, 2)
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a causal LM decides how fast it runs."""
+    """The sizes of a causal LM that decide its speed."""
 
     num_layers: int
     num_heads: int
@@ -36,7 +39,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     num_dense: int
     """Weights that every token uses."""
     num_expert: int = 0
-    """Weights of all experts together."""
+    """Weights of all experts."""
     num_experts: int = 0
     experts_per_token: int = 0
     weight_bytes: float = BYTES_BF16
@@ -48,7 +51,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_active(self) -> float:
-        """Weights that one token uses."""
+        """The number of weights that one token uses."""
         return self.num_dense + self.num_expert * self._share_per_token
 
     @property
@@ -56,7 +59,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_bytes
 
     def bytes_read(self, batch: float) -> float:
-        """Weights that a step over `batch` tokens reads: the experts that none of them chose are left alone."""
+        """Return the bytes of weights that a step over `batch` tokens reads, without experts that no token chose."""
         covered = 1 - float((1 - self._share_per_token) ** batch)
         return (self.num_dense + self.num_expert * covered) * self.weight_bytes
 
@@ -66,7 +69,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape of the model with these fields in its config.json: attention, gated MLP or experts, embeddings."""
+    """Compute the shape from the fields of a config.json: attention, gated MLP or experts, embeddings."""
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
@@ -88,9 +91,9 @@ def read_model_shape(config: Mapping[str, Any]) -> ModelShape:
 
 
 def guess_model_shape(num_params: int) -> ModelShape:
-    """What dense models of this size look like, where only the size is known.
+    """Guess the shape of a dense model from its size alone.
 
-    From 8 billion weights on, Qwen's and Llama's have as many layers and as much KV, within a third; smaller ones may
+    From 8 billion weights on, Qwen and Llama models have these layers and this KV within a third; smaller models may
     have half or a fifth of this KV.
     """
     billions = num_params / 1e9
@@ -105,53 +108,54 @@ def guess_model_shape(num_params: int) -> ModelShape:
 
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of a config.json that may hold the number of experts."""
 
 
 class RooflineFit(msgspec.Struct, frozen=True, kw_only=True):
     """The four coefficients between the roofline and a real server, fitted on published H100 measurements."""
 
     layer_s: float = 9.5e-5
-    """Of every step, per layer: launching kernels, whatever the batch."""
+    """Time per layer of every step, whatever the batch: launching kernels."""
     read: float = 1.0
-    """Seconds per second that reading weights and KV would take at full bandwidth."""
+    """Time of reading weights and KV, relative to full bandwidth."""
     compute: float = 1.9
-    """The same of a decode step's arithmetic."""
+    """Time of a decode step's arithmetic, relative to peak; the inverse of its efficiency."""
     prefill: float = 1.4
-    """The same of prefill's arithmetic; the inverse of its efficiency."""
+    """Time of prefill's arithmetic, relative to peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpeed:
-    """How fast one worker runs one model: all that a step's duration depends on, worked out once."""
+    """The speed of one worker with one model: all factors of a step's duration, computed once."""
 
     shape: ModelShape
     step_s: float
-    """Of a step over nothing."""
+    """Time of an empty step."""
     byte_s: float
-    """Per byte of weights or KV read."""
+    """Time per byte of weights or KV read."""
     row_s: float
-    """Per sequence that is decoded in a step, besides what is read."""
+    """Time per sequence that is decoded in a step, besides reading."""
     token_s: float
-    """Per prefilled token, besides its attention."""
+    """Time per prefilled token, besides its attention."""
     pair_s: float
-    """Per pair of a prefilled token and one that it attends to."""
+    """Time per pair of a prefilled token and one that it attends to."""
     kv_tokens: int
-    """What fits beside the weights; 0: they do not fit themselves."""
+    """Tokens of KV that fit beside the weights; 0: the weights do not fit."""
 
     def prefill_s(self, num_new: float, *, num_known: float = 0) -> float:
-        """Computing the KV of `num_new` tokens after `num_known` that need not be computed."""
+        """Return the time to compute the KV of `num_new` tokens after `num_known` cached ones."""
         return self.token_s * num_new + self.pair_s * num_new * (num_known + num_new / 2)
 
     def decode_s(self, batch: float, *, num_kv: float) -> float:
-        """One step that gives each of `batch` sequences a token, over `num_kv` tokens of KV in all."""
+        """Return the time of a step that generates a token for each of `batch` sequences, over `num_kv` tokens of KV."""
         return self.base_step_s(batch) + self.row_s * batch + self._kv_s(num_kv)
 
     def reply_s(self, num_new: float, *, num_context: float, batch: float) -> float:
-        """A sequence's share of the steps that give it `num_new` tokens in a batch of `batch`."""
+        """Return a sequence's share of the steps that generate its `num_new` tokens in a batch of `batch`."""
         return num_new * (self.base_step_s(batch) / batch + self.row_s + self._kv_s(num_context + num_new / 2))
 
     def base_step_s(self, batch: float) -> float:
-        """What a step over `batch` tokens takes whatever is done with them: launching kernels and reading weights."""
+        """Return the fixed time of a step over `batch` tokens: launching kernels and reading weights."""
         return self.step_s + self.byte_s * self.shape.bytes_read(batch)
 
     def _kv_s(self, num_kv: float) -> float:
@@ -159,8 +163,8 @@ class WorkerSpeed:
 
 
 @cache
-def estimate_speed(gpu: GpuModel, *, shape: ModelShape, tp: int = 1, fit: RooflineFit = RooflineFit()) -> WorkerSpeed:
-    """The pace of a worker of `tp` GPUs."""
+def estimate_speed(gpu: GpuModel, *, shape: ModelShape, tp: int = 1, fit: RooflineFit = RooflineFit()) -> WorkerSpeed:  # noqa: B008 (frozen)
+    """Estimate the speed of a worker with `tp` GPUs."""
     flops = gpu.bf16_tflops * 1e12 * tp * BYTES_BF16 / shape.weight_bytes  # tensor cores: half the bytes, twice as fast
     byte_s = fit.read / (gpu.memory_tb_per_s * 1e12 * tp)
     free_bytes = gpu.memory_gib * GIB * tp * USABLE_SHARE - shape.num_params * shape.weight_bytes

@@ -1,4 +1,4 @@
-"""The GPU catalogue: what the planner needs to know of a GPU type."""
+"""The GPU catalogue: peak figures of each GPU type, for the planner."""
 
 import msgspec
 

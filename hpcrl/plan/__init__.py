@@ -1,10 +1,10 @@
-"""Recipe and site become a plan. Pure.
+"""Turn a recipe and a site into a plan. Pure.
 
-plan        make_plan
-checks      whether a recipe agrees with itself
-demand      what a role needs of a node
+plan        the plan, and make_plan
+checks      the consistency of a recipe
+demand      the cores and memory that a role needs on a node
 partitions  the best partition for one role
-layout      all roles: hetjob, hetstep, local
-sizing      workers where the recipe is silent
+layout      the placement of all roles: hetjob, hetstep, local
+sizing      the number of workers where the recipe leaves it open
 components  het groups and sbatch flags of a finished layout
 """

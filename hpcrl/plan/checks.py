@@ -1,4 +1,8 @@
-"""Does a recipe agree with itself? Pure; the first thing that does not is a PlanError with its cure."""
+"""Check that a recipe is consistent. Pure.
+
+check_recipe             raise a PlanError for the first conflict, with a fix
+find_megatron_conflict   the first setting that trainer "megatron" does not support
+"""
 
 from hpcrl.config.pipeline import check_user_nodes
 from hpcrl.config.recipe import ROLES, EngineConfig, Recipe, SimulatedEngineConfig, TrainConfig, WorkerResources
@@ -9,7 +13,7 @@ from hpcrl.hardware.gpus import GPU_CATALOGUE
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Every check that needs no site."""
+    """Run every check that needs no site."""
     _check_resources(recipe)
     _check_rollout(recipe)
     _check_router(recipe)
@@ -31,7 +35,7 @@ def _check_resources(recipe: Recipe) -> None:
 
 
 def _check_trainer(recipe: Recipe) -> None:
-    """The ranks of the trainer: as many as its parallelism needs, and each with something to do."""
+    """Check that the trainer's ranks match its parallelism, and that each rank has work."""
     train, ranks = recipe.train, recipe.resources.train.num_workers
     shared = train.tensor_parallel * train.pipeline_parallel
     if train.trainer == "torch" and shared > 1:
@@ -41,15 +45,15 @@ def _check_trainer(recipe: Recipe) -> None:
         )
     if ranks % shared:
         raise PlanError(
-            f"resources.train.num_workers = {ranks} is no multiple of train.tensor_parallel x pipeline_parallel = "
+            f"resources.train.num_workers = {ranks} is not a multiple of train.tensor_parallel x pipeline_parallel = "
             f"{shared}: set it to {-(-ranks // shared) * shared}"
         )
     if train.trainer == "megatron" and (foreign := find_megatron_conflict(train)) is not None:
         raise PlanError(foreign)
     if train.lora_rank and train.sharding == "full":
         raise PlanError(
-            f'train.lora_rank = {train.lora_rank} with train.sharding = "full": adapters are small and whole on every '
-            'rank; set sharding = "none"'
+            f'train.lora_rank = {train.lora_rank} with train.sharding = "full": adapters are small and never sharded; '
+            'set sharding = "none"'
         )
     batch = train.groups_per_step * recipe.rollout.group_size
     if batch < (ranks // shared) * train.num_minibatches:
@@ -60,13 +64,13 @@ def _check_trainer(recipe: Recipe) -> None:
 
 
 def find_megatron_conflict(train: TrainConfig) -> str | None:
-    """What a recipe asks of its trainer that "megatron" has not, with the cure."""
+    """Return the first setting that trainer "megatron" does not support, with a fix; None if there is none."""
     plain = {"kl": "none", "sharding": "none", "rows": "padded", "lora_rank": 0}
     for name, known in plain.items():
         if (seen := getattr(train, name)) != known:
             return f'train.{name} = {seen!r} is not for trainer "megatron": set it to {known!r}'
     if train.advantage == "gae":
-        return 'train.advantage = "gae" needs a critic, which trainer "megatron" has not: use "torch"'
+        return 'train.advantage = "gae" needs a critic, which trainer "megatron" does not have: use "torch"'
     return None
 
 
@@ -81,7 +85,7 @@ def _check_rollout(recipe: Recipe) -> None:
 
 
 def _check_router(recipe: Recipe) -> None:
-    """A table of affinities speaks of the recipe's domains and of the rest."""
+    """Check that a table of affinities names only the recipe's domains and "default"."""
     if recipe.router.affinity == "auto":
         return
     known = sorted({*recipe.domains, "default"})
@@ -91,7 +95,7 @@ def _check_router(recipe: Recipe) -> None:
 
 
 def _check_isolation(recipe: Recipe) -> None:
-    """Every isolated environment fits into an env worker's memory at least once."""
+    """Check that an env worker's memory holds at least one environment of each isolated domain."""
     env = recipe.resources.env
     for name, domain in recipe.domains.items():
         if domain.isolation != "none" and not memory_model.num_env_places(
@@ -106,7 +110,7 @@ def _check_isolation(recipe: Recipe) -> None:
 
 
 def _check_evaluation(recipe: Recipe) -> None:
-    """Something is trained on, what is held out is evaluated, and the end of training waits less long than a stall."""
+    """Check that a domain is trained on, held-out ones are evaluated, and the final wait is shorter than a stall."""
     evaluation, held_out = recipe.evaluation, [name for name, domain in recipe.domains.items() if domain.held_out]
     if len(held_out) == len(recipe.domains):
         raise PlanError(f"every domain is held out ({', '.join(held_out)}): there is nothing left to train on")
@@ -126,19 +130,19 @@ def _check_evaluation(recipe: Recipe) -> None:
         )
     if evaluation.every_versions and evaluation.patience_s >= recipe.job.stall_timeout_min * 60:
         raise PlanError(
-            f"evaluation.patience_s = {evaluation.patience_s:g} is no less than job.stall_timeout_min = "
+            f"evaluation.patience_s = {evaluation.patience_s:g} is not less than job.stall_timeout_min = "
             f"{recipe.job.stall_timeout_min:g}: the job would be ended as stalled; lower the first or raise the second"
         )
 
 
 def _check_pipeline(recipe: Recipe) -> None:
-    """The user's nodes fit into the pipeline."""
+    """Check that the user's nodes fit into the pipeline."""
     if recipe.train.pipeline and (wrong := check_user_nodes(recipe.train)):
         raise PlanError("; ".join(wrong))
 
 
 def _check_engine(recipe: Recipe) -> None:
-    """The GPUs of an engine worker are divided into stages, and a model's heads among the GPUs of a stage."""
+    """Check that the GPUs of an engine worker divide into stages, and the model's heads among a stage's GPUs."""
     engine, tiny = recipe.engine, recipe.model.tiny
     if engine.backend != "vllm" and engine.pipeline_parallel != 1:
         raise PlanError(
@@ -164,7 +168,7 @@ def _check_engine(recipe: Recipe) -> None:
 def _check_simulated(engine: EngineConfig) -> None:
     if engine.sim != SimulatedEngineConfig() and engine.backend != "sim":
         raise PlanError(
-            f'engine.sim is set, and engine.backend is "{engine.backend}": choose backend = "sim", or take it away'
+            f'engine.sim is set, and engine.backend is "{engine.backend}": choose backend = "sim", or remove engine.sim'
         )
     for gpu in engine.sim.gpus:
         if gpu not in GPU_CATALOGUE:

@@ -1,9 +1,12 @@
-"""What Slurm is asked for: the components of the job, one for each kind of node, and the jobs beside it. Pure.
+"""The components of the job, as requested from Slurm, and the reward jobs beside it. Pure.
 
-component_of     the het group of one role
-shares_of        the shares that the roles have of one allocation
-local_component  all roles on one machine
-reward_jobs_of   the jobs that rewards may have beside this one
+make_component            the het group of one role
+make_shared_components    the shares of the roles in one allocation
+make_local_component      all roles on one machine
+plan_reward_jobs          separate jobs for rewards
+find_account              the account that a partition is charged to
+JobComponent, PerNode, RewardJobPlan    the results
+PLACED_ROLES              the roles with a component
 """
 
 from collections.abc import Sequence
@@ -17,11 +20,11 @@ from hpcrl.plan.demand import compute_node_needs
 from hpcrl.plan.partitions import PartitionChoice
 
 PLACED_ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "train")
-"""Roles with a component of their own, in the order of the components; rewards use spare cores of env's."""
+"""Roles with their own component, in the order of the components; rewards use spare cores of env's."""
 
 
 class PerNode(NamedTuple):
-    """What is asked of every node."""
+    """The resources requested on every node."""
 
     cpus: int
     mem_gib: int
@@ -29,7 +32,7 @@ class PerNode(NamedTuple):
 
 
 class JobComponent(msgspec.Struct, frozen=True, kw_only=True):
-    """One het group of the job, as Slurm is asked for it, or a share of its nodes where it is one allocation."""
+    """One het group of the job, as requested from Slurm, or a share of the nodes of a single allocation."""
 
     index: int
     partition: str
@@ -41,11 +44,11 @@ class JobComponent(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_node: int = 0
     gpu: str | None = None
     slurm_flags: list[str] = []
-    """Everything that sbatch is told about this component; about the whole allocation where components share one."""
+    """All sbatch flags of this component; of the whole allocation where components share one."""
 
 
 class RewardJobPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Jobs of one node that rewards may have beside this one."""
+    """Separate jobs of one node each, for rewards."""
 
     partition: str
     """The site's name for it."""
@@ -56,7 +59,7 @@ class RewardJobPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_account(site: Site, partition: SitePartition) -> str | None:
-    """Who is charged on a partition."""
+    """Return the account that is charged on a partition."""
     if partition.account is not None:
         return partition.account
     return site.account + partition.account_suffix if site.account is not None else None
@@ -65,7 +68,7 @@ def find_account(site: Site, partition: SitePartition) -> str | None:
 def make_component(
     index: int, role: RoleName, choice: PartitionChoice, recipe: Recipe, site: Site, *, account: str | None
 ) -> JobComponent:
-    """The het group of one role."""
+    """Make the het group of one role."""
     per_node = _per_node([(role, choice)], recipe, site)
     return _build_component(index, role, choice, site, per_node=per_node, nodes=choice.nodes, account=account)
 
@@ -73,7 +76,7 @@ def make_component(
 def make_shared_components(
     choices: dict[RoleName, PartitionChoice], recipe: Recipe, site: Site, *, account: str | None
 ) -> list[JobComponent]:
-    """One allocation on one partition, its nodes dealt to the roles; Slurm gives all of them the same."""
+    """Make the components of one allocation on one partition, whose nodes all have the same resources."""
     per_node = _per_node(list(choices.items()), recipe, site)
     nodes = sum(choice.nodes for choice in choices.values())
     return [
@@ -83,7 +86,7 @@ def make_shared_components(
 
 
 def _per_node(placed: Sequence[tuple[RoleName, PartitionChoice]], recipe: Recipe, site: Site) -> PerNode:
-    """Enough for the neediest of these roles, or the whole node."""
+    """Return enough for the most demanding of these roles, or the whole node."""
     partition = site.partitions[placed[0][1].partition]
     if partition.exclusive:
         return PerNode(partition.cores_per_node, int(partition.mem_gib_per_node), partition.gpus_per_node)
@@ -102,7 +105,7 @@ def _build_component(
     nodes: int,
     account: str | None,
 ) -> JobComponent:
-    """`nodes` is what Slurm is asked for, of which this role may have a share only."""
+    """Build a component; `nodes` is the number requested from Slurm, of which this role may have only a share."""
     partition = site.partitions[choice.partition]
     return JobComponent(
         index=index,
@@ -118,7 +121,7 @@ def _build_component(
 
 
 def make_local_component(recipe: Recipe, site: Site, choices: dict[RoleName, PartitionChoice]) -> JobComponent:
-    """One machine holds all roles; its partition bounds each of them, not their sum (roles idle in turns)."""
+    """Make one component with all roles; its partition bounds each of them, not their sum (roles idle in turns)."""
     needs = [compute_node_needs(role, recipe, workers_per_node=choices[role].workers_per_node) for role in PLACED_ROLES]
     return JobComponent(
         index=0,
@@ -131,7 +134,7 @@ def make_local_component(recipe: Recipe, site: Site, choices: dict[RoleName, Par
 
 
 def plan_reward_jobs(recipe: Recipe, site: Site) -> tuple[RewardJobPlan | None, list[str]]:
-    """The cheap partition for jobs of rewards, or what is said where there is none."""
+    """Choose the preemptible partition for reward jobs, or return a fallback message where there is none."""
     if recipe.reward.placement != "elastic":
         return None, []
     resources = recipe.resources.reward
@@ -164,7 +167,7 @@ def plan_reward_jobs(recipe: Recipe, site: Site) -> tuple[RewardJobPlan | None, 
 def _make_slurm_flags(
     nodes: int, per_node: PerNode, partition: SitePartition, *, account: str | None, site: Site
 ) -> list[str]:
-    """Nothing of these propagates between components, so each says all of it."""
+    """Return the sbatch flags of a component; Slurm copies none of them to the next, so each needs all."""
     cpus, mem_gib, gpus = per_node
     flags = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
     if partition.slurm_partition:

@@ -1,4 +1,10 @@
-"""What a role needs of a node, before any partition is chosen. Pure."""
+"""The needs of a role, before any partition is chosen. Pure.
+
+RoleDemand                   workers, and what is reserved beside them
+compute_role_demand          the demand of one role
+compute_node_needs           cores and GiB of one node
+DRIVER_CPUS, DRIVER_MEM_GIB  reserved for the driver
+"""
 
 from dataclasses import dataclass
 
@@ -11,20 +17,20 @@ DRIVER_MEM_GIB = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class RoleDemand:
-    """What one component must give to each of its nodes' workers and to the node itself."""
+    """The resources that a component must provide for its workers and on each node."""
 
     role: RoleName
     resources: WorkerResources
     reserved_cpus: int
-    """Cores taken on every node for what runs beside the workers."""
+    """Cores reserved on every node for other processes."""
     reserved_mem_gib: float
     min_nodes: int
 
 
 def compute_role_demand(role: RoleName, recipe: Recipe, *, one_machine: bool) -> RoleDemand:
-    """What a node of a role must hold, beside what runs there anyway."""
+    """Return the demand of a role; env's nodes also hold the driver and the rewards."""
     reward = recipe.resources.reward
-    hosts_driver = role == "env"  # the driver and the rewards run on env's nodes
+    hosts_driver = role == "env"
     return RoleDemand(
         role=role,
         resources=getattr(recipe.resources, role),
@@ -35,7 +41,7 @@ def compute_role_demand(role: RoleName, recipe: Recipe, *, one_machine: bool) ->
 
 
 def compute_node_needs(role: RoleName, recipe: Recipe, *, workers_per_node: int) -> tuple[int, int]:
-    """Cores and GiB that one node needs for this many workers of a role and what runs beside them."""
+    """Return the cores and GiB that a node needs for this many workers of a role and for what is reserved."""
     demand = compute_role_demand(role, recipe, one_machine=False)
     cpus = demand.reserved_cpus + workers_per_node * demand.resources.cpus_per_worker
     window_gib = 0.0 if role == "env" else memory_model.window_memory_gib(recipe.model.num_params or 0)

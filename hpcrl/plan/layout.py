@@ -1,13 +1,13 @@
-"""Which layout a job has, and where in it every role goes. Pure.
+"""Choose the layout of a job, and a partition for every role. Pure.
 
-    place_roles   the answer, for a recipe on a site
-    JobPlacement  the answer
+place_roles   choose both for a recipe on a site
+JobPlacement  the result
+JobLayout     one of:
 
-Layouts:
-    hetjob      a heterogeneous job: a component for each role, on the kind of node that it wants; the first choice
-    hetstep     one allocation on one partition, its nodes dealt to the roles: for sites that run no heterogeneous jobs,
-                and for an MPI that cannot span components
-    local       one machine without a scheduler
+hetjob        a heterogeneous job: a component for each role, on the kind of node that it wants; the first choice
+hetstep       one allocation on one partition, its nodes split among the roles: for sites without heterogeneous
+              jobs, and for an MPI that cannot span components
+local         one machine without a scheduler
 """
 
 from dataclasses import dataclass, replace
@@ -28,23 +28,23 @@ JobLayout = Literal["hetjob", "hetstep", "local"]
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlacement:
-    """Where a recipe goes, and why."""
+    """The layout and partitions for a recipe, and the reasons."""
 
     layout: JobLayout
     reason: str
     recipe: Recipe
-    """With all numbers of workers."""
+    """The recipe with all numbers of workers filled in."""
     sizes: list[str]
     choices: dict[RoleName, PartitionChoice]
     warnings: list[str]
 
     def fallbacks(self) -> list[str]:
-        """What was compromised, role by role."""
+        """Return the compromises, role by role."""
         return [choice.fallback for choice in self.choices.values() if choice.fallback]
 
 
 def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
-    """The layout that the site and the recipe allow, and a partition for every role."""
+    """Choose the layout that the site and the recipe allow, and a partition for every role."""
     layout, reason = _choose_layout(recipe, site)
     if layout == "hetstep":
         return _one_partition_for_all(recipe, site, reason=reason)
@@ -72,7 +72,7 @@ def _choose_layout(recipe: Recipe, site: Site) -> tuple[JobLayout, str]:
 
 
 def _find_warnings(recipe: Recipe, site: Site) -> list[str]:
-    """What may go wrong with a heterogeneous job, or would go better without."""
+    """Return what may fail in a heterogeneous job, or would work better in one allocation."""
     found = []
     if site.het_jobs == "unknown":
         found.append(
@@ -102,7 +102,7 @@ def _fits_one_partition(recipe: Recipe, site: Site) -> bool:
 
 
 def _best_partition_each(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str) -> JobPlacement:
-    """Every role on the partition that suits it best; the order of PLACED decides who chooses first."""
+    """Place every role on the partition that suits it best; roles choose in the order of PLACED_ROLES."""
     on_one_machine = layout == "local"
     gpus = _find_engine_gpus(_choose_partitions(with_single_workers(recipe), site, one_machine=on_one_machine), site)
 
@@ -121,7 +121,7 @@ def _best_partition_each(recipe: Recipe, site: Site, *, layout: JobLayout, reaso
 
 
 def _choose_partitions(recipe: Recipe, site: Site, *, one_machine: bool) -> dict[RoleName, PartitionChoice]:
-    """The best partition for each role that those before it have left room in."""
+    """Choose the best partition for each role that still has room after the earlier roles."""
     choices: dict[RoleName, PartitionChoice] = {}
     taken: dict[str, int] = {}
     for role in PLACED_ROLES:
@@ -134,7 +134,7 @@ def _choose_partitions(recipe: Recipe, site: Site, *, one_machine: bool) -> dict
 
 
 def _one_partition_for_all(recipe: Recipe, site: Site, *, reason: str) -> JobPlacement:
-    """All roles on the partition that asks for the fewest compromises; among equals the site's order decides."""
+    """Place all roles on the partition with the fewest compromises; among equals the site's order decides."""
     found: list[JobPlacement] = []
     refusals: list[str] = []
     for label, partition in site.partitions.items():
@@ -153,7 +153,7 @@ def _one_partition_for_all(recipe: Recipe, site: Site, *, reason: str) -> JobPla
 
 
 def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> JobPlacement | str:
-    """All roles on one partition, or why it cannot be."""
+    """Place all roles on one partition, or return why it cannot hold them."""
     longest = site.partitions[label].max_walltime_min
     if recipe.job.walltime_min > longest:
         return f"{label} allows {longest} min, and job.walltime_min = {recipe.job.walltime_min}"
@@ -167,7 +167,7 @@ def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> Job
 
     try:
         recipe, sizes = with_chosen_workers(recipe, gpus=_find_engine_gpus(one_each, site), fits=fits)
-    except PlanError as error:  # of this partition: another may do
+    except PlanError as error:  # only about this partition: another may fit
         return f"{label}: {error}"
     choices = _choose_nodes_in(label, recipe, site)
     if isinstance(choices, str):
@@ -179,7 +179,7 @@ def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> Job
 
 
 def _choose_nodes_in(label: str, recipe: Recipe, site: Site) -> dict[RoleName, PartitionChoice] | str:
-    """Nodes of one partition for each role, or why they are too few."""
+    """Choose nodes of one partition for each role, or return why they are too few."""
     choices: dict[RoleName, PartitionChoice] = {}
     for role in PLACED_ROLES:
         taken = {label: sum(choice.nodes for choice in choices.values())}
@@ -191,7 +191,7 @@ def _choose_nodes_in(label: str, recipe: Recipe, site: Site) -> dict[RoleName, P
 
 
 def _find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> dict[RoleName, str | None]:
-    """The GPUs that workers of prefill and decode get."""
+    """Return the GPU type that workers of prefill and decode get."""
     engines: tuple[RoleName, ...] = ("prefill", "decode")
     return {
         role: site.partitions[choices[role].partition].gpu if choices[role].gpus_per_worker else None
@@ -200,7 +200,7 @@ def _find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> d
 
 
 def _explain_memory_refusal(recipe: Recipe, choices: dict[RoleName, PartitionChoice], site: Site) -> str | None:
-    """Model and KV must fit into what a worker has, where the recipe says how large the model is."""
+    """Return why the model and its KV do not fit into a worker or node; None if they do or the size is unknown."""
     num_params = recipe.model.num_params
     if num_params is None:
         return None
@@ -225,7 +225,7 @@ def _explain_memory_refusal(recipe: Recipe, choices: dict[RoleName, PartitionCho
         if needed_gib > node_gib:
             return (
                 f"a {role} node needs {needed_gib} GiB, {memory_model.window_memory_gib(num_params):.0f} of them "
-                f"shared memory for two versions of the weights, and has {node_gib:.0f} GiB ({choice.partition}): lower "
-                f"resources.{role}.mem_gib_per_worker"
+                f"shared memory for two versions of the weights, and has {node_gib:.0f} GiB ({choice.partition}): "
+                f"lower resources.{role}.mem_gib_per_worker"
             )
     return None

@@ -1,7 +1,8 @@
-"""Which partition fits a role: by affinity, with the fallback said aloud. Pure.
+"""Choose the partition for a role, by affinity, and report every fallback. Pure.
 
-choose      the best that can hold it
-choose_in   one that is given, as the whole job is to be there
+choose_partition     choose the best partition that can hold the role
+evaluate_partition   check a given partition, for a job that is to be on one
+PartitionChoice      the result
 """
 
 from dataclasses import dataclass, replace
@@ -16,18 +17,18 @@ from hpcrl.plan.demand import RoleDemand
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionChoice:
-    """The partition of a role, and how its workers lie on the nodes."""
+    """The partition of a role, and the distribution of its workers over the nodes."""
 
     partition: str
     nodes: int
     workers_per_node: int
     gpus_per_worker: int
-    """0 where the role has to do without GPUs."""
+    """0 where the role runs without GPUs."""
     fallback: str | None
 
 
 def choose_partition(demand: RoleDemand, site: Site, *, taken: dict[str, int]) -> PartitionChoice:
-    """The best partition that can hold `demand`; `taken` counts nodes given to other roles."""
+    """Choose the best partition that can hold `demand`; `taken` counts nodes given to other roles."""
     wanted, gpus, shortfall = _match_affinity(demand, site)
     refusals: list[str] = []
     for rank, label in enumerate(_rank_partitions(site, wanted, gpus=gpus, taken=taken)):
@@ -43,7 +44,7 @@ def choose_partition(demand: RoleDemand, site: Site, *, taken: dict[str, int]) -
 
 
 def evaluate_partition(label: str, demand: RoleDemand, site: Site, *, taken: dict[str, int]) -> PartitionChoice | str:
-    """That partition, whatever its merit, or why it cannot hold `demand`."""
+    """Return the choice of this partition, even if others are better, or why it cannot hold `demand`."""
     wanted, gpus, shortfall = _match_affinity(demand, site)
     ranked = _rank_partitions(site, wanted, gpus=gpus, taken={})
     if label not in ranked:
@@ -58,7 +59,7 @@ def evaluate_partition(label: str, demand: RoleDemand, site: Site, *, taken: dic
 
 
 def _match_affinity(demand: RoleDemand, site: Site) -> tuple[Affinity, int, str | None]:
-    """The affinity to rank by, the GPUs a worker gets, and what is said if that is not what was wanted."""
+    """Return the affinity to rank by, the GPUs per worker, and the fallback if that is not what was wanted."""
     role, wanted, gpus = demand.role, demand.resources.affinity, demand.resources.gpus_per_worker
     kinds = {p.gpu for p in site.partitions.values() if p.gpu and not p.preemptible}
     if wanted == "cpu" or gpus == 0:
@@ -73,7 +74,7 @@ def _match_affinity(demand: RoleDemand, site: Site) -> tuple[Affinity, int, str 
 
 
 def _rank_partitions(site: Site, wanted: Affinity, *, gpus: int, taken: dict[str, int]) -> list[str]:
-    """Partitions that come into question, from best to worst; among equals the least used, then the site's order."""
+    """Return the candidates from best to worst; among equals the least used, then the site's order."""
     usable = [label for label, p in site.partitions.items() if not p.preemptible and (p.gpu or not gpus)]
     return sorted(usable, key=lambda label: (-_score_partition(site.partitions[label], wanted), taken.get(label, 0)))
 
@@ -92,7 +93,7 @@ def _score_partition(partition: SitePartition, wanted: Affinity) -> float:
 def _fit_workers(
     demand: RoleDemand, label: str, partition: SitePartition, *, gpus: int, taken: dict[str, int]
 ) -> PartitionChoice | str:
-    """How the workers lie on the nodes of a partition, or why it cannot hold them."""
+    """Distribute the workers over the nodes of a partition, or return why it cannot hold them."""
     per_node = _count_workers_per_node(demand, partition, gpus=gpus)
     nodes = max(ceil(demand.resources.num_workers / per_node), demand.min_nodes) if per_node else 0
     refusal = _explain_refusal(demand, label, partition, gpus=gpus, nodes=nodes, taken=taken.get(label, 0))
@@ -105,7 +106,7 @@ def _fit_workers(
 
 
 def _count_workers_per_node(demand: RoleDemand, partition: SitePartition, *, gpus: int) -> int:
-    """How many workers one node can hold."""
+    """Return the number of workers that one node can hold."""
     resources = demand.resources
     limits = [
         (partition.cores_per_node - demand.reserved_cpus) // resources.cpus_per_worker,

@@ -1,6 +1,9 @@
-"""`make_plan(recipe, site) -> Plan`: pure, same input, same bytes; what concerns both of them is checked here.
+"""The plan of a job. Pure: the same recipe and site give the same bytes.
 
-Whether a recipe agrees with itself is `hpcrl.plan.checks`' business.
+    make_plan   map the roles of a recipe to the partitions of a site, and check them against each other
+    Plan        the result; RolePlan and JobCost are parts of it
+
+The consistency of a recipe alone is checked in `hpcrl.plan.checks`.
 """
 
 import msgspec
@@ -25,7 +28,7 @@ from hpcrl.plan.partitions import PartitionChoice
 
 
 class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and how the workers of one role run."""
+    """The workers of one role: their component, number and resources."""
 
     role: RoleName
     component: int
@@ -37,7 +40,7 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What one job may use at most: its whole walltime."""
+    """The most that one job may use: its whole walltime."""
 
     walltime_min: int
     node_hours: float
@@ -45,7 +48,7 @@ class JobCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What will be asked of the site for a recipe."""
+    """The resources to request from a site for a recipe."""
 
     recipe: str
     site: str
@@ -54,29 +57,29 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     components: list[JobComponent]
     roles: list[RolePlan]
     sizes: list[str]
-    """What was chosen for want of a figure in the recipe, and why."""
+    """Numbers that the recipe leaves open, as chosen, and why."""
     fallbacks: list[str]
     warnings: list[str]
     cost: JobCost
     drain_s: float
     survive_node_loss: bool
     num_jobs: int = 1
-    """In a row, each begun by Slurm when the one before has ended."""
+    """Jobs in a chain, each started by Slurm when the previous one has ended."""
     prologue: str | None = None
     reward_jobs: RewardJobPlan | None = None
-    """None: rewards have spare cores only."""
+    """None: rewards use spare cores only."""
 
     def role(self, name: RoleName) -> RolePlan:
-        """The plan of one role."""
+        """Return the plan of one role."""
         return next(role for role in self.roles if role.role == name)
 
     def to_json(self) -> bytes:
-        """The contract: sorted keys, two spaces, one final newline."""
+        """Encode the plan: sorted keys, two spaces, one final newline."""
         return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=2) + b"\n"
 
 
 def make_plan(recipe: Recipe, site: Site) -> Plan:
-    """Map roles to partitions and check all that can be checked before queueing."""
+    """Map roles to partitions, and check everything that can be checked before queueing."""
     check_recipe(recipe)
     placement = place_roles(recipe, site)
     recipe, choices = placement.recipe, placement.choices
@@ -160,17 +163,17 @@ def _check_walltime(recipe: Recipe, site: Site, components: list[JobComponent]) 
         if walltime > limit:
             raise PlanError(
                 f"job.walltime_min = {walltime}, and partition {component.partition!r} of site {site.name!r} allows "
-                f"{limit}: lower it (the campaign goes on with `hpcrl resume`)"
+                f"{limit}: lower it (`hpcrl resume` continues the campaign)"
             )
     if recipe.job.drain_s >= walltime * 60:
         raise PlanError(
-            f"job.drain_s = {recipe.job.drain_s:g} leaves nothing of job.walltime_min = {walltime}: "
+            f"job.drain_s = {recipe.job.drain_s:g} uses up all of job.walltime_min = {walltime}: "
             "lower the first or raise the second"
         )
 
 
 def _warn_unverified(site: Site, components: list[JobComponent]) -> list[str]:
-    """What holds, but a reader should know before spending node-hours."""
+    """Warn of facts about the site that are not confirmed."""
     found = []
     if not site.verified:
         found.append(f"the facts about {site.name} were collected from documents and not checked on the machine")
@@ -182,7 +185,7 @@ def _warn_unverified(site: Site, components: list[JobComponent]) -> list[str]:
 
 
 def _warn_few_places(recipe: Recipe) -> list[str]:
-    """Memory bounds isolated environments before `max_running` does: who waits for a place is admitted."""
+    """Warn if memory limits isolated environments below `max_running`; admitted episodes then wait for a place."""
     isolated = [domain.env_memory_gib for domain in recipe.domains.values() if domain.isolation != "none"]
     if not isolated:
         return []
@@ -198,11 +201,11 @@ def _warn_no_scheduler(recipe: Recipe, layout: JobLayout) -> list[str]:
     wanted = recipe.job.num_jobs
     if layout != "local" or wanted == 1:
         return []
-    return [f"job.num_jobs = {wanted}: without a scheduler nobody begins the next but `hpcrl resume`"]
+    return [f"job.num_jobs = {wanted}: without a scheduler, only `hpcrl resume` starts the next one"]
 
 
 def _warn_idle_gpus(components: list[JobComponent], roles: list[RolePlan]) -> list[str]:
-    """Nodes are charged as they are asked for: say what a role leaves unused."""
+    """Warn of unused GPUs, which are charged with their nodes."""
     found = []
     for component in components:
         has = component.gpus_per_node

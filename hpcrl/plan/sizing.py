@@ -1,11 +1,11 @@
-"""How many workers prefill and decode have where the recipe does not say. Pure.
+"""Choose the number of prefill and decode workers where the recipe leaves it open. Pure.
 
-    with_chosen_workers  the recipe with both numbers, as far as there is room for them, and why they are what they are
-    with_single_workers  with one of each
-    AverageTurn          what a turn of the recipe's domains is like
+    with_chosen_workers    the recipe with both numbers, as far as there is room for them, and the reasons
+    with_single_workers    the recipe with one worker of each
+    compute_average_turn, AverageTurn    the average turn of the recipe's domains
 
-Both follow from one signal, the tokens that can be decoded in a second, as HeteroScale sizes its pools: decode gets
-as many workers as hold all running episodes, and prefill as many as compute the prompts of the turns that those say.
+Both numbers follow from one signal, the tokens that can be decoded in a second, as HeteroScale sizes its pools: enough
+decode workers to hold all running episodes, and enough prefill workers to compute the prompts of their turns.
 """
 
 from bisect import bisect_left
@@ -23,10 +23,10 @@ from hpcrl.hardware.gpus import GPU_CATALOGUE, GpuModel
 
 @dataclass(frozen=True, kw_only=True)
 class AverageTurn:
-    """What a turn is like, on average over the domains by their weights."""
+    """The average turn over the domains, by their weights."""
 
     num_new: float
-    """Tokens that the prompt has more than the conversation before it."""
+    """Tokens that the prompt adds to the conversation before it."""
     num_reply: float
     num_context: float
     """Tokens of the conversation, on average over its turns."""
@@ -34,28 +34,28 @@ class AverageTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class _WorkerDemand:
-    """How many workers a role could use, and what they would do."""
+    """The number of workers that a role could use, and why."""
 
     role: RoleName
     num: int
     why: str
 
     def describe(self, num: int) -> str:
-        less = "" if num == self.num else f" of the {self.num} that it could use, as there is no room for more"
+        less = "" if num == self.num else f" of the {self.num} that it could use, because there is no room for more"
         return f"{self.role} has {num} workers{less}: {self.why}"
 
 
 def with_single_workers(recipe: Recipe) -> Recipe:
-    """One worker where the recipe does not say how many: what sizing begins with, and where it cannot be known."""
+    """Set open numbers to one worker: where sizing starts, and what it returns if it lacks the facts."""
     return _limit_workers(recipe, [], most=1)[0]
 
 
 def with_chosen_workers(
     recipe: Recipe, *, gpus: dict[RoleName, str | None], fits: Callable[[Recipe], bool]
 ) -> tuple[Recipe, list[str]]:
-    """Fill in what the recipe leaves at 0; what it says itself stays. `gpus` is the kind that each role gets.
+    """Fill in the numbers that the recipe leaves at 0. `gpus` is the GPU type that each role gets.
 
-    If not all that could be used fits, then as many as do, of both kinds in the ratio that they should have.
+    If not all workers that could be used fit, both roles get fewer, in the same ratio.
     """
     demands = _find_worker_demands(recipe, gpus)
     largest = max((demand.num for demand in demands), default=1)
@@ -65,7 +65,7 @@ def with_chosen_workers(
 
 
 def compute_average_turn(recipe: Recipe) -> AverageTurn:
-    """The mean over the domains, each turn counted as often as it is played."""
+    """Average over the domains; each domain's turn counts by its weight times its number of turns."""
     weights, news, replies, contexts = 0.0, 0.0, 0.0, 0.0
     tiny = recipe.model.tiny
     longest = recipe.engine.max_model_len or (tiny.context_length if tiny else None) or float("inf")
@@ -81,7 +81,7 @@ def compute_average_turn(recipe: Recipe) -> AverageTurn:
 
 
 def _find_worker_demands(recipe: Recipe, gpus: dict[RoleName, str | None]) -> list[_WorkerDemand]:
-    """What the roles whose number is left open could use; nothing where it cannot be known."""
+    """Return the demands of the roles whose number is open; empty if the model's size or the hardware is unknown."""
     asked = recipe.resources
     prefill, decode = _estimate_role_speed(recipe, "prefill", gpus), _estimate_role_speed(recipe, "decode", gpus)
     if prefill is None or decode is None or (asked.prefill.num_workers and asked.decode.num_workers):
@@ -98,7 +98,7 @@ def _find_worker_demands(recipe: Recipe, gpus: dict[RoleName, str | None]) -> li
         open_ones.append(_WorkerDemand(role="decode", num=num_decode, why=why))
     if not asked.prefill.num_workers:
         why = (
-            f"{num_decode} decode workers say {tokens_per_s:.0f} tokens/s, and the prompts of those turns "
+            f"{num_decode} decode workers generate {tokens_per_s:.0f} tokens/s, and the prompts of those turns "
             f"({turn.num_new:.0f} new tokens each) keep {busy:.2f} of them busy"
         )
         open_ones.append(_WorkerDemand(role="prefill", num=ceil(busy), why=why))
@@ -106,7 +106,7 @@ def _find_worker_demands(recipe: Recipe, gpus: dict[RoleName, str | None]) -> li
 
 
 def _count_held_episodes(decode: WorkerSpeed, turn: AverageTurn, gpu: str | None) -> int:
-    """How many episodes one decode worker has the KV for; PlanError if it is not one."""
+    """Return the number of episodes whose KV fits into one decode worker; PlanError if not even one does."""
     held = int(decode.kv_tokens / turn.num_context)
     if not held:
         raise PlanError(
@@ -118,7 +118,10 @@ def _count_held_episodes(decode: WorkerSpeed, turn: AverageTurn, gpu: str | None
 
 
 def _estimate_role_speed(recipe: Recipe, role: RoleName, gpus: dict[RoleName, str | None]) -> WorkerSpeed | None:
-    """None where the model's size or the hardware is not known, or the model does not fit, which is refused later."""
+    """Estimate the speed of a role's worker; None if size or hardware is unknown, or the model does not fit.
+
+    A model that does not fit is refused later.
+    """
     gpu: GpuModel | None = GPU_CATALOGUE.get(gpus.get(role) or "")
     num_params = recipe.model.num_params
     if gpu is None or num_params is None:
@@ -130,7 +133,7 @@ def _estimate_role_speed(recipe: Recipe, role: RoleName, gpus: dict[RoleName, st
 
 
 def _limit_workers(recipe: Recipe, demands: list[_WorkerDemand], *, most: int) -> tuple[Recipe, list[str]]:
-    """The recipe with what is wanted, made smaller alike until the larger number is `most`."""
+    """Fill in the demands, scaled down in the same ratio until the larger one is `most`."""
     largest = max((demand.num for demand in demands), default=1)
     nums = {demand.role: ceil(demand.num * most / largest) for demand in demands}
     asked, replace = recipe.resources, msgspec.structs.replace

@@ -16,7 +16,7 @@ from hpcrl.config.pipeline import (
     render_text,
 )
 
-READY = {
+BUILT_IN = {
     "grpo": {"advantage": "grpo"},
     "ppo": {"advantage": "gae", "num_minibatches": 4},
     "grpo with a reference": {"advantage": "grpo", "kl": "k3", "num_minibatches": 2},
@@ -28,21 +28,21 @@ def node(*inputs, role="policy", function="my.module:name"):
     return DagNode(function=function, inputs=list(inputs), role=role)
 
 
-@pytest.mark.parametrize("asked", READY.values(), ids=READY)
-def test_the_ready_pipelines_can_run(asked):
-    pipeline = make_standard_nodes(**asked)
+@pytest.mark.parametrize("settings", BUILT_IN.values(), ids=BUILT_IN)
+def test_the_built_in_pipelines_can_run(settings):
+    pipeline = make_standard_nodes(**settings)
     assert find_problems(pipeline) == []
     order = order_nodes(pipeline)
     assert all(
-        order.index(taken) < order.index(name) for name in order for taken in pipeline[name].inputs if taken in order
+        order.index(source) < order.index(name) for name in order for source in pipeline[name].inputs if source in order
     )
 
 
-@pytest.mark.parametrize("asked", READY.values(), ids=READY)
-def test_every_node_names_a_function_that_exists(asked):
-    for ready_node in make_standard_nodes(**asked).values():
-        module, _, name = ready_node.function.partition(":")
-        assert callable(reduce(getattr, name.split("."), import_module(module))), ready_node.function
+@pytest.mark.parametrize("settings", BUILT_IN.values(), ids=BUILT_IN)
+def test_every_node_names_a_function_that_exists(settings):
+    for built_in_node in make_standard_nodes(**settings).values():
+        module, _, name = built_in_node.function.partition(":")
+        assert callable(reduce(getattr, name.split("."), import_module(module))), built_in_node.function
 
 
 def test_ppo_has_a_critic_and_grpo_has_none():
@@ -50,32 +50,32 @@ def test_ppo_has_a_critic_and_grpo_has_none():
     assert "values" not in make_standard_nodes(advantage="grpo")
 
 
-def test_nodes_of_one_depth_run_one_after_the_other_as_they_were_declared():
+def test_nodes_of_equal_depth_run_one_after_the_other_as_declared():
     pipeline = {"rows": node("scored"), "b": node("rows"), "a": node("rows"), "end": node("a", "b")}
     assert compute_depths(pipeline) == {"rows": 0, "b": 1, "a": 1, "end": 2}
     assert order_nodes(pipeline) == ["rows", "b", "a", "end"]
 
 
-def test_only_the_trainers_nodes_are_its_workers():
+def test_trainer_workers_run_only_the_nodes_of_the_trainer_roles():
     assert order_nodes(make_standard_nodes(advantage="grpo")) == ["advantage", "deal", "rows", "update"]
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "said"),
+    ("pipeline", "message"),
     [
         ({"a": node("b"), "b": node("a")}, "a -> b -> a"),
         ({"a": node("a")}, "a -> a"),
         ({"a": node("rolouts")}, "takes 'rolouts', which is neither a node nor a spool (a, rollouts, scored)"),
-        ({"a": node()}, "takes nothing"),
-        ({"a": node("scored"), "b": node("a", role="reward")}, "what the trainer makes stays on its workers"),
+        ({"a": node()}, "has no inputs"),
+        ({"a": node("scored"), "b": node("a", role="reward")}, "results of the trainer stay on its workers"),
         ({"a": node("rollouts", role="reward")}, "nothing would be learned"),
     ],
 )
-def test_a_pipeline_that_cannot_run_is_told_why(pipeline, said):
-    assert said in "; ".join(find_problems(pipeline))
+def test_a_pipeline_that_cannot_run_gets_the_reason(pipeline, message):
+    assert message in "; ".join(find_problems(pipeline))
 
 
-def test_the_picture_shows_every_node_and_the_order():
+def test_rendered_pipelines_show_every_node_and_the_order():
     pipeline = make_standard_nodes(advantage="gae", kl="k3", num_minibatches=2)
     shown = render_text(pipeline)
     assert all(name in shown for name in pipeline)

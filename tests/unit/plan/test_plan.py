@@ -101,7 +101,7 @@ def test_jobs_in_a_row_want_a_scheduler() -> None:
     assert plan("job.num_jobs=3").num_jobs == 3
     alone = plan("job.num_jobs=3", site="local")
     assert alone.num_jobs == 1
-    assert any("without a scheduler nobody begins the next" in line for line in alone.warnings)
+    assert any("without a scheduler, only `hpcrl resume` starts the next one" in line for line in alone.warnings)
 
 
 def test_isolated_environments_that_memory_bounds_are_told_of() -> None:
@@ -124,7 +124,7 @@ def test_a_trainer_of_several_ranks_gets_a_place_for_each() -> None:
     ("settings", "cure"),
     [
         (("train.tensor_parallel=2",), 'train.trainer = "megatron"'),
-        (("train.trainer=megatron", "train.tensor_parallel=2"), "resources.train.num_workers = 1 is no multiple"),
+        (("train.trainer=megatron", "train.tensor_parallel=2"), "resources.train.num_workers = 1 is not a multiple"),
         (("train.trainer=megatron", "train.advantage=gae"), "needs a critic"),
         (("train.trainer=megatron", "train.kl=k3"), 'set it to "none"'),
         (("resources.train.num_workers=500",), "raise train.groups_per_step"),

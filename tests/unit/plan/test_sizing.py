@@ -33,7 +33,7 @@ def test_no_more_workers_are_planned_than_the_partition_has_nodes_for() -> None:
     few = planned(site=("partitions.gpu-hbm80g.max_nodes=4", "partitions.gpu.max_nodes=4"))
     assert workers(few)[0] < num_prefill
     assert workers(few)[1] < num_decode
-    assert any(f"of the {num_decode} that it could use, as there is no room for more" in line for line in few.sizes)
+    assert any(f"of the {num_decode} that it could use, because there is no room for" in line for line in few.sizes)
 
 
 def test_the_ratio_of_prefill_to_decode_stays_where_there_is_room_for_a_part() -> None:
@@ -50,7 +50,7 @@ def test_as_many_are_planned_as_there_is_room_for() -> None:
 def test_one_allocation_is_shared_by_what_fits_into_it() -> None:
     together = planned('job.layout="hetstep"', site=("partitions.gpu.max_nodes=8", "partitions.gpu-hbm80g.max_nodes=8"))
     assert 7 <= sum(component.nodes for component in together.components) <= 8
-    assert any("as there is no room for more" in line for line in together.sizes)
+    assert any("because there is no room for more" in line for line in together.sizes)
 
 
 def test_a_conversation_that_no_worker_has_the_kv_for_is_refused() -> None:
