@@ -1,7 +1,7 @@
 """The OpenAI API that agent programs call.
 
-server      HTTP and tokens
-requests    bodies and refusals
+server      HTTP and API keys
+requests    request bodies and error responses
 responses   chat and text forms, tool calls
 generation  choices, stop strings, streaming
 session     one attempt of an episode

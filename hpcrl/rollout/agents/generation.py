@@ -1,13 +1,12 @@
-"""One call of an agent program being answered: all of its choices, whole or piece by piece, each recorded.
+"""Generate the answer to one call of an agent program: all of its choices, whole or streamed, each recorded.
 
-Call      a request, its prompt and the form of its answers
-merged    the chunks of all choices as they come
-all_of    what several do at once; if one fails the others are ended
+CompletionCall     a request with its prompt and the form of its answers
+merge_choices      streams the chunks of all choices as they arrive
+gather_or_cancel   awaits several calls; if one fails, the others are cancelled
+PartialAnswer      one choice so far: turns token ids into text, cut at the client's stop strings
+stream_answer      generates a turn into a PartialAnswer; closing it ends the request in the engine
 
-An answer in the making: pieces of text that are certain, cut at the texts that a client wants it to stop at.
-
-Draft     takes ids as they come, gives text; what may be the beginning of a stop is held back
-pieces    says a turn and gives a Draft its pieces; closing it ends the request in the engine
+Text that may be the start of a stop string is withheld until that is certain.
 """
 
 import asyncio
@@ -30,11 +29,11 @@ from hpcrl.rollout.turn import StreamingGenerator, generate_turn, stream_turn
 
 
 class PartialAnswer:
-    """One choice of an answer."""
+    """One choice of an answer while it is generated."""
 
     def __init__(self, template: ChatTemplate, *, stops: Sequence[str], hidden_ids: Collection[int]) -> None:
         self.text = ""
-        """All that the client is to see of the answer so far."""
+        """The text of the answer so far that the client may see."""
         self.finish_reason: str | None = None
         self._template = template
         self.stops = stops
@@ -49,19 +48,19 @@ class PartialAnswer:
 
     @property
     def completion(self) -> Completion:
-        """What was said, up to and with the token that completed a stop."""
+        """The generated tokens, up to and including the one that completed a stop."""
         completion = join_chunks(self.chunks)
         finish = "stop" if self.finish_reason == "stop" else completion.finish_reason
         return msgspec.structs.replace(completion, finish_reason=finish)
 
     def add_completion(self, completion: Completion) -> None:
-        """A whole answer that nothing has to be looked for in: spelled at once."""
+        """Add a whole answer that needs no search for stops, and decode it at once."""
         self.chunks.append(convert_to_chunk(completion))
         self.text = self._decoded = self._template.decode(self._visible_ids(completion.token_ids))
         self.finish_reason = "stop" if completion.finish_reason == "stop" else "length"
 
     def add_chunk(self, chunk: CompletionChunk) -> CompletionChunk:
-        """The next piece, cut if a stop was said in it; `text` has grown by what is certain now."""
+        """Add the next chunk, return it cut at the first stop, and extend `text` by what is certain now."""
         for position, token in enumerate(chunk.token_ids):
             self._decoded += self._decode_next(self._visible_ids([token]))
             if (end := self._find_stop()) is not None:
@@ -78,7 +77,7 @@ class PartialAnswer:
         return chunk
 
     def _finish_text(self) -> None:
-        """All of it, also half a character; an answer cut in one is told as a whole decoder would."""
+        """Decode the whole text, which may end in an incomplete character, as a decoder of all tokens would."""
         decoded = self._template.decode(self._visible_ids(join_chunks(self.chunks).token_ids))
         self.text = self._decoded = decoded if decoded.startswith(self._decoded) else self._decoded
         if (end := self._find_stop()) is not None:
@@ -88,7 +87,7 @@ class PartialAnswer:
         return [token for token in token_ids if token not in self._hidden_ids]
 
     def _find_stop(self) -> int | None:
-        """Where the first stop begins, if one has been said."""
+        """Return where the first stop starts, or None if none was generated."""
         found = [self._decoded.find(stop, max(0, self._num_searched - len(stop))) for stop in self.stops]
         self._num_searched = len(self._decoded)
         return min((position for position in found if position >= 0), default=None)
@@ -100,7 +99,7 @@ class PartialAnswer:
 async def stream_answer(
     policy: StreamingGenerator, request: GenerateRequest, answer: PartialAnswer
 ) -> AsyncGenerator[CompletionChunk, None]:
-    """Say the turn into the draft; gives the pieces that belong to the answer."""
+    """Generate the turn into `answer`; yield the chunks that belong to the answer."""
     async with contextlib.aclosing(stream_turn(policy, request)) as chunks:
         async for chunk in chunks:
             yield answer.add_chunk(chunk)
@@ -109,12 +108,12 @@ async def stream_answer(
 
 
 def _overlap_length(text: str, stop: str) -> int:
-    """The length of the longest end of the text that may begin the stop."""
+    """Return the length of the longest end of the text that may be the start of the stop."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 def _cut_chunk(chunk: CompletionChunk, num: int) -> CompletionChunk:
-    """The first `num` tokens of a piece, as the last piece of an answer that was stopped."""
+    """Return the first `num` tokens of a chunk, as the last chunk of a stopped answer."""
     return msgspec.structs.replace(
         chunk,
         token_ids=chunk.token_ids[:num],
@@ -126,7 +125,7 @@ def _cut_chunk(chunk: CompletionChunk, num: int) -> CompletionChunk:
 
 
 class CompletionCall:
-    """One request being answered, for all of its choices."""
+    """One request being answered, with all of its choices."""
 
     def __init__(
         self,
@@ -159,7 +158,7 @@ class CompletionCall:
         return make_usage(num_prompt=len(self._requests[0].token_ids), num_generated=self._num_generated)
 
     async def complete(self, index: int) -> dict[str, Any]:
-        """One choice, recorded."""
+        """Generate one choice as a whole and record it."""
         request, answer, started_at = self._requests[index], self._new_answer(), loop_time()
         if answer.stops:
             async for _ in stream_answer(self._policy, request, answer):
@@ -169,7 +168,7 @@ class CompletionCall:
         return self._record_choice(request, index, answer, started_at=started_at)
 
     async def stream(self, index: int) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of one choice, recorded before the last is told."""
+        """Stream the chunks of one choice, which is recorded before its last chunk is sent."""
         request, answer, started_at, num_sent = self._requests[index], self._new_answer(), loop_time(), 0
         opening_chunks = self._form.opening_chunks(index)
         async with contextlib.aclosing(stream_answer(self._policy, request, answer)) as parts:
@@ -226,7 +225,7 @@ class CompletionCall:
 
 
 async def merge_choices(call: CompletionCall) -> AsyncGenerator[dict[str, Any], None]:
-    """The chunks of all choices as they come."""
+    """Stream the chunks of all choices as they arrive."""
     if call.num_choices == 1:
         async with contextlib.aclosing(call.stream(0)) as chunks:
             async for chunk in chunks:
@@ -256,7 +255,7 @@ async def merge_choices(call: CompletionCall) -> AsyncGenerator[dict[str, Any], 
 
 
 async def gather_or_cancel(calls: list[Any]) -> list[Any]:
-    """What all of them return; if one fails the others are ended."""
+    """Return the results of all calls; if one fails, cancel the others."""
     if len(calls) == 1:
         return [await calls[0]]
     tasks = [asyncio.ensure_future(call) for call in calls]

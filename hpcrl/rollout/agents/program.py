@@ -1,7 +1,7 @@
-"""One episode of an agent program, which drives the model itself: the other kind of episode beside rollout.episode.
+"""Run one episode of an agent program, which calls the model itself: the other kind beside hpcrl.rollout.episode.
 
-run_program runs it to the same statuses, with the same retries and deadlines. An engine that failed it is not its
-environment's fault; being stale ends the program at once, as does cancelling.
+run_program runs it to the same statuses, with the same retries and deadlines. A failed engine is not recorded as a
+fault of the environment; a program that is stale or cancelled is ended at once.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ async def run_program(
 async def _run_attempt(
     make_program: Callable[[], ProgramEnv], session: ProgramSession, proxy: ModelProxy, *, seconds: float
 ) -> tuple[float | None, str]:
-    """The reward of one run of the program, or what went wrong."""
+    """Run the program once; return its reward, or None and the fault."""
     token = proxy.open(session)
     try:
         async with asyncio.timeout(seconds):
@@ -84,14 +84,14 @@ async def _run_attempt(
     if session.is_stale:
         return reward, ""
     if not session.recording.turns:
-        return None, session.fault or f"{session.name}: the program never asked the model anything"
+        return None, session.fault or f"{session.name}: the program never called the model"
     if reward is None:
         return None, session.fault or f"{session.name}: the program neither printed nor posted a reward"
     return reward, ""
 
 
 async def _await_program(program: ProgramEnv, session: ProgramSession, access: ModelAccess) -> float | None:
-    """The program, until it ends or is not wanted any more."""
+    """Await the program until it ends or the session stops it."""
     session.sampling, session.trained_conversation = program.sampling, program.trains
     running = asyncio.ensure_future(program.run(session.seed, access))
     stop_waiter = asyncio.ensure_future(session.stop_event.wait())
@@ -110,7 +110,7 @@ async def _await_program(program: ProgramEnv, session: ProgramSession, access: M
 
 
 def _final_status(session: ProgramSession, reward: float | None) -> EpisodeStatus:
-    """How the episode ended."""
+    """Return the status of the ended episode."""
     if session.is_stale:
         return "aborted-stale"
     if reward is None or not session.recording.turns:

@@ -1,14 +1,16 @@
-"""What an agent program said through the proxy, exact to the token: a tree of turns, each leaf a conversation.
+"""Recording of an agent program's calls, exact to the token: a tree of turns in which each leaf is a conversation.
 
-    Recording.chat, .text   the prompt of a request: what was recorded, as it came, and the ids of what is new
-    Recording.said          records an answer; it can be gone on from
-    Recording.trajectory    the trained conversation, with the others in it as branches
-    branches_of             the other conversations of a trajectory, each as a trajectory of its own
+    ConversationRecording               makes prompts, records answers, builds the trajectory
+    TurnPrompt, RecordedTurn            the prompt of a turn, and the turn once answered
+    ConversationBranch                  a conversation that is not trained on, stored inside the trajectory
+    branches_of                         restores those conversations as separate trajectories
+    EpisodeFacts                        the fields of the record that the episode supplies
+    ConversationChoice, ChatMessage     which conversation is trained on; a message as clients send it
 
-A request goes on from a turn if its messages begin with that turn's messages and its answer, unchanged, and the chat
-template still shows that answer as it was said. Then the ids of all that was before are used again and only the new
-messages are tokenised. Whatever a client changed, dropped or summarised begins a branch at the last turn that it
-kept; so do several answers to one request, and templates that leave old thoughts out of the history.
+A request continues a turn if its messages start with that turn's messages and its answer, unchanged, and the chat
+template still renders that answer as generated. Then all earlier token ids are reused and only the new messages are
+tokenised. Whatever a client changed, dropped or summarised starts a branch at the last turn that it kept; so do
+several answers to one request, and templates that leave old thoughts out of the history.
 """
 
 import hashlib
@@ -29,33 +31,33 @@ from hpcrl.spool.status import EpisodeStatus
 
 ChatMessage = dict[str, Any]
 ConversationChoice = Literal["longest", "last"]
-"""Which conversation is trained: that in which the model said most (of equals the later), or the one gone on with last.
+"""The conversation to train on: the one with the most generated tokens (the later of equals), or the last continued.
 
-One and not several, since the turns that they share would count twice.
+Only one is trained on, since turns that several share would count twice.
 """
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)
 class TurnPrompt:
-    """What the model is shown in one turn."""
+    """The prompt of one turn."""
 
     parent: "RecordedTurn | None"
     new_token_ids: list[int]
-    """The ids that come after the parent's."""
+    """The ids that follow the parent's."""
     rendered: str
-    """All of it as text, to see whether a later request begins with it."""
+    """The whole prompt as text, to check whether a later request starts with it."""
     messages: list[ChatMessage] = field(default_factory=list)
-    """As rendered: answers of the model are the text that it said."""
+    """The messages as rendered: answers of the model are the text that it generated."""
     key: bytes = b""
-    """Stands for the client's messages."""
+    """A hash of the client's messages."""
 
     def token_ids(self) -> list[int]:
-        """All of it."""
+        """Return the ids of the whole prompt."""
         before = [ids for turn in self.path() for ids in (turn.prompt.new_token_ids, turn.completion.token_ids)]
         return [*itertools.chain.from_iterable(before), *self.new_token_ids]
 
     def path(self) -> "list[RecordedTurn]":
-        """The turns before it, from the first one."""
+        """Return the earlier turns, from the first one."""
         path, turn = [], self.parent
         while turn is not None:
             path.append(turn)
@@ -65,41 +67,41 @@ class TurnPrompt:
 
 @dataclass(eq=False, frozen=True, kw_only=True)
 class RecordedTurn:
-    """A recorded turn."""
+    """A turn that was answered and recorded."""
 
     number: int
-    """Turns in the order in which they were answered."""
+    """The position in the order in which turns were answered."""
     prompt: TurnPrompt
     completion: Completion
     text: str
-    """All that was said, without marks."""
+    """The generated text, without special tokens."""
     is_trained: bool
-    """False if it was sampled otherwise than training assumes."""
+    """False if it was not sampled as training assumes."""
     started_at: float
-    """When it was asked for, by the clock of the episode."""
+    """The time of the request, by the clock of the episode."""
     generate_s: float
 
     def token_ids(self) -> list[int]:
-        """The prompt and the answer."""
+        """Return the ids of the prompt and the answer."""
         return [*self.prompt.token_ids(), *self.completion.token_ids]
 
     def path(self) -> "list[RecordedTurn]":
-        """The turns from the first one to this."""
+        """Return the turns from the first one to this."""
         return [*self.prompt.path(), self]
 
 
 class ConversationBranch(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation that was not trained, without what it has in common with the one that was."""
+    """A conversation that is not trained on, without the tokens that it shares with the one that is."""
 
     shares: int
-    """How many tokens, from the first, are those of the trajectory."""
+    """The number of leading tokens that are those of the trajectory."""
     token_ids: list[int]
     """The others."""
     logprobs: list[float]
     versions: list[int]
     loss_mask: list[bool]
     turns: list[EpisodeTurn]
-    """Its own; places count from the first token of the whole."""
+    """The turns of the branch; positions count from the first token of the whole conversation."""
 
 
 class ConversationRecording:
@@ -113,7 +115,7 @@ class ConversationRecording:
     # ---- prompts
 
     def chat_prompt(self, messages: Sequence[ChatMessage], *, tools: Sequence[Any] | None) -> TurnPrompt:
-        """The prompt of a conversation. ConfigError if the template does not take it."""
+        """Make the prompt of a conversation; raise ConfigError if the template cannot render it."""
         keys = list(_chain_keys(messages))
         for count in range(len(messages), 0, -1):
             for turn in reversed(self._answers.get(keys[count - 1], ())):
@@ -126,7 +128,7 @@ class ConversationRecording:
         )
 
     def text_prompt(self, prompt: str | list[int]) -> TurnPrompt:
-        """The prompt of a plain completion, given as text or as ids."""
+        """Make the prompt of a plain completion, given as text or as ids."""
         if not isinstance(prompt, str):
             return self._prompt_from_ids(prompt)
         for turn in reversed(self.turns):
@@ -146,12 +148,12 @@ class ConversationRecording:
     def _continue_turn(
         self, turn: RecordedTurn, new: Sequence[ChatMessage], *, tools: Sequence[Any] | None, key: bytes
     ) -> TurnPrompt | None:
-        """The prompt that goes on from a turn, if the template shows that turn as it was."""
+        """Return the prompt that continues a turn, or None if the template renders that turn differently."""
         template = self._template
         messages = [*turn.prompt.messages, {"role": "assistant", "content": turn.text}, *new]
         try:
             rendered = template.render(messages, tools=tools)
-        except ConfigError:  # it may take the client's own form of the answer
+        except ConfigError:  # it may accept the client's own form of the answer
             return None
         before = turn.prompt.rendered + template.guard(turn.text)
         if not rendered.startswith(before):
@@ -173,10 +175,10 @@ class ConversationRecording:
         started_at: float,
         generate_s: float,
     ) -> RecordedTurn:
-        """Record an answer, which the client knows as the message `answer`."""
+        """Record an answer, which the client received as the message `answer`."""
         if not len(completion.token_ids) == len(completion.logprobs) == len(completion.versions):
             raise EngineAnswerError(
-                f"the engine gave {len(completion.token_ids)} tokens, {len(completion.logprobs)} log-probabilities and "
+                f"the engine sent {len(completion.token_ids)} tokens, {len(completion.logprobs)} log-probabilities and "
                 f"{len(completion.versions)} versions: one of each per token is needed"
             )
         turn = RecordedTurn(
@@ -193,22 +195,22 @@ class ConversationRecording:
             self._answers.setdefault(_extend_key(prompt.key, answer), []).append(turn)
         return turn
 
-    # ---- the way out
+    # ---- results
 
     def leaves(self) -> list[RecordedTurn]:
-        """The last turns of all conversations."""
+        """Return the last turns of all conversations."""
         continued = {turn.prompt.parent for turn in self.turns}
         return [turn for turn in self.turns if turn not in continued]
 
     def trained_leaf(self, choice: ConversationChoice) -> RecordedTurn | None:
-        """The last turn of the conversation to train on."""
+        """Return the last turn of the conversation to train on."""
         leaves = self.leaves()
         if choice == "last":
             return leaves[-1] if leaves else None
         return max(leaves, key=lambda leaf: (_count_trained_tokens(leaf), leaf.number), default=None)
 
     def trajectory(self, facts: "EpisodeFacts", *, reward: float, choice: ConversationChoice) -> Trajectory:
-        """The record of the episode. Its reward is given to the last turn."""
+        """Build the record of the episode; the last turn receives the reward."""
         leaf = self.trained_leaf(choice)
         path = leaf.path() if leaf else []
         columns, turns = _make_columns(path), list(_make_turns(path, ended_at=facts.ended_at))
@@ -239,7 +241,7 @@ class ConversationRecording:
 
 
 class EpisodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the episode itself knows of its record."""
+    """The fields of the record that the episode supplies."""
 
     id: str
     group: str
@@ -249,13 +251,13 @@ class EpisodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     producer: str
     start_version: int
     started_at: float
-    """When its program was started, and when it ended: `reset_s` is the time until it asked for the first time."""
+    """The start of its program; `reset_s` is the time from then to the first request."""
     ended_at: float
     extra: dict[str, Any] = {}
 
 
 def branches_of(trajectory: Trajectory) -> list[Trajectory]:
-    """The conversations of the episode that were not trained; `ID~1` is the first."""
+    """Return the conversations of the episode that are not trained on; `ID~1` is the first."""
     branches = msgspec.convert(trajectory.extra.get("branches", []), list[ConversationBranch])
     return [_restore_branch(trajectory, branch, number=number) for number, branch in enumerate(branches, start=1)]
 
@@ -294,7 +296,7 @@ def _count_common_ids(mine: list[int], theirs: list[int]) -> int:
 
 
 def _make_columns(path: list[RecordedTurn]) -> dict[str, Any]:
-    """The per-token columns of a conversation."""
+    """Build the per-token columns of a conversation."""
     ids: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
@@ -314,7 +316,7 @@ def _make_columns(path: list[RecordedTurn]) -> dict[str, Any]:
 
 
 def _make_turns(path: list[RecordedTurn], *, ended_at: float) -> Iterator[EpisodeTurn]:
-    """What the program did between an answer and its next question is the step of that turn."""
+    """Yield the turns' records; the time from an answer to the program's next request is the step of that turn."""
     position = 0
     next_starts = [*(turn.started_at for turn in path[1:]), ended_at]
     for turn, next_started_at in zip(path, next_starts, strict=False):
@@ -336,7 +338,7 @@ def _count_trained_tokens(leaf: RecordedTurn) -> int:
 
 
 def _chain_keys(messages: Sequence[ChatMessage]) -> Iterator[bytes]:
-    """For each message: what stands for the conversation up to it."""
+    """Yield for each message a hash of the conversation up to it."""
     key = b""
     for message in messages:
         key = _extend_key(key, message)

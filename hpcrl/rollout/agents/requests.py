@@ -1,10 +1,10 @@
-"""The part of OpenAI's API that a model of ours answers: what is asked, what is refused and how. Pure.
+"""Requests of the OpenAI API that are supported, and the errors for those that are not. Pure.
 
-ChatRequest, TextRequest      the bodies; a field that would change the answer and is not known is refused by name
-parsed                        a body from bytes
-plain_messages                messages as a chat template wants them
-Sampling                      what both kinds of request say about sampling
-ApiError                      a refusal in OpenAI's form, with its status
+ChatRequest, TextRequest, RewardRequest   the bodies; an unknown field is rejected by name
+StreamOptions, ResponseFormat             parts of them
+parse_body                                decodes a body, or raises an ApiError that names the bad field
+normalise_messages                        messages as a chat template needs them
+ApiError                                  an error in OpenAI's form, with its status
 """
 
 import json
@@ -25,7 +25,7 @@ NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
 
 class ApiError(Exception):
-    """A refusal as OpenAI words it; clients try again only after status 408, 409, 429 and 5xx."""
+    """An error response in OpenAI's form; clients retry only after status 408, 409, 429 and 5xx."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds have in common. OpenAI's clients send null for what is not given."""
+    """The fields that both kinds have in common. OpenAI's clients send null for a field that is not set."""
 
     model: str
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Probability | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
-    """Not OpenAI's, but of every open server."""
+    """An extension that most open servers support; OpenAI's API lacks it."""
     seed: int | None = None
     n: NumChoices | None = None
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
@@ -73,7 +73,7 @@ class _SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     frequency_penalty: Zero | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
     user: Any = None
-    """This and the next few have no say in the answer."""
+    """Ignored, like the fields below: they do not affect the answer."""
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
@@ -82,13 +82,13 @@ class _SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The texts that end an answer."""
+        """The strings that end an answer."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(text for text in given if text)
 
 
 class ChatRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -101,7 +101,7 @@ class ChatRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class TextRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/completions, for one prompt."""
+    """The body of POST /v1/completions, for one prompt."""
 
     prompt: str | list[int]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -110,7 +110,7 @@ class TextRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class RewardRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/hpcrl/reward."""
+    """The body of POST /v1/hpcrl/reward."""
 
     reward: float
 
@@ -122,13 +122,13 @@ _MISSING_FIELD = re.compile(r"required field `(?P<name>[^`]+)`")
 
 
 def parse_body(body: bytes, kind: type[R]) -> R:
-    """The request, or the refusal that names what is wrong with it."""
+    """Decode a request; raise an ApiError that names what is wrong with it."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _make_refusal(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+        raise ApiError(400, f"the request body is not valid JSON: {error}", code="invalid_json") from None
 
 
 def _make_refusal(why: str) -> ApiError:
@@ -143,14 +143,14 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def normalise_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as a template wants them and as they can be compared: text contents, arguments as objects, no nulls."""
+    """Return messages in a form to render and compare: contents as text, arguments as objects, no nulls."""
     return [_normalise_message(message, place=f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _normalise_message(message: dict[str, Any], *, place: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in _ROLES:
-        raise ApiError(400, f"{place}.role is {role!r}: it is one of {', '.join(_ROLES)}", param="messages")
+        raise ApiError(400, f"{place}.role is {role!r}: it must be one of {', '.join(_ROLES)}", param="messages")
     plain: dict[str, Any] = {"role": role, "content": _join_text(message.get("content"), place=place)}
     if message.get("tool_calls"):
         plain["tool_calls"] = [_normalise_call(call, place=place) for call in message["tool_calls"]]
@@ -174,6 +174,6 @@ def _normalise_call(call: Any, *, place: str) -> dict[str, Any]:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ApiError(
-            400, f"{place}.tool_calls has one that is no call of a function: {error!r}", param="messages"
+            400, f"{place}.tool_calls has one that is not a function call: {error!r}", param="messages"
         ) from None
     return {"id": str(call.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,11 +1,11 @@
-"""Answers in OpenAI's form: whole, and as the chunks of a stream. Pure.
+"""Responses in OpenAI's form, whole and as chunks of a stream, with the tool calls found in generated text. Pure.
 
-ChatForm, TextForm     the two kinds of request: what an answer, a chunk and log-probabilities look like in each
-
-Tool calls in what a model says, in the form that Hermes and Qwen models use: JSON between two tags. Pure.
-
-parse        the text before the first call, and the calls
-certain      how much of a growing text can be told already, as it will not turn out to be a call
+AnswerForm, ChatForm, TextForm  the form of answers, chunks and log-probabilities for the two kinds of request
+make_header, make_usage         the fields that every response has
+extract_message                 the answer as a client will send it back
+ToolFormat, ToolCall            how a model writes tool calls, and one such call
+HermesFormat, HERMES            JSON between two tags, as Hermes and Qwen models write them
+JsonObject                      a decoded JSON object
 """
 
 import json
@@ -23,14 +23,14 @@ OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a function by its name."""
+    """A tool call: a function's name with arguments."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class ToolFormat(Protocol):
-    """How a model writes its calls; a model that does it otherwise needs another of these."""
+    """A protocol for the tool calls in generated text; a model that writes them differently needs its own."""
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]: ...
 
@@ -38,16 +38,17 @@ class ToolFormat(Protocol):
 
 
 class HermesFormat:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as needed, after any text."""
+    """The form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, repeated as needed, after any text."""
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
-        """A call that is not well formed makes the whole answer text: the agent is shown what the model said."""
+        """Return the text before the first call, and the calls; one malformed call makes the whole answer text."""
         before, *pieces = text.split(OPEN_TAG)
         calls = [_parse_call(piece.partition(CLOSE_TAG)[0]) for piece in pieces]
         good = [call for call in calls if call is not None]
         return (before.rstrip(), good) if pieces and len(good) == len(calls) else (text, [])
 
     def stable_length(self, text: str) -> int:
+        """Return how much of a growing text can be sent, as it cannot become part of a call."""
         if OPEN_TAG in text:
             text = text[: text.index(OPEN_TAG)]
         held = next((size for size in range(len(OPEN_TAG) - 1, 0, -1) if text.endswith(OPEN_TAG[:size])), 0)
@@ -70,32 +71,32 @@ JsonObject = dict[str, Any]
 
 
 class AnswerForm(Protocol):
-    """One kind of request and how it is answered."""
+    """A protocol for answering one kind of request."""
 
     kind: str
 
     def choice(
         self, index: int, *, text: str, finish_reason: str, parts: Sequence[CompletionChunk], name: str
     ) -> JsonObject:
-        """A whole choice; `name` begins the ids of its tool calls."""
+        """Make a whole choice; the ids of its tool calls start with `name`."""
 
     def opening_chunks(self, index: int) -> list[JsonObject]:
-        """What a stream begins a choice with."""
+        """Make the chunks that open a choice in a stream."""
 
     def chunk(self, index: int, *, text: str, num_sent: int, part: CompletionChunk) -> JsonObject:
-        """A piece of a choice: its text from `num_sent` on, as far as it is certain."""
+        """Make a chunk of a choice: its text from `num_sent` on, as far as it is certain."""
 
     def closing_chunks(
         self, index: int, *, text: str, num_sent: int, finish_reason: str, part: CompletionChunk, name: str
     ) -> list[JsonObject]:
-        """The last pieces of a choice."""
+        """Make the last chunks of a choice."""
 
     def stable_length(self, text: str) -> int:
-        """How much of a growing text may be told."""
+        """Return how much of a growing text may be sent."""
 
 
 class ChatForm:
-    """Of POST /v1/chat/completions."""
+    """The answers to POST /v1/chat/completions."""
 
     kind = "chat.completion"
 
@@ -166,7 +167,7 @@ class ChatForm:
 
 
 class TextForm:
-    """Of POST /v1/completions."""
+    """The answers to POST /v1/completions."""
 
     kind = "text_completion"
 
@@ -212,17 +213,17 @@ class TextForm:
 
 
 def make_header(kind: str, *, name: str, model: str) -> JsonObject:
-    """What every answer begins with."""
+    """Return the fields at the start of every response."""
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
 def make_usage(*, num_prompt: int, num_generated: int) -> JsonObject:
-    """What an answer cost."""
+    """Return the token counts of a response."""
     return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": num_prompt + num_generated}
 
 
 def extract_message(choice: JsonObject) -> JsonObject | None:
-    """The answer as a client will send it back; None if it is no message."""
+    """Return the answer as a client will send it back, or None if it is not a message."""
     message = choice.get("message")
     return message and {name: message[name] for name in ("role", "content", "tool_calls") if name in message}
 

@@ -1,10 +1,11 @@
-"""The model behind OpenAI's API, for agent programs of an env host: on loopback and on a socket file, one token each.
+"""Serve the model under OpenAI's API to the agent programs of an env worker, on loopback and on a socket file.
 
-    ModelProxy   POST /v1/chat/completions /v1/completions, GET /v1/models, POST /v1/hpcrl/reward
-    Proxy.open   lets a Session in: its token is the program's api key, by which its calls are told from all others
+    ModelProxy        POST /v1/chat/completions /v1/completions, GET /v1/models, POST /v1/hpcrl/reward
+    ModelProxy.open   opens a session; its token is the program's API key, which identifies its calls
+    DEFAULT_MODEL     the name of the model
 
-What a program says and hears is recorded in its session as the tokens that they were (hpcrl.rollout.agents.recording).
-A client that hangs up ends its request in the engine. Whatever goes wrong is answered in OpenAI's form.
+All prompts and answers are recorded in the program's session with their exact tokens (hpcrl.rollout.agents.recording).
+A client that disconnects ends its request in the engine. Every error is reported in OpenAI's form.
 """
 
 import asyncio
@@ -43,14 +44,14 @@ from hpcrl.rollout.turn import StreamingGenerator
 
 MAX_BODY_BYTES = 64 << 20
 DEFAULT_MODEL = "hpcrl"
-"""What the model is called unless a domain says otherwise."""
+"""The name of the model, unless a domain sets another."""
 MODELS_PATH = "/v1/models"
 JSON_HEADERS = {"Content-Type": "application/json"}
 RouteHandler = Callable[[web.BaseRequest, ProgramSession], Awaitable[web.StreamResponse]]
 
 
 class ModelProxy:
-    """Used as `async with Proxy(...) as proxy`; programs are let in by `open` and shut out by `close`."""
+    """The server, used as `async with ModelProxy(...) as proxy`; `open` admits a program and `close` ends that."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class ModelProxy:
     ) -> None:
         self.url = ""
         self.socket_path = Path()
-        """The same as a file, for sandboxes that have no network."""
+        """The same API on a socket file, for sandboxes without network."""
         self._policy = policy
         self.template = template
         self._tools = tools
@@ -77,7 +78,7 @@ class ModelProxy:
         self._runner: web.ServerRunner | None = None
 
     async def __aenter__(self) -> Self:
-        # a handful of fixed routes: every call would pay for an Application's routing and middleware
+        # A handful of fixed routes does not need an Application, whose routing and middleware cost time on every call.
         make_request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=MAX_BODY_BYTES)
         server = web.Server(self._handle, request_factory=make_request, handler_cancellation=True, access_log=None)
         self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
@@ -97,17 +98,17 @@ class ModelProxy:
         shutil.rmtree(self.socket_path.parent, ignore_errors=True)
 
     def open(self, session: ProgramSession) -> str:
-        """Let a session's program in; returns its api key."""
+        """Admit a session's program; return its API key."""
         token = secrets.token_urlsafe(32)
         self._sessions[_hash_token(token)] = session
         return token
 
     def model_access(self, token: str) -> ModelAccess:
-        """How a program with this token reaches the model."""
+        """Return how a program with this token reaches the model."""
         return ModelAccess(url=self.url, socket=str(self.socket_path), api_key=token, model=self._model)
 
     def close(self, token: str) -> None:
-        """Shut it out, and end what is still being said to it."""
+        """Close the session with this token, and cancel its running calls."""
         session = self._sessions.pop(_hash_token(token), None)
         if session is not None:
             session.close()
@@ -132,7 +133,7 @@ class ModelProxy:
         ids = prompt.token_ids()
         if not ids or not 0 <= min(ids) <= max(ids) < self.template.vocabulary_size:
             known = self.template.vocabulary_size - 1
-            raise ApiError(400, f"the prompt must have tokens, of 0..{known}", param="prompt", code="invalid_value")
+            raise ApiError(400, f"the prompt needs tokens, all in 0..{known}", param="prompt", code="invalid_value")
         return await self._answer_call(
             http, session, api_request, prompt, TextForm(api_request, template=self.template)
         )
@@ -157,7 +158,7 @@ class ModelProxy:
 
     def _check_model(self, model: str) -> None:
         if model != self._model:
-            why = f"the model {model!r} does not exist: the one here is {self._model!r}"
+            why = f"the model {model!r} does not exist: use {self._model!r}"
             raise ApiError(404, why, code="model_not_found", param="model")
 
     def _model_card(self) -> dict[str, Any]:
@@ -194,7 +195,7 @@ class ModelProxy:
         return _json_response({**call.header, "choices": choices, "usage": call.usage()})
 
     async def _stream_call(self, http: web.BaseRequest, call: CompletionCall) -> web.StreamResponse:
-        """Server-sent events. The first piece is waited for before the status: until then a failure can have one."""
+        """Send server-sent events; the status is sent with the first chunk, so that a failure before it has its own."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             async with contextlib.aclosing(merge_choices(call)) as chunks:
@@ -214,10 +215,10 @@ class ModelProxy:
             await response.write(b"data: [DONE]\n\n")
         return response
 
-    # ---- the door
+    # ---- dispatch
 
     async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
-        """Nobody gets past without a token, and nothing leaves but in OpenAI's form."""
+        """Dispatch a request with a valid token; every response, errors included, has OpenAI's form."""
         try:
             session = self._find_session(http)
             await _request_body(http)
@@ -237,14 +238,14 @@ class ModelProxy:
         if http.method == "GET" and path.startswith(MODELS_PATH + "/"):
             return self._one_model
         status = 405 if any(path == known for _, known in self._routes) else 404
-        raise ApiError(status, f"there is no {http.method} {path} here: see OpenAI's API, under /v1")
+        raise ApiError(status, f"{http.method} {path} is not supported: see OpenAI's API, under /v1")
 
     def _find_session(self, http: web.BaseRequest) -> ProgramSession:
-        """Whose call this is."""
+        """Return the session that the request's API key belongs to."""
         scheme, _, token = http.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(_hash_token(token)) if scheme == "Bearer" else None
         if session is None:
-            why = "no program has this api key: each is given its own as OPENAI_API_KEY"
+            why = "no running program has this API key: use the one that it receives as OPENAI_API_KEY"
             raise ApiError(401, why, code="invalid_api_key")
         return session
 
@@ -256,14 +257,14 @@ class ModelProxy:
 
 
 async def _request_body(http: web.BaseRequest) -> None:
-    """Some clients, curl among them, wait to be asked for a long body."""
+    """Send 100 Continue to a client that waits for it, as curl does before a long body."""
     if http.headers.get("Expect", "").lower() == "100-continue":
         await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        http.writer.output_size = 0  # the answer has not begun
+        http.writer.output_size = 0  # the response has not started
 
 
 def _hash_token(token: str) -> bytes:
-    """What tokens are looked up by: how long that takes tells nothing of them."""
+    """Return the key under which a token is looked up: a hash, so that timing reveals nothing about the token."""
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 

@@ -1,4 +1,8 @@
-"""What one agent program may ask of the model, and what came of it."""
+"""Session of one agent program: its limits, its engine requests and their recording.
+
+ProgramSession   one attempt at an episode
+SamplingSource   whose sampling parameters apply
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -15,7 +19,7 @@ from hpcrl.rollout.tasks import stable_hash
 from hpcrl.spool.ids import make_request_id
 
 SamplingSource = Literal["recipe", "program"]
-"""Whose temperature, top_p and top_k count; what is not sampled as the recipe says is recorded but not trained on."""
+"""The source of temperature, top_p and top_k; turns not sampled as in the recipe are recorded but not trained on."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -23,7 +27,7 @@ class ProgramSession:
     """One attempt at an episode, as the calls of its program see it."""
 
     name: str
-    """The episode's id and the number of the attempt; begins the ids of its requests."""
+    """The episode's id and the number of the attempt; the ids of its requests start with it."""
     trajectory: str
     domain: str
     seed: int
@@ -34,29 +38,31 @@ class ProgramSession:
     sampling: SamplingSource = "recipe"
     trained_conversation: ConversationChoice = "longest"
     reward: float | None = None
-    """As posted by the program."""
+    """The reward posted by the program."""
     is_stale: bool = False
     is_truncated: bool = False
-    """A call was refused for want of context or turns: the episode is cut short if it ends well."""
+    """True once a call was refused for lack of context or turns: an episode that ends well is then truncated."""
     fault: str = ""
-    """Why the last call got no answer from any engine; an answered one clears it."""
+    """The reason why no engine answered the last call; an answered call clears it."""
     stop_event: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the program is to be ended before its time."""
+    """Set when the program is to be ended early."""
     calls: "set[asyncio.Task[Any]]" = field(default_factory=set)
     num_calls: int = 0
 
     def admit(self) -> None:
-        """Count a call in, or refuse it."""
+        """Admit a call and count it, or raise an ApiError."""
         self.check_staleness()
         if self.is_stale:
             raise ApiError(410, f"this episode is more than max_lag = {self.limits.max_lag} versions old", code="stale")
         if self.num_calls >= self.limits.max_turns:
             self.is_truncated = True
-            raise ApiError(400, f"this episode may call the model {self.limits.max_turns} times", code="max_turns")
+            raise ApiError(
+                400, f"an episode may call the model {self.limits.max_turns} times at most", code="max_turns"
+            )
         self.num_calls += 1
 
     def check_staleness(self) -> None:
-        """An episode that is too far behind is over, whatever it does at the moment."""
+        """End an episode that is too far behind, even during a call."""
         for turn in self.recording.turns[-1:]:
             self.start_version = min((self.start_version, *turn.completion.versions))
         if self.newest_version() - self.start_version > self.limits.max_lag:
@@ -64,14 +70,14 @@ class ProgramSession:
             self.stop_event.set()
 
     def close(self) -> None:
-        """End what is still being said."""
+        """Cancel the running calls."""
         for call in self.calls:
             call.cancel()
 
     def make_requests(
         self, api_request: ChatRequest | TextRequest, prompt: TurnPrompt, *, stop_token_ids: Sequence[int]
     ) -> list[GenerateRequest]:
-        """What engines are asked, one for each choice; ApiError if the prompt leaves no room for an answer."""
+        """Make the engine requests, one for each choice; raise ApiError if the prompt leaves no room for an answer."""
         token_ids, stops = prompt.token_ids(), [*stop_token_ids, *(api_request.stop_token_ids or ())]
         return [
             self._make_request(api_request, token_ids, choice=choice, stops=stops)
@@ -118,7 +124,7 @@ class ProgramSession:
         )
 
     def can_train(self, request: GenerateRequest) -> bool:
-        """Whether it is sampled as training assumes."""
+        """Return whether the request is sampled as training assumes."""
         return (request.temperature, request.top_p, request.top_k) == (self.limits.temperature, 1.0, 0)
 
 

@@ -1,10 +1,10 @@
-"""Which engine serves a turn.
+"""Routing of turns to engines.
 
 router        endpoints, loads, generate
 decision      the choice, pure
-trajectories  what is known of each trajectory
-engines       what is known of each engine
+trajectories  the state of each trajectory
+engines       the state of each engine
 role_switch   engines that change their role
 room_queue    turns that wait for KV
-factory       the router that a recipe and a model need
+factory       makes the router for a recipe and a model
 """

@@ -1,27 +1,25 @@
-"""The choice among engines for one turn. Pure.
+"""Choose the engine workers for one turn. Pure except for the random draw.
 
-Candidate        an engine that comes into question: what the turn takes of it, and how dear its time is
-cheapest         the one where the turn costs least
-pays_to_leave    whether a trajectory may leave its home for another engine
-price            how dear an engine's time is
-two_of           power of two choices: whom to look at
-kind_for         the kind of hardware that an affinity asks for, of those that are there
-serve_s          what a turn takes on hardware of a given pace
-pays_remote      whether another worker should compute the prompt
-
-The choice of the workers for one turn, from what is known: pure but for the random draw.
-
-    TurnFacts       what is to be known of the turn
-    RoutingView     what is known of the workers
-    choose_workers  where the turn goes, and why
-    must_yield whether its trajectory should rather wait
+    TurnFacts                 the turn, as far as the decision needs it
+    RoutingView               the workers, as far as the decision needs them
+    choose_workers            where the turn goes, and why
+    RoutingDecision           its result, with a RoutingReason
+    should_release_kv         whether the trajectory should release its KV and wait
+    WorkerCandidate           a worker that may serve the turn, with the turn's time and price there
+    choose_cheapest           the candidate where the turn costs least
+    should_migrate            whether a trajectory may leave its home for another engine
+    load_price                how expensive an engine's time is
+    sample_two                power of two choices: the workers to compare
+    choose_kind               the kind of hardware that an affinity (HardwareKind) asks for
+    estimate_serve_s          how long a turn takes on hardware of a given speed
+    remote_prefill_is_faster  whether another worker should compute the prompt
 
 Two workers of every kind of hardware are drawn, the trajectory's home is added, and the turn goes where it costs
-least: what it takes of a worker by the cost model, which knows what of the prompt that worker has already computed,
-times a price that rises steeply as the worker's places or its KV become full. A trajectory
-leaves its home only for hardware that does its turn with much less work, though it computes the whole prompt anew. A
-prompt that is computed elsewhere goes where it is over first. A domain that wants compute is served whole by prefill
-workers where these have more of it.
+least: the time it takes there by the cost model, which accounts for the part of the prompt already computed there,
+times a price that rises steeply as the worker's places or its KV fill up. A trajectory leaves its home only for
+hardware that serves its turn with much less work, although the whole prompt must be computed again. A remote prefill
+goes where it finishes first. A domain with affinity for compute is also decoded by prefill workers if these have more
+of it.
 """
 
 import random
@@ -38,13 +36,14 @@ from hpcrl.rollout.routing.trajectories import TrajectoryState
 T = TypeVar("T")
 HardwareKind = Literal["compute", "bandwidth"]
 ASSUMED_BATCH = 32.0
-"""Sequences decoded together, for sharing out what a step costs whatever their number."""
+"""The number of sequences decoded together, which share the fixed cost of a step."""
 PRICE_EXPONENT = 8
-"""At 0.8 of the places an engine's time is dearer by a sixth, at 1.0 twice and at 1.2 five times as dear."""
+"""The steepness of the price: at 0.8 of the places it is a sixth above that of an idle engine, at 1.0 it is twice and
+at 1.2 five times that."""
 MAX_COST_RATIO = 100.0
-"""A home whose time is so many times dearer is left, whatever work that makes: about 1.8 times its places."""
+"""The cost ratio at which a trajectory leaves its home whatever work that makes: at about 1.8 times its places."""
 LINK_BYTES_PER_S = 25e9
-"""Of one 200 Gbit/s port, over which KV is handed over."""
+"""The speed of one 200 Gbit/s port, over which KV is handed over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +52,14 @@ class WorkerCandidate:
 
     worker: str
     serve_s: float
-    """What the turn would take of it; without a cost model everything takes 1."""
+    """The time that the turn would take there; 1 for every turn without a cost model."""
     price: float = 1.0
     wait_s: float = 0.0
-    """Work that is sure to be done before it."""
+    """The time of work that is certain to be done first."""
     is_suited: bool = True
-    """Its hardware is what the turn's domain asks for."""
+    """True if its hardware is of the kind that the turn's domain prefers."""
     is_home: bool = False
-    """It has the trajectory's KV."""
+    """True if it has the trajectory's KV."""
 
     @property
     def cost(self) -> float:
@@ -70,10 +69,10 @@ class WorkerCandidate:
 def choose_cheapest(
     candidates: Sequence[WorkerCandidate], *, mismatch_penalty: float = 1.0, migration_factor: float = 1.0
 ) -> WorkerCandidate | None:
-    """Where the turn costs least.
+    """Return the candidate where the turn costs least.
 
-    Hardware that does not suit must be `mismatch_penalty` times cheaper to be taken, and `migration_factor` times cheaper than the home:
-    queues even out by themselves, while a prompt that is computed twice is work that nobody gets back.
+    Unsuited hardware is chosen only if it is `mismatch_penalty` times cheaper, and a worker other than the home only
+    if it is `migration_factor` times cheaper: queues even out by themselves, but computing a prompt twice is wasteful.
     """
     best, lowest_cost = None, float("inf")
     for candidate in candidates:
@@ -88,29 +87,29 @@ def choose_cheapest(
 
 
 def should_migrate(home: WorkerCandidate, candidate: WorkerCandidate, *, migration_factor: float) -> bool:
-    """Whether a turn takes `migration_factor` times less work there, its whole prompt included: what a tool has printed may be so
-    long that hardware which computes it so much faster makes up for that.
+    """Return whether a turn takes `migration_factor` times less work there, including its whole prompt.
 
-    That the home is fuller at the moment is no reason: queues even out, and a trajectory that they drive back and forth
-    computes its prompt anew each time, for the most part on hardware that is slow at it.
+    That happens when a tool's output is so long that faster hardware makes up for computing the rest again. A home
+    that is merely fuller at the moment is not left: queues even out, and a trajectory that moved back and forth would
+    compute its prompt again each time, mostly on hardware that is slow at it.
     """
     return candidate.serve_s * migration_factor <= home.serve_s or candidate.cost * MAX_COST_RATIO < home.cost
 
 
 def load_price(fullness: float) -> float:
-    """How dear an engine's time is when so much of its places or of its KV is taken.
+    """Return the price of an engine's time when this share of its places or of its KV is used.
 
-    An engine with free places decodes one sequence more in nearly the same step, so that hardware decides; one without
-    makes everybody wait. A steep power of the load is what keeps online assignment to unlike machines near the best
-    (Awerbuch et al., FOCS 1995): each kind gets the turns that it is relatively best at, and all of them fill up.
+    An engine with free places decodes one more sequence in nearly the same step, so hardware decides; on a full one all
+    requests wait. A steep power of the load keeps online assignment to unlike machines near the optimum (Awerbuch et
+    al., FOCS 1995): each kind gets the turns that it is relatively best at, and all kinds fill up.
     """
     return 1.0 + fullness**PRICE_EXPONENT
 
 
 def sample_two(workers: Sequence[T], *, draw: random.Random) -> Sequence[T]:
-    """Two at random, or as many as there are.
+    """Return two workers at random, or all if there are fewer.
 
-    The least loaded of all would draw every host at once to the worker that looked idle at the last refresh.
+    Choosing the least loaded of all would send every env worker to the engine that looked idle at the last refresh.
     """
     num = len(workers)
     if num <= 2:
@@ -120,7 +119,7 @@ def sample_two(workers: Sequence[T], *, draw: random.Random) -> Sequence[T]:
 
 
 def choose_kind(affinity: HardwareKind, kinds: Mapping[str, GpuModel]) -> str | None:
-    """The kind with the most FLOP/s, or with the most bandwidth; None if the catalogue knows none of them."""
+    """Return the kind with the most FLOP/s or the most bandwidth; None if none of them is in the catalogue."""
 
     def merit(name: str) -> float:
         gpu = kinds[name]
@@ -130,7 +129,7 @@ def choose_kind(affinity: HardwareKind, kinds: Mapping[str, GpuModel]) -> str | 
 
 
 def estimate_serve_s(speed: WorkerSpeed | None, *, num_prompt: int, num_cached: int, num_new: float) -> float:
-    """What a turn takes of a worker: the missing part of its prompt, and its share of the steps that say the reply."""
+    """Return the time that a turn takes on a worker: the missing part of its prompt, and its share of decode steps."""
     if speed is None:
         return 1.0
     missing = max(0, num_prompt - num_cached)
@@ -146,9 +145,9 @@ def remote_prefill_is_faster(
     num_prompt: int,
     num_cached: int,
 ) -> bool:
-    """Whether a prompt is sooner there by remote prefill than computed where it is decoded; without a model, always.
+    """Return whether remote prefill is faster than computing the prompt where it is decoded; True without a cost model.
 
-    There it takes a step of its own, which reads all weights; here it rides along in a step that is done anyway.
+    Remote prefill takes a separate step, which reads all weights; a local one shares a step that is done anyway.
     """
     if decode_speed is None or prefill_speed is None:
         return True
@@ -163,54 +162,54 @@ RoutingReason = Literal[
 ]
 
 ADMIT_BELOW_KV_SHARE = 0.8
-"""Trajectories come in while an engine's KV is less full than this, and give way when it overflows; between the two
-those that are there grow."""
+"""Trajectories are admitted while an engine's KV is less full than this, and release theirs when it overflows; the
+range in between is left for admitted ones to grow."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnFacts:
-    """What a decision needs to know of a turn."""
+    """The facts about a turn that a decision needs."""
 
     domain: str
     num_prompt: int
     num_new: float
-    """How long the reply will likely be."""
+    """The expected length of the reply in tokens."""
     state: TrajectoryState
     num_held: int
-    """Tokens of KV that its trajectory is counted as."""
+    """The tokens of KV that its trajectory is expected to need."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingView:
-    """What a decision needs to know of the workers."""
+    """The state of the workers that a decision needs."""
 
     pools: WorkerPools
     workers: Mapping[str, EngineState]
     rules: RouterConfig
 
     def home(self, name: str | None) -> EngineState | None:
-        """The worker of that name, if trajectories go back to theirs."""
+        """Return the worker of that name if the rules let trajectories return to their home."""
         return self.workers.get(name) if name and self.rules.prefix_affinity else None
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingDecision:
-    """Where one turn goes, by worker name, and why."""
+    """The workers for one turn, by name, and the reason."""
 
     prefill: str | None
     decode: str | None
     reason: RoutingReason
     wait_s: float = 0.0
-    """Work of this host that lies before it there."""
+    """The time of this env worker's requests that are ahead of it there."""
     serve_s: float = 0.0
-    """What it is thought to take the decode worker; 1 without a cost model."""
+    """The time that the decode worker is expected to need; 1 without a cost model."""
     is_home: bool = False
 
 
 def choose_workers(
     turn: TurnFacts, view: RoutingView, *, draw: random.Random, refused: Container[str] = ()
 ) -> RoutingDecision:
-    """Choose among the workers of both roles; those in `refused` had no room."""
+    """Choose among the workers of both roles, without those in `refused`, which had no room."""
     home = view.home(turn.state.home)
     chosen = _choose_worker(turn, "decode", view, home=home, draw=draw, refused=refused)
     if chosen is None:
@@ -234,7 +233,7 @@ def _choose_worker(
     draw: random.Random,
     refused: Container[str],
 ) -> WorkerCandidate | None:
-    """The best of two of each kind and the home."""
+    """Choose the best of two workers of each kind and the home."""
     preferred_kind = _preferred_kind(turn.domain, role, view)
     kinds = _find_kinds(preferred_kind, role, view)
     drawn = [worker for kind in kinds.values() for worker in sample_two(kind, draw=draw)]
@@ -243,7 +242,7 @@ def _choose_worker(
     else:
         home = None
     candidates = _find_candidates(drawn, turn, role, view, home=home, preferred_kind=preferred_kind, refused=refused)
-    if not candidates:  # bad luck with the draw: look at all
+    if not candidates:  # an unlucky draw: consider all
         all_workers = (worker for kind in kinds.values() for worker in kind)
         candidates = _find_candidates(
             all_workers, turn, role, view, home=home, preferred_kind=preferred_kind, refused=refused
@@ -262,7 +261,7 @@ def _find_candidates(
     preferred_kind: str | None,
     refused: Container[str],
 ) -> list[WorkerCandidate]:
-    """Those that may have the turn: they have room, and the trajectory may leave its home for them."""
+    """Return the workers that have room and for which the trajectory may leave its home."""
     roomy = (worker for worker in workers if worker.name not in refused)
     if role == "decode":
         roomy = (worker for worker in roomy if _has_room(turn, worker, view, home=home))
@@ -280,10 +279,10 @@ def _find_candidates(
 def _make_candidate(
     turn: TurnFacts, worker: EngineState, role: str, *, is_suited: bool, is_home: bool
 ) -> WorkerCandidate:
-    """Decoding is shared by a batch, of which this is one more; prompts are computed one after the other."""
+    """Make the candidate: decoding is priced by how full the batch is, a prompt waits for those before it."""
     num_cached = _count_cached_tokens(turn, worker)
     seconds = estimate_serve_s(worker.speed, num_prompt=turn.num_prompt, num_cached=num_cached, num_new=turn.num_new)
-    if worker.speed is None and num_cached:  # nothing to reckon with: the KV is worth half a request
+    if worker.speed is None and num_cached:  # without a cost model, cached KV counts as half a request
         seconds /= 2
     if role == "prefill":
         return WorkerCandidate(
@@ -294,8 +293,10 @@ def _make_candidate(
 
 
 def _has_room(turn: TurnFacts, worker: EngineState, view: RoutingView, *, home: EngineState | None) -> bool:
-    """A trajectory that begins, or could stay at home, shall not make others lose their KV; where nobody has any, or
-    where its own home is gone, it may go on."""
+    """Return whether the trajectory fits; one that starts, or could stay at home, must not make others lose their KV.
+
+    It always fits where no trajectory holds KV, and anywhere if its home is gone.
+    """
     if not view.rules.kv_admission:
         return True
     if turn.state.held_at is not None and (home is None or turn.state.held_at == worker.name):
@@ -307,11 +308,11 @@ def _has_room(turn: TurnFacts, worker: EngineState, view: RoutingView, *, home: 
 
 
 def should_release_kv(turn: TurnFacts, view: RoutingView) -> bool:
-    """Whether a trajectory should give its KV up between two turns, and come back when there is room.
+    """Return whether a trajectory should release its KV between two turns, and wait until there is room.
 
-    Where those that run have outgrown an engine's KV it drops whatever was used longest ago, which is what comes next:
-    nearly every prompt is then computed anew. So some wait instead: the smaller ones, which lose least. They come back
-    to where they were, or to hardware that computes their prompts no more slowly.
+    When the running trajectories outgrow an engine's KV, it drops what was used longest ago, which is what is needed
+    next: nearly every prompt is then computed again. Therefore some wait: the smaller ones, which lose least. They
+    return to where they were, or to hardware that computes their prompts at least as fast.
     """
     worker = view.workers.get(turn.state.held_at or "")
     if worker is None or not view.rules.kv_admission or worker.num_own_trajectories < 2:
@@ -321,13 +322,13 @@ def should_release_kv(turn: TurnFacts, view: RoutingView) -> bool:
 
 
 def _count_held_tokens(turn: TurnFacts, worker: EngineState) -> float:
-    """Tokens of KV that would be held there."""
+    """Return the tokens of KV that would be held there."""
     own_tokens = worker.own_kv_tokens - (turn.state.held_tokens if worker.name == turn.state.held_at else 0)
     return own_tokens + worker.foreign_kv_tokens + turn.num_held
 
 
 def _count_cached_tokens(turn: TurnFacts, worker: EngineState) -> int:
-    """Tokens of the prompt whose KV the worker should have, of weights that it still has."""
+    """Return the number of prompt tokens whose KV the worker should have, computed with weights it still serves."""
     state = turn.state
     if worker.name not in (state.home, state.prefill_home) or worker.version > state.version:
         return 0
@@ -335,7 +336,7 @@ def _count_cached_tokens(turn: TurnFacts, worker: EngineState) -> int:
 
 
 def _find_kinds(preferred_kind: str | None, role: str, view: RoutingView) -> Mapping[str, list[EngineState]]:
-    """Who may do it. A domain that wants compute, of which prefill workers have most, is decoded by them too."""
+    """Return the workers of a role by kind, and prefill workers too if only they are of the preferred kind."""
     own = view.pools.of_role(role)
     return (
         own
@@ -345,7 +346,7 @@ def _find_kinds(preferred_kind: str | None, role: str, view: RoutingView) -> Map
 
 
 def _is_eligible(worker: EngineState, role: str, kinds: Mapping[str, list[EngineState]], view: RoutingView) -> bool:
-    """Whether a worker is among these kinds."""
+    """Return whether a worker is among these kinds."""
     return worker.role == role or (worker.kind in kinds and worker.kind not in view.pools.of_role(role))
 
 
@@ -361,7 +362,7 @@ def _preferred_kind(domain: str, role: str, view: RoutingView) -> str | None:
 def _choose_prefill(
     turn: TurnFacts, decode: EngineState, view: RoutingView, *, draw: random.Random
 ) -> tuple[str | None, RoutingReason]:
-    """The worker that computes the prompt, if another than the decode worker should."""
+    """Choose the worker that computes the prompt; None if the decode worker should."""
     choice = view.rules.remote_prefill
     if choice == "never" or decode.role == "prefill":
         return None, "prefill stays"

@@ -1,9 +1,11 @@
-"""The engine workers as one env host knows them: who may be chosen, how loaded they are, who rests after failing.
+"""State of the engine workers as one env worker knows them: their loads, and which are paused after a failure.
 
-Patience   how long the router waits, and how often it tries again
-Worker     one endpoint: its load, its pace, its failures
-Pools      those that may be chosen now, by role and kind of hardware
-reckon     what the trajectories of other hosts hold at each worker
+RouterTimeouts       how long the router waits, and how often it retries
+EngineState          one endpoint: its load, its speed, its failures
+WorkerPools          the workers that may be chosen now, by role and kind of hardware
+build_pools          sorts the available workers into pools
+estimate_foreign_kv  estimates the KV that trajectories of other env workers hold at each engine worker
+mean_load            requests per worker
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,71 +17,71 @@ from hpcrl.hardware.cost_model import WorkerSpeed
 from hpcrl.hardware.gpus import GPU_CATALOGUE, GpuModel
 
 DEFAULT_PLACES = 32
-"""Of an engine that does not tell."""
+"""The places of an engine that does not report them."""
 MAX_KV_SHARE = 0.9
-"""Of an engine's KV, what trajectories should hold: the rest is for replies, and for KV that nobody needs any more."""
+"""The share of an engine's KV that trajectories should hold; the rest is for replies, and for KV no longer needed."""
 RECENT_WEIGHT = 0.1
-"""Weight of the newest refresh in running means."""
+"""The weight of the newest refresh in running means."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterTimeouts:
-    """How long the router waits, and how often it tries again."""
+    """Timeouts, pauses and attempts of the router."""
 
     refresh_interval_s: float = 0.5
     first_pause_s: float = 1.0
-    """How long a worker that failed is left out; doubles with every failure that follows."""
+    """The first pause of a failed worker; it doubles with every further failure."""
     max_pause_s: float = 30.0
     load_timeout_s: float = 5.0
-    """How long a worker may take to tell its load."""
+    """The time that a worker may take to report its load."""
     prefill_timeout_s: float = 20.0
-    """After this a turn goes on without remote prefill."""
+    """The time after which a turn continues without remote prefill."""
     generate_timeout_s: float = 600.0
-    """How long one attempt to generate may take."""
+    """The time that one attempt to generate may take."""
     no_decode_timeout_s: float = 300.0
-    """How long a turn waits for a decode worker to appear, or to have room."""
+    """The time that a turn waits for a decode worker to appear, or to have room."""
     max_attempts: int = 4
-    """How many decode workers may fail at one turn."""
+    """The number of decode workers that may fail at one turn."""
 
 
 @dataclass(eq=False)
 class EngineState:
-    """One endpoint as this host knows it."""
+    """One endpoint as this env worker knows it; "own" is this env worker's, "foreign" that of others."""
 
     endpoint: EngineEndpoint
     engine: InferenceEngine
     speed: WorkerSpeed | None
-    """None: nothing is known of its hardware."""
+    """None if its hardware is unknown."""
     role: str
-    """What it does now; a flip changes it."""
+    """The role that it has now; the RoleSwitcher may change it."""
     reported_requests: int = 0
-    """Requests that it told it had at the last refresh."""
+    """Requests that it reported at the last refresh."""
     places: int = DEFAULT_PLACES
     """Requests that it serves at once."""
     version: int = -1
-    """Of the weights, at the last refresh, or what acted since."""
+    """The version of its weights, at the last refresh or in a later completion."""
     own_at_report: int = 0
-    """How many of the requests told were ours."""
+    """Own requests among those reported."""
     mean_reported: float = 0.0
-    """The same as a running mean over refreshes, and those of them that were ours."""
+    """The running mean of `reported_requests` over refreshes; `mean_own` is that of the own ones."""
     mean_own: float = 0.0
     mean_running: float = 0.0
-    """Running means of the requests that it was serving, and of the KV that these had, as it told."""
+    """The running mean of the requests reported as being served; `mean_tokens` is that of the KV they had."""
     mean_tokens: float = 0.0
     foreign_kv_tokens: float = 0.0
-    """Tokens of KV that the trajectories of other hosts have there, as far as can be reckoned."""
+    """Estimated tokens of KV that trajectories of other env workers have there."""
     own_requests: int = 0
-    """Ours that are there now."""
+    """Own requests that are there now."""
     own_work_s: float = 0.0
-    """What they take it, all of them."""
+    """The time that all of these need."""
     own_kv_tokens: int = 0
-    """Tokens of KV that our trajectories have there or will, also those whose environments are at work."""
+    """Tokens of KV that own trajectories have there or will have, including those whose environments are at work."""
     num_own_trajectories: int = 0
-    """How many trajectories that is."""
+    """The number of these trajectories."""
     is_available: bool = False
-    """May be chosen: it told its load, and has not failed since."""
+    """True if it may be chosen: it has reported its load, and has not failed since."""
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     paused_until: float = 0.0
 
     @property
@@ -92,15 +94,15 @@ class EngineState:
 
     @property
     def load(self) -> float:
-        """Requests there, as far as we know."""
+        """The estimated number of requests there."""
         return max(0, self.reported_requests - self.own_at_report) + self.own_requests
 
     def wait_s(self, each_s: float) -> float:
-        """Work that lies before it, if the requests of others take `each_s` each."""
+        """Return the time of the work ahead there, if each foreign request takes `each_s`."""
         return self.own_work_s + max(0, self.reported_requests - self.own_at_report) * each_s
 
     def fullness(self, *, num_held: float) -> float:
-        """With one request more: of its places, or of the KV that it has room for, if trajectories hold `num_held`."""
+        """Return the share of its places, or of its KV if trajectories hold `num_held`, used with one more request."""
         return max((self.load + 1) / self.places, self.kv_fullness(num_held=num_held))
 
     def kv_fullness(self, *, num_held: float) -> float:
@@ -127,18 +129,18 @@ class EngineState:
 
 @dataclass
 class WorkerPools:
-    """Workers that may be chosen, by role and kind; sorted out once per change and not per turn."""
+    """Workers that may be chosen, by role and kind; built once per change and not per turn."""
 
     by_role: dict[str, dict[str, list[EngineState]]] = field(default_factory=dict)
     gpus: dict[str, dict[str, GpuModel]] = field(default_factory=dict)
-    """The kinds of each role that the catalogue knows."""
+    """The kinds of each role that are in the catalogue."""
 
     def of_role(self, role: str) -> dict[str, list[EngineState]]:
         return self.by_role.get(role, {})
 
 
 def build_pools(workers: Iterable[EngineState]) -> WorkerPools:
-    """The pools of those that answer."""
+    """Return the pools of the available workers."""
     pools = WorkerPools()
     for worker in workers:
         if worker.is_available:
@@ -149,10 +151,11 @@ def build_pools(workers: Iterable[EngineState]) -> WorkerPools:
 
 
 def estimate_foreign_kv(workers: Sequence[EngineState]) -> None:
-    """Reckon what the trajectories of other hosts hold at each of these workers.
+    """Estimate the KV that trajectories of other env workers hold at each of these engine workers.
 
-    A worker tells how many requests it has and how much KV those have that run. What lies there of trajectories whose
-    environments are at work no engine knows: of other hosts' there are as many, for each request, as of this host's.
+    An engine worker reports its number of requests and the KV of those that run. It cannot report the KV of
+    trajectories whose environments are at work: other env workers are assumed to have the same number of them per
+    request as this one.
     """
     requests, holding = (
         sum(worker.own_requests for worker in workers),
@@ -167,5 +170,5 @@ def estimate_foreign_kv(workers: Sequence[EngineState]) -> None:
 
 
 def mean_load(workers: Sequence[EngineState]) -> float:
-    """Requests a worker."""
+    """Return the mean number of requests per worker."""
     return sum(worker.load for worker in workers) / len(workers) if workers else 0.0

@@ -1,4 +1,4 @@
-"""The router of an env host, as the recipe asks for it and the campaign's model allows."""
+"""Make the router of an env worker for a recipe and its model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ def make_router(
     seed: int,
     events: EventLog,
 ) -> Router:
-    """The router of env host `env_index`; the first host decides which workers change over, where the recipe lets them."""
+    """Make the router of env worker `env_index`; worker 0 also decides role switches, if the recipe allows them."""
     shape = _load_model_shape(Path(recipe.engine.sim.config or campaign.model / "config.json"))
 
     def endpoint_speed(endpoint: EngineEndpoint) -> WorkerSpeed | None:
@@ -46,7 +46,7 @@ def make_router(
 
 
 def _load_model_shape(config: Path) -> ModelShape | None:
-    """The model's shape, unless its config.json has other words for it: then turns are counted and not reckoned."""
+    """Read the model's shape; None, and routing without a cost model, if its config.json uses other field names."""
     try:
         return read_model_shape(read_model_config(config).fields)
     except KeyError:

@@ -1,17 +1,15 @@
-"""Which workers do the other role's work for now: decided on one env host, read by all.
+"""Role switching: engine workers that serve the other role for now, decided by one env worker and read by all.
 
-    read_switched_roles  role by worker, as published
-    RoleSwitcher         keeps an env host's workers in their roles; on the leading host it also decides
+    RoleSwitcher             keeps the engine workers in their published roles; on worker 0 it also decides
+    read_switched_roles      role by worker, as published
+    Overload, find_overload  which Role is overloaded, and since when; with hysteresis
+    choose_worker_to_switch  the worker that switches once an overload has lasted
+    split_workers            the best split into prefill and decode workers, by the time that a turn takes of each
+    choose_role_to_grow      the role that should have one more worker, beyond a band of +-10 %
+    OTHER_ROLE               prefill for decode, and the reverse
 
-A worker that prefills can decode and the other way round; only the routers need to know. The file holds the whole
-truth and is replaced as one, so every host sees the old roles or the new ones.
-
-How many workers prefill and how many decode, and when one changes over. Pure.
-
-Strain, strain   which role is overloaded, and since when; with hysteresis
-to_flip          the worker that changes over once a strain has lasted
-split            prefill and decode workers out of so many, by the time that a turn takes of each
-to_grow          the role that should have a worker more, beyond a band of +-10 %
+A worker that prefills can also decode and the other way round; only the routers need to know. The file has all
+switched roles and is replaced as a whole, so every env worker reads the old roles or the new ones.
 """
 
 import asyncio
@@ -29,11 +27,11 @@ from hpcrl.system.files import publish_file
 Role = Literal["prefill", "decode"]
 OTHER_ROLE: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
 OVERLOAD_RATIO = 4.0
-"""A role is strained when its workers have this many times the load of the other's ..."""
+"""A role is overloaded once its workers have this many times the load of the other's ..."""
 RECOVERY_RATIO = 1.5
 """... and remains so until they have less than this."""
 MIN_LOAD = 2.0
-"""Requests a worker; below that nobody is strained."""
+"""The mean number of requests per worker below which no role is overloaded."""
 MIN_OVERLOAD_S = 30.0
 SIZE_TOLERANCE = 0.10
 """Sizes change when more than this share of the workers is in the wrong role."""
@@ -48,7 +46,7 @@ class Overload:
 
 
 def find_overload(loads: Mapping[Role, float], *, before: Overload | None, now: float) -> Overload | None:
-    """The strain now, given the mean load of a worker of each role."""
+    """Return the overload now, given the mean load of a worker of each role."""
     role: Role
     for role in ("prefill", "decode"):
         continues = before is not None and before.role == role
@@ -61,7 +59,7 @@ def find_overload(loads: Mapping[Role, float], *, before: Overload | None, now: 
 def choose_worker_to_switch(
     overload: Overload | None, workers: Mapping[Role, Mapping[str, float]], *, now: float
 ) -> str | None:
-    """The least loaded worker of the other role, if the strain has lasted and it is not the last of its role."""
+    """Return the least loaded worker of the other role, if the overload has lasted and it is not the last one there."""
     if overload is None or now - overload.since < MIN_OVERLOAD_S:
         return None
     others = workers[OTHER_ROLE[overload.role]]
@@ -69,7 +67,7 @@ def choose_worker_to_switch(
 
 
 def split_workers(num_workers: int, *, prefill_s: float, decode_s: float) -> tuple[int, int]:
-    """Prefill and decode workers, at least one of each, so that both are as busy, given what a turn takes of each."""
+    """Return numbers of prefill and decode workers, at least 1, that are equally busy given a turn's time on each."""
     assert num_workers >= 2, f"{num_workers} workers cannot be split"
     prefill = round(num_workers * prefill_s / (prefill_s + decode_s))
     prefill = min(max(prefill, 1), num_workers - 1)
@@ -77,9 +75,9 @@ def split_workers(num_workers: int, *, prefill_s: float, decode_s: float) -> tup
 
 
 def choose_role_to_grow(workers: tuple[int, int], *, prefill_s: float, decode_s: float) -> Role | None:
-    """The role that should have a worker more, of (prefill, decode), by what a turn takes of each; None if in the band.
+    """Return which role of (prefill, decode) should have one more worker, by a turn's time on each; None in the band.
 
-    Both follow from one signal: the tokens/s that are decoded say how many turns there are, hence how many prompts.
+    Both loads follow from one signal: the tokens/s decoded give the number of turns, and so that of prompts.
     """
     prefill, _ = split_workers(sum(workers), prefill_s=prefill_s, decode_s=decode_s)
     off = prefill - workers[0]
@@ -89,7 +87,7 @@ def choose_role_to_grow(workers: tuple[int, int], *, prefill_s: float, decode_s:
 
 
 def read_switched_roles(path: Path) -> dict[str, Role]:
-    """The roles of workers that do not do their own; none where nothing was published."""
+    """Read the roles of workers that serve another role than their own; empty if the file is missing."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Role])
     except FileNotFoundError:
@@ -98,17 +96,17 @@ def read_switched_roles(path: Path) -> dict[str, Role]:
 
 @dataclass
 class RoleSwitcher:
-    """The flips of one campaign, as one host sees or makes them."""
+    """The role switches of one campaign, as one env worker reads or decides them."""
 
     path: Path
     rules: RouterConfig
     is_leader: bool
-    """Only one host may."""
+    """True on the one env worker that decides."""
     overload: Overload | None = None
     changed_at: float = field(default=float("-inf"))
 
     async def refresh(self, workers: Iterable[EngineState], *, mean_turn: tuple[float, float], now: float) -> None:
-        """Put every worker in the role that was published; on the leading host, publish a change if one is due."""
+        """Give every worker its published role; on the leader, also publish a switch if one is due."""
         switched_roles = await asyncio.to_thread(read_switched_roles, self.path)
         known = list(workers)
         for worker in known:
@@ -121,7 +119,7 @@ class RoleSwitcher:
             await asyncio.to_thread(publish_file, self.path, msgspec.json.encode(roles_to_publish), mode=0o600)
 
     def choose_switch(self, workers: list[EngineState], *, mean_turn: tuple[float, float], now: float) -> str | None:
-        """The worker that should change over now."""
+        """Return the worker that should switch now."""
         by_role: dict[Role, list[EngineState]] = {"prefill": [], "decode": []}
         for worker in workers:
             if worker.is_available:
@@ -148,7 +146,7 @@ class RoleSwitcher:
     def _choose_role_to_grow(
         self, by_role: dict[Role, list[EngineState]], mean_turn: tuple[float, float]
     ) -> Role | None:
-        """The role that the cost model would give a worker more, for turns like those seen."""
+        """Return the role that should have one more worker by the cost model, for turns like the recent ones."""
         num_prompt, num_reply = mean_turn
         prefill, decode = by_role["prefill"][0].speed, by_role["decode"][0].speed
         if prefill is None or decode is None or not num_reply:

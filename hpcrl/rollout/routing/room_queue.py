@@ -1,4 +1,4 @@
-"""Turns that wait until engines have room again: however many there are, only a few are tried at a time."""
+"""Queue of turns that wait until engines have room again: however long it is, only a few are tried at a time."""
 
 import asyncio
 from collections import deque
@@ -7,30 +7,30 @@ from typing import Generic, TypeVar
 
 Answer = TypeVar("Answer")
 MAX_REFUSALS = 32
-"""Whoever comes after as many that found no room is tried the next time; those go to the end."""
+"""The number of turns without success after which a pass stops; they go to the end, and the rest is tried next time."""
 
 
 class RoomQueue(Generic[Answer]):
-    """Who waits, in the order in which they came."""
+    """Waiting turns in the order of arrival."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Callable[[], Answer | None], asyncio.Future[Answer]]] = deque()
         self._is_due = False
 
     async def wait(self, attempt: Callable[[], Answer | None]) -> Answer:
-        """What `attempt` gives once it gives something. It takes its room itself: the next is tried right after it."""
+        """Wait until `attempt` returns a result. It must reserve the room itself: the next is tried right after it."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.append((attempt, answer))
         return await answer
 
     def wake(self) -> None:
-        """There may be room: try the first ones soon."""
+        """Try the first turns soon, since there may be room."""
         if self._waiting and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._try_first)
 
     def fail(self, error: BaseException) -> None:
-        """Nobody will ever wake them."""
+        """Fail all waiting turns, since nothing will wake them."""
         while self._waiting:
             _, answer = self._waiting.popleft()
             if not answer.done():
@@ -41,7 +41,7 @@ class RoomQueue(Generic[Answer]):
         num_refused = 0
         for _ in range(len(self._waiting)):
             attempt, waiter = self._waiting.popleft()
-            if waiter.done():  # it was given up
+            if waiter.done():  # it was cancelled
                 continue
             answer = attempt()
             if answer is not None:

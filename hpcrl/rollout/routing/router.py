@@ -1,12 +1,14 @@
-"""Which engines serve a turn: a library in every env host, no process in between.
+"""Router of turns to engines: a library in every env worker, with no process in between.
 
-    Router    the endpoints known now, their loads, and `generate`: prefill, hand over, decode, or elsewhere
+    Router                           the current endpoints, their loads, and `generate`: prefill, hand over, decode
+    ConnectEngine, OnChunk           types of functions given to it
+    DEFAULT_TIMEOUTS, DEFAULT_RULES  its default settings
 
-The choice itself is in hpcrl.rollout.routing.decision. Loads are requested in batches every `refresh_s` and corrected
-by what was sent since. A worker is chosen once it has reported its load; one that fails is left out for a while that
-doubles, and then until it reports its load again. One that refuses is full, not broken: the turn is offered to the
-next.
-Prefill is an offer: if it is absent, late, full or failing, the decode worker computes the prompt itself.
+The choice itself is in hpcrl.rollout.routing.decision. Loads are requested every `refresh_interval_s` and corrected by
+what was sent since. A worker is chosen only after it has reported its load; one that fails is left out for a pause that
+doubles with each failure, and then until it reports its load again. One that refuses a turn is full, not broken: the
+turn is offered to the next.
+Remote prefill is optional: if it is absent, late, full or failing, the decode worker computes the prompt itself.
 """
 
 import asyncio
@@ -44,10 +46,10 @@ def _unknown_speed(_: EngineEndpoint) -> WorkerSpeed | None:
 
 
 class Router:
-    """Used as `async with Router(...) as router`, which keeps endpoints and loads fresh meanwhile.
+    """The router, used as `async with Router(...) as router`, which keeps endpoints and loads up to date meanwhile.
 
-    `directory` is where the campaign's endpoints are announced; `connect` makes the engine behind one; `pace_of` says
-    how fast it is, as far as that is known; `on_route` is told of a sample of the decisions.
+    The campaign's endpoints are announced in `directory`; `connect` makes the engine of one; `speed_of` returns its
+    speed, or None if that is unknown; `on_route` is called with a sample of the decisions.
     """
 
     def __init__(
@@ -91,9 +93,9 @@ class Router:
             await asyncio.wait({self._refreshing})
 
     async def generate(self, request: GenerateRequest, *, on_chunk: OnChunk | None = None) -> Completion:
-        """Serve one turn; EngineError if no decode worker appears, or every attempt failed.
+        """Serve one turn; raise EngineError if no decode worker appears, or every attempt failed.
 
-        `on_chunk` is given its pieces as they come; a turn that an engine did not end is then `aborted`.
+        `on_chunk` is called with its chunks as they arrive; a turn that an engine did not finish is then `aborted`.
         """
         started_at = _loop_time()
         state = self.trajectories.start_turn(request, now=started_at)
@@ -110,7 +112,7 @@ class Router:
         return completion
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """The same, told while it is said; closing it early ends the request."""
+        """Serve one turn and stream its chunks; closing the stream early ends the request."""
         chunks: asyncio.Queue[CompletionChunk | None] = asyncio.Queue()
         turn = asyncio.create_task(self.generate(request, on_chunk=chunks.put_nowait), name=request.request_id)
         turn.add_done_callback(lambda _: chunks.put_nowait(None))
@@ -123,15 +125,15 @@ class Router:
             await asyncio.wait({turn})
 
     def forget(self, trajectory: str) -> None:
-        """A trajectory has ended."""
+        """Forget a trajectory that has ended, and release its KV."""
         if (state := self.trajectories.forget(trajectory)) is not None:
             self._release_kv(state)
 
     async def refresh(self) -> None:
-        """Read the announced endpoints and ask each that is not resting for its load."""
+        """Read the announced endpoints and request the load of each that is not paused."""
         try:
             self._update_workers(await asyncio.to_thread(list_endpoints, self._directory))
-        except (OSError, msgspec.DecodeError):  # go on with those known: the file system may answer again soon
+        except (OSError, msgspec.DecodeError):  # keep the known ones: the file system may recover soon
             self.reasons["endpoints unreadable"] += 1
         now = _loop_time()
         awake = [worker for worker in self._workers.values() if worker.paused_until <= now]
@@ -145,13 +147,13 @@ class Router:
         self._room_queue.wake()
 
     def versions(self) -> list[int]:
-        """Of the weights that each decode worker serves, as far as was told."""
+        """Return the versions of the weights that the decode workers serve, as last reported."""
         return [worker.version for kind in self._view.pools.of_role("decode").values() for worker in kind]
 
     def decide(
         self, request: GenerateRequest, state: TrajectoryState, *, refused: Container[str] = ()
     ) -> RoutingDecision:
-        """Where a turn would go now."""
+        """Decide where a turn would go now."""
         num_new, num_held = self.trajectories.reply_tokens(request), self._expected_kv_tokens(request, state)
         turn = TurnFacts(strip_held_out(request.domain), len(request.token_ids), num_new, state, num_held)
         if should_release_kv(turn, self._view):
@@ -163,7 +165,7 @@ class Router:
     # ---- endpoints and loads
 
     def _update_workers(self, endpoints: Sequence[EngineEndpoint]) -> None:
-        """Know these endpoints and no others; one that was announced anew is another worker."""
+        """Replace the known endpoints by these; one whose announcement changed counts as another worker."""
         known = self._workers
         self._workers = {
             endpoint.worker: known[endpoint.worker]
@@ -229,14 +231,14 @@ class Router:
     async def _await_decision(
         self, request: GenerateRequest, state: TrajectoryState, *, refused: set[str], deadline: float
     ) -> RoutingDecision:
-        """A decision with a decode worker in it, waiting for one to appear, or to have room, if need be."""
+        """Return a decision that has a decode worker; if need be, wait for one to appear, or to have room."""
         while True:
             decision = self.decide(request, state, refused=refused)
             if decision.decode is not None:
                 return decision
             if self._refreshing is not None and self._refreshing.done():
-                self._refreshing.result()  # a router that does not refresh would wait for nothing
-            if decision.reason == "no room for KV":  # the others go on, and end some time
+                self._refreshing.result()  # raise its error: without refreshes the wait would not end
+            if decision.reason == "no room for KV":  # other trajectories continue, and end some time
                 self.reasons["held back"] += 1
                 decision = await self._room_queue.wait(lambda: self._try_place(request, state, refused=refused))
                 if decision.decode is not None:
@@ -244,8 +246,8 @@ class Router:
             if _loop_time() > deadline:
                 full = f", {len(refused)} of them full" if refused else ""
                 raise EngineError(
-                    f"no decode worker in {self._directory} that answers{full}, for {self._timeouts.no_decode_timeout_s:g} s: "
-                    "see the logs of role decode"
+                    f"no decode worker in {self._directory} was available{full} for "
+                    f"{self._timeouts.no_decode_timeout_s:g} s: see the logs of role decode"
                 )
             await asyncio.sleep(min(0.1, self._timeouts.refresh_interval_s))
             refused.clear()
@@ -253,7 +255,7 @@ class Router:
     def _try_place(
         self, request: GenerateRequest, state: TrajectoryState, *, refused: set[str]
     ) -> RoutingDecision | None:
-        """A decision whose room is taken already; None: there is none yet."""
+        """Return a decision whose room is already reserved; None until there is room."""
         decision = self.decide(request, state, refused=refused)
         if decision.reason == "no room for KV":
             return None
@@ -261,7 +263,7 @@ class Router:
         return decision
 
     def _with_priority(self, request: GenerateRequest, state: TrajectoryState) -> GenerateRequest:
-        """The request with its place in the queues of engines."""
+        """Return the request with its priority in the queues of engines."""
         if is_held_out(request.domain):
             return msgspec.structs.replace(request, priority=HELD_OUT_LEVEL)
         priority = self.trajectories.queue_level(state) if self._rules.priority == "least-attained" else 0
@@ -322,7 +324,7 @@ class Router:
         return completion
 
     async def _stream_chunks(self, worker: EngineState, request: GenerateRequest, on_chunk: OnChunk) -> Completion:
-        """A turn told while it is said. What was told cannot be taken back: if the engine fails then, it ends there."""
+        """Stream a turn; if the engine fails after a chunk was sent, which cannot be withdrawn, the turn ends there."""
         chunks: list[CompletionChunk] = []
         try:
             async with contextlib.aclosing(worker.engine.stream(request)) as stream:
@@ -337,7 +339,7 @@ class Router:
 
     @contextlib.contextmanager
     def _track_request(self, worker: EngineState, *, seconds: float) -> Iterator[None]:
-        """Count a request as ours for as long as the worker has it."""
+        """Count a request as own for as long as the worker has it."""
         worker.own_requests += 1
         worker.own_work_s += seconds
         try:

@@ -1,20 +1,16 @@
-"""What the router remembers of each trajectory between its turns, and of each domain between trajectories.
+"""State that the router keeps of each trajectory between its turns, and of each domain between trajectories. Pure.
 
-    TrajectoryState  one trajectory so far: where its KV lies, what it has had, when it was last heard of
+    TrajectoryTable  all running trajectories, with the statistics of their domains: reply lengths, pauses, credit
+    TrajectoryState  one trajectory so far: where its KV is, its service so far, when its last turn ended
     with_ids         a request with its trajectory and domain
-    TrajectoryTable  all that run, with what their domains have in common: reply lengths, pauses, credit
+    kv_keep_s        how long KV is worth keeping while an environment works, given how long such pauses were
+    PauseQuantiles   the pauses of one kind of tool (a domain), as a grid of quantiles
+    queue_level      a trajectory's priority level by the service it has received: the less, the earlier
+    DomainCredits    deficit counters: domains that had more than their share go behind those that had less
+    HELD_OUT_LEVEL   the priority level of evaluations
 
-Nothing here depends on how many trajectories run: a turn touches its own course and its domain.
-
-For how long the KV of a trajectory is worth keeping while its environment is at work. Pure.
-
-keep_s    the best time to live, given how long such pauses were
-Pauses    the pauses of one kind of tool (a domain), as a grid of quantiles
-
-Which turn goes first where turns wait: what rides on a request for the engines to order their queues by. Pure.
-
-level      a trajectory's place, by the service it has had: the less, the sooner (least attained service)
-Credits    deficit counters: domains that had more than their share go behind those that had less
+The work per turn does not depend on how many trajectories run: a turn touches only its own state and its domain.
+Engines order their queues by the level that a request carries (least attained service first).
 """
 
 from bisect import insort
@@ -28,15 +24,15 @@ from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.spool.ids import is_held_out, parse_request_id
 
 MIN_SAMPLES = 100
-"""With fewer pauses seen, nothing is said of the next."""
+"""The number of pauses below which the next one is not predicted."""
 NUM_SAMPLES = 512
 NUM_QUANTILES = 32
 
 
 def kv_keep_s(quantiles: Sequence[float], *, saving_s: float) -> float:
-    """The time to live t that maximises P(pause <= t) * saving_s - t; `quantiles` are of the pauses, ascending.
+    """Return the time t that maximises P(pause <= t) * saving_s - t, or 0 if keeping KV is not worth it.
 
-    A second of kept KV is counted as dear as a second of computing it anew. 0: it is not worth it.
+    `quantiles` are those of the pauses, ascending. Keeping KV for a second counts the same as a second of computing it.
     """
     num = len(quantiles)
     gains = ((saving_s * (index + 1) / num - seconds, seconds) for index, seconds in enumerate(quantiles))
@@ -46,10 +42,10 @@ def kv_keep_s(quantiles: Sequence[float], *, saving_s: float) -> float:
 
 @dataclass
 class PauseQuantiles:
-    """The last pauses between the turns of a domain's trajectories."""
+    """The recent pauses between the turns of a domain's trajectories."""
 
     quantiles: list[float] = field(default_factory=list)
-    """Empty until there are enough."""
+    """The quantiles; empty until there are enough pauses."""
     _recent: deque[float] = field(default_factory=deque)
     _sorted: list[float] = field(default_factory=list)
 
@@ -65,17 +61,17 @@ class PauseQuantiles:
 
 NUM_LEVELS = 16
 HELD_OUT_LEVEL = 2 * NUM_LEVELS
-"""Turns of evaluations go behind all others, also those of domains without credit."""
+"""The level of evaluations: behind all others, including domains without credit."""
 FIRST_LEVEL_TOKENS = 512
-"""Service up to this is level 0; every level above is twice as wide."""
+"""The service that is level 0; every level above is twice as wide."""
 STARVATION_FACTOR = 2.0
-"""A trajectory that has waited so many times as long as it was served goes first again."""
+"""The ratio of waiting to service above which a trajectory goes first again."""
 QUANTUM_TOKENS = 8192.0
-"""What a domain of weight 1 may use before it has to let others go first."""
+"""The tokens that a domain of weight 1 may use before it has to let others go first."""
 
 
 def queue_level(*, served_tokens: float, served_s: float, waited_s: float) -> int:
-    """0 goes first. Long trajectories yield to short ones, but only until they have waited too long for it."""
+    """Return the level; 0 goes first. Long trajectories yield to short ones until they have waited too long."""
     if waited_s > STARVATION_FACTOR * served_s:
         return 0
     return min(NUM_LEVELS - 1, (int(served_tokens) // FIRST_LEVEL_TOKENS).bit_length())
@@ -83,7 +79,7 @@ def queue_level(*, served_tokens: float, served_s: float, waited_s: float) -> in
 
 @dataclass
 class DomainCredits:
-    """What each domain may still use before it goes behind the others."""
+    """The tokens that each domain may still use before it goes behind the others."""
 
     weights: Mapping[str, float]
     remaining: dict[str, float] = field(default_factory=dict)
@@ -95,7 +91,7 @@ class DomainCredits:
         return self.remaining.get(domain, 1.0) > 0
 
     def replenish(self, active: Iterable[str]) -> None:
-        """New credit for all once none of those that want something has any left; debts stay."""
+        """Give new credit to all once no domain in `active` has any left; debts remain."""
         domains = list(active)
         if not domains or any(self.has_credit(domain) for domain in domains):
             return
@@ -110,34 +106,34 @@ class DomainCredits:
 
 
 RECENT_WEIGHT = 0.05
-"""Weight of the newest turn in running means."""
+"""The weight of the newest turn in running means."""
 
 
 @dataclass(slots=True)
 class TrajectoryState:
-    """One trajectory so far."""
+    """The state of one trajectory."""
 
     domain: str = ""
     home: str | None = None
     """The decode worker that has its KV."""
     prefill_home: str | None = None
     num_cached: int = 0
-    """Tokens whose KV is there."""
+    """The number of tokens whose KV is there."""
     held_at: str | None = None
-    """The worker whose KV it takes room of, from the moment that its first turn is sent there ..."""
+    """The worker at which it takes up room for KV, from the moment that its first turn is sent there ..."""
     held_tokens: int = 0
-    """... and how many tokens that is counted as."""
+    """... and the number of tokens that this counts as."""
     version: int = -1
-    """Of the weights that the KV is of."""
+    """The version of the weights that computed the KV."""
     served_tokens: float = 0.0
     served_s: float = 0.0
     waited_s: float = 0.0
     ended_at: float | None = None
-    """When its last turn was over."""
+    """The time when its last turn ended; None during a turn."""
 
 
 def with_ids(request: GenerateRequest) -> GenerateRequest:
-    """The request with the trajectory and the domain that its id begins with: `domain/number/index/...`."""
+    """Return the request with the trajectory and the domain from its id: `domain/number/index/...`."""
     if request.trajectory or (parsed := parse_request_id(request.request_id)) is None:
         return request
     domain, episode = parsed
@@ -148,14 +144,14 @@ def with_ids(request: GenerateRequest) -> GenerateRequest:
 class _DomainStats:
     reply_tokens: float | None = None
     prompt_tokens: float = 0.0
-    """Of a turn, those whose KV had to be computed."""
+    """The mean number of prompt tokens of a turn whose KV had to be computed."""
     kept_tokens: float = 0.0
-    """What a trajectory keeps between two turns."""
+    """The mean number of tokens that a trajectory keeps between two turns."""
     pauses: PauseQuantiles = field(default_factory=PauseQuantiles)
 
 
 class TrajectoryTable:
-    """The trajectories that run on this host; `forget` them when they end."""
+    """The trajectories of this env worker; `forget` them when they end."""
 
     def __init__(self, *, weights: dict[str, float]) -> None:
         self.credits = DomainCredits(weights)
@@ -163,13 +159,13 @@ class TrajectoryTable:
         self._domains: dict[str, _DomainStats] = {}
         self._num_active: Counter[str] = Counter()
         self._token_s: float | None = None
-        """What a token takes, as a running mean over all turns."""
+        """The time per token, as a running mean over all turns."""
 
     def __len__(self) -> int:
         return len(self._states)
 
     def start_turn(self, request: GenerateRequest, *, now: float) -> TrajectoryState:
-        """The course of the request's trajectory, whose environment has just answered."""
+        """Return the state of the request's trajectory, whose environment has just answered."""
         state = TrajectoryState(request.domain)
         if request.trajectory:
             state = self._states.setdefault(request.trajectory, state)
@@ -203,16 +199,16 @@ class TrajectoryTable:
         return self._states.pop(trajectory, None)
 
     def reply_tokens(self, request: GenerateRequest) -> float:
-        """How long the reply will likely be: as long as the domain's replies are."""
+        """Return the expected length of the reply: the domain's mean, at most the request's limit."""
         usual = self._domain(request.domain).reply_tokens
         return request.max_new_tokens if usual is None else min(usual, request.max_new_tokens)
 
     def expected_kv_tokens(self, state: TrajectoryState, *, num_tokens: int) -> int:
-        """What a trajectory of now `num_tokens` should be counted as: young ones grow to what is usual."""
+        """Return the expected KV tokens of a trajectory: `num_tokens`, but at least the mean of its domain."""
         return max(num_tokens, round(self._domain(state.domain).kept_tokens))
 
     def mean_turn(self) -> tuple[float, float]:
-        """Tokens to prefill and to decode of a turn, over all domains."""
+        """Return the mean tokens to prefill and to decode in a turn, over all domains."""
         seen = [domain for domain in self._domains.values() if domain.reply_tokens is not None]
         if not seen:
             return 0.0, 0.0
@@ -223,7 +219,7 @@ class TrajectoryTable:
         return queue_level(served_tokens=state.served_tokens, served_s=state.served_s, waited_s=state.waited_s)
 
     def credit_penalty(self, domain: str) -> int:
-        """What is added to the level of a domain's turns: more than any level if it used up its credit."""
+        """Return what to add to the level of a domain's turns: more than any level if its credit is used up."""
         self.credits.replenish([name for name, num in self._num_active.items() if num > 0 and not is_held_out(name)])
         return 0 if self.credits.has_credit(domain) else NUM_LEVELS
 
