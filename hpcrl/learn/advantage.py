@@ -1,13 +1,25 @@
-"""How much better an episode, a turn or a token was than expected.
+"""Advantages: how much better an episode, a turn or a token was than expected.
 
-    compute_advantages  the advantage of every turn of every episode of a step, by the recipe's `train.advantage`
-    gae, returns        the advantage of every token, from a critic's values
+    compute_advantages              the advantage of every turn of every episode, by the recipe's `train.advantage`
+    compute_group_advantages        the advantage of every episode within its group
+    grpo, dr_grpo, rloo             estimators over the rewards of a group
+    keep_rewards                    an estimator that compares nothing
+    ESTIMATORS, STEP_ESTIMATORS     those estimators by the recipe's names
+    AdvantageEstimator, FloatArray  their type, and the type of their arrays
+    trloo                           the leave-one-out estimator over turns
+    gae                             the advantage of every token, from a critic's values
+    compute_turn_rewards            the reward of each turn
+    discount_rewards                the return from each turn
+    normalize_values                values with mean 0 and variance 1
+    group_indices                   the members of each group
+    is_flat                         whether a group's rewards are all equal
+    STD_EPSILON                     the term added to standard deviations
 
-Legend  G episodes of one group - N episodes of a step - K turns of an episode - T model tokens of an episode
+Legend: B rows, G episodes of one group, N episodes of a step, K turns of an episode, T model tokens of an episode
 
 Estimators over rewards see whole episodes and give all turns of one the same advantage; `trloo` sees the turns.
-A group that says nothing (one member, or all rewards equal) gets exact zeros. Rewards that are no numbers stay
-visible as NaN: the trainer skips the step and says why.
+A group without a signal (one member, or all rewards equal) gets exact zeros. Rewards that are NaN or None stay
+visible as NaN: the trainer skips the step and reports the reason.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,25 +33,25 @@ FloatArray = NDArray[np.float64]
 AdvantageEstimator = Callable[[FloatArray], FloatArray]
 
 STD_EPSILON = 1e-6
-"""Added to the standard deviation, so that rewards equal up to rounding are not blown up to size one."""
+"""The term added to the standard deviation, so that rewards equal up to rounding are not scaled up to size one."""
 
 
 def grpo(rewards_G: FloatArray) -> FloatArray:
-    """Distance from the group's mean in standard deviations (DeepSeekMath, arXiv 2402.03300)."""
+    """Return the distance from the group's mean in standard deviations (DeepSeekMath, arXiv 2402.03300)."""
     if is_flat(rewards_G):
         return np.zeros_like(rewards_G)
     return np.asarray((rewards_G - rewards_G.mean()) / (rewards_G.std() + STD_EPSILON))
 
 
 def dr_grpo(rewards_G: FloatArray) -> FloatArray:
-    """Distance from the group's mean, not divided by anything (Dr. GRPO, arXiv 2503.20783)."""
+    """Return the distance from the group's mean, not divided by anything (Dr. GRPO, arXiv 2503.20783)."""
     if is_flat(rewards_G):
         return np.zeros_like(rewards_G)
     return np.asarray(rewards_G - rewards_G.mean())
 
 
 def rloo(rewards_G: FloatArray) -> FloatArray:
-    """Distance from the mean of the others, leave-one-out (arXiv 2402.14740)."""
+    """Return the distance from the mean of the others, leave-one-out (arXiv 2402.14740)."""
     if is_flat(rewards_G):
         return np.zeros_like(rewards_G)
     num_others = len(rewards_G) - 1
@@ -47,15 +59,15 @@ def rloo(rewards_G: FloatArray) -> FloatArray:
 
 
 def keep_rewards(rewards_G: FloatArray) -> FloatArray:
-    """The rewards, compared with nothing."""
+    """Return the rewards themselves, without a baseline."""
     return rewards_G.copy()
 
 
 ESTIMATORS: dict[str, AdvantageEstimator] = {"grpo": grpo, "dr-grpo": dr_grpo, "rloo": rloo}
-"""What compares the episodes of one group, by the name that the recipe's `train.advantage` uses."""
+"""The estimators that compare the episodes of one group, by their names in the recipe's `train.advantage`."""
 
 STEP_ESTIMATORS: dict[str, AdvantageEstimator] = {"reinforce++": keep_rewards, "reinforce++-baseline": dr_grpo}
-"""What is normalised over all tokens of the step afterwards (REINFORCE++, arXiv 2501.03262)."""
+"""The estimators whose results are then normalised over all tokens of the step (REINFORCE++, arXiv 2501.03262)."""
 
 
 def compute_advantages(
@@ -65,9 +77,9 @@ def compute_advantages(
     gamma: float = 1.0,
     num_tokens_N: Sequence[int] | None = None,
 ) -> list[FloatArray]:
-    """The advantage of each turn of each episode; an episode without turns counts as one turn.
+    """Compute the advantage of each turn of each episode; an episode without turns counts as one turn.
 
-    `num_tokens_N` is how many tokens the model said in each episode, for estimators that weigh by tokens.
+    `num_tokens_N` is the number of model tokens of each episode, for estimators that weigh by tokens.
     """
     groups = [episode.group for episode in episodes]
     if advantage == "trloo":
@@ -87,7 +99,7 @@ def compute_advantages(
 def compute_group_advantages(
     rewards_N: FloatArray, *, groups: Sequence[str], estimator: AdvantageEstimator
 ) -> FloatArray:
-    """The advantage of every episode within its group; `groups` names the group of each."""
+    """Compute the advantage of every episode within its group; `groups` names the group of each."""
     advantages_N = np.zeros_like(rewards_N)
     for members in group_indices(groups).values():
         advantages_N[members] = estimator(rewards_N[members])
@@ -95,7 +107,7 @@ def compute_group_advantages(
 
 
 def normalize_values(values_N: FloatArray, *, weights_N: FloatArray) -> FloatArray:
-    """Mean 0 and variance 1 under the weights; zeros where nothing differs."""
+    """Normalise to mean 0 and variance 1 under the weights; zeros if all values are equal."""
     if not weights_N.sum() or is_flat(values_N):
         return np.zeros_like(values_N)
     mean = np.average(values_N, weights=weights_N)
@@ -104,10 +116,10 @@ def normalize_values(values_N: FloatArray, *, weights_N: FloatArray) -> FloatArr
 
 
 def trloo(rewards_NK: Sequence[FloatArray], *, groups: Sequence[str], gamma: float) -> list[FloatArray]:
-    """Leave-one-out turn by turn (TRLOO, Dr. Kernel, arXiv 2602.05885).
+    """Apply leave-one-out turn by turn (TRLOO, Dr. Kernel, arXiv 2602.05885).
 
-    The return of a turn, minus the mean return of the same turn in the group's other episodes that came so far; zero
-    where none did.
+    The advantage is the return of a turn minus the mean return of the same turn in the group's other episodes that
+    reached it; zero where none did.
     """
     returns_NK = [discount_rewards(rewards_K, gamma=gamma) for rewards_K in rewards_NK]
     advantages_NK = [np.zeros_like(returns_K) for returns_K in returns_NK]
@@ -121,7 +133,7 @@ def trloo(rewards_NK: Sequence[FloatArray], *, groups: Sequence[str], gamma: flo
 
 
 def compute_turn_rewards(episode: TrajectoryFacts) -> FloatArray:
-    """What each turn earned; what the score adds to the environment's own rewards belongs to the last turn."""
+    """Return the reward of each turn; what the score adds to the environment's own rewards goes to the last turn."""
     rewards_K = np.array([turn.reward for turn in episode.turns] or [0.0], dtype=np.float64)
     total = np.nan if episode.reward is None else episode.reward
     rewards_K[-1] += total - rewards_K.sum()
@@ -129,7 +141,7 @@ def compute_turn_rewards(episode: TrajectoryFacts) -> FloatArray:
 
 
 def discount_rewards(rewards_K: FloatArray, *, gamma: float) -> FloatArray:
-    """What was earned from each turn on, later turns counting `gamma` times less each."""
+    """Return the sum of rewards from each turn on, each later turn discounted by another `gamma`."""
     returns_K = rewards_K.copy()
     for turn in range(len(rewards_K) - 2, -1, -1):
         returns_K[turn] += gamma * returns_K[turn + 1]
@@ -139,7 +151,7 @@ def discount_rewards(rewards_K: FloatArray, *, gamma: float) -> FloatArray:
 def gae(
     values_BT: FloatArray, *, rewards_BT: FloatArray, lengths_B: Sequence[int], gamma: float, lam: float
 ) -> FloatArray:
-    """Generalised advantages over the model's tokens (arXiv 1506.02438); the value after the last token is zero."""
+    """Compute generalised advantages over model tokens (arXiv 1506.02438); the value after the last token is zero."""
     advantages_BT = np.zeros_like(values_BT)
     inside_BT = np.arange(values_BT.shape[1]) < np.asarray(lengths_B)[:, None]
     values_BT = np.where(inside_BT, values_BT, 0.0)
@@ -153,12 +165,12 @@ def gae(
 
 
 def is_flat(rewards_G: FloatArray) -> bool:
-    """True for a group in which no episode was better than another."""
+    """Return True for a group in which no episode was better than another."""
     return bool(np.all(rewards_G == rewards_G[0]))
 
 
 def group_indices(groups: Sequence[str]) -> dict[str, list[int]]:
-    """Where the members of each group stand, in order of first appearance."""
+    """Return the indices of each group's members; groups in order of first appearance."""
     found: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
         found.setdefault(group, []).append(index)

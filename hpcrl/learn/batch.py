@@ -1,12 +1,21 @@
-"""What a training step trains on: which groups, and how their tokens lie in padded micro-batches.
+"""The input of a training step: which groups it trains on, and their tokens in micro-batches.
 
     choose_groups        the trajectories of the next step, those that can never be used, and the rest
+    GroupChoice          its result
     make_rows            trajectories -> shifted rows, cut after the last model token
+    TrainingRow          a row
+    spread_credit        give a turn's credit to all its tokens
+    credit_last_token    give it to the last one
+    compute_row_length   the length of a row, without making it
+    count_model_tokens   the number of its model tokens, without making it
     make_micro_batches   rows -> padded micro-batches of similar length
-    make_packed_batches  rows -> micro-batches of one row, in which they lie behind each other
+    make_packed_batches  rows -> micro-batches of one row each, which holds several rows in sequence
+    MicroBatch           a micro-batch
+    pad_to_shape         a micro-batch with more padding
+    empty_micro_batch    a micro-batch without model tokens
 
-Legend  B rows of a micro-batch - T positions, padded on the right - N model tokens of a micro-batch
-Dtypes  token ids int64 - log-probs and advantages float32 - masks bool
+Legend: B rows of a micro-batch, T positions (padded on the right), N model tokens of a micro-batch, K turns
+Dtypes: token ids int64, log-probs and advantages float32, masks bool
 
 Position t of a row predicts token t + 1. The shift is made here, in `make_rows`, and nowhere else.
 """
@@ -25,14 +34,14 @@ from hpcrl.spool.record import TRAINABLE, Trajectory
 
 
 class GroupChoice(NamedTuple):
-    """Every available trajectory is in one of the three lists, unless it is consumed or a duplicate."""
+    """The result of a choice: each available trajectory is in one of three lists, unless consumed or a duplicate."""
 
     chosen: list[Trajectory]
-    """Exactly `groups_per_step` whole groups, one after the other, or nothing."""
+    """The members of exactly `groups_per_step` whole groups, group by group, or nothing."""
     stale: list[Trajectory]
-    """Never to be trained on: too far behind, not trainable, or more than its chosen group needed."""
+    """Those never trained on: too far behind, not trainable, or more than the chosen group needs."""
     rest: list[Trajectory]
-    """To be offered again."""
+    """The ones to offer again."""
 
 
 def choose_groups(
@@ -44,10 +53,10 @@ def choose_groups(
     max_lag: int,
     consumed: Container[str],
 ) -> GroupChoice:
-    """The oldest complete groups, once there are enough of them; the order of `available` does not matter.
+    """Choose the oldest complete groups, once there are enough; the order of `available` does not matter.
 
-    Groups arrive with exactly `group_size` members, so one whose member cannot be used is given up as a whole: nobody
-    makes another in its place, and what waited for it would count as work that training still has to do.
+    Groups arrive with exactly `group_size` members, so one with an unusable member is dropped as a whole: no other
+    member will be made, and the rest of the group would count as work that training still has to do.
     """
     groups: dict[str, list[Trajectory]] = {}
     lost: dict[str, list[Trajectory]] = {}
@@ -64,7 +73,7 @@ def choose_groups(
         if len(members) + len(groups.get(name, ())) >= group_size > len(groups.get(name, ())):
             stale += [*members, *groups.pop(name, ())]
             continue
-        for trajectory in members:  # what failed stays until its group is all there: it says that there is no hope
+        for trajectory in members:  # a failed one stays until its group has arrived: it marks the group as lost
             (stale if version - trajectory.start_version > max_lag else rest).append(trajectory)
     complete = [name for name, members in groups.items() if len(members) >= group_size][:groups_per_step]
     chosen = []
@@ -78,7 +87,7 @@ def choose_groups(
 
 
 def _sort_unconsumed(available: Iterable[Trajectory], *, consumed: Container[str]) -> list[Trajectory]:
-    """The first of each id that is not consumed, oldest first."""
+    """Return the first trajectory of each id that is not consumed, oldest first."""
     oldest_first = sorted(
         available, key=lambda trajectory: (trajectory.start_version, trajectory.created, trajectory.id)
     )
@@ -90,21 +99,21 @@ def _sort_unconsumed(available: Iterable[Trajectory], *, consumed: Container[str
 
 
 def _is_usable(trajectory: Trajectory) -> bool:
-    """An episode with an ordinary end; a reward that is no number would spoil its whole group."""
+    """Return whether an episode ended normally; a reward that is NaN or infinite would spoil its whole group."""
     return trajectory.status in TRAINABLE and (trajectory.reward is None or math.isfinite(trajectory.reward))
 
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One trajectory, shifted: position t predicts token t + 1. The last position predicts a model token."""
+    """A trajectory, shifted: position t predicts token t + 1. The last position predicts a model token."""
 
     inputs: NDArray[np.int32]
     mask: NDArray[np.bool_]
-    """True where the predicted token was said by the model; the other columns hold these positions only."""
+    """The mask is True where the model generated the predicted token; the columns below have only these positions."""
     targets: NDArray[np.int32]
     behaviour: NDArray[np.float32]
     credit: NDArray[np.float32]
-    """The advantage of each predicted token, or its reward where a critic is yet to make advantages of rewards."""
+    """The advantage of each predicted token, or its reward if a critic will turn rewards into advantages."""
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -117,11 +126,11 @@ def make_rows(
     max_length: int,
     place_credit: Callable[[NDArray[Any], NDArray[np.intp]], NDArray[Any]] | None = None,
 ) -> tuple[list[TrainingRow], int]:
-    """Rows of the trajectories that fit into the context of `max_length`, and how many do not.
+    """Make rows of the trajectories that fit into the context of `max_length`; also return how many do not.
 
-    `credits` has one value per turn of each trajectory (one in all where it has no turns), and `place_credit` says which
-    tokens of the turn get it: all of them unless told otherwise. What follows the last model token is cut; a
-    trajectory in which the model said nothing has no row.
+    `credits` has one value per turn of each trajectory (one if it has no turns), and `place_credit` selects the
+    tokens of the turn that get it, by default all. Tokens after the last model token are cut; a trajectory without
+    model tokens has no row.
     """
     rows = [
         _make_row(trajectory, np.asarray(credit, dtype=np.float32), place_credit or spread_credit)
@@ -132,12 +141,12 @@ def make_rows(
 
 
 def spread_credit(credit_K: NDArray[Any], turns_N: NDArray[np.intp]) -> NDArray[Any]:
-    """Every token of a turn gets the turn's value."""
+    """Give every token of a turn the turn's value."""
     return np.asarray(credit_K[turns_N])
 
 
 def credit_last_token(credit_K: NDArray[Any], turns_N: NDArray[np.intp]) -> NDArray[Any]:
-    """The last token of a turn gets the turn's value, the others nothing; of a turn without tokens, the one before."""
+    """Give the last token of a turn the turn's value, the others zero; an empty turn's goes to the token before."""
     placed_N = np.zeros(len(turns_N), dtype=credit_K.dtype)
     if len(turns_N):
         last_K = np.searchsorted(turns_N, np.arange(len(credit_K)), side="right") - 1
@@ -146,7 +155,7 @@ def credit_last_token(credit_K: NDArray[Any], turns_N: NDArray[np.intp]) -> NDAr
 
 
 def compute_row_length(trajectory: Trajectory) -> int:
-    """Positions of the trajectory's row, without making it; where there are turns, no column is read."""
+    """Return the length of the trajectory's row without making it; with turns, no column is read."""
     if trajectory.turns:
         return max(max((turn.end for turn in trajectory.turns if turn.end > turn.start), default=0) - 1, 0)
     model_positions = np.flatnonzero(trajectory.loss_mask[1:])
@@ -154,7 +163,7 @@ def compute_row_length(trajectory: Trajectory) -> int:
 
 
 def count_model_tokens(trajectory: Trajectory) -> int:
-    """Tokens that the model said, without reading a column where there are turns."""
+    """Count the model tokens; with turns, no column is read."""
     if trajectory.turns:
         return sum(turn.end - max(turn.start, 1) for turn in trajectory.turns if turn.end > turn.start)
     return int(np.count_nonzero(trajectory.loss_mask[1:]))
@@ -180,7 +189,7 @@ def _make_row(
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What goes through the model in one pass. Columns over N follow `mask_BT` row by row."""
+    """The input of one pass through the model. Columns over N follow `mask_BT` row by row."""
 
     inputs_BT: Tensor
     mask_BT: Tensor
@@ -188,18 +197,18 @@ class MicroBatch:
     behaviour_N: Tensor
     advantages_N: Tensor
     rows_N: Tensor
-    """The trajectory that each token is from; where rows are padded, the row that it stands in."""
+    """The trajectory of each token; where rows are padded, also its row."""
     positions_BT: Tensor | None = None
-    """Where rows are packed: each position's place in its own trajectory, which sees nothing of the others."""
+    """The position within its own trajectory where rows are packed; trajectories do not attend to each other."""
 
     @property
     def num_sequences(self) -> int:
-        """Trajectories with tokens that train."""
+        """The number of trajectories with model tokens."""
         return int(self.rows_N.max()) + 1 if len(self.rows_N) else 0
 
     @property
     def num_tokens(self) -> int:
-        """Model tokens, the ones that train."""
+        """The number of model tokens, the ones trained on."""
         return len(self.targets_N)
 
     @property
@@ -212,13 +221,13 @@ class MicroBatch:
 
 
 MIN_FILL_SHARE = 1 / 8
-"""Share of the bound that a micro-batch fills before it turns away a row that it would have to pad much."""
+"""The share of the bound that a micro-batch fills before it refuses a row that needs much padding."""
 MAX_PADDING_SHARE = 1 / 5
-"""Share of a row."""
+"""The share of a row beyond which padding is much."""
 
 
 def make_micro_batches(rows: Sequence[TrainingRow], *, tokens_per_micro_batch: int) -> list[MicroBatch]:
-    """Rows of similar length together, the longest first; one row longer than the bound goes alone."""
+    """Batch rows of similar length, the longest first; a row longer than the bound goes alone."""
     batches: list[list[TrainingRow]] = []
     for row in sorted(rows, key=len, reverse=True):  # stable, so equal input gives equal batches
         if batches and _should_join(row, batches[-1], bound=tokens_per_micro_batch):
@@ -236,7 +245,7 @@ def _should_join(row: TrainingRow, batch: Sequence[TrainingRow], *, bound: int) 
 
 
 def make_packed_batches(rows: Sequence[TrainingRow], *, tokens_per_micro_batch: int) -> list[MicroBatch]:
-    """As few micro-batches as first-fit finds, the longest row first; one longer than the bound goes alone."""
+    """Pack rows into few micro-batches by first-fit, the longest first; a row longer than the bound goes alone."""
     batches: list[list[TrainingRow]] = []
     sizes: list[int] = []
     for row in sorted(rows, key=len, reverse=True):
@@ -251,7 +260,7 @@ def make_packed_batches(rows: Sequence[TrainingRow], *, tokens_per_micro_batch: 
 
 
 def _pad_rows(rows: Sequence[TrainingRow]) -> MicroBatch:
-    """One micro-batch. Padding is any valid token: on the right of a causal model it changes nothing before it."""
+    """Make one micro-batch. Padding is any valid token: in a causal model it changes nothing to its left."""
     shape = (len(rows), max(map(len, rows)))
     inputs_BT = np.zeros(shape, dtype=np.int64)
     mask_BT = np.zeros(shape, dtype=np.bool_)
@@ -264,7 +273,7 @@ def _pad_rows(rows: Sequence[TrainingRow]) -> MicroBatch:
 
 
 def _pack_rows(rows: Sequence[TrainingRow]) -> MicroBatch:
-    """One micro-batch without padding: transformers sees where positions begin anew, and lets nothing look beyond."""
+    """Make one micro-batch without padding: transformers separates rows in attention where positions restart."""
     inputs_T = np.concatenate([row.inputs for row in rows]).astype(np.int64)
     positions_T = np.concatenate([np.arange(len(row)) for row in rows])
     mask_T = np.concatenate([row.mask for row in rows])
@@ -277,7 +286,7 @@ def _pack_rows(rows: Sequence[TrainingRow]) -> MicroBatch:
 
 
 def _concatenate_columns(rows: Sequence[TrainingRow]) -> dict[str, Tensor]:
-    """Those over N."""
+    """Concatenate the columns over N."""
     counts = [len(row.targets) for row in rows]
     return {
         "targets_N": torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64)),
@@ -288,7 +297,7 @@ def _concatenate_columns(rows: Sequence[TrainingRow]) -> dict[str, Tensor]:
 
 
 def pad_to_shape(micro: MicroBatch, *, rows: int, length: int) -> MicroBatch:
-    """The same micro-batch with more padding, for schedules in which all have one shape."""
+    """Add padding to a micro-batch, for schedules that need one shape for all."""
     padding = (0, length - micro.inputs_BT.shape[1], 0, rows - micro.inputs_BT.shape[0])
     return replace(
         micro,
@@ -298,7 +307,7 @@ def pad_to_shape(micro: MicroBatch, *, rows: int, length: int) -> MicroBatch:
 
 
 def empty_micro_batch() -> MicroBatch:
-    """A pass that teaches nothing, for a rank that has fewer micro-batches than another: all must pass together."""
+    """Make a micro-batch without model tokens, for a rank with fewer than another: all must run the same passes."""
     no_values = np.zeros(0, dtype=np.float32)
     no_target = np.zeros(0, dtype=np.int32)
     empty = TrainingRow(

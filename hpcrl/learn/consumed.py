@@ -1,11 +1,14 @@
-"""Which groups have been trained on: the other half of "exactly once".
+"""The groups that were trained on, so that each is trained on exactly once.
 
-A step trains on whole groups, so a group is consumed or it is not, and a late episode of a consumed group counts
-as consumed. Groups are numbered `domain/number` and consumed nearly in order, so runs of numbers are kept instead
-of ids: a million trajectories without gaps take a few bytes, and the cost grows with the gaps alone (measured at
-about 14 bytes of JSON each). Ids of another form are kept as they are.
+    ConsumedTrajectories  the set that the trainer keeps and a checkpoint stores
+    ConsumedGroups        the groups that the newest checkpoint lists
+    read_consumed_groups  read those
+    sort_group_numbers    groups as sorted numbers by domain
 
-Which groups the newest checkpoint says were trained on.
+A step trains on whole groups, so a group is consumed or not, and a late episode of a consumed group counts as
+consumed. Groups are numbered `domain/number` and consumed nearly in order, so runs of numbers are stored instead of
+ids: a million trajectories without gaps take a few bytes, and only gaps add to it (measured: about 14 bytes of JSON
+each). Ids of another form are stored as they are.
 """
 
 from bisect import bisect_left, bisect_right
@@ -23,7 +26,7 @@ class _StoredConsumed(msgspec.Struct, frozen=True, kw_only=True):
     """The stored form."""
 
     runs: dict[str, list[tuple[int, int]]]
-    """Per domain, the first number of each run and the one after its last."""
+    """The runs of each domain: the first number and the one after the last."""
     others: list[str]
 
 
@@ -45,7 +48,7 @@ class ConsumedTrajectories:
         return runs is not None and number in runs
 
     def add(self, trajectory_id: str) -> None:
-        """Its group counts as consumed from now on."""
+        """Mark the group of a trajectory as consumed."""
         task = _parse_task(trajectory_id)
         if task is None:
             self._others.add(trajectory_id)
@@ -58,7 +61,7 @@ class ConsumedTrajectories:
             self.add(trajectory_id)
 
     def encode(self) -> bytes:
-        """As JSON; equal sets give equal bytes."""
+        """Encode as JSON; equal sets give equal bytes."""
         runs = {domain: self._runs[domain].pairs() for domain in sorted(self._runs)}
         return msgspec.json.encode(_StoredConsumed(runs=runs, others=sorted(self._others)))
 
@@ -111,7 +114,7 @@ class _NumberRuns:
 
 
 class _StoredGroups(msgspec.Struct, frozen=True, kw_only=True):
-    """As hpcrl.learn.consumed stores it."""
+    """The same form, as `read_consumed_groups` decodes it."""
 
     runs: dict[str, list[tuple[int, int]]]
     others: list[str]
@@ -119,7 +122,7 @@ class _StoredGroups(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class ConsumedGroups:
-    """Per domain the runs of numbers of groups; what could not be read is told in `problems`."""
+    """The consumed groups as runs of numbers per domain; files that could not be read are in `problems`."""
 
     checkpoint: str = ""
     number_ranges: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
@@ -130,7 +133,7 @@ class ConsumedGroups:
         return sum(stop - start for runs in self.number_ranges.values() for start, stop in runs)
 
     def missing_groups(self, present: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, int, int]]:
-        """Per domain that lacks any: how many are not among the sorted numbers that are present, and one of them."""
+        """Yield, for each domain with missing groups: how many the sorted numbers `present` lack, and the first."""
         for domain, number_ranges in self.number_ranges.items():
             numbers = present.get(domain, ())
             gaps = [
@@ -144,7 +147,7 @@ class ConsumedGroups:
 
 
 def _count_missing(numbers: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-    """How many of start, ..., stop - 1 are not in `numbers`, and the first of them."""
+    """Count those of start, ..., stop - 1 that are not in `numbers`, and return the first of them too."""
     low, high = bisect_left(numbers, start), bisect_left(numbers, stop)
     first = start
     for index in range(low, high):
@@ -155,12 +158,12 @@ def _count_missing(numbers: Sequence[int], start: int, stop: int) -> tuple[int, 
 
 
 def read_consumed_groups(checkpoints: Path) -> ConsumedGroups:
-    """From the newest checkpoint whose list of them is whole."""
+    """Read the groups from the newest checkpoint whose list is intact."""
     problems: list[tuple[Path, str]] = []
     for path in sorted(checkpoints.glob("*-step-*/consumed.json"), key=lambda path: path.parent.name, reverse=True):
         try:
             return ConsumedGroups(path.parent.name, _read_number_ranges(path), problems)
-        except FileNotFoundError:  # an old checkpoint may be removed meanwhile
+        except FileNotFoundError:  # an old checkpoint may have been removed meanwhile
             continue
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append((path, str(error)))
@@ -176,7 +179,7 @@ def _read_number_ranges(path: Path) -> dict[str, list[tuple[int, int]]]:
 
 
 def sort_group_numbers(groups: Iterable[str]) -> dict[str, list[int]]:
-    """Groups `domain/number` as sorted numbers by domain."""
+    """Return the numbers of the groups `domain/number`, sorted, by domain."""
     numbers: dict[str, list[int]] = {}
     for group in groups:
         if parsed := parse_group_id(group):

@@ -1,17 +1,20 @@
-"""How rank 0 deals out a training step: ids and credits, never tokens.
+"""Distribute a training step over ranks: ids and credits, never tokens.
 
-    distribute_step  trajectories -> for every rank, the ids of each of its minibatches
-    load_share_rows  a rank's ids -> its rows, read by itself
+    distribute_step       trajectories -> for every rank, the ids of each of its minibatches
+    StepShares            a distributed step
+    RankShare, ShareItem  one rank's part of it; one trajectory there
+    load_share_rows       a rank's ids -> its rows, which it reads itself
+    split_minibatches     the rows of each optimizer step
+    balance_parts         parts of equal length and nearly equal weight
+    compute_imbalance     the heaviest part over the mean
+    IndexLists            indices by part
 
-Every minibatch has as many rows on each rank, give or take one, and nearly as many tokens (Karmarkar-Karp).
-
-Equal numbers of rows for every rank, and as nearly equal work as can be had.
-
-The largest differencing method of Karmarkar and Karp, for many sets of equal size: the rows are grouped, largest
-first, into tuples with one row for each rank; the two tuples that are most uneven are joined so that the heaviest
-part of one meets the lightest of the other, until one tuple is left. Rows that do not fill the last tuple leave
-some ranks with one row less. Then rows change places between the heaviest and the lightest part while that helps:
-with few rows of very unequal weight, differencing alone may stay a tenth above the best.
+In every minibatch the ranks' numbers of rows differ by at most one, and their tokens are nearly equal. This is the
+largest differencing method of Karmarkar and Karp, for many sets of equal size: the rows are grouped, largest first,
+into tuples with one row for each rank; the two most uneven tuples are merged, the heaviest part of one with the
+lightest of the other, until one tuple is left. Rows that do not fill the last tuple leave some ranks with one row
+less. Then the heaviest and the lightest part swap rows while that helps: with few rows of very unequal weight,
+differencing alone may stay a tenth above the best.
 """
 
 import bisect
@@ -32,16 +35,16 @@ IndexLists = list[list[int]]
 
 MAX_SWAPS = 200
 MIN_GAIN = 1e-6
-"""Share of the gap that an exchange must close: rounding must not keep it going."""
+"""The least share of the gap that a swap must close, so that rounding does not keep the swaps going."""
 
 
 def balance_parts(weights: Sequence[float], *, num_parts: int) -> IndexLists:
-    """Indices of the weights in `num_parts` lists whose lengths differ by at most one; the same input, the same lists.
+    """Divide the indices of the weights into `num_parts` lists whose lengths differ by at most one.
 
-    Each list is in rising order of its indices.
+    The result depends on nothing but the input; each list is in rising order.
     """
     if num_parts < 1:
-        raise ValueError(f"num_parts is {num_parts}: at least 1")
+        raise ValueError(f"num_parts is {num_parts}: it must be at least 1")
     parts = _merge_by_differencing(weights, num_parts)
     for _ in range(MAX_SWAPS):
         if not _swap_rows(parts, weights):
@@ -50,14 +53,14 @@ def balance_parts(weights: Sequence[float], *, num_parts: int) -> IndexLists:
 
 
 def compute_imbalance(weights: Sequence[float], parts: IndexLists) -> float:
-    """The heaviest part over the mean: 1 is perfect."""
+    """Return the weight of the heaviest part over the mean: 1 is perfect."""
     sums = [sum(weights[index] for index in part) for part in parts]
     mean = sum(sums) / len(sums)
     return max(sums) / mean if mean else 1.0
 
 
 def _merge_by_differencing(weights: Sequence[float], num_parts: int) -> IndexLists:
-    """Tuples of parts, the most uneven two joined, until one is left."""
+    """Merge the two most uneven tuples of parts until one is left."""
     by_weight = sorted(range(len(weights)), key=lambda index: (-weights[index], index))
     heap = []
     for order, start in enumerate(range(0, len(by_weight), num_parts)):
@@ -78,13 +81,13 @@ _WeightedParts = list[tuple[float, list[int]]]
 
 
 def _make_heap_entry(parts: _WeightedParts, order: int) -> tuple[float, int, _WeightedParts]:
-    """For the heap: the most uneven first."""
+    """Make a heap entry; the most uneven tuple comes first."""
     heaviest_first = sorted(parts, key=lambda part: (-part[0], part[1]))
     return heaviest_first[-1][0] - heaviest_first[0][0], order, heaviest_first
 
 
 def _merge_crosswise(first: _WeightedParts, second: _WeightedParts) -> _WeightedParts:
-    """The heaviest of one with the lightest of the other."""
+    """Merge the heaviest part of one tuple with the lightest of the other, and so on."""
     pairs = zip(first, reversed(second), strict=True)
     return [
         (first_weight + second_weight, first_rows + second_rows)
@@ -93,7 +96,7 @@ def _merge_crosswise(first: _WeightedParts, second: _WeightedParts) -> _Weighted
 
 
 def _swap_rows(parts: IndexLists, weights: Sequence[float]) -> bool:
-    """Let the heaviest and the lightest part exchange the rows that bring them closest; False if none does."""
+    """Swap the two rows that bring the heaviest and the lightest part closest; False if no swap helps."""
     by_sum = sorted(range(len(parts)), key=lambda number: (_sum_weights(parts[number], weights), number))
     light, heavy = parts[by_sum[0]], parts[by_sum[-1]]
     gap = _sum_weights(heavy, weights) - _sum_weights(light, weights)
@@ -101,7 +104,7 @@ def _swap_rows(parts: IndexLists, weights: Sequence[float]) -> bool:
     values = [weights[index] for index in offered]
     best = (gap, -1, -1)
     for heavy_row in heavy:
-        position = bisect.bisect(values, weights[heavy_row] - gap / 2)  # half the gap is what should move over
+        position = bisect.bisect(values, weights[heavy_row] - gap / 2)  # ideally half the gap moves over
         for light_row in offered[max(position - 1, 0) : position + 1]:
             remaining_gap = abs(gap - 2 * (weights[heavy_row] - weights[light_row]))
             best = min(best, (remaining_gap, heavy_row, light_row))
@@ -119,29 +122,29 @@ def _sum_weights(part: list[int], weights: Sequence[float]) -> float:
 
 
 class ShareItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One trajectory of a rank's share."""
+    """A trajectory in a rank's share."""
 
     id: str
     credit: list[float]
     """The advantage of each turn; with a critic, its reward."""
     segment: str = ""
-    """The file of the spool that holds it."""
+    """The file of the spool that contains it."""
 
 
 RankShare = list[list[ShareItem]]
-"""One rank's part of a step: the items of each of its minibatches."""
+"""A rank's part of a step: the items of each of its minibatches."""
 
 
 class StepShares(msgspec.Struct, frozen=True, kw_only=True):
-    """One training step, dealt out: a few bytes a trajectory."""
+    """A training step distributed over ranks: a few bytes per trajectory."""
 
     shares: list[RankShare]
-    """By rank."""
+    """The share of each rank."""
     skipped: str | None
-    """Why no rank shall train."""
+    """The reason why no rank trains, if any."""
     num_too_long: int
     imbalance: float
-    """Tokens of the busiest rank over the mean, the worst of the minibatches."""
+    """The tokens of the busiest rank over the mean, in the worst minibatch."""
 
 
 def distribute_step(
@@ -154,7 +157,7 @@ def distribute_step(
     max_length: int,
     segment_of: Callable[[Trajectory], str] = lambda _: "",
 ) -> StepShares:
-    """Who trains on what; minibatches are drawn from (seed, step), so equal input gives equal shares."""
+    """Distribute a step; minibatches are drawn from (seed, step), so equal input gives equal shares."""
     trajectories, values = assign_credits(trajectories, train)
     if not all(np.isfinite(credit).all() for credit in values):
         return _skip_step(num_ranks, "a reward is not finite")
@@ -175,7 +178,7 @@ def distribute_step(
 
 
 def split_minibatches(kept: Sequence[int], *, num: int, seed: int, step: int) -> list[list[int]]:
-    """The rows of each optimizer step; several minibatches get a shuffled share each."""
+    """Split rows into the optimizer steps; several minibatches get a shuffled share each."""
     num_parts = min(num, len(kept))
     order = list(kept)
     if num_parts > 1:
@@ -190,7 +193,7 @@ def load_share_rows(
     train: TrainConfig,
     max_length: int,
 ) -> list[list[TrainingRow]]:
-    """The rows of each minibatch of a share; `fetch` brings the trajectories of these items, in their order."""
+    """Load the rows of each minibatch of a share; `fetch` returns the trajectories of items, in their order."""
     place_credit = credit_last_token if train.advantage == "gae" else spread_credit
     parts = []
     for items in share:
@@ -201,7 +204,7 @@ def load_share_rows(
 
 
 def _find_flat(trajectories: Sequence[Trajectory]) -> set[int]:
-    """Where the trajectories of groups stand in which no episode was better than another (DAPO leaves them out)."""
+    """Return the indices of trajectories whose group has equal rewards throughout (DAPO leaves them out)."""
     members = group_indices([trajectory.group for trajectory in trajectories]).values()
     flat = [group for group in members if len({trajectories[index].reward for index in group}) == 1]
     return {index for group in flat for index in group}

@@ -1,17 +1,20 @@
-"""What is on record of evaluations: one round at a time, a part of it from each env worker, a result of all parts.
+"""Evaluations on disk: one round at a time, a part of it from each env worker, a result of all parts.
 
     CAMPAIGN/evaluations/
-        round.json              the round that goes on, or the last one: number, job, version
-        000003-part-1.json      what env worker 1 found in round 3
-        000003.json             the result of round 3; only what has one counts
+        round.json              the current round, or the last one: number, job, version
+        000003-part-1.json      the part of env worker 1 in round 3
+        000003.json             the result of round 3; only rounds with a result count
 
-    is_round_due        whether another round should begin
-    merge_parts         the result of a round's parts
-    find_version_score  what the evaluations say of a version
     EvaluationStore     the directory
+    EvaluationRound     the contents of round.json
+    EvaluationPart      the results of one env worker
+    EvaluationResult    the result of a round
+    is_round_due        whether another round should start
+    merge_parts         the result of a round's parts
+    find_version_score  the mean reward of the evaluation nearest to a version
 
-Env worker 0 begins rounds and concludes them. A round belongs to a job: what a job left without a result is not
-gone on with, the next job begins another round, with the newest weights. So nothing is counted twice.
+Env worker 0 starts and concludes rounds. A round belongs to a job: a round that a job left without a result is not
+continued; the next job starts another one with the newest weights. So nothing is counted twice.
 """
 
 import math
@@ -27,39 +30,39 @@ T = TypeVar("T")
 
 
 class EvaluationRound(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation that was begun."""
+    """An evaluation that was started."""
 
     number: int
     job: int
     version: int
-    """The newest version of the weights when it began."""
+    """The newest version of the weights at its start."""
 
 
 class EvaluationPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What one env worker found."""
+    """The results of one env worker."""
 
     rewards: dict[str, list[float]]
-    """By domain."""
+    """The rewards of each domain."""
     num_tokens: int = 0
-    """Of all those trajectories, said and seen."""
+    """The tokens of all these trajectories, generated and observed."""
     num_faults: int = 0
-    """Episodes that ended without a score: they say nothing about the agent."""
+    """The episodes that ended without a score: they do not measure the agent."""
     oldest: int | None = None
-    """Of the versions that said anything; engines take new ones while episodes run."""
+    """The oldest version that generated a token; engines load new ones while episodes run."""
     newest: int | None = None
 
 
 class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a round."""
+    """The result of a round."""
 
     number: int
     version: int
     reward_mean: float | None
-    """Over all episodes; None where not one was scored."""
+    """The mean over all episodes; None if not one was scored."""
     domains: dict[str, float]
     """The mean reward of each."""
     num_episodes: int
-    """That were scored."""
+    """The number of scored episodes."""
     num_faults: int
     length_mean: float
     oldest: int | None
@@ -67,12 +70,12 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_round_due(last: EvaluationResult | None, *, newest: int, every: int) -> bool:
-    """Whether a round should begin: the first at once, then one for every multiple of `every` that was passed."""
+    """Return whether a round should start: the first at once, then one per multiple of `every` that was passed."""
     return last is None or newest >= (last.version // every + 1) * every
 
 
 def merge_parts(round: EvaluationRound, parts: Sequence[EvaluationPart]) -> EvaluationResult:
-    """The result of a round of which all parts are there."""
+    """Merge all parts of a round into its result."""
     names = sorted({name for part in parts for name in part.rewards})
     rewards = {name: [reward for part in parts for reward in part.rewards.get(name, [])] for name in names}
     num = sum(map(len, rewards.values()))
@@ -92,23 +95,23 @@ def merge_parts(round: EvaluationRound, parts: Sequence[EvaluationPart]) -> Eval
 
 
 def find_version_score(version: int, results: Sequence[EvaluationResult], *, every: int) -> float | None:
-    """The mean reward of the evaluation nearest to a version, if one is nearer than `every` versions."""
+    """Return the mean reward of the evaluation nearest to a version, if one is nearer than `every` versions."""
     near = [result for result in results if abs(result.version - version) < every]
     return min(near, key=lambda result: abs(result.version - version)).reward_mean if near else None
 
 
 class EvaluationStore:
-    """The evaluations of a campaign, as they lie in its directory."""
+    """The evaluations of a campaign, in its directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def current_round(self) -> EvaluationRound | None:
-        """The one that goes on, or the last one."""
+        """Return the current round, or the last one."""
         return _read_json(self._directory / "round.json", EvaluationRound)
 
     def start_round(self, *, job: int, version: int) -> EvaluationRound:
-        """Begin a round under a number that no file has, not even one left of a round without an end."""
+        """Start a round under a number that no file has, not even one left by an unfinished round."""
         make_private_dir(self._directory)
         round = self.current_round()
         taken = [int(path.stem.partition("-")[0]) for path in self._directory.glob("[0-9]*.json")]
@@ -118,14 +121,14 @@ class EvaluationStore:
         return started
 
     def save_part(self, part: EvaluationPart, *, round: EvaluationRound, env_index: int) -> None:
-        """Put down what one env worker found; it has no other part in this round."""
+        """Store the results of one env worker; it has no other part in this round."""
         publish_file(self._part_path(round.number, env_index), msgspec.json.encode(part))
 
     def has_part(self, round: EvaluationRound, *, env_index: int) -> bool:
         return self._part_path(round.number, env_index).exists()
 
     def parts(self, round: EvaluationRound, *, num_env_workers: int) -> list[EvaluationPart] | None:
-        """All parts of a round; None while one is missing."""
+        """Return all parts of a round; None while one is missing."""
         found = [
             _read_json(self._part_path(round.number, env_index), EvaluationPart) for env_index in range(num_env_workers)
         ]
@@ -139,12 +142,12 @@ class EvaluationStore:
         return (self._directory / f"{round.number:06d}.json").exists()
 
     def results(self) -> list[EvaluationResult]:
-        """All that were concluded, in their order."""
+        """Return all results in order."""
         found = [_read_json(path, EvaluationResult) for path in self._result_files()]
         return [result for result in found if result is not None]
 
     def last_result(self) -> EvaluationResult | None:
-        """The newest that was concluded."""
+        """Return the newest result."""
         paths = self._result_files()
         return _read_json(paths[-1], EvaluationResult) if paths else None
 
@@ -157,7 +160,7 @@ class EvaluationStore:
 
 
 def _read_json(path: Path, kind: type[T]) -> T | None:
-    """A file that cannot be read as what it should be is as good as none: what it said is measured again."""
+    """Read a file; None if it is missing or malformed: its content is then measured again."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (FileNotFoundError, msgspec.DecodeError):

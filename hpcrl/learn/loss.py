@@ -1,21 +1,34 @@
 """The policy loss, token by token.
 
-Legend  N model tokens of a micro-batch - R its rows - V vocabulary
+    compute_policy_loss         the loss of a micro-batch, from log-probs and entropies
+    TokenInputs, LossSums       its inputs, and its sums over tokens
+    logprobs_and_entropy        log-probs and entropies from logits
+    compute_correction_weights  the weight of each token for being off-policy
+    compute_token_shares        the share of each token in the loss
+    estimate_kl                 the KL term
+    compute_value_loss          the loss of a critic
+    compute_ratio_quantiles     quantiles of the importance ratio
+    compute_log_distribution    log-probs of the whole vocabulary
+    gather_logprobs             log-probs of the generated tokens
+    compute_entropies           entropies from log-probs
+    sum_by_row, average_by_row  sums and means over rows, at every token
 
-Four policies meet in it:
+Legend: N model tokens of a micro-batch, R its rows, V vocabulary
 
-    behaviour   sampled the token, perhaps some versions ago; its log-prob is stored in the trajectory
-    proximal    the clip keeps the current policy near it: the policy when the training step began (decoupled PPO,
-                arXiv 2505.24298), or the behaviour policy itself (PPO, arXiv 1707.06347)
-    current     the one that is being trained
-    reference   the one that training began with; the KL term keeps the current policy near it
+The loss involves four policies:
+
+- behaviour: sampled the token, perhaps some versions ago; its log-prob is stored in the trajectory
+- proximal: the clip keeps the current policy near it; it is the policy at the start of the training step
+  (decoupled PPO, arXiv 2505.24298), or the behaviour policy itself (PPO, arXiv 1707.06347)
+- current: the policy in training
+- reference: the policy that training started from; the KL term keeps the current policy near it
 
     loss = sum over tokens of  share * (-weight * surrogate + kl_coef * kl - entropy_coef * entropy)
 
-    surrogate   min(ratio * A, clip(ratio, 1 - low, 1 + high) * A), for A < 0 at least dual_clip * A
-    ratio       current / proximal of the token, or the geometric mean over its sequence (GSPO)
-    weight      of proximal / behaviour, a constant: `train.correction` says which
-    share       of the token in the mean that the loss is: `train.aggregation` says which
+- surrogate: min(ratio * A, clip(ratio, 1 - low, 1 + high) * A), for A < 0 at least dual_clip * A
+- ratio: current / proximal of the token, or the geometric mean over its sequence (GSPO)
+- weight: computed from proximal / behaviour as `train.correction` selects; a constant for the gradient
+- share: the token's part in the mean, as `train.aggregation` selects
 
 docs/learning.md names the paper of every choice.
 """
@@ -29,24 +42,24 @@ from torch import Tensor
 from hpcrl.config.recipe import TrainConfig
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are cut here before exp, so that one absurd token gives a large number and not infinity."""
+"""The limit of log-ratios before exp, so that one absurd token gives a large number and not infinity."""
 
 NUM_RATIO_BINS = 80
 MAX_BINNED_LOG_RATIO = 4.0
-"""Importance ratios are counted in bins of their logarithm, from -4 to 4: quantiles that add up over ranks."""
+"""The range of the bins in which log importance ratios are counted, -4 to 4; bins add up over ranks."""
 
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """What is known of the model tokens of a micro-batch besides the current policy."""
+    """The inputs of the loss at the model tokens of a micro-batch, apart from the current policy."""
 
     behaviour_N: Tensor
     proximal_N: Tensor
     advantages_N: Tensor
     rows_N: Tensor
-    """The row that each token stands in."""
+    """The row of each token."""
     shares_N: Tensor
-    """What each token counts; one optimizer step's shares sum to 1, over all micro-batches and ranks."""
+    """The share of each token; the shares of an optimizer step sum to 1 over all micro-batches and ranks."""
     reference_N: Tensor | None = None
 
     def with_proximal(self, proximal_N: Tensor) -> Self:
@@ -54,23 +67,23 @@ class TokenInputs:
 
 
 class LossSums(NamedTuple):
-    """Sums over tokens, so that micro-batches and ranks add up; divide by the number of tokens for means."""
+    """The sums over tokens, which add up over micro-batches and ranks; divide by the number of tokens for means."""
 
     loss: Tensor
-    """Already a mean: the shares are in it."""
+    """The loss, already a mean: it includes the shares."""
     clipped: Tensor
-    """Tokens whose gradient the clip has stopped."""
+    """The tokens whose gradient the clip has stopped."""
     is_ratio: Tensor
-    """Importance ratio proximal / behaviour, before truncation."""
+    """The importance ratio proximal / behaviour, before truncation."""
     truncated: Tensor
-    """Tokens whose importance weight is not their ratio: cut at the limit, or masked."""
+    """The tokens whose importance weight is not their ratio: cut at the limit, or masked."""
     kl: Tensor
-    """Estimate k3 of KL(behaviour || current)."""
+    """The estimate k3 of KL(behaviour || current)."""
     kl_reference: Tensor
     """The recipe's estimate of KL(current || reference)."""
     entropy: Tensor
     ratio_bins: Tensor
-    """How many tokens have an importance ratio in each bin of its logarithm."""
+    """The number of tokens in each bin of the log importance ratio."""
 
     @classmethod
     def zero(cls, device: torch.device | str = "cpu") -> Self:
@@ -81,7 +94,7 @@ class LossSums(NamedTuple):
         return type(self)._make([mine + theirs for mine, theirs in zip(self, other, strict=True)])
 
     def flatten(self) -> Tensor:
-        """All of it in one tensor, to be summed over ranks."""
+        """Return all fields in one tensor, to be summed over ranks."""
         return torch.cat([field.reshape(-1).double() for field in self])
 
     @classmethod
@@ -91,27 +104,27 @@ class LossSums(NamedTuple):
 
 
 def compute_log_distribution(logits_NV: Tensor, *, temperature: float) -> Tensor:
-    """Log-probs of the whole vocabulary under the temperature that sampled, in float32."""
+    """Compute the log-probs of the whole vocabulary at the sampling temperature, in float32."""
     logits_NV = logits_NV.float()
     return torch.log_softmax(logits_NV if temperature == 1.0 else logits_NV / temperature, dim=-1)
 
 
 def gather_logprobs(logprobs_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """The log-prob of each token that was said."""
+    """Return the log-prob of each generated token."""
     return logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
 
 
 def compute_entropies(logprobs_NV: Tensor) -> Tensor:
-    """The entropy of the distribution that each token came from, in nats."""
+    """Compute the entropy of the distribution of each token, in nats."""
     return -(logprobs_NV.exp() * logprobs_NV).sum(-1)
 
 
 def logprobs_and_entropy(
     logits_NV: Tensor, targets_N: Tensor, *, temperature: float, train: TrainConfig
 ) -> tuple[Tensor, Tensor]:
-    """The log-prob of each token that was said, and the entropy of the distribution that it came from.
+    """Compute the log-prob of each generated token, and the entropy of the distribution that it came from.
 
-    Without an entropy bonus nobody asks for the entropy's gradient, and then it costs a dot product.
+    Without an entropy bonus the entropy needs no gradient, and then it costs a dot product.
     """
     if train.entropy_coef:
         logprobs_NV = compute_log_distribution(logits_NV, temperature=temperature)
@@ -122,7 +135,7 @@ def logprobs_and_entropy(
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
-    """Makes the probabilities once: the entropy needs them now and the gradient later."""
+    """A function that computes the probabilities once, for the entropy now and the gradient later."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +157,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 def compute_policy_loss(
     logprobs_N: Tensor, *, entropy_N: Tensor, token_inputs: TokenInputs, train: TrainConfig
 ) -> tuple[Tensor, LossSums]:
-    """The loss to differentiate, and what it saw."""
+    """Compute the loss to differentiate, and its sums for the metrics."""
     log_ratio_N = _clamp_log_ratio(logprobs_N - token_inputs.proximal_N.detach())
     if train.ratio == "sequence":
         log_ratio_N = average_by_row(log_ratio_N, token_inputs.rows_N)
@@ -175,7 +188,7 @@ def compute_policy_loss(
 
 
 def _compute_surrogate(ratio_N: Tensor, advantages_N: Tensor, train: TrainConfig) -> tuple[Tensor, Tensor]:
-    """What is to grow, and where the clip has stopped it (dual clip: arXiv 1912.09729)."""
+    """Compute the objective to maximise, and where the clip has stopped it (dual clip: arXiv 1912.09729)."""
     plain_N = ratio_N * advantages_N
     bounded_N = ratio_N.clamp(1 - train.clip_low, 1 + train.clip_high) * advantages_N
     surrogate_N, clipped_N = torch.minimum(plain_N, bounded_N), bounded_N < plain_N
@@ -187,7 +200,7 @@ def _compute_surrogate(ratio_N: Tensor, advantages_N: Tensor, train: TrainConfig
 
 
 def compute_correction_weights(log_is_N: Tensor, rows_N: Tensor, train: TrainConfig) -> tuple[Tensor, Tensor]:
-    """What a token counts because another policy acted, and where that is not the ratio itself."""
+    """Compute each token's weight for being off-policy, and where that is not the ratio itself."""
     ratio_N = log_is_N.exp()
     if train.correction in ("sequence", "mask-sequence"):
         ratio_N = _clamp_log_ratio(sum_by_row(log_is_N, rows_N)).exp()
@@ -202,7 +215,7 @@ def compute_correction_weights(log_is_N: Tensor, rows_N: Tensor, train: TrainCon
 
 
 def estimate_kl(logprobs_N: Tensor, reference_N: Tensor, *, estimator: str) -> Tensor:
-    """Of KL(current || reference), from the tokens that were said: Schulman's k1, k2, k3."""
+    """Estimate KL(current || reference) from the generated tokens: Schulman's k1, k2, k3."""
     drift_N = _clamp_log_ratio(reference_N - logprobs_N)
     match estimator:
         case "k1":
@@ -216,7 +229,7 @@ def estimate_kl(logprobs_N: Tensor, reference_N: Tensor, *, estimator: str) -> T
 def compute_value_loss(
     values_N: Tensor, *, before_N: Tensor, returns_N: Tensor, shares_N: Tensor, clip: float | None
 ) -> Tensor:
-    """Half the squared error of a critic that moves at most `clip` away from what it said before (PPO)."""
+    """Compute half the squared error of a critic, which may move at most `clip` from its earlier values (PPO)."""
     error_N = (values_N - returns_N).square()
     if clip is not None:
         near_N = before_N + (values_N - before_N).clamp(-clip, clip)
@@ -227,7 +240,7 @@ def compute_value_loss(
 def compute_token_shares(
     rows_N: Tensor, *, aggregation: str, num_tokens: float, num_sequences: float, max_length: int
 ) -> Tensor:
-    """What each token counts in the loss; `num_tokens` and `num_sequences` are the whole optimizer step's.
+    """Compute the share of each token in the loss; `num_tokens` and `num_sequences` are the whole optimizer step's.
 
     token      every token the same (DAPO, arXiv 2503.14476)
     sequence   every sequence the same, whatever its length (GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071)
@@ -244,19 +257,19 @@ def compute_token_shares(
 
 
 def sum_by_row(values_N: Tensor, rows_N: Tensor) -> Tensor:
-    """The sum over its row, at every token."""
+    """Return the sum over its row, at every token."""
     num_rows = int(rows_N.max()) + 1 if len(rows_N) else 0
     sums_R = values_N.new_zeros(num_rows).index_add(0, rows_N, values_N)
     return sums_R[rows_N]
 
 
 def average_by_row(values_N: Tensor, rows_N: Tensor) -> Tensor:
-    """The mean over its row, at every token."""
+    """Return the mean over its row, at every token."""
     return sum_by_row(values_N, rows_N) / sum_by_row(torch.ones_like(values_N), rows_N)
 
 
 def compute_ratio_quantiles(bins: Tensor, quantiles: tuple[float, ...]) -> list[float | None]:
-    """Quantiles of the importance ratio, as exact as the bins are narrow (a tenth of e)."""
+    """Compute quantiles of the importance ratio, to the width of the bins (0.1 in the logarithm)."""
     total = float(bins.sum())
     if not total > 0:
         return [None] * len(quantiles)

@@ -1,12 +1,12 @@
-"""The user's nodes of the pipeline, run where they stand: on the whole step before it is dealt, on rows afterwards.
+"""Run the user's nodes of the pipeline: on the whole step before it is distributed, on rows afterwards.
 
-    assign_credits   the step's trajectories and what each of their turns is worth: score -> ... -> advantage -> deal
+    assign_credits   the step's trajectories and the credit of each turn: score -> ... -> advantage -> deal
     transform_rows   the rows of a minibatch: rows -> ... -> update
-    compute_credits  the advantages of a ready pipeline, or rewards where a critic makes advantages of them
-    load_functions   the user's functions by node, so that one that cannot be imported is known before anything is queued
+    compute_credits  the advantages without user nodes, or rewards where a critic turns them into advantages
+    load_functions   the user's functions by node; called early, it finds import errors before anything is queued
 
-A node that raises, or gives what the next cannot use, is a TrainError with its name: a step on half of what was meant
-would be worse than none.
+A node that raises, or returns a result that the next cannot use, is a TrainError with the node's name: a step on half
+of its data would be worse than none.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from hpcrl.spool.record import Trajectory
 def assign_credits(
     trajectories: Sequence[Trajectory], train: TrainConfig
 ) -> tuple[Sequence[Trajectory], list[FloatArray]]:
-    """What is dealt out: trajectories, and the advantage (or reward) of each turn of each."""
+    """Return the trajectories to distribute, and the advantage (or reward) of each turn of each."""
     if not train.pipeline:
         return trajectories, compute_credits(trajectories, train)
     nodes = pipeline.make_pipeline(train)
@@ -46,7 +46,7 @@ def assign_credits(
 
 
 def transform_rows(rows: list[TrainingRow], train: TrainConfig) -> list[TrainingRow]:
-    """The rows that are learned from, as many as were dealt."""
+    """Return the rows to train on, the same number as were distributed."""
     if not train.pipeline or not rows:
         return rows
     nodes = pipeline.make_pipeline(train)
@@ -60,7 +60,7 @@ def transform_rows(rows: list[TrainingRow], train: TrainConfig) -> list[Training
 
 
 def compute_credits(trajectories: Sequence[Trajectory], train: TrainConfig) -> list[FloatArray]:
-    """What the trajectories are dealt out with: advantages, or rewards where a critic makes advantages of them."""
+    """Compute the credits of the trajectories: advantages, or rewards where a critic turns them into advantages."""
     if train.advantage == "gae":
         return [compute_turn_rewards(trajectory) for trajectory in trajectories]
     counts = [count_model_tokens(trajectory) for trajectory in trajectories]
@@ -68,7 +68,7 @@ def compute_credits(trajectories: Sequence[Trajectory], train: TrainConfig) -> l
 
 
 def load_functions(train: TrainConfig) -> dict[str, Callable[..., Any]]:
-    """The functions of the user's nodes, with their options."""
+    """Load the functions of the user's nodes, with their options."""
     found: dict[str, Callable[..., Any]] = {}
     for name, node in train.pipeline.items():
         if node.function is not None:
@@ -89,22 +89,22 @@ def _call_node(name: str, function: Callable[..., Any], arguments: Sequence[Any]
 
 
 def _check_step(result: Any, trajectories: Sequence[Trajectory], name: str) -> Sequence[Trajectory]:
-    """The same trajectories in the same order; a node may change what they were worth and nothing else counts."""
+    """Check for the same trajectories in the same order; a node may change only their rewards."""
     ids = [getattr(one, "id", None) for one in result] if isinstance(result, Sequence) else None
     if ids != [trajectory.id for trajectory in trajectories]:
         raise TrainError(
-            f"train.pipeline.{name} gave {_describe_value(result)}: its result is taken for trajectories, so it gives the "
-            f"{len(trajectories)} that it was given, in their order, perhaps with other rewards"
+            f"train.pipeline.{name} returned {_describe_value(result)}: its result is used as trajectories, so it must "
+            f"return the {len(trajectories)} that it received, in their order, perhaps with other rewards"
         )
     checked: Sequence[Trajectory] = result
     return checked
 
 
 def _check_credits(result: Any, trajectories: Sequence[Trajectory], name: str) -> list[FloatArray]:
-    """A number for each turn of each trajectory; one number stands for all turns of an episode."""
-    hint = f"it gives one number, or one for each turn, for each of the {len(trajectories)} trajectories"
+    """Check for a number for each turn of each trajectory; one number counts for all turns of an episode."""
+    hint = f"it must return one number, or one for each turn, for each of the {len(trajectories)} trajectories"
     if not hasattr(result, "__len__") or len(result) != len(trajectories):
-        raise TrainError(f"train.pipeline.{name} gave {_describe_value(result)}: {hint}")
+        raise TrainError(f"train.pipeline.{name} returned {_describe_value(result)}: {hint}")
     found = []
     for value, trajectory in zip(result, trajectories, strict=True):
         num_turns = max(len(trajectory.turns), 1)
@@ -113,20 +113,20 @@ def _check_credits(result: Any, trajectories: Sequence[Trajectory], name: str) -
             found.append(np.full(num_turns, each) if each.ndim == 0 else each.reshape(num_turns))
         except (TypeError, ValueError) as error:
             what = f"{_describe_value(value)} for {trajectory.id}, which has {num_turns} turns"
-            raise TrainError(f"train.pipeline.{name} gave {what}: {hint}") from error
+            raise TrainError(f"train.pipeline.{name} returned {what}: {hint}") from error
     return found
 
 
 def _check_rows(result: Any, rows: list[TrainingRow], name: str) -> list[TrainingRow]:
-    """As many rows of the same lengths: other ranks count on it."""
+    """Check for the same number of rows of the same lengths: other ranks rely on it."""
     same = isinstance(result, Sequence) and len(result) == len(rows)
     if not same or any(
         not isinstance(one, TrainingRow) or len(one) != len(row) or len(one.credit) != len(row.credit)
         for one, row in zip(result, rows, strict=True)
     ):
         raise TrainError(
-            f"train.pipeline.{name} gave {_describe_value(result)}: it gives the {len(rows)} rows that it was given, in their "
-            "order, with as many tokens and as many credits"
+            f"train.pipeline.{name} returned {_describe_value(result)}: it must return the {len(rows)} rows that it "
+            "received, in their order, with the same number of tokens and of credits"
         )
     return list(result)
 

@@ -1,7 +1,7 @@
-"""What a model directory holds.
+"""The contents of a model directory.
 
-chat_layout    turns as tokens, from the chat template
+chat_layout    turns as tokens, derived from the chat template
 chat_template  renders and tokenizes conversations
 model_config   config.json: context, vocabulary, shape
-tiny           a model that learns in seconds
+tiny           a tiny model that learns in seconds
 """

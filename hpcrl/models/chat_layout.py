@@ -1,13 +1,15 @@
-"""How the turns of a conversation are laid out in tokens, derived once from the model's chat template.
+"""The token layout of a conversation's turns, derived once from the model's chat template.
 
-    first_turn(observation)               ids that end where the model starts to speak
-    next_turn(observation, said=...)      ids to append to what the model said
-    load_chat_layout, load_chat_template  this layout, or the whole template (hpcrl.models.chat_template), of a model
+    ChatLayout             the layout of one tokenizer
+    ChatLayout.first_turn  ids up to where the model starts to generate
+    ChatLayout.next_turn   ids to append after the generated ones
+    load_chat_layout       the layout of a model
+    load_chat_template     its whole template (hpcrl.models.chat_template)
 
-Generated ids are never decoded and tokenised again: a prompt is the one before it, what the model said, and
+Generated ids are never decoded and tokenised again: a prompt is the previous prompt, the generated ids, and
 `next_turn`. An observation cannot forge a mark: "<eos>" in it is five ordinary characters.
 
-It reads tokenizer.json and the template itself, not through transformers, which would bring torch into every env host.
+tokenizer.json and the template are read without transformers, which would import torch in every env worker.
 """
 
 import json
@@ -31,28 +33,28 @@ _USER_1, _AGENT_1, _USER_2 = "Observation one.", "Answer one.", "Observation two
 
 @dataclass(frozen=True, kw_only=True)
 class ChatLayout:
-    """The layout of one tokenizer; a turn of the model is closed by a token of its own."""
+    """The layout of one tokenizer; a special token closes each turn of the model."""
 
     tokenizer: Any
     before_first: tuple[int, ...]
     close_id: int
-    """Ends the model's turn; normally the model says it itself."""
+    """The token that ends the model's turn; normally the model generates it."""
     before_next: tuple[int, ...]
-    """Between `close_id` and a later observation."""
+    """The ids between `close_id` and a later observation."""
     after_observation: tuple[int, ...]
-    """Between an observation and what the model says."""
+    """The ids between an observation and the model's turn."""
     stop_token_ids: tuple[int, ...]
 
     def first_turn(self, observation: str) -> list[int]:
         return [*self.before_first, *self._encode(observation), *self.after_observation]
 
     def next_turn(self, observation: str, *, generated: Sequence[int]) -> list[int]:
-        """Close the model's turn, unless the last token it `generated` did so, add the observation, open its next turn."""
+        """Close the model's turn, unless its last `generated` token did, add the observation and open the next turn."""
         closing = () if generated and generated[-1] == self.close_id else (self.close_id,)
         return [*closing, *self.before_next, *self._encode(observation), *self.after_observation]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of what the model said, without marks."""
+        """Return the text of generated ids, without marks."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _encode(self, text: str) -> list[int]:
@@ -60,7 +62,7 @@ class ChatLayout:
 
 
 def load_chat_layout(model_dir: Path) -> ChatLayout:
-    """The layout that the tokenizer and the chat template in `model_dir` ask for."""
+    """Load the layout from the tokenizer and the chat template in `model_dir`."""
     tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
     settings = _load_settings(model_dir / "tokenizer_config.json")
     marks = {name: _mark_text(value) for name, value in settings.items() if name.endswith("_token")}
@@ -72,7 +74,7 @@ def load_chat_layout(model_dir: Path) -> ChatLayout:
     closing = encode(between)
     if not closing or closing[0] not in tokenizer.get_added_tokens_decoder():
         raise ConfigError(
-            f"{model_dir}: its chat template ends a turn by {between!r}: it must begin by a special token"
+            f"{model_dir}: its chat template ends a turn by {between!r}: this must start with a special token"
         )
     eos = tokenizer.token_to_id(marks.get("eos_token", ""))
     layout = ChatLayout(
@@ -88,7 +90,7 @@ def load_chat_layout(model_dir: Path) -> ChatLayout:
 
 
 def load_chat_template(model_dir: Path) -> ChatTemplate:
-    """The template in `model_dir`, for conversations of any form."""
+    """Load the template in `model_dir`, for conversations of any form."""
     layout = load_chat_layout(model_dir)
     settings = _load_settings(model_dir / "tokenizer_config.json")
     added = layout.tokenizer.get_added_tokens_decoder().items()
@@ -112,7 +114,7 @@ def _load_tokenizer(path: Path) -> Any:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing narrower
-        raise ConfigError(f"{path} is no tokenizer: {error}") from error
+        raise ConfigError(f"{path} is not a valid tokenizer: {error}") from error
 
 
 def _load_settings(path: Path) -> dict[str, Any]:
@@ -125,7 +127,7 @@ def _load_settings(path: Path) -> dict[str, Any]:
 def _read_template_text(model_dir: Path, settings: dict[str, Any]) -> str:
     path = model_dir / "chat_template.jinja"
     template = path.read_text() if path.is_file() else settings.get("chat_template")
-    if isinstance(template, list):  # several by name
+    if isinstance(template, list):  # several templates, by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if not isinstance(template, str):
         raise ConfigError(f"{model_dir} has no chat template: write one to {path}")
@@ -137,9 +139,9 @@ def _mark_text(mark: Any) -> str:
 
 
 def _split_layout(template: str, marks: dict[str, str], *, source: Path) -> tuple[str, str, str]:
-    """Render two conversations, of which one must begin with the other, and cut them at their contents.
+    """Render two conversations, of which one must start with the other, and cut them at their contents.
 
-    What comes before the first observation, after an observation, and between an answer and an observation.
+    Return the text before the first observation, after an observation, and between an answer and an observation.
     """
     first = _render_conversation(template, marks, _USER_1, source=source)
     longer = _render_conversation(template, marks, _USER_1, _AGENT_1, _USER_2, source=source)
@@ -172,14 +174,16 @@ def _compile_template(template: str, *, source: Path) -> jinja2.Template:
     environment.filters["tojson"] = _to_json
     try:
         compiled = environment.from_string(template)
-        compiled.globals = dict(compiled.globals)  # copied for every rendering: its own mapping of mappings is slow
+        compiled.globals = dict(
+            compiled.globals
+        )  # a plain dict: it is copied for every rendering, and jinja's ChainMap is slow
         return compiled
     except jinja2.TemplateError as error:
         raise ConfigError(f"{source}: its chat template cannot be rendered: {error}") from error
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """As transformers does it: jinja's own filter escapes < and > for HTML."""
+    """Encode JSON as transformers does: jinja's own filter escapes < and > for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

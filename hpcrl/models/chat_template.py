@@ -1,8 +1,11 @@
 """A model's chat template for whole conversations, as an OpenAI client sends them: roles, tools, tool calls.
 
-Template.render   the text of a conversation, ending where the model starts to speak
-Template.encode   its ids: marks that the template wrote are marks, those in somebody's words are ordinary characters
-Template.spell    ids into text piece by piece, never half a character
+ChatTemplate               a tokenizer and its template
+ChatTemplate.render        the text of a conversation, up to where the model starts to generate
+ChatTemplate.encode        its ids; a mark counts only where the template wrote it, not in a message
+ChatTemplate.make_decoder  ids to text chunk by chunk, never half a character
+tokenize_text              a plain text to ids
+GUARD_CHARACTER            put into marks that messages contain
 """
 
 import re
@@ -17,38 +20,38 @@ from tokenizers.decoders import DecodeStream
 from hpcrl.errors import ConfigError
 
 GUARD_CHARACTER = "\ufdd0"
-"""Put into a mark that somebody wrote, so that it is none; Unicode keeps this code point out of every text."""
+"""The character put into a mark in a message, so that it does not count; Unicode reserves it as a noncharacter."""
 MAX_REMEMBERED_CHARS, MAX_REMEMBERED_TEXTS = 16, 1024
-"""Characters of a piece whose ids are remembered, and how many pieces are."""
+"""The longest text whose ids are remembered, and the number of such texts."""
 
 
 def tokenize_text(tokenizer: Any, text: str) -> list[int]:
-    """What a tokenizer makes of a text, in half the time of its `encode`, which also tells where each token lies."""
+    """Tokenize a text in half the time of the tokenizer's `encode`, which also computes offsets."""
     (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return list(encoded.ids)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """One tokenizer and its template; `tokenizer` treats marks in a text as text."""
+    """A tokenizer and its template; `tokenizer` treats marks in a text as text."""
 
     tokenizer: Any
     compiled: jinja2.Template
     mark_ids: Mapping[str, int]
     """The special tokens, by their text."""
     mark_pattern: re.Pattern[str]
-    """Finds one, as its only group."""
+    """The pattern of a mark, which is its only group."""
     mark_names: Mapping[str, str]
-    """What the template calls some of them, such as `eos_token`."""
+    """The template's names of some marks, such as `eos_token`."""
     close_id: int
-    """Ends the model's turn."""
+    """The token that ends the model's turn."""
     stop_token_ids: tuple[int, ...]
     source: Path
     remembered_ids: dict[str, list[int]] = field(default_factory=dict)
-    """Ids of the short texts that the template itself writes between marks: they come in every conversation."""
+    """The ids of the short texts that the template writes between marks: every conversation has them."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> str:
-        """The conversation as the model sees it; ConfigError if the template does not take it."""
+        """Render a conversation as the model receives it; ConfigError if the template refuses it."""
         guarded, guarded_tools = self._guard_all(list(messages)), self._guard_all(tools)
         try:
             return self.compiled.render(
@@ -58,11 +61,11 @@ class ChatTemplate:
             raise ConfigError(f"{self.source}: its chat template refuses this conversation: {error}") from error
 
     def guard(self, text: str) -> str:
-        """The text as `render` puts it into a conversation."""
+        """Return the text as `render` puts it into a conversation."""
         return self.mark_pattern.sub(lambda found: found[0][0] + GUARD_CHARACTER + found[0][1:], text)
 
     def encode(self, rendered: str) -> list[int]:
-        """The ids of what `render` gave, or of a piece of it."""
+        """Return the ids of a rendered conversation, or of a part of it."""
         ids: list[int] = []
         for piece in self.mark_pattern.split(rendered):
             mark = self.mark_ids.get(piece)
@@ -80,19 +83,19 @@ class ChatTemplate:
         return known
 
     def encode_text(self, text: str) -> list[int]:
-        """The ids of a plain text, in which nothing is a mark."""
+        """Return the ids of a plain text, in which nothing is a mark."""
         return tokenize_text(self.tokenizer, text) if text else []
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """What the model said, without marks."""
+        """Return the text of generated ids, without marks."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def decode_token(self, token_id: int) -> str:
-        """One token, a mark by its name."""
+        """Return the text of one token, also of a mark."""
         return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
 
     def make_decoder(self) -> Callable[[Sequence[int]], str]:
-        """A function that takes ids as they come and gives the text that is certain now."""
+        """Make a function from the next ids to the text that is certain by then."""
         stream = DecodeStream(skip_special_tokens=True)
         return lambda token_ids: "".join(stream.step(self.tokenizer, token) or "" for token in token_ids)
 

@@ -1,8 +1,8 @@
 """Read the config.json of a model, as transformers writes it: the one place that does.
 
-ModelDescription, read_model_config    its context length, its vocabulary, and the fields that its shape is computed from
-ModelLimits, read_model_limits    what an engine of the model can take
-read_context_length               how long its conversations can be
+ModelDescription, read_model_config  context length, vocabulary, and the fields that give its shape
+ModelLimits, read_model_limits       the largest input of an engine of the model
+read_context_length                  the longest conversation in tokens
 """
 
 from pathlib import Path
@@ -15,16 +15,16 @@ from hpcrl.system.files import read_json
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What a config.json contains about a language model; None where it does not have that field."""
+    """The contents of a config.json about a language model; None for an absent field."""
 
     context_length: int | None
     vocabulary_size: int | None
     fields: dict[str, Any]
-    """All fields; a model of more than text keeps those of its language model in `text_config`, and they come first."""
+    """All fields; a multimodal model keeps those of its language model in `text_config`, which take precedence."""
 
 
 class ModelLimits(NamedTuple):
-    """What the model can take."""
+    """The limits of a model's input."""
 
     context_length: int
     vocabulary_size: int

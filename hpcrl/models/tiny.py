@@ -1,7 +1,7 @@
-"""A tiny model made on the spot: a seeded Qwen2 with one token a character, for demos, tests and benches.
+"""A tiny model made on the spot: a seeded Qwen2 with one token per character, for demos, tests and benches.
 
-Its 100 tokens are printable ASCII, newline and four marks, so that a random policy says something valid soon and
-learns in seconds. Anything else in a text becomes "?".
+Its 100 tokens are printable ASCII, newline and four marks, so that a random policy soon generates something valid and
+learns in seconds. Any other character in a text becomes "?".
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 def make_tiny_model(directory: Path, spec: TinyModel, *, seed: int) -> None:
     """Make `directory` appear with a model that transformers loads; the same seed gives the same bytes."""
     if directory.exists():
-        raise ConfigError(f"{directory} exists already: a tiny model is made once, remove it to make another")
+        raise ConfigError(f"{directory} exists already: a tiny model is made once; remove it to make another")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(_make_config(spec))
@@ -65,7 +65,7 @@ def _make_config(spec: TinyModel) -> Qwen2Config:
 
 
 def _make_tokenizer(spec: TinyModel) -> PreTrainedTokenizerFast:
-    """Byte-level BPE without a merge: transformers reads the tokenizer of any Qwen2 as byte-level BPE."""
+    """Make byte-level BPE without merges: transformers reads the tokenizer of any Qwen2 as byte-level BPE."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     symbols = [byte_level.pre_tokenize_str(character)[0][0] for character in CHARACTERS]
     vocabulary = {token: number for number, token in enumerate([*MARKS, *symbols])}
@@ -76,7 +76,7 @@ def _make_tokenizer(spec: TinyModel) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
-        unk_token="<pad>",  # not needed; without it transformers adds one of its own
+        unk_token="<pad>",  # not needed, but without it transformers adds its own
         eos_token="<eos>",
         additional_special_tokens=["<user>", "<agent>"],
         chat_template=CHAT_TEMPLATE,

@@ -29,7 +29,7 @@ from hpcrl.trainers.world import World
 
 
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """One training step, as it is written to the events: every value is plain JSON, None where there is none."""
+    """A training step, as it is written to the events: every value is plain JSON, None where there is none."""
 
     step: int
     version: int
@@ -39,13 +39,13 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     num_trajectories: int
     num_groups: int
     num_flat_groups: int
-    """Groups whose episodes all have the same reward: they give no gradient."""
+    """The groups whose episodes all have the same reward: they give no gradient."""
     num_too_long: int
-    """Trajectories longer than the model's context; they count in their group's baseline and are not trained on."""
+    """The trajectories longer than the model's context; they count in their group's baseline and are not trained on."""
     num_tokens: int
-    """Tokens that the model generated: the ones trained on."""
+    """The tokens that the model generated: the ones trained on."""
     num_padded_tokens: int
-    """Tokens that passed through the model, padding included."""
+    """The tokens that passed through the model, padding included."""
     reward_mean: float | None
     reward_std: float | None
     lag_mean: float
@@ -70,20 +70,20 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The critic's loss, if there is a critic."""
     learning_rate: float | None = None
     length_mean: float = 0.0
-    """Tokens of a trajectory, generated and observed."""
+    """The tokens of a trajectory, generated and observed."""
     length_max: int = 0
     lags: dict[str, int] = {}
     """The number of trajectories by how many versions they were behind."""
     imbalance: float = 1.0
     """The tokens of the busiest rank over the mean."""
     tokens_per_s: float = 0.0
-    """Model tokens."""
+    """The model tokens per second."""
     times: dict[str, float] = {}
-    """Seconds of the step's stages: deal, rows, learn."""
+    """The seconds of the step's stages: deal, rows, learn."""
 
 
 class WritableState(Protocol):
-    """State that a thread can write later, while its trainer continues."""
+    """The state that a thread can write later, while its trainer continues."""
 
     def write(self, directory: Path) -> None:
         """Write into a directory that all ranks share; each rank uses its own file names."""
@@ -91,7 +91,7 @@ class WritableState(Protocol):
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """One rank's part of a trainer's state, in memory."""
+    """The part of one rank in a trainer's state, in memory."""
 
     rank: int
     state_shards: list[StateShard]
@@ -125,7 +125,7 @@ class PreparedMinibatch(NamedTuple):
 
 
 class RankTrainer(Trainer, Protocol):
-    """One rank of a trainer; results over all ranks are the same on each."""
+    """A rank of a trainer; results over all ranks are the same on each."""
 
     world: World
 

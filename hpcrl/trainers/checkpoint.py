@@ -35,7 +35,7 @@ _READ_CHUNK_BYTES = 1 << 22
 
 
 class CheckpointFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of a checkpoint."""
+    """A file of a checkpoint."""
 
     num_bytes: int
     xxh3: str
@@ -46,7 +46,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT_VERSION
     step: int
-    """Training steps done."""
+    """The number of training steps done."""
     version: int
     """The version of these weights."""
     created: float

@@ -19,7 +19,7 @@ from hpcrl.trainers.state import read_whole_shapes, read_whole_tensors
 WEIGHT_FILE_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 NON_MODEL_PREFIXES = ("critic.", "lora.")
-"""Prefixes of the tensors in a checkpoint that are not the model's: see critic.py and torch_model.py."""
+"""The prefixes of the tensors in a checkpoint that are not the model's: see critic.py and torch_model.py."""
 
 
 def export_model(campaign: CampaignDir, target: Path, *, step: int | None = None) -> Path:

@@ -142,7 +142,7 @@ def leave_state(state: WritableState, directory: Path, *, rank: int) -> None:
 
 
 class RankLeader:
-    """Rank 0's trainer, which acts for all ranks."""
+    """The trainer of rank 0, which acts for all ranks."""
 
     def __init__(
         self,

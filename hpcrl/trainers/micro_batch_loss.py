@@ -16,10 +16,10 @@ class MinibatchTotals(NamedTuple):
     """The counts of one minibatch over all ranks."""
 
     num_tokens: float
-    """Tokens that the model generated."""
+    """The tokens that the model generated."""
     num_sequences: float
     num_not_finite: float
-    """Rewards and log-probs that are not finite."""
+    """The rewards and log-probs that are not finite."""
     num_padded_tokens: float
 
 

@@ -37,7 +37,7 @@ class WindowOrders(NamedTuple):
 
     stage: Callable[[WeightVersion], None]
     write_parts: Callable[[int, Path], None]
-    """Called with a version and the directory to write to."""
+    """A call with a version and the directory to write to."""
 
 
 class RankShards(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class RankShards(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaderShardStore(ShardStore):
-    """Rank 0's store; it orders the other ranks to do the same, since all must take part."""
+    """The store of rank 0; it orders the other ranks to do the same, since all must take part."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ class StateShard(NamedTuple):
     """A shard of a tensor."""
 
     part: str
-    """`weight`, or the optimizer's name for it."""
+    """The name `weight`, or the optimizer's name."""
     shard: TensorShard
     whole_shape: tuple[int, ...]
     """The shape of the whole tensor."""

@@ -41,7 +41,7 @@ class StoreAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class World:
-    """One rank among `size`, with its device."""
+    """A rank among `size`, with its device."""
 
     rank: int = 0
     size: int = 1

@@ -6,7 +6,7 @@
     patch_for_cpu        let megatron-core run without CUDA, over gloo, for tests and small machines
     CPU_SETTINGS, CPU    its settings and device then
 
-Inside `patch_for_cpu()`, and only where there is no CUDA, tensor factories asked for a GPU return CPU tensors, the
+Inside `patch_for_cpu()`, and only without CUDA, tensor factories asked for a GPU return CPU tensors, the
 current device is the CPU, and there is nothing to synchronise. The generators that Megatron keeps for dropout do
 nothing: a trainer has no dropout.
 """
@@ -51,7 +51,7 @@ CPU_SETTINGS: dict[str, Any] = {
     "batch_p2p_comm": False,
     "batch_p2p_sync": False,
 }
-"""The TransformerConfig settings where there is no CUDA."""
+"""The TransformerConfig settings without CUDA."""
 
 
 @contextlib.contextmanager
@@ -91,7 +91,7 @@ class _CpuFunctionMode(TorchFunctionMode):
 
 
 class MegatronPart(NamedTuple):
-    """This rank's part of a model."""
+    """The part of a model on this rank."""
 
     module: Any
     config: Any

@@ -56,7 +56,7 @@ class ParallelRank(NamedTuple):
 
 
 class ShardMapping(NamedTuple):
-    """One shard of a canonical tensor and its place in this rank's tensors."""
+    """A shard of a canonical tensor and its place in this rank's tensors."""
 
     name: str
     """The HF name."""
@@ -66,13 +66,13 @@ class ShardMapping(NamedTuple):
     megatron_name: str
     """The name of Megatron's tensor."""
     rows: slice
-    """Rows of Megatron's tensor, with all columns."""
+    """The rows of Megatron's tensor, with all columns."""
     is_owner: bool
-    """True if this rank provides the shard when weights are collected; else another rank does."""
+    """The flag of the one rank that provides the shard when weights are collected."""
 
 
 def read_model_dims(config: Any) -> ModelDims:
-    """Read the sizes of a model; TrainError if there is no mapping for it."""
+    """Read the sizes of a model; TrainError if it has no mapping."""
     rope = getattr(config, "rope_parameters", None) or {}
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise TrainError(

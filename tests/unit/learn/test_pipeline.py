@@ -167,7 +167,7 @@ def test_an_advantage_of_ones_own_that_is_a_ready_one_learns_the_same_bits(tmp_p
     [
         (
             {"shape": own("tests.support.nodes:too_few"), "advantage": {"inputs": ["shape"]}},
-            "gave list of 11: its result",
+            "returned list of 11: its result",
         ),
         (
             instead_of_advantage("broken"),
@@ -176,7 +176,7 @@ def test_an_advantage_of_ones_own_that_is_a_ready_one_learns_the_same_bits(tmp_p
         (instead_of_advantage("wrong_turns"), "which has 2 turns"),
         (
             instead_of_advantage("too_few"),
-            "gave list of 11: it gives one number",
+            "returned list of 11: it must return one number",
         ),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_node_on_rows_that_forgets_to_return_is_named():
     rows = load_share_rows(
         dealt.shares[0], fetch=lambda items: trajectories[: len(items)], train=train, max_length=CONTEXT
     )[0]
-    with pytest.raises(TrainError, match=r"train\.pipeline\.weigh gave NoneType None"):
+    with pytest.raises(TrainError, match=r"train\.pipeline\.weigh returned NoneType None"):
         transform_rows(rows, train_of(nodes))
 
 

@@ -79,5 +79,5 @@ def test_a_parallelism_that_does_not_divide_the_model_is_refused(num_tp, num_pp,
 def test_a_model_that_the_mapping_does_not_know_is_refused():
     strange = config(LlamaConfig)
     strange.model_type = "gpt2"
-    with pytest.raises(TrainError, match="knows llama, qwen2, qwen3, mistral models, and this one is 'gpt2'"):
+    with pytest.raises(TrainError, match="supports llama, qwen2, qwen3, mistral models, and this one is 'gpt2'"):
         read_model_dims(strange)
