@@ -1,4 +1,4 @@
-"""The command line. Every command imports what it needs when it runs, so that `hpcrl --help` starts at once."""
+"""The command line (`main`). Every command imports its modules when it runs, so that `hpcrl --help` starts fast."""
 
 import argparse
 import os
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; what a user can mend is one message and exit code 2, never a traceback."""
+    """Run one command; an error that the user can fix gives one message and exit code 2, never a traceback."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = _make_parser().parse_args(words, argparse.Namespace(words=words))
     try:
         code: int = arguments.run(arguments)
     except HpcrlError as error:
-        print(f"hpcrl: {error}", file=sys.stderr)
+        print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_USAGE
-    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+    except BrokenPipeError:  # the reader of the output has exited, as `| head` does
         sys.stderr.close()
         return 0
     except KeyboardInterrupt:
@@ -50,7 +50,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _add_planning(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    plan = commands.add_parser("plan", help="show what would be asked of a site, and what it costs")
+    plan = commands.add_parser("plan", help="show the resources that a recipe needs on a site, and their cost")
     _add_request(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument(
@@ -97,7 +97,7 @@ def _add_campaign(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     stop.add_argument("campaign", metavar="CAMPAIGN")
     stop.add_argument("--now", action="store_true", help="cancel its job at once")
     stop.set_defaults(run=_run_stop)
-    resume = commands.add_parser("resume", help="go on from the last checkpoint in a new job")
+    resume = commands.add_parser("resume", help="continue from the last checkpoint in a new job")
     resume.add_argument("campaign", metavar="CAMPAIGN")
     resume.add_argument("--watch", action="store_true", help="follow the campaign until it ends")
     resume.set_defaults(run=_run_resume)
@@ -107,7 +107,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     export = commands.add_parser("export", help="write a checkpoint as a model directory")
     export.add_argument("campaign", metavar="CAMPAIGN")
     export.add_argument(
-        "--hf", type=Path, required=True, metavar="DIR", help="made anew; transformers and vLLM load it"
+        "--hf", type=Path, required=True, metavar="DIR", help="a new directory, for transformers and vLLM"
     )
     export.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
     export.set_defaults(run=_run_export)
@@ -124,7 +124,7 @@ def _add_traj(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     lab = commands.add_parser("lab", help="a real Slurm on this machine, to try things out")
     lab.add_argument("action", choices=["up", "down", "status", "env"])
-    lab.add_argument("--dir", type=Path, help="state directory (default: $HPCRL_LAB, else one of this user's)")
+    lab.add_argument("--dir", type=Path, help="state directory (default: $HPCRL_LAB, else one per user)")
     lab.set_defaults(run=_run_lab)
 
 
@@ -159,7 +159,8 @@ def _run_submit(arguments: argparse.Namespace) -> int:
     campaign_dir = campaign.submit(request, name=arguments.name)
     job = campaign.read_submission(campaign_dir.job(0))
     _print_line(
-        f"campaign {campaign_dir.name}: {request.recipe.name} on {request.site.name}, job {job.id}, in {campaign_dir.root}"
+        f"campaign {campaign_dir.name}: {request.recipe.name} on {request.site.name}, job {job.id}, "
+        f"in {campaign_dir.root}"
     )
     if arguments.watch:
         return _watch_campaign(campaign_dir.name)
@@ -195,7 +196,7 @@ def _run_monitor(arguments: argparse.Namespace) -> int:
 
 
 def _watch_campaign(name: str) -> int:
-    """Follow a campaign to its end and say what came of it."""
+    """Follow a campaign to its end and print the result."""
     from rich.console import Console
 
     from hpcrl.campaign import directory as home
@@ -216,7 +217,7 @@ def _run_logs(arguments: argparse.Namespace) -> int:
 
     campaign = home.find_campaign(arguments.campaign)
     jobs = [campaign.job(number) for number in campaign.job_numbers()]
-    job = next((job for job in reversed(jobs) if any(job.logs.glob("*.log"))), jobs[-1])  # the last may only wait
+    job = next((job for job in reversed(jobs) if any(job.logs.glob("*.log"))), jobs[-1])  # the last may be queued
     role = {"driver": "batch"}.get(arguments.role, arguments.role)
     logs = sorted(job.logs.glob(f"{role}*.log" if role else "*.log"))
     if not logs:
@@ -244,13 +245,13 @@ def _run_resume(arguments: argparse.Namespace) -> int:
     campaign_dir = campaign.resume(arguments.campaign)
     job = campaign_dir.job(campaign_dir.job_numbers()[-1])
     _print_line(
-        f"campaign {campaign_dir.name}: job {campaign.read_submission(job).id} goes on from the last checkpoint"
+        f"campaign {campaign_dir.name}: job {campaign.read_submission(job).id} continues from the last checkpoint"
     )
     return _watch_campaign(campaign_dir.name) if arguments.watch else 0
 
 
 def _run_traj(arguments: argparse.Namespace) -> int:
-    """Become an interpreter that can read segments."""
+    """Replace this process by an interpreter that can read segments."""
     from hpcrl.campaign import directory as home
 
     campaign = home.find_campaign(arguments.campaign)
@@ -260,11 +261,13 @@ def _run_traj(arguments: argparse.Namespace) -> int:
         os.execv(python, [python, "-m", "hpcrl.traj", str(campaign.root), *arguments.words[1:]])
     except OSError as error:
         hint = "pip install 'hpcrl[local]' here"
-        raise HpcrlError(f"{python!r} cannot be run here ({error.strerror}), and reads trajectories: {hint}") from error
+        raise HpcrlError(
+            f"{python!r}, which would read the trajectories, cannot be run here ({error.strerror}): {hint}"
+        ) from error
 
 
 def _find_python_with(module: str, campaign_dir: "CampaignDir") -> str:
-    """This interpreter if it has the module, else the one that the campaign's jobs run with."""
+    """Return this interpreter if it has the module, else the interpreter of the campaign's jobs."""
     from importlib.util import find_spec
 
     from hpcrl.campaign import lifecycle as campaign
@@ -273,7 +276,7 @@ def _find_python_with(module: str, campaign_dir: "CampaignDir") -> str:
 
 
 def _run_export(arguments: argparse.Namespace) -> int:
-    """Run where there is torch."""
+    """Run the export with an interpreter that has torch."""
     from hpcrl.campaign import directory as home
 
     campaign = home.find_campaign(arguments.campaign)
@@ -299,7 +302,7 @@ def _run_lab(arguments: argparse.Namespace) -> int:
             _print_line(str(lab.up(state_dir)))
         case "down":
             _print_line(
-                f"the lab in {state_dir} is {'down: nothing of it is left' if lab.down(state_dir) else 'not up'}"
+                f"the lab in {state_dir} is {'down: everything is removed' if lab.down(state_dir) else 'not up'}"
             )
         case "status":
             _print_line(str(lab.status(state_dir)))
@@ -312,7 +315,7 @@ def _run_lab(arguments: argparse.Namespace) -> int:
 
 
 def _show_plan(plan: "Plan", script: str) -> None:
-    """A plan for people: where every role goes, what was compromised, what it costs, the script."""
+    """Print a plan: the place of every role, compromises, cost, and the batch script."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -344,11 +347,11 @@ def _show_plan(plan: "Plan", script: str) -> None:
         f"cost      at most {cost.node_hours:g} node-hours and {cost.gpu_hours:g} GPU-hours a job "
         f"(walltime {cost.walltime_min} min){chain}"
     )
-    console.print(f"\n[dim]{escape(script.rstrip())}[/]", soft_wrap=True)  # unwrapped: it can be copied
+    console.print(f"\n[dim]{escape(script.rstrip())}[/]", soft_wrap=True)  # not wrapped, so that it can be copied
 
 
 def _print_line(text: str) -> None:
-    print(text)
+    print(text)  # noqa: T201
 
 
 if __name__ == "__main__":

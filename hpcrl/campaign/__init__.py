@@ -1,4 +1,4 @@
-"""A campaign as the login node sees it.
+"""Campaigns on the login node.
 
 lifecycle  submit, dry run, resume, stop
 directory  find, list and reserve campaign directories

@@ -1,7 +1,12 @@
-"""Where campaigns lie: found by name, reserved before one is submitted, released when that fails.
+"""The directories of campaigns.
 
-By name under ~/.hpcrl/campaigns ($HPCRL_HOME moves it). Where a site keeps them on another file system, that name is a
-symbolic link; making the directory or the link is what reserves the name.
+    find_campaign, list_campaigns              by name or path
+    reserve_campaign, release_campaign         a directory is reserved before submission, released if that fails
+    find_campaigns_root, show_campaigns_root   the directory that holds them on a site
+    FORBIDDEN_IN_PATHS                         characters that a batch script cannot contain
+
+Campaigns are found by name under ~/.hpcrl/campaigns ($HPCRL_HOME moves it). Where a site stores them on another file
+system, that name is a symbolic link. Creating the directory or the link reserves the name.
 """
 
 import contextlib
@@ -20,17 +25,17 @@ FORBIDDEN_IN_PATHS = "\n\r"
 
 
 def find_campaign(name: str) -> CampaignDir:
-    """The campaign of a name or of a path."""
+    """Find a campaign by name or path."""
     candidates = [_find_campaigns_home() / name, Path(name)] if "/" not in name else [Path(name)]
     for path in candidates:
         if (path / "campaign.json").is_file():
             return CampaignDir(path.resolve())
     known = ", ".join(campaign.name for campaign in list_campaigns()[:8])
-    raise CampaignError(f"no campaign {name!r}: {'there are ' + known if known else 'there is none yet'} (`hpcrl ls`)")
+    raise CampaignError(f"no campaign {name!r}: {'there are ' + known if known else 'there are none yet'} (`hpcrl ls`)")
 
 
 def list_campaigns() -> list[CampaignDir]:
-    """All campaigns of this user, newest first."""
+    """Return all campaigns of this user, newest first."""
     campaigns = _find_campaigns_home()
     if not campaigns.is_dir():
         return []
@@ -39,7 +44,7 @@ def list_campaigns() -> list[CampaignDir]:
 
 
 def reserve_campaign(name: str | None, *, stem: str, site: Site) -> CampaignDir:
-    """A fresh directory for a campaign; without a name, the stem with the next free number."""
+    """Create the directory of a new campaign; without a name, it gets the stem and the next free number."""
     if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         raise CampaignError(f"--name {name!r}: letters, digits, '.', '_' and '-' only, at most 64 of them")
     campaigns = make_private_dir(_find_campaigns_home())
@@ -52,7 +57,7 @@ def reserve_campaign(name: str | None, *, stem: str, site: Site) -> CampaignDir:
             path.mkdir(mode=0o700)
             sync_directory(path.parent)
             return CampaignDir(path)
-    raise CampaignError(f"there is a campaign {name!r} already: choose another --name, or `hpcrl resume {name}`")
+    raise CampaignError(f"campaign {name!r} exists already: choose another --name, or `hpcrl resume {name}`")
 
 
 def _generate_names(stem: str, campaigns: Path) -> Iterator[str]:
@@ -65,7 +70,7 @@ def _generate_names(stem: str, campaigns: Path) -> Iterator[str]:
 
 
 def release_campaign(campaign: CampaignDir) -> None:
-    """Give a reserved directory and its name back."""
+    """Remove a reserved directory and free its name."""
     remove_path(campaign.root)
     link = _find_campaigns_home() / campaign.name
     if link.is_symlink():
@@ -77,16 +82,18 @@ def _find_campaigns_home() -> Path:
 
 
 def find_campaigns_root(site: Site) -> Path:
-    """The directory that holds this user's campaigns on a site."""
+    """Return the directory that holds this user's campaigns on a site."""
     root = Path(expand_path(site.campaigns_dir)) if site.campaigns_dir else _find_campaigns_home()
     absolute = root.absolute()
     if any(character in str(absolute) for character in FORBIDDEN_IN_PATHS):
-        raise HpcrlError(f"campaigns cannot lie in {str(absolute)!r}: a batch script cannot name it; set $HPCRL_HOME")
+        raise HpcrlError(
+            f"campaigns cannot be stored in {str(absolute)!r}: a batch script cannot name it; set $HPCRL_HOME"
+        )
     return absolute
 
 
 def show_campaigns_root(site: Site) -> Path:
-    """The same, for people to look at anywhere: what is only set on the site stays as it is written."""
+    """Return the same directory for display: variables that are set only on the site stay unexpanded."""
     try:
         return find_campaigns_root(site)
     except SlurmError:

@@ -1,4 +1,12 @@
-"""Campaigns, seen from the login node: create, submit, list, stop, resume. Light: no torch, parsl, h5py, mpi4py."""
+"""The life of a campaign, on the login node. Light imports: no torch, parsl, h5py, mpi4py.
+
+CampaignRequest, load_request, check_request    recipe, site and plan, loaded and checked
+preview_script, dry_run, submit                 before and at submission
+resume, stop_gracefully, stop_now               later
+final_summary                                   the text at the end
+read_submission, read_site                      recorded facts of a job and a campaign
+CHECK_TIMEOUT_S, STOP_TIMEOUT_S                 limits of checking user code and of stopping a job
+"""
 
 import os
 import shutil
@@ -30,7 +38,7 @@ STOP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class CampaignRequest:
-    """What a user asks for, checked: recipe and site, and the plan that maps one to the other."""
+    """The user's request: recipe and site, and the plan that maps one to the other."""
 
     recipe: Recipe
     site: Site
@@ -38,7 +46,7 @@ class CampaignRequest:
 
 
 def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> CampaignRequest:
-    """Load and plan. Settings are `key=value` of the recipe, or `site.key=value` of the site."""
+    """Load recipe and site, and make the plan; settings are `key=value` of the recipe, `site.key=value` of the site."""
     site_settings = tuple(s.removeprefix("site.") for s in settings if s.startswith("site."))
     recipe_settings = tuple(s for s in settings if not s.startswith("site."))
     loaded_recipe = _resolve_model_path(load_recipe(recipe, settings=recipe_settings))
@@ -47,7 +55,7 @@ def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> C
 
 
 def _resolve_model_path(recipe: Recipe) -> Recipe:
-    """Workers run elsewhere: a relative path would mean another directory there."""
+    """Make the model's path absolute: a relative path would mean another directory on the workers' nodes."""
     if recipe.model.path is None:
         return recipe
     path = Path(recipe.model.path).expanduser().absolute()
@@ -55,7 +63,7 @@ def _resolve_model_path(recipe: Recipe) -> Recipe:
 
 
 def preview_script(request: CampaignRequest, *, name: str) -> str:
-    """The batch script as `hpcrl plan` shows it; submitting only fills in the campaign's own path."""
+    """Return the batch script for `hpcrl plan`; submission only fills in the campaign's path."""
     campaign = CampaignDir(directory.show_campaigns_root(request.site) / name)
     return make_batch_script(
         request.plan, campaign=campaign, job=0, python=choose_python(request.site), exports=_shell_exports().items()
@@ -63,7 +71,7 @@ def preview_script(request: CampaignRequest, *, name: str) -> str:
 
 
 def submit(request: CampaignRequest, *, name: str | None = None) -> CampaignDir:
-    """Check the user's code, make the campaign's directory, submit its first job; on failure leave nothing."""
+    """Check the user's code, create the campaign's directory, submit its first job; on failure leave no files."""
     check_request(request)
     campaign = directory.reserve_campaign(name, stem=request.recipe.name, site=request.site)
     try:
@@ -76,10 +84,10 @@ def submit(request: CampaignRequest, *, name: str | None = None) -> CampaignDir:
 
 
 def dry_run(request: CampaignRequest) -> str:
-    """Everything that submitting checks, and Slurm's own opinion where there is one; nothing is left behind."""
+    """Check everything that submission checks, and let Slurm test the script; leave no files. Return Slurm's answer."""
     check_request(request)
     if request.site.scheduler == "local":
-        return "nothing to ask: the site has no scheduler"
+        return "no test by a scheduler: the site has none"
     campaign = directory.reserve_campaign(None, stem=request.recipe.name, site=request.site)
     try:
         _write_description(campaign, request)
@@ -91,7 +99,7 @@ def dry_run(request: CampaignRequest) -> str:
 
 
 def check_request(request: CampaignRequest) -> None:
-    """Everything that would only fail in the job, or in the queue."""
+    """Check everything that would otherwise fail only in the queue or in the job."""
     model = request.recipe.model.path
     if model is not None and not (Path(model) / "config.json").is_file():
         raise ConfigError(f"model.path = {model!r} is not a model directory: it has no config.json")
@@ -123,13 +131,14 @@ def _check_user_code(request: CampaignRequest) -> None:
         if message := "; ".join(completed.stdout.decode(errors="replace").splitlines()):
             raise ConfigError(f"recipe {request.recipe.name!r}: {message}")
         lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["its code cannot be checked"]
-        if lines[-1].startswith("ModuleNotFoundError"):  # our own: what a user's code lacks is told by the check
+        # Packages that user code lacks are reported on stdout; an error on stderr is about hpcrl's own imports.
+        if lines[-1].startswith("ModuleNotFoundError"):
             raise ConfigError(f"{command[0]} lacks what a job needs ({lines[-1]}): pip install 'hpcrl[local]' there")
         raise ConfigError(f"recipe {request.recipe.name!r}: {lines[-1]}")
 
 
 def resume(name: str) -> CampaignDir:
-    """Go on from the last checkpoint in a new job."""
+    """Continue a campaign from the last checkpoint in a new job."""
     campaign = directory.find_campaign(name)
     request = CampaignRequest(
         recipe=_read_struct(campaign.recipe, Recipe),
@@ -144,44 +153,44 @@ def resume(name: str) -> CampaignDir:
 
 
 def _refuse_while_alive(campaign: CampaignDir, job: JobDir, site: Site) -> None:
-    """Two jobs of one campaign at once would train twice on the same trajectories."""
+    """Raise if the last job may still run: two jobs at once would train twice on the same trajectories."""
     outcome = read_json(job.outcome)["outcome"] if job.outcome.exists() else None
     if outcome == "done":
         raise CampaignError(f"campaign {campaign.name!r} is done: there is nothing to resume")
     state = _job_state(job, site)
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while outcome is not None and state == "running" and time.monotonic() < deadline:
-        time.sleep(0.5)  # it has said how it ended, and is about to be gone
+        time.sleep(0.5)  # its outcome is written, so it is about to exit
         state = _job_state(job, site)
     if state in ("queued", "running"):
         hint = f"`hpcrl monitor {campaign.name}` shows it, `hpcrl stop {campaign.name}` ends it"
         raise CampaignError(f"campaign {campaign.name!r}: job {read_submission(job).id} is {state}: {hint}")
     if state == "unknown" and outcome is None:
         raise CampaignError(
-            f"campaign {campaign.name!r}: Slurm does not say what became of job {read_submission(job).id}: try again later, "
-            f"or, if you know that it is gone, `hpcrl stop --now {campaign.name}` first"
+            f"campaign {campaign.name!r}: Slurm does not report the state of job {read_submission(job).id}: try again "
+            f"later, or, if you know that it is gone, `hpcrl stop --now {campaign.name}` first"
         )
 
 
 def stop_gracefully(name: str) -> str:
-    """Ask a campaign to make a checkpoint and end; returns what was done. A job that is only queued is cancelled."""
+    """Ask a campaign to make a checkpoint and end, or cancel a job that is only queued. Return a message."""
     run = directory.find_campaign(name)
     if (ended := _describe_end(run)) is not None:
         return ended
     job, site = _request_stop(run)
     if site.scheduler == "slurm" and _job_state(job, site) == "queued":
         return _end_job(run, job, site)
-    return f"campaign {run.name} is asked to stop: it makes a checkpoint and ends (`hpcrl monitor {run.name}` shows it)"
+    return f"campaign {run.name} is stopping: it makes a checkpoint and ends (`hpcrl monitor {run.name}` shows it)"
 
 
 def stop_now(name: str) -> str:
-    """End a campaign without a checkpoint; returns what was done."""
+    """End a campaign without a checkpoint. Return a message."""
     run = directory.find_campaign(name)
     return _describe_end(run) or _end_job(run, *_request_stop(run))
 
 
 def _describe_end(run: CampaignDir) -> str | None:
-    """The text for a campaign that has ended already; None if its last job may still run."""
+    """Return the message for a campaign that has ended already; None if its last job may still run."""
     last = run.job(run.job_numbers()[-1])
     if not last.outcome.exists():
         return None
@@ -190,7 +199,7 @@ def _describe_end(run: CampaignDir) -> str | None:
 
 
 def _request_stop(run: CampaignDir) -> tuple[JobDir, Site]:
-    """Publish the wish to stop, and cancel a job that only waits for the running one; returns the job that is left."""
+    """Publish the stop request, and cancel a job that only waits for the running one. Return the job that is left."""
     publish_file(run.stop, "")
     *before, last = map(run.job, run.job_numbers())
     site = _read_struct(run.site, Site)
@@ -202,8 +211,8 @@ def _request_stop(run: CampaignDir) -> tuple[JobDir, Site]:
 
 
 def _end_job(run: CampaignDir, job: JobDir, site: Site) -> str:
-    """End a job without a checkpoint: it is interrupted, and cancelled by its recorded id if it does not end."""
-    resumable = f"`hpcrl resume {run.name}` goes on from the last checkpoint"
+    """End a job without a checkpoint: interrupt it, and cancel it by its recorded id if it does not end."""
+    resumable = f"`hpcrl resume {run.name}` continues from the last checkpoint"
     if _job_state(job, site) == "running":
         slurm.interrupt_job(read_submission(job), site=site)
         deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -217,7 +226,7 @@ def _end_job(run: CampaignDir, job: JobDir, site: Site) -> str:
 
 
 def final_summary(campaign: CampaignDir, *, state: str, rewards: Sequence[float | None]) -> list[str]:
-    """What was done, where it lies, and what to try next."""
+    """Return the final lines of a campaign: what was done, where the results are, and what to try next."""
     hpcrl = _command_name()
     known_rewards = [reward for reward in rewards if reward is not None]
     learned = (
@@ -226,7 +235,7 @@ def final_summary(campaign: CampaignDir, *, state: str, rewards: Sequence[float 
         else ""
     )
     if state in ("queued", "running", "draining"):
-        return [f"campaign {campaign.name} goes on; `{hpcrl} monitor {campaign.name}` shows it again"]
+        return [f"campaign {campaign.name} is still running; `{hpcrl} monitor {campaign.name}` shows it again"]
     if state != "done":
         hint = f"see `{hpcrl} logs {campaign.name}`, then `{hpcrl} resume {campaign.name}`"
         return [f"campaign {campaign.name} ended as {state}{learned}; {hint}"]
@@ -236,7 +245,7 @@ def final_summary(campaign: CampaignDir, *, state: str, rewards: Sequence[float 
         elsewhere = ("plan quickstart --site perlmutter -s site.account=m1234", "the same on a large machine")
     commands = [
         (f"monitor {campaign.name} --once", "how it went"),
-        (f"traj show {campaign.name} --best", "what the model says now"),
+        (f"traj show {campaign.name} --best", "what the model has learned to generate"),
         elsewhere,
     ]
     width = max(len(command) for command, _ in commands)
@@ -252,18 +261,18 @@ def final_summary(campaign: CampaignDir, *, state: str, rewards: Sequence[float 
 
 
 def _command_name() -> str:
-    """How the user calls hpcrl: by name where that works, else as it was just called."""
+    """Return the command that runs hpcrl: its name if it is on PATH, else the path that was just called."""
     called = Path(sys.argv[0])
     return os.path.relpath(called) if called.name == "hpcrl" and not shutil.which("hpcrl") else "hpcrl"
 
 
 def read_submission(job: JobDir) -> slurm.SubmittedJob:
-    """What is recorded of a job."""
+    """Read the recorded submission of a job."""
     return _read_struct(job.submission, slurm.SubmittedJob)
 
 
 def read_site(campaign: CampaignDir) -> Site:
-    """The site that a campaign runs on, as it was resolved at its submission."""
+    """Read the site of a campaign, as it was resolved at submission."""
     return _read_struct(campaign.site, Site)
 
 
@@ -272,12 +281,12 @@ def _read_struct(path: Path, kind: type[T]) -> T:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError) as error:
         raise CampaignError(
-            f"{path} cannot be read ({error}): the campaign is damaged or of another version"
+            f"{path} cannot be read ({error}): the campaign is damaged or was made by another version of hpcrl"
         ) from error
 
 
 def _job_state(job: JobDir, site: Site) -> str:
-    """queued, running, gone or unknown: what the scheduler says of a job."""
+    """Return the state of a job from the scheduler: queued, running, gone or unknown."""
     record = read_submission(job)
     if record.scheduler == "local":
         return "running" if is_alive(record.pid, record.start_ticks) else "gone"
@@ -309,13 +318,13 @@ def _make_job_dir(campaign: CampaignDir, number: int) -> JobDir:
     try:
         job.root.mkdir(mode=0o700)
     except FileExistsError:
-        raise CampaignError(f"campaign {campaign.name!r}: job {number} is being submitted by somebody else") from None
+        raise CampaignError(f"campaign {campaign.name!r}: another process is submitting job {number}") from None
     make_private_dir(job.logs)
     return job
 
 
 def _write_description(campaign: CampaignDir, request: CampaignRequest) -> None:
-    """What was asked, as it was resolved; campaign.json comes last and makes it a campaign."""
+    """Write the resolved recipe, site and plan; campaign.json is written last and marks a complete campaign."""
     for folder in _campaign_folders(campaign):
         make_private_dir(folder)
     for path, value in ((campaign.recipe, request.recipe), (campaign.site, request.site)):
@@ -331,6 +340,6 @@ def _campaign_folders(campaign: CampaignDir) -> list[Path]:
 
 
 def _shell_exports() -> dict[str, str]:
-    """What jobs, also resumed ones, need from the submitting shell to find the user's own code."""
+    """Return the variables of this shell that jobs, also resumed ones, need to find the user's code."""
     path = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in path.split(os.pathsep))} if path else {}

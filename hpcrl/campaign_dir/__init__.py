@@ -1,8 +1,8 @@
-"""What the processes of a campaign share on disk.
+"""The files that the processes of a campaign share.
 
-paths      where every file of a campaign and of a job is
-workers    which worker, and where it works
+paths      the path of every file of a campaign and of a job
+workers    the identity and place of a worker
 endpoints  the engine workers that serve now
-event_log  append and read JSON lines
-events     every event that is written to them
+event_log  append and read events as JSON lines
+events     the events
 """

@@ -1,4 +1,10 @@
-"""Where the engine workers of a campaign listen: one 0600 file each, published when it is ready to serve."""
+"""The endpoints of the engine workers: one 0600 file each, published when the worker is ready to serve.
+
+EngineEndpoint                          the record
+announce_endpoint, withdraw_endpoint    publish and remove it
+list_endpoints                          read all
+make_token                              its bearer token
+"""
 
 import secrets
 from pathlib import Path
@@ -20,29 +26,29 @@ class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Every request must carry it as `Authorization: Bearer`."""
     job: int = 0
     gpu: str | None = None
-    """Its kind in the hardware catalogue; None on CPUs."""
+    """GPU type in the hardware catalogue; None on CPUs."""
     num_gpus: int = 0
 
 
 def make_token() -> str:
-    """A bearer token that cannot be guessed."""
+    """Return a bearer token that cannot be guessed."""
     return secrets.token_urlsafe(32)
 
 
 def announce_endpoint(directory: Path, endpoint: EngineEndpoint) -> Path:
-    """Publish an endpoint; the file's name is its worker's."""
+    """Publish an endpoint in a file named after its worker."""
     path = directory / f"{endpoint.worker}.json"
     publish_file(path, msgspec.json.encode(endpoint), mode=0o600)
     return path
 
 
 def withdraw_endpoint(directory: Path, worker: str) -> None:
-    """Take an endpoint away before its worker ends."""
+    """Remove an endpoint before its worker ends."""
     (directory / f"{worker}.json").unlink(missing_ok=True)
 
 
 def list_endpoints(directory: Path) -> list[EngineEndpoint]:
-    """The endpoints announced now, by worker name."""
+    """Return the endpoints announced now, sorted by worker name."""
     found = []
     for path in sorted(directory.glob("*.json")):
         try:

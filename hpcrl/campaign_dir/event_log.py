@@ -1,7 +1,11 @@
-"""Append-only JSON-lines events, one file a process; what they say is in hpcrl.campaign_dir.events.
+"""The event files of a campaign: append-only JSON lines, one file a process, of hpcrl.campaign_dir.events.
+
+EventLog     append events
+EventReader  read new events
+read_events  read all lines
 
 A line is written by one write(2) on an O_APPEND descriptor, so a killed process tears at most its own last line.
-Every line has `time` (seconds since the epoch), `event`, and who wrote it: `job`, `role`, `worker`, `node`.
+Every line has `time` (seconds since the epoch), `event`, and its writer: `job`, `role`, `worker`, `node`.
 """
 
 import json
@@ -18,7 +22,7 @@ from hpcrl.system.files import parse_json_lines
 
 
 class EventLog:
-    """The events of one process."""
+    """The event file of one process."""
 
     def __init__(self, path: Path, **origin: Any) -> None:
         self.path = path
@@ -31,7 +35,7 @@ class EventLog:
         os.write(self._fd, json.dumps(line).encode() + b"\n")
 
     def beat(self) -> None:
-        """Say "alive" without a line: touch the file."""
+        """Touch the file, as a heartbeat."""
         os.utime(self._fd)
 
     def close(self) -> None:
@@ -40,35 +44,35 @@ class EventLog:
 
 @dataclass
 class EventReader:
-    """Reads what is new in a directory of event files, each call from where the last one ended."""
+    """A reader of a directory of event files; each call continues where the last one ended."""
 
     directory: Path
     pattern: str = "*.jsonl"
-    """Of which files."""
+    """Pattern of the files to read."""
     touched: dict[str, float] = field(default_factory=dict)
-    """When each file (by its name without .jsonl) was last written or touched, as of the last call."""
+    """Time when each file (by its name without .jsonl) was last written or touched, as of the last call."""
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Why a file could not be read at the last call."""
+    """Files that could not be read at the last call, with the reason."""
     offsets: dict[str, int] = field(default_factory=dict)
-    """How many bytes of each file have been read; whoever keeps them can go on there in another process."""
+    """Bytes read of each file; another process can continue with them."""
 
     def poll(self) -> Iterator[CampaignEvent]:
-        """New events, file by file; a line still being written waits for the next call, one of no use is skipped."""
+        """Return new events, file by file; incomplete lines wait for the next call, unknown ones are skipped."""
         return (event for line in self.poll_lines() if (event := parse_event(line)) is not None)
 
     def poll_lines(self) -> Iterator[dict[str, Any]]:
-        """The same as they are written, of whatever kind."""
+        """Yield new lines of every kind as dicts."""
         self.unreadable.clear()
         for path in sorted(self.directory.glob(self.pattern)):
             try:
                 data = self._new_data(path)
-            except OSError as error:  # another process's file: what can be read of the others still counts
+            except OSError as error:  # one unreadable file must not hide the others
                 self.unreadable[path.name] = error.strerror or str(error)
                 continue
             yield from parse_json_lines(data)
 
     def _new_data(self, path: Path) -> bytes:
-        """The complete lines that were added to one file."""
+        """Return the complete lines that were added to one file."""
         facts = path.stat()
         self.touched[path.stem] = facts.st_mtime
         offset = self.offsets.get(path.name, 0)
@@ -83,5 +87,5 @@ class EventReader:
 
 
 def read_events(directory: Path) -> list[dict[str, Any]]:
-    """All lines of a campaign so far, in order of time."""
+    """Return all lines of a campaign so far, in order of time."""
     return sorted(EventReader(directory).poll_lines(), key=lambda event: float(event.get("time", 0.0)))

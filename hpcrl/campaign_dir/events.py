@@ -1,11 +1,13 @@
-"""The events of a campaign: one struct a kind, which emitters construct and all readers get back.
+"""The events of a campaign, one struct a kind; emitters construct them, and readers get them back.
 
-parse(line)     the event in a line of an event file, or None: torn, foreign, or of a newer version
-build_line      the line of an event
-plain(event)    the event in words, if it is worth a line
+CampaignEvent   the base of all events
+build_line      make the line of an event
+parse_event     read a line of an event file; None for torn, foreign or newer lines
+describe_event  describe the event to a person, if it is worth a line
+NonNegativeCount, UnixTime    field types
 
-A struct's tag is the kind's name on disk, its fields are the keys of the line in their order. A field that is UNSET is
-left out; fields that no struct knows are skipped.
+A struct's tag is the kind's name on disk, its fields are the keys of the line, in order. A field that is UNSET is left
+out; unknown keys are skipped.
 """
 
 from collections.abc import Mapping
@@ -19,7 +21,7 @@ UnixTime = Annotated[float, Meta(gt=0, lt=1e11)]
 
 
 class CampaignEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """What every line has. The event log fills it in; an emitter leaves it out."""
+    """The fields of every line. The event log fills them in; an emitter leaves them out."""
 
     time: UnixTime = 0.0
     job: NonNegativeCount = 0
@@ -33,7 +35,7 @@ class JobStarted(CampaignEvent, frozen=True, kw_only=True, tag="job-started"):
     slurm_id: str | None = None
     """None on a machine without a scheduler."""
     end_time: float | None = None
-    """When the allocation ends."""
+    """End of the allocation."""
 
 
 class JobEnded(CampaignEvent, frozen=True, kw_only=True, tag="job-ended"):
@@ -60,7 +62,7 @@ class WorkerStarted(CampaignEvent, frozen=True, kw_only=True, tag="worker-starte
 
 class WorkerRestarted(CampaignEvent, frozen=True, kw_only=True, tag="worker-restarted"):
     of: str | None = None
-    """The worker that it is about, with its job (`000-decode-0`) or without; None: the one that writes."""
+    """The worker concerned, with its job (`000-decode-0`) or without; None: the writer of the event."""
 
 
 class WorkerEnded(CampaignEvent, frozen=True, kw_only=True, tag="worker-ended"):
@@ -69,12 +71,12 @@ class WorkerEnded(CampaignEvent, frozen=True, kw_only=True, tag="worker-ended"):
 
 class WorkerFailed(CampaignEvent, frozen=True, kw_only=True, tag="worker-failed"):
     of: str | None = None
-    """As in WorkerRestarted."""
+    """The worker concerned, as in WorkerRestarted."""
     reason: str = ""
 
 
 class RewardJobsScaled(CampaignEvent, frozen=True, kw_only=True, tag="reward-jobs"):
-    """A reward job was added, or all of them are ended."""
+    """A reward job was added, or all reward jobs are ended."""
 
     num: NonNegativeCount
     waiting: NonNegativeCount = 0
@@ -102,7 +104,7 @@ class EpisodesCounted(CampaignEvent, frozen=True, kw_only=True, tag="episodes"):
 
 
 class CurriculumUpdated(CampaignEvent, frozen=True, kw_only=True, tag="curriculum"):
-    """The curriculum gave new weights of the domains."""
+    """The curriculum changed the weights of the domains."""
 
     weights: dict[str, float]
 
@@ -111,10 +113,10 @@ class TurnRouted(CampaignEvent, frozen=True, kw_only=True, tag="route"):
     """The router's decision about one turn; a sample of them is written."""
 
     id: str
-    """The request's."""
+    """Id of the request."""
     domain: str = ""
     prefill: str | None = None
-    """The worker that computes the prompt for `decode`, if another one does."""
+    """The worker that computes the prompt for `decode`; None if `decode` does."""
     decode: str | None = None
     reason: str = ""
     wait_s: float = 0.0
@@ -123,14 +125,14 @@ class TurnRouted(CampaignEvent, frozen=True, kw_only=True, tag="route"):
 
 
 class SegmentScored(CampaignEvent, frozen=True, kw_only=True, tag="scored"):
-    """One segment of trajectories has its rewards."""
+    """A segment of trajectories was scored."""
 
     segment: str = ""
     num: NonNegativeCount = 0
     """Trajectories that have a reward."""
     reward_mean: float | None = None
     rewards: dict[str, list[float]] = {}
-    """By domain."""
+    """Rewards by domain."""
 
 
 class VersionPublished(CampaignEvent, frozen=True, kw_only=True, tag="published"):
@@ -138,21 +140,21 @@ class VersionPublished(CampaignEvent, frozen=True, kw_only=True, tag="published"
     step: NonNegativeCount = 0
     wall_s: float | None = None
     stall_s: float | None = None
-    """How long training stood still for it."""
+    """Time that training was paused for it."""
 
 
 class VersionDelivered(CampaignEvent, frozen=True, kw_only=True, tag="courier"):
-    """The couriers have brought a version to the windows of all other nodes."""
+    """The couriers delivered a version to the windows of all other nodes."""
 
     version: NonNegativeCount
     bytes: NonNegativeCount = 0
-    """Of the version."""
+    """Size of the version."""
     sent_bytes: NonNegativeCount = 0
-    """Over the wire, to each node."""
+    """Bytes sent to each node."""
     wall_s: float | None = None
     codec: str = ""
     reason: str = ""
-    """Why this codec was chosen."""
+    """Reason for this codec."""
     to: list[str] = []
     sources: list[str] = []
 
@@ -161,23 +163,23 @@ class VersionLoaded(CampaignEvent, frozen=True, kw_only=True, tag="loaded"):
     version: NonNegativeCount
     wall_s: float | None = None
     stall_s: float | None = None
-    """How long the engine generated nothing."""
+    """Time without generation in the engine."""
 
 
 class RungChanged(CampaignEvent, frozen=True, kw_only=True, tag="rung"):
-    """Versions go to the engines in this way from now on."""
+    """The transport of versions to the engines has changed."""
 
     rung: str
     reason: str = ""
 
 
 class StepFinished(CampaignEvent, frozen=True, kw_only=True, tag="step"):
-    """One training step: the fields of `trainers.base.StepMetrics`, which explains them, and two more."""
+    """A training step: the fields of `trainers.base.StepMetrics`, which documents them, and two more."""
 
     step: NonNegativeCount
     version: NonNegativeCount = 0
     skipped: str | None = None
-    """Why the weights were left alone."""
+    """Reason for leaving the weights unchanged."""
     num_trajectories: NonNegativeCount | None = None
     num_groups: NonNegativeCount | None = None
     num_flat_groups: NonNegativeCount | None = None
@@ -209,13 +211,13 @@ class StepFinished(CampaignEvent, frozen=True, kw_only=True, tag="step"):
     tokens_per_s: float | None = None
     times: dict[str, float] = {}
     mfu: float | None = None
-    """The share that the step had of what the trainer's GPUs can do; None without GPUs."""
+    """Share of the trainer GPUs' peak FLOP/s that the step used; None without GPUs."""
     wait_s: float | None = None
-    """How long the trainer waited for trajectories."""
+    """Time that the trainer waited for trajectories."""
 
 
 class StaleDropped(CampaignEvent, frozen=True, kw_only=True, tag="stale"):
-    """Trajectories were too old to train on."""
+    """Trajectories were dropped as too old to train on."""
 
     num: NonNegativeCount
     version: NonNegativeCount = 0
@@ -223,24 +225,24 @@ class StaleDropped(CampaignEvent, frozen=True, kw_only=True, tag="stale"):
 
 
 class EvaluationFinished(CampaignEvent, frozen=True, kw_only=True, tag="evaluation"):
-    """The result of a round of held-out tasks; one that is written again has the same number."""
+    """The result of a round of held-out tasks; a repeated event has the same number."""
 
     number: NonNegativeCount
     version: NonNegativeCount = 0
-    """The newest weights when it began."""
+    """The newest weights at its start."""
     reward_mean: float | None = None
     domains: dict[str, float] = {}
-    """The mean reward of each."""
+    """Mean reward of each domain."""
     num_episodes: NonNegativeCount = 0
     num_faults: NonNegativeCount = 0
     length_mean: float | None = None
     oldest: int | None = None
-    """Of the versions that generated anything."""
+    """Oldest version that generated any of it."""
     newest: int | None = None
 
 
 class SegmentsRetired(CampaignEvent, frozen=True, kw_only=True, tag="retired"):
-    """Trajectories that nothing needs any more left the spools."""
+    """Trajectories that are no longer needed left the spools."""
 
     num: NonNegativeCount
     num_segments: NonNegativeCount = 0
@@ -252,7 +254,7 @@ class TrainingResumed(CampaignEvent, frozen=True, kw_only=True, tag="resumed"):
     step: NonNegativeCount
     version: NonNegativeCount = 0
     checkpoint: str = ""
-    """Its directory's name."""
+    """Name of its directory."""
 
 
 class CheckpointSaved(CampaignEvent, frozen=True, kw_only=True, tag="checkpoint"):
@@ -260,23 +262,23 @@ class CheckpointSaved(CampaignEvent, frozen=True, kw_only=True, tag="checkpoint"
     version: NonNegativeCount = 0
     wall_s: float | None = None
     stall_s: float | None = None
-    """How long training stood still for it."""
+    """Time that training was paused for it."""
 
 
 class LayoutChosen(CampaignEvent, frozen=True, kw_only=True, tag="layout"):
     layout: str
     reason: str = ""
     nodes: list[list[str]] = []
-    """Of each component."""
+    """Nodes of each component."""
 
 
 class FaultReported(CampaignEvent, frozen=True, kw_only=True, tag="fault"):
-    """Something went wrong that does not end the campaign; what else is known of it is set."""
+    """A fault that does not end the campaign; details are set where known."""
 
     what: str
     detail: str = ""
     id: str | UnsetType = UNSET
-    """The episode that it is about."""
+    """The episode concerned."""
     version: int | UnsetType = UNSET
     domain: str | UnsetType = UNSET
     rank: int | UnsetType = UNSET
@@ -284,19 +286,19 @@ class FaultReported(CampaignEvent, frozen=True, kw_only=True, tag="fault"):
     at: str | UnsetType = UNSET
     """That courier's node."""
     bucket: int | UnsetType = UNSET
-    """The part of the version that it has come to."""
+    """The part of the version that it has reached."""
     bytes: int | UnsetType = UNSET
-    """What it has of the version."""
+    """Bytes of the version that it has received."""
 
 
-# By hand, because msgspec would look at all of a union for every single line.
+# A dict instead of a union: msgspec would try all of a union for every line.
 _EVENT_TYPES: dict[str, type[CampaignEvent]] = {
     str(kind.__struct_config__.tag): kind for kind in CampaignEvent.__subclasses__()
 }
 
 
 def parse_event(line: Mapping[str, Any]) -> CampaignEvent | None:
-    """The event in a line; None for one of an unknown kind, or that cannot be read."""
+    """Return the event of a line; None for an unknown kind or an invalid line."""
     name = line.get("event")
     kind = _EVENT_TYPES.get(name) if isinstance(name, str) else None
     if kind is None or "time" not in line:
@@ -308,7 +310,7 @@ def parse_event(line: Mapping[str, Any]) -> CampaignEvent | None:
 
 
 def build_line(event: CampaignEvent, *, time: float, origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the line of an event that `origin` (job, role, worker, ...) emits; what the event says of itself counts."""
+    """Build the line of an event that `origin` (job, role, worker, ...) emits; the event's own fields win."""
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
     common = {name: fields.pop(name) for name in CampaignEvent.__struct_fields__}
     line = {"time": time, "event": event.__struct_config__.tag, **origin}
@@ -317,7 +319,7 @@ def build_line(event: CampaignEvent, *, time: float, origin: Mapping[str, Any]) 
 
 
 def describe_event(event: CampaignEvent) -> str | None:
-    """What a person should read of an event; None for the steady flow."""
+    """Describe an event to a person; None for the kinds that are too frequent."""
     match event:
         case JobStarted():
             return f"job {event.job} started on {event.node or 'its node'}"
@@ -341,9 +343,9 @@ def describe_event(event: CampaignEvent) -> str | None:
 def _describe_training_event(event: CampaignEvent) -> str | None:
     match event:
         case TrainingResumed():
-            return f"training goes on from the checkpoint of step {event.step}"
+            return f"training continues from the checkpoint of step {event.step}"
         case StepFinished(skipped=str(why)):
-            return f"step {event.step} left the weights alone" + _append_reason(why)
+            return f"step {event.step} left the weights unchanged" + _append_reason(why)
         case EvaluationFinished(reward_mean=float(mean)):
             return f"evaluation of version {event.version}: mean reward {mean:.3f} in {event.num_episodes} episodes"
         case EvaluationFinished():

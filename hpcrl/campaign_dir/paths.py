@@ -1,36 +1,39 @@
-"""Name every file and directory of a campaign that more than one module uses.
+"""The paths of all files and directories of a campaign that more than one module uses.
 
-What is below a directory of one owner (a version in weights/, a segment in spools/) is named by that owner.
+    CampaignDir    the directory of a campaign
+    JobDir         the directory of one of its jobs
+    SpoolName, SPOOLS    its spools
+
+Files below a directory of one owner (a version in weights/, a segment in spools/) are named by that owner.
 
 CAMPAIGN/
-  campaign.json            name, site, created: written once, last; a directory without it is no campaign
-  recipe.json site.json    what was asked, resolved
-  plan.json
-  stop                     present: somebody asked the campaign to stop
-  settled.json             how far the trainer is: what bounds how far env workers may be ahead
-  flips.json               workers that do the other role's work for now
-  jobs/000/                one Slurm job (or local run)
-    job.sh                 its script, where submitit did not make one under its id (ID_submission.sh)
-    submitted.json         its id: what may be cancelled
-    chain_marker           present: the job before queued this one; how many may still come after it
-    outcome.json           how its driver ended
-    drain end dump-stacks  present: asked to drain, to end every step, to write what each worker is doing
-    logs/ parsl/           one log a worker; parsl's own files
-    windows reward-jobs    shared memory to be removed, and reward jobs to be cancelled, after this job
-    ranks-0.json           where the ranks of one start of the trainer meet
-    couriers-LIFE.json meetings/LIFE  status of the couriers, and where they find each other over TCP
-    kv/                    KV from prefill to decode engines, where they have nothing faster
-  events/                  JSON lines, one file a process
-  endpoints/               one file an engine worker, 0600 (holds its token)
-  model/                   architecture and tokenizer, as transformers reads them
-  task-blocks/             one file a block of task numbers that an env worker reserved, as 0-3
-    0-under-way.jsonl      the groups that env worker 0 has under way
-    0-word.json            how far training may go without making these too old
-  spools/rollouts|scored|archive/  trajectories: as played, with rewards, and those that training is done with
-  weights/                 versions of the weights
-  evaluations/             what was measured on held-out tasks
-  metrics/                 the events' figures for TensorBoard and the like, where the recipe asks for it
-  checkpoints/             trainer state and what it consumed
+    campaign.json: name, site, created; written once, last; a directory without it is not a campaign
+    recipe.json, site.json, plan.json: the request, resolved
+    stop: present when the campaign has been asked to stop
+    settled.json: progress of the trainer, which limits how far env workers may be ahead
+    flips.json: workers that do the other role's work for now
+    jobs/000/: one Slurm job (or local run)
+        job.sh: its script, unless submitit made one under its id (ID_submission.sh)
+        submitted.json: its id, the only one that may be cancelled
+        follows: present when the previous job queued this one; the number of jobs that may still follow it
+        outcome.json: how its driver ended
+        drain, end, dump-stacks: present to request draining, the end of every step, stack dumps of each worker
+        logs/, parsl/: one log a worker; files of parsl
+        windows, reward-jobs: shared memory to be removed, and reward jobs to be cancelled, after this job
+        ranks-0.json: the address where the ranks of one start of the trainer meet
+        couriers-LIFE.json, meetings/LIFE: status of the couriers, and their addresses for TCP
+        kv/: KV from prefill to decode engines, if they have no faster way
+    events/: JSON lines, one file a process
+    endpoints/: one file an engine worker, 0600 (it contains the token)
+    model/: architecture and tokenizer, in the format of transformers
+    task-blocks/: one file per block of task numbers that an env worker reserved, such as 0-3
+        0-under-way.jsonl: the running groups of env worker 0
+        0-word.json: the version up to which training may go without making these too old
+    spools/rollouts|scored|archive/: trajectories as played, with rewards, and after training
+    weights/: versions of the weights
+    evaluations/: results on held-out tasks
+    metrics/: figures for TensorBoard and the like, if the recipe enables it
+    checkpoints/: trainer state and the trajectories consumed
 """
 
 from dataclasses import dataclass
@@ -85,7 +88,7 @@ class CampaignDir:
 
     @property
     def switched_roles(self) -> Path:
-        """Workers that do the other role's work for now."""
+        """The workers that do the other role's work for now."""
         return self.root / "flips.json"
 
     @property
@@ -117,15 +120,15 @@ class CampaignDir:
         return self.root / "task-blocks"
 
     def journal(self, env_index: int) -> Path:
-        """What env host `env_index` has under way, whatever job it runs in."""
+        """The running groups of env worker `env_index`, whatever job it runs in."""
         return self.root / "task-blocks" / f"{env_index}-under-way.jsonl"
 
     def hold(self, env_index: int) -> Path:
-        """How far training may go without making too old what env host `env_index` has under way."""
+        """The version up to which training may go without making env worker `env_index`'s running groups too old."""
         return self.root / "task-blocks" / f"{env_index}-word.json"
 
     def holds(self) -> list[Path]:
-        """Those of all env hosts."""
+        """Return the hold files of all env workers."""
         return sorted(self.task_blocks.glob("*-word.json"))
 
     def spool(self, name: str) -> Path:
@@ -135,7 +138,7 @@ class CampaignDir:
         return JobDir(self.jobs / f"{number:03d}")
 
     def job_numbers(self) -> list[int]:
-        """Numbers of the jobs that exist, oldest first."""
+        """Return the numbers of the jobs that exist, oldest first."""
         if not self.jobs.is_dir():
             return []
         return sorted(int(path.name) for path in self.jobs.iterdir() if path.name.isdigit())
@@ -157,32 +160,32 @@ class JobDir:
 
     @property
     def submission(self) -> Path:
-        """The recorded id: what may be cancelled, and nothing else."""
+        """The recorded id, the only one that may be cancelled."""
         return self.root / "submitted.json"
 
     @property
     def chain_marker(self) -> Path:
-        """Present: the job before queued this one, and not a person; how many may still come after it."""
+        """Present when the previous job, not a user, queued this one; the number of jobs that may still follow it."""
         return self.root / "follows"
 
     @property
     def outcome(self) -> Path:
-        """How the driver ended; absent while it runs or when it was killed."""
+        """The outcome of the driver; absent while it runs or if it was killed."""
         return self.root / "outcome.json"
 
     @property
     def drain(self) -> Path:
-        """Present: finish what is begun, checkpoint, end."""
+        """Present to make the job finish what is started, checkpoint and end."""
         return self.root / "drain"
 
     @property
     def end(self) -> Path:
-        """Present: every step ends what it runs, on whatever node that is."""
+        """Present to make every step end its processes, on every node."""
         return self.root / "end"
 
     @property
     def dump_stacks(self) -> Path:
-        """Present: every worker writes what it is doing to its log."""
+        """Present to make every worker write its stacks to its log."""
         return self.root / "dump-stacks"
 
     @property
@@ -191,29 +194,29 @@ class JobDir:
 
     @property
     def windows(self) -> Path:
-        """Names of the shared memory that processes of this job made, so that it can be removed after them."""
+        """The names of shared memory that processes of this job created, to be removed after them."""
         return self.root / "windows"
 
     @property
     def reward_jobs(self) -> Path:
-        """Ids of the reward jobs that this job began, a line each: what may be cancelled after it."""
+        """The ids of the reward jobs that this job submitted, a line each, to be cancelled after it."""
         return self.root / "reward-jobs"
 
     @property
     def kv(self) -> Path:
-        """KV on its way from prefill to decode engines, where they have nothing faster."""
+        """The KV in transit from prefill to decode engines, if they have no faster way."""
         return self.root / "kv"
 
     def ranks(self, start: int) -> Path:
-        """Where the ranks of a start of the trainer meet."""
+        """Return the file where the ranks of one start of the trainer meet."""
         return self.root / f"ranks-{start}.json"
 
     def courier_status(self, incarnation: str) -> Path:
-        """What the couriers of one life say of themselves; one that is slow to end disturbs no later life."""
+        """Return the status file of one incarnation of the couriers, so that an old one cannot overwrite it."""
         return self.root / f"couriers-{incarnation}.json"
 
     def meeting(self, incarnation: str) -> Path:
-        """Where the couriers of one life find each other when they go over TCP."""
+        """Return the directory where one incarnation of the couriers finds its peers for TCP."""
         return self.root / "meetings" / incarnation
 
     @property

@@ -1,6 +1,6 @@
-"""The identity of a worker: frozen records that travel as one parameter.
+"""The identity of a worker, as frozen records that are passed as one parameter.
 
-EnvWorkerId    which of the env workers
+EnvWorkerId    the index of an env worker
 WorkerPlace    the campaign, the job and the node
 """
 
@@ -11,7 +11,7 @@ from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 
 @dataclass(frozen=True)
 class EnvWorkerId:
-    """The position of an env worker among all of them; they share tasks, room and evaluations by it."""
+    """The index of an env worker among all; tasks, room and evaluations are divided by it."""
 
     index: int
     count: int
@@ -22,7 +22,7 @@ class EnvWorkerId:
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The campaign and job that a process works for, and the node that it runs on."""
+    """The campaign and job of a process, and the node that it runs on."""
 
     campaign: CampaignDir
     job: JobDir

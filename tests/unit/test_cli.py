@@ -246,7 +246,7 @@ def test_a_plan_for_people_shows_roles_cost_and_script(home: Path) -> None:
 
 def test_a_name_that_is_taken_is_refused(home: Path) -> None:
     (home / "campaigns" / "mine").mkdir(parents=True)
-    assert "there is a campaign 'mine' already" in refused("submit", "quickstart", "--site", "local", "--name", "mine")
+    assert "campaign 'mine' exists already" in refused("submit", "quickstart", "--site", "local", "--name", "mine")
 
 
 def test_without_campaigns_ls_says_so(home: Path) -> None:
