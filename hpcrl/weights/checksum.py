@@ -11,5 +11,5 @@ def hash_bytes(data: Any) -> bytes:
 
 
 def start_hash() -> xxhash.xxh3_128:
-    """Start a checksum that bytes are added to while they arrive."""
+    """Start a checksum to which bytes are added as they arrive."""
     return xxhash.xxh3_128()

@@ -1,4 +1,7 @@
-"""Weight versions as safetensors files on a shared filesystem; survives kill -9, garbage and a full disk."""
+"""The store of weight versions as safetensors files on a shared filesystem.
+
+It survives kill -9, garbage and a full disk.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,7 +29,7 @@ from hpcrl.weights.versions import (
 
 
 class FileStore:
-    """One directory a version (see hpcrl.weights.versions); one process publishes, any number read."""
+    """A directory per version (see `hpcrl.weights.versions`); one process publishes, any number read."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -44,7 +47,7 @@ class FileStore:
     def publish_each(
         self, layout: TensorLayout, tensors: Iterable[memoryview], weight_version: WeightVersion
     ) -> VersionManifest:
-        """The same for tensors that come one after the other, in the layout's order: no more than one is in memory."""
+        """Publish tensors that arrive one by one, in the layout's order: at most one is in memory."""
         version = weight_version.version
         check_newer(version, newest=max(list_versions(self.directory), default=None))
         with self._make_version(version, nbytes=layout.nbytes) as temporary:
@@ -63,7 +66,7 @@ class FileStore:
         try:
             tensors: Tensors = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise WeightsError(f"{path} cannot be read ({error}): remove {path.parent}, or take the newest") from error
+            raise WeightsError(f"{path} cannot be read ({error}): remove {path.parent}, or load the newest") from error
         _verify_tensors(tensors, manifest, where=str(path))
         return tensors
 
@@ -72,7 +75,7 @@ class FileStore:
         yield self.load(version)
 
     def is_intact(self, version: int) -> bool:
-        return True  # it was copied out of the file
+        return True  # the tensors were copied out of the file
 
     def prune(self, *, keep: int) -> None:
         for version in list_versions(self.directory)[: -max(keep, 1)]:
@@ -80,7 +83,7 @@ class FileStore:
 
     @contextmanager
     def _make_version(self, version: int, *, nbytes: int) -> Iterator[Path]:
-        """A directory that becomes the version's when the block ends well."""
+        """Yield a directory that becomes the version's when the block ends without an error."""
         make_private_dir(self.directory)
         self._remove_unfinished()
         try:
@@ -94,6 +97,6 @@ class FileStore:
             ) from error
 
     def _remove_unfinished(self) -> None:
-        """Remove what a publisher left that was killed: only one publishes at a time, so nobody is writing it."""
+        """Remove what a killed publisher left: only one publishes at a time, so no process is writing it."""
         for path in self.directory.glob(".v*.tmp"):
             remove_path(path)

@@ -1,14 +1,17 @@
-"""Where every tensor of a version lies in one flat run of bytes; imports nothing heavy.
+"""The layout of a version: where every tensor is stored in one flat run of bytes. Nothing heavy is imported.
 
-Layout         all tensors by their HF names: dtype, shape, place; or boxes of tensors, where a node has only a part
-Shard          the box of one tensor that one rank of a trainer holds; `make_whole_shard` and `split_tensor` make the usual ones
-check_cover    every value is held by exactly one shard
+    TensorLayout, TensorSlot        all tensors by HF name (or, on a node with a part, boxes of them), and one of them
+    ShardOrigin                     the tensor that a box was cut from
+    TensorShard                     the box of one tensor that one rank of a trainer holds
+    make_whole_shard, split_tensor  the usual shards: all of a tensor, and even slices along an axis
+    check_shard, check_cover        values fit their shard - every value is held by exactly one shard
+    align_nbytes                    round up to the alignment
 
-Which node of a trainer holds what of a version: each keeps its own part, and nowhere is the whole put together.
+Each node of a trainer may keep only its own part of a version; the whole is then assembled nowhere.
 
-Parts       for every rank its node, for every node the layout of its part
-part_of     the boxes of some ranks as the layout of a window, joined to larger boxes where they fill one
-joined      the layout of the whole, from those of all its parts
+    PartAssignment                  the node of every rank, and the layout of every node's part
+    build_part_layout               the boxes of some ranks as a window's layout, merged where they fill a larger box
+    join_layouts                    the layout of the whole, from those of all its parts
 """
 
 import math
@@ -37,29 +40,29 @@ ITEM_SIZES = {
 
 
 class ShardOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """Of which tensor a box is that is placed by itself."""
+    """The tensor that a box with its own slot was cut from."""
 
     name: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
 
 
 class TensorSlot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One tensor, or one box of it, and its place."""
+    """One tensor, or one box of it, and its offset."""
 
     name: str
     dtype: str
-    """As torch calls it, without "torch."."""
+    """torch's name for it, without "torch."."""
     shape: tuple[int, ...]
     offset: int
     nbytes: int
     cut: ShardOrigin | None = None
-    """None: a whole tensor."""
+    """The tensor it is a box of; None: it is a whole tensor."""
 
     @property
     def shard(self) -> "TensorShard":
-        """Which values of which tensor these are."""
+        """The values, and the tensor they belong to."""
         return (
             make_whole_shard(self)
             if self.cut is None
@@ -68,25 +71,25 @@ class TensorSlot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """All tensors of a version, in order, each aligned to 64 bytes."""
+    """The tensors of a version, in order, each aligned to 64 bytes."""
 
     tensors: tuple[TensorSlot, ...]
     nbytes: int
-    """Of the whole, padding included."""
+    """Bytes of the whole, padding included."""
 
     @classmethod
     def from_tensors(cls, tensors: "Mapping[str, torch.Tensor]") -> "TensorLayout":
-        """The layout of these tensors, in their order."""
+        """Lay out these tensors, in their order."""
         return cls.pack((name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items())
 
     @classmethod
     def pack(cls, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> "TensorLayout":
-        """The layout of tensors given by name, dtype and shape."""
+        """Lay out tensors given by name, dtype and shape."""
         return cls._place_boxes((name, dtype, shape, None) for name, dtype, shape in tensors)
 
     @classmethod
     def from_boxes(cls, boxes: "Iterable[tuple[TensorShard, TensorSlot]]") -> "TensorLayout":
-        """The layout of boxes, each given with the tensor it is of; one that is all of it keeps that one's name."""
+        """Lay out boxes, each given with its tensor; a box that is all of its tensor keeps the tensor's name."""
         return cls._place_boxes(_describe_box(shard, tensor) for shard, tensor in boxes)
 
     @classmethod
@@ -95,7 +98,7 @@ class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
         for name, dtype, shape, cut in boxes:
             if dtype not in ITEM_SIZES:
                 raise WeightsError(
-                    f"tensor {name!r} is {dtype}, which has no place in a layout: "
+                    f"tensor {name!r} is {dtype}, which a layout does not support: "
                     f"publish one of {', '.join(sorted(ITEM_SIZES))}"
                 )
             nbytes = math.prod(shape) * ITEM_SIZES[dtype]
@@ -105,27 +108,29 @@ class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, data: bytes) -> "TensorLayout":
-        """The inverse of `to_json`; WeightsError if the data are damaged."""
+        """Decode what `to_json` encoded; WeightsError if the data are damaged."""
         try:
             layout = msgspec.json.decode(data, type=cls)
         except msgspec.DecodeError as error:
-            raise WeightsError(f"the layout of the weights is damaged ({error}): publish them anew") from None
+            raise WeightsError(f"the layout of the weights is damaged ({error}): publish them again") from None
         if layout != cls._place_boxes((t.name, t.dtype, t.shape, t.cut) for t in layout.tensors):
-            raise WeightsError("the layout of the weights is damaged (its places are not its tensors'): publish anew")
+            raise WeightsError(
+                "the layout of the weights is damaged (its offsets do not match its tensors): publish them again"
+            )
         return layout
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)
 
     def digest(self) -> str:
-        """xxh3_128 of the JSON: equal digests, equal layouts."""
+        """Compute the xxh3_128 of the JSON: equal digests mean equal layouts."""
         return xxhash.xxh3_128_hexdigest(self.to_json())
 
     def tensors_by_name(self) -> dict[str, TensorSlot]:
         return {tensor.name: tensor for tensor in self.tensors}
 
     def check_same(self, other: "TensorLayout", *, own_name: str, other_name: str) -> None:
-        """WeightsError naming the first tensor in which the two differ."""
+        """Raise WeightsError, naming the first tensor that differs, unless both layouts are the same."""
         own_tensors, other_tensors = self.tensors_by_name(), other.tensors_by_name()
         if missing := [name for name in other_tensors if name not in own_tensors]:
             raise WeightsError(f"{own_name} lacks tensor {missing[0]!r}, which {other_name} has: is it the same model?")
@@ -137,7 +142,8 @@ class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
             if (tensor.dtype, tensor.shape) != (other_tensors[name].dtype, other_tensors[name].shape):
                 raise WeightsError(
                     f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)} in {own_name} and "
-                    f"{other_tensors[name].dtype} {list(other_tensors[name].shape)} in {other_name}: is it the same model?"
+                    f"{other_tensors[name].dtype} {list(other_tensors[name].shape)} in {other_name}: "
+                    "is it the same model?"
                 )
         if self != other:
             raise WeightsError(
@@ -146,9 +152,9 @@ class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorShard(msgspec.Struct, frozen=True, kw_only=True):
-    """The box of one canonical tensor that a rank holds, under whatever TP, PP and DP.
+    """The box of one canonical tensor that a rank holds, with any TP, PP and DP.
 
-    A fused tensor of a trainer (qkv, gate and up) is several shards; a replicated one is written by one rank.
+    A trainer's fused tensor (qkv, gate and up) is several shards; a replicated one is written by one rank.
     """
 
     name: str
@@ -157,7 +163,7 @@ class TensorShard(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Where it is in the whole tensor."""
+        """The index of this box in the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
     @property
@@ -165,7 +171,7 @@ class TensorShard(msgspec.Struct, frozen=True, kw_only=True):
         return math.prod(self.shape)
 
     def index_in(self, box: "TensorShard") -> tuple[slice, ...] | None:
-        """Where it is in another box of its tensor; None if that does not hold all of it."""
+        """Return the index of this box in another box of its tensor; None if that does not hold all of it."""
         start = tuple(own - first for own, first in zip(self.start, box.start, strict=True))
         ends = (first + size for first, size in zip(start, self.shape, strict=True))
         if min(start, default=0) < 0 or any(end > size for end, size in zip(ends, box.shape, strict=True)):
@@ -174,7 +180,7 @@ class TensorShard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def align_nbytes(nbytes: int) -> int:
-    """The bytes that something takes up, with those before the next."""
+    """Round a size up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -186,12 +192,12 @@ def _describe_box(shard: TensorShard, tensor: TensorSlot) -> tuple[str, str, tup
 
 
 def make_whole_shard(tensor: TensorSlot) -> TensorShard:
-    """All of a tensor."""
+    """Return all of a tensor as one shard."""
     return TensorShard(name=tensor.name, start=(0,) * len(tensor.shape), shape=tensor.shape)
 
 
 def split_tensor(tensor: TensorSlot, *, axis: int, num_shards: int) -> list[TensorShard]:
-    """A tensor in `num_shards` boxes, as even as can be, the larger ones first."""
+    """Split a tensor into `num_shards` boxes along an axis, as evenly as possible, the larger ones first."""
     edges = [-(-index * tensor.shape[axis] // num_shards) for index in range(num_shards + 1)]
     return [
         TensorShard(
@@ -204,17 +210,17 @@ def split_tensor(tensor: TensorSlot, *, axis: int, num_shards: int) -> list[Tens
 
 
 def check_shard(shard: TensorShard, tensors: Mapping[str, TensorSlot], *, dtype: str, shape: tuple[int, ...]) -> None:
-    """WeightsError unless values of this type and shape may be written as `shard` of one of `tensors`."""
+    """Raise WeightsError unless values of this type and shape may be written as `shard` of one of `tensors`."""
     tensor = _find_tensor(shard, tensors)
     if (dtype, shape) != (tensor.dtype, shard.shape):
         raise WeightsError(
-            f"tensor {shard.name!r}: a shard of {tensor.dtype} {list(shard.shape)} at {list(shard.start)} was to come, "
-            f"and {dtype} {list(shape)} came"
+            f"tensor {shard.name!r}: a shard of {tensor.dtype} {list(shard.shape)} at {list(shard.start)} is expected, "
+            f"but {dtype} {list(shape)} was given"
         )
 
 
 def check_cover(layout: TensorLayout, held_by_rank: Sequence[Sequence[TensorShard]]) -> None:
-    """WeightsError naming the tensor, and the ranks, unless every value is in exactly one shard; `held_by_rank` is by rank."""
+    """Raise WeightsError, naming the tensor and the ranks, unless every value is in exactly one shard."""
     tensors = layout.tensors_by_name()
     boxes: dict[str, list[tuple[TensorShard, int]]] = {name: [] for name in tensors}
     for rank, shards in enumerate(held_by_rank):
@@ -227,32 +233,32 @@ def check_cover(layout: TensorLayout, held_by_rank: Sequence[Sequence[TensorShar
         if lacking:
             raise WeightsError(
                 f"tensor {tensor.name!r}: {lacking} of its {math.prod(tensor.shape)} values are held by no rank: "
-                "the trainer's shards have to cover every tensor"
+                "the trainer's shards must cover every tensor"
             )
 
 
 def _check_disjoint(boxes: list[tuple[TensorShard, int]]) -> None:
-    """WeightsError if two boxes of one tensor meet."""
+    """Raise WeightsError if two boxes of one tensor overlap."""
     in_order = sorted(boxes, key=lambda box: box[0].start)
     for number, (shard, rank) in enumerate(in_order):
         for other, other_rank in in_order[number + 1 :]:
             if shard.start and other.start[0] >= shard.start[0] + shard.shape[0]:
-                break  # and so do all after it
+                break  # all later ones start after this box, too
             if all(
                 max(a, b) < min(a + m, b + n)
                 for a, m, b, n in zip(shard.start, shard.shape, other.start, other.shape, strict=True)
             ):
                 raise WeightsError(
                     f"tensor {shard.name!r}: rank {rank} and rank {other_rank} both hold values from "
-                    f"{list(map(max, shard.start, other.start))} on: one of them has to leave them out"
+                    f"{list(map(max, shard.start, other.start))} on: one of them must leave them out"
                 )
 
 
 def _find_tensor(shard: TensorShard, tensors: Mapping[str, TensorSlot]) -> TensorSlot:
-    """The tensor a shard is of; WeightsError if it does not lie within it."""
+    """Return the tensor of a shard; WeightsError if the shard exceeds it."""
     tensor = tensors.get(shard.name)
     if tensor is None:
-        raise WeightsError(f"a shard is of tensor {shard.name!r}, which the layout does not have")
+        raise WeightsError(f"a shard belongs to tensor {shard.name!r}, which the layout does not have")
     fits = len(shard.start) == len(shard.shape) == len(tensor.shape) and all(
         min(start, size) >= 0 and start + size <= size_of_all
         for start, size, size_of_all in zip(shard.start, shard.shape, tensor.shape, strict=True)
@@ -260,25 +266,25 @@ def _find_tensor(shard: TensorShard, tensors: Mapping[str, TensorSlot]) -> Tenso
     if not fits:
         raise WeightsError(
             f"tensor {shard.name!r} has shape {list(tensor.shape)}; a shard of it starts at {list(shard.start)} "
-            f"and has shape {list(shard.shape)}: it has to lie within"
+            f"and has shape {list(shard.shape)}: it must be within the tensor"
         )
     return tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartAssignment:
-    """How the ranks of a trainer lie on nodes."""
+    """The nodes of a trainer's ranks, and the part of the weights on each."""
 
     nodes: tuple[str, ...]
-    """Of every rank."""
+    """Node of every rank."""
     layouts: dict[str, TensorLayout]
-    """Of every node's window."""
+    """Layout of every node's window."""
 
     @classmethod
     def from_shards(
         cls, layout: TensorLayout, *, nodes: Sequence[str], held_by_rank: Sequence[Sequence[TensorShard]]
     ) -> "PartAssignment":
-        """What lies where if the ranks on these nodes hold these boxes; WeightsError if they do not make the whole."""
+        """Assign parts to nodes by the boxes that their ranks hold; WeightsError unless these make up the whole."""
         check_cover(layout, held_by_rank)
         shards: dict[str, list[TensorShard]] = {node: [] for node in nodes}
         for node, boxes in zip(nodes, held_by_rank, strict=True):
@@ -289,16 +295,16 @@ class PartAssignment:
         )
 
     def writer(self, rank: int) -> int:
-        """The rank that commits what this one stages."""
+        """Return the rank that commits what this one stages."""
         return self.nodes.index(self.nodes[rank])
 
     def writers(self) -> dict[str, int]:
-        """On each node the rank that makes its window and commits: the first one there."""
+        """Return the rank on each node that creates its window and commits: the first one there."""
         return {node: self.nodes.index(node) for node in self.layouts}
 
 
 def build_part_layout(layout: TensorLayout, shards: Iterable[TensorShard]) -> TensorLayout:
-    """These boxes, in the order of their tensors."""
+    """Lay out these boxes, in the order of their tensors."""
     by_name: dict[str, list[TensorShard]] = {}
     for shard in shards:
         by_name.setdefault(shard.name, []).append(shard)
@@ -308,7 +314,7 @@ def build_part_layout(layout: TensorLayout, shards: Iterable[TensorShard]) -> Te
 
 
 def join_layouts(parts: Sequence[TensorLayout]) -> TensorLayout:
-    """All tensors of which the parts hold boxes; WeightsError unless they hold every value once."""
+    """Lay out all tensors of which the parts hold boxes; WeightsError unless they hold every value once."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for part in parts:
         for box in part.tensors:
@@ -324,7 +330,7 @@ def join_layouts(parts: Sequence[TensorLayout]) -> TensorLayout:
 
 
 def _merge_shards(shards: list[TensorShard], tensor: TensorSlot) -> list[TensorShard]:
-    """The box that these fill together, if they do; they do not meet."""
+    """Merge disjoint boxes into the box that they fill together, if they do."""
     if len(shards) < 2:
         return shards
     low = tuple(map(min, zip(*(shard.start for shard in shards), strict=True)))

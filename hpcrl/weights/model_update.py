@@ -1,4 +1,10 @@
-"""Weights of a version against a model: every name, shape and type is checked before one byte is copied."""
+"""Update a model with the weights of a version; names, shapes and types are checked before a byte is copied.
+
+collect_parameters               a model's parameters, as a version holds them
+copy_weights                     copy a version into a model
+borrow_weights, BorrowedWeights  let a model use a version where it is stored, and copy it later
+check_fit                        compare a version with a model
+"""
 
 import torch
 
@@ -6,12 +12,12 @@ from hpcrl.errors import WeightsError
 
 
 def collect_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a version of this model holds: its parameters by name, one that is used twice (tied) once."""
+    """Return the parameters that a version of this model holds, by name; a tied one once."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def copy_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Give the model these weights, all of them; on WeightsError it keeps the old ones."""
+    """Copy all of these weights into the model; on WeightsError it keeps the old ones."""
     parameters = collect_parameters(model)
     check_fit(tensors, parameters)
     with torch.no_grad():
@@ -20,9 +26,9 @@ def copy_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> No
 
 
 def borrow_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> "BorrowedWeights":
-    """Let the model use these weights, all of them, where they lie; on WeightsError it keeps the old ones.
+    """Let the model use all of these weights without a copy; on WeightsError it keeps the old ones.
 
-    Where it cannot, since it is on a GPU and they are not, they are copied at once.
+    If model and weights are on different devices, the weights are copied at once instead.
     """
     parameters = collect_parameters(model)
     check_fit(tensors, parameters)
@@ -37,13 +43,13 @@ def borrow_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> 
 
 
 class BorrowedWeights:
-    """Weights that a model uses where they lie, and its own memory, which waits for them."""
+    """Weights that a model uses in place, and the model's own memory, which they are copied to later."""
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter], own_tensors: dict[str, torch.Tensor]) -> None:
         self._parameters, self._own_tensors = parameters, own_tensors
 
     def copy(self) -> None:
-        """Copy them to where they belong, while the model is in use."""
+        """Copy the weights to the model's own memory while the model is in use."""
         with torch.no_grad():
             for name, tensor in self._own_tensors.items():
                 tensor.copy_(self._parameters[name])
@@ -55,7 +61,7 @@ class BorrowedWeights:
 
 
 def check_fit(tensors: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> None:
-    """WeightsError, naming the tensor, unless `tensors` are exactly what `parameters` want."""
+    """Raise WeightsError, naming the tensor, unless `tensors` match `parameters` exactly."""
     if missing := sorted(parameters.keys() - tensors.keys()):
         raise WeightsError(f"weights lack {_format_names(missing)}: publish every parameter of the model")
     if extra := sorted(tensors.keys() - parameters.keys()):
@@ -63,11 +69,11 @@ def check_fit(tensors: dict[str, torch.Tensor], parameters: dict[str, torch.Tens
     for name, wanted in parameters.items():
         if (got := tensors[name]).shape != wanted.shape:
             raise WeightsError(
-                f"tensor {name!r} has shape {tuple(got.shape)}, the model wants {tuple(wanted.shape)}: "
+                f"tensor {name!r} has shape {tuple(got.shape)}, the model needs {tuple(wanted.shape)}: "
                 "is it the same model?"
             )
         if got.dtype != wanted.dtype:
-            raise WeightsError(f"tensor {name!r} is {got.dtype}, the model wants {wanted.dtype}: publish in that type")
+            raise WeightsError(f"tensor {name!r} is {got.dtype}, the model needs {wanted.dtype}: publish in that type")
 
 
 def _format_names(names: list[str]) -> str:

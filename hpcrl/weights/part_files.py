@@ -1,13 +1,14 @@
-"""Parts that several ranks write into one directory while they train on; there is no collective.
+"""Parts that several ranks write into one directory while training continues; there is no collective.
 
-    make_parts_directory  rank 0: where the parts are left
-    write_part            another rank: its part, and then a mark that it is complete, or why it is not
+    make_parts_directory  rank 0: make the directory for the parts
+    write_part, PartMark  another rank: write a part, and then a mark that it is complete, or why it is not
     awaited               rank 0: wait for that mark
-    leave_window          what another node holds of a version of the weights, as a part
-    iterate_tensors       rank 0: all tensors of the version, one after the other, from its window and the parts
+    part_directory        the files of one rank's part
+    leave_window          another node: write its window's part of a version
+    iterate_tensors       rank 0: yield all tensors of the version, one by one, from its window and the parts
 
-The parts of a checkpoint are left in the same way (`trainers.leader`). Of a version no more than one tensor is in
-memory besides the windows.
+The parts of a checkpoint are written in the same way (`trainers.leader`). Besides the windows, at most one tensor of
+a version is in memory.
 """
 
 import secrets
@@ -37,11 +38,11 @@ class PartMark(msgspec.Struct, frozen=True, kw_only=True):
 
     error: str = ""
     checksums: dict[str, str] = {}
-    """Of what is in the part, where its writer has any."""
+    """Checksums of the part's content, if its writer has any."""
 
 
 def make_parts_directory(directory: Path) -> Path:
-    """Make a directory of a new name; what a killed trainer has left of an earlier one is removed."""
+    """Make a directory with a new name, and remove those that a killed trainer left unfinished."""
     make_private_dir(directory)
     for unfinished in directory.glob(".parts-*.tmp"):
         remove_path(unfinished)
@@ -51,7 +52,7 @@ def make_parts_directory(directory: Path) -> Path:
 
 
 def write_part(write: Callable[[Path], Mapping[str, str]], directory: Path, *, rank: int) -> None:
-    """Have `write` fill this rank's part, make it durable, then publish the mark, which also has what went wrong.
+    """Let `write` fill this rank's part, make it durable, then publish the mark, which also reports an error.
 
     `write` returns the checksums for the mark, if there are any.
     """
@@ -64,7 +65,7 @@ def write_part(write: Callable[[Path], Mapping[str, str]], directory: Path, *, r
         sync_directory(own)
     except (OSError, WeightsError) as found:
         mark = PartMark(error=str(found) or type(found).__name__)
-        remove_path(own)  # a full disk must have room for the mark
+        remove_path(own)  # frees room for the mark on a full disk
     publish_file(_mark_path(directory, rank), msgspec.json.encode(mark))
 
 
@@ -82,12 +83,12 @@ def awaited(directory: Path, rank: int) -> PartMark:
 
 
 def part_directory(directory: Path, rank: int) -> Path:
-    """The files of a rank's part."""
+    """Return the directory of a rank's part."""
     return directory / f"rank-{rank}"
 
 
 def leave_window(window: Window, version: int, directory: Path, *, rank: int) -> None:
-    """Leave what is in this node's window of a version."""
+    """Write this node's part of a version, out of its window."""
 
     def write(own: Path) -> Mapping[str, str]:
         path = own / WINDOW_FILE
@@ -102,9 +103,9 @@ def leave_window(window: Window, version: int, directory: Path, *, rank: int) ->
 def iterate_tensors(
     layout: TensorLayout, own: memoryview, parts: Mapping[int, TensorLayout], directory: Path, *, rank: int
 ) -> Iterator[memoryview]:
-    """All tensors of a version in order: from `own`, this rank's slot, and from the files of the other writers.
+    """Yield all tensors of a version in order: from `own`, this rank's slot, and from the files of other writers.
 
-    `parts` are by writer. OSError if one has not left its part, WeightsError if it is damaged.
+    `parts` are by writer. OSError if a part is not written, WeightsError if it is damaged.
     """
     slots = {writer: own if writer == rank else _map_part(directory, writer, part) for writer, part in parts.items()}
     boxes: dict[str, list[tuple[memoryview, TensorSlot]]] = defaultdict(list)
@@ -127,10 +128,10 @@ def _assemble_tensor(tensor: TensorSlot, boxes: list[tuple[memoryview, TensorSlo
 
 
 def _map_part(directory: Path, writer: int, part: TensorLayout) -> memoryview:
-    """What another node has left, mapped and checked."""
+    """Map the part that another node has written, and check it."""
     mark, path = awaited(directory, writer), part_directory(directory, writer) / WINDOW_FILE
     if path.stat().st_size != part.nbytes:
-        raise WeightsError(f"{path} has {path.stat().st_size} bytes and not {part.nbytes}: it was cut short")
+        raise WeightsError(f"{path} has {path.stat().st_size} bytes and not {part.nbytes}: it is truncated")
     data = np.memmap(path, np.uint8, "r").data if part.nbytes else memoryview(b"")
     for box in part.tensors:
         if (actual := compute_checksum(data, box).hex()) != (expected := mark.checksums.get(box.name)):

@@ -1,13 +1,15 @@
-"""How the trainer publishes: it stands still for one copy into its node's window; all else happens behind it.
+"""Publish weights: training pauses for one copy into its node's window; all else is done in the background.
 
-    set_transport   say how versions go to the engines
-    publish        a new version: into the window, and to files too while the rung says that engines read files
-    persist        the newest version to files, for resuming and for nodes that come later
-    poll           between steps: heed an engine that cannot see the window
-    close          wait for what is behind
+    WeightPublisher  the publisher of a campaign's weights
+      set_transport  set the transport from versions to engines
+      publish        write a new version to the window, and to files too while engines read files
+      persist        write the newest version to files, for resuming and for nodes that join later
+      poll           between steps: check if an engine cannot read the window
+      close          wait for the background work
+    PublishTarget    what it publishes to
 
-When the window fails, versions go by files from then on: a campaign never dies of its weight plane. Where each rank of
-a trainer holds a part, `whole` gathers them then, and not before.
+If the window fails, versions are written to files from then on: a campaign never ends because of its weight
+transfer. Where each rank of a trainer holds a part, only then does `gather_tensors` collect them.
 """
 
 import time
@@ -34,21 +36,21 @@ POLL_INTERVAL_S = 1.0
 
 
 class PublishTarget(Protocol):
-    """Where versions are published: WindowStore takes all tensors by name, ShardStore the shards of a rank."""
+    """The place to publish versions: `WindowStore` takes all tensors by name, `ShardStore` the shards of a rank."""
 
     def stage(self, weights: Any, weight_version: WeightVersion, /) -> Any:
-        """Copy the weights to where nobody reads yet; they may change afterwards."""
+        """Copy the weights to where no process reads yet; they may change afterwards."""
 
     def commit(self, staged: Any, /) -> VersionManifest:
-        """Make visible what `stage` has returned this for."""
+        """Make the version visible for which `stage` returned `staged`."""
 
     def newest(self) -> VersionManifest | None: ...
 
     def newest_started(self) -> int | None:
-        """The newest version that was ever begun with, be it whole or not."""
+        """Return the newest version that was ever started, complete or not."""
 
     def make_saver(self, files: FileStore, weight_version: WeightVersion, /) -> Callable[[], object]:
-        """What writes the version that was staged last to files; asked for between steps, run behind them."""
+        """Return what writes the last staged version to files: called between steps, run in the background."""
 
     def unlink(self) -> None: ...
 
@@ -56,7 +58,7 @@ class PublishTarget(Protocol):
 
 
 class WeightPublisher:
-    """The one who publishes the weights of a campaign."""
+    """The publisher of a campaign's weights."""
 
     def __init__(self, files: FileStore, window: PublishTarget | None, *, events: EventLog, keep_versions: int) -> None:
         self._files = files
@@ -65,13 +67,13 @@ class WeightPublisher:
         self._keep_versions = keep_versions
         self._version: WeightVersion | None = None
         self._saved_version: WeightVersion | None = None
-        """The newest version that is in files, or is behind."""
+        """The newest version that is in files, or is being written to them."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._background: list[Future[None]] = []
         self._last_poll = time.monotonic()
 
     def newest_version(self) -> int | None:
-        """The newest version that was ever made, wherever it lies."""
+        """Return the newest version that was ever made, wherever it is stored."""
         candidates = [
             find_newest_version(self._files.directory),
             None if self._window is None else self._window.newest_started(),
@@ -79,22 +81,22 @@ class WeightPublisher:
         return max((version for version in candidates if version is not None), default=None)
 
     def newest_readable(self) -> int | None:
-        """The newest version that engines can load, now."""
+        """Return the newest version that engines can load now."""
         manifests = [self._files.newest(), self._window.newest() if self._window is not None else None]
         found = [manifest.version for manifest in manifests if manifest is not None]
         return max(found, default=None)
 
     def set_transport(self, transport: Transport) -> None:
-        """Say how versions go from now on, to every worker and to whoever watches."""
+        """Set the transport of all further versions, for every worker and in the event log."""
         write_transport(self._files.directory, transport)
         self._events.emit(RungChanged(rung=transport.rung, reason=transport.reason))
 
     def publish(
         self, weights: Any, weight_version: WeightVersion, *, gather_tensors: Callable[[], Tensors] | None = None
     ) -> None:
-        """Give the weights to every engine; the tensors may change when this returns.
+        """Publish the weights to every engine; the tensors may change when this returns.
 
-        `gather_tensors` gives all tensors where `weights` are the shards of a rank; without it they cannot go by files.
+        `gather_tensors` returns all tensors where `weights` are a rank's shards; without it files cannot be written.
         """
         self._wait_for_background()
         start = time.monotonic()
@@ -113,7 +115,7 @@ class WeightPublisher:
             self._run_in_background(lambda: self._report_published(weight_version, start=start, stall_s=stall_s))
 
     def persist(self) -> None:
-        """See to it that the newest version is in files; it is, once `close` or the next `publish` has returned."""
+        """Start to write the newest version to files; it is there once `close` or the next `publish` returns."""
         if self._window is None or self._version is None or self._version == self._saved_version:
             return
         save = self._window.make_saver(self._files, self._version)
@@ -121,7 +123,7 @@ class WeightPublisher:
         self._run_in_background(lambda: self._save(save))
 
     def poll(self) -> None:
-        """Now and then while waiting: has an engine asked for files?"""
+        """Check, while the caller waits, if an engine has asked for files."""
         if self._window is None or time.monotonic() - self._last_poll < POLL_INTERVAL_S:
             return
         self._last_poll = time.monotonic()
@@ -130,7 +132,7 @@ class WeightPublisher:
             self.persist()
 
     def close(self) -> None:
-        """Wait for what is behind, and remove the window: its readers keep what they have mapped."""
+        """Wait for the background work, and remove the window: its readers keep what they have mapped."""
         self._wait_for_background()
         self._thread.shutdown()
         if self._window is not None:
@@ -140,14 +142,14 @@ class WeightPublisher:
     def _stage_version(
         self, weights: Any, weight_version: WeightVersion, *, can_gather: bool
     ) -> Callable[[], VersionManifest] | None:
-        """What makes visible what is in the window now; None: there is no window, from now on."""
+        """Copy the weights into the window; return what makes them visible, or None: the window is no longer used."""
         if self._window is None:
             return None
         window = self._window
         try:
             staged = window.stage(weights, weight_version)
         except WeightsError as error:
-            if not (can_gather or isinstance(weights, dict)):  # nobody has the whole of it to write to files
+            if not (can_gather or isinstance(weights, dict)):  # no process has all of it to write to files
                 raise
             window.close()
             self._window = None
@@ -160,7 +162,7 @@ class WeightPublisher:
         commit()
 
     def _save(self, save: Callable[[], object]) -> None:
-        """To files, out of the window: what lies there stays until the version after the next one is begun."""
+        """Write to files, out of the window: a slot keeps its version until the one after the next is started."""
         save()
         self._files.prune(keep=self._keep_versions)
 
@@ -170,7 +172,7 @@ class WeightPublisher:
         self._events.emit(VersionPublished(version=version, step=step, wall_s=wall_s, stall_s=round(stall_s, 4)))
 
     def _engines_read_files(self) -> bool:
-        """Do engines need every version in files?"""
+        """Return True if engines need every version in files."""
         transport = read_transport(self._files.directory)
         return transport is None or transport.rung == "files"
 
@@ -178,7 +180,7 @@ class WeightPublisher:
         self._background.append(self._thread.submit(work))
 
     def _wait_for_background(self) -> None:
-        """Until nothing is behind; what went wrong there is raised here."""
+        """Wait until all background work is done; its errors are raised here."""
         background, self._background = self._background, []
         for future in background:
             future.result()

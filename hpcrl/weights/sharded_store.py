@@ -1,16 +1,19 @@
-"""Windows that the ranks of a trainer fill together: nowhere is a full tensor assembled first.
+"""The store of windows that the ranks of a trainer fill together: a full tensor is assembled nowhere.
 
     ShardStore       one rank's end: every rank stages the boxes that it holds, and rank 0 commits
-    make_all_gather  what the ranks tell each other by, over a torch.distributed group
+    RankMessage      what a rank sends to the others before they write, and after
+    AllGather        sends every rank's message to all ranks
+    make_all_gather  make one over a torch.distributed group
+    LocalShards      the boxes of a rank
 
-    store = ShardStore(window_key(run, node=this_node()), job=job, layout=layout, rank=rank, exchange=exchange)
-    store.stage(shards, weight_version)         # on every rank; training goes on when it returns
-    store.commit()                              # on rank 0, in any thread: Publisher does it
+    store = ShardStore(make_window_key(campaign, node=node), job=job, layout=layout, rank=rank, all_gather=all_gather)
+    store.stage(shards, weight_version)         # on every rank; training continues when it returns
+    store.commit()                              # on rank 0, in any thread: WeightPublisher does it
 
-What any rank finds wrong, all ranks raise, before anything is visible; the version before stays in use.
+An error of any rank is raised by all ranks, before anything is visible; the version before stays in use.
 
-On one node the window is that of its engines. On several each has one of its own, for its part (`PartAssignment`), which the
-first rank there commits; couriers bring the parts together where engines are, and nobody else does.
+On one node the window is the one that its engines read. On several, each node has a window for its part
+(`PartAssignment`), which the first rank there commits; only couriers join the parts, on the nodes with engines.
 """
 
 import contextlib
@@ -36,26 +39,26 @@ from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window, WriteTicket
 
 LocalShards = Sequence[tuple[TensorShard, torch.Tensor]]
-"""What a rank holds: where each box belongs, and its values."""
+"""The boxes that a rank holds: where each belongs, and its values."""
 AllGather = Callable[[bytes], list[bytes]]
-"""Gives every rank what all ranks said, in their order; returns when all have said it, so it is a barrier too."""
+"""Returns the messages of all ranks, in their order, once all have sent theirs; so it is a barrier too."""
 
 
 class RankMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank tells the others before they write, and after."""
+    """The message of a rank to the others before they write, and after."""
 
     error: str = ""
     layout: str = ""
-    """Its digest."""
+    """Digest of the layout."""
     shards: tuple[TensorShard, ...] = ()
     turn: WriteTicket | None = None
-    """From the first rank on a node: where those there write."""
+    """Set by the first rank on a node: where the ranks there write."""
     newest: int | None = None
-    """From the same: the version that an earlier trainer has left."""
+    """Set by the same rank: the version that an earlier trainer has left."""
 
 
 class ShardStore:
-    """One rank's end of the window of its node; the first rank there makes it with the first version."""
+    """One rank's end of its node's window; the first rank there creates it with the first version."""
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class ShardStore:
         all_gather: AllGather,
         parts: PartAssignment | None = None,
     ) -> None:
-        """`parts`: what lies where if the ranks are on several nodes, and then `key` is that of this node's part."""
+        """Set `parts`, and make `key` that of this node's part, if the ranks are on several nodes."""
         self._key = key
         self._job = job
         self._layout = layout
@@ -87,8 +90,8 @@ class ShardStore:
     def stage(self, shards: LocalShards, weight_version: WeightVersion) -> None:
         """Copy this rank's boxes into the slot; all ranks call it, and the tensors may change when it returns.
 
-        WeightsError, on all ranks alike: a tensor is missing, extra, held twice, of a wrong shape or type, or there
-        is no window to write to.
+        Raise WeightsError, on all ranks, if a tensor is missing, extra, held twice, or of a wrong shape or type, or
+        if there is no window to write to.
         """
         ticket, error = self._agree_on_ticket(shards, weight_version), ""
         try:
@@ -105,7 +108,7 @@ class ShardStore:
             self._run_in_background(window.commit)
 
     def find_earlier_versions(self) -> None:
-        """Learn what an earlier trainer has left on all nodes; all ranks call it, before the first version."""
+        """Find the versions that an earlier trainer has left; all ranks call it, before the first version."""
         newest = None
         if self._rank == self._writer:
             self._window = Window.open(self._key, job=self._job.number)
@@ -115,17 +118,17 @@ class ShardStore:
         self._earlier_versions = tuple(messages[writer].newest for writer in self._writers())
 
     def write_part(self, version: int, directory: Path) -> None:
-        """If this rank commits for its node: leave its part of what was staged there, behind everything else."""
+        """Write the node's part of a version in the background, after other work, if this rank commits for its node."""
         if self._rank == self._writer and (window := self._window) is not None:
             self._run_in_background(lambda: part_files.leave_window(window, version, directory, rank=self._rank))
 
     def unlink(self) -> None:
-        """Remove the name of a window that this rank made; for the trainer's end."""
+        """Remove the name of a window that this rank created, at the trainer's end."""
         if self._window is not None and self._window.role == "writer":
             self._window.unlink()
 
     def close(self) -> None:
-        """Let go of the window; its name stays."""
+        """Close the window; its name stays."""
         self._thread.shutdown()
         if self._window is not None:
             self._window.close()
@@ -134,12 +137,12 @@ class ShardStore:
     # ---- rank 0
 
     def commit(self, _: None = None) -> VersionManifest:
-        """Make what was staged visible; the ranks share the checksums. Safe in another thread than `stage`."""
+        """Make what was staged visible; the ranks share the checksums. It is safe in another thread than `stage`."""
         assert self._window is not None, "stage comes before commit"
         return self._window.commit()
 
     def newest(self) -> VersionManifest | None:
-        """The newest complete version; also what an earlier trainer of this job left, if all nodes have it."""
+        """Return the newest complete version, or the one of an earlier trainer of this job if all nodes have it."""
         if self._window is None:
             self._window = Window.open(self._key, job=self._job.number)
         if self._window is None or len(set(self._earlier_versions)) > 1:
@@ -147,25 +150,25 @@ class ShardStore:
         return self._window.newest()
 
     def newest_started(self) -> int | None:
-        """The newest version that ever came into a window, be it on one node alone."""
+        """Return the newest version that was ever in a window, even on one node alone."""
         newest = self.newest()
         candidates = [*self._earlier_versions, None if newest is None else newest.version]
         return max((version for version in candidates if version is not None), default=None)
 
     def make_saver(self, files: FileStore, weight_version: WeightVersion) -> Callable[[], object]:
-        """What writes a version to files once it is committed."""
+        """Return what writes a version to files once it is committed."""
         return lambda: self._save(files, weight_version)
 
     def make_gatherer(
         self, files: FileStore, weight_version: WeightVersion, *, directory: Path
     ) -> Callable[[], object]:
-        """The same where the parts of other nodes are left in `directory`."""
+        """Return what writes a version to files if other nodes write their parts to `directory`."""
         return lambda: self._gather(files, weight_version, directory=directory)
 
     # ---- inside
 
     def _agree_on_ticket(self, shards: LocalShards, weight_version: WeightVersion) -> WriteTicket:
-        """Where to write, once all ranks have said what they hold and it is right."""
+        """Return the place to write, once all ranks have sent what they hold and it is checked."""
         error, ticket, boxes = "", None, tuple(shard for shard, _ in shards)
         try:
             self._wait_for_background()
@@ -179,26 +182,26 @@ class ShardStore:
         )
         for rank, message in enumerate(messages):
             if message.layout != messages[0].layout:
-                raise WeightsError(f"rank {rank} has another layout than rank 0: do both hold the same model?")
+                raise WeightsError(f"rank {rank} has a different layout from rank 0: do both hold the same model?")
         held_by_rank = [message.shards for message in messages]
         if held_by_rank != self._checked_shards:
             self._check_assignment(held_by_rank)
             self._checked_shards = held_by_rank
         ticket = messages[self._writer].turn
-        assert ticket is not None, "it has begun, or has said why not"
+        assert ticket is not None, "the writer has started the version, or sent an error"
         return ticket
 
     def _check_assignment(self, held_by_rank: list[tuple[TensorShard, ...]]) -> None:
-        """WeightsError unless all ranks together hold the model, and each node what its window is made for."""
+        """Raise WeightsError unless all ranks together hold the model, and each node the part its window is for."""
         if self._parts is None:
             check_cover(self._layout, held_by_rank)
         elif (
             PartAssignment.from_shards(self._layout, nodes=self._parts.nodes, held_by_rank=held_by_rank) != self._parts
         ):
-            raise WeightsError("the ranks hold other boxes of the weights than when they began: start the trainer anew")
+            raise WeightsError("the ranks hold other boxes of the weights than at the start: restart the trainer")
 
     def _gather_messages(self, message: RankMessage) -> list[RankMessage]:
-        """What all ranks say; WeightsError, on all of them, if one has found something wrong."""
+        """Exchange messages with all ranks; WeightsError, on all of them, if one reports an error."""
         messages = [
             msgspec.msgpack.decode(data, type=RankMessage) for data in self._all_gather(msgspec.msgpack.encode(message))
         ]
@@ -214,7 +217,7 @@ class ShardStore:
         return self._window.ticket()
 
     def _join_window(self) -> Window:
-        """This rank's end of the window that the first one here has made, perhaps anew."""
+        """Return this rank's end of the window that the first rank here has created, or created again."""
         if self._rank != self._writer and (self._window is None or not self._window.is_current()):
             self._close_window()
             self._window = Window.join(self._key, job=self._job.number)
@@ -239,11 +242,11 @@ class ShardStore:
         remove_path(directory)
 
     def _run_in_background(self, work: Callable[[], Any]) -> None:
-        """Do it while training goes on; one thing after the other."""
+        """Run work while training continues, one item after the other."""
         self._background.append(self._thread.submit(work))
 
     def _wait_for_background(self) -> None:
-        """Wait for what is behind; what went wrong there is raised here."""
+        """Wait until all background work is done; its errors are raised here."""
         background, self._background = self._background, []
         for future in background:
             future.result()
@@ -255,16 +258,16 @@ class ShardStore:
 
 
 def make_all_gather(group: torch.distributed.ProcessGroup | None = None) -> AllGather:
-    """Over a group of processes on CPUs (gloo): sizes first, then the bytes, padded to the largest."""
+    """Make it for a group of processes on CPUs (gloo): sizes are sent first, then bytes, padded to the largest."""
 
-    def all_gather(said: bytes) -> list[bytes]:
+    def all_gather(message: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(torch.distributed.get_world_size(group))]
-        torch.distributed.all_gather(sizes, torch.tensor([len(said)]), group=group)
+        torch.distributed.all_gather(sizes, torch.tensor([len(message)]), group=group)
         largest = max(int(size) for size in sizes)
-        heard = [torch.zeros(largest, dtype=torch.uint8) for _ in sizes]
-        mine = torch.frombuffer(bytearray(said.ljust(largest, b"\0")), dtype=torch.uint8)
-        torch.distributed.all_gather(heard, mine, group=group)
-        return [bytes(text[: int(size)].numpy()) for text, size in zip(heard, sizes, strict=True)]
+        received = [torch.zeros(largest, dtype=torch.uint8) for _ in sizes]
+        own = torch.frombuffer(bytearray(message.ljust(largest, b"\0")), dtype=torch.uint8)
+        torch.distributed.all_gather(received, own, group=group)
+        return [bytes(text[: int(size)].numpy()) for text, size in zip(received, sizes, strict=True)]
 
     return all_gather
 
@@ -276,7 +279,7 @@ def _check_values(shards: LocalShards, layout: TensorLayout) -> None:
 
 
 def _fill_slot(slot: memoryview, layout: TensorLayout, shards: LocalShards) -> None:
-    """Each box with one strided copy, from whatever device it is on, into the box of the layout that holds it."""
+    """Copy each shard, from any device, with one strided copy into the box of the layout that holds it."""
     tensors, boxes = view_tensors(slot, layout), defaultdict[str, list[TensorSlot]](list)
     for box in layout.tensors:
         boxes[box.shard.name].append(box)
@@ -287,6 +290,6 @@ def _fill_slot(slot: memoryview, layout: TensorLayout, shards: LocalShards) -> N
 
 
 def _share_checksums(window: Window, ticket: WriteTicket) -> None:
-    """Take a share of the checksums; rank 0 may have been quicker, and then there is nothing left to do."""
+    """Compute a share of the checksums; if rank 0 was faster, there is nothing left to do."""
     with contextlib.suppress(WeightsError), window.joint_write(ticket):
         window.compute_checksums(ticket)

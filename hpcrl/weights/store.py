@@ -1,13 +1,13 @@
-"""Versions of the weights: published once, complete or absent, never going back.
+"""The protocols of stores of weight versions; a version is published once, complete or absent, and never goes back.
 
-    WeightSource  what engines see
-    WeightStore   what trainers see besides
-    FileStore     on a filesystem that both see; survives kill -9, garbage and a full disk
-    WindowStore   in the shared memory of a node (hpcrl.weights.window.window); two versions, no copies for readers
-    MemoryStore   in one process
-    NewestSource  a source that asks several
+    WeightSource  the interface for engines
+    WeightStore   the interface for trainers, which also publish
+    NewestSource  a source that reads from several
+    view_tensors  the tensors in a slot of a window
+    Tensors       tensors by name
 
-Who only wants to know which versions there are asks hpcrl.weights.versions, which imports nothing heavy.
+The stores are `file_store`, `window_store` and `sharded_store`. To list versions only, use `hpcrl.weights.versions`,
+which imports nothing heavy.
 """
 
 import time
@@ -29,41 +29,41 @@ from hpcrl.weights.window.file import process_tensors
 
 Tensors = dict[str, torch.Tensor]
 CHUNK_BYTES = 512 << 10
-"""Copied and hashed: what was written is still in a core's cache when it is read again."""
-warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nor is anything written to it
+"""Bytes copied, then hashed: what was written is still in a core's cache when it is read again."""
+warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nothing is written to it
 
 
 class WeightSource(Protocol):
-    """Where engines find versions."""
+    """The interface through which engines read versions."""
 
     def newest(self) -> VersionManifest | None:
-        """The newest complete version; cheap enough to ask many times a second."""
+        """Return the newest complete version; cheap enough to call many times a second."""
 
     def load(self, version: int) -> Tensors:
-        """The tensors of a version, checked against its manifest; they are read only, and stay."""
+        """Load the tensors of a version, checked against its manifest; they are read-only, and stay valid."""
 
     def read_version(self, version: int) -> AbstractContextManager[Tensors]:
-        """The same for the length of a block, without a copy where there need be none.
+        """Load the tensors for the length of a block, without a copy if possible.
 
-        WeightsError on the way out: what was read may be of another version, so read the newest again.
+        WeightsError at the end of the block: what was read may be of another version, so read the newest again.
         """
 
     def is_intact(self, version: int) -> bool:
-        """In the block of `read_version`: is it whole at this moment, so that what was read is right?"""
+        """Return True, inside a block of `read_version`, if the version is still whole, and what was read right."""
 
 
 class WeightStore(WeightSource, Protocol):
-    """Where the trainer leaves new versions."""
+    """The interface through which the trainer publishes versions."""
 
     def publish(self, tensors: Tensors, weight_version: WeightVersion) -> VersionManifest:
-        """Add a version, which must be newer than all others."""
+        """Publish a version, which must be newer than all others."""
 
     def prune(self, *, keep: int) -> None:
-        """Drop all but the newest `keep` versions."""
+        """Remove all but the newest `keep` versions."""
 
 
 class NewestSource:
-    """Asks several sources, the fastest first; a version is read from the first that has it."""
+    """A source that reads each version from the first of several sources, the fastest first, that has it."""
 
     def __init__(self, *sources: WeightSource) -> None:
         self._sources = sources
@@ -91,7 +91,7 @@ class NewestSource:
 
 
 def view_tensors(slot: memoryview, layout: TensorLayout) -> Tensors:
-    """The tensors in a slot, without a copy; they are valid as long as the slot is."""
+    """Return the tensors in a slot without a copy; they are valid as long as the slot is."""
     flat = torch.frombuffer(slot, dtype=torch.uint8) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
     return {
         tensor.name: flat[tensor.offset : tensor.offset + tensor.nbytes]
@@ -102,7 +102,7 @@ def view_tensors(slot: memoryview, layout: TensorLayout) -> Tensors:
 
 
 def _copy_tensors(tensors: Tensors, slot: memoryview, layout: TensorLayout) -> list[bytes]:
-    """Copy all tensors into a slot on a few threads; the checksums of what lies there now."""
+    """Copy all tensors into a slot on a few threads; return the checksums of the copies."""
     sums = [b""] * len(layout.tensors)
     flat = torch.frombuffer(slot, dtype=torch.uint8) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
 
@@ -120,7 +120,7 @@ def _copy_tensors(tensors: Tensors, slot: memoryview, layout: TensorLayout) -> l
 
 
 def _copy_and_hash(source: Any, target: Any) -> bytes:
-    """Copy bytes; the checksum of what is there now, taken piece by piece while the cache holds it."""
+    """Copy bytes; return the checksum of the copy, computed chunk by chunk while the cache holds it."""
     hasher = start_hash()
     for start in range(0, len(source), CHUNK_BYTES):
         chunk = target[start : start + CHUNK_BYTES]
@@ -156,6 +156,6 @@ def _verify_tensors(tensors: Tensors, manifest: VersionManifest, *, where: str) 
     for name, tensor in tensors.items():
         if (actual := _hash_tensor(tensor)) != manifest.checksums[name]:
             raise WeightsError(
-                f"{where}: tensor {name!r} has checksum {actual}, its manifest says {manifest.checksums[name]}: "
-                "the file is damaged; take another version"
+                f"{where}: tensor {name!r} has checksum {actual}, its manifest has {manifest.checksums[name]}: "
+                "the file is damaged; load another version"
             )

@@ -1,4 +1,4 @@
-"""A safetensors file written tensor by tensor, so that no more than one has to be in memory."""
+"""Write a safetensors file tensor by tensor, so that at most one has to be in memory."""
 
 import itertools
 import struct
@@ -29,13 +29,13 @@ DTYPE_CODES = {
     "int64": "I64",
     "uint64": "U64",
 }
-"""What safetensors calls torch's types."""
+"""safetensors' names for torch's types."""
 _LENGTH = struct.Struct("<Q")
 HEADER_ALIGNMENT = 8
 
 
 def write_tensors(layout: TensorLayout, tensors: Iterable[memoryview], path: Path) -> dict[str, str]:
-    """All tensors of a layout, which come in its order, durable and private; the checksum of each."""
+    """Write all tensors of a layout, given in its order, to a durable, private file; return their checksums."""
     header = _encode_header(layout)
     checksums = {}
     with path.open("xb") as file:
@@ -49,7 +49,7 @@ def write_tensors(layout: TensorLayout, tensors: Iterable[memoryview], path: Pat
 
 
 def _encode_header(layout: TensorLayout) -> bytes:
-    """Types, shapes and places; the data behind it begin at a multiple of 8 bytes."""
+    """Encode types, shapes and offsets, padded so that the data start at a multiple of 8 bytes."""
     ends = list(itertools.accumulate((tensor.nbytes for tensor in layout.tensors), initial=0))
     entries = {
         tensor.name: {"dtype": DTYPE_CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}

@@ -1,4 +1,4 @@
-"""Weight versions in the shared memory of a node: two versions, and no copies for readers."""
+"""The store of weight versions in a node's shared memory: two versions, and no copies for readers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from hpcrl.weights.window.window import Window
 
 
 class WindowStore:
-    """The window of a node; its trainer makes it with the first version, and readers find it when it is there."""
+    """The window of a node; its trainer creates it with the first version, and readers open it once it exists."""
 
     def __init__(self, key: WindowKey, *, job: JobDir) -> None:
         self._key = key
@@ -27,7 +27,7 @@ class WindowStore:
         return self.commit(self.stage(tensors, weight_version))
 
     def stage(self, tensors: Tensors, weight_version: WeightVersion) -> list[bytes]:
-        """Copy the weights into the slot; the tensors may change afterwards. The checksums of what lies there now."""
+        """Copy the weights into the slot and return the checksums of the copies; the tensors may change afterwards."""
         layout = TensorLayout.from_tensors(tensors)
         if self._window is None or self._window.role != "writer":
             self.close()
@@ -37,18 +37,18 @@ class WindowStore:
         return _copy_tensors(tensors, slot, layout)
 
     def commit(self, sums: list[bytes]) -> VersionManifest:
-        """Make visible what was staged with these checksums; safe in another thread than `stage`."""
+        """Make visible what was staged with these checksums; it is safe in another thread than `stage`."""
         assert self._window is not None, "stage comes before commit"
         names = (tensor.name for tensor in self._window.layout.tensors)
         return self._window.commit({name: one.hex() for name, one in zip(names, sums, strict=True)}, sums=sums)
 
     def newest_started(self) -> int | None:
-        """The newest version that ever came into the window."""
+        """Return the newest version that was ever in the window."""
         manifest = self.newest()
         return None if manifest is None else manifest.version
 
     def make_saver(self, files: FileStore, weight_version: WeightVersion) -> Callable[[], object]:
-        """What writes a version to files once it is committed."""
+        """Return what writes a version to files once it is committed."""
 
         def save() -> None:
             with self.read_version(weight_version.version) as tensors:
@@ -57,7 +57,7 @@ class WindowStore:
         return save
 
     def prune(self, *, keep: int) -> None:
-        """Nothing to do: a window holds two versions."""
+        """Do nothing: a window holds two versions."""
 
     # ---- both ends
 
@@ -81,18 +81,18 @@ class WindowStore:
         return self._window is not None and self._window.is_intact(version)
 
     def close(self) -> None:
-        """Let go of the window; its name stays."""
+        """Close the window; its name stays."""
         if self._window is not None:
             self._window.close()
             self._window = None
 
     def unlink(self) -> None:
-        """Remove the window's name; for the trainer at its end."""
+        """Remove the window's name, at the trainer's end."""
         if self._window is not None and self._window.role == "writer":
             self._window.unlink()
 
     def _open_current(self) -> Window | None:
-        """The window of that name, opened anew if it has been replaced."""
+        """Return the window of this name, opened again if it has been replaced."""
         if self._window is None or self._window.role != "writer":
             self._window = Window.reopen(self._window, self._key, job=self._job.number)
         return self._window

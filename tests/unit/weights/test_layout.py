@@ -175,7 +175,7 @@ def test_a_scalar_is_one_box() -> None:
         (lambda held: held[0].pop(), "'norm': 6 of its 6 values are held by no rank"),
         (lambda held: held[1].pop(), "'o': 24 of its 48 values are held by no rank"),
         (lambda held: held[1].append(held[0][0]), "'q': rank 0 and rank 1 both hold"),
-        (lambda held: held[0].append(TensorShard(name="q", start=(7, 0), shape=(2, 6))), "has to lie within"),
+        (lambda held: held[0].append(TensorShard(name="q", start=(7, 0), shape=(2, 6))), "must be within the tensor"),
         (
             lambda held: held[1].append(TensorShard(name="k", start=(0,), shape=(2,))),
             "'k', which the layout does not have",
@@ -191,7 +191,7 @@ def test_a_cover_that_is_not_one_names_the_tensor(change: Callable[[Any], object
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "complaint"),
-    [("float32", (4, 6), r"float32 \[4, 6\] came"), ("bfloat16", (4, 5), r"bfloat16 \[4, 5\] came")],
+    [("float32", (4, 6), r"float32 \[4, 6\] was given"), ("bfloat16", (4, 5), r"bfloat16 \[4, 5\] was given")],
 )
 def test_values_of_another_shape_or_type_are_refused(dtype: str, shape: tuple[int, ...], complaint: str) -> None:
     shard = split_tensor(QUERY, axis=0, num_shards=2)[1]

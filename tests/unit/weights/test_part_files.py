@@ -135,7 +135,7 @@ def flip(path: Path) -> None:
     ("damage", "complaint"),
     [
         (flip, r"box 'q@400,0' has checksum .* it is damaged"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "it was cut short"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "it is truncated"),
     ],
 )
 def test_a_part_that_is_not_what_was_left_makes_no_version(
@@ -193,7 +193,7 @@ def test_a_trainer_that_begins_anew_finds_the_version_that_all_nodes_have(run: C
 
 def test_ranks_that_hold_other_boxes_than_at_the_start_are_refused_on_all_nodes(trainer: Trainer) -> None:
     swapped = trainer.together(lambda store, rank: store.stage(held(1 - rank, 1), WeightVersion(version=1, step=1)))
-    assert ["other boxes of the weights than when they began" in str(error) for error in swapped] == [True, True]
+    assert ["other boxes of the weights than at the start" in str(error) for error in swapped] == [True, True]
 
 
 def test_no_engine_sees_the_window_of_a_part(run: CampaignDir, trainer: Trainer) -> None:

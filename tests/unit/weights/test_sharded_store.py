@@ -206,7 +206,7 @@ def test_what_one_rank_has_wrong_every_rank_hears_with_the_tensor_and_the_rank(r
     assert "held by no rank" in missing
     assert "tensor '0.q': rank 0 and rank 3 both hold" in twice
     assert "rank 3: a shard is of tensor '0.bias'" in extra
-    assert "rank 3: tensor '1.q': a shard of bfloat16 [32, 64] at [32, 0] was to come, and float32" in dtype
+    assert "rank 3: tensor '1.q': a shard of bfloat16 [32, 64] at [32, 0] is expected, but float32" in dtype
     assert "rank 3: tensor '1.q'" in shape
     assert "bfloat16 [32, 63] came" in shape
     assert WindowStore(key(run), job=run.job(0)).newest().version == 3  # type: ignore[union-attr]
@@ -224,7 +224,7 @@ def another_model(store: ShardStore, rank: int, run: CampaignDir) -> Any:
 
 def test_ranks_with_different_models_are_refused(run: CampaignDir) -> None:
     answers = ranks(another_model, run, 2)
-    assert set(answers.values()) == {"refused: rank 1 has another layout than rank 0: do both hold the same model?"}
+    assert set(answers.values()) == {"refused: rank 1 has a different layout from rank 0: do both hold the same model?"}
 
 
 def no_memory(store: ShardStore, rank: int, run: CampaignDir) -> Any:
