@@ -1,13 +1,13 @@
 """vLLM as a supervised server, with hpcrl's plugins in it.
 
-engine              the engine that talks to the server
-server              start and end the server
+engine              the engine, a client of the server
+server              start, call and end the server
 supervisor          the process that owns the server
-protocol            what the server answers
-kv_connectors       which KV connector a site uses
-kv_files            KV blocks as files
-kv_files_connector  vLLM's end of those files
+protocol            requests to the server, and its answers
+kv_connectors       configuration of KV connectors
+kv_files            names and limits of KV files
+kv_files_connector  the KV connector that uses those files
 weight_plugin       new weights inside the server
 weight_route        the server's route that switches versions
-weight_twin         a second copy of the weights, to be filled while the first serves
+weight_twin         a second copy of the weights, filled while the first serves
 """

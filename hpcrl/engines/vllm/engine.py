@@ -1,8 +1,8 @@
-"""The vLLM engine: a Generator and an Updatable in front of a vLLM server of its own (hpcrl.engines.vllm.server).
+"""The vLLM engine: an InferenceEngine and UpdatableEngine with its own vLLM server (hpcrl.engines.vllm.server).
 
-Token ids go in and token ids come out; vLLM itself says with which version of the weights each was made. Between
-pause and resume the caches are reset and running requests are computed anew, so no token sees keys and values of
-other weights. KV is handed over by vLLM's connectors, or by ours (hpcrl.engines.vllm.kv_files_connector).
+Token ids go in and token ids come out; vLLM reports which version of the weights generated each. Between pause and
+resume the caches are reset and running requests are recomputed, so no token attends to keys and values of other
+weights. KV is handed over by vLLM's connectors, or by ours (hpcrl.engines.vllm.kv_files_connector).
 """
 
 import asyncio
@@ -28,31 +28,31 @@ from hpcrl.models.model_config import read_model_limits
 
 GENERATE_ROUTE = "/inference/v1/generate"
 SWITCH_ROUTE = "/hpcrl/switch"
-"""Our own route (hpcrl.engines.vllm.weight_route)."""
+"""The route that we add (hpcrl.engines.vllm.weight_route)."""
 UPDATE_TIMEOUT_S = 600.0
-"""How long a worker of vLLM may take to load a version."""
+"""The time limit of a vLLM worker for loading a version."""
 SHORT_TIMEOUT_S = 60.0
 ABORT_RETRY_INTERVAL_S = 0.2
-"""An abort that overtakes its request finds nothing, so it is asked for again until the request has ended."""
+"""An abort that overtakes its request has no effect, so it is repeated until the request has ended."""
 KV_TTL_S = 120.0
 MAX_KV_BYTES = 4 << 30
 HANDLE_URL_PREFIX = "vllm:"
-"""URLs of our handles begin so; the connector's name follows."""
+"""URLs of our handles start with this; the connector's name follows."""
 
 
 @dataclass(eq=False)
 class _ServedRequest:
-    """A request that vLLM has; it knows it by another id, since ours may come again."""
+    """A request in the server, which has another id there, since ours may be reused."""
 
     name: str
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class VllmEngine:
-    """Use it as `async with VllmEngine(...) as engine`: vLLM is up when the block begins and gone when it ends."""
+    """A vLLM server that runs during the block of `async with VllmEngine(...) as engine`."""
 
     def __init__(self, launch: VllmLaunch, *, place: WorkerPlace) -> None:
-        """`place`: where vLLM's own processes find versions."""
+        """Create the engine; `place` is where vLLM's processes find versions."""
         self.version = launch.version
         self.server = VllmServer(launch)
         self._launch = launch
@@ -83,14 +83,14 @@ class VllmEngine:
         for task in self._background_tasks:
             task.cancel()
         await self.server.__aexit__(kind, error, trace)
-        if self._launch.kv_dir is not None and self._pruned_at_s:  # whoever waits for what we left computes it instead
+        if self._launch.kv_dir is not None and self._pruned_at_s:  # an engine that needs KV left here recomputes it
             await _prune_quietly(self._launch.kv_dir, max_bytes=0)
 
     async def wait_until_failed(self) -> None:
-        """Wait until the server cannot go on, and raise why; a worker ends with it, to be started anew."""
+        """Wait until the server fails, and raise the error; its worker exits with it and is restarted."""
         await self.server.wait_until_failed()
 
-    # ---- Generator
+    # ---- TokenGenerator and TokenStreamer
 
     async def generate(self, request: GenerateRequest) -> Completion:
         check_asks_for_tokens(request)
@@ -101,7 +101,7 @@ class VllmEngine:
         return parse_completion(answer, num_top=request.top_logprobs, remote_prefill=used > 0)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """The pieces of a turn; each has the version that was in use when it came, and the last one is compared."""
+        """Yield the chunks of a turn with the version in use; at the end they are compared with vLLM's versions."""
         check_asks_for_tokens(request)
         streamed_versions: list[int] = []
         with self._track_request(request, max_new_tokens=request.max_new_tokens) as name:
@@ -112,11 +112,13 @@ class VllmEngine:
                     chunk = parse_chunk(event, num_top=request.top_logprobs)
                     streamed_versions += [self.version] * len(chunk.token_ids)
                     if chunk.finish_reason is not None and chunk.versions != streamed_versions:
-                        raise EngineError(f"versions were told as {streamed_versions}, and vLLM says {chunk.versions}")
+                        raise EngineError(
+                            f"versions {streamed_versions} were streamed, but vLLM reports {chunk.versions}"
+                        )
                     yield msgspec.structs.replace(chunk, versions=[self.version] * len(chunk.token_ids))
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
-        """Compute the KV of all tokens but the last, and leave it where a decode engine finds it."""
+        """Compute the KV of all tokens but the last, and store it for a decode engine."""
         connector = self._launch.kv_connector
         if connector is None:
             raise EngineError("this engine hands over no KV: inference.kv_connector is not set")
@@ -144,7 +146,7 @@ class VllmEngine:
         )
 
     async def take_kv(self, name: str) -> bytes | None:
-        """Nothing goes through our door: connectors have ways of their own."""
+        """Return None: KV is sent by connectors, not by HTTP."""
         del name
         return None
 
@@ -168,7 +170,7 @@ class VllmEngine:
         )
 
     async def pause(self) -> None:
-        """Stop between two steps and keep the requests."""
+        """Stop between two steps; requests are kept."""
         async with self._switching:
             await self._pause()
             self._paused = True
@@ -179,22 +181,22 @@ class VllmEngine:
             if not self._torn:
                 await self.server.post("/resume", limit_s=SHORT_TIMEOUT_S)
 
-    # ---- Updatable
+    # ---- UpdatableEngine
 
     async def load_version(self, version: int) -> float:
-        """Found, checked and compared with the model while generation goes on; then it stands still for the load."""
+        """Load a version: it is found and checked while generation continues; generation only pauses for the switch."""
         if version < self.version:
             raise WeightsError(f"version {version} is older than {self.version}, which is loaded: never go back")
         await self._prepare_version(version)
         async with self._switching:
-            began = time.monotonic()
+            started_s = time.monotonic()
             await self._switch_version(version)
             if not self._paused:
                 await self.server.post("/resume", limit_s=SHORT_TIMEOUT_S)
-            return time.monotonic() - began
+            return time.monotonic() - started_s
 
     async def _prepare_version(self, version: int) -> None:
-        """WeightsError, in the words of vLLM's worker, if the version cannot be loaded; nothing has changed then."""
+        """Prepare the switch; raises WeightsError with the reason of vLLM's worker, and nothing has changed then."""
         place = self._place
         where = {"campaign": str(place.campaign.root), "job": place.job.number, "node": place.node}
         try:
@@ -208,7 +210,7 @@ class VllmEngine:
             raise WeightsError(f"version {version} does not fit and is not loaded: {max(problems)}")
 
     async def _switch_version(self, version: int) -> None:
-        """Let the server stand still and switch; if that fails it goes on standing still."""
+        """Pause the server and switch; if that fails it stays paused."""
         self._torn = True
         self.server.write_version(version)
         try:
@@ -217,7 +219,7 @@ class VllmEngine:
             raise WeightsError(
                 f"version {version} was loaded in part, the engine waits for another: {error}"
             ) from error
-        await asyncio.sleep(0)  # a stream whose last piece of the old version came just before takes it first
+        await asyncio.sleep(0)  # streams first yield chunks of the old version that have just been received
         self._torn = False
         self.version = version
 
@@ -228,9 +230,9 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _track_request(self, request: GenerateRequest, *, max_new_tokens: int) -> Iterator[str]:
-        """Know a request for as long as vLLM has it; a caller that goes away takes it out."""
+        """Track a request while it is in the server, and abort it there if the caller is cancelled."""
         if request.request_id in self._served_requests:
-            raise EngineError(f"request_id {request.request_id!r} is being served already: give each turn its own")
+            raise EngineError(f"request_id {request.request_id!r} is being served already: use a new id for each turn")
         limits = self._limits
         check_request(
             request,
@@ -261,7 +263,7 @@ class VllmEngine:
         return body if transfer is None else body | {"kv_transfer_params": transfer}
 
     def _read_handover(self, handle: KvHandle | None) -> dict[str, Any] | None:
-        """What vLLM is told of a handle; None if it is of another version, or for another kind of engine."""
+        """Return vLLM's parameters for a handle; None if it is of another version or another kind of engine."""
         if (
             handle is None
             or handle.version != self.version
@@ -277,7 +279,7 @@ class VllmEngine:
                 await asyncio.wait_for(serving.ended.wait(), ABORT_RETRY_INTERVAL_S)
 
     async def _abort_once(self, serving: _ServedRequest) -> None:
-        with contextlib.suppress(EngineError):  # whoever waits for the request hears of a server that is gone
+        with contextlib.suppress(EngineError):  # if the server is gone, the request itself reports that
             name = f"generate-tokens-{serving.name}"
             await self.server.post("/abort_requests", {"request_ids": [name]}, limit_s=SHORT_TIMEOUT_S)
 
@@ -285,7 +287,7 @@ class VllmEngine:
         return parse_metrics(await self.server.get("/metrics", limit_s=SHORT_TIMEOUT_S))
 
     def _prune_soon(self) -> None:
-        """Keep the KV directory small, now and then, while other things go on."""
+        """Prune the KV directory in the background, at most once a second."""
         directory, now = self._launch.kv_dir, time.monotonic()
         if directory is None or now - self._pruned_at_s < 1.0:
             return
@@ -296,12 +298,12 @@ class VllmEngine:
 
 
 async def _prune_quietly(directory: Path, *, max_bytes: int) -> None:
-    with contextlib.suppress(OSError):  # it cannot be read: then nothing is saved there either, and that is told
+    with contextlib.suppress(OSError):  # if it cannot be read, nothing can be saved there, and prefill reports that
         await asyncio.to_thread(kv_files.prune_directory, directory, max_bytes=max_bytes, ttl_s=KV_TTL_S)
 
 
 def _count_handed_over(answer: Any, handle: KvHandle | None) -> int:
-    """How many tokens came from the prefill engine: our connector tells; of others, vLLM's count of cached tokens."""
+    """Count the tokens of the prefill engine: as our connector reports, else by vLLM's count of cached tokens."""
     params = answer.get("kv_transfer_params") or {}
     if "num_loaded" in params:
         return int(params["num_loaded"])

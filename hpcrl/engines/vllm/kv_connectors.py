@@ -1,11 +1,13 @@
-"""What a KV connector of vLLM is told so that engines find each other: ours, or one of vLLM's own by its name. Pure.
+"""Configuration of vLLM's KV connectors, so that engines find each other: ours, or one of vLLM's by its name. Pure.
 
-    build_connector_config                `--kv-transfer-config`
-    build_connector_env                   where a connector of vLLM's own listens
-    make_leave_params, make_fetch_params  what a request says: leave the KV of its prompt, or begin with what was left
-    read_transfer_params                  what whoever fetches it has to know
+    build_connector_config, build_files_config  `--kv-transfer-config` for one of vLLM's connectors, and for ours
+    build_connector_env                         the address at which one of vLLM's connectors listens
+    make_leave_params, make_fetch_params        request parameters: store the KV of the prompt, or start with such KV
+    read_transfer_params                        parameters that the fetching engine needs
+    Address, format_address                     a host and port
+    OUR_CONNECTOR, MOONCAKE                     names of connectors
 
-Written after vLLM's source; only our own connector has been run.
+Written from vLLM's source; only our own connector has been run.
 """
 
 from collections.abc import Mapping
@@ -18,13 +20,13 @@ Address = tuple[str, int]
 
 
 def build_connector_config(connector: str, *, options: Mapping[str, Any], address: Address | None) -> dict[str, Any]:
-    """For one of vLLM's own; its engine is called as it is found, so that others can name it."""
+    """Return the configuration of one of vLLM's connectors; the engine's id is its address, so that others know it."""
     named = {"engine_id": format_address(address)} if address else {}
     return named | _BOTH_ROLES | {"kv_connector": connector, "kv_connector_extra_config": dict(options)}
 
 
 def build_files_config(directory: Path, *, version_file: Path) -> dict[str, Any]:
-    """For ours, which leaves KV in a directory."""
+    """Return the configuration of our connector, which stores KV in a directory."""
     return _BOTH_ROLES | {
         "kv_connector": "FilesConnector",
         "kv_connector_module_path": "hpcrl.engines.vllm.kv_files_connector",
@@ -33,12 +35,12 @@ def build_files_config(directory: Path, *, version_file: Path) -> dict[str, Any]
 
 
 def build_connector_env(address: Address | None) -> dict[str, str]:
-    """None: nobody needs to find it from outside."""
+    """Return the environment variables of a connector; without an address it is reached from this node only."""
     if address is None:
         return {"VLLM_HOST_IP": "127.0.0.1"}
     host, port = address
     return {
-        "VLLM_HOST_IP": host,  # Mooncake's address is this one
+        "VLLM_HOST_IP": host,  # Mooncake uses this address
         "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port),
@@ -46,19 +48,22 @@ def build_connector_env(address: Address | None) -> dict[str, str]:
 
 
 def make_leave_params(name: str) -> dict[str, Any]:
-    """Leave the KV of the prompt under a name; Mooncake calls that a transfer."""
+    """Return the parameters that store the KV of the prompt under a name, which is Mooncake's transfer id."""
     return {"do_remote_decode": True, "do_remote_prefill": False, "name": name, "transfer_id": name}
 
 
 def make_fetch_params(transfer: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Begin with what was left."""
+    """Return the parameters that start with stored KV."""
     return {**(transfer or {}), "do_remote_prefill": True, "do_remote_decode": False}
 
 
 def read_transfer_params(
     connector: str, answer: Mapping[str, Any], *, name: str, address: Address | None
 ) -> dict[str, Any] | None:
-    """As the answer to `make_leave_params` says; of Mooncake, which says nothing, what its other end asks for. None: not left."""
+    """Return what the fetching engine needs, from the answer to `make_leave_params`; None: no KV was stored.
+
+    Mooncake answers nothing, so its parameters are made from the name and address.
+    """
     params = answer.get("kv_transfer_params")
     if params:
         return dict(params) if params.get("saved", True) else None

@@ -1,12 +1,12 @@
-"""KV that a prefill engine leaves for a decode engine in a directory that both see: names, checks, room.
+"""KV files from a prefill engine to a decode engine, in a directory that both see: names, checks, space.
 
-    make_handover_name, is_handover_name  what one hand-over is called; what may be one, so that nobody names a file elsewhere
+    make_handover_name, is_handover_name  names of handovers; the check keeps a request from naming other files
     shard_path                            the file of one rank of the engine
-    digest_tokens                         which prompt it is of
+    digest_tokens                         a digest of the prompt
     prune_directory                       keep the directory small
 
-A file has its name only when it is complete. It is read once, by the engine it was meant for, and removed by that;
-what nobody fetched is removed after a while.
+A file gets its name only when it is complete. It is read once, by the engine it is meant for, which removes it; a
+file that is not fetched is removed after a while.
 """
 
 import contextlib
@@ -22,29 +22,29 @@ _NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]{22}")
 
 
 def make_handover_name() -> str:
-    """A name for one hand-over, which cannot be guessed."""
+    """Return a name for one handover, which cannot be guessed."""
     return secrets.token_urlsafe(16)
 
 
 def is_handover_name(name: object) -> bool:
-    """Could `make_handover_name` have made this?"""
+    """Return whether `name` has the form of `make_handover_name`."""
     return isinstance(name, str) and _NAME_PATTERN.fullmatch(name) is not None
 
 
 def shard_path(directory: Path, name: str, *, rank: int) -> Path:
-    """Where one rank leaves its share."""
+    """Return the path of one rank's share."""
     return directory / f"{name}.{rank}.safetensors"
 
 
 def digest_tokens(token_ids: Sequence[int]) -> str:
-    """Tells prompts apart."""
+    """Return a digest that identifies a prompt."""
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
 
 
 def prune_directory(directory: Path, *, max_bytes: int, ttl_s: float) -> int:
-    """Remove what is older than `ttl_s`, then the oldest until the rest fits; returns how many files went.
+    """Remove files older than `ttl_s`, then the oldest until the rest fits; returns how many were removed.
 
-    Whatever another process removes meanwhile is gone too. OSError if the directory cannot be read.
+    Files that another process removes meanwhile are skipped. Raises OSError if the directory cannot be read.
     """
     held = []
     for path in directory.iterdir():

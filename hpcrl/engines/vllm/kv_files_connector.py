@@ -1,14 +1,18 @@
-"""The KV connector of our vLLM engines where no faster one is at hand: through files in a shared directory.
+"""The KV connector of our vLLM engines where no faster one is available: files in a shared directory.
 
-vLLM makes one in its scheduler, which decides, and one in every worker process, which reads and writes. A request
-says in its `kv_transfer_params` what is wanted, as with vLLM's own connectors:
+    FilesConnector  the connector
+    KvTransfer      KV of some tokens of one request, to be read or written
+    TransferOrders  the transfers of one step
 
-    do_remote_decode     leave the KV of the prompt behind under `name`; the answer says whether it is there
-    do_remote_prefill    begin with the KV of that name; the answer says how many tokens of it were used
+vLLM makes one connector in its scheduler, which decides, and one in every worker process, which reads and writes. As
+with vLLM's own connectors, the `kv_transfer_params` of a request are:
 
-Unlike a cache it is asked for by name, so that KV of old weights is never found: both ends compare the version of the
-weights, which the connector reads anew, from a file, whenever vLLM's caches are reset after an update. Whatever goes
-wrong with a file, the prompt is computed here instead.
+    do_remote_decode     store the KV of the prompt under `name`; the answer reports whether it is stored
+    do_remote_prefill    start with the KV of that name; the answer reports how many tokens of it were used
+
+Unlike in a cache, KV is requested by name and KV of old weights is never used: both ends compare the version of the
+weights, which the connector reads again, from a file, whenever vLLM's caches are reset after an update. If anything
+is wrong with a file, the prompt is computed here instead.
 """
 
 import contextlib
@@ -30,13 +34,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hpcrl.engines.vllm.kv_files import digest_tokens, is_handover_name, shard_path
 
-log = logging.getLogger("vllm.hpcrl")  # below vLLM's own logger, so that it goes where theirs goes
+log = logging.getLogger("vllm.hpcrl")  # below vLLM's own logger, so that it goes to the same handlers
 UNREADABLE_ERRORS = (OSError, SafetensorError, KeyError, ValueError, RuntimeError)
 
 
 @dataclass
 class KvTransfer:
-    """KV of a run of tokens of one request: from or into its blocks."""
+    """KV of consecutive tokens of one request, to be written from or read into its blocks."""
 
     name: str
     block_ids: list[int]
@@ -46,13 +50,13 @@ class KvTransfer:
     """Written beside the KV, and compared when it is read."""
 
     def blocks(self, block_size: int) -> torch.Tensor:
-        """The blocks that hold these tokens, whole: some kernels mix the tokens of a block in memory."""
+        """Return all blocks that hold these tokens, whole: some kernels mix the tokens of a block in memory."""
         return torch.tensor(self.block_ids)[self.start // block_size : -(-self.stop // block_size)]
 
 
 @dataclass
 class TransferOrders(KVConnectorMetadata):
-    """What the scheduler tells the workers to do in one step."""
+    """The scheduler's orders to the workers for one step."""
 
     loads: list[KvTransfer] = field(default_factory=list)
     saves: list[KvTransfer] = field(default_factory=list)
@@ -60,7 +64,7 @@ class TransferOrders(KVConnectorMetadata):
 
 @dataclass
 class _LeavingPrompt:
-    """A prompt whose KV is to be left behind."""
+    """A prompt whose KV is to be stored."""
 
     name: str
     prompt: list[int]
@@ -68,12 +72,12 @@ class _LeavingPrompt:
 
     @property
     def num_tokens(self) -> int:
-        """All but the last: whoever goes on computes that one anyway, to sample."""
+        """All but the last: the decode engine computes that one anyway, to sample."""
         return len(self.prompt) - 1
 
 
 class FilesConnector(KVConnectorBase_V1):
-    """Named in vLLM's `kv_transfer_config` by its class and module."""
+    """The connector; vLLM's `kv_transfer_config` names its class and module."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -84,19 +88,19 @@ class FilesConnector(KVConnectorBase_V1):
         self._rank = int(vllm_config.parallel_config.rank)
         self._num_ranks = int(vllm_config.parallel_config.world_size)
         self._version = self._read_version()
-        # of the scheduler
+        # used in the scheduler
         self._leaving: dict[str, _LeavingPrompt] = {}
         self._loading: dict[str, KvTransfer] = {}
         self._ordered_loads: dict[str, KvTransfer] = {}
         """Loads ordered for requests that still run."""
-        # of a worker
+        # used in a worker
         self._to_save: dict[str, dict[str, torch.Tensor]] = {}
         self._not_loaded: set[int] = set()
 
-    # ---- the scheduler's side
+    # ---- scheduler
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens can be had beyond those that this engine still has."""
+        """Return how many tokens can be loaded beyond those that this engine has."""
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill") or request.num_preemptions or not is_handover_name(params.get("name")):
             return 0, False
@@ -107,7 +111,7 @@ class FilesConnector(KVConnectorBase_V1):
         return stop - num_computed_tokens, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks have been found for a request that is about to run."""
+        """Order the load or store of a request that has got its blocks and is about to run."""
         params = request.kv_transfer_params or {}
         prompt = list(request.prompt_token_ids or [])
         if num_external_tokens:
@@ -124,7 +128,7 @@ class FilesConnector(KVConnectorBase_V1):
             self._leaving.setdefault(request.request_id, _LeavingPrompt(params["name"], prompt))
 
     def build_connector_meta(self, scheduler_output: Any) -> TransferOrders:
-        """The orders of this step: all loads, and the prompts that it completes."""
+        """Return the orders of this step: all loads, and stores of the prompts that it completes."""
         saves = []
         for request_id, block_ids, is_whole, num_computed in _iterate_scheduled(scheduler_output):
             leaving = self._leaving.get(request_id)
@@ -140,7 +144,7 @@ class FilesConnector(KVConnectorBase_V1):
         return TransferOrders(loads=loads, saves=saves)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """A load that failed was no load, whatever was ordered."""
+        """Forget the loads that failed."""
         failed = connector_output.invalid_block_ids
         if failed:
             self._ordered_loads = {
@@ -148,7 +152,7 @@ class FilesConnector(KVConnectorBase_V1):
             }
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Tell whoever asked what became of it; nothing is held back."""
+        """Return the outcome for the answer to the request; its blocks may be freed."""
         del block_ids
         leaving = self._leaving.pop(request.request_id, None)
         if leaving is not None:
@@ -157,12 +161,12 @@ class FilesConnector(KVConnectorBase_V1):
         return False, {"num_loaded": 0 if load is None else load.stop - load.start}
 
     def reset_cache(self) -> bool:
-        """The weights are others from here on."""
+        """Read the version of the weights again, which have changed."""
         self._version = self._read_version()
         return True
 
     def _is_saved(self, name: str, tokens: list[int]) -> bool:
-        """Is the KV of these tokens, by these weights, there for every rank?"""
+        """Return whether the KV of these tokens and the current weights is stored for every rank."""
         paths = [shard_path(self._directory, name, rank=rank) for rank in range(self._num_ranks)]
         try:
             with safe_open(paths[0], framework="pt") as file:
@@ -178,10 +182,10 @@ class FilesConnector(KVConnectorBase_V1):
     def _read_version(self) -> str:
         return self._version_file.read_text().strip()
 
-    # ---- a worker's side
+    # ---- worker
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        """Fill blocks from files, before the step that needs them."""
+        """Fill blocks from files before the step that needs them."""
         orders = self._get_connector_metadata()
         assert isinstance(orders, TransferOrders)
         caches = _find_caches(forward_context)
@@ -196,7 +200,7 @@ class FilesConnector(KVConnectorBase_V1):
                 path.unlink(missing_ok=True)
 
     def _fill_blocks(self, caches: dict[str, torch.Tensor], load: KvTransfer, path: Path) -> None:
-        """All of it or, by a ValueError, nothing."""
+        """Fill all blocks of a load; after a ValueError none has changed."""
         with safe_open(path, framework="pt") as file:
             if file.metadata() != load.label or set(file.keys()) != caches.keys():
                 raise ValueError("it is of another prompt, version or model")
@@ -211,7 +215,7 @@ class FilesConnector(KVConnectorBase_V1):
             cache_BHNC[block_ids.to(cache_BHNC.device)] = kv_BHNC.to(cache_BHNC.device)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
-        """Take what is to be left behind out of one layer."""
+        """Copy the KV that is to be stored from one layer."""
         del attn_metadata
         orders = self._get_connector_metadata()
         assert isinstance(orders, TransferOrders)
@@ -220,7 +224,7 @@ class FilesConnector(KVConnectorBase_V1):
             self._to_save.setdefault(save.name, {})[layer_name] = kv_layer[block_ids].detach().cpu().contiguous()
 
     def wait_for_save(self) -> None:
-        """Make the files of this step appear, complete; one that cannot be written is not there, and that is all."""
+        """Write the files of this step, which appear complete; a failure is logged, and the KV is then not stored."""
         orders = self._get_connector_metadata()
         assert isinstance(orders, TransferOrders)
         tensors, self._to_save = self._to_save, {}
@@ -230,14 +234,14 @@ class FilesConnector(KVConnectorBase_V1):
             try:
                 save_file(tensors.get(save.name, {}), temporary, metadata=save.label)
                 temporary.chmod(0o600)
-                os.rename(temporary, path)
+                os.rename(temporary, path)  # noqa: PTH104 - atomic, replaces a file
             except UNREADABLE_ERRORS as error:
-                log.warning("KV cannot be left in %s: %s", path, error)
+                log.warning("KV cannot be stored in %s: %s", path, error)
                 with contextlib.suppress(OSError):
                     temporary.unlink(missing_ok=True)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads end before the step begins."""
+        """Do nothing: loads end before the step starts."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._not_loaded = self._not_loaded, set()
@@ -245,7 +249,7 @@ class FilesConnector(KVConnectorBase_V1):
 
 
 def _iterate_scheduled(scheduler_output: Any) -> Iterator[tuple[str, list[int], bool, int]]:
-    """Of every request in a step: its blocks, whether these are all of them or only new ones, tokens computed."""
+    """Yield for every request in a step: its id, blocks, whether these are all of them or only new, tokens computed."""
     for new in scheduler_output.scheduled_new_reqs:
         yield new.req_id, list(new.block_ids[0]), True, new.num_computed_tokens
     continuing = scheduler_output.scheduled_cached_reqs
@@ -257,6 +261,6 @@ def _iterate_scheduled(scheduler_output: Any) -> Iterator[tuple[str, list[int], 
 
 
 def _find_caches(forward_context: Any) -> dict[str, torch.Tensor]:
-    """The KV memory of every attention layer: blocks, heads, tokens of a block, values."""
+    """Return the KV memory of every attention layer: blocks, heads, tokens of a block, values."""
     layers = forward_context.no_compile_layers.items()
     return {name: cache for name, layer in layers if (cache := getattr(layer, "kv_cache", None)) is not None}

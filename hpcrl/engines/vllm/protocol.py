@@ -1,9 +1,10 @@
-"""What is said to a vLLM server and what it says, as plain values. Pure.
+"""Requests to a vLLM server and its answers, as plain values. Pure.
 
-sampling_of          a request as vLLM's sampling parameters
-completion_of        an answer of /inference/v1/generate
-chunks_of, chunk_of  the same, told while it is made: events of a stream, and the tokens in one
-figures_of           load figures out of /metrics
+build_sampling_params      a request as vLLM's sampling parameters
+parse_completion           an answer of /inference/v1/generate
+read_events, parse_chunk   the same as a stream: its events, and the tokens in one
+parse_metrics, ServerLoad  the load in the text of /metrics
+MAX_SEED, CLAMPED_LOGPROB  limits of vLLM
 """
 
 import json
@@ -25,7 +26,7 @@ CLAMPED_LOGPROB = -9998.0
 
 
 def build_sampling_params(request: GenerateRequest, *, max_new_tokens: int) -> dict[str, Any]:
-    """Nothing of the model's own defaults: it samples as the trainer assumes."""
+    """Return the sampling parameters of a request; without the model's defaults, as the trainer assumes."""
     return {
         "max_tokens": max_new_tokens,
         "temperature": request.temperature,
@@ -40,7 +41,7 @@ def build_sampling_params(request: GenerateRequest, *, max_new_tokens: int) -> d
 
 
 def parse_completion(answer: Any, *, num_top: int, remote_prefill: bool) -> Completion:
-    """EngineError if it is not what was asked for."""
+    """Parse a whole answer; raises EngineError if it does not match the request."""
     chunk = parse_chunk(answer, num_top=num_top)
     if len(chunk.versions) != len(chunk.token_ids) or chunk.finish_reason is None:
         raise EngineError(
@@ -51,7 +52,7 @@ def parse_completion(answer: Any, *, num_top: int, remote_prefill: bool) -> Comp
 
 
 def parse_chunk(answer: Any, *, num_top: int) -> CompletionChunk:
-    """The tokens in one answer; `versions` are those of all tokens so far, and there in the last one only."""
+    """Parse the tokens of one event; only the last has `versions`, which are those of all tokens so far."""
     try:
         choice = answer["choices"][0]
         content = (choice["logprobs"] or {}).get("content") or []
@@ -63,7 +64,7 @@ def parse_chunk(answer: Any, *, num_top: int) -> CompletionChunk:
             top=[_parse_likeliest(entry["top_logprobs"], num_top) for entry in content] if num_top else [],
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise EngineError(f"vLLM's answer is not understood ({error!r}): {str(answer)[:300]}") from error
+        raise EngineError(f"vLLM sent an invalid answer ({error!r}): {str(answer)[:300]}") from error
     if len(chunk.token_ids) != len(chunk.logprobs):
         raise EngineError(f"vLLM answered {len(chunk.token_ids)} tokens and {len(chunk.logprobs)} log-probabilities")
     if not all(logprob > CLAMPED_LOGPROB for logprob in chunk.logprobs):
@@ -72,7 +73,7 @@ def parse_chunk(answer: Any, *, num_top: int) -> CompletionChunk:
 
 
 async def read_events(content: AsyncIterable[bytes]) -> AsyncIterator[Any]:
-    """The events of a stream as they come."""
+    """Yield the events of a stream as they are received."""
     rest = b""
     async for data in content:
         *lines, rest = (rest + data).split(b"\n")
@@ -82,28 +83,28 @@ async def read_events(content: AsyncIterable[bytes]) -> AsyncIterator[Any]:
 
 
 def _parse_likeliest(entries: list[dict[str, Any]], num: int) -> dict[int, float]:
-    """vLLM puts the sampled token first, then the likeliest."""
+    """Return the `num` likeliest entries; vLLM puts the sampled token before them."""
     ranked = sorted(entries, key=lambda entry: -float(entry["logprob"]))[:num]
     return {int(entry["token_id"]): float(entry["logprob"]) for entry in ranked}
 
 
 def _expand_versions(spans: list[dict[str, Any]]) -> list[int]:
-    """One version a token, out of runs of tokens."""
+    """Return one version per token from spans of tokens."""
     return [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
 
 
 class ServerLoad(NamedTuple):
-    """What the server says of its load."""
+    """The load that the server reports."""
 
     num_waiting: int
     num_generated_tokens: int
     kv_used_share: float
     kv_tokens: int
-    """That there is room for in all."""
+    """The capacity, used and free."""
 
 
 def parse_metrics(metrics: str) -> ServerLoad:
-    """Out of the text of /metrics, summed over what a server counts apart."""
+    """Read the load from the text of /metrics, summed over all engines of the server."""
     totals = dict.fromkeys(("num_requests_waiting", "generation_tokens_total", "kv_cache_usage_perc"), 0.0)
     for name, value in _METRIC_PATTERN.findall(metrics):
         if name in totals:

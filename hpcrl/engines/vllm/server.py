@@ -1,11 +1,11 @@
-"""A real vLLM server as a process of ours: started, waited for, asked, watched, ended.
+"""A vLLM server as a child process: start it, send requests, watch it, end it.
 
-    VllmLaunch                        what it is started with
-    build_command, build_environment    the same as vLLM wants it. Pure
-    VllmServer                        `async with VllmServer(launch) as server`: it has generated a token when the block begins
+    VllmLaunch                        the options it is started with
+    build_command, build_environment  its command line and environment. Pure
+    VllmServer                        `async with VllmServer(launch) as server`; it has generated a token by then
 
-It listens on a socket in a directory that only this user can enter, and nowhere else: most of vLLM's routes for
-reinforcement learning (pause, new weights, abort) ask nobody for a key.
+It listens only on a socket in a directory that no other user can enter: most of vLLM's routes for reinforcement
+learning (pause, new weights, abort) require no key.
 """
 
 import asyncio
@@ -37,24 +37,24 @@ POLL_INTERVAL_S = 0.5
 ANSWER_POLL_INTERVAL_S = 0.02
 FIRST_TOKEN_TIMEOUT_S = 300.0
 HEALTH_TIMEOUT_S = 60.0
-"""How long a server may take to say that it is well."""
+"""The time limit of one health check."""
 MAX_SILENCES = 3
 STEP_TIMEOUT_S = 1800.0
-"""How long vLLM waits for a step of its worker processes; its own 300 s have been too little on a crowded machine."""
+"""How long vLLM waits for a step of its worker processes; its default of 300 s is too short on a crowded machine."""
 END_GRACE_S = 15.0
 MAX_SCRATCH_BYTES = 68
-"""A socket's path has at most 107, and vLLM's own sockets have names of 36."""
+"""The path of a socket has at most 107 bytes, and vLLM's sockets have names of 36."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmLaunch:
-    """What a server is started with."""
+    """The options that a server is started with."""
 
     model: Path
     log: Path
     program: tuple[str, ...] = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
     version: int = 0
-    """What the weights in the model directory are called."""
+    """The version of the weights in the model directory."""
     dtype: str = "auto"
     max_model_len: int | None = None
     max_batch: int = 64
@@ -62,22 +62,22 @@ class VllmLaunch:
     pipeline_parallel: int = 1
     num_cpus: int = 1
     cpu_kv_gib: int = 1
-    """KV memory where there is no GPU; with one, vLLM takes what is left of its memory."""
+    """KV memory without a GPU; with one, vLLM uses the rest of its memory."""
     kv_connector: str | None = None
-    """None: KV is neither handed over nor taken."""
+    """None: KV is neither handed over nor received."""
     kv_options: Mapping[str, Any] = field(default_factory=dict)
     """`kv_connector_extra_config` of connectors other than ours."""
     kv_dir: Path | None = None
-    """Where our own connector leaves KV."""
+    """The directory of our own connector."""
     kv_address: kv_connectors.Address | None = None
-    """Where a connector of vLLM's own is found by those of other engines."""
+    """The address at which one of vLLM's connectors is reached by other engines."""
     start_timeout_s: float = 900.0
-    """A large model is read from a shared file system, by many engines at once."""
+    """Long enough for a large model that many engines read at once from a shared file system."""
     extra_args: tuple[str, ...] = ()
 
 
 def build_command(launch: VllmLaunch, *, scratch: Path) -> list[str]:
-    """The server's command line."""
+    """Return the server's command line."""
     args = [*launch.program, "--model", str(launch.model), "--served-model-name", "policy", "--uds", str(scratch / "s")]
     args += ["--dtype", launch.dtype, "--max-num-seqs", str(launch.max_batch)]
     args += ["--tensor-parallel-size", str(launch.tensor_parallel)]
@@ -95,7 +95,7 @@ def build_command(launch: VllmLaunch, *, scratch: Path) -> list[str]:
 
 
 def _build_kv_transfer_config(launch: VllmLaunch, *, scratch: Path) -> dict[str, Any]:
-    """A connector of vLLM's own by its name, or ours."""
+    """Return the configuration of one of vLLM's connectors by its name, or of ours."""
     assert launch.kv_connector is not None
     if launch.kv_connector != kv_connectors.OUR_CONNECTOR:
         return kv_connectors.build_connector_config(
@@ -106,10 +106,10 @@ def _build_kv_transfer_config(launch: VllmLaunch, *, scratch: Path) -> dict[str,
 
 
 def build_environment(launch: VllmLaunch, *, scratch: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What the server and its processes find in their environment."""
+    """Return the environment of the server and its processes."""
     return {
         **inherited,
-        "VLLM_SERVER_DEV_MODE": "1",  # pause, weights and abort are there only so
+        "VLLM_SERVER_DEV_MODE": "1",  # enables pause, weights and abort
         "VLLM_PLUGINS": "hpcrl",
         "VLLM_RPC_BASE_PATH": str(scratch),
         **kv_connectors.build_connector_env(launch.kv_address),
@@ -117,14 +117,14 @@ def build_environment(launch: VllmLaunch, *, scratch: Path, inherited: Mapping[s
         "VLLM_ENGINE_READY_TIMEOUT_S": str(round(launch.start_timeout_s)),
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(round(STEP_TIMEOUT_S)),
         "VLLM_CPU_KVCACHE_SPACE": str(launch.cpu_kv_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # which cores are ours is Slurm's to say
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # Slurm assigns the cores
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(launch.num_cpus),
     }
 
 
 class VllmServer:
-    """One server process and the way to its routes."""
+    """One server process and a client of its routes."""
 
     def __init__(self, launch: VllmLaunch) -> None:
         self.launch = launch
@@ -136,9 +136,9 @@ class VllmServer:
     async def __aenter__(self) -> Self:
         launch = self.launch
         if not (launch.model / "config.json").is_file():
-            raise EngineError(f"{launch.model} holds no model (there is no config.json): see model.path in the recipe")
+            raise EngineError(f"{launch.model} holds no model (it has no config.json): see model.path in the recipe")
         await asyncio.to_thread(check_tokenizer_fits, launch.model)
-        self._scratch = Path(tempfile.mkdtemp(prefix="vllm-"))  # 0700; short, since a socket's path is
+        self._scratch = Path(tempfile.mkdtemp(prefix="vllm-"))  # 0700; short, since paths of sockets must be
         try:
             if len(bytes(self._scratch)) > MAX_SCRATCH_BYTES:
                 raise EngineError(f"{self._scratch} is too long for sockets in it: set TMPDIR to a shorter path")
@@ -161,22 +161,22 @@ class VllmServer:
 
     @property
     def pid(self) -> int:
-        """Of the keeper, which leads the server's process group."""
+        """The process id of the supervisor, which leads the server's process group."""
         assert self._process is not None
         return self._process.pid
 
     def write_version(self, version: int) -> None:
-        """Leave the version where our KV connector looks for it when caches are reset."""
+        """Write the version to the file that our KV connector reads when caches are reset."""
         assert self._scratch is not None
         (self._scratch / "version").write_text(str(version))
 
     def make_answer_path(self) -> Path:
-        """Where the server's worker processes can leave answers for `wait_for_answers`."""
+        """Return a path at which the server's worker processes can write answers for `wait_for_answers`."""
         assert self._scratch is not None
         return self._scratch / f"answer-{next(self._answer_numbers)}"
 
     async def wait_for_answers(self, path: Path, *, limit_s: float) -> list[str]:
-        """What they left, the one of rank R at PATH.R, as soon as all have."""
+        """Wait for the answers of all ranks and return them; that of rank R is at PATH.R."""
         num_ranks = self.launch.tensor_parallel * self.launch.pipeline_parallel
         rank_paths = [path.with_name(f"{path.name}.{rank}") for rank in range(num_ranks)]
         deadline = time.monotonic() + limit_s
@@ -192,15 +192,15 @@ class VllmServer:
         return answers
 
     async def post(self, path: str, body: Any = None, *, limit_s: float | None = None, **query: str) -> Any:
-        """Ask a route; EngineError with its own words if it refuses, or if nobody answers."""
+        """Post to a route; raises EngineError with the server's reason, or if it does not answer."""
         return await self._request_answer("POST", path, body=body, query=query, limit_s=limit_s)
 
     async def get(self, path: str, *, limit_s: float) -> Any:
-        """The text of a route, or its JSON."""
+        """Return the text of a route, or its JSON."""
         return await self._request_answer("GET", path, body=None, query={}, limit_s=limit_s)
 
     async def stream(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
-        """The events that a route answers with, as they come."""
+        """Post to a route and yield the events of its answer as they are received."""
         assert self._http is not None
         try:
             async with self._http.post(path, json=body, timeout=aiohttp.ClientTimeout(total=None)) as answer:
@@ -214,7 +214,7 @@ class VllmServer:
             raise EngineError(f"vLLM did not answer {path}: {error!r}") from error
 
     async def wait_until_failed(self) -> None:
-        """Wait until the server has ended or is silent, and raise why."""
+        """Wait until the server has ended or fails its health checks, and raise the reason."""
         silences = 0
         while True:
             self._check_alive()
@@ -224,7 +224,9 @@ class VllmServer:
             except EngineError as error:
                 silences += 1
                 if silences >= MAX_SILENCES:
-                    raise EngineError(f"the vLLM server is not well: {error}; its log is {self.launch.log}") from error
+                    raise EngineError(
+                        f"the vLLM server fails its health checks: {error}; its log is {self.launch.log}"
+                    ) from error
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _request_answer(
@@ -242,7 +244,7 @@ class VllmServer:
         try:
             return json.loads(data) if answer.content_type == "application/json" else data.decode()
         except ValueError as error:
-            raise EngineError(f"vLLM's answer to {path} is not understood: {error}") from error
+            raise EngineError(f"vLLM sent an invalid answer to {path}: {error}") from error
 
     def _spawn(self, scratch: Path) -> subprocess.Popen[bytes]:
         keeper = [sys.executable, "-m", "hpcrl.engines.vllm.supervisor", str(os.getpid())]
@@ -260,7 +262,7 @@ class VllmServer:
             os.close(fd)
 
     async def _wait_until_generating(self) -> None:
-        """A server that says it is well may still fail at its first token."""
+        """Wait until the server has generated a token: a server that passes health checks may fail at its first."""
         deadline = time.monotonic() + self.launch.start_timeout_s
         while True:
             self._check_alive()
@@ -287,7 +289,7 @@ class VllmServer:
             raise EngineError(f"the vLLM server ended with {code}: {read_last_line(log)}; all of it is in {log}")
 
     async def _shut_down(self) -> None:
-        """Close the way to it, end all its processes, remove what they kept on disk."""
+        """Close the connection, end all processes of the server, and remove their scratch directory."""
         if self._http is not None:
             await self._http.close()
         if self._process is not None:
@@ -297,7 +299,7 @@ class VllmServer:
 
 
 def _read_error(data: bytes) -> str:
-    """The error in vLLM's answer, or the start of whatever it is."""
+    """Return the error in vLLM's answer, or the start of the answer."""
     try:
         value = json.loads(data)
         return str(value["error"]["message"])

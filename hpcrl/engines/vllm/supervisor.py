@@ -1,8 +1,10 @@
 """Supervise one vLLM server: `python -m hpcrl.engines.vllm.supervisor PARENT COMMAND...`.
 
-vLLM is several processes, and one that is killed leaves the others behind with all their memory. The keeper adopts
-them, ends when the process PARENT does, and ends them all when the server ends, however that comes about. It takes
-down what they have in the shared memory of the node, and removes that too; also what others have left that are dead.
+    main  run the server under supervision
+
+vLLM is several processes, and when one is killed the others stay with all their memory. The supervisor adopts them,
+ends when the process PARENT does, and ends them all when the server ends for any reason. It records what they have in
+the shared memory of the node and removes that at the end; at the start it removes files of processes that were killed.
 """
 
 import os
@@ -17,14 +19,14 @@ from hpcrl.weights.window.shm_cleanup import SegmentLedger, remove_orphans
 
 END_GRACE_S = 5.0
 MIN_LOOK_INTERVAL_S, MAX_LOOK_INTERVAL_S, LOOK_INTERVAL_FACTOR = 1.0, 60.0, 1.2
-"""How long until it is looked what they have in shared memory: at first, in the long run, and by how much it grows."""
+"""The interval between looks at the shared memory of the server's processes: at first, at most, and its growth."""
 
 
 def main(parent: int, command: list[str]) -> int:
-    """Run `command` to its end; its exit code."""
+    """Run `command` to its end; returns its exit code."""
     adopt_orphans()
     die_with_parent(signal.SIGTERM)
-    if os.getppid() != parent:  # it ended before we asked to be told
+    if os.getppid() != parent:  # it ended before die_with_parent took effect
         return 1
     remove_orphans()
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
@@ -43,7 +45,7 @@ def main(parent: int, command: list[str]) -> int:
 
 
 def _wait_for_end(child: "subprocess.Popen[bytes]", ledger: SegmentLedger) -> int:
-    """Its exit code; meanwhile what it and those below it have made in shared memory is taken down."""
+    """Wait for the exit code; meanwhile record the shared memory of the process and its descendants."""
     interval_s = MIN_LOOK_INTERVAL_S
     while True:
         try:

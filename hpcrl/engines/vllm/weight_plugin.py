@@ -1,14 +1,20 @@
-"""Weights for vLLM, by its own means: a weight-transfer engine named "hpcrl", found through an entry point.
+"""Weights for vLLM: a weight-transfer engine named "hpcrl", which vLLM finds by an entry point.
 
-vLLM calls `register` in each of its processes. Its workers then map the window of their node, or read files, as the
-embedded engine does; vLLM's own loader cuts out what a tensor-parallel rank wants. An update has two halves:
+    register                            the entry point, called by vLLM in each of its processes
+    open_source                         the source of versions on a node
+    VersionEngine                       the weight-transfer engine
+    VersionInitInfo, VersionUpdateInfo  its requests
+    PLUGIN_NAME, RELEASE_DELAY_S        constants
 
-    /init_weight_transfer_engine    begin to make a version ready, in a thread beside the one that generates: is it
-                                    whole, does it fit? On CPUs it is also loaded, into a twin of the model
+The workers of vLLM map the window of their node, or read files, as the embedded engine does; vLLM's loader cuts out
+the part of a tensor-parallel rank. An update has two halves:
+
+    /init_weight_transfer_engine    start to prepare a version, in a thread beside the one that generates: check that
+                                    it is whole and fits. On CPUs it is also loaded, into a twin of the model
     /hpcrl/switch                   between pause and resume: use it (hpcrl.engines.vllm.weight_route)
 
-so that whatever is wrong with a version is found while the old one is still in use, and generation stands still for
-as little as can be.
+so that any fault of a version is found while the old one is still in use, and generation pauses as shortly as
+possible.
 """
 
 import logging
@@ -40,43 +46,43 @@ from hpcrl.weights.window_store import WindowStore
 
 PLUGIN_NAME = "hpcrl"
 RELEASE_DELAY_S = 1.0
-"""How long the memory of the version before is left alone: running requests are computed anew first."""
+"""The delay before the memory of the previous version is released: running requests are recomputed first."""
 log = logging.getLogger("vllm.hpcrl")
 
 
 @dataclass
 class VersionInitInfo(WeightTransferInitInfo):
-    """Where versions are, which one is going to be loaded, and where to say that it can be."""
+    """Where versions are, which one is going to be loaded, and where to report that it can be."""
 
     campaign: str
     job: int
     node: str
     version: int
     answer: str
-    """Rank R leaves a file ANSWER.R when it is done: empty, or what is wrong with the version."""
+    """Rank R writes a file ANSWER.R when it is done: empty, or with the fault of the version."""
 
 
 @dataclass
 class VersionUpdateInfo(WeightTransferUpdateInfo):
-    """Which version to load."""
+    """The version to load."""
 
     version: int
 
 
 def register() -> None:
-    """The entry point; vLLM calls it more than once in some processes."""
+    """Register the engine; vLLM calls this more than once in some processes."""
     if PLUGIN_NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(PLUGIN_NAME, VersionEngine)
 
 
 def open_source(place: WorkerPlace) -> WeightSource:
-    """Where the engines of a node find versions: in its window, else in files."""
+    """Return the source of versions on a node: its window, else files."""
     window = WindowStore(make_window_key(place.campaign, node=place.node), job=place.job)
     return NewestSource(window, FileStore(place.campaign.weights))
 
 
 class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
-    """The end of the weight plane in one worker process of vLLM."""
+    """The receiver of weights in one worker process of vLLM."""
 
     init_info_cls = VersionInitInfo
     update_info_cls = VersionUpdateInfo
@@ -86,43 +92,46 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._rank = int(vllm_config.parallel_config.rank)
         self._has_room = torch.device(device).type == "cpu" and vllm_config.quant_config is None
-        """For weights twice over; a GPU's memory is full of KV."""
+        """True if there is memory for two copies of the weights; the memory of a GPU is full of KV."""
         self._expected = _outline_model(self.model_config.hf_config)
         self._source: tuple[WorkerPlace, WeightSource] | None = None
-        """A window that is mapped already is not mapped again: that holds up whoever generates."""
+        """Kept open, since mapping a window again would delay generation."""
         self._newest_thread: threading.Thread | None = None
-        """The newest of those that work beside the one that generates; each waits for the one before."""
+        """The newest background thread; each waits for the one before."""
         self._ready: tuple[int, Callable[[], None]] | None = None
-        """A version that was found good, and what makes the model compute with it."""
+        """A version that has been checked, and a function that makes the model use it."""
         self._reading = ExitStack()
-        """Open for as long as what is ready lies where the trainer left it."""
+        """Open while the prepared version is read from where the trainer stored it."""
 
     def init_transfer_engine(self, init_info: VersionInitInfo) -> None:
-        """Begin to make a version ready; the answer comes in a file."""
+        """Start to prepare a version; the answer is written to a file."""
         self._run_in_background(lambda: self._prepare_and_report(init_info))
 
     def start_weight_update(self) -> None:
-        """Nothing: all is done in one go, when the version is ready."""
+        """Do nothing: `receive_weights` does it all."""
 
     def receive_weights(self, update_info: VersionUpdateInfo) -> None:
         """Use the version that is ready."""
         ready, self._ready = self._ready, None
         if ready is None or ready[0] != update_info.version:
-            raise WeightsError(f"version {update_info.version} cannot be loaded: it was not made ready before")
+            raise WeightsError(f"version {update_info.version} cannot be loaded: it has not been prepared")
         with self._reading:
             ready[1]()
 
     def finish_weight_update(self) -> None:
-        """Nothing: `receive_weights` has finished."""
+        """Do nothing: `receive_weights` has done it all."""
 
     def shutdown(self) -> None:
-        """Forget what is ready; a window is let go with its last reader."""
+        """Discard the prepared version; a window is released with its last reader."""
         self._ready = None
-        with suppress(WeightsError):  # it was overwritten, and nobody wants it
+        with suppress(WeightsError):  # it was overwritten, and is not needed any more
             self._reading.close()
 
     def _run_in_background(self, work: Callable[[], None]) -> None:
-        """In a thread, when the work before it is done; no nicer than others, or it would be sent away with the GIL."""
+        """Run `work` in a thread after the previous one.
+
+        It has normal priority: a nicer thread could be descheduled while it holds the GIL.
+        """
         previous = self._newest_thread
 
         def run() -> None:
@@ -134,20 +143,23 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
         self._newest_thread.start()
 
     def _prepare_and_report(self, info: VersionInitInfo) -> None:
-        """Make a version ready and say so."""
+        """Prepare a version and write the answer."""
         self.shutdown()
         problem = ""
         try:
             self._ready = info.version, self._prepare_version(info)
         except WeightsError as error:
             problem = str(error)
-        except Exception as error:  # whatever it is, the other end waits for an answer
-            log.exception("version %d cannot be made ready", info.version)
+        except Exception as error:  # the engine waits for an answer in any case
+            log.exception("version %d cannot be prepared", info.version)
             problem = repr(error)
         publish_file(Path(f"{info.answer}.{self._rank}"), problem.encode())
 
     def _prepare_version(self, info: VersionInitInfo) -> Callable[[], None]:
-        """WeightsError names the tensor that is damaged, missing, extra or of another shape."""
+        """Check a version and return a function that uses it.
+
+        WeightsError names the tensor that is damaged, missing, extra or of another shape.
+        """
         with ExitStack() as reading:
             tensors = reading.enter_context(self._open_source(info).read_version(info.version))
             if self._expected is not None:
@@ -175,7 +187,7 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
         self._run_in_background(release_memory)
 
     def _load_tensors(self, tensors: Tensors) -> None:
-        """From where they lie. Whatever goes wrong, the layers are whole again, but of two versions."""
+        """Load from where the tensors are stored. After an error the layers are usable again, but of two versions."""
         initialize_layerwise_reload(self.model)
         try:
             self.model.load_weights(iter(tensors.items()))
@@ -184,7 +196,7 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
 
 
 def _outline_model(hf_config: Any) -> Tensors | None:
-    """Names and shapes of what the trainer publishes; None for a model that transformers has no causal LM for."""
+    """Return the names and shapes that the trainer publishes; None if transformers has no causal LM for the model."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config)
@@ -195,5 +207,5 @@ def _outline_model(hf_config: Any) -> Tensors | None:
 
 
 def _make_outline(tensor: torch.Tensor) -> torch.Tensor:
-    """Its shape alone: vLLM converts to the type that the engine computes in."""
+    """Return a tensor with this shape and no memory, of one type: vLLM converts to the type it computes in."""
     return torch.empty(tensor.shape, dtype=torch.float32, device="meta")

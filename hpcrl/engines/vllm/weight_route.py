@@ -1,7 +1,10 @@
-"""One request to a vLLM server switches to the version that is ready: `POST /hpcrl/switch {"version": 7}`.
+"""A route of the vLLM server that switches to the version that is ready: `POST /hpcrl/switch {"version": 7}`.
 
-Found through an entry point of vLLM's for routes. The steps are those of vLLM's own routes, asked for from within the
-server; it answers while generation stands still, so that who asked can know of the version before its first token.
+    SwitchPlugin    the plugin, which vLLM finds by its entry point for routes
+    switch_version  the route
+
+The steps are those of vLLM's own routes, called within the server. The answer is sent while generation is paused, so
+that the engine knows of the version before its first token.
 """
 
 from argparse import Namespace
@@ -15,7 +18,7 @@ from hpcrl.engines.vllm.weight_plugin import PLUGIN_NAME
 
 
 class SwitchPlugin:
-    """The plugin as vLLM wants it."""
+    """The plugin in the form that vLLM expects."""
 
     name = PLUGIN_NAME
     required_tasks = ("generate",)
@@ -25,17 +28,17 @@ class SwitchPlugin:
         app.add_api_route("/hpcrl/switch", switch_version, methods=["POST"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Nothing: the engine is found with each request."""
+        """Do nothing: the engine is found with each request."""
 
 
 async def switch_version(request: Request) -> JSONResponse:
-    """Stand still, use the version, forget what was computed with the one before; on failure go on standing still."""
+    """Pause, use the version, and reset the caches; after a failure generation stays paused."""
     version = int((await request.json())["version"])
     engine = request.app.state.engine_client
     await engine.start_weight_update()
-    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)  # pause_generation adds a nap
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)  # pause_generation adds a sleep
     await engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
     await engine.finish_weight_update(str(version))
     if not await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-        raise RuntimeError("the KV connector still holds keys and values of the version before")
+        raise RuntimeError("the KV connector still holds keys and values of the previous version")
     return JSONResponse({})

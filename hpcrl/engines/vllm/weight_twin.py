@@ -1,12 +1,13 @@
-"""A twin of a vLLM model: new weights are loaded and packed into it while the model is in use, then change places.
+"""A twin of a vLLM model: new weights are loaded and packed into it while the model is in use, then swapped in.
 
-    Twin(model)    layers of its own that share everything but weights with those of the model
-    fill            load a version into it, by vLLM's own loaders; takes its time
-    take_over       give the model what was loaded, and keep what it had; takes none
-    release_memory  give back the memory of that, little by little
+    ModelTwin       layers that share everything but weights with those of the model
+    fill            load a version into it with vLLM's loaders; slow
+    take_over       swap the weights of the model and the twin; fast
+    release_memory  release the old weights, little by little
+    OWN_ATTRIBUTES, WRAPPED_LOADER_NAME, RELEASE_INTERVAL_S  constants
 
-For models on CPUs: there is memory for weights twice over, and what vLLM does after loading, to pack them for the
-processor's kernels, takes longer than anything else in an update.
+It is used for models on CPUs: there is memory for two copies of the weights, and packing them for the processor's
+kernels, which vLLM does after loading, takes longer than anything else in an update.
 """
 
 import time
@@ -18,22 +19,22 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 OWN_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-"""Attributes of a module that its twin has for itself."""
+"""Attributes of a module that are not shared with its twin."""
 WRAPPED_LOADER_NAME = "online_process_loader"
-"""What vLLM calls the loaders that it puts around those of a layer while that is reloaded."""
+"""vLLM's name of the loaders that it wraps around those of a layer during a reload."""
 RELEASE_INTERVAL_S = 0.002
-"""Between two pieces of memory that are given back: meanwhile nobody else in the process can run Python."""
+"""The interval between releases of memory: during a release no other thread of the process can run Python."""
 
 
 class _LayerPair(NamedTuple):
     layer: torch.nn.Module
     twin: torch.nn.Module
     shared: dict[str, Any]
-    """What both had when the twin was made."""
+    """The attributes of both when the twin was made."""
 
 
 class ModelTwin:
-    """Between `fill` and `take_over` it holds a whole version; it is used once."""
+    """A copy of a model that is used once: it holds a whole version between `fill` and `take_over`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._pairs: dict[torch.nn.Module, _LayerPair] = {}
@@ -41,13 +42,13 @@ class ModelTwin:
         self._model: Any = self._make_twin(model)
 
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], *, model_config: Any) -> None:
-        """Load all weights, under the names that the trainer gives them; nothing of the model changes."""
+        """Load all weights, under the trainer's names; the model does not change."""
         initialize_layerwise_reload(self._model)
         self._model.load_weights(iter(tensors))
         finalize_layerwise_reload(self._model, model_config)
 
     def take_over(self) -> None:
-        """Let the model compute with what was loaded; call it between two steps."""
+        """Make the model use the loaded weights; call it between two steps."""
         for tensor, loaded in self._replaced_tensors():
             tensor.data, loaded.data = loaded.data, tensor.data
         for layer, twin, shared in self._pairs.values():
@@ -57,7 +58,7 @@ class ModelTwin:
                     layer.__dict__[name] = value
 
     def release_memory(self) -> None:
-        """After `take_over`: forget what the model had. It would take as long as a step or two to do it at once."""
+        """Release the old weights after `take_over`; to do it at once would take as long as a step or two."""
         for _, loaded in self._replaced_tensors():
             loaded.data = loaded.data.new_empty(0)
             time.sleep(RELEASE_INTERVAL_S)
@@ -69,7 +70,7 @@ class ModelTwin:
             time.sleep(RELEASE_INTERVAL_S)
 
     def _replaced_tensors(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each tensor of the model with the one that was loaded for it, once."""
+        """Yield each tensor of the model with the one loaded for it, once."""
         seen: set[tuple[int, int]] = set()
         for layer, twin, _ in self._pairs.values():
             for own_tensors, twin_tensors in ((layer._parameters, twin._parameters), (layer._buffers, twin._buffers)):
@@ -81,7 +82,7 @@ class ModelTwin:
                     yield tensor, loaded
 
     def _make_twin(self, layer: torch.nn.Module) -> torch.nn.Module:
-        """The same module once more, and so all below it; what appears twice in the model does in its twin."""
+        """Copy a module and all below it; a module that appears twice in the model does so in its twin."""
         if layer in self._pairs:
             return self._pairs[layer].twin
         twin: torch.nn.Module = type(layer).__new__(type(layer))
@@ -100,7 +101,7 @@ class ModelTwin:
         return twin
 
     def _describe(self, layer: torch.nn.Module, twin: torch.nn.Module) -> None:
-        """Tell vLLM's loaders what the twin looks like before it is packed: as the layer did."""
+        """Give vLLM's loaders the unpacked shapes of the twin, which are those of the layer."""
         info, known = get_layerwise_info(twin), get_layerwise_info(layer)
         info.restore_device = known.restore_device
         params, buffers = known.restore_metadata
@@ -116,7 +117,7 @@ class ModelTwin:
 
 
 def _wrap_like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """`data`, with the type of `tensor` and what vLLM's loaders have written on it."""
+    """Return `data` with the type of `tensor` and the attributes that vLLM's loaders have set on it."""
     made = data.detach()
     made.__class__ = type(tensor)
     made.__dict__ = dict(vars(tensor))
@@ -124,7 +125,7 @@ def _wrap_like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 def _make_outline(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory; if the model itself was reloaded before, its loader still leads there."""
+    """Return a tensor without memory, and with its original loader even if the model was reloaded before."""
     outline = _wrap_like(tensor, tensor.data)
     made: Any = outline
     while getattr(getattr(made, "weight_loader", None), "__name__", "") == WRAPPED_LOADER_NAME:

@@ -172,7 +172,7 @@ def test_an_engine_of_a_campaign_takes_the_models_words_and_the_pace_of_the_hard
 def test_a_model_that_does_not_say_how_large_it_is_is_refused_with_the_cure(tiny_model_dir, tmp_path):
     config = tmp_path / "config.json"
     config.write_text("{}")
-    with pytest.raises(EngineError, match=r"config.json does not say .* set engine.sim.config"):
+    with pytest.raises(EngineError, match=r"config.json cannot be estimated .* set engine.sim.config"):
         make_sim_engine(tiny_model_dir, gpu="h100", num_gpus=1, config=config)
 
 

@@ -79,14 +79,14 @@ def test_a_server_that_does_not_come_up_is_an_engine_error_that_says_why(
 def test_a_server_that_is_never_well_is_given_up(launch: VllmLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM", "unwell")
     with pytest.raises(EngineError, match="vLLM was not up after 3 s"):
-        with_engine(_changed(launch, start_s=3.0), lambda engine: engine.generate(REQUEST))
+        with_engine(_changed(launch, start_timeout_s=3.0), lambda engine: engine.generate(REQUEST))
 
 
 @pytest.mark.parametrize(
     ("behaviour", "complaint"),
     [
         ("breaks", "with 500: EngineCore has died"),
-        ("nonsense", "not understood"),
+        ("nonsense", "invalid answer"),
         ("nan", "not finite"),
     ],
 )
@@ -170,7 +170,7 @@ def test_a_tokenizer_that_does_not_fit_its_model_is_refused_by_name_before_anyth
     shutil.copytree(launch.model, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
-    with pytest.raises(EngineError, match=r"odd/tokenizer.json has ids up to 99, and the model .* knows 0\.\.49"):
+    with pytest.raises(EngineError, match=r"odd/tokenizer.json has ids up to 99, and the model .* has only 0\.\.49"):
         with_engine(_changed(launch, model=model), lambda engine: engine.generate(REQUEST))
     assert not (tmp_path / "asked").exists()
     with pytest.raises(EngineError, match="has ids up to 99"):
