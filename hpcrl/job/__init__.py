@@ -1,14 +1,14 @@
-"""Inside a job: what starts, watches and ends the workers. No data passes through it.
+"""Start, supervise and end the workers of a job. No data passes through this package.
 
-driver           supervises the workers
-guardian         owns the driver and clears up after it
-next_job         queues and cancels the next job of the campaign
-runtime          Parsl executors
-parsl_providers  steps and jobs as Parsl blocks
-courier_step     starts, watches and restarts the couriers
+driver           supervise the workers
+guardian         run the driver and clean up after it
+next_job         queue and cancel the next job of the campaign
+runtime          start workers with Parsl
+parsl_providers  Parsl blocks as steps and as jobs
+courier_step     start, watch and restart the couriers
 reward_tasks     one task per segment, and the number of reward jobs
-metrics_process  starts and restarts the metrics process
-metrics_export   events to TensorBoard and W&B
-step             a worker as a process of a step
-ranks            the ranks of a step on one node
+metrics_process  start and restart the metrics process
+metrics_export   send metrics to TensorBoard and W&B
+step             run one command of a step
+ranks            start the ranks of a step on one node
 """

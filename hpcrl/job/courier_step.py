@@ -1,14 +1,16 @@
-"""The step of the couriers, and the rung of the ladder that versions of the weights go by.
+"""The step of the couriers, and the transport by which versions of the weights are sent.
 
-    list_transports    what a site lets us try above files, best first
-    TransportCommand   a rung, and the step that carries versions on it
-    CourierSupervisor  starts the step, watches it, starts it again alone; says when the rung changes
-    WeightPlane  a job's couriers for its driver: publishes the rung in use, emits what changes
+    list_transports     the transports that a site allows, other than files, best first
+    TransportCommand    a transport, and the step that sends versions by it
+    CourierSupervisor   start, watch and restart the step; choose the transport in use
+    WeightPlane         the couriers of a job for its driver: publish the transport in use, emit changes
+    STARTUP_TIMEOUT_S, STEADY_AFTER_S, MAX_RESTARTS, MAX_TRIES, MAX_RETURNS, RETRY_INTERVAL_S, END_TIMEOUT_S   limits
+    SILENCE_TIMEOUT_S, POLL_INTERVAL_S, LEAVE_TIMEOUT_S, TERM_GRACE_S   more of them
 
-The ladder: one MPI step over all nodes that need weights (joined over het groups, or inside one allocation), else the
-same step over TCP, else files. A rung that never came to serve is left for good. One that served and then failed too
-often is tried again after a while, and when an engine has asked for files, versions go by couriers again once they have
-brought a later one to every node; both a few times in a job. A campaign never waits for its couriers.
+The fallback order: one MPI step over all nodes that need weights (joined over het groups, or inside one allocation),
+else the same step over TCP, else files. A transport that never served is dropped for good. One that served and then
+failed too often is retried after a while. When an engine has asked for files, couriers are used again once they have
+delivered a later version to every node. Both happen a few times in a job. A campaign never waits for its couriers.
 """
 
 import contextlib
@@ -33,28 +35,28 @@ from hpcrl.weights.couriers.protocol import CourierStatus
 from hpcrl.weights.versions import Transport, TransportName, find_newest_version, read_transport, write_transport
 
 STARTUP_TIMEOUT_S = 180.0
-"""How long the couriers may take to find each other; they give up by themselves before."""
+"""How long the couriers may take to connect to each other; they stop trying before that."""
 STEADY_AFTER_S = 60.0
-"""Couriers that have served so long have done well: what went wrong before is forgotten."""
+"""Couriers that served this long are healthy: earlier failures no longer count."""
 MAX_RESTARTS = 5
-"""How often in a row couriers that have served are started again."""
+"""How often in a row couriers that have served are restarted."""
 MAX_TRIES = 2
-"""How often a rung is tried that has never served."""
+"""How often a transport that has never served is tried."""
 MAX_RETURNS = 3
-"""How often in a job versions go by couriers again after they went by files."""
+"""How often in a job couriers are used again after files."""
 RETRY_INTERVAL_S = 60.0
-"""After so long with files, couriers that were given up are tried again; each further time after four times as long."""
+"""After this long with files, abandoned couriers are tried again; each further time after four times as long."""
 END_TIMEOUT_S = 15.0
-"""How long a step may take to end after one of its ranks has given up."""
+"""How long a step may take to end after one of its ranks has stopped serving."""
 SILENCE_TIMEOUT_S = 30.0
-"""Couriers that have said nothing for so long are gone, though their step has not ended: srun may hang."""
+"""Couriers without a heartbeat for this long are lost, even if their step has not ended: srun may hang."""
 POLL_INTERVAL_S = 0.5
 LEAVE_TIMEOUT_S = 3.0
 TERM_GRACE_S = 2.0
 
 
 def list_transports(mpi: MpiConfig, *, layout: JobLayout) -> tuple[list[TransportName], str]:
-    """What can be tried above files, best first, and what keeps MPI, or all of it, from being tried."""
+    """Return the transports to try before files, best first, and why MPI, or all of them, cannot be tried."""
     if not mpi.couriers:
         return [], "the site does not want couriers (site.mpi.couriers = false)"
     if (why := _explain_no_mpi(mpi, layout)) is not None:
@@ -74,45 +76,45 @@ def _explain_no_mpi(mpi: MpiConfig, layout: JobLayout) -> str | None:
 
 @dataclass(frozen=True)
 class TransportCommand:
-    """A rung above files."""
+    """A transport other than files, and its command."""
 
     transport: TransportName
     command: Sequence[str]
-    """The couriers' step; every life of it is given a name."""
+    """The command of the couriers' step; every start adds the name of its incarnation."""
 
 
 @dataclass
 class CourierSupervisor:
-    """The couriers of a job, in their present life."""
+    """The supervisor of a job's couriers and of the incarnation that runs."""
 
     job: JobDir
     weights: Path
-    """Where the rung is said, also by an engine that asks for files."""
+    """The directory of the weights; the transport is stored there, also by an engine that asks for files."""
     commands: list[TransportCommand]
     """Best first."""
     transport: Transport
-    """The one in use."""
+    """The transport in use."""
     incarnation: str = ""
     _num_useless: int = 0
-    """Ways that were of no use, and are not tried again on these nodes."""
+    """The number of commands that never served and are not tried again on these nodes."""
     _process: "subprocess.Popen[bytes] | None" = None
     _started_at: float = 0.0
     _patient_until: float = 0.0
-    """Until then, a step that runs and does not serve is left alone: it is coming up, or ending by itself."""
+    """Until then, a running step that does not serve is left alone: it is starting, or ending by itself."""
     _next_poll: float = 0.0
     _last_beat: float = 0.0
     _beat_changed_at: float = 0.0
-    """When the beat was seen to change."""
+    """When the heartbeat was last seen to change."""
     _failures: int = 0
     _has_served: bool = False
     _start_at: float = math.inf
-    """When those that have ended are started again."""
+    """When an ended step is restarted."""
     _returns_left: int = MAX_RETURNS
     _version_at_request: int | None = None
     """The newest version when an engine was seen to have asked for files."""
 
     def start(self) -> None:
-        """Begin the step; nobody waits for it."""
+        """Start the step without waiting for it."""
         remove_path(self.job.courier_status(self.incarnation))
         self.incarnation = secrets.token_hex(8)
         command = [*self.commands[self._num_useless].command, f"--life={self.incarnation}"]
@@ -124,7 +126,7 @@ class CourierSupervisor:
         self._patient_until = self._started_at + STARTUP_TIMEOUT_S
 
     def poll(self) -> str | None:
-        """See how they are, start them again if they have ended; what went wrong, if something has."""
+        """Check the couriers and restart them if they have ended; return the failure, if there was one."""
         now = time.monotonic()
         if now < self._next_poll:
             return None
@@ -153,7 +155,7 @@ class CourierSupervisor:
         return reason
 
     def _return_from_files(self, status: CourierStatus) -> None:
-        """Up from files: they serve now, or have done since an engine asked for files what it missed."""
+        """Use couriers again: they now serve, or have delivered a version later than an engine's request for files."""
         name = self.commands[self._num_useless].transport
         if self.transport.rung != name:
             self.transport = Transport(rung=name, reason=status.reason)
@@ -165,12 +167,12 @@ class CourierSupervisor:
             self._version_at_request = find_newest_version(self.weights) or 0
         elif self._returns_left > 0 and status.carried is not None and status.carried > self._version_at_request:
             self._returns_left -= 1
-            reason = f"every node has version {status.carried}, made after an engine had asked for files"
+            reason = f"every node has received version {status.carried}, which is later than the request for files"
             self.transport = Transport(rung=name, reason=reason)
             self._version_at_request = None
 
     def _fall_back(self, reason: str, *, permanently: bool) -> None:
-        """Files for now; the next rung if this one is of no use, else this one again, later."""
+        """Use files for now; then start the next transport if this one never served, else retry this one later."""
         self.transport = Transport(rung="files", reason=reason)
         self._failures = 0
         if permanently:
@@ -188,7 +190,7 @@ class CourierSupervisor:
             self.start()
 
     def replace_commands(self, commands: list[TransportCommand]) -> None:
-        """Other ways, on the nodes that are left when one is lost; a rung that failed there may have failed by that."""
+        """Use new commands after a node was lost; transports that failed are tried again, as that may be why."""
         if commands != self.commands:
             self._end_step()
             self.commands, self._num_useless, self._failures, self._has_served = commands, 0, 0, False
@@ -196,18 +198,18 @@ class CourierSupervisor:
 
     @property
     def is_running(self) -> bool:
-        """A step of theirs is under way."""
+        """True while a step has been started and not ended."""
         return self._process is not None
 
     def close(self) -> None:
-        """End them for good; once the job drains they leave by themselves, and take their windows with them."""
+        """End the couriers for good; in a draining job they end by themselves and remove their windows."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LEAVE_TIMEOUT_S)
         self._end_step()
 
     def _is_silent(self, now: float) -> bool:
-        """Every life has a file of its own, so that its first beat is a change."""
+        """True if the heartbeat has stopped. Each incarnation has its own file, so its first beat is a change."""
         beat = CourierStatus.read_touch_time(self.job.courier_status(self.incarnation))
         if beat != self._last_beat:
             self._last_beat, self._beat_changed_at = beat, now
@@ -217,9 +219,9 @@ class CourierSupervisor:
         if status is not None and not status.ready:
             return status.reason
         if code is None and status is not None:
-            return f"nothing was heard of the couriers for {SILENCE_TIMEOUT_S:g} s, and their step does not end"
+            return f"the couriers sent no heartbeat for {SILENCE_TIMEOUT_S:g} s, and their step does not end"
         if code is None:
-            return f"the couriers did not find each other within {STARTUP_TIMEOUT_S:g} s"
+            return f"the couriers did not connect to each other within {STARTUP_TIMEOUT_S:g} s"
         return f"the step of the couriers ended with code {code}: {read_last_line(self.job.log('couriers'))}"
 
     def _end_step(self) -> None:
@@ -229,7 +231,7 @@ class CourierSupervisor:
 
 
 class WeightPlane:
-    """The way that a job's weights take, as its driver sees it: by files, and by couriers once these serve."""
+    """The transport of a job's weights, as its driver sees it: files, and couriers once these serve."""
 
     def __init__(
         self,
@@ -239,7 +241,7 @@ class WeightPlane:
         ways: Callable[[Sequence[TransportName]], list[TransportCommand]],
         emit: Callable[[CampaignEvent], None],
     ) -> None:
-        """`ways` makes the couriers' commands on the nodes that are left."""
+        """Take `ways`, which returns the couriers' commands on the nodes that are left."""
         self._run = place.campaign
         self._job = place.job
         self._layout = plan.layout
@@ -248,21 +250,21 @@ class WeightPlane:
         self._couriers: CourierSupervisor | None = None
 
     def start(self, mpi: MpiConfig) -> None:
-        """Weights go by files until couriers serve; on one machine the trainer's window is enough, and it says so."""
+        """Publish files as the transport and start the couriers; on one machine the trainer's window is enough."""
         if self._layout == "local":
             return
         above, why = list_transports(mpi, layout=self._layout)
         starting = f"the couriers are being started ({above[0]})" if above else ""
-        rung = Transport(rung="files", reason="; ".join(filter(None, (why, starting))))
-        self._take_rung(rung)
+        files = Transport(rung="files", reason="; ".join(filter(None, (why, starting))))
+        self._use_transport(files)
         if above:
             self._couriers = CourierSupervisor(
-                job=self._job, weights=self._run.weights, commands=self._ways(above), transport=rung
+                job=self._job, weights=self._run.weights, commands=self._ways(above), transport=files
             )
             self._couriers.start()
 
     def tend(self) -> None:
-        """When couriers fail, weights go by files from then on: a campaign never dies of its weight plane."""
+        """Check the couriers; if they fail, use files: the campaign survives any failure of its weight plane."""
         couriers = self._couriers
         if couriers is None:
             return
@@ -272,20 +274,20 @@ class WeightPlane:
         if couriers.is_running and (wrong is not None or not were_running):
             self._emit(WorkerRestarted(of="couriers"))
         if couriers.transport != before:
-            self._take_rung(couriers.transport)
+            self._use_transport(couriers.transport)
 
     def go_around(self) -> None:
-        """Start the couriers again on the nodes that are left, after one was lost."""
+        """Restart the couriers on the nodes that are left, after one was lost."""
         if self._couriers is not None:
             self._couriers.replace_commands(self._ways([way.transport for way in self._couriers.commands]))
 
     def close(self) -> None:
-        """End the couriers; a job that drains tells them that this is the end, and their windows go."""
+        """End the couriers; the drain file asks them to remove their windows first."""
         if self._couriers is not None:
             if not self._job.drain.exists():
                 publish_file(self._job.drain, "the job is ending")
             self._couriers.close()
 
-    def _take_rung(self, rung: Transport) -> None:
-        write_transport(make_private_dir(self._run.weights), rung)
-        self._emit(RungChanged(rung=rung.rung, reason=rung.reason))
+    def _use_transport(self, transport: Transport) -> None:
+        write_transport(make_private_dir(self._run.weights), transport)
+        self._emit(RungChanged(rung=transport.rung, reason=transport.reason))

@@ -1,8 +1,12 @@
-"""The driver of one job: `python -m hpcrl.job.driver CAMPAIGN JOB` starts, watches and ends the workers.
+"""The driver of one job: `python -m hpcrl.job.driver CAMPAIGN JOB` starts, supervises and ends the workers.
 
-No data passes through it.
+    main               start the guardian with the driver as its child
+    JobDriver          supervise one job: allocation -> runtime -> supervise until the trainer is done -> outcome
+    LongLivedWorker    a worker that runs until the job ends
+    StallDetector      detect that nothing changes any more
+    LONG_LIVED_ROLES, MAX_RESTARTS, POLL_INTERVAL_S, TERM_GRACE_S   constants
 
-A child of the guardian (guardian.py): allocation -> runtime -> supervise until the trainer is done -> outcome.
+No data passes through the driver.
 """
 
 import os
@@ -51,37 +55,37 @@ if TYPE_CHECKING:
 
 LONG_LIVED_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env")
 MAX_RESTARTS = 3
-"""How often one worker (or the trainer, a worker pool, the scoring of one segment) is begun anew in a job."""
+"""How often one worker (or the trainer, a worker pool, the scoring of one segment) is restarted in a job."""
 POLL_INTERVAL_S = 0.1
 TERM_GRACE_S = 20.0
-"""What is left after SIGTERM: Slurm kills 30 s later."""
+"""Time to drain after SIGTERM: Slurm kills 30 s after it."""
 
 
 def main() -> int:
-    """The batch script's process becomes the guardian of a child, which drives."""
+    """Turn the batch script's process into the guardian and run the driver in a child."""
     campaign, number = CampaignDir(Path(sys.argv[1])), int(sys.argv[2])
     place = WorkerPlace(campaign, campaign.job(number), current_node())
     return run_guarded(lambda outcome_fd: _drive_job(place, outcome_fd=outcome_fd), place)
 
 
 def _drive_job(place: WorkerPlace, *, outcome_fd: int) -> int:
-    """The driver's whole life; every way out but a kill tells the guardian how it went."""
+    """Drive the job and send its outcome to the guardian, whatever happens; only a kill prevents that."""
     outcome: JobOutcome = "failed"
     try:
         outcome, reason = JobDriver.load(place).drive()
     except HpcrlError as error:
         reason = str(error)
-        print(f"hpcrl: {error}", file=sys.stderr, flush=True)
-    except BaseException as error:
-        reason = f"the driver broke: {type(error).__name__}: {error}"
-        sys.excepthook(*sys.exc_info())  # os._exit follows: nobody else would print it
+        print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
+    except BaseException as error:  # noqa: BLE001 - whatever failed, the guardian must receive the reason
+        reason = f"the driver failed: {type(error).__name__}: {error}"
+        sys.excepthook(*sys.exc_info())  # os._exit follows, so nothing else prints it
     os.write(outcome_fd, outcome_json(outcome, reason))
     return 0 if outcome in ("done", "stopped", "drained") else 1
 
 
 @dataclass
 class LongLivedWorker:
-    """A long-lived worker in its present life."""
+    """The current process of a long-lived worker."""
 
     role: RoleName
     index: int
@@ -90,7 +94,7 @@ class LongLivedWorker:
 
 @dataclass
 class JobDriver:
-    """Supervision of one job."""
+    """The supervisor of one job."""
 
     place: WorkerPlace
     plan: Plan
@@ -120,7 +124,7 @@ class JobDriver:
 
     @classmethod
     def load(cls, place: WorkerPlace) -> "JobDriver":
-        """Read what was submitted; forget what an earlier, requeued run of this job left to obey."""
+        """Read what was submitted; remove requests left by an earlier, requeued run of this job."""
         campaign, job = place.campaign, place.job
         make_private_dir(job.parsl)
         for path in (job.drain, job.end, job.outcome, job.dump_stacks):
@@ -138,8 +142,8 @@ class JobDriver:
         )
 
     def drive(self) -> tuple[JobOutcome, str]:
-        """Bring everything up, supervise, take everything down."""
-        from hpcrl.job.runtime import JobRuntime  # imports parsl: only here, and late
+        """Start everything, supervise, end everything; return the outcome and its reason."""
+        from hpcrl.job.runtime import JobRuntime  # it imports parsl: only here, and late
 
         if self.job.chain_marker.exists() and (
             known_outcome := next_job.campaign_outcome(self.campaign, self.campaign.job(self.job.number - 1))
@@ -154,7 +158,7 @@ class JobDriver:
         self.events.emit(LayoutChosen(layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes))
         if allocation.job_id is not None:
             scrub_environment(os.environ)
-        for number in self.campaign.job_numbers():  # where a whole node died, nobody was left to end them
+        for number in self.campaign.job_numbers():  # if a whole node was lost, no process was left to end them
             cancel_reward_jobs(self.campaign.job(number))
         runtime = JobRuntime(
             self.plan,
@@ -165,11 +169,11 @@ class JobDriver:
         self.weight_plane = WeightPlane(
             self.place,
             plan=self.plan,
-            ways=lambda rungs: runtime.courier_commands(self.site, rungs),
+            ways=lambda transports: runtime.courier_commands(self.site, transports),
             emit=self.events.emit,
         )
         try:
-            runtime.start_trainer()  # first: it makes the weights that all others wait for
+            runtime.start_trainer()  # first: all others wait for its weights
             self.weight_plane.start(self.site.mpi)
             runtime.start()
             self._start_workers(runtime)
@@ -194,7 +198,7 @@ class JobDriver:
         detector = StallDetector(timeout_s=self.recipe.job.stall_timeout_min * 60)
         while True:
             if self.cancelled:
-                return "stopped", "it was told to end at once (hpcrl stop --now)"
+                return "stopped", "a user asked it to end at once (hpcrl stop --now)"
             self._check_end_requests(end_time=end_time)
             code = runtime.trainer_exit_code()
             if code == EXIT_DONE:
@@ -210,7 +214,7 @@ class JobDriver:
             time.sleep(POLL_INTERVAL_S)
 
     def _restart_failed(self, runtime: "JobRuntime", *, trainer_code: int | None) -> None:
-        """Begin anew what has ended before its time, within a budget each."""
+        """Restart what ended too early; each has its own limit of restarts."""
         self.weight_plane.tend()
         self.reporter.keep_running()
         if trainer_code is not None:
@@ -220,7 +224,7 @@ class JobDriver:
             self.events.emit(FaultReported(what="worker pool", detail=f"{role} on {node} ended and was started again"))
             pool = f"the worker pool of {role} on {node}"
             if self._can_lose_node(pool) and runtime.drop_node(role, node):
-                self.events.emit(FaultReported(what="node", detail=f"{role} goes on without {node}"))
+                self.events.emit(FaultReported(what="node", detail=f"{role} continues without {node}"))
                 self.weight_plane.go_around()
             else:
                 self._count_failure(pool, f"see parsl.{role}.block-*.log")
@@ -236,24 +240,24 @@ class JobDriver:
         self.events.emit(WorkerRestarted(of=name))
 
     def _can_lose_node(self, pool: str) -> bool:
-        """A node that takes no more steps is lost, and the job is to outlive that."""
+        """True if the node accepts no more steps and the job is to survive its loss."""
         return self.plan.survive_node_loss and self.failures[pool] == MAX_RESTARTS
 
     def _count_failure(self, name: str, reason: str) -> None:
-        """Give up once something has failed too often: nodes are not held for what cannot run."""
+        """Raise once something has failed too often: nodes are not held for work that cannot run."""
         self.failures[name] += 1
         if self.failures[name] > MAX_RESTARTS:
             times = f"{name} failed {self.failures[name]} times"
             raise HpcrlError(f"{times}, the last time with: {reason}; the logs are in {self.job.logs}")
 
     def _check_end_requests(self, *, end_time: float) -> None:
-        """Whoever wants the job to end: a person, Slurm, or the clock."""
+        """Drain the job if a user, Slurm or the clock asks for it."""
         if self.drain_reason:
             return
         if self.campaign.stop.exists():
-            self._drain("somebody asked for it (hpcrl stop)", grace_s=self.recipe.job.drain_s)
+            self._drain("a user asked for it (hpcrl stop)", grace_s=self.recipe.job.drain_s)
         elif self.terminated:
-            self._drain("it was told to terminate", grace_s=TERM_GRACE_S)
+            self._drain("it received SIGTERM", grace_s=TERM_GRACE_S)
         elif self.near_end or time.time() > end_time - self.recipe.job.drain_s:
             self._queue_next()  # Slurm may have refused it before
             self._drain("its walltime is nearly over", grace_s=max(end_time - time.time() - CLOSE_GRACE_S, 1.0))
@@ -278,15 +282,15 @@ class JobDriver:
         return outcome, reason
 
     def _check_progress(self, detector: "StallDetector") -> None:
-        """Nodes are never held idle: with nothing moving, leave the stacks in the logs and end."""
+        """If nothing changes for too long, dump all stacks to the logs and raise: nodes are never held idle."""
         seen = (self.scoring.num_segments(), versions.find_newest_version(self.campaign.weights))
         if not detector.has_stalled(seen):
             return
         publish_file(self.job.dump_stacks, "")
         time.sleep(CLOSE_GRACE_S)
         raise HpcrlError(
-            f"nothing moved for {detector.timeout_s / 60:g} min (job.stall_timeout_min): "
-            f"what every worker was doing is at the end of its log in {self.job.logs}"
+            f"no progress for {detector.timeout_s / 60:g} min (job.stall_timeout_min): "
+            f"the stacks of every worker are at the end of its log in {self.job.logs}"
         )
 
     def _on_cancel(self, *_: object) -> None:
@@ -301,7 +305,7 @@ class JobDriver:
 
 @dataclass
 class StallDetector:
-    """When did what is seen last change?"""
+    """A detector of progress: it remembers when the observed value last changed."""
 
     timeout_s: float
     last: object = None

@@ -1,9 +1,10 @@
-"""The batch script's own process: it adopts every orphan of the job, and leaves nothing behind whatever becomes of its
-child, the driver.
+"""The guardian: the batch script's process, which adopts every orphan of the job and cleans up after the driver, its
+child, even if that was killed.
 
-guarded         fork, pass signals on, wait, clear up, and only then record the outcome
-verdict         how the driver tells how it went
-cancel_rewards  the small jobs of a driver that cannot end them any more
+    run_guarded          fork, forward signals, wait, clean up, and only then record the outcome
+    outcome_json         the record of a job's outcome
+    cancel_reward_jobs   end the reward jobs of a driver that was killed
+    CLOSE_GRACE_S, FORWARDED_SIGNALS   constants
 """
 
 import json
@@ -26,12 +27,12 @@ from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendan
 from hpcrl.weights.window.file import unlink_recorded_windows
 
 CLOSE_GRACE_S = 10.0
-"""How long what is ending may take."""
+"""How long processes may take to end."""
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 def run_guarded(drive: Callable[[int], int], place: WorkerPlace) -> int:
-    """Run `drive` in a child, which writes its verdict to the descriptor that it is given; the exit code of the job."""
+    """Run `drive` in a child, which writes its outcome to the given descriptor; return the exit code of the job."""
     campaign, job = place.campaign, place.job
     adopt_orphans()
     outcome_fd, driver_end = os.pipe()
@@ -43,7 +44,7 @@ def run_guarded(drive: Callable[[int], int], place: WorkerPlace) -> int:
     os.close(driver_end)
     code = _wait_for_driver(driver)
     _clean_up(job)
-    reported = os.read(outcome_fd, 1 << 16)  # nobody else holds the other end any more
+    reported = os.read(outcome_fd, 1 << 16)  # no process holds the other end any more
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
     publish_file(job.outcome, reported or outcome_json("failed", f"the driver {how}"))
     if next_job.campaign_outcome(campaign, job) is not None:
@@ -52,17 +53,17 @@ def run_guarded(drive: Callable[[int], int], place: WorkerPlace) -> int:
 
 
 def outcome_json(outcome: JobOutcome, reason: str) -> bytes:
-    """What is recorded of a job that has ended."""
+    """Return the record of a job that has ended."""
     return json.dumps({"outcome": outcome, "reason": reason[:4000], "time": time.time()}).encode()
 
 
 def cancel_reward_jobs(job: JobDir) -> None:
-    """Of a job whose driver was killed: one that is queued could wait for days, to find nobody to work for."""
+    """End the reward jobs of a job whose driver was killed: queued ones could wait for days, then find no work."""
     _try_cleanup(lambda: cancel_recorded_jobs(job.reward_jobs))
 
 
 def _wait_for_driver(driver: int) -> int:
-    """How the driver ended, once it has."""
+    """Wait for the driver, forwarding signals, and return its exit code."""
 
     def forward(number: int, _: FrameType | None) -> None:
         os.kill(driver, number)
@@ -71,12 +72,12 @@ def _wait_for_driver(driver: int) -> int:
         signal.signal(sig, forward)
     _, status = os.waitpid(driver, 0)
     for sig in FORWARDED_SIGNALS:
-        signal.signal(sig, signal.SIG_IGN)  # from here on the end is on its way
+        signal.signal(sig, signal.SIG_IGN)  # the job is already ending
     return os.waitstatus_to_exitcode(status)
 
 
 def _clean_up(job: JobDir) -> None:
-    """Nothing that belonged to the driver is left."""
+    """End everything that the driver started."""
     publish_file(job.end, "")  # a driver that was killed could not ask its steps to end
     wait_for_descendants(timeout_s=CLOSE_GRACE_S)
     end_descendants(grace_s=CLOSE_GRACE_S)
@@ -85,8 +86,8 @@ def _clean_up(job: JobDir) -> None:
 
 
 def _try_cleanup(action: Callable[[], None]) -> None:
-    """What Slurm does not answer now ends with its walltime, or when it sees that nothing is to do."""
+    """Run a cleanup and print its error; a job left behind ends at its walltime, or when it finds no work."""
     try:
         action()
     except (SlurmError, OSError) as error:
-        print(f"hpcrl: {error}", file=sys.stderr, flush=True)
+        print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look

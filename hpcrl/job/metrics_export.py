@@ -1,15 +1,16 @@
-"""`python -m hpcrl.job.metrics_export CAMPAIGN JOB`: the one reader that feeds TensorBoard and the like.
+"""The metrics process: `python -m hpcrl.job.metrics_export CAMPAIGN JOB` sends figures to TensorBoard and W&B.
 
-A process of its own, started by the driver: neither the trainer nor anybody else waits for a sink. It goes on where
-the reader of the job before left off; SIGTERM makes it take what is left and end.
+    extract_figures       the figures of an event, or None (pure)
+    EventFigures          the figures of one event, with their step
+    FIELDS_BY_HEADING     the headings of a step's fields
+    make_sink_factories   the sinks that a recipe asks for, by name, not yet opened
+    MetricsSink           the interface of a sink
+    TensorBoardSink, WandbSink   its implementations
+    MetricsFeeder         read new events and send their figures to every sink
+    POLL_INTERVAL_S       the time between two reads
 
-What of the events is a figure, and under which name and step it is shown. Pure.
-
-figures_of   an event -> its figures, or None
-
-Where figures are shown: TensorBoard and Weights & Biases, each behind the same four methods.
-
-sinks_of   the sinks that a recipe asks for, by name, not yet opened
+It is a separate process, started by the driver, so that no worker waits for a sink. It continues where the metrics
+process of the job before stopped; on SIGTERM it exports the remaining events and ends.
 """
 
 import contextlib
@@ -41,20 +42,20 @@ FIELDS_BY_HEADING = {
     "staleness": ("lag_mean", "lag_max"),
     "speed": ("tokens_per_s", "mfu", "step_s", "wait_s", "imbalance"),
 }
-"""The fields of a step by the heading under which they are shown."""
+"""The fields of a step, by the heading under which they are shown."""
 
 
 class EventFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What is shown of one event."""
+    """The figures of one event."""
 
     time: float
     step: int
-    """Of training; for an evaluation, the version of the weights."""
+    """The training step; for an evaluation, the version of the weights."""
     values: dict[str, float]
 
 
 def extract_figures(event: CampaignEvent) -> EventFigures | None:
-    """The figures of a training step or an evaluation."""
+    """Return the figures of a training step or an evaluation; None for other events."""
     match event:
         case StepFinished():
             return _make_figures(event, step=event.step, values=_step_values(event))
@@ -82,12 +83,12 @@ def _evaluation_values(event: EvaluationFinished) -> Iterator[tuple[str, Any]]:
 
 
 class MetricsSink(Protocol):
-    """Shows figures. Whatever it raises is its own end, and nobody else's."""
+    """The interface of a sink that shows figures. A sink that raises is dropped; the others continue."""
 
     def write(self, figures: EventFigures) -> None: ...
 
     def rewind_before(self, step: int) -> None:
-        """What was shown of this step and later ones is of a past that a resume left."""
+        """Mark figures of this step and later as obsolete: training was resumed before it."""
 
     def flush(self) -> None: ...
 
@@ -95,7 +96,7 @@ class MetricsSink(Protocol):
 
 
 def make_sink_factories(metrics: MetricsConfig, *, campaign: CampaignDir) -> dict[str, Callable[[], MetricsSink]]:
-    """What makes each sink that the recipe asks for."""
+    """Return functions that open the sinks that the recipe asks for, by name."""
     found: dict[str, Callable[[], MetricsSink]] = {}
     if metrics.tensorboard:
         found["tensorboard"] = partial(TensorBoardSink, campaign.metrics / "tensorboard")
@@ -105,7 +106,7 @@ def make_sink_factories(metrics: MetricsConfig, *, campaign: CampaignDir) -> dic
 
 
 class TensorBoardSink:
-    """Event files of TensorBoard: `tensorboard --logdir CAMPAIGN/metrics/tensorboard` shows them."""
+    """The event files of TensorBoard: `tensorboard --logdir CAMPAIGN/metrics/tensorboard` shows them."""
 
     def __init__(self, directory: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -153,16 +154,16 @@ class WandbSink:
             settings=settings,
         )
         self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")  # steps may go back, and W&B's own count may not
+        self._run.define_metric("*", step_metric="step")  # our step may decrease, W&B's own may not
 
     def write(self, figures: EventFigures) -> None:
         self._run.log({"step": figures.step, **figures.values})
 
     def rewind_before(self, step: int) -> None:
-        """What is shown again lies over what was shown before."""
+        """Do nothing: new figures are drawn over the obsolete ones."""
 
     def flush(self) -> None:
-        """Its own process writes as it goes."""
+        """Do nothing: W&B's process writes continuously."""
 
     def close(self) -> None:
         self._run.finish()
@@ -172,7 +173,7 @@ POLL_INTERVAL_S = 2.0
 
 
 class MetricsFeeder:
-    """Reads what is new and gives it to every sink that still works."""
+    """The reader of new events that sends their figures to every sink that still works."""
 
     def __init__(
         self,
@@ -188,7 +189,7 @@ class MetricsFeeder:
         self._reader = EventReader(campaign.events)
 
     def open(self) -> None:
-        """Open the sinks, and go on where the last reader left off."""
+        """Open the sinks, and continue where the last reader stopped."""
         for name, make in self._factories.items():
             with self._isolate_failure(name):
                 self._sinks[name] = make()
@@ -196,7 +197,7 @@ class MetricsFeeder:
             self._reader.offsets = read_json(self._state)
 
     def feed(self) -> None:
-        """Give on what is new. What was given and not noted when this process is killed is given again."""
+        """Send new figures. If this process is killed before it stores its position, they are sent again."""
         events = sorted(self._reader.poll(), key=lambda event: (event.job, event.time))
         for event in events:
             self._send_event(event)
@@ -224,12 +225,12 @@ class MetricsFeeder:
 
     @contextlib.contextmanager
     def _isolate_failure(self, name: str) -> Iterator[None]:
-        """A sink that fails is told of and left out from then on; the others go on."""
+        """Report a sink that fails and drop it; the other sinks continue."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a foreign package may raise anything; the campaign continues
             self._sinks.pop(name, None)
-            detail = f"{name} is left out from now on: {type(error).__name__}: {error}"
+            detail = f"{name} was dropped: {type(error).__name__}: {error}"
             self._emit(FaultReported(what="metrics", detail=detail))
 
 

@@ -1,4 +1,8 @@
-"""The driver's end of the metrics reader: one process beside it, which may fail without any consequence but a note."""
+"""Run the metrics process beside the driver; when it fails, the job continues and an event is recorded.
+
+MetricsProcess    start, restart and end it
+MAX_RESTARTS, CLOSE_TIMEOUT_S   constants
+"""
 
 import contextlib
 import os
@@ -17,7 +21,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class MetricsProcess:
-    """The metrics reader of one job; none runs where the recipe wants metrics in the events alone."""
+    """The metrics process of one job; it does not run if the recipe wants metrics only in the events."""
 
     def __init__(self, place: WorkerPlace, *, metrics: MetricsConfig, emit: Callable[[CampaignEvent], None]) -> None:
         self._is_wanted = metrics.tensorboard or metrics.wandb != "off"
@@ -29,18 +33,18 @@ class MetricsProcess:
         self._num_starts = 0
 
     def keep_running(self) -> None:
-        """Start it, and start it again a few times; after that a campaign does without."""
+        """Start it, or restart it a few times; after that the campaign continues without."""
         if self._process is not None and self._process.poll() is None:
             return
         if self._process is not None:
             why = f"exit code {self._process.returncode}: {read_last_line(self._log)}"
             self._process = None
-            self._emit(FaultReported(what="metrics", detail=f"the reader ended: {why}"))
+            self._emit(FaultReported(what="metrics", detail=f"the metrics process ended: {why}"))
         if self._is_wanted and self._num_starts <= MAX_RESTARTS:
             self._start()
 
     def close(self) -> None:
-        """Let it take what is left, but not for long."""
+        """Let it export the remaining events, for at most CLOSE_TIMEOUT_S."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -49,7 +53,7 @@ class MetricsProcess:
             self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
+                os.killpg(self._process.pid, signal.SIGKILL)  # it leads its own session
             self._process.wait()
 
     def _start(self) -> None:

@@ -1,12 +1,13 @@
-"""The job that follows this one: it waits in Slurm's queue while this one runs, and begins however this one ends.
+"""The job that follows this one: it waits in Slurm's queue while this one runs, and starts however this one ends.
 
-So a campaign goes on where nobody was left to say so: its walltime was over, it was preempted, its nodes are gone. What
-has nothing to follow is taken back; one that begins all the same sees that, and ends.
+So a campaign continues even if no process was left to ask for it: the walltime was over, the job was preempted, its
+nodes failed. A job that is not needed is cancelled; if it starts all the same, it sees that and ends.
 
     queue_next_job    queue the next job, unless there is one
-    try_follow        the same for a driver: emits what came of it, and a refusal is no error
-    cancel_next_job   out of the queue with it
-    campaign_outcome  what a campaign ends with, if no job is to follow this one
+    try_follow        the same for a driver: emit the result; a refusal is not an error
+    cancel_next_job   remove the next job from the queue
+    campaign_outcome  the outcome of a campaign, if no job is to follow this one
+    JobOutcome        how a job ends
 """
 
 import time
@@ -26,11 +27,14 @@ from hpcrl.slurm.submit import SubmittedJob, record_submission
 from hpcrl.system.files import make_private_dir, publish_file, read_json, remove_path
 
 JobOutcome = Literal["done", "failed", "stopped", "drained"]
-"""How a job ends; only a campaign whose last job drained has more to do."""
+"""The ways a job ends; only a campaign whose last job drained has more to do."""
 
 
 def queue_next_job(campaign: CampaignDir, job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> str | None:
-    """Queue the job after `job`; its id, or None if there is one already, or none may be. SlurmError if refused."""
+    """Queue the job after `job` and return its id; None if there is one already or no more jobs are allowed.
+
+    Raise SlurmError if Slurm refuses it.
+    """
     num_left = _count_jobs_left(job, plan)
     next_job = campaign.job(job.number + 1)
     if num_left < 1 or next_job.root.exists():
@@ -53,7 +57,7 @@ def queue_next_job(campaign: CampaignDir, job: JobDir, *, plan: Plan, site: Site
 def try_follow(
     place: WorkerPlace, *, plan: Plan, site: Site, slurm_id: str | None, emit: Callable[[CampaignEvent], None]
 ) -> None:
-    """Queue the next job where there is a scheduler; without it somebody has to resume the campaign."""
+    """Queue the next job if there is a scheduler; otherwise a user has to resume the campaign."""
     if slurm_id is None:
         return
     try:
@@ -66,7 +70,10 @@ def try_follow(
 
 
 def cancel_next_job(campaign: CampaignDir, job: JobDir) -> None:
-    """Cancel the job that waits for `job`, which still runs, and forget it. SlurmError if Slurm does not answer."""
+    """Cancel the job that waits for `job`, which still runs, and remove its files.
+
+    Raise SlurmError if Slurm does not answer.
+    """
     next_job = campaign.job(job.number + 1)
     if not next_job.chain_marker.exists() or next_job.outcome.exists():
         return
@@ -76,13 +83,13 @@ def cancel_next_job(campaign: CampaignDir, job: JobDir) -> None:
 
 
 def campaign_outcome(campaign: CampaignDir, job: JobDir) -> tuple[JobOutcome, str] | None:
-    """How a campaign ends whose job `job` has ended, if it does; None: another job is to go on.
+    """Return the outcome of a campaign whose job `job` has ended; None if another job is to continue it.
 
-    A job that failed or was killed is followed as long as something comes of that: the last checkpoint was made by it,
-    or, where it could not even say why it ended, by the one before.
+    A job that failed or was killed is followed only if there is progress: it has made a checkpoint, or, if it could not
+    record why it ended, the job before has.
     """
     if campaign.stop.exists():
-        return "stopped", "somebody asked for it (hpcrl stop)"
+        return "stopped", "a user asked for it (hpcrl stop)"
     recorded = read_json(job.outcome) if job.outcome.exists() else None
     if recorded is not None and recorded["outcome"] != "failed":
         return None if recorded["outcome"] == "drained" else (recorded["outcome"], recorded["reason"])
@@ -92,11 +99,11 @@ def campaign_outcome(campaign: CampaignDir, job: JobDir) -> tuple[JobOutcome, st
         return "failed", recorded["reason"]
     if not job.chain_marker.exists() or _has_checkpoint(campaign, job.number - 1):
         return None
-    return "failed", f"jobs {job.number - 1} and {job.number} ended without a word and without a checkpoint"
+    return "failed", f"jobs {job.number - 1} and {job.number} ended without an outcome and without a checkpoint"
 
 
 def _count_jobs_left(job: JobDir, plan: Plan) -> int:
-    """How many jobs may follow; one that was submitted by hand begins anew to count."""
+    """Return how many jobs may follow; a job submitted by hand starts a new count."""
     try:
         return int(job.chain_marker.read_text())
     except FileNotFoundError:

@@ -1,7 +1,8 @@
-"""Parsl blocks of two kinds; with hpcrl.job.runtime the only module that imports parsl.
+"""Parsl blocks of two kinds; only this module and hpcrl.job.runtime import parsl.
 
-Steps   inside the job, one on each node of a component
-Jobs    small Slurm jobs of their own, for what comes and goes
+StepProvider        blocks as steps of this job, one on each node of a component
+JobProvider         blocks as separate small Slurm jobs, started and ended with the work
+STATUS_INTERVAL_S   how often Parsl asks for the status of jobs
 """
 
 import math
@@ -27,12 +28,12 @@ STATUS_INTERVAL_S = 5
 
 
 class StepProvider(ExecutionProvider):
-    """Parsl blocks as steps of a job that runs already: one node of the component each."""
+    """Parsl blocks as steps of the running job, one for each node of a component."""
 
     def __init__(
         self, *, prefixes: Mapping[str, Sequence[str]], log_dir: Path, initial_blocks: int | None = None
     ) -> None:
-        """`prefixes`: for each node, what stands before a command so that it runs there; `initial_blocks`: blocks at first."""
+        """Take for each node the words that run a command there, and the number of blocks at the start."""
         self.max_blocks = len(prefixes)
         self.init_blocks = self.max_blocks if initial_blocks is None else initial_blocks
         self.min_blocks = 0
@@ -49,7 +50,7 @@ class StepProvider(ExecutionProvider):
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def submit(self, command: str, tasks_per_node: int, job_name: str = "block") -> str | None:
-        """Start the worker pool on a node that has none: the one where none was started for the longest time."""
+        """Start a worker pool on a free node, the one with the least recent start; None if no node is free."""
         del tasks_per_node
         free = [slot for slot, process in enumerate(self._running) if process is None or process.poll() is not None]
         if not free:
@@ -79,7 +80,7 @@ class StepProvider(ExecutionProvider):
         return [True for _ in job_ids]
 
     def num_running(self) -> int:
-        """Blocks that have not ended."""
+        """Count the blocks that have not ended."""
         return sum(process.poll() is None for process in self._processes.values())
 
     def cancel_all(self) -> None:
@@ -87,12 +88,12 @@ class StepProvider(ExecutionProvider):
         self.cancel(list(self._processes))
 
     def wait(self, *, deadline: float) -> None:
-        """Give ended blocks until `deadline` (monotonic), then kill what is left of them."""
+        """Wait until `deadline` (monotonic) for blocks to end, then kill the rest."""
         for process in self._processes.values():
             end_group(process, grace_s=deadline - time.monotonic())
 
     def lost_nodes(self) -> list[str]:
-        """Nodes whose block has ended and may be started again."""
+        """Return the nodes whose block has ended and may be started again."""
         latest = time.monotonic() - MIN_RESTART_INTERVAL_S
         blocks = zip(self._nodes, self._running, self._started_at, strict=True)
         return [
@@ -100,7 +101,7 @@ class StepProvider(ExecutionProvider):
         ]
 
     def drop_node(self, node: str) -> bool:
-        """Begin nothing on a node any more; False if it is the only one left."""
+        """Start nothing more on a node; return False if it is the only one left."""
         if len(self._nodes) == 1:
             return False
         index = self._nodes.index(node)
@@ -127,10 +128,10 @@ class StepProvider(ExecutionProvider):
 
 
 class JobProvider(ExecutionProvider):
-    """Worker pools in jobs beside this one; Slurm may preempt them, and then they are simply gone."""
+    """Parsl blocks as separate Slurm jobs; Slurm may preempt them at any time."""
 
     def __init__(self, reward_jobs: RewardJobPlan, *, job: JobDir, script: Callable[[str, list[str]], str]) -> None:
-        """`script(name, command)` is the batch script that runs a worker pool's command."""
+        """Take `script(name, command)`, which returns the batch script that runs a worker pool's command."""
         self.init_blocks = self.min_blocks = 0
         self.max_blocks = reward_jobs.max_jobs
         self.nodes_per_block = 1
@@ -141,10 +142,10 @@ class JobProvider(ExecutionProvider):
         self._job = job
         self._script = script
         self._started_ids: list[str] = []
-        """Jobs that have not been seen to end."""
+        """Jobs that are not known to have ended."""
 
     def submit(self, command: str, tasks_per_node: int, job_name: str = "block") -> str | None:
-        """Begin a job; None where Slurm refuses, which is no reason for the campaign to end."""
+        """Start a job; None if Slurm refuses, which does not end the campaign."""
         del tasks_per_node
         path = self._job.root / f"{job_name}.sh"
         publish_file(path, self._script(job_name, command.split("\n")))
@@ -162,7 +163,7 @@ class JobProvider(ExecutionProvider):
         return [JobStatus(_parsl_state(alive.get(str(job_id)))) for job_id in job_ids]
 
     def cancel(self, job_ids: Sequence[object]) -> list[bool]:
-        """End these jobs; one that Slurm does not end now ends with its walltime."""
+        """End these jobs; a job that Slurm does not end now ends at its walltime."""
         ids = [str(job_id) for job_id in job_ids]
         try:
             commands.cancel_jobs(ids)
@@ -172,14 +173,14 @@ class JobProvider(ExecutionProvider):
         return [True for _ in ids]
 
     def num_running(self) -> int:
-        """Jobs that wait or run; those that Slurm says nothing of count as they did before."""
+        """Count the jobs that wait or run; while Slurm does not answer, the last count stands."""
         alive = commands.query_live_jobs(self._started_ids)
         if alive is not None:
             self._started_ids = [id for id in self._started_ids if id in alive]
         return len(self._started_ids)
 
     def cancel_all(self) -> None:
-        """End every job that this provider began."""
+        """End every job that this provider started."""
         self.cancel(list(self._started_ids))
 
     @property

@@ -1,7 +1,7 @@
 """The ranks of one step on a node: `python -m hpcrl.job.ranks SIZE FIRST NUM COMMAND...` starts NUM of SIZE.
 
-Each gets RANK, WORLD_SIZE and LOCAL_RANK as torchrun has them, and its rank as the last argument. When one fails the
-others end too: they would wait for it for ever.
+Each gets RANK, WORLD_SIZE and LOCAL_RANK as from torchrun, and its rank as the last argument. When one fails the
+others are ended too: they would wait for it forever.
 """
 
 import os
@@ -20,7 +20,7 @@ SUCCESS_CODES = (EXIT_DONE, EXIT_DRAINED)
 
 
 def main(size: int, first: int, num: int, command: list[str]) -> int:
-    """Start the ranks, pass signals on, end with the first code that is not 0."""
+    """Start the ranks, forward signals; return the first exit code of a failed rank, else that of the first rank."""
     ranks = [_start_rank(command, rank=first + local, local=local, size=size) for local in range(num)]
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -42,7 +42,7 @@ def _start_rank(command: list[str], *, rank: int, local: int, size: int) -> "sub
 
 
 def _failure_code(rank: "subprocess.Popen[bytes]") -> int:
-    """How a rank ended, if not as rank 0 ends when training is done or drained; 0 otherwise."""
+    """Return the exit code of a failed rank; 0 if it runs, or if training was done or drained."""
     code = rank.poll()
     return code if code is not None and code not in SUCCESS_CODES else 0
 

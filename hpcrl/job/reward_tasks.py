@@ -1,9 +1,12 @@
-"""Rewards as the driver sees them: one task per sealed segment without a scored twin, and where it runs.
+"""Reward tasks of the driver: one for each sealed segment without a scored twin, and the number of reward jobs.
 
-Scoring     the tasks of one job
-Scale       when reward jobs begin and end, and when work stops waiting for them. Pure
+    RewardScoring      the reward tasks of one job
+    RewardJobScaler    when reward jobs start and end, and when work stops waiting for them (pure)
+    RewardWorkers      the interface that runs tasks
+    SEGMENTS_PER_JOB   waiting segments for each reward job
+    POLL_INTERVAL_S    the time between two decisions on the number of reward jobs
 
-A task may run twice (a preempted job, a wait that was given up): the twin has one name, so nothing is scored twice.
+A task may run twice (a preempted job, a wait that was cancelled): the twin has one name, so nothing is scored twice.
 """
 
 import time
@@ -18,13 +21,13 @@ from hpcrl.config.recipe import RewardConfig
 from hpcrl.spool.listing import SegmentListing
 
 SEGMENTS_PER_JOB = 16
-"""Segments that wait for each reward job before another one is begun."""
+"""Segments that wait for each reward job before another job is started."""
 POLL_INTERVAL_S = 1.0
-"""How often the number of reward jobs is looked at."""
+"""The time between two decisions on the number of reward jobs."""
 
 
 class RewardWorkers(Protocol):
-    """Who runs the tasks: the job's runtime."""
+    """The interface that runs the tasks; the job's runtime implements it."""
 
     def score(self, segment: str, *, elastic: bool) -> "Future[None]": ...
 
@@ -37,7 +40,7 @@ class RewardWorkers(Protocol):
 
 @dataclass
 class RewardJobScaler:
-    """How many reward jobs there should be."""
+    """The rule that decides how many reward jobs there should be."""
 
     max_jobs: int
     idle_s: float
@@ -46,7 +49,7 @@ class RewardJobScaler:
     waiting_since: float | None = None
 
     def decide(self, *, waiting: int, jobs: int, now: float) -> str | None:
-        """ "begin" another job, "end" them all, or nothing; `waiting` are segments whose task has not ended."""
+        """Return "begin" (one more job), "end" (all jobs) or None; `waiting` counts segments not yet scored."""
         if waiting:
             self.idle_since = None
             return "begin" if jobs < min(self.max_jobs, -(-waiting // SEGMENTS_PER_JOB)) else None
@@ -54,11 +57,11 @@ class RewardJobScaler:
             self.idle_since = now
         if not jobs or now - self.idle_since < self.idle_s:
             return None
-        self.idle_since = now  # they take a moment to end: not asked again at once
+        self.idle_since = now  # jobs take a moment to end: do not ask again at once
         return "end"
 
     def has_waited_too_long(self, *, since: float, now: float) -> bool:
-        """Whether a segment that has waited since then goes to spare cores as well."""
+        """True if a segment that has waited since then should run on spare cores as well."""
         return now - since > self.patience_s
 
 
@@ -78,10 +81,10 @@ class RewardScoring:
     campaign: CampaignDir
     reward: RewardConfig
     elastic: bool
-    """Whether reward jobs can be begun; without them all is scored on spare cores."""
+    """True if reward jobs can be started; otherwise all segments are scored on spare cores."""
     emit: Callable[[CampaignEvent], None]
     count_failure: Callable[[str, str], None]
-    """Called with what failed and why; it raises once that has happened too often."""
+    """Called with what failed and why; raises once it has failed too often."""
     tasks: dict[str, _ScoringTask] = field(default_factory=dict)
     scaled_at: float = 0.0
 
@@ -93,7 +96,7 @@ class RewardScoring:
         )
 
     def poll(self, workers: RewardWorkers) -> None:
-        """Collect what has ended, begin what is new, and begin or end reward jobs."""
+        """Collect tasks that have ended, start new ones, and start or end reward jobs."""
         now = time.monotonic()
         for segment in [name for name, task in self.tasks.items() if task.future.done()]:
             self._collect(segment, self.tasks.pop(segment).future)
@@ -107,7 +110,7 @@ class RewardScoring:
             self._rescale(workers, now=now)
 
     def num_segments(self) -> tuple[int, int]:
-        """Segments played and scored: what has not changed for long has stalled."""
+        """Return the numbers of played and scored segments; if both stay the same for long, the job has stalled."""
         return len(self.rollouts.names()), len(self.scored.names())
 
     def _start_task(self, workers: RewardWorkers, segment: str, *, elastic: bool, now: float) -> None:
@@ -118,13 +121,13 @@ class RewardScoring:
         if error is None:
             return
         self.emit(FaultReported(what="reward", detail=f"{segment}: {error}"))
-        if not _is_lost_worker(error):  # a preempted job says nothing about the segment: it is simply scored again
+        if not _is_lost_worker(error):  # a preempted job is not the segment's fault: it is scored again
             self.count_failure(f"the scoring of {segment}", str(error))
 
     def _use_spare_cores(self, workers: RewardWorkers, *, now: float) -> None:
         for segment, task in list(self.tasks.items()):
             if task.elastic and not task.future.done() and self.scale.has_waited_too_long(since=task.since, now=now):
-                why = f"no reward job took it for {self.scale.patience_s:g} s: spare cores do"
+                why = f"no reward job took it for {self.scale.patience_s:g} s: it now runs on spare cores"
                 self.emit(FaultReported(what="reward", detail=f"{segment}: {why}"))
                 self._start_task(workers, segment, elastic=False, now=now)
 
@@ -141,5 +144,5 @@ class RewardScoring:
 
 
 def _is_lost_worker(error: Any) -> bool:
-    """The worker pool went, and the task with it; by name, since only the runtime imports Parsl."""
+    """True if the task ended with its worker pool. Errors are known by name: only the runtime imports Parsl."""
     return type(error).__name__ in ("ManagerLost", "WorkerLost")

@@ -1,7 +1,13 @@
-"""The workers of one job, through Parsl: one executor per role over its component, and one for rewards beside the job.
+"""Run the workers of one job with Parsl: one executor per role over its component, and one for reward jobs.
 
-Every node of a role's component is one Parsl block, started as a Slurm step of its own (so that a lost node takes
-one step with it), or as a process group on a machine without a scheduler. Task arguments are names, never data.
+    JobRuntime      start and end the workers of a job
+    call_by_name    run a function, given by name, in a worker
+    PARSL_ROLES, WEIGHT_ROLES, ELASTIC_EXECUTOR   roles and executors
+    HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, KERNEL_STOP_TIMEOUT_S   times
+    WORKER_FUNCTION, SCORE_FUNCTION, STEP_COMMAND, RANKS_COMMAND, POOL_COMMAND, POOL_OPTIONS   what processes run
+
+Every node of a role's component is one Parsl block, started as a separate Slurm step (so that a lost node ends only
+one step), or as a process group on a machine without a scheduler. Task arguments are names, never data.
 """
 
 import importlib
@@ -39,9 +45,9 @@ from hpcrl.weights.versions import TransportName
 
 PARSL_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env", "reward")
 WEIGHT_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "train")
-"""Roles that make or need weights."""
+"""Roles that publish or load weights."""
 ELASTIC_EXECUTOR = "reward-jobs"
-"""The executor whose blocks come and go with the work."""
+"""The executor whose blocks are started and ended with the work."""
 HEARTBEAT_INTERVAL_S = 5
 HEARTBEAT_TIMEOUT_S = 20
 KERNEL_STOP_TIMEOUT_S = 10.0
@@ -69,17 +75,17 @@ POOL_OPTIONS = (
     "--cpu-affinity={cpu_affinity}",
     "--mpi-launcher={mpi_launcher}",
 )
-"""Parsl's own command in lines instead of words, so that a path may hold spaces; `StepProvider` splits it again."""
+"""The options of Parsl's worker pool, one a line, so that paths may contain spaces; `StepProvider` splits them."""
 
 
 def call_by_name(function: str, *args: Any) -> Any:
-    """Run `package.module:name` in a worker; tasks travel as names, so the driver imports no role."""
+    """Run `package.module:name` in a worker; tasks are sent as names, so the driver imports no role."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)(*args)
 
 
 class JobRuntime:
-    """Starts and ends the workers of a job; holds no data of theirs."""
+    """The runtime of a job: it starts and ends the workers and holds none of their data."""
 
     def __init__(self, plan: Plan, *, place: WorkerPlace, allocation: JobAllocation, address: str) -> None:
         self._plan = plan
@@ -95,7 +101,7 @@ class JobRuntime:
         self._num_starts = 0
 
     def start(self) -> None:
-        """Bring up the executors; workers connect while the caller goes on."""
+        """Start the executors; workers connect while the caller continues."""
         logging.getLogger("parsl").setLevel(logging.WARNING)
         for role in PARSL_ROLES:
             self._executors[role] = self._role_executor(self._plan.role(role))
@@ -117,11 +123,11 @@ class JobRuntime:
         )
 
     def start_worker(self, role: RoleName, index: int) -> "Future[None]":
-        """Begin a long-lived worker; the future ends when it does."""
+        """Start a long-lived worker; the future is done when the worker ends."""
         return self._submit(role, WORKER_FUNCTION, str(self._campaign.root), self._job.number, role, index)
 
     def score(self, segment: str, *, elastic: bool) -> "Future[None]":
-        """Begin a reward task for one segment of the spool "rollouts": in a reward job, or on spare cores."""
+        """Start a reward task for one segment of the spool "rollouts": in a reward job, or on spare cores."""
         return self._submit(
             ELASTIC_EXECUTOR if elastic else "reward",
             SCORE_FUNCTION,
@@ -131,20 +137,20 @@ class JobRuntime:
         )
 
     def num_reward_jobs(self) -> int:
-        """Reward jobs that wait or run."""
+        """Count the reward jobs that wait or run."""
         return self._reward_jobs.num_running() if self._reward_jobs is not None else 0
 
     def start_reward_job(self) -> None:
-        """Ask for one more; what Slurm refuses is asked for again at the next look."""
+        """Request one more reward job; if Slurm refuses, the next decision may request it again."""
         self._executors[ELASTIC_EXECUTOR].scale_out_facade(1)
 
     def end_reward_jobs(self) -> None:
-        """End all of them."""
+        """End all reward jobs."""
         assert self._reward_jobs is not None
         self._reward_jobs.cancel_all()
 
     def start_trainer(self) -> None:
-        """Begin (or begin anew) the trainer, a step of its own on each node of its component."""
+        """Start or restart the trainer, as a separate step on each node of its component."""
         plan = self._plan.role("train")
         self._end_trainer(grace_s=5.0)
         role = [sys.executable, "-m", "hpcrl.roles", "train", str(self._campaign.root), str(self._job.number)]
@@ -170,13 +176,13 @@ class JobRuntime:
             first += num
 
     def _end_trainer(self, *, grace_s: float) -> None:
-        """Every step of the trainer; when one has failed the others would wait for it."""
+        """End every step of the trainer; when one has failed the others would wait for it."""
         for process in self._trainer:
             end_group(process, grace_s=grace_s)
         self._trainer.clear()
 
     def courier_commands(self, site: Site, transports: Sequence[TransportName]) -> list[TransportCommand]:
-        """How weights are carried, by one process on every node that makes or needs them."""
+        """Return the commands of the couriers, one process on every node that publishes or loads weights."""
         indices = sorted({self._plan.role(role).component for role in WEIGHT_ROLES})
         components = [self._plan.components[index] for index in indices]
         nodes = [node for index in indices for node in self._allocation.nodes[index]]
@@ -193,33 +199,33 @@ class JobRuntime:
         return commands
 
     def _trainer_nodes(self) -> list[str]:
-        """Those that have ranks, that of rank 0 first."""
+        """Return the nodes that have ranks, that of rank 0 first."""
         plan = self._plan.role("train")
         num = -(-plan.num_workers // plan.workers_per_node)
         return self._allocation.nodes[plan.component][:num]
 
     def trainer_exit_code(self) -> int | None:
-        """How the trainer ended; None while it runs."""
+        """Return the exit code of the trainer; None while it runs."""
         codes = [process.poll() for process in self._trainer]
         failed = [code for code in codes if code not in (None, EXIT_DONE, EXIT_DRAINED)]
         return failed[0] if failed else codes[0] if None not in codes else None
 
     def replace_lost_blocks(self) -> list[tuple[RoleName, str]]:
-        """Start a new worker pool for every one that has ended; says whose, and on which node."""
+        """Start a new worker pool for every one that has ended; return their roles and nodes."""
         lost = [(role, node) for role, steps in self._steps.items() for node in steps.lost_nodes()]
         for role, _ in lost:
             self._executors[role].scale_out_facade(1)
         return lost
 
     def drop_node(self, role: RoleName, node: str) -> bool:
-        """Let a role do without one of its nodes, and weights go past it; False if it has no other."""
+        """Exclude a node from a role and from the transport of weights; False if the role has no other node."""
         if not self._steps[role].drop_node(node):
             return False
         self._allocation = self._allocation.without_node(node)
         return True
 
     def close(self, *, grace_s: float) -> None:
-        """End every worker pool and executor, first by asking: a step that srun ends is killed without notice."""
+        """End every worker pool and executor; ask first, since a step that srun ends is killed without notice."""
         deadline = time.monotonic() + grace_s
         publish_file(self._job.end, "")
         while any(steps.num_running() for steps in self._steps.values()) and time.monotonic() < deadline:
@@ -236,7 +242,7 @@ class JobRuntime:
         self._end_trainer(grace_s=deadline - time.monotonic())
 
     def _end_kernel(self) -> None:
-        """Parsl waits for ever for an interchange that was killed: what it leaves is the guardian's to end."""
+        """End Parsl, but do not wait forever for an interchange that was killed: the guardian ends what is left."""
         if self._kernel is not None:
             cleanup = threading.Thread(target=self._kernel.cleanup, name="parsl's end", daemon=True)
             cleanup.start()
@@ -259,7 +265,7 @@ class JobRuntime:
         return self._executor(role.role, steps, workers_per_node=role.workers_per_node)
 
     def _elastic_provider(self, reward_jobs: RewardJobPlan) -> StepProvider | JobProvider:
-        """Jobs of their own; on a machine without a scheduler, processes that come and go."""
+        """Make the provider of reward jobs; on a machine without a scheduler it starts processes instead."""
         partition = ["env", f"{PARTITION_VARIABLE}={reward_jobs.partition}"]
         if self._allocation.job_id is None:
             prefixes = {f"{ELASTIC_EXECUTOR}-{index}": partition for index in range(reward_jobs.max_jobs)}
@@ -290,7 +296,7 @@ class JobRuntime:
             ),
             interchange_launch_cmd=[sys.executable, "-m", "parsl.executors.high_throughput.interchange"],
             max_workers_per_node=workers_per_node,
-            cores_per_worker=1e-6,  # workers are counted by the plan, not by what the node seems to have
+            cores_per_worker=1e-6,  # the plan counts the workers, not Parsl by the cores of the node
             heartbeat_period=HEARTBEAT_INTERVAL_S,
             heartbeat_threshold=HEARTBEAT_TIMEOUT_S,
             block_error_handler=noop_error_handler,
@@ -312,5 +318,5 @@ class JobRuntime:
 
 
 def _escape_template(path: Path) -> str:
-    """A path in Parsl's command, which is a template for str.format, twice."""
+    """Escape a path in Parsl's command, which is passed through str.format twice."""
     return str(path).replace("{", "{{{{").replace("}", "}}}}")

@@ -1,8 +1,8 @@
-"""What a step runs on its node: `python -m hpcrl.job.step END COMMAND...`, with nothing left behind when it ends.
+"""Run the command of a step on its node, and clean up when it ends: `python -m hpcrl.job.step END COMMAND...`.
 
-The command gets a temporary directory of its own, and is ended when the file END appears: srun would kill it without
-notice, and what a program keeps outside its memory (semaphores, sockets) would stay on the node. Whatever it leaves
-running, in whatever session, is ended too, also where Slurm tracks processes by group alone.
+The command gets its own temporary directory, and is ended when the file END appears: srun would kill it without
+notice, and resources outside its memory (semaphores, sockets) would stay on the node. Processes that it leaves running,
+in any session, are ended too, also where Slurm tracks processes only by group.
 """
 
 import os
@@ -21,7 +21,7 @@ POLL_INTERVAL_S = 0.25
 
 
 def main(end: Path, command: list[str]) -> int:
-    """Run `command`, pass signals on, clear up; ends with its exit code."""
+    """Run `command`, forward signals, clean up; return its exit code."""
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="hpcrl-", ignore_cleanup_errors=True) as scratch:
         child = subprocess.Popen(command, env=os.environ | {"TMPDIR": scratch}, preexec_fn=die_with_parent)
@@ -37,7 +37,7 @@ def main(end: Path, command: list[str]) -> int:
 
 
 def _wait_for_child(child: "subprocess.Popen[bytes]", end: Path) -> int:
-    """Its exit code; to end when asked to is success."""
+    """Return the exit code of `child`; if it was asked to end, that is 0."""
     while True:
         try:
             return child.wait(POLL_INTERVAL_S)

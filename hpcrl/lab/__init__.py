@@ -1,8 +1,8 @@
-"""The lab: a real Slurm with simulated nodes on one machine, brought up and taken down without a trace.
+"""The lab: a real Slurm with simulated nodes on one machine, started in seconds and removed without a trace.
 
-lab      up, down, status, environment: what `hpcrl lab` calls
-start    the order of starting, and the record of what was started
+lab      the functions behind `hpcrl lab`: up, down, status, make_environment
+start    start the daemons in order and record them
 conf     the nodes, and the configuration files made from jobs/lab/
-daemons  processes that are started with a token, found again and ended
-keeper   the parent of each slurmd, which adopts what its jobs leave behind
+daemons  start processes with a token, find them again and end them
+keeper   the parent of each slurmd, which adopts the orphans of its jobs
 """

@@ -1,9 +1,11 @@
-"""The lab's shape and its files: what poses as a cluster, where its state lies, what its daemons read.
+"""The nodes of the lab and its files: the simulated cluster, the state directory, the configuration of its daemons.
 
-NodeGroup, WidePartition, Cluster, DEFAULT   nodes and partitions
-LabDir                                       every path in a state directory
-reserved_ports                               free ports that no other lab takes meanwhile
-write_conf                                   the templates of jobs/lab, filled in
+LabCluster, NodeGroup, WidePartition, DEFAULT_CLUSTER   nodes and partitions
+LabDir          every path in a state directory
+check_path      refuse a state directory that Slurm could not use
+reserve_ports   free ports that no other lab takes meanwhile
+write_conf      fill in the templates of jobs/lab
+TEMPLATES, MAX_SOCKET_PATH, PORT_RANGE   constants
 """
 
 import contextlib
@@ -25,19 +27,19 @@ from hpcrl.system import files
 TEMPLATES = ("slurm.conf", "gres.conf", "slurmdbd.conf", "my.cnf")
 MAX_SOCKET_PATH = 107
 PORT_RANGE = range(20_000, 32_000)
-"""Below Linux's ephemeral ports (32768 and up), so that no outgoing connection sits on one of ours."""
+"""Ports below Linux's ephemeral ports (32768 and up), so that no outgoing connection uses one of ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """Nodes name1..nameN, and the partition `name` over them."""
+    """The nodes name1..nameN, and the partition `name` over them."""
 
     name: str
     num_nodes: int
     gpu: str = ""
     num_gpus: int = 0
     preemptible: str = ""
-    """Name of a second partition over the same nodes, whose jobs are requeued when the first one needs the place."""
+    """Name of a second partition over the same nodes; its jobs are requeued when the first one needs the nodes."""
 
     def node_names(self) -> list[str]:
         return [f"{self.name}{number}" for number in range(1, self.num_nodes + 1)]
@@ -45,7 +47,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class WidePartition:
-    """A partition over the nodes of several groups, beside theirs."""
+    """A partition over the nodes of several groups, in addition to their own partitions."""
 
     name: str
     groups: tuple[str, ...]
@@ -53,11 +55,11 @@ class WidePartition:
 
 @dataclass(frozen=True, kw_only=True)
 class LabCluster:
-    """What the lab poses as."""
+    """The cluster that the lab simulates."""
 
     groups: tuple[NodeGroup, ...]
     default: str
-    """The group whose partition takes jobs that name none."""
+    """The group whose partition gets jobs that name none."""
     wide: tuple[WidePartition, ...] = ()
     name: str = "lab"
     num_cpus: int = 16
@@ -82,7 +84,7 @@ DEFAULT_CLUSTER = LabCluster(
 
 @dataclass(frozen=True)
 class LabDir:
-    """Every path of one lab; all of them below `root`, which is private to its owner."""
+    """The paths of one lab, all below `root`, which is private to its owner."""
 
     root: Path
 
@@ -111,14 +113,16 @@ class LabDir:
         return self.root / "run" / "db.sock"
 
     def log(self, daemon: str) -> Path:
-        """What a daemon prints (its own log file repeats it with times)."""
+        """Return the file for the output of a daemon (its own log file repeats it with times)."""
         return self.root / "log" / f"{daemon}.out"
 
 
 def check_path(root: Path, *, cluster: LabCluster) -> None:
     """Refuse a state directory that Slurm or its unix sockets could not use."""
     if not re.fullmatch(r"[A-Za-z0-9/._+-]+", str(root)):
-        raise LabError(f"state directory {str(root)!r}: slurm.conf takes letters, digits and /._+- only: set HPCRL_LAB")
+        raise LabError(
+            f"state directory {str(root)!r}: slurm.conf allows only letters, digits and /._+-: set HPCRL_LAB"
+        )
     node = max(cluster.node_names(), key=len)
     step_socket = root / "spool" / node / f"{node}_67108863.4294967290"
     spare = MAX_SOCKET_PATH - len(str(step_socket))
@@ -131,9 +135,10 @@ def check_path(root: Path, *, cluster: LabCluster) -> None:
 
 @contextlib.contextmanager
 def reserve_ports(count: int) -> Iterator[list[int]]:
-    """`count` free ports in a row, kept from other labs until the block ends (by then our daemons listen).
+    """Reserve `count` consecutive free ports until the block ends (by then our daemons listen).
 
-    The reservation is an abstract unix socket: seen by every user of the machine, gone with its process, and no file.
+    The reservation is an abstract unix socket: every user of the machine sees it, it ends with its process, and it
+    leaves no file.
     """
     size = 1 << (count - 1).bit_length()
     starts = list(range(PORT_RANGE.start, PORT_RANGE.stop - size, size))
@@ -144,7 +149,9 @@ def reserve_ports(count: int) -> Iterator[list[int]]:
             if _try_claim(claim, start) and all(_is_free(port) for port in ports):
                 yield ports
                 return
-    raise LabError(f"no {count} free ports in a row between {PORT_RANGE.start} and {PORT_RANGE.stop}: stop other labs")
+    raise LabError(
+        f"no {count} consecutive free ports between {PORT_RANGE.start} and {PORT_RANGE.stop}: stop other labs"
+    )
 
 
 def _try_claim(claim: socket.socket, start: int) -> bool:

@@ -1,9 +1,13 @@
-"""The lab's processes: started with a token, recorded at once, found again, ended without touching anybody else's.
+"""The processes of the lab: start them with a token, find them again, and end them without touching any others.
 
-Daemon, Record   who was started, as kept in lab.json
-spawn            a daemon in its own session, its output in a file
-find             every living process of a lab, recorded or not
-end              KILL until none is left
+LabDaemon           a started process, as recorded in lab.json
+ProcessMarks        the marks by which a process of a lab is known
+spawn_daemon        start a daemon in its own session, with its output in a file
+find_processes      every live process of a lab, recorded or not
+end_daemons         send KILL until none is left
+reap_child          collect an ended child
+find_program, make_search_path   where daemons are installed
+TOKEN_VARIABLE, END_TIMEOUT_S    constants
 """
 
 import contextlib
@@ -24,7 +28,7 @@ END_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class LabDaemon:
-    """A process that the lab started; the start time tells it from a later owner of its pid."""
+    """A process that the lab started; the start time distinguishes it from a later owner of its pid."""
 
     name: str
     pid: int
@@ -37,10 +41,10 @@ class LabDaemon:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessMarks:
-    """What the environment of a lab's process holds, as /proc shows it.
+    """The marks of a lab's process in its environment, as /proc shows it.
 
-    Daemons and slurmstepd carry the token. What runs in jobs carries the lab's SLURM_CONF and a node's name: the
-    first alone would also be a user's shell that was pointed at the lab.
+    Daemons and slurmstepd have the token. Processes of jobs have the lab's SLURM_CONF and the name of a node:
+    SLURM_CONF alone could also be set in a user's shell.
     """
 
     token: str
@@ -55,7 +59,7 @@ class ProcessMarks:
 
 
 def spawn_daemon(command: list[str], *, name: str, environment: Mapping[str, str], cwd: Path, log: Path) -> LabDaemon:
-    """Start a daemon in its own session, with default signals, and say who it is."""
+    """Start a daemon in its own session, with default signals, and return its record."""
     pid = os.posix_spawn(
         find_program("env"),
         ["env", "-C", str(cwd), *command],
@@ -75,7 +79,7 @@ def spawn_daemon(command: list[str], *, name: str, environment: Mapping[str, str
 
 
 def find_program(name: str) -> str:
-    """The full path of a command; daemons may lie where a user's PATH does not look."""
+    """Return the full path of a command; daemons may be installed outside a user's PATH."""
     path = shutil.which(name, path=make_search_path())
     if path is None:
         raise LabError(f"{name}: not found in {make_search_path()}: install it")
@@ -83,12 +87,12 @@ def find_program(name: str) -> str:
 
 
 def make_search_path() -> str:
-    """The caller's PATH, and where distributions put daemons."""
+    """Return the caller's PATH with the directories in which distributions install daemons."""
     return ":".join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin", "/usr/bin", "/bin", "/usr/libexec"])
 
 
 def find_processes(marks: ProcessMarks) -> dict[int, int]:
-    """Pid and start time of every living process that bears the marks, and of all below those; never ourselves."""
+    """Return pid and start time of every live process with the marks and of its descendants, except this process."""
     parents: dict[int, int] = {}
     found: set[int] = set()
     for entry in Path("/proc").iterdir():
@@ -106,28 +110,30 @@ def find_processes(marks: ProcessMarks) -> dict[int, int]:
 
 
 def end_daemons(daemons: list[LabDaemon], *, marks: ProcessMarks) -> None:
-    """KILL the recorded daemons and all that bears the marks, again and again until none is left."""
+    """Send KILL to the recorded daemons and all processes with the marks, until none is left."""
     deadline = time.monotonic() + END_TIMEOUT_S
     while True:
         left = {daemon.pid: daemon.ticks for daemon in daemons if daemon.is_alive()} | find_processes(marks)
         if not left:
             return
         if time.monotonic() > deadline:
-            raise LabError(f"processes {sorted(left)} do not end: hung in the kernel? see ps -o pid,stat,wchan")
+            raise LabError(
+                f"processes {sorted(left)} do not end; they may hang in the kernel: see ps -o pid,stat,wchan"
+            )
         keepers = {daemon.pid for daemon in daemons}
-        for pid in sorted(left, key=keepers.__contains__):  # those last: they hold what has no other mark
+        for pid in sorted(left, key=keepers.__contains__):  # keepers last: their children may have no other mark
             _kill_process(pid, ticks=left[pid])
         time.sleep(0.02)
 
 
 def reap_child(pid: int) -> None:
-    """Collect an ended child of ours; others are collected by their own parents."""
+    """Collect a child of this process if it has ended; other processes are collected by their parents."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
 
 
 def _kill_process(pid: int, *, ticks: int) -> None:
-    """Through a pidfd: between the look at the start time and the signal, the pid cannot become another process."""
+    """Send KILL through a pidfd: the pid cannot be reused between the check of its start time and the signal."""
     with contextlib.suppress(ProcessLookupError):
         fd = os.pidfd_open(pid)
         try:

@@ -1,10 +1,10 @@
-"""Runs one slurmd of the lab, and takes in what its jobs leave behind, so that `hpcrl lab down` finds all of it.
+"""Run one slurmd of the lab and adopt the orphans of its jobs, so that `hpcrl lab down` finds them all.
 
     python keeper.py /usr/sbin/slurmd -D -N env1
 
-A process that calls setsid, loses its parent and drops its environment would become a child of init and bear no
-mark of the lab; with the keeper between, it becomes a child of the keeper. Run as a file, for a quick start: it
-imports nothing of hpcrl.
+A process that calls setsid, loses its parent and clears its environment would become a child of init without any
+mark of the lab; with the keeper it becomes a child of the keeper. It runs as a file and imports nothing of hpcrl, to
+start quickly.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(command: list[str]) -> int:
-    """Start `command`, collect every child that ends, and end as the command ends; its life is bound to ours."""
+    """Start `command`, collect every child that ends, and return its exit code; it is killed if this process ends."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     child = os.fork()

@@ -1,7 +1,10 @@
-"""The lab: a real Slurm on one machine, with accounting, up in seconds and down without a trace.
+"""The lab: a real Slurm on one machine, with accounting, started in seconds and removed without a trace.
 
-up, down, status   the whole life of a lab; its state lies in one directory, its daemons are recorded there
-environment        what a shell needs to talk to it
+up, down, status        start, end and describe a lab; its state and the record of its daemons are in one directory
+make_environment        the variables that a shell needs to reach it
+find_missing_commands   the commands that this machine lacks
+LabStatus, DaemonStatus, NodeStatus   the state of a lab
+LOCK_TIMEOUT_S, CANCEL_TIMEOUT_S, APT_PACKAGES, REQUIRED_COMMANDS   constants
 """
 
 import contextlib
@@ -33,7 +36,7 @@ REQUIRED_COMMANDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonStatus:
-    """One daemon of the lab."""
+    """The state of one daemon of the lab."""
 
     name: str
     pid: int
@@ -42,7 +45,7 @@ class DaemonStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeStatus:
-    """One node, in Slurm's own words (idle, mixed, down*, ...)."""
+    """The state of one node, as Slurm names it (idle, mixed, down*, ...)."""
 
     name: str
     state: str
@@ -50,7 +53,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class LabStatus:
-    """What is there of a lab; `print` it, or look at the fields."""
+    """The state of a lab; `print` shows it to a user."""
 
     state_dir: Path
     conf: Path
@@ -59,9 +62,9 @@ class LabStatus:
     """Empty while slurmctld does not answer."""
     partitions: tuple[str, ...] = ()
     complete: bool = False
-    """The bring-up came to its end."""
+    """True if the lab started completely."""
     was_up: bool = False
-    """`up` found it running and left it alone."""
+    """True if `up` found it running and left it alone."""
 
     @property
     def is_up(self) -> bool:
@@ -71,25 +74,25 @@ class LabStatus:
         if not self.daemons:
             return f"the lab in {self.state_dir} is down"
         dead = [daemon.name for daemon in self.daemons if not daemon.alive]
-        condition = "was up already" if self.was_up else "is up" if self.is_up else "is not whole"
+        condition = "was up already" if self.was_up else "is up" if self.is_up else "is not complete"
         partitions = ", ".join(self.partitions) or "unknown (slurmctld does not answer)"
         lines = [
             f"the lab in {self.state_dir} {condition}: {len(self.daemons)} daemons, partitions {partitions}",
             "  " + "  ".join(f"{node.name}:{node.state}" for node in self.nodes),
         ]
         if dead:
-            lines.append(f"  dead: {', '.join(dead)} (`hpcrl lab up` starts anew, `hpcrl lab down` clears away)")
+            lines.append(f"  dead: {', '.join(dead)} (`hpcrl lab up` starts again, `hpcrl lab down` removes all)")
         return "\n".join(line for line in lines if line.strip())
 
 
 def make_environment(state_dir: Path) -> dict[str, str]:
-    """What to export so that every Slurm command, and `hpcrl lab` itself, means this lab."""
+    """Return the variables to export so that every Slurm command, and `hpcrl lab` itself, uses this lab."""
     lab = _resolve_lab_dir(state_dir)
     return {"SLURM_CONF": str(lab.conf), "HPCRL_LAB": str(lab.root)}
 
 
 def status(state_dir: Path) -> LabStatus:
-    """Which daemons live, and what slurmctld says of the nodes; changes nothing and waits for nobody."""
+    """Return which daemons are alive and the node states from slurmctld; change nothing and wait for no lock."""
     lab = _resolve_lab_dir(state_dir)
     record = _read_record(lab)
     if record is None:
@@ -108,7 +111,7 @@ def status(state_dir: Path) -> LabStatus:
 
 
 def up(state_dir: Path, *, cluster: LabCluster = DEFAULT_CLUSTER) -> LabStatus:
-    """Bring the lab up and wait until every node is idle; one that is up already is left alone."""
+    """Start the lab and wait until every node is idle; a lab that is up already is left alone."""
     lab = _resolve_lab_dir(state_dir)
     _refuse_inside(lab)
     check_path(lab.root, cluster=cluster)
@@ -133,7 +136,7 @@ def up(state_dir: Path, *, cluster: LabCluster = DEFAULT_CLUSTER) -> LabStatus:
 
 
 def down(state_dir: Path) -> bool:
-    """Cancel the jobs, end every process of the lab, remove its directory; False if there was no lab."""
+    """Cancel the jobs, end every process of the lab and remove its directory; return False if there was no lab."""
     lab = _resolve_lab_dir(state_dir)
     _refuse_inside(lab)
     if not (lab.record.exists() or lab.lock.exists()):
@@ -148,7 +151,7 @@ def down(state_dir: Path) -> bool:
 
 
 def find_missing_commands() -> list[str]:
-    """The commands that the lab needs and this machine lacks."""
+    """Return the commands that the lab needs and this machine lacks."""
     return [name for name in REQUIRED_COMMANDS if shutil.which(name, path=daemons.make_search_path()) is None]
 
 
@@ -158,11 +161,11 @@ def _require_commands() -> None:
 
 
 def _resolve_lab_dir(state_dir: Path) -> LabDir:
-    return LabDir(Path(os.path.abspath(state_dir.expanduser())))
+    return LabDir(Path(os.path.abspath(state_dir.expanduser())))  # noqa: PTH100 - must not follow links
 
 
 def _claim_directory(lab: LabDir) -> None:
-    """Make the directory, or take one that is empty or a lab's; anything else may be somebody's files."""
+    """Make the directory, or use one that is empty or a lab's; anything else may be a user's files."""
     try:
         lab.root.mkdir(mode=0o700, parents=True)
     except FileExistsError:
@@ -180,7 +183,7 @@ def _claim_directory(lab: LabDir) -> None:
 
 @contextlib.contextmanager
 def _hold_lock(lab: LabDir) -> Iterator[None]:
-    """One `up` or `down` at a time. `down` removes the lock file: who got the lock of a removed file tries again."""
+    """Lock the lab for one `up` or `down` at a time. As `down` removes the file, a lock on a removed one is retried."""
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         files.make_private_dir(lab.root)
@@ -211,7 +214,7 @@ def _read_record(lab: LabDir) -> LabRecord | None:
     record = LabRecord(**{**table, "daemons": tuple(LabDaemon(**entry) for entry in table["daemons"])})
     if record.host != socket.gethostname():
         raise LabError(f"the lab in {lab.root} runs on {record.host}, this is {socket.gethostname()}: go there")
-    if record.boot != read_boot_id():  # nothing of it is left; its pids are other processes now
+    if record.boot != read_boot_id():  # none of its processes is left; their pids belong to others now
         return LabRecord(**(vars(record) | {"daemons": (), "complete": False}))
     return record
 
@@ -223,13 +226,13 @@ def _check_same_cluster(now: LabStatus, *, record: LabRecord, cluster: LabCluste
 
 
 def _refuse_inside(lab: LabDir) -> None:
-    """`up` and `down` end the lab's processes: not from within one of them."""
+    """Raise LabError within a job of the lab: `up` and `down` end all processes of the lab."""
     if "SLURMD_NODENAME" in os.environ and os.environ.get("SLURM_CONF") == str(lab.conf):
         raise LabError(f"this is a job of the lab in {lab.root}: leave the job first")
 
 
 def _cancel_jobs(lab: LabDir, *, record: LabRecord) -> None:
-    """Let jobs end by themselves for a moment (they have things to put away); what stays is killed with the rest."""
+    """Cancel jobs and give them a moment to clean up; those that stay are killed with the rest."""
     if not any(daemon.name == "slurmctld" and daemon.is_alive() for daemon in record.daemons):
         return
     if not run_slurm_command(lab, "squeue", "--noheader", "--format=%A", timeout_s=CANCEL_TIMEOUT_S):
@@ -242,15 +245,15 @@ def _cancel_jobs(lab: LabDir, *, record: LabRecord) -> None:
 
 
 def _clear_directory(lab: LabDir) -> None:
-    """Everything but the lock, which we hold."""
+    """Remove everything but the lock, which this process holds."""
     for path in lab.root.iterdir():
         if path != lab.lock:
             files.remove_path(path)
 
 
 def _remove_directory(lab: LabDir) -> None:
-    """The record goes late and the lock last, so that a `down` that is cut short can be repeated."""
+    """Remove the record late and the lock last, so that an interrupted `down` can be repeated."""
     for path in sorted(lab.root.iterdir(), key=lambda path: (path == lab.lock, path == lab.record)):
         files.remove_path(path)
-    with contextlib.suppress(OSError):  # somebody who waits for the lock may have made it anew
+    with contextlib.suppress(OSError):  # a process that waits for the lock may have made it again
         lab.root.rmdir()

@@ -1,8 +1,12 @@
-"""One bring-up of the lab: its daemons in their order, each recorded at once and waited for.
+"""Start the lab: its daemons in order, each recorded at once and waited for.
 
-Record        lab.json: who was started, and as what
-Start         the bring-up
-ask, sinfo    what the lab's Slurm says
+LabRecord           lab.json: the daemons and the cluster that were started
+LabStartup          one start of the lab
+run_slurm_command   run a command of the lab's Slurm
+list_node_states    the states of the nodes
+encode_cluster      the nodes as recorded in lab.json
+read_boot_id        the id of this boot of the machine
+START_TIMEOUT_S     how long a start may take
 """
 
 import contextlib
@@ -30,7 +34,7 @@ START_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class LabRecord:
-    """lab.json: enough for another process to end everything, published after every step of the bring-up."""
+    """The record in lab.json: enough for another process to end everything, published after every step of a start."""
 
     token: str
     host: str
@@ -44,7 +48,7 @@ class LabRecord:
 
 
 class LabStartup:
-    """One bring-up. Every daemon is recorded as soon as it is started, so that `down` finds it whatever happens."""
+    """One start of the lab. Every daemon is recorded as soon as it is started, so that `down` always finds it."""
 
     def __init__(self, lab: LabDir, *, cluster: LabCluster) -> None:
         self.lab = lab
@@ -73,7 +77,7 @@ class LabStartup:
         self._publish(complete=True)
 
     def _start_munge(self) -> None:
-        """With --force, for munged wants its socket where other users could reach it, and this one is private."""
+        """Start munged, with --force: it wants its socket to be accessible to other users, and this one is private."""
         home = self.lab.root / "munge"
         options = {"key": self.lab.munge_key, "socket": self.lab.munge_socket, "pid": home / "pid"}
         options |= {"log": home / "log", "seed": home / "seed"}
@@ -103,7 +107,7 @@ class LabStartup:
         return daemon
 
     def _run_helper(self, command: str, *arguments: str) -> None:
-        """A daemon that ends: recorded like the others meanwhile, and it must end well."""
+        """Run a command to its end, recorded like a daemon meanwhile; raise LabError if it fails."""
         before = self.record.daemons
         helper = self._start_daemon(command, command, *arguments)
         while True:
@@ -125,7 +129,7 @@ class LabStartup:
         self._wait_until(name, "listening", is_listening)
 
     def _wait_until(self, name: str, what: str, check: Callable[[], bool]) -> None:
-        """Poll `check`; every daemon must live meanwhile, and `name` is whom to blame when time runs out."""
+        """Poll `check` while every daemon is alive; at the timeout raise LabError with the log of `name`."""
         while not check():
             for daemon in self.record.daemons:
                 if not daemon.is_alive():
@@ -139,8 +143,8 @@ class LabStartup:
     def _describe_log_tail(self, name: str) -> str:
         with contextlib.suppress(OSError):
             lines = self.lab.log(name).read_text(errors="replace").splitlines()[-12:]
-            return "the last it said:\n  " + "\n  ".join(lines)
-        return "it said nothing"
+            return "the end of its log:\n  " + "\n  ".join(lines)
+        return "it has no log"
 
     def _publish(self, *, daemons: tuple[LabDaemon, ...] | None = None, complete: bool = False) -> None:
         values = vars(self.record) | {"complete": complete}
@@ -158,19 +162,19 @@ def read_boot_id() -> str:
 
 
 def run_slurm_command(lab: LabDir, command: str, *arguments: str, timeout_s: float = 5.0) -> str:
-    """What a Slurm command prints; nothing if it fails or does not answer."""
+    """Return the output of a Slurm command; empty if it fails or does not answer."""
     done = run_slurm([daemons.find_program(command), *arguments], env=_make_slurm_environment(lab), timeout_s=timeout_s)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def list_node_states(lab: LabDir) -> list[tuple[str, str, str]]:
-    """Node, partition and state, as slurmctld sees them."""
+    """Return node, partition and state, as slurmctld reports them."""
     lines = run_slurm_command(lab, "sinfo", "--noheader", "--Node", "--format=%N|%R|%T").splitlines()
     return [(name, partition, state) for name, partition, state in (line.split("|") for line in lines)]
 
 
 def _make_slurm_environment(lab: LabDir) -> dict[str, str]:
-    """A small environment of our own: the caller's SLURM_*, SINFO_* and locale must not change what is said."""
+    """Make a small environment: the caller's SLURM_*, SINFO_* and locale must not change the output."""
     kept = {name: os.environ[name] for name in ("HOME", "TZ") if name in os.environ}
     return kept | {"PATH": daemons.make_search_path(), "LANG": "C.UTF-8", "SLURM_CONF": str(lab.conf)}
 
@@ -181,7 +185,7 @@ def _is_every_node_idle(lab: LabDir, cluster: LabCluster) -> bool:
 
 
 def _is_accounted(lab: LabDir, cluster: LabCluster) -> bool:
-    """slurmctld enters the cluster by itself; sacct has nothing to say before that."""
+    """True once slurmctld has registered the cluster in the accounts; sacct answers nothing before that."""
     table = run_slurm_command(
         lab, "sacctmgr", "--noheader", "--parsable2", "list", "cluster", "format=Cluster,ControlHost"
     )

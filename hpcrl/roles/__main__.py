@@ -32,7 +32,7 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     context.events.emit(WorkerStarted(pid=os.getpid(), gpus=devices))
     try:
         code: int = importlib.import_module(f"hpcrl.roles.{MODULES.get(role, role)}").run(context) or 0
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it was, the driver must be able to read it
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"
         context.events.emit(WorkerFailed(of=context.name, reason=reason))

@@ -86,7 +86,7 @@ def _make_scorer(context: WorkerContext, *, seen: dict[str, list[float]]) -> Cal
             return trajectory
         try:
             parts = to_reward_parts(rewards[trajectory.domain](trajectory))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a user's reward may raise anything; one episode must not end a run
             return _mark_faulted(trajectory, f"{type(error).__name__}: {error}", context)
         total = math.fsum(parts.values())
         if not math.isfinite(total):

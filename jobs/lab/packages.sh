@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install Debian packages that are missing: those of the lab, or the ones named. Without root, say so and go on.
+# Install missing Debian packages: those of the lab, or the given ones. Without root, print what is missing and exit 0.
 set -euo pipefail
 
 if [ $# -gt 0 ]; then
@@ -18,7 +18,7 @@ if [ "$(id -u)" -ne 0 ]; then
     echo "not root: ${missing[*]} cannot be installed, so what needs them is skipped (apt-get install ${missing[*]})"
     exit 0
 fi
-# Debian starts no service for us: the lab brings up its own.
+# Keep Debian from starting services: the lab starts its own.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e "$policy" ]; then
     printf '#!/bin/sh\nexit 101\n' >"$policy"

@@ -42,7 +42,7 @@ def test_a_campaign_goes_on_without_a_lost_node_and_its_weights_still_go_by_mpi(
     made = len(steps(run))
     until(lambda: len(steps(run)) > made + 1, what="steps are made without it", timeout_s=240)
     faults = [event["detail"] for event in read_events(run.events) if event["event"] == "fault"]
-    assert f"decode goes on without {LOST}" in faults
+    assert f"decode continues without {LOST}" in faults
     assert [event["rung"] for event in read_events(run.events) if event["event"] == "rung"][-1] == "mpi"
     hpcrl("stop", "n")
     assert outcome(run)["outcome"] == "stopped"

@@ -254,7 +254,7 @@ def test_couriers_that_do_not_come_up_are_given_up(
 ) -> None:
     monkeypatch.setattr(module, "STARTUP_TIMEOUT_S", 0.1)
     couriers = start(started, job, "import time; time.sleep(600)")
-    assert failures(couriers, number=1) == ["the couriers did not find each other within 0.1 s"]
+    assert failures(couriers, number=1) == ["the couriers did not connect to each other within 0.1 s"]
 
 
 def carried(couriers: CourierSupervisor, version: int) -> None:
@@ -295,7 +295,7 @@ def test_couriers_that_are_gone_are_started_again_though_their_step_does_not_end
     couriers = start(started, job, MUTE)
     serving(couriers)
     [wrong] = failures(couriers, number=1)
-    assert "nothing was heard" in wrong
+    assert "no heartbeat" in wrong
     assert couriers.is_running
     assert couriers.transport.rung == "mpi"
 

@@ -127,12 +127,12 @@ def test_jobs_that_are_killed_are_followed_until_two_in_a_row_made_no_checkpoint
     run.job(1).chain_marker.write_text("1")
     assert next_job.campaign_outcome(run, run.job(1)) == (
         "failed",
-        "jobs 0 and 1 ended without a word and without a checkpoint",
+        "jobs 0 and 1 ended without an outcome and without a checkpoint",
     )
     checkpointed(run, 0)
     assert next_job.campaign_outcome(run, run.job(1)) is None
     run.stop.touch()
-    assert next_job.campaign_outcome(run, run.job(1)) == ("stopped", "somebody asked for it (hpcrl stop)")
+    assert next_job.campaign_outcome(run, run.job(1)) == ("stopped", "a user asked for it (hpcrl stop)")
 
 
 def test_a_job_that_begins_though_there_is_nothing_to_do_ends_at_once(run: CampaignDir) -> None:

@@ -413,7 +413,7 @@ def test_a_drained_campaign_without_a_next_job_is_stopped_and_says_how_to_go_on(
 
     assert snapshot.state == "stopped"
     assert snapshot.jobs[0].state == "drained"
-    assert snapshot.jobs[0].reason.startswith("its walltime is nearly over; `hpcrl resume` goes on")
+    assert snapshot.jobs[0].reason.startswith("its walltime is nearly over; `hpcrl resume` continues")
 
 
 def test_a_driver_that_says_its_last_word_is_draining_until_it_leaves_its_outcome(campaign: SyntheticCampaign) -> None:
@@ -447,7 +447,7 @@ def test_slurm_is_asked_once_in_half_a_minute_for_jobs_without_an_outcome(campai
 
 
 def test_a_job_that_slurm_requeues_is_read_again(campaign: SyntheticCampaign) -> None:
-    running(campaign).outcome("drained", "it was told to terminate")
+    running(campaign).outcome("drained", "it received SIGTERM")
     reading = collector(campaign)
     assert reading.poll().state == "stopped"
     campaign.run.job(0).outcome.unlink()  # as a driver does that starts a second time
