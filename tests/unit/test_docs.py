@@ -11,6 +11,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 WALKS = ROOT / "docs" / "how-it-travels.md"
 BACKTICKED = re.compile(r"`([^`\n]+)`")
 STATION = re.compile(r"^\d+\. `(hpcrl/[\w/]+\.py)` ((?:`[\w.]+`(?:, )?)+):", re.MULTILINE)
+IMPORT_PATH = re.compile(r"\bhpcrl\.[a-z]\w*(?:\.\w+)*(?::\w+)?")
 NUMBERED = re.compile(r"^\d+\. ", re.MULTILINE)
 FOLDERS = ("hpcrl", "hpcrl/*", "hpcrl/*/*", "jobs", "bench", "tests", "docs")
 
@@ -51,9 +52,23 @@ def assigned(node: ast.stmt) -> set[str]:
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
+def resolves(dotted: str) -> bool:
+    """Whether an import path such as `hpcrl.envs.judge:judge` is a module, a package or what one of them defines."""
+    *parents, last = re.split(r"[.:]", dotted)
+    if ROOT.joinpath(*parents, last).is_dir() or ROOT.joinpath(*parents, f"{last}.py").is_file():
+        return True
+    module = ROOT.joinpath(*parents).with_suffix(".py")
+    return module.is_file() and last in defined_names(module)
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
 def test_every_module_that_a_document_names_exists(path):
     assert {name for name in named_modules(path.read_text()) if not exists(name)} == set()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_every_import_path_that_a_document_names_leads_to_a_definition(path):
+    assert {dotted for dotted in IMPORT_PATH.findall(path.read_text()) if not resolves(dotted)} == set()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
