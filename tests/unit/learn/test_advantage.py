@@ -1,4 +1,4 @@
-"""Advantages against slow references written from the papers."""
+"""Advantages, compared with slow references written from the papers."""
 
 import math
 
@@ -38,7 +38,7 @@ def slow_rloo(rewards):
 
 
 def slow_normalised(values, counts):
-    """Every token of the step in one list, then mean and standard deviation by their definitions."""
+    """List every token of the step, then normalise by the definitions of mean and standard deviation."""
     tokens = [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
     mean = sum(tokens) / len(tokens)
     std = math.sqrt(sum((token - mean) ** 2 for token in tokens) / len(tokens))
@@ -46,7 +46,7 @@ def slow_normalised(values, counts):
 
 
 def slow_trloo(rewards_by_episode, gamma):
-    """Each turn on its own: its discounted return minus the mean of the others' at the same turn."""
+    """Return for each turn its discounted return minus the mean of the others' at the same turn."""
 
     def earned(rewards, turn):
         return sum(gamma ** (later - turn) * rewards[later] for later in range(turn, len(rewards)))
@@ -62,7 +62,7 @@ def slow_trloo(rewards_by_episode, gamma):
 
 
 def slow_gae(values, rewards, gamma, lam):
-    """The sum of discounted surprises, as the paper writes it."""
+    """Return the sum of discounted surprises, as the paper writes it."""
     surprises = [
         rewards[t] + gamma * (values[t + 1] if t + 1 < len(values) else 0.0) - values[t] for t in range(len(values))
     ]
@@ -101,7 +101,7 @@ def test_a_group_without_differences_gets_exact_zeros(estimator, rewards):
     assert estimator(np.array(rewards)).tolist() == [0.0] * len(rewards)
 
 
-def test_rewards_that_differ_by_rounding_alone_are_not_blown_up():
+def test_rewards_that_differ_by_rounding_alone_are_not_scaled_up():
     almost_equal = np.array([0.3, 0.1 + 0.2, 0.3])
     assert np.abs(grpo(almost_equal)).max() < 1e-9
 
@@ -125,7 +125,7 @@ def test_reinforce_pp_is_normalised_over_every_token_of_the_step(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_reinforce_pp_with_a_baseline_takes_the_groups_mean_away_first(seed):
+def test_reinforce_pp_with_a_baseline_subtracts_the_groups_mean_first(seed):
     rng = np.random.default_rng(seed)
     rewards, counts = rng.normal(2, 3, 12), rng.integers(1, 20, 12).tolist()
     episodes = [episode(f"math/{index // 4}", index, reward=float(value)) for index, value in enumerate(rewards)]
@@ -146,12 +146,12 @@ def test_trloo_compares_each_turn_with_the_same_turn_of_the_others(seed, gamma):
         np.testing.assert_allclose(mine, slow, atol=1e-12)
 
 
-def test_a_turn_that_no_other_episode_came_to_says_nothing():
+def test_a_turn_that_no_other_episode_reached_has_no_advantage():
     long, short = episode(index=0, reward=3.0, turns=(0.0, 3.0)), episode(index=1, reward=1.0, turns=(1.0,))
     assert [row.tolist() for row in compute_advantages([long, short], advantage="trloo")] == [[2.0, 0.0], [-2.0]]
 
 
-def test_what_the_score_adds_belongs_to_the_last_turn():
+def test_the_score_is_added_to_the_last_turn():
     assert compute_turn_rewards(episode(reward=5.0, turns=(1.0, 2.0))).tolist() == [1.0, 4.0]
 
 
@@ -172,7 +172,7 @@ def test_gae_agrees_with_the_sum_of_surprises(gamma, lam):
 
 @pytest.mark.parametrize("advantage", [*ESTIMATORS, "reinforce++-baseline", "trloo"])
 @pytest.mark.parametrize("rewards", [[1.0], [0.5, 0.5, 0.5]], ids=["one member", "no variance"])
-def test_a_group_that_says_nothing_moves_nothing(advantage, rewards):
+def test_a_group_without_a_signal_has_zero_advantages(advantage, rewards):
     episodes = [episode(index=index, reward=reward) for index, reward in enumerate(rewards)]
     assert all(row.tolist() == [0.0] for row in compute_advantages(episodes, advantage=advantage))
 

@@ -1,4 +1,4 @@
-"""Choosing groups, shifting, padding."""
+"""The choice of groups, the shift by one token, and padding."""
 
 import random
 
@@ -19,7 +19,7 @@ from hpcrl.learn.batch import (
 from hpcrl.spool.record import EpisodeTurn, Trajectory
 
 
-def trajectory(group="math/0", index=0, *, tokens=(1, 2, 3, 4), said=(False, False, True, True), **changed):
+def trajectory(group="math/0", index=0, *, tokens=(1, 2, 3, 4), generated=(False, False, True, True), **changed):
     """A short trajectory whose token t has log-prob -t/10."""
     fields = {
         "id": f"{group}/{index}",
@@ -34,7 +34,7 @@ def trajectory(group="math/0", index=0, *, tokens=(1, 2, 3, 4), said=(False, Fal
         "token_ids": np.array(tokens, dtype=np.int32),
         "logprobs": -np.arange(len(tokens), dtype=np.float32) / 10,
         "versions": np.zeros(len(tokens), dtype=np.int32),
-        "loss_mask": np.array(said, dtype=np.bool_),
+        "loss_mask": np.array(generated, dtype=np.bool_),
         "turns": [],
         "reward": 1.0,
     }
@@ -68,13 +68,13 @@ def test_the_oldest_complete_group_is_chosen_and_the_others_wait():
     assert set(ids(choice.rest)) == set(ids(young + partial))
 
 
-def test_a_group_begun_on_older_weights_goes_before_one_that_ended_earlier():
+def test_a_group_started_on_older_weights_comes_before_one_that_ended_earlier():
     behind, ahead = group("math/0", created=9.0), group("math/1", created=5.0, start_version=1)
     assert ids(choose(ahead + behind, version=1).chosen) == ids(behind)
 
 
 @pytest.mark.parametrize(("version", "is_stale"), [(3, False), (4, False), (5, True)])
-def test_a_trajectory_is_stale_when_it_began_more_than_max_lag_versions_ago(version, is_stale):
+def test_a_trajectory_is_stale_when_it_started_more_than_max_lag_versions_ago(version, is_stale):
     chosen, stale, _ = choose(group("math/0", start_version=3), version=version, max_lag=1)
     assert (len(stale), len(chosen)) == ((4, 0) if is_stale else (0, 4))
 
@@ -91,7 +91,7 @@ def test_the_late_twin_of_an_episode_does_not_fill_its_group():
     assert len(rest) == 3
 
 
-def test_more_episodes_than_the_group_needs_are_given_up_with_the_first_ones_kept():
+def test_episodes_beyond_the_group_size_are_stale_and_the_first_ones_are_kept():
     six = [trajectory("math/0", index, created=float(-index)) for index in range(6)]
     choice = choose(six)
     assert ids(choice.chosen) == [f"math/0/{index}" for index in (5, 4, 3, 2)]
@@ -99,21 +99,21 @@ def test_more_episodes_than_the_group_needs_are_given_up_with_the_first_ones_kep
 
 
 @pytest.mark.parametrize("changed", [{"status": "env-fault"}, {"status": "aborted-stale"}, {"reward": float("nan")}])
-def test_a_group_with_an_episode_that_cannot_be_trained_on_is_given_up(changed):
+def test_a_group_with_an_episode_that_cannot_be_trained_on_is_dropped(changed):
     bad = trajectory("math/0", 3, **changed)
     choice = choose([*group("math/0", size=3), bad, *group("math/1")])
     assert set(ids(choice.stale)) == {f"math/0/{index}" for index in range(4)}
     assert set(ids(choice.chosen)) == {f"math/1/{index}" for index in range(4)}
 
 
-def test_the_members_of_a_group_without_hope_that_come_later_are_given_up_too():
+def test_later_members_of_a_lost_group_are_dropped_too():
     first = choose([trajectory("math/0", 3, status="env-fault"), trajectory("math/0", 0)])
     assert first.stale == []
     later = choose([*first.rest, trajectory("math/0", 1), trajectory("math/0", 2)])
     assert (len(later.stale), later.rest) == (4, [])
 
 
-def test_what_is_too_old_does_not_wait_for_the_rest_of_its_group():
+def test_a_trajectory_that_is_too_old_does_not_wait_for_the_rest_of_its_group():
     old = trajectory("math/0", 3, status="env-fault", start_version=0)
     assert choose([old], version=2, max_lag=1).stale == [old]
 
@@ -155,7 +155,7 @@ def test_every_trajectory_ends_in_one_list_whatever_the_order(data):
 
 
 def test_each_position_predicts_the_next_token():
-    rows, _ = make_rows([trajectory(tokens=(5, 6, 7, 8), said=(0, 1, 0, 1))], credits=[[2.5]], max_length=9)
+    rows, _ = make_rows([trajectory(tokens=(5, 6, 7, 8), generated=(0, 1, 0, 1))], credits=[[2.5]], max_length=9)
     (row,) = rows
     assert row.inputs.tolist() == [5, 6, 7]
     assert row.mask.tolist() == [True, False, True]
@@ -164,14 +164,18 @@ def test_each_position_predicts_the_next_token():
     assert row.credit.tolist() == [2.5, 2.5]
 
 
-def test_what_follows_the_last_model_token_is_cut():
-    rows, _ = make_rows([trajectory(tokens=(5, 6, 7, 8), said=(0, 1, 0, 0))], credits=[[1.0]], max_length=9)
+def test_tokens_after_the_last_model_token_are_cut():
+    rows, _ = make_rows([trajectory(tokens=(5, 6, 7, 8), generated=(0, 1, 0, 0))], credits=[[1.0]], max_length=9)
     assert rows[0].inputs.tolist() == [5]
 
 
-def test_a_trajectory_in_which_the_model_said_nothing_has_no_row():
-    silent = [trajectory(said=(0, 0, 0, 0)), trajectory(said=(1, 0, 0, 0)), trajectory(tokens=(), said=())]
-    assert make_rows(silent, credits=[[1.0]] * 3, max_length=9) == ([], 0)
+def test_a_trajectory_without_model_tokens_has_no_row():
+    without_model_tokens = [
+        trajectory(generated=(0, 0, 0, 0)),
+        trajectory(generated=(1, 0, 0, 0)),
+        trajectory(tokens=(), generated=()),
+    ]
+    assert make_rows(without_model_tokens, credits=[[1.0]] * 3, max_length=9) == ([], 0)
 
 
 def test_trajectories_longer_than_the_context_are_left_out_and_counted():
@@ -183,8 +187,10 @@ def random_trajectories(seed, *, count=30):
     rng = np.random.default_rng(seed)
     for index in range(count):
         length = int(rng.integers(2, 40))
-        tokens, said = rng.integers(0, 50, length), rng.random(length) < 0.5
-        yield trajectory("math/0", index, tokens=tokens, said=said, logprobs=-rng.random(length).astype(np.float32))
+        tokens, generated = rng.integers(0, 50, length), rng.random(length) < 0.5
+        yield trajectory(
+            "math/0", index, tokens=tokens, generated=generated, logprobs=-rng.random(length).astype(np.float32)
+        )
 
 
 @pytest.mark.parametrize("bound", [1, 50, 128, 10_000])
@@ -208,7 +214,7 @@ def test_micro_batches_hold_every_model_token_once_within_the_bound(seed, bound)
     assert sorted(seen) == sorted(expected)
 
 
-def test_each_model_token_stands_after_its_own_past():
+def test_each_model_token_follows_its_own_past():
     episodes = list(random_trajectories(7))
     rows, _ = make_rows(episodes, credits=[[0.0]] * len(episodes), max_length=99)
     pasts = {(*episode.token_ids[:t].tolist(),) for episode in episodes for t in np.flatnonzero(episode.loss_mask) if t}
@@ -218,7 +224,7 @@ def test_each_model_token_stands_after_its_own_past():
 
 
 def shapes(lengths, *, bound):
-    episodes = [trajectory(tokens=[1] * (n + 1), said=[0] + [1] * n) for n in lengths]
+    episodes = [trajectory(tokens=[1] * (n + 1), generated=[0] + [1] * n) for n in lengths]
     rows, _ = make_rows(episodes, credits=[[0.0]] * len(lengths), max_length=99)
     return [tuple(batch.inputs_BT.shape) for batch in make_micro_batches(rows, tokens_per_micro_batch=bound)]
 
@@ -227,11 +233,11 @@ def test_rows_of_similar_length_share_a_micro_batch():
     assert shapes([30, 3, 29, 4, 31, 2], bound=93) == [(3, 31), (3, 4)]
 
 
-def test_a_micro_batch_worth_a_pass_turns_away_a_row_that_needs_much_padding():
+def test_a_well_filled_micro_batch_refuses_a_row_that_needs_much_padding():
     assert shapes([20, 20, 16, 10], bound=400) == [(3, 20), (1, 10)]
 
 
-def test_a_small_micro_batch_takes_any_row():
+def test_a_small_micro_batch_accepts_any_row():
     assert shapes([20, 2, 1], bound=400) == [(3, 20)]
 
 
@@ -240,9 +246,9 @@ def test_no_rows_give_no_micro_batches():
 
 
 def two_turns():
-    """The model said tokens 1 and 2 in its first turn and token 4 in its second."""
+    """Return a trajectory with model tokens 1 and 2 in the first turn and 4 in the second."""
     turns = [EpisodeTurn(start=1, end=3), EpisodeTurn(start=4, end=5)]
-    return trajectory(tokens=(5, 6, 7, 8, 9), said=(0, 1, 1, 0, 1), turns=turns)
+    return trajectory(tokens=(5, 6, 7, 8, 9), generated=(0, 1, 1, 0, 1), turns=turns)
 
 
 def test_every_token_of_a_turn_gets_the_credit_of_the_turn():
@@ -250,30 +256,30 @@ def test_every_token_of_a_turn_gets_the_credit_of_the_turn():
     assert row.credit.tolist() == [2.0, 2.0, -1.0]
 
 
-def test_a_reward_stands_at_the_last_token_of_its_turn():
+def test_a_reward_is_placed_at_the_last_token_of_its_turn():
     (row,), _ = make_rows([two_turns()], credits=[[2.0, -1.0]], max_length=9, place_credit=credit_last_token)
     assert row.credit.tolist() == [0.0, 2.0, -1.0]
 
 
 def test_the_reward_of_a_turn_without_tokens_is_not_lost():
     turns = [EpisodeTurn(start=1, end=2), EpisodeTurn(start=3, end=3), EpisodeTurn(start=3, end=3)]
-    episode = trajectory(tokens=(5, 6, 7), said=(0, 1, 0), turns=turns)
+    episode = trajectory(tokens=(5, 6, 7), generated=(0, 1, 0), turns=turns)
     (row,), _ = make_rows([episode], credits=[[1.0, 2.0, 4.0]], max_length=9, place_credit=credit_last_token)
     assert row.credit.tolist() == [7.0]
 
 
-SILENT = trajectory(said=(0, 0, 0, 0))
-EMPTY = trajectory(tokens=(), said=())
+WITHOUT_MODEL_TOKENS = trajectory(generated=(0, 0, 0, 0))
+EMPTY = trajectory(tokens=(), generated=())
 
 
-@pytest.mark.parametrize("episode", [two_turns(), trajectory(), SILENT, EMPTY])
+@pytest.mark.parametrize("episode", [two_turns(), trajectory(), WITHOUT_MODEL_TOKENS, EMPTY])
 def test_length_and_tokens_are_known_before_the_row_is_made(episode):
     rows, _ = make_rows([episode], credits=[[1.0] * max(len(episode.turns), 1)], max_length=9)
     assert compute_row_length(episode) == sum(map(len, rows))
     assert count_model_tokens(episode) == sum(len(row.targets) for row in rows)
 
 
-def test_each_token_knows_its_row():
+def test_each_token_has_the_index_of_its_row():
     episodes = list(random_trajectories(3))
     rows, _ = make_rows(episodes, credits=[[0.0]] * len(episodes), max_length=99)
     for batch in make_micro_batches(rows, tokens_per_micro_batch=200):
@@ -281,6 +287,6 @@ def test_each_token_knows_its_row():
         assert batch.num_sequences == len(batch.inputs_BT)
 
 
-def test_a_pass_that_teaches_nothing_has_no_tokens():
+def test_an_empty_micro_batch_has_no_model_tokens():
     batch = empty_micro_batch()
     assert (batch.num_tokens, batch.num_sequences, batch.num_padded_tokens) == (0, 0, 1)

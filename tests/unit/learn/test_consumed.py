@@ -1,4 +1,4 @@
-"""The consumed set against a plain set of groups."""
+"""The consumed set, compared with a plain set of groups."""
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ groups = st.tuples(st.sampled_from(["math", "math/hard", "taxi"]), st.integers(0
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(groups, st.integers(0, 9))))
-def test_it_is_a_set_of_groups_before_and_after_a_round_trip(episodes):
+def test_the_consumed_set_is_a_set_of_groups_before_and_after_a_round_trip(episodes):
     consumed, expected = ConsumedTrajectories(), set()
     for (domain, number), index in episodes:
         consumed.add(f"{domain}/{number}/{index}")

@@ -1,4 +1,4 @@
-"""The policy loss against a slow reference: plain Python floats, one token at a time."""
+"""The policy loss, compared with a slow reference: plain Python floats, one token at a time."""
 
 import math
 
@@ -54,7 +54,7 @@ def settings(**changed):
 
 
 def slow_logprobs(logits, targets, temperature):
-    """Log-probs of the targets and entropies, by the definition of softmax."""
+    """Compute log-probs of the targets and entropies by the definition of softmax."""
     logprobs, entropy = [], []
     for row, target in zip(logits.tolist(), targets.tolist(), strict=True):
         weights = [math.exp(value / temperature) for value in row]
@@ -70,7 +70,7 @@ def slow_kl(current, reference, estimator):
 
 
 def slow_weight(tokens, index, train):
-    """The importance weight of one token, and whether it is not the ratio itself."""
+    """Return the importance weight of one token, and whether it differs from the ratio."""
     row = [i for i in range(N) if ROWS[i] == ROWS[index]] if "sequence" in train.correction else [index]
     ratio = math.prod(math.exp(tokens["proximal"][i] - tokens["behaviour"][i]) for i in row)
     if train.correction == "none":
@@ -91,7 +91,7 @@ def slow_share(index, train):
 
 
 def slow_loss(tokens, train):
-    """The loss by its formula, with what it saw."""
+    """Compute the loss by its formula, with the numbers of clipped and truncated tokens."""
     total, clipped, truncated = 0.0, 0, 0
     for index in range(N):
         advantage = tokens["advantages"][index]
@@ -114,7 +114,7 @@ def slow_loss(tokens, train):
 
 @pytest.fixture(params=range(3))
 def tokens(request):
-    """Random log-probs of 64 tokens in four rows under four policies that are some way apart."""
+    """Return random log-probs of 64 tokens in four rows under four policies that differ."""
     generator = torch.Generator().manual_seed(request.param)
 
     def near(center, distance):
@@ -141,7 +141,7 @@ def shares(train, *, rows=ROWS):
 def loss_of(tokens, train, *, part=slice(None)):
     cut = {name: column[part] for name, column in tokens.items()}
     rows = ROWS[part] - int(ROWS[part][0])
-    said = TokenInputs(
+    token_inputs = TokenInputs(
         behaviour_N=cut["behaviour"],
         proximal_N=cut["proximal"],
         advantages_N=cut["advantages"],
@@ -149,7 +149,7 @@ def loss_of(tokens, train, *, part=slice(None)):
         shares_N=shares(train, rows=rows),
         reference_N=None if train.kl == "none" else cut["reference"],
     )
-    return compute_policy_loss(cut["current"], entropy_N=cut["entropy"], token_inputs=said, train=train)
+    return compute_policy_loss(cut["current"], entropy_N=cut["entropy"], token_inputs=token_inputs, train=train)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
@@ -164,7 +164,7 @@ def test_logprobs_and_entropies_agree_with_the_definition(temperature):
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_the_loss_and_its_figures_agree_with_the_slow_reference(tokens, variant):
+def test_the_loss_and_its_sums_agree_with_the_slow_reference(tokens, variant):
     train = settings(**variant)
     loss, sums = loss_of(tokens, train)
     total, clipped, truncated = slow_loss({name: column.tolist() for name, column in tokens.items()}, train)
@@ -190,7 +190,7 @@ def test_the_gradient_agrees_with_finite_differences_of_the_slow_reference(token
 
 
 @pytest.mark.parametrize("variant", [VARIANTS["dual clip"], VARIANTS["masked per token"], VARIANTS["GSPO"]])
-def test_the_variants_are_put_to_the_test(tokens, variant):
+def test_the_random_tokens_are_clipped_and_truncated(tokens, variant):
     _, sums = loss_of(tokens, settings(**variant))
     assert sums.clipped > 0
     assert sums.truncated > 0
@@ -218,7 +218,7 @@ def test_micro_batches_add_up_to_the_whole(tokens, variant):
     halves = [loss_of(tokens, train, part=part) for part in (slice(0, 21), slice(21, N))]
     torch.testing.assert_close(halves[0][0] + halves[1][0], whole_loss)
     added = LossSums.zero().add(halves[0][1]).add(halves[1][1])
-    torch.testing.assert_close(added.flatten(), whole.flat(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(added.flatten(), whole.flatten(), rtol=1e-6, atol=1e-6)
     assert all(
         torch.equal(mine, its.double()) for mine, its in zip(LossSums.unflatten(added.flatten()), added, strict=True)
     )
@@ -228,7 +228,7 @@ def test_an_absurd_logprob_gives_a_finite_loss(tokens):
     tokens["behaviour"][3] = -math.inf
     loss, sums = loss_of(tokens, settings())
     assert torch.isfinite(loss)
-    assert sums.flat().isfinite().all()
+    assert sums.flatten().isfinite().all()
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -256,15 +256,17 @@ def test_the_value_loss_agrees_with_its_definition(clip):
 def test_quantiles_of_the_ratio_are_as_exact_as_the_bins():
     tokens = torch.linspace(-1, 1, 1001, dtype=torch.float64)
     zeros = torch.zeros_like(tokens)
-    said = TokenInputs(behaviour_N=-tokens, proximal_N=zeros, advantages_N=zeros, rows_N=zeros.long(), shares_N=zeros)
-    _, sums = compute_policy_loss(zeros, entropy_N=zeros, token_inputs=said, train=settings())
+    token_inputs = TokenInputs(
+        behaviour_N=-tokens, proximal_N=zeros, advantages_N=zeros, rows_N=zeros.long(), shares_N=zeros
+    )
+    _, sums = compute_policy_loss(zeros, entropy_N=zeros, token_inputs=token_inputs, train=settings())
     for found, exact in zip(compute_ratio_quantiles(sums.ratio_bins, (0.05, 0.5, 0.95)), (-0.9, 0.0, 0.9), strict=True):
         assert math.log(found) == pytest.approx(exact, abs=0.1)
     assert compute_ratio_quantiles(torch.zeros(80), (0.5,)) == [None]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_what_is_judged_in_one_go_is_what_autograd_finds(temperature):
+def test_logprobs_and_entropy_in_one_pass_agree_with_autograd(temperature):
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(6, 11, generator=generator, requires_grad=True)
     targets, weights = torch.arange(6), torch.linspace(-1, 2, 6)

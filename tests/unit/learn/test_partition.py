@@ -1,4 +1,4 @@
-"""Equal counts and nearly equal work."""
+"""The partition of rows: equal counts and nearly equal work."""
 
 from itertools import combinations
 
@@ -20,7 +20,7 @@ def test_every_row_is_in_one_part_and_counts_differ_by_at_most_one(weights, num_
 
 
 def best_of_two(weights):
-    """The least possible heavier half, by trying every one."""
+    """Find the least possible heavier half by trying every split."""
     half = len(weights) // 2
     return min(max(sum(some), sum(weights) - sum(some)) for some in combinations(weights, half))
 
@@ -49,10 +49,10 @@ def test_more_parts_than_rows_leave_some_empty():
     assert sorted(map(len, balance_parts([5.0, 5.0], num_parts=4))) == [0, 0, 1, 1]
 
 
-def test_weights_of_zero_are_even():
+def test_weights_of_zero_are_balanced():
     assert compute_imbalance([0, 0], [[0], [1]]) == 1.0
 
 
-def test_no_parts_are_refused():
+def test_a_partition_into_no_parts_is_refused():
     with pytest.raises(ValueError, match="num_parts is 0"):
         balance_parts([1.0], num_parts=0)

@@ -1,4 +1,4 @@
-"""The user's nodes: what is refused, where they run, and what comes of them."""
+"""The user's pipeline nodes: which are refused, where they run, and what they change."""
 
 import subprocess
 import sys
@@ -75,9 +75,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("nodes", "said"), REFUSED.values(), ids=REFUSED)
-def test_a_pipeline_that_makes_no_sense_is_refused_with_the_reason(nodes, said):
-    assert said in "; ".join(check_user_nodes(train_of(nodes)))
+@pytest.mark.parametrize(("nodes", "message"), REFUSED.values(), ids=REFUSED)
+def test_an_invalid_pipeline_is_refused_with_the_reason(nodes, message):
+    assert message in "; ".join(check_user_nodes(train_of(nodes)))
     recipe = load_recipe("quickstart")
     with pytest.raises(PlanError):
         check_recipe(msgspec.structs.replace(recipe, train=train_of(nodes)))
@@ -88,16 +88,16 @@ def test_a_pipeline_that_can_run_is_not_refused(nodes):
     assert check_user_nodes(train_of(nodes)) == []
 
 
-def test_nodes_run_where_they_stand():
+def test_nodes_run_in_the_order_of_the_pipeline():
     order = order_nodes(make_pipeline(train_of({**SHAPE, **FIRST}, advantage="grpo", kl="k3")))
     assert order == ["shape", "advantage", "deal", "rows", "weigh", "reference", "update"]
     with_critic = make_pipeline(train_of(FIRST, advantage="gae"))
-    assert with_critic["values"].inputs == ["weigh"], "all that took rows takes the rows that are learned from"
+    assert with_critic["values"].inputs == ["weigh"], "nodes on rows take the transformed rows"
     assert make_pipeline(train_of(SHAPE))["shape"].gathers
     assert not make_pipeline(train_of(FIRST))["weigh"].gathers
 
 
-def test_a_reward_that_is_shaped_changes_the_advantages_and_not_the_rewards_that_are_told(tmp_path):
+def test_a_shaped_reward_changes_the_advantages_and_not_the_rewards_in_the_metrics(tmp_path):
     trajectories = batch(1)
     _, plain = assign_credits(trajectories, train_of({}))
     dealt, changed = assign_credits(trajectories, train_of(SHAPE))
@@ -111,7 +111,7 @@ def test_a_reward_that_is_shaped_changes_the_advantages_and_not_the_rewards_that
     assert metrics.reward_mean == pytest.approx(np.mean([one.reward for one in trajectories]))
 
 
-def test_a_number_for_an_episode_stands_for_all_its_turns():
+def test_one_number_for_an_episode_counts_for_all_its_turns():
     trajectories = batch(1)
     _, found = assign_credits(trajectories, train_of(BEST))
     for value, turns, trajectory in zip(against_the_best(trajectories), found, trajectories, strict=True):
@@ -127,7 +127,7 @@ def test_a_node_between_advantage_and_deal_sees_the_advantages():
     assert all(np.array_equal(2 * each, other) for each, other in zip(plain, twice, strict=True))
 
 
-def test_rows_are_reworked_by_every_rank_on_its_own_rows():
+def test_every_rank_transforms_its_own_rows():
     trajectories = batch(1)
     by_id = {one.id: one for one in trajectories}
     train = train_of(FIRST)
@@ -148,7 +148,7 @@ def weights_after_two_steps(directory, train):
     return trainer.tensors()
 
 
-def test_an_advantage_of_ones_own_that_is_a_ready_one_learns_the_same_bits(tmp_path):
+def test_a_user_node_that_calls_a_built_in_advantage_learns_the_same_bits(tmp_path):
     model = make_model(tmp_path / "m")
     options = {
         "function": "hpcrl.learn.advantage:compute_advantages",
@@ -163,7 +163,7 @@ def test_an_advantage_of_ones_own_that_is_a_ready_one_learns_the_same_bits(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("nodes", "said"),
+    ("nodes", "message"),
     [
         (
             {"shape": own("tests.support.nodes:too_few"), "advantage": {"inputs": ["shape"]}},
@@ -180,8 +180,8 @@ def test_an_advantage_of_ones_own_that_is_a_ready_one_learns_the_same_bits(tmp_p
         ),
     ],
 )
-def test_a_node_that_gives_what_the_next_cannot_use_is_named(nodes, said):
-    with pytest.raises(TrainError, match=said.replace("(", r"\(")):
+def test_a_node_whose_result_the_next_cannot_use_is_named(nodes, message):
+    with pytest.raises(TrainError, match=message.replace("(", r"\(")):
         assign_credits(batch(1), train_of(nodes))
 
 
@@ -198,11 +198,11 @@ def test_a_node_on_rows_that_forgets_to_return_is_named():
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [("tests.support.nodes:absent", "has no 'absent'"), ("tests.nodez:a", "importing tests.nodez failed"),
      ("tests.support.nodes:NO_FUNCTION", "is no function")],
 )  # fmt: skip
-def test_a_function_that_is_not_there_is_refused_before_anything_is_queued(function, said):
+def test_a_missing_function_is_refused_before_anything_is_queued(function, message):
     recipe = load_recipe("quickstart")
     train = msgspec.structs.replace(recipe.train, pipeline=train_of({**SHAPE, "shape": own(function)}).pipeline)
     done = subprocess.run(
@@ -212,4 +212,4 @@ def test_a_function_that_is_not_there_is_refused_before_anything_is_queued(funct
         check=False,
     )
     assert done.returncode == 2
-    assert said in done.stdout.decode()
+    assert message in done.stdout.decode()

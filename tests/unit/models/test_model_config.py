@@ -1,4 +1,4 @@
-"""What is read from a model's config.json."""
+"""The fields read from a model's config.json."""
 
 import json
 from pathlib import Path

@@ -23,7 +23,7 @@ CHATML = (
 
 
 def chatml_dir(directory: Path, *, template: str | None = CHATML) -> Path:
-    """A byte-level tokenizer with Qwen's chat template."""
+    """Save a byte-level tokenizer with Qwen's chat template."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(symbols)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,7 +38,7 @@ def chatml_dir(directory: Path, *, template: str | None = CHATML) -> Path:
 
 
 def marked(model_dir: Path) -> Any:
-    """The tokenizer of a directory, which shows marks as text."""
+    """Load the tokenizer of a directory, which shows marks as text."""
     return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
 
 
@@ -50,7 +50,7 @@ def test_transformers_loads_the_tiny_model(tiny_model_dir: Path) -> None:
     assert model.get_input_embeddings().num_embeddings == len(tokenizer) == 100
 
 
-def test_every_character_is_one_token_and_comes_back_in_both_tokenizers(tiny_model_dir: Path) -> None:
+def test_every_character_is_one_token_and_is_decoded_by_both_tokenizers(tiny_model_dir: Path) -> None:
     ids = marked(tiny_model_dir).encode(CHARACTERS).ids
     again = AutoTokenizer.from_pretrained(tiny_model_dir)
     assert len(ids) == len(CHARACTERS) == len(set(ids))
@@ -97,8 +97,8 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_written(tmp_path: 
 
 def test_the_tiny_layout_is_user_text_agent_text_eos(tiny_model_dir: Path) -> None:
     chat = load_chat_layout(tiny_model_dir)
-    said = [*marked(tiny_model_dir).encode("right").ids, chat.close_id]
-    ids = [*chat.first_turn("go?"), *said, *chat.next_turn("won", generated=said)]
+    generated = [*marked(tiny_model_dir).encode("right").ids, chat.close_id]
+    ids = [*chat.first_turn("go?"), *generated, *chat.next_turn("won", generated=generated)]
     assert marked(tiny_model_dir).decode(ids, skip_special_tokens=False) == "<user>go?<agent>right<eos><user>won<agent>"
 
 
@@ -120,8 +120,8 @@ def test_an_observation_cannot_forge_a_mark(tiny_model_dir: Path) -> None:
 def test_the_layout_is_the_chat_template_of_transformers(kind: str, tiny_model_dir: Path, tmp_path: Path) -> None:
     model_dir = tiny_model_dir if kind == "tiny" else chatml_dir(tmp_path)
     chat, reference = load_chat_layout(model_dir), AutoTokenizer.from_pretrained(model_dir)
-    said = [*reference("I go left.", add_special_tokens=False).input_ids, chat.close_id]
-    ids = [*chat.first_turn("Where to?\n"), *said, *chat.next_turn("A wall. Now?", generated=said)]
+    generated = [*reference("I go left.", add_special_tokens=False).input_ids, chat.close_id]
+    ids = [*chat.first_turn("Where to?\n"), *generated, *chat.next_turn("A wall. Now?", generated=generated)]
     messages = [
         {"role": "user", "content": "Where to?\n"},
         {"role": "assistant", "content": "I go left."},
@@ -129,7 +129,7 @@ def test_the_layout_is_the_chat_template_of_transformers(kind: str, tiny_model_d
     ]
     template = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert reference.decode(ids) == template
-    assert chat.decode(said) == "I go left."
+    assert chat.decode(generated) == "I go left."
 
 
 def test_chatml_stops_at_the_end_of_a_turn_and_at_the_end_of_text(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_template_in_the_tokenizer_settings_is_found(tmp_path: Path) -> None:
         ("{{ raise_exception('no system role') }}", "no system role"),
     ],
 )
-def test_a_template_that_cannot_be_laid_out_is_refused(tmp_path: Path, template: str | None, complaint: str) -> None:
+def test_a_template_without_a_layout_is_refused(tmp_path: Path, template: str | None, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load_chat_layout(chatml_dir(tmp_path, template=template))
 
