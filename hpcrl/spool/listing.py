@@ -47,7 +47,7 @@ _RELIST_INTERVALS_S = (0.25, 30.0)
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentName:
-    """`PRODUCER-NUMBER-COUNT-NONCE.h5`: sorts by producer, then in the order of writing."""
+    """The name `PRODUCER-NUMBER-COUNT-NONCE.h5`, which sorts by producer, then in the order of writing."""
 
     producer: str
     number: int
@@ -80,7 +80,7 @@ def check_producer(producer: str) -> str:
 
 
 def list_segments(directory: Path) -> list[str]:
-    """List the names of all segments, sorted, without temporary files; empty if there is no directory yet."""
+    """List the names of all segments, sorted, without temporary files; empty if the directory is missing."""
     try:
         return sorted(name for name in os.listdir(directory) if _is_segment_file(name))  # noqa: PTH208 - names
     except FileNotFoundError:

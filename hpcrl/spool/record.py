@@ -71,7 +71,7 @@ class TrajectoryFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     turns: list[EpisodeTurn]
     reset_s: float = 0.0
     reward: float | None = None
-    """None until scored."""
+    """The reward; None until scored."""
     reward_parts: dict[str, float] = {}
     extra: dict[str, Any] = {}
     """Facts of a newer minor schema version, kept as they came."""
@@ -106,7 +106,7 @@ class PackedTrajectory:
 
     id: str
     facts: bytes
-    """One JSON object."""
+    """The facts as one JSON object."""
     columns: dict[str, NDArray[Any]]
 
     @property

@@ -278,7 +278,7 @@ def _write_buffers(fd: int, buffers: ByteBuffers) -> None:
 
 
 def _drop_written(buffers: list[memoryview], written: int) -> list[memoryview]:
-    """What is left of `buffers` when `written` bytes of them are gone."""
+    """Return what remains of `buffers` after `written` bytes of them."""
     for index, buffer in enumerate(buffers):
         if written < len(buffer):
             return [buffer[written:], *buffers[index + 1 :]]

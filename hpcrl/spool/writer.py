@@ -37,7 +37,7 @@ MAX_PAUSE_S = 30.0
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits that make a writer's batch due. Up to twice `max_bytes` are held while a batch is written, or cannot be."""
+    """The limits of a batch. Up to twice `max_bytes` are held while a batch is written, or cannot be."""
 
     max_bytes: int = 64 << 20
     max_count: int = 256
@@ -71,7 +71,7 @@ class BatchWriter:
 
     @property
     def has_room(self) -> bool:
-        """False while as much is held as is allowed: callers that can wait should, until it is written."""
+        """Return False while as much is held as is allowed: callers that can wait should, until it is written."""
         return self._num_bytes < 2 * self._batching.max_bytes
 
     def append(self, trajectory: Trajectory) -> None:

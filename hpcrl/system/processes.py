@@ -18,7 +18,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def read_start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if there is no such process."""
+    """Return when a process started, in clock ticks since boot; None for an unknown pid."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

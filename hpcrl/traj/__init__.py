@@ -1,8 +1,8 @@
-"""Trajectories for people: list, read, count, export and verify what a campaign's spools hold.
+"""The commands of `hpcrl traj`: list, show, count, export and verify the trajectories of a campaign.
 
 arguments     the command line, light enough for a login node
 __main__      the commands, in an interpreter that has h5py
-history       every trajectory of a campaign, once
+history       every trajectory of a campaign, each once
 listing       `ls`
 conversation  turns as text
 show          `show`

@@ -1,4 +1,4 @@
-"""`python -m hpcrl.traj ROOT ACTION ...`: what `hpcrl traj` starts, with the campaign's directory found."""
+"""Run one command of `hpcrl traj` on a campaign's directory: `python -m hpcrl.traj ROOT ACTION ...`."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ MAX_REPORTED_PROBLEMS = 5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command; what a user can mend is one message and exit code 2."""
+    """Run one command; an error that the user can fix is one message and exit code 2."""
     root, *command_words = argv
     parser = argparse.ArgumentParser(prog="hpcrl traj")
     add_commands(parser)
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         return _print_refusal(
             f"{sys.executable} cannot read trajectories without {error.name}: pip install 'hpcrl[local]'"
         )
-    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+    except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -57,7 +57,7 @@ def _run_command(arguments: argparse.Namespace, campaign: CampaignDir) -> int:
 
 
 def _report_problems(history: "TrajectoryHistory") -> None:
-    """Say what was passed over."""
+    """Print what was skipped to stderr."""
     from hpcrl.system.terminal import print_to_stderr
 
     problems = list(history.problems.values())
@@ -65,7 +65,7 @@ def _report_problems(history: "TrajectoryHistory") -> None:
         print_to_stderr(problem)
     if problems:
         more = f"and {len(problems) - MAX_REPORTED_PROBLEMS:,} more " if len(problems) > MAX_REPORTED_PROBLEMS else ""
-        print_to_stderr(f"{more}passed over: `hpcrl traj verify {history.campaign.name}` looks at everything")
+        print_to_stderr(f"{more}skipped: `hpcrl traj verify {history.campaign.name}` checks everything")
 
 
 def _run_history_command(arguments: argparse.Namespace, history: "TrajectoryHistory") -> int:
@@ -98,7 +98,7 @@ def _run_history_command(arguments: argparse.Namespace, history: "TrajectoryHist
 
 
 def _read_domain_names(campaign: CampaignDir) -> list[str]:
-    """Those of the recipe, as far as it can be read."""
+    """Return the domains of the recipe, or none if it cannot be read."""
     try:
         return list(read_json(campaign.recipe)["domains"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -106,7 +106,7 @@ def _read_domain_names(campaign: CampaignDir) -> list[str]:
 
 
 def _print_refusal(message: str) -> int:
-    print(f"hpcrl: {message}".encode(errors="replace").decode(), file=sys.stderr)
+    print(f"hpcrl: {message}".encode(errors="replace").decode(), file=sys.stderr)  # noqa: T201
     return EXIT_USAGE
 
 

@@ -1,4 +1,7 @@
-"""The command line of `hpcrl traj`. Light: the login node checks it before an interpreter with h5py is started."""
+"""The command line of `hpcrl traj`.
+
+It imports nothing heavy: a login node checks it before an interpreter with h5py is started.
+"""
 
 import argparse
 from pathlib import Path
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _IntermixedParser(argparse.ArgumentParser):
-    """Takes options between its words too: `show CAMPAIGN --tokens ID`."""
+    """A parser that accepts options between positional arguments too: `show CAMPAIGN --tokens ID`."""
 
     _is_mixing = False
 
@@ -30,7 +33,7 @@ class _IntermixedParser(argparse.ArgumentParser):
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the five commands; afterwards `action` and `campaign` say which and of what."""
+    """Add the five commands to `parser`; the results are in `action` and `campaign`."""
     commands = parser.add_subparsers(metavar="ACTION", required=True, dest="action", parser_class=_IntermixedParser)
     _add_ls(commands)
     _add_show(commands)
@@ -54,7 +57,7 @@ def _add_ls(commands: "SubcommandParsers") -> None:
 
 def _add_show(commands: "SubcommandParsers") -> None:
     show = _add_command(commands, "show", "read one trajectory as a conversation")
-    show.add_argument("id", metavar="ID", nargs="?", help="its id or the beginning of it (default: the newest)")
+    show.add_argument("id", metavar="ID", nargs="?", help="its id or the start of its id (default: the newest)")
     which = show.add_mutually_exclusive_group()
     which.add_argument("--best", action="store_true", help="the one with the highest reward")
     which.add_argument("--worst", action="store_true", help="the one with the lowest reward")
@@ -63,22 +66,20 @@ def _add_show(commands: "SubcommandParsers") -> None:
 
 
 def _add_stats(commands: "SubcommandParsers") -> None:
-    _add_filters(_add_command(commands, "stats", "figures of every domain"))
+    _add_filters(_add_command(commands, "stats", "show the figures of every domain"))
 
 
 def _add_export(commands: "SubcommandParsers") -> None:
     export = commands.add_parser("export", help="write trajectories for other tools")
     export.add_argument("campaign", metavar="CAMPAIGN")
     export.add_argument("target", metavar="TARGET", type=Path, help="a file (parquet, jsonl) or a directory (hf)")
-    export.add_argument(
-        "--format", choices=FORMATS, help="default: what the name of TARGET ends in; a name without ending is hf"
-    )
-    export.add_argument("--force", action="store_true", help="replace what is there")
+    export.add_argument("--format", choices=FORMATS, help="default: by the suffix of TARGET; without a suffix, hf")
+    export.add_argument("--force", action="store_true", help="replace an existing export")
     _add_filters(export)
 
 
 def _add_verify(commands: "SubcommandParsers") -> None:
-    _add_command(commands, "verify", "check every segment; exit code 1: damage was found")
+    _add_command(commands, "verify", "check every segment; exit code 1 if damage is found")
 
 
 def _add_command(commands: "SubcommandParsers", name: str, help_text: str) -> argparse.ArgumentParser:
@@ -90,11 +91,11 @@ def _add_command(commands: "SubcommandParsers", name: str, help_text: str) -> ar
 
 def _add_filters(parser: argparse.ArgumentParser) -> None:
     filters = parser.add_argument_group("which trajectories")
-    filters.add_argument("--domain", action="append", metavar="NAME", help="of this domain (may be given again)")
+    filters.add_argument("--domain", action="append", metavar="NAME", help="of this domain (can be repeated)")
     filters.add_argument("--group", metavar="DOMAIN/NUMBER", help="of this group")
-    filters.add_argument("--status", action="append", choices=STATUSES, help="that ended so (may be given again)")
-    filters.add_argument("--min-version", type=_parse_count, metavar="N", help="begun with version N or a newer one")
-    filters.add_argument("--max-version", type=_parse_count, metavar="N", help="begun with version N or an older one")
+    filters.add_argument("--status", action="append", choices=STATUSES, help="with this status (can be repeated)")
+    filters.add_argument("--min-version", type=_parse_count, metavar="N", help="started with version N or newer")
+    filters.add_argument("--max-version", type=_parse_count, metavar="N", help="started with version N or older")
     filters.add_argument("--spool", choices=SPOOLS, help="from one spool (default: all, each trajectory once)")
 
 

@@ -1,8 +1,10 @@
-"""A trajectory as a conversation: what the model saw and said, turn by turn.
+"""Turn a trajectory into a conversation: the input and the output of the model, turn by turn.
 
-load_speech(run)              the campaign's tokenizer, or why there is none
-conversation(trajectory, speech)    the exchanges; pure
-messages(exchanges)           the same as role and content
+TokenDecoder         turns token ids into text
+load_token_decoder   loads the campaign's tokenizer, or notes why there is none
+ChatExchange         the input and the output of one turn
+build_conversation   makes the exchanges of a trajectory
+chat_messages        the exchanges as messages with role and content
 """
 
 from collections.abc import Sequence
@@ -18,38 +20,38 @@ from hpcrl.spool.record import EpisodeTurn, Trajectory
 
 
 class ChatExchange(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model saw and then said. `turn` is None where it never came to an end."""
+    """The input and the output of the model in one turn. `turn` is None if the turn was not completed."""
 
     saw: str
     said: str
     start: int
-    """Index of the first token that it saw."""
+    """Index of the first token of the input."""
     said_from: int
-    """Index of the first one that it said."""
+    """Index of the first token of the output."""
     end: int
     turn: EpisodeTurn | None
     versions: tuple[int, int] | None
-    """The first and the last version that spoke."""
+    """The first and the last version that generated the output."""
 
 
 @dataclass(frozen=True)
 class TokenDecoder:
-    """Turns ids into text; without a tokenizer (`chat` is None) into the ids."""
+    """A decoder of token ids. Without a tokenizer (`chat` is None) it returns the ids themselves."""
 
     chat: Any
     missing_reason: str = ""
-    """Why there is no tokenizer."""
+    """The reason for a missing tokenizer."""
 
     def decode_text(self, token_ids: Sequence[int]) -> str:
         if self.chat is not None:
             try:
                 return str(self.chat.decode(token_ids))
-            except (OverflowError, TypeError, ValueError):  # no ids of this tokenizer
+            except (OverflowError, TypeError, ValueError):  # not ids of this tokenizer
                 pass
         return " ".join(map(str, token_ids))
 
     def decode_token(self, token_id: int) -> str:
-        """One token by its name in the vocabulary, marks too."""
+        """Return the text of one token, special tokens included."""
         if self.chat is None:
             return ""
         try:
@@ -59,23 +61,23 @@ class TokenDecoder:
         return repr(text)[1:-1]
 
     def observation_text(self, token_ids: Sequence[int], *, is_first: bool) -> str:
-        """What the environment said, without what the chat template puts around it."""
+        """Return the text of the environment, without what the chat template puts around it."""
         if self.chat is None:
             return self.decode_text(token_ids)
         before = self.chat.before_first if is_first else self.chat.before_next
         ids = list(token_ids)
-        if not is_first and ids[:1] == [self.chat.close]:
+        if not is_first and ids[:1] == [self.chat.close_id]:
             ids = ids[1:]
         if tuple(ids[: len(before)]) == tuple(before):
             ids = ids[len(before) :]
-        after = tuple(self.chat.after)
+        after = tuple(self.chat.after_observation)
         if after and tuple(ids[-len(after) :]) == after:
             ids = ids[: -len(after)]
         return self.decode_text(ids)
 
 
 def load_token_decoder(campaign: CampaignDir) -> TokenDecoder:
-    """The tokenizer in the campaign's model directory."""
+    """Load the tokenizer in the campaign's model directory."""
     try:
         from hpcrl.models.chat_layout import load_chat_layout
 
@@ -87,30 +89,32 @@ def load_token_decoder(campaign: CampaignDir) -> TokenDecoder:
 
 
 def build_conversation(trajectory: Trajectory, decoder: TokenDecoder) -> list[ChatExchange]:
-    """Every turn, and what was begun after the last one."""
+    """Return the exchange of every turn, and of one that was started after the last."""
     exchanges, position = [], 0
     for turn in trajectory.turns:
-        exchanges.append(_build_exchange(trajectory, decoder, turn, start=position, said_from=turn.start, end=turn.end))
+        exchanges.append(
+            _build_exchange(trajectory, decoder, turn, start=position, output_start=turn.start, end=turn.end)
+        )
         position = turn.end
     if position < len(trajectory):
         generated_indices = np.flatnonzero(trajectory.loss_mask[position:])
-        said_from = position + int(generated_indices[0]) if len(generated_indices) else len(trajectory)
+        output_start = position + int(generated_indices[0]) if len(generated_indices) else len(trajectory)
         exchanges.append(
-            _build_exchange(trajectory, decoder, None, start=position, said_from=said_from, end=len(trajectory)),
+            _build_exchange(trajectory, decoder, None, start=position, output_start=output_start, end=len(trajectory)),
         )
     return exchanges
 
 
 def _build_exchange(
-    trajectory: Trajectory, decoder: TokenDecoder, turn: EpisodeTurn | None, *, start: int, said_from: int, end: int
+    trajectory: Trajectory, decoder: TokenDecoder, turn: EpisodeTurn | None, *, start: int, output_start: int, end: int
 ) -> ChatExchange:
     ids = trajectory.token_ids
-    generating_versions = trajectory.versions[said_from:end][trajectory.loss_mask[said_from:end]]
+    generating_versions = trajectory.versions[output_start:end][trajectory.loss_mask[output_start:end]]
     return ChatExchange(
-        saw=decoder.observation_text(ids[start:said_from].tolist(), is_first=start == 0),
-        said=decoder.decode_text(ids[said_from:end].tolist()),
+        saw=decoder.observation_text(ids[start:output_start].tolist(), is_first=start == 0),
+        said=decoder.decode_text(ids[output_start:end].tolist()),
         start=start,
-        said_from=said_from,
+        said_from=output_start,
         end=end,
         turn=turn,
         versions=(int(generating_versions[0]), int(generating_versions[-1])) if len(generating_versions) else None,
@@ -118,7 +122,7 @@ def _build_exchange(
 
 
 def chat_messages(exchanges: Sequence[ChatExchange]) -> list[dict[str, str]]:
-    """In the form that chat models are trained with."""
+    """Return the exchanges as messages, the form that chat models are trained with."""
     message_list = []
     for exchange in exchanges:
         message_list.append({"role": "user", "content": exchange.saw})

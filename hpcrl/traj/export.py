@@ -1,11 +1,12 @@
-"""A trajectory as a row for other tools: the same columns in Parquet and in JSON lines.
+"""Export trajectories: as Parquet, JSON lines, or a directory that `datasets.load_dataset` reads.
 
-Only types that pyarrow, pandas and `datasets` read alike whatever the first rows hold: lists of records instead of
-mappings with free keys, and what is only known to a newer schema as JSON text.
+    export_trajectories   `hpcrl traj export`
+    build_export_row      a trajectory as a row, without its token columns
+    encode_json_line      a trajectory as a JSON line
 
-`hpcrl traj export`: trajectories as Parquet, JSON lines, or a directory that `datasets.load_dataset` takes.
-
-One segment is in memory at a time, and the target is there complete or not at all.
+Parquet and JSON lines have the same columns. Their types are read alike by pyarrow, pandas and `datasets`, whatever
+the first rows contain: lists of records instead of mappings with free keys, and facts of a newer schema as JSON text.
+One segment is in memory at a time, and the target is complete or absent.
 """
 
 import os
@@ -26,7 +27,7 @@ from hpcrl.traj.history import TrajectoryHistory, TrajectorySelection
 
 
 def build_export_row(trajectory: Trajectory, decoder: TokenDecoder) -> dict[str, Any]:
-    """Everything but the token columns."""
+    """Return the row of a trajectory, without its token columns."""
     message_list = chat_messages(build_conversation(trajectory, decoder)) if decoder.chat is not None else []
     return {
         "id": trajectory.id,
@@ -49,7 +50,7 @@ def build_export_row(trajectory: Trajectory, decoder: TokenDecoder) -> dict[str,
 
 
 def encode_json_line(trajectory: Trajectory, decoder: TokenDecoder) -> bytes:
-    """One line; JSON has no NaN and no infinity, so null stands for them."""
+    """Return a trajectory as one line; null stands for NaN and infinity, which JSON lacks."""
     columns = {name: getattr(trajectory, name).tolist() for name in COLUMNS}
     return msgspec.json.encode({**build_export_row(trajectory, decoder), **columns}) + b"\n"
 
@@ -66,14 +67,14 @@ def _encode_extra(trajectory: Trajectory) -> str:
 STDOUT = Path("-")
 MARKER_NAME = "hpcrl-export.json"
 MAX_SHARD_TOKENS = 64 << 20
-"""About a GiB of columns before compression."""
+"""The tokens of one file: about a GiB of columns before compression."""
 _FORMAT_BY_SUFFIX = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", "": "hf"}
 
 
 def export_trajectories(
     history: TrajectoryHistory, selection: TrajectorySelection, *, target: Path, kind: str | None, force: bool
 ) -> int:
-    """Write what is wanted; exit code 1 if a segment could not be read, whose trajectories are then missing."""
+    """Write the selected trajectories; exit code 1 if some are missing because a segment could not be read."""
     kind = kind or _choose_format(target)
     write = _choose_writer(kind)
     _check_target(target, kind=kind, force=force)
@@ -83,20 +84,20 @@ def export_trajectories(
     exported = _TrajectoryCounter(trajectory for _, trajectory in history.trajectories(selection, verify=True))
     try:
         write(target, exported, decoder)
-    except BrokenPipeError:  # the reader of our output went away: no matter of ours
+    except BrokenPipeError:  # the reader of the output has closed it: handled by the caller
         raise
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise SpoolError(f"cannot write {str(target)!r}: {reason}; nothing was left there") from error
+        raise SpoolError(f"cannot write {str(target)!r}: {reason}; no file was left there") from error
     except (OverflowError, ValueError) as error:  # pyarrow: a number that its column cannot hold
-        raise SpoolError(f"cannot export as {kind}: {error}; nothing was left in {str(target)!r}") from error
+        raise SpoolError(f"cannot export as {kind}: {error}; no file was left in {str(target)!r}") from error
     where = "" if target == STDOUT else f" to {target}"
     print_to_stderr(f"{exported.num_trajectories:,} trajectories exported{where}")
     return EXIT_FAILED if history.problems else 0
 
 
 class _TrajectoryCounter:
-    """Counts what passes."""
+    """An iterable that counts its trajectories."""
 
     def __init__(self, trajectories: Iterable[Trajectory]) -> None:
         self.num_trajectories = 0
@@ -114,7 +115,7 @@ def _choose_format(target: Path) -> str:
     try:
         return _FORMAT_BY_SUFFIX[target.suffix.lower()]
     except KeyError:
-        raise SpoolError(f"{target.name!r} does not say what to write: add --format parquet, jsonl or hf") from None
+        raise SpoolError(f"{target.name!r} has no known suffix: add --format parquet, jsonl or hf") from None
 
 
 def _choose_writer(kind: str) -> Callable[[Path, Iterable[Trajectory], TokenDecoder], None]:
@@ -141,10 +142,10 @@ def _choose_writer(kind: str) -> Callable[[Path, Iterable[Trajectory], TokenDeco
 def _check_target(target: Path, *, kind: str, force: bool) -> None:
     if target == STDOUT:
         if kind != "jsonl":
-            raise SpoolError(f"{kind} cannot go to a pipe: give a name, or --format jsonl")
+            raise SpoolError(f"{kind} cannot be written to a pipe: give a file name, or --format jsonl")
         return
     if not target.absolute().parent.is_dir():
-        raise SpoolError(f"cannot write {str(target)!r}: there is no directory {str(target.absolute().parent)!r}")
+        raise SpoolError(f"cannot write {str(target)!r}: directory {str(target.absolute().parent)!r} does not exist")
     if not os.path.lexists(target):
         return
     if not force:
@@ -152,7 +153,7 @@ def _check_target(target: Path, *, kind: str, force: bool) -> None:
     if kind != "hf" and target.is_dir():
         raise SpoolError(f"{str(target)!r} is a directory, and {kind} is one file: choose another name")
     if kind == "hf" and not (target.is_dir() and (target / MARKER_NAME).is_file()):
-        raise SpoolError(f"{str(target)!r} is no export of hpcrl's (it has no {MARKER_NAME}): it is not replaced")
+        raise SpoolError(f"{str(target)!r} is not an export of hpcrl (it has no {MARKER_NAME}): it is not replaced")
 
 
 def _write_lines(target: Path, trajectories: Iterable[Trajectory], decoder: TokenDecoder) -> None:
@@ -173,7 +174,7 @@ def _write_all(out: IO[bytes], trajectories: Iterable[Trajectory], decoder: Toke
 
 
 class _StagedDirectory(staged_path):
-    """As `staged_path`, for a directory that may have an older one of ours in its place."""
+    """A `staged_path` for a directory, which may replace an older export."""
 
     def __enter__(self) -> Path:
         temporary = super().__enter__()

@@ -1,10 +1,14 @@
-"""Which trajectories a command is about.
+"""Read the trajectories of a campaign, each once, while segments are added and removed.
 
-Every trajectory of a campaign, each once, segment by segment, while segments come and go.
+    TrajectorySelection   the filters of a command
+    selection_from_arguments    makes them from a command line
+    TrajectoryHistory     every trajectory of a campaign, segment by segment
+    SegmentLocation       the spool and the path of a segment
+    SeenIds               a compact set of trajectory ids
 
-A trajectory lies in up to three spools: "rollouts", its scored twin in "scored", then "archive". It only moves that
-way, so listing in that order misses none. They are given in the other order, so that of two records of one episode
-the one with a reward comes first.
+A trajectory is stored in up to three spools: "rollouts", its scored twin in "scored", then "archive". It moves only in
+this order, so listing the spools in this order misses none. They are read in the opposite order, so that of two
+records of one episode the one with a reward comes first.
 """
 
 import difflib
@@ -24,13 +28,13 @@ from hpcrl.spool.segment import Segment, read_segment
 
 
 class TrajectorySelection(msgspec.Struct, frozen=True, kw_only=True):
-    """Filters; None or nothing lets everything through."""
+    """The filters of a command; an empty one admits everything."""
 
     domains: frozenset[str] = frozenset()
     group: str | None = None
     statuses: frozenset[str] = frozenset()
     min_version: int | None = None
-    """Of the version that the episode began with: staleness counts from there."""
+    """The oldest version that the episode may have started with; staleness counts from there."""
     max_version: int | None = None
 
     def admits(self, facts: TrajectoryFacts) -> bool:
@@ -44,15 +48,15 @@ class TrajectorySelection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def selection_from_arguments(arguments: Any, *, known_domains: Collection[str]) -> TrajectorySelection:
-    """The filters of a command line; a domain that the recipe does not have is a mistake."""
+    """Return the filters of a command line; refuse a domain that the recipe does not have."""
     for domain in arguments.domain or ():
         if known_domains and domain not in known_domains:
             near = difflib.get_close_matches(domain, known_domains, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known_domains))}"
-            raise SpoolError(f"--domain {domain!r} is no domain of the campaign's recipe: {hint}")
+            raise SpoolError(f"--domain {domain!r} is not a domain of the campaign's recipe: {hint}")
     low, high = arguments.min_version, arguments.max_version
     if low is not None and high is not None and low > high:
-        raise SpoolError(f"--min-version {low} is above --max-version {high}: nothing can be between")
+        raise SpoolError(f"--min-version {low} is above --max-version {high}: no version is in between")
     return TrajectorySelection(
         domains=frozenset(arguments.domain or ()),
         group=arguments.group,
@@ -67,21 +71,21 @@ _MAX_EPISODE_BITS = 4096
 
 @dataclass(frozen=True)
 class SegmentLocation:
-    """Where a segment lies."""
+    """The spool and the path of a segment."""
 
     spool: str
     path: Path
 
 
 class SeenIds:
-    """A set of trajectory ids in few bytes: a number for every group, in it a bit for every episode."""
+    """A compact set of trajectory ids: a number per group with a bit per episode."""
 
     def __init__(self) -> None:
         self._episodes: dict[str, int] = {}
         self._others: set[str] = set()
 
     def add(self, trajectory_id: str) -> bool:
-        """Add it; whether it is new."""
+        """Add an id; return whether it is new."""
         parsed = parse_episode_id(trajectory_id)
         if parsed is None or parsed[1] >= _MAX_EPISODE_BITS:
             new = trajectory_id not in self._others
@@ -93,21 +97,21 @@ class SeenIds:
         return not seen & bit
 
     def groups(self) -> Iterable[str]:
-        """The groups of the ids."""
+        """Yield the groups of the ids."""
         yield from self._episodes
         yield from (get_group(other) for other in self._others)
 
 
 @dataclass
 class TrajectoryHistory:
-    """The segments of a campaign. `problems` fills with what could not be read."""
+    """The segments of a campaign. What could not be read is collected in `problems`."""
 
     campaign: CampaignDir
     spools: Sequence[str] = SPOOLS
     problems: dict[Path, str] = field(default_factory=dict)
 
     def segment_locations(self) -> list[SegmentLocation]:
-        """The segments there are now; one of "rollouts" that has a scored twin is left out."""
+        """Return the segments that exist now, without those of "rollouts" that have a scored twin."""
         names = {spool: self._list_spool(spool) for spool in self.spools}
         scored = set(names.get("scored", ()))
         return [
@@ -118,7 +122,7 @@ class TrajectoryHistory:
         ]
 
     def num_trajectories(self) -> int:
-        """How many there are, by the names of the segments."""
+        """Return the number of trajectories, counted by the names of the segments."""
         return count_trajectories(location.path.name for location in self.segment_locations())
 
     def trajectories(
@@ -128,9 +132,9 @@ class TrajectoryHistory:
         verify: bool = False,
         newest_while: Callable[[float], bool] | None = None,
     ) -> Iterator[tuple[SegmentLocation, Trajectory]]:
-        """Those that are wanted, one segment in memory at a time.
+        """Yield the selected trajectories, with one segment in memory at a time.
 
-        With `newest_while` the segments that were written last come first, until it says no to the time of one.
+        With `newest_while` the newest segments come first, until it returns False for the write time of one.
         """
         seen = {True: SeenIds(), False: SeenIds()}
         for location, segment in self._iter_segments(verify=verify, newest_while=newest_while):
@@ -144,7 +148,7 @@ class TrajectoryHistory:
     ) -> Iterator[tuple[SegmentLocation, Segment]]:
         known: set[SegmentLocation] = set()
         some_vanished = True
-        while some_vanished:  # what was retired meanwhile is in a spool further on
+        while some_vanished:  # what was retired meanwhile is in a later spool
             some_vanished = False
             locations = [location for location in self.segment_locations() if location not in known]
             known.update(locations)
@@ -165,7 +169,7 @@ class TrajectoryHistory:
             yield location
 
     def _read_segment(self, location: SegmentLocation, *, verify: bool) -> Segment | None:
-        """The segment, or None: damaged and noted, or gone."""
+        """Read a segment; None if it is gone, or damaged and noted in `problems`."""
         try:
             return read_segment(location.path, verify=verify)
         except SpoolError as error:
@@ -177,7 +181,7 @@ class TrajectoryHistory:
         for index in range(len(segment)):
             try:
                 yield segment[index]
-            except SpoolError as error:  # facts are parsed one by one; those of others may be whole
+            except SpoolError as error:  # facts are parsed one by one; the others may be intact
                 self.problems[location.path] = str(error)
 
     def _list_spool(self, spool: str) -> list[str]:
@@ -190,7 +194,7 @@ class TrajectoryHistory:
 
 
 def _written_time(path: Path) -> float:
-    """When a segment was written, no earlier than its trajectories ended; what cannot be said is found out at once."""
+    """Return when a segment was written, after its trajectories ended; infinity if unknown, so it is read first."""
     try:
         return path.stat().st_mtime
     except OSError:

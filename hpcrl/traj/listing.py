@@ -1,4 +1,9 @@
-"""`hpcrl traj ls`: one line a trajectory, newest first."""
+"""List trajectories, newest first, one per line: `hpcrl traj ls`.
+
+list_newest                 prints the list
+find_newest                 finds the newest trajectories
+ListLine, build_list_line   the line of a trajectory
+"""
 
 import heapq
 import math
@@ -21,7 +26,7 @@ from hpcrl.system.terminal import (
 from hpcrl.traj.history import SegmentLocation, TrajectoryHistory, TrajectorySelection
 
 MAX_CLOCK_SKEW_S = 120.0
-"""How far the clocks of nodes and file server may be apart before the newest are not found first."""
+"""The difference between the clocks of nodes and file server up to which the newest are found."""
 
 
 class ListLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +64,7 @@ def build_list_line(location: SegmentLocation, trajectory: Trajectory) -> ListLi
 def find_newest(
     history: TrajectoryHistory, selection: TrajectorySelection, *, limit: int
 ) -> list[tuple[SegmentLocation, Trajectory]]:
-    """The newest, newest first; only as many segments are read as that takes. Limit 0: all."""
+    """Return the newest trajectories, newest first; limit 0 returns all. No more segments are read than needed."""
     found: list[tuple[float, str, int, SegmentLocation, Trajectory]] = []
 
     def may_have_newer(written_at: float) -> bool:
@@ -78,7 +83,7 @@ def find_newest(
 
 
 def list_newest(history: TrajectoryHistory, selection: TrajectorySelection, *, limit: int, as_json: bool) -> int:
-    """Print them."""
+    """Print the newest trajectories."""
     lines = [build_list_line(place, trajectory) for place, trajectory in find_newest(history, selection, limit=limit)]
     if as_json:
         print_json(lines)
@@ -86,7 +91,7 @@ def list_newest(history: TrajectoryHistory, selection: TrajectorySelection, *, l
     console = make_console()
     if not lines:
         console.print(
-            "no trajectories yet" if selection == TrajectorySelection() else "no trajectory is like that", style="dim"
+            "no trajectories yet" if selection == TrajectorySelection() else "no trajectory matches", style="dim"
         )
         return 0
     console.print(_build_list_table(lines))

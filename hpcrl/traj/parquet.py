@@ -1,4 +1,9 @@
-"""Trajectories in Parquet. The only file that imports pyarrow."""
+"""Write trajectories as Parquet. The only file that imports pyarrow.
+
+write_shard         writes one file
+write_dataset       fills a directory of files
+TRAJECTORY_SCHEMA   their columns
+"""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -55,7 +60,7 @@ TRAJECTORY_SCHEMA = pa.schema(
 def write_shard(
     path: Path, trajectories: Iterator[Trajectory], decoder: TokenDecoder, *, max_tokens: int | None
 ) -> int:
-    """Write a new file, durable when this returns, until it has `max_tokens`; returns how many rows it got."""
+    """Write a new file of up to about `max_tokens`, durable when this returns; return its number of rows."""
     num_rows, num_tokens = 0, 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "wb") as out:
@@ -92,14 +97,14 @@ def write_dataset(
 
 
 def _take_next(trajectories: Iterator[Trajectory]) -> Iterator[Trajectory]:
-    """The next one, if there is one."""
+    """Yield the next trajectory, if there is one."""
     for trajectory in trajectories:
         yield trajectory
         return
 
 
 def _split_row_groups(trajectories: Iterator[Trajectory]) -> Iterator[list[Trajectory]]:
-    """Rows that are written together."""
+    """Yield the rows that are written together."""
     group: list[Trajectory] = []
     num_tokens = 0
     for trajectory in trajectories:
@@ -128,7 +133,7 @@ def _build_arrow_table(group: list[Trajectory], decoder: TokenDecoder) -> pa.Tab
 def _build_token_column(
     group: list[Trajectory], name: str, offsets: "np.ndarray[tuple[int], np.dtype[np.int32]]"
 ) -> pa.Array:
-    """A column of lists, without making a Python number of every token."""
+    """Build a column of lists, without a Python number per token."""
     values = np.concatenate([getattr(trajectory, name) for trajectory in group])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
@@ -138,6 +143,6 @@ configs:
 - config_name: default
   data_files: data/*.parquet
 ---
-Trajectories of an hpcrl campaign: `messages` is the conversation, `token_ids` is everything the model saw and said,
-`loss_mask` is true where the model said it, with its `logprobs` and the `versions` of the weights there.
+Trajectories of an hpcrl campaign: `messages` is the conversation, `token_ids` is the input and the output of the model,
+`loss_mask` is true for tokens that the model generated, with their `logprobs` and the `versions` of the weights.
 """

@@ -1,4 +1,10 @@
-"""`hpcrl traj show`: one trajectory, found by id, newness or reward, as a readable conversation."""
+"""Show one trajectory, found by id, age or reward, as a readable conversation: `hpcrl traj show`.
+
+find_trajectory, find_latest, find_reward_extreme, find_by_id   find it
+FoundTrajectory     it and its location
+show_trajectory     prints it
+sum_phase_times     the times of an episode by phase
+"""
 
 import heapq
 import itertools
@@ -39,11 +45,11 @@ LABEL_WIDTH = 8
 def find_trajectory(
     history: TrajectoryHistory, selection: TrajectorySelection, *, id_prefix: str | None, best: bool, worst: bool
 ) -> FoundTrajectory:
-    """The one that a command line means."""
+    """Find the trajectory that a command line names."""
     if id_prefix is not None:
         if best or worst:
             raise SpoolError(
-                f"{id_prefix!r} and --{'best' if best else 'worst'} name one trajectory each: give one of them"
+                f"{id_prefix!r} and --{'best' if best else 'worst'} both name a trajectory: give only one of them"
             )
         return find_by_id(history, selection, id_prefix)
     return (
@@ -54,7 +60,7 @@ def find_trajectory(
 
 
 def find_latest(history: TrajectoryHistory, selection: TrajectorySelection) -> FoundTrajectory:
-    """The one that ended last."""
+    """Find the one that ended last."""
     found = listing.find_newest(history, selection, limit=1)
     if not found:
         raise SpoolError(_not_found_message(history))
@@ -62,7 +68,7 @@ def find_latest(history: TrajectoryHistory, selection: TrajectorySelection) -> F
 
 
 def find_reward_extreme(history: TrajectoryHistory, selection: TrajectorySelection, *, sign: int) -> FoundTrajectory:
-    """The one with the highest (`sign` 1) or the lowest (-1) reward; of equals the one that ended last."""
+    """Find the highest (`sign` 1) or the lowest (-1) reward; of equal ones, the trajectory that ended last."""
     best: FoundTrajectory | None = None
     highest = (-math.inf, -math.inf)
     for location, trajectory in history.trajectories(selection):
@@ -72,12 +78,12 @@ def find_reward_extreme(history: TrajectoryHistory, selection: TrajectorySelecti
         if best is None or value > highest:
             best, highest = (location, trajectory), value
     if best is None:
-        raise SpoolError(f"{_not_found_message(history)} that has a reward")
+        raise SpoolError(f"{_not_found_message(history)} with a reward")
     return best
 
 
 def find_by_id(history: TrajectoryHistory, selection: TrajectorySelection, id_prefix: str) -> FoundTrajectory:
-    """The one of an id, or of the beginning of one if no other begins so; else those that come near are named."""
+    """Find the trajectory of an id or of a unique prefix of one; else name the nearest ids in the error."""
     matches: dict[str, FoundTrajectory] = {}
     nearest_ids: list[tuple[int, str]] = []
     for location, trajectory in history.trajectories(selection):
@@ -93,7 +99,7 @@ def find_by_id(history: TrajectoryHistory, selection: TrajectorySelection, id_pr
     if len(matches) == 1:
         return next(iter(matches.values()))
     if matches:
-        raise SpoolError(f"{id_prefix!r} begins more than one id: {_format_offered_ids(list(matches))}; give one whole")
+        raise SpoolError(f"{id_prefix!r} matches several ids: {_format_offered_ids(list(matches))}; give a full one")
     if nearest_ids:
         names = _format_offered_ids([name for _, name in sorted(nearest_ids, reverse=True)])
         raise SpoolError(f"no trajectory {id_prefix!r} in {history.campaign.name}: there are {names} (`hpcrl traj ls`)")
@@ -101,7 +107,7 @@ def find_by_id(history: TrajectoryHistory, selection: TrajectorySelection, id_pr
 
 
 def _measure_similarity(one: str, other: str) -> int:
-    """How many characters are the same at both ends."""
+    """Count the characters that are the same at both ends."""
     return _common_prefix_length(one, other) + _common_prefix_length(one[::-1], other[::-1])
 
 
@@ -125,7 +131,7 @@ def _not_found_message(history: TrajectoryHistory) -> str:
 
 
 def show_trajectory(found: FoundTrajectory, *, campaign: CampaignDir, tokens: bool, as_json: bool) -> int:
-    """Print it."""
+    """Print a trajectory."""
     location, trajectory = found
     decoder = load_token_decoder(campaign)
     exchanges = build_conversation(trajectory, decoder)
@@ -151,11 +157,12 @@ def _print_head(console: Console, location: SegmentLocation, trajectory: Traject
     num_generated = int(trajectory.loss_mask.sum())
     facts = [
         ("task", f"{escape_to_one_line(trajectory.group)}, seed {trajectory.seed}"),
-        ("tokens", f"{len(trajectory):,}: {num_generated:,} said, {len(trajectory) - num_generated:,} seen"),
+        ("tokens", f"{len(trajectory):,}: {num_generated:,} generated, {len(trajectory) - num_generated:,} read"),
         ("policy", f"version {format_versions(trajectory.start_version, trajectory.end_version)}"),
         (
             "ended",
-            f"{format_timestamp(trajectory.created)}, {format_age(trajectory.created)} ago, on {escape_to_one_line(trajectory.producer)}",
+            f"{format_timestamp(trajectory.created)}, {format_age(trajectory.created)} ago, "
+            f"on {escape_to_one_line(trajectory.producer)}",
         ),
         ("kept in", escape_to_one_line(str(location.path.relative_to(campaign.root)))),
     ]
@@ -174,15 +181,15 @@ def _print_exchange(console: Console, exchange: ChatExchange, *, turn_number: in
     if exchange.turn is not None and exchange.turn.remote_prefill:
         title.append(" (remote prefill)", style="not bold dim")
     console.print(Rule(title, align="left", style="dim"))
-    parts = [(Text("saw", style="dim"), _format_passage(exchange.saw, style=""))]
+    parts = [(Text("input", style="dim"), _format_passage(exchange.saw, style=""))]
     if exchange.end > exchange.said_from:
-        parts.append((Text("said", style="cyan"), _format_passage(exchange.said, style="bold cyan")))
+        parts.append((Text("output", style="cyan"), _format_passage(exchange.said, style="bold cyan")))
     parts.append((Text(""), _format_turn_figures(exchange)))
     console.print(_build_label_grid(parts))
 
 
 def _format_passage(text: str, *, style: str) -> Text:
-    """A text, and something to see where it has none."""
+    """Format a text; an empty or blank one is made visible."""
     if text.strip():
         return Text(escape_controls(text).strip("\n"), style=style, overflow="fold")
     return Text(escape_to_one_line(text).replace(" ", "\\x20") if text else "(no text)", style="dim", overflow="fold")
@@ -208,7 +215,7 @@ def _print_foot(console: Console, trajectory: Trajectory, decoder: TokenDecoder)
     console.print(Rule(style="dim"))
     parts = []
     if trajectory.reward is not None:
-        # Left to right as they were given; one part that is the whole needs no sum.
+        # The parts in their order; a single part is the total and needs no sum.
         terms = " + ".join(
             f"{escape_to_one_line(name)} {format_number(value)}" for name, value in trajectory.reward_parts.items()
         )
@@ -224,7 +231,7 @@ def _print_foot(console: Console, trajectory: Trajectory, decoder: TokenDecoder)
 
 
 def sum_phase_times(trajectory: Trajectory) -> list[tuple[str, float]]:
-    """Seconds by what they were spent on."""
+    """Return the seconds that were spent on each phase."""
     return [
         ("generate", math.fsum(turn.generate_s for turn in trajectory.turns)),
         ("step", math.fsum(turn.step_s for turn in trajectory.turns)),
@@ -253,7 +260,10 @@ def _iter_token_rows(
         )
         text = escape_to_one_line(decoder.decode_token(token))
         yield (
-            [Text(cell) for cell in ("said" if is_generated else "saw", str(index), str(token), *policy_cells, text)],
+            [
+                Text(cell)
+                for cell in ("output" if is_generated else "input", str(index), str(token), *policy_cells, text)
+            ],
             ("cyan" if is_generated else "dim"),
         )
 

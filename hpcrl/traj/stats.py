@@ -1,6 +1,11 @@
-"""The figures of a domain, counted one trajectory at a time.
+"""Show the figures of every domain, counted one trajectory at a time: `hpcrl traj stats`.
 
-`hpcrl traj stats`: the figures of every domain.
+show_stats               prints them
+count_by_domain          counts the trajectories of each domain
+DomainTally              the running counts of a domain
+DomainFigures            its figures; they consist of
+ValueSpread, measure_spread    the distribution of a quantity
+VersionReward, mean_reward_by_version    the mean reward of a version
 """
 
 import math
@@ -33,7 +38,7 @@ QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
 class ValueSpread(msgspec.Struct, frozen=True, kw_only=True):
-    """How a quantity is distributed."""
+    """The distribution of a quantity."""
 
     num: int
     mean: float
@@ -46,7 +51,7 @@ class ValueSpread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionReward(msgspec.Struct, frozen=True, kw_only=True):
-    """The episodes that began with one version."""
+    """The mean reward of the episodes that started with one version."""
 
     version: int
     num: int
@@ -54,7 +59,7 @@ class VersionReward(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DomainFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What `stats` says of a domain."""
+    """The figures of a domain, as `stats --json` prints them."""
 
     domain: str
     num_trajectories: int
@@ -62,11 +67,11 @@ class DomainFigures(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_said_tokens: int
     reward: ValueSpread | None
-    """Of the trajectories that have one."""
+    """The rewards of the trajectories that have one."""
     tokens: ValueSpread | None
     turns: ValueSpread | None
     by_lag: dict[int, int]
-    """How many versions lie between the one that an episode began with and the one that ended it."""
+    """The number of trajectories by the versions between the start and the end of the episode."""
     generate_s: float
     step_s: float
     reset_s: float
@@ -76,7 +81,7 @@ class DomainFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class DomainTally:
-    """Takes eight bytes a trajectory for every quantity whose quantiles are told."""
+    """The running counts of a domain: eight bytes per trajectory and quantity with quantiles."""
 
     by_status: Counter[str] = field(default_factory=Counter)
     by_lag: Counter[int] = field(default_factory=Counter)
@@ -120,7 +125,7 @@ class DomainTally:
 
 
 def measure_spread(values: Sequence[float]) -> ValueSpread | None:
-    """None without values."""
+    """Measure the distribution of values; None without values."""
     if not values:
         return None
     column = np.asarray(values, np.float64)
@@ -141,7 +146,7 @@ SPREAD_COLUMNS = ("mean", "std", "min", "p10", "p50", "p90", "max")
 
 
 def count_by_domain(history: TrajectoryHistory, selection: TrajectorySelection) -> list[DomainFigures]:
-    """The figures by domain, in the order of their names."""
+    """Return the figures of each domain, sorted by name."""
     tallies: dict[str, DomainTally] = {}
     for _, trajectory in history.trajectories(selection):
         tallies.setdefault(trajectory.domain, DomainTally()).add(trajectory)
@@ -149,7 +154,7 @@ def count_by_domain(history: TrajectoryHistory, selection: TrajectorySelection) 
 
 
 def show_stats(history: TrajectoryHistory, selection: TrajectorySelection, *, as_json: bool) -> int:
-    """Print them."""
+    """Print the figures of every domain."""
     domains = count_by_domain(history, selection)
     if as_json:
         print_json({"campaign": history.campaign.name, "domains": domains})
@@ -157,7 +162,7 @@ def show_stats(history: TrajectoryHistory, selection: TrajectorySelection, *, as
     console = make_console(pipe_width=100)
     if not domains:
         console.print(
-            "no trajectories yet" if selection == TrajectorySelection() else "no trajectory is like that", style="dim"
+            "no trajectories yet" if selection == TrajectorySelection() else "no trajectory matches", style="dim"
         )
     for index, figures in enumerate(domains):
         if index:
@@ -181,7 +186,7 @@ def _print_domain(console: Console, figures: DomainFigures) -> None:
 def _iter_stat_lines(figures: DomainFigures, *, ascii_only: bool) -> Iterator[tuple[str, RenderableType]]:
     yield "status", _format_statuses(figures)
     generated_share = figures.num_said_tokens / figures.num_tokens if figures.num_tokens else 0.0
-    yield "tokens", Text(f"{figures.num_tokens:,}, of which the model said {format_percent(generated_share)}")
+    yield "tokens", Text(f"{figures.num_tokens:,}, of which the model generated {format_percent(generated_share)}")
     yield "lag", _format_lags(figures)
     times = [("generate", figures.generate_s), ("step", figures.step_s), ("reset", figures.reset_s)]
     mean_episode_s = sum(seconds for _, seconds in times) / figures.num_trajectories
@@ -204,7 +209,7 @@ def _format_statuses(figures: DomainFigures) -> Text:
 
 
 def _format_lags(figures: DomainFigures) -> Text:
-    """Versions between the first and the last of an episode."""
+    """Format the shares of episodes by the versions between their start and their end."""
     total = figures.num_trajectories
     shares = [f"{lag}: {format_percent(num / total)}" for lag, num in list(figures.by_lag.items())[:6]]
     return Text("   ".join(shares) + ("   ..." if len(figures.by_lag) > 6 else ""))
@@ -226,7 +231,7 @@ def _build_spread_table(figures: DomainFigures) -> Table:
 
 
 def _format_spread_cell(value: float, *, statistic: str, name: str) -> str:
-    """Rewards with two digits, means and deviations of counts with one."""
+    """Format rewards with two digits, means and deviations of counts with one."""
     if name == "reward":
         return format_number(value)
     return f"{value:,.1f}" if statistic in ("mean", "std") else f"{value:,.0f}"

@@ -1,11 +1,14 @@
-"""What can be wrong with a segment, a trajectory, or a file in a spool. Each check answers in words, or with None.
+"""Verify every segment of every spool, every checksum, and that all consumed groups still exist: `hpcrl traj verify`.
 
-The inspection behind `verify_campaign`; the campaign may run meanwhile.
+    verify_campaign         verifies a campaign, which may be running, and prints the report
+    SpoolVerifier           collects the report
+    VerifyReport, VerifyFinding, SpoolTotals    the report and its parts
+    read_verified_segment, record_error, twin_difference, stray_files    the single checks
 
-`hpcrl traj verify`: every segment of every spool, every checksum, and whether all that was consumed is still there.
+The severities of findings:
 
-damage    bytes, names or contents are not as they were written, or something is missing: exit code 1
-note      worth knowing, and as it should be: duplicates that readers drop, files that are no segments
+    damage    bytes, names or contents are not as they were written, or something is missing: exit code 1
+    note      worth knowing, but fine: duplicates that readers drop, files that are not segments
 """
 
 import time
@@ -38,20 +41,20 @@ MIN_LEFTOVER_AGE_S = 3600.0
 
 
 def read_verified_segment(path: Path) -> Segment:
-    """Read a segment with all its checksums and hold it against its name."""
+    """Read a segment, verify all its checksums, and compare it with its name."""
     segment = read_segment(path, verify=True)
     name = parse_segment_name(path.name)
     if name is None:
-        raise SpoolError("a segment, but its name is not one's, so readers pass it over: give it back its name")
+        raise SpoolError("a segment, but not by its name, so readers skip it: restore its name")
     if name.count != len(segment):
-        raise SpoolError(f"holds {len(segment)} trajectories, and its name says {name.count}")
+        raise SpoolError(f"has {len(segment)} trajectories, but {name.count} by its name")
     return segment
 
 
 def record_error(trajectory: Trajectory, *, is_scored: bool) -> str | None:
-    """What in a trajectory cannot be, though its bytes are as they were written."""
+    """Return what is impossible in a trajectory, though its bytes are as they were written; None if nothing is."""
     if trajectory.group != get_group(trajectory.id):
-        return f"its group {trajectory.group!r} does not begin its id"
+        return f"its id does not start with its group {trajectory.group!r}"
     position = 0
     for index, turn in enumerate(trajectory.turns):
         if not position <= turn.start <= turn.end <= len(trajectory):
@@ -60,19 +63,19 @@ def record_error(trajectory: Trajectory, *, is_scored: bool) -> str | None:
             return f"turn {index + 1} does not fit the loss mask"
         position = turn.end
     if not np.isfinite(trajectory.logprobs[trajectory.loss_mask]).all():
-        return "log-probabilities that are no numbers"
+        return "has log-probabilities that are not finite numbers"
     if is_scored and trajectory.status in TRAINABLE and trajectory.reward is None:
-        return "has no reward, though it could be trained on"
+        return "has no reward, though it can be trained on"
     return None
 
 
 def twin_difference(rollouts: Segment, scored: Segment) -> str | None:
-    """How two twins differ in what scoring does not change."""
+    """Return how two twins differ in what scoring does not change; None if they do not."""
     if len(rollouts) != len(scored):
         return f"{len(rollouts)} trajectories and {len(scored)}"
     for one, other in zip(rollouts, scored, strict=True):
         if one.id != other.id:
-            return f"{one.id!r} and {other.id!r} have one place"
+            return f"{one.id!r} and {other.id!r} have the same position"
         if not all(
             np.array_equal(getattr(one, name), getattr(other, name), equal_nan=name == "logprobs")
             for name in ("token_ids", "logprobs", "versions", "loss_mask")
@@ -82,17 +85,17 @@ def twin_difference(rollouts: Segment, scored: Segment) -> str | None:
 
 
 def stray_files(directory: Path) -> Iterator[tuple[Path, str]]:
-    """Files that are no segments: what killed writers left, and what does not belong there."""
+    """Yield files that are not segments: those that killed writers left, and foreign ones."""
     for path in sorted(directory.iterdir()):
         if path.name.startswith("."):
             if path.name.endswith(".tmp") and _file_age_s(path) > MIN_LEFTOVER_AGE_S:
-                yield path, "left by a writer that was killed; nothing acknowledged is in it, and it may be removed"
+                yield path, "left by a writer that was killed; nothing acknowledged is in it: it can be removed"
         elif not path.name.endswith(".h5") and path.name != listing.QUARANTINE_DIRECTORY:
-            yield path, "no segment; nothing reads it"
+            yield path, "not a segment; no process reads it"
 
 
 def _file_age_s(path: Path) -> float:
-    """How long ago it was changed; no time at all if it is gone."""
+    """Return the seconds since a file was changed; 0 if it is gone."""
     try:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:
@@ -103,38 +106,38 @@ T = TypeVar("T")
 
 
 class VerifyFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was found."""
+    """A finding of the verification."""
 
     severity: Literal["damage", "note"]
     path: str
-    """Below the campaign's directory."""
+    """The path below the campaign's directory."""
     reason: str
 
 
 class SpoolTotals(msgspec.Struct, kw_only=True):
-    """What was looked at in one spool."""
+    """The totals of one spool."""
 
     num_segments: int = 0
     num_trajectories: int = 0
     num_bytes: int = 0
     num_damaged: int = 0
     num_duplicates: int = 0
-    """Records of an episode that the spool has already; readers drop them."""
+    """The number of further records of an episode; readers drop them."""
 
 
 class VerifyReport(msgspec.Struct, kw_only=True):
-    """Everything that `verify_campaign` has to say."""
+    """The report of `verify_campaign`."""
 
     campaign: str
     clean: bool = True
     spools: dict[str, SpoolTotals] = {}
     consumed: str = ""
-    """What became of the groups that were trained on, in words."""
+    """A sentence about the groups that were trained on."""
     findings: list[VerifyFinding] = []
 
 
 class SpoolVerifier:
-    """A report in the making."""
+    """The verification of a campaign; it fills a report."""
 
     def __init__(self, campaign: CampaignDir) -> None:
         self.campaign = campaign
@@ -144,8 +147,8 @@ class SpoolVerifier:
         self._some_vanished = False
 
     def verify_all(self) -> VerifyReport:
-        """Look at everything."""
-        consumed = read_consumed_groups(self.campaign.checkpoints)  # first: what it names was in a spool by then
+        """Verify everything and return the report."""
+        consumed = read_consumed_groups(self.campaign.checkpoints)  # first: its groups are in a spool by now
         self._verify_live_spools()
         self._verify_archive()
         self._report_quarantined()
@@ -156,7 +159,7 @@ class SpoolVerifier:
         return self.report
 
     def _verify_live_spools(self) -> None:
-        """Both live spools, twin by twin."""
+        """Verify both live spools, twin by twin."""
         names = {spool: set(self._list_spool(spool)) for spool in ("rollouts", "scored")}
         for name in _track_progress(sorted(names["rollouts"] | names["scored"]), "live segments"):
             rollouts = self._verify_segment("rollouts", name) if name in names["rollouts"] else None
@@ -164,11 +167,11 @@ class SpoolVerifier:
             difference = twin_difference(rollouts, scored) if rollouts is not None and scored is not None else None
             if difference:
                 self._add_finding(
-                    "damage", self.campaign.spool("scored") / name, f"is not its twin in rollouts: {difference}"
+                    "damage", self.campaign.spool("scored") / name, f"differs from its twin in rollouts: {difference}"
                 )
 
     def _verify_archive(self) -> None:
-        """Listed again while segments vanish: what they held is in others then."""
+        """Verify the archive; list it again while segments vanish, as their contents are in others then."""
         done: set[str] = set()
         self._some_vanished = True
         while self._some_vanished:
@@ -179,15 +182,15 @@ class SpoolVerifier:
                 self._verify_segment("archive", name)
 
     def _report_quarantined(self) -> None:
-        """What readers put aside. It is damage until the segment is there again, made anew from its twin."""
+        """Report quarantined segments: damage until the segment exists again, made from its twin."""
         for spool in SPOOLS:
             directory = self.campaign.spool(spool) / listing.QUARANTINE_DIRECTORY
             for name in self._list_directory(directory):
                 if (self.campaign.spool(spool) / name).exists():
-                    self._add_finding("note", directory / name, "was put aside as damaged, and was made again since")
+                    self._add_finding("note", directory / name, "was quarantined as damaged, and was made again since")
                 else:
                     self._add_finding(
-                        "damage", directory / name, f"was put aside: {_quarantine_reason(directory / name)}"
+                        "damage", directory / name, f"was quarantined: {_quarantine_reason(directory / name)}"
                     )
 
     def _report_stray_files(self) -> None:
@@ -195,19 +198,19 @@ class SpoolVerifier:
             try:
                 for path, reason in stray_files(self.campaign.spool(spool)):
                     self._add_finding("note", path, reason)
-            except OSError:  # no such spool yet, or told when it was listed
+            except OSError:  # no such spool yet, or reported when it was listed
                 continue
 
     def _report_duplicates(self) -> None:
         for spool, totals in self.report.spools.items():
             if totals.num_duplicates:
                 example = (
-                    f"{totals.num_duplicates:,} episodes are there twice, such as {self._duplicate_examples[spool]!r}"
+                    f"{totals.num_duplicates:,} episodes are stored twice, such as {self._duplicate_examples[spool]!r}"
                 )
                 self._add_finding("note", self.campaign.spool(spool), f"{example}; readers deliver each once")
 
     def _check_consumed(self, consumed: ConsumedGroups) -> None:
-        """What was trained on must be somewhere, if the recipe keeps everything."""
+        """Check that every group that was trained on still exists, if the recipe keeps everything."""
         for path, reason in consumed.problems:
             self._add_finding("damage", path, reason)
         if not consumed.checkpoint:
@@ -216,19 +219,19 @@ class SpoolVerifier:
         keep_setting = _read_keep_setting(self.campaign)
         summary = f"{consumed.num_groups:,} groups, by checkpoint {consumed.checkpoint}"
         if keep_setting != "all":
-            self.report.consumed = f"{summary}; the recipe keeps {keep_setting!r} of them, so none has to be there"
+            self.report.consumed = f"{summary}; the recipe keeps {keep_setting!r} of them, so none has to exist"
             return
         present = sort_group_numbers(group for seen in self._seen.values() for group in seen.groups())
         num_missing = 0
         for domain, num, example in consumed.missing_groups(present):
             num_missing += num
             group = make_group_id(domain, example)
-            reason = f"trained on, and in no spool: {num:,} of the groups of {domain}, such as {group!r}"
+            reason = f"trained on, but in no spool: {num:,} of the groups of {domain}, such as {group!r}"
             self._add_finding("damage", self.campaign.checkpoints / consumed.checkpoint, reason)
-        self.report.consumed = f"{summary}; {f'{num_missing:,} missing' if num_missing else 'all there'}"
+        self.report.consumed = f"{summary}; {f'{num_missing:,} missing' if num_missing else 'all present'}"
 
     def _verify_segment(self, spool: str, name: str, *, twin: Segment | None = None) -> Segment | None:
-        """Read one segment and count it; None if it is damaged or gone."""
+        """Read one segment and count it; return None if it is damaged or gone."""
         path = self.campaign.spool(spool) / name
         totals = self.report.spools[spool]
         try:
@@ -241,7 +244,7 @@ class SpoolVerifier:
                 return None
             totals.num_segments += 1
             totals.num_damaged += 1
-            hint = "; its twin in rollouts is whole: move this one away and it is scored anew" if twin else ""
+            hint = "; its twin in rollouts is intact: remove this one and it is scored again" if twin else ""
             self._add_finding("damage", path, f"{error}{hint}")
             return None
         totals.num_segments += 1
@@ -275,12 +278,12 @@ class SpoolVerifier:
 
     def _add_finding(self, severity: Literal["damage", "note"], path: Path, reason: str) -> None:
         shown = str(path.relative_to(self.campaign.root))
-        reason = reason.replace(f"cannot read segment {str(path)!r}: ", "")  # the finding names it already
+        reason = reason.replace(f"cannot read segment {str(path)!r}: ", "")  # the finding has the path
         self.report.findings.append(VerifyFinding(severity=severity, path=shown, reason=reason))
 
 
 def _quarantine_reason(path: Path) -> str:
-    """What is wrong with a segment in quarantine now, or was then."""
+    """Return what is wrong with a quarantined segment now, or was then."""
     try:
         read_verified_segment(path)
     except SpoolError as error:
@@ -288,12 +291,12 @@ def _quarantine_reason(path: Path) -> str:
     try:
         reason = path.with_name(f"{path.name}.reason").read_text(errors="replace").strip()
     except OSError:
-        reason = "for a reason that was not written down"
-    return f"{reason}; it reads well now: move it back to its spool"
+        reason = "the reason was not stored"
+    return f"{reason}; it can be read now: move it back to its spool"
 
 
 def _read_keep_setting(campaign: CampaignDir) -> str:
-    """What the recipe says is kept of what was trained on."""
+    """Return the `spool.keep` setting of the recipe."""
     try:
         return str(read_json(campaign.recipe)["spool"]["keep"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -301,7 +304,7 @@ def _read_keep_setting(campaign: CampaignDir) -> str:
 
 
 def _track_progress(items: Sequence[T], description: str) -> Iterable[T]:
-    """A bar beside the answer, where somebody looks on."""
+    """Show a progress bar on stderr if that is a terminal."""
     console = Console(stderr=True)
     return track(items, description, console=console, transient=True, disable=not items or not console.is_terminal)
 
@@ -310,7 +313,7 @@ MAX_SHOWN_NOTES = 100
 
 
 def verify_campaign(campaign: CampaignDir, *, as_json: bool) -> int:
-    """Look at everything and print the report; the exit code says whether there is damage."""
+    """Verify a campaign and print the report; the exit code is 0 without damage."""
     report = SpoolVerifier(campaign).verify_all()
     if as_json:
         print_json(report)

@@ -477,7 +477,7 @@ def test_a_segment_that_goes_before_it_is_taken_is_let_go(disk):
     assert ids(reader.poll()) == ["math/0/2"]
     assert reader.poll() == []
     assert (reader.num_passed, reader.num_duplicates, disk.damage) == (2, 0, [])
-    assert sorted(reader.finished([])) == [first, third]
+    assert sorted(reader.finished_segments([])) == [first, third]
 
 
 # --- several processes

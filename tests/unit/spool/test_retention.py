@@ -129,7 +129,7 @@ def test_a_crash_between_any_two_steps_ends_well(tmp_path, monkeypatch, nth, kee
         return step
 
     with monkeypatch.context() as patched:
-        for name in ("publish", "write_packed", "sync_directory", "announce"):
+        for name in ("publish_file", "write_packed", "sync_directory", "announce_changes"):
             patched.setattr(retention, name, dying(getattr(retention, name)))
         patched.setattr(Path, "unlink", dying(Path.unlink))
         try:

@@ -10,15 +10,15 @@ from hpcrl.system.processes import is_alive, read_start_ticks
 
 GUARDIAN = """
 import subprocess, sys, time
-from hpcrl.system.processes import adopt_orphans, descendants, end_descendants
+from hpcrl.system.processes import adopt_orphans, end_descendants, list_descendants
 adopt_orphans()
 # a child that leaves a grandchild in a session of its own and ends: the grandchild is an orphan
 subprocess.run(["bash", "-c", "setsid sleep 300 & disown"], check=True)
 # a child that ignores TERM
 subprocess.Popen(["bash", "-c", "trap '' TERM; while true; do sleep 0.05; done"])
-while len(descendants()) < 3:
+while len(list_descendants()) < 3:
     time.sleep(0.01)
-print(end_descendants(grace_s=0.3), len(descendants()), flush=True)
+print(end_descendants(grace_s=0.3), len(list_descendants()), flush=True)
 """
 
 

@@ -124,10 +124,10 @@ def test_an_export_is_replaced_only_by_force(filled, tmp_path, name, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("precious", "--force"), "is no export of hpcrl's"),
+        (("precious", "--force"), "is not an export of hpcrl"),
         (("precious", "--format", "jsonl", "--force"), "is a directory"),
-        (("a.xlsx",), "does not say what to write"),
-        (("no/such/a.jsonl",), "there is no directory"),
+        (("a.xlsx",), "has no known suffix"),
+        (("no/such/a.jsonl",), "does not exist"),
     ],
 )
 def test_what_cannot_be_written_is_refused_and_nothing_is_touched(filled, tmp_path, words, said, capsys):

@@ -185,12 +185,12 @@ def test_show_finds_the_one_that_is_meant(filled, capsys, words, expected):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("show", "lake/2"), "begins more than one id: 'lake/2/0', 'lake/2/1'"),
+        (("show", "lake/2"), "matches several ids: 'lake/2/0', 'lake/2/1'"),
         (("show", "lkae/3/1"), "there are 'lake/3/1'"),
-        (("show", "lake/0/0", "--best"), "give one of them"),
-        (("show", "--best", "--domain", "taxi"), "no such trajectory that has a reward"),
+        (("show", "lake/0/0", "--best"), "give only one of them"),
+        (("show", "--best", "--domain", "taxi"), "no such trajectory with a reward"),
         (("ls", "--domain", "laek"), "did you mean 'lake'?"),
-        (("stats", "--min-version", "4", "--max-version", "3"), "nothing can be between"),
+        (("stats", "--min-version", "4", "--max-version", "3"), "no version is in between"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(filled, capsys, words, said):
@@ -239,8 +239,8 @@ def test_text_without_controls_stays_as_it_is():
 
 def test_untrusted_text_reaches_the_terminal_spelled_out(spools, monkeypatch, capsys):
     class Chat:
-        before_first = before_next = after = ()
-        close = 1
+        before_first = before_next = after_observation = ()
+        close_id = 1
 
         def decode(self, token_ids):
             return UNTRUSTED

@@ -54,7 +54,7 @@ def test_a_whole_campaign_is_clean_and_exit_code_0(spools, capsys):
     assert main([str(spools.run.root), "verify", "name"]) == 0
     out = capsys.readouterr().out
     assert "clean" in out
-    assert "3 groups, by checkpoint 000001-step-000001; all there" in out
+    assert "3 groups, by checkpoint 000001-step-000001; all present" in out
 
 
 def test_damage_is_exit_code_1_and_named_in_json(spools, capsys):
@@ -65,7 +65,7 @@ def test_damage_is_exit_code_1_and_named_in_json(spools, capsys):
     assert report["spools"]["scored"]["num_damaged"] == 1
     (finding,) = report["findings"]
     assert finding["path"] == f"spools/scored/{first(spools).name}"
-    assert "move this one away and it is scored anew" in finding["reason"]
+    assert "remove this one and it is scored again" in finding["reason"]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -96,8 +96,8 @@ def test_a_name_that_does_not_fit_is_damage(spools):
     spools.add("archive", trajectory(5), name="000-env-0-00000009-7-0123abcd.h5")
     spools.add("archive", trajectory(6), name="renamed.h5")
     reasons = [reason for _, reason in damage(spools)]
-    assert any("holds 1 trajectories, and its name says 7" in reason for reason in reasons)
-    assert any("give it back its name" in reason for reason in reasons)
+    assert any("has 1 trajectories, but 7 by its name" in reason for reason in reasons)
+    assert any("restore its name" in reason for reason in reasons)
 
 
 def test_a_directory_with_the_name_of_a_segment_is_damage(spools):
@@ -108,10 +108,10 @@ def test_a_directory_with_the_name_of_a_segment_is_damage(spools):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"group": "lake/77"}, "does not begin its id"),
+        ({"group": "lake/77"}, "does not start with its group"),
         ({"turns": [EpisodeTurn(start=4, end=99)]}, "tokens 4 to 99 of 11"),
         ({"turns": [EpisodeTurn(start=3, end=7)]}, "does not fit the loss mask"),
-        ({"logprobs": np.full(11, np.nan, np.float32)}, "no numbers"),
+        ({"logprobs": np.full(11, np.nan, np.float32)}, "not finite numbers"),
         ({"reward": None}, "has no reward"),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_trajectory_that_cannot_be_is_named(spools, changed, said):
 
 def test_a_twin_that_is_another_segments_is_damage(spools):
     spools.add("scored", *(trajectory(group + 10) for group in range(3)), name=first(spools).name)
-    assert "is not its twin in rollouts: 'lake/0/0' and 'lake/10/0'" in only_damage(spools)[1]
+    assert "differs from its twin in rollouts: 'lake/0/0' and 'lake/10/0'" in only_damage(spools)[1]
 
 
 def test_a_segment_that_waits_for_its_reward_is_no_damage(spools):
@@ -167,14 +167,14 @@ def test_what_was_put_aside_is_damage_until_it_is_made_again(spools):
 def test_what_was_put_aside_and_reads_well_may_be_moved_back(spools):
     quarantine_segment(first(spools), "the disk was away")
     _, reason = only_damage(spools)
-    assert "the disk was away; it reads well now: move it back" in reason
+    assert "the disk was away; it can be read now: move it back" in reason
 
 
 def test_a_consumed_group_that_is_nowhere_is_damage_if_the_recipe_keeps_all(spools):
     spools.consumed("lake/0", "lake/1", "lake/4", "taxi/3")
     assert [reason for _, reason in damage(spools)] == [
-        "trained on, and in no spool: 1 of the groups of lake, such as 'lake/4'",
-        "trained on, and in no spool: 1 of the groups of taxi, such as 'taxi/3'",
+        "trained on, but in no spool: 1 of the groups of lake, such as 'lake/4'",
+        "trained on, but in no spool: 1 of the groups of taxi, such as 'taxi/3'",
     ]
     spools.keep("none")
     assert damage(spools) == []
