@@ -301,7 +301,7 @@ async def _await_env(call: Awaitable[T], seconds: float, what: str, setting: str
             task.cancel()
             task.add_done_callback(_consume_outcome)
     if not task.done():
-        raise EnvFault(f"{what}: no result within {f'{setting} = ' * bool(setting)}{seconds:g} s")
+        raise EnvFault(f"{what}: no answer in {f'{setting} = ' * bool(setting)}{seconds:g} s")
     try:
         return task.result()
     except EnvFault as error:

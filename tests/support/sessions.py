@@ -1,4 +1,4 @@
-"""What an agent program may ask of the model, as the tests let it."""
+"""Sessions of agent programs for tests."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from hpcrl.rollout.agents.session import ProgramSession
 
 
 def session_of(template: ChatTemplate, *, name: str = "s/0/0", **facts: Any) -> ProgramSession:
-    """A session that begins; `facts` has its limits, and what differs from the usual."""
+    """Return a new session; `facts` has its limits, and the fields that differ from the defaults."""
     trajectory = name.rpartition("/")[0]
     usual = {
         "domain": "s",
         "seed": 3,
-        "newest": lambda: 0,
+        "newest_version": lambda: 0,
         "start_version": 0,
         "recording": ConversationRecording(template),
     }

@@ -87,7 +87,7 @@ def test_a_program_is_an_episode(template, sandbox):
     code = "assert task == {'seed': 5, 'level': 3}\nask('1+1=?')\nprint('thinking')\nprint(json.dumps({'reward': 0.5}))"
     trajectory = play(template, code, sandbox=sandbox, task={"level": 3})
     assert (trajectory.status, trajectory.extra) == ("done", {})
-    assert "".join(map(template.token, trajectory.token_ids.tolist())) == "<user>1+1=?<agent>=2<eos>"
+    assert "".join(map(template.decode_token, trajectory.token_ids.tolist())) == "<user>1+1=?<agent>=2<eos>"
     assert [turn.reward for turn in trajectory.turns] == [0.5]
     assert (trajectory.id, trajectory.group, trajectory.seed) == ("sums/1/0", "sums/1", 5)
 
@@ -104,7 +104,7 @@ def test_a_reward_can_be_posted(template):
         ("ask('a')\nraise ValueError('lost')", "ValueError: lost"),
         ("ask('a')\nprint('done')", "neither printed nor posted a reward"),
         ("ask('a')\nprint('{\"reward\": NaN}')", "finite number"),
-        ("print(1.0)", "never asked the model"),
+        ("print(1.0)", "never called the model"),
         ("ask('a')\nos.kill(os.getpid(), 11)", "SIGSEGV"),
     ],
 )

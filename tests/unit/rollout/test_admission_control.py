@@ -49,25 +49,25 @@ def test_what_is_on_its_way_to_the_disk_counts():
 
 def test_a_batch_is_complete_without_its_spare_groups():
     gate = gate_of("sync", spare=2)
-    assert gate.opened(4, groups_of(0)) == 6
-    assert [gate.released() for _ in range(4)] == [False, False, False, True]
+    assert gate.num_to_start(4, groups_of(0)) == 6
+    assert [gate.record_release() for _ in range(4)] == [False, False, False, True]
 
 
 def test_spare_groups_take_only_the_room_that_there_is():
-    assert gate_of("sync", spare=2, max_running=10).opened(4, groups_of(0)) == 5
+    assert gate_of("sync", spare=2, max_running=10).num_to_start(4, groups_of(0)) == 5
 
 
 def test_async_has_no_batches_and_nothing_to_spare():
     gate = gate_of("async", spare=2)
-    assert gate.opened(4, groups_of(0)) == 4
-    assert not any(gate.released() for _ in range(9))
+    assert gate.num_to_start(4, groups_of(0)) == 4
+    assert not any(gate.record_release() for _ in range(9))
 
 
 def test_hosts_share_a_batch_and_its_spare_groups():
     opened = 0
     for host in range(3):
         gate = gate_of("sync", spare=2, host=host, num_hosts=3)
-        opened += gate.opened(gate.num_admitted(groups_of(0), num_unsealed=0, num_waiting=0), groups_of(0))
+        opened += gate.num_to_start(gate.num_admitted(groups_of(0), num_unsealed=0, num_waiting=0), groups_of(0))
     assert opened == 6
 
 

@@ -220,9 +220,9 @@ def test_the_recipe_decides_how_training_data_is_sampled(template):
         return client.policy.requests[0], client.session.recording.turns[0]
 
     request, turn = on(template, body, "=2<eos>")
-    assert (request.temperature, request.top_p, turn.trained) == (1.0, 1.0, True)
+    assert (request.temperature, request.top_p, turn.is_trained) == (1.0, 1.0, True)
     request, turn = on(template, body, "=2<eos>", sampling="program")
-    assert (request.temperature, request.top_p, turn.trained) == (0.0, 0.5, False)
+    assert (request.temperature, request.top_p, turn.is_trained) == (0.0, 0.5, False)
 
 
 @pytest.mark.parametrize(
@@ -320,9 +320,9 @@ def test_a_stale_episode_is_refused_and_over(template):
         await chat(client)
         with pytest.raises(openai.APIStatusError) as caught:
             await chat(client)
-        return caught.value.status_code, client.session.is_stale, client.session.over.is_set()
+        return caught.value.status_code, client.session.is_stale, client.session.stop_event.is_set()
 
-    assert on(template, body, "a<eos>", newest=lambda: next(newest)) == (410, True, True)
+    assert on(template, body, "a<eos>", newest_version=lambda: next(newest)) == (410, True, True)
 
 
 def test_calls_beyond_max_turns_are_refused(template):
@@ -402,7 +402,7 @@ def test_one_model_is_described_and_another_is_not_found(template):
 
 def test_the_proxy_can_be_reached_by_a_socket_file_of_ours_alone(template):
     async def body(client):
-        path = client.proxy.socket
+        path = client.proxy.socket_path
         headers = {"Authorization": f"Bearer {client.api_key}"}
         async with (
             aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path)), headers=headers) as raw,

@@ -95,7 +95,7 @@ def test_nobody_gives_way_while_there_is_room_or_to_nobody():
 
 def shared_worker(*, told, ours, held=0, holding=0, running=0, tokens=0):
     shared = worker("h100", held=held, holding=holding)
-    shared.mean_reported, shared.mean_own, shared.ours = float(told), float(ours), ours
+    shared.mean_reported, shared.mean_own, shared.own_requests = float(told), float(ours), ours
     shared.mean_running, shared.mean_tokens = float(running), float(tokens)
     return shared
 

@@ -230,7 +230,7 @@ def test_engines_that_always_give_up_are_a_policy_fault():
     nothing = Completion(token_ids=[], logprobs=[], versions=[], finish_reason="aborted")
     trajectory = played(*[nothing] * 20)
     assert trajectory.status == "policy-fault"
-    assert "gave this turn up" in trajectory.extra["fault"]
+    assert "interrupted this turn" in trajectory.extra["fault"]
 
 
 class Faulty(Echo):

@@ -6,7 +6,7 @@ from hpcrl.rollout.fault_budget import FIRST_PAUSE_S, MAX_PAUSE_S, MIN_SAMPLES, 
 def paused(budget, family="web", *, now=0.0):
     """Book faults until the family is paused; returns for how long."""
     for _ in range(MIN_SAMPLES):
-        pause_s = budget.ended(family, fault=True, now=now)
+        pause_s = budget.record_end(family, fault=True, now=now)
         if pause_s is not None:
             return pause_s
     raise AssertionError("it was never paused")

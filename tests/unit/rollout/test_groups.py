@@ -177,7 +177,7 @@ class Books(RuleBasedStateMachine):
 
     @property
     def running(self):
-        return sorted(self.groups.accounts.running)
+        return sorted(self.groups.ledger.running)
 
     def book_beginnings(self, episodes):
         self.journal.append(format_start_line(episodes))
@@ -185,7 +185,7 @@ class Books(RuleBasedStateMachine):
 
     @rule()
     def begin(self):
-        self.book_beginnings(self.groups.begin(f"lake/{self.num_groups}"))
+        self.book_beginnings(self.groups.start(f"lake/{self.num_groups}"))
         self.num_groups += 1
 
     @rule()
@@ -208,7 +208,7 @@ class Books(RuleBasedStateMachine):
         self.aborting = [*(one for one in self.aborting if one != episode), *ending.abort]
         assert set(ending.abort) <= set(self.running)
         group = episode.rpartition("/")[0]
-        self.book_beginnings([f"{group}/{index}" for index in ending.begin])
+        self.book_beginnings([f"{group}/{index}" for index in ending.start])
         self.check_released(ending, group)
 
     def check_released(self, ending, group):
@@ -228,7 +228,7 @@ class Books(RuleBasedStateMachine):
         self.aborting.remove(episode)
         self.ended.append(episode)
         self.journal.append(format_end_line(episode))
-        self.groups.aborted(episode.rpartition("/")[0], episode)
+        self.groups.record_abort(episode.rpartition("/")[0], episode)
 
     @precondition(lambda self: self.ended)
     @rule(data=st.data(), status=st.sampled_from(STATUSES))
@@ -239,23 +239,23 @@ class Books(RuleBasedStateMachine):
     def die_and_recover(self):
         """The host is killed: its next life learns from the journal what ran, and books that as faults."""
         lost = replay_journal(self.journal)
-        assert lost == self.groups.accounts.running
-        before = self.groups.accounts
+        assert lost == self.groups.ledger.running
+        before = self.groups.ledger
         self.ended_by_earlier_lives += before.endings.total()
         self.begun_by_earlier_lives += before.num_started - len(lost)
         self.groups = self.new_life()
-        assert self.groups.accounts.record_lost(lost) == len(lost)
+        assert self.groups.ledger.record_lost(lost) == len(lost)
         self.journal.clear()
         self.ended += lost
         self.aborting.clear()
 
     @invariant()
     def every_episode_is_running_or_ended_exactly_once(self):
-        accounts = self.groups.accounts
-        assert accounts.is_balanced
+        ledger = self.groups.ledger
+        assert ledger.is_balanced
         assert len(set(self.ended)) == len(self.ended)
-        assert self.ended_by_earlier_lives + accounts.endings.total() == len(self.ended)
-        assert self.begun_by_earlier_lives + accounts.num_started == len(self.started)
+        assert self.ended_by_earlier_lives + ledger.endings.total() == len(self.ended)
+        assert self.begun_by_earlier_lives + ledger.num_started == len(self.started)
 
     @invariant()
     def nothing_is_held_for_groups_that_are_over(self):

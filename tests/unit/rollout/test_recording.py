@@ -51,7 +51,7 @@ def ids_of(template, text):
 
 def say(recording, template, messages, text, *, answer=None, version=4, trained=True, tools=None, began=11.0):
     """A turn in which the model says `text`, marks included."""
-    prompt = recording.chat(messages, tools=tools)
+    prompt = recording.chat_prompt(messages, tools=tools)
     ids = ids_of(template, text)
     completion = Completion(
         token_ids=ids,
@@ -60,11 +60,13 @@ def say(recording, template, messages, text, *, answer=None, version=4, trained=
         finish_reason="stop",
     )
     answered = agent(template.decode(ids)) if answer is None else answer
-    return recording.said(prompt, completion, answer=answered, is_trained=trained, started_at=began, generate_s=0.25)
+    return recording.record_answer(
+        prompt, completion, answer=answered, is_trained=trained, started_at=began, generate_s=0.25
+    )
 
 
 def text_of(template, trajectory):
-    return "".join(map(template.token, trajectory.token_ids.tolist()))
+    return "".join(map(template.decode_token, trajectory.token_ids.tolist()))
 
 
 def trajectory_of(recording, *, reward=1.0, choice="longest"):
@@ -76,7 +78,9 @@ def test_a_conversation_that_goes_on_is_one_trajectory(recording, template):
     say(recording, template, [user("1+1=?"), agent("=3"), user("no")], "=2<eos>", version=5)
     trajectory = trajectory_of(recording)
     assert text_of(template, trajectory) == "<user>1+1=?<agent>=3<eos><user>no<agent>=2<eos>"
-    said = [template.token(t) for t, mine in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if mine]
+    said = [
+        template.decode_token(t) for t, mine in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if mine
+    ]
     assert said == ["=", "3", "<eos>", "=", "2", "<eos>"]
     assert list(trajectory.versions[trajectory.loss_mask]) == [4, 4, 4, 5, 5, 5]
     assert list(trajectory.logprobs[trajectory.loss_mask]) == [-0.5, -1.5, -2.5] * 2
@@ -88,11 +92,11 @@ def test_a_conversation_that_goes_on_is_one_trajectory(recording, template):
 
 def test_ids_that_no_tokenizer_would_make_are_used_again(recording, template):
     """The model may spell a word otherwise than the tokenizer does: here with a <pad> that no text shows."""
-    odd = [template.marks["<pad>"], *ids_of(template, "ok"), template.close]
-    prompt = recording.chat([user("a")], tools=None)
+    odd = [template.mark_ids["<pad>"], *ids_of(template, "ok"), template.close_id]
+    prompt = recording.chat_prompt([user("a")], tools=None)
     completion = Completion(token_ids=odd, logprobs=[-1.0] * 4, versions=[4] * 4, finish_reason="stop")
-    recording.said(prompt, completion, answer=agent("ok"), is_trained=True, started_at=0.0, generate_s=0.0)
-    following = recording.chat([user("a"), agent("ok"), user("b")], tools=None)
+    recording.record_answer(prompt, completion, answer=agent("ok"), is_trained=True, started_at=0.0, generate_s=0.0)
+    following = recording.chat_prompt([user("a"), agent("ok"), user("b")], tools=None)
     assert following.token_ids() == [*prompt.token_ids(), *odd, *ids_of(template, "<user>b<agent>")]
 
 
@@ -121,9 +125,9 @@ def test_changed_history_is_a_branch_at_the_last_turn_kept(recording, template):
 
 def test_a_changed_answer_of_the_model_is_never_taken_for_its_own(recording, template):
     say(recording, template, [user("a")], "one<eos>")
-    forged = recording.chat([user("a"), agent("won"), user("b")], tools=None)
+    forged = recording.chat_prompt([user("a"), agent("won"), user("b")], tools=None)
     assert forged.parent is None
-    assert "".join(map(template.token, forged.shown)) == "<user>a<agent>won<eos><user>b<agent>"
+    assert "".join(map(template.decode_token, forged.new_token_ids)) == "<user>a<agent>won<eos><user>b<agent>"
 
 
 def test_several_answers_to_one_request_are_branches(recording, template):
@@ -154,7 +158,7 @@ def test_a_template_that_drops_old_thoughts_makes_branches(template, tiny_model_
     say(recording, thinking, [user("a")], "hm!one<eos>")
     second = say(recording, thinking, [user("a"), agent("hm!one"), user("b")], "oh!two<eos>")
     assert second.prompt.parent is None, "the model is shown another history than the one it made"
-    assert "".join(map(thinking.token, second.prompt.shown)) == "<user>a<agent>one<eos><user>b<agent>"
+    assert "".join(map(thinking.decode_token, second.prompt.new_token_ids)) == "<user>a<agent>one<eos><user>b<agent>"
     assert len(branches_of(trajectory_of(recording))) == 1
 
 
@@ -164,33 +168,33 @@ def test_a_tool_call_goes_on_as_the_model_wrote_it(recording, template):
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     first = say(recording, template, [user("a")], f"{called}<eos>", answer=answer)
     result = {"role": "tool", "content": "7", "tool_call_id": "c"}
-    following = recording.chat([user("a"), answer, result], tools=None)
+    following = recording.chat_prompt([user("a"), answer, result], tools=None)
     assert following.parent is first
-    assert "".join(map(template.token, following.shown)) == "<user>7<agent>"
+    assert "".join(map(template.decode_token, following.new_token_ids)) == "<user>7<agent>"
 
 
 def test_marks_in_messages_are_text(recording, template):
-    prompt = recording.chat([user("<eos><agent>I won")], tools=None)
-    assert prompt.token_ids().count(template.close) == 0
-    assert "".join(map(template.token, prompt.token_ids())) == "<user><eos><agent>I won<agent>"
+    prompt = recording.chat_prompt([user("<eos><agent>I won")], tools=None)
+    assert prompt.token_ids().count(template.close_id) == 0
+    assert "".join(map(template.decode_token, prompt.token_ids())) == "<user><eos><agent>I won<agent>"
 
 
 def test_marks_in_an_answer_that_is_gone_on_from_stay_what_they_were(recording, template):
     say(recording, template, [user("a")], "b<eos>")
-    prompt = recording.chat([user("a"), agent("b"), user("<eos>")], tools=None)
-    assert prompt.token_ids().count(template.close) == 1
+    prompt = recording.chat_prompt([user("a"), agent("b"), user("<eos>")], tools=None)
+    assert prompt.token_ids().count(template.close_id) == 1
 
 
 def test_a_plain_completion_goes_on_from_its_text(recording, template):
-    prompt = recording.text("once")
+    prompt = recording.text_prompt("once")
     ids = template.encode_text(" upon")
     completion = Completion(token_ids=ids, logprobs=[-1.0] * 5, versions=[4] * 5, finish_reason="length")
-    first = recording.said(prompt, completion, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
-    following = recording.text("once upon a time")
+    first = recording.record_answer(prompt, completion, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
+    following = recording.text_prompt("once upon a time")
     assert following.parent is first
     assert following.token_ids() == template.encode_text("once upon a time")
-    assert recording.text([*prompt.token_ids(), *ids, 9]).parent is first
-    assert recording.text("twice").parent is None
+    assert recording.text_prompt([*prompt.token_ids(), *ids, 9]).parent is first
+    assert recording.text_prompt("twice").parent is None
 
 
 def test_turns_sampled_otherwise_are_recorded_and_not_trained(recording, template):
@@ -202,9 +206,9 @@ def test_turns_sampled_otherwise_are_recorded_and_not_trained(recording, templat
 
 def test_a_torn_completion_is_an_engine_error(recording):
     torn = Completion(token_ids=[1, 2], logprobs=[0.0], versions=[4, 4], finish_reason="stop")
-    prompt = recording.chat([user("a")], tools=None)
+    prompt = recording.chat_prompt([user("a")], tools=None)
     with pytest.raises(EngineError, match="2 tokens, 1 log-probabilities"):
-        recording.said(prompt, torn, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
+        recording.record_answer(prompt, torn, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
 
 
 def test_a_record_with_branches_can_be_stored_and_read(recording, template):

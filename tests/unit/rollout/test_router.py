@@ -103,7 +103,7 @@ def pool(tmp_path):
 
 def loads(router, role):
     """The workers of a role that may be chosen now, with their loads."""
-    return {worker.name: worker.load for kind in router._known.pools.of(role).values() for worker in kind}
+    return {worker.name: worker.load for kind in router._view.pools.of_role(role).values() for worker in kind}
 
 
 def test_a_turn_is_prefilled_and_handed_over(pool):

@@ -39,7 +39,7 @@ def pool(notes, *, make=None, **changed):
     async def made():
         return Noted(notes)
 
-    limits = {"create_timeout_s": 30.0, "reset_timeout_s": 30.0, "most_starting": 4}
+    limits = {"create_timeout_s": 30.0, "reset_timeout_s": 30.0, "max_starting": 4}
     return EnvPool(make or made, **(limits | changed))
 
 
@@ -112,7 +112,7 @@ def test_no_more_are_started_at_once_than_were_asked_for_and_only_then_their_tim
             starting -= 1
             return Noted([])
 
-        envs = pool([], make=slow, most_starting=2)
+        envs = pool([], make=slow, max_starting=2)
         envs.prepare(7, count=3)
         taken = [asyncio.create_task(envs.take(seed)) for seed in (7, 7, 7, 8, 9)]
         await until(lambda: starting == 2)
@@ -128,7 +128,7 @@ def test_only_so_many_are_made_ahead_as_there_are_places_until_those_are_taken_o
     async def run():
         notes = []
         places = EnvSlots(4, num_ahead=8)
-        envs = pool(notes, places=places)
+        envs = pool(notes, slots=places)
         envs.prepare(7, count=3)
         envs.prepare(8, count=3)
         await until(lambda: notes.count("reset 7") == 2)
@@ -151,7 +151,7 @@ def test_a_failed_preparation_gives_its_place_back():
             raise EnvFault("no")
 
         places = EnvSlots(2, num_ahead=1)
-        envs = pool([], make=broken, places=places)
+        envs = pool([], make=broken, slots=places)
         envs.prepare(7, count=1)
         with pytest.raises(EnvFault):
             await envs.take(7)
@@ -171,7 +171,7 @@ class Stuck(Echo):
 
 def test_a_constructor_that_hangs_costs_its_taker_and_nobody_else():
     async def run():
-        domain = DomainConfig(env="test_agenda:Stuck")
+        domain = DomainConfig(env="test_task_queue:Stuck")
         stuck = pool([], make=lambda: open_env("a", domain), create_timeout_s=0.05)
         with pytest.raises(EnvFault, match=r"no answer in 0\.05 s"):
             await stuck.take(7)
@@ -206,7 +206,7 @@ def test_isolated_environments_run_only_as_many_at_once_as_fit_into_memory():
 
         async def episode():
             nonlocal running, most
-            async with plans.place(task):
+            async with plans.reserve_slot(task):
                 running += 1
                 most = max(most, running)
                 await asyncio.sleep(0)
@@ -222,7 +222,7 @@ def test_environments_without_processes_of_their_own_need_no_place():
     async def run():
         plans = agenda(mem_gib=1.0, groups_ahead=0)
         task = plans.take_task(now=0.0)
-        async with plans.place(task), plans.place(task), plans.place(task):
+        async with plans.reserve_slot(task), plans.reserve_slot(task), plans.reserve_slot(task):
             pass
 
     asyncio.run(run())
@@ -233,7 +233,7 @@ def test_domains_take_turns_and_their_environments_are_ready():
         plans = agenda()
         tasks = [plans.take_task(now=0.0) for _ in range(4)]
         assert [task.domain for task in tasks] == ["a", "b", "a", "b"]
-        env = await plans.env(tasks[0])
+        env = await plans.take_env(tasks[0])
         assert await env.reset(tasks[0].seed) == f"s{tasks[0].seed}"
         await env.close()
         await plans.close()
@@ -244,7 +244,7 @@ def test_domains_take_turns_and_their_environments_are_ready():
 def test_a_domain_whose_environment_fails_is_passed_over_and_the_others_go_on():
     async def run():
         plans = agenda(groups_ahead=0)
-        pauses = [plans.ended("a", fault=True, now=0.0) for _ in range(MIN_SAMPLES)]
+        pauses = [plans.record_end("a", fault=True, now=0.0) for _ in range(MIN_SAMPLES)]
         assert pauses[-1]
         assert {plans.take_task(now=0.0).domain for _ in range(6)} == {"b"}
         later = [plans.take_task(now=pauses[-1]).domain for _ in range(6)]
@@ -258,7 +258,7 @@ def test_with_every_environment_paused_nothing_begins():
         plans = agenda(groups_ahead=0)
         for domain in "ab":
             for _ in range(MIN_SAMPLES):
-                plans.ended(domain, fault=True, now=0.0)
+                plans.record_end(domain, fault=True, now=0.0)
         assert plans.take_task(now=0.0) is None
 
     asyncio.run(run())
@@ -321,13 +321,13 @@ def test_a_curriculum_sees_recent_rewards_and_gives_new_weights(tmp_path):
         return {"a": 0.5}
 
     plans = curriculum(tmp_path, harder)
-    assert plans.weights(now=0.0) == {"a": 0.5, "b": 1.0}
+    assert plans.poll_weights(now=0.0) == {"a": 0.5, "b": 1.0}
     assert seen == [{"a": [1.0, 0.5], "b": []}]
-    assert plans.weights(now=1.0) is None, "not asked again so soon"
-    assert plans.weights(now=UPDATE_INTERVAL_S) is None, "nothing has changed"
+    assert plans.poll_weights(now=1.0) is None, "not asked again so soon"
+    assert plans.poll_weights(now=UPDATE_INTERVAL_S) is None, "nothing has changed"
 
 
 @pytest.mark.parametrize("answer", [{"c": 1.0}, {"a": float("nan")}, {"a": -1.0}, {"a": 0.0, "b": 0.0}, 3, {"a": "x"}])
 def test_weights_that_are_none_are_refused_with_the_name_of_the_function(tmp_path, answer):
     with pytest.raises(ConfigError, match="x:y"):
-        curriculum(tmp_path, lambda _: answer).weights(now=0.0)
+        curriculum(tmp_path, lambda _: answer).poll_weights(now=0.0)
