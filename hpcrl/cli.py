@@ -351,7 +351,7 @@ def _show_plan(plan: "Plan", script: str) -> None:
 
 
 def _print_line(text: str) -> None:
-    print(text)  # noqa: T201
+    print(text)  # noqa: T201 - the command's answer
 
 
 if __name__ == "__main__":

@@ -61,10 +61,10 @@ def reserve_campaign(name: str | None, *, stem: str, site: Site) -> CampaignDir:
 
 
 def _generate_names(stem: str, campaigns: Path) -> Iterator[str]:
-    taken = {path.name for path in campaigns.iterdir()}
+    existing = {path.name for path in campaigns.iterdir()}
     number = 1
     while True:
-        if f"{stem}-{number}" not in taken:
+        if f"{stem}-{number}" not in existing:
             yield f"{stem}-{number}"
         number += 1
 

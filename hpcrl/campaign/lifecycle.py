@@ -235,7 +235,7 @@ def final_summary(campaign: CampaignDir, *, state: str, rewards: Sequence[float 
         else ""
     )
     if state in ("queued", "running", "draining"):
-        return [f"campaign {campaign.name} is still running; `{hpcrl} monitor {campaign.name}` shows it again"]
+        return [f"campaign {campaign.name} continues; `{hpcrl} monitor {campaign.name}` shows it again"]
     if state != "done":
         hint = f"see `{hpcrl} logs {campaign.name}`, then `{hpcrl} resume {campaign.name}`"
         return [f"campaign {campaign.name} ended as {state}{learned}; {hint}"]

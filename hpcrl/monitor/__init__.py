@@ -1,9 +1,9 @@
-"""The state of a campaign, from its files and Slurm, on a screen.
+"""Show the state of a campaign, from its files and Slurm.
 
-collect    reads events and files
-progress   events become figures
-job_state  the state of each job, and why
-snapshot   one picture of a campaign
+collect    read events and files, ask Slurm
+progress   fold events into figures
+job_state  the state of each job, and the reason
+snapshot   a campaign at one moment
 screen     one screen
-view       `hpcrl status`, `ls` and `monitor`
+view       `hpcrl monitor`, `ls` and `--watch`
 """

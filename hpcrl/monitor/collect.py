@@ -1,9 +1,14 @@
-"""Reads a campaign directory (and squeue) again and again, each time only what is new, into a `CampaignSnapshot`.
+"""Read what is new in a campaign directory, and in squeue, into a `CampaignSnapshot`.
 
-Collector(rundir, ask=slurm_at(site)).poll() -> Snapshot      no server, no port, nothing written
+    SnapshotCollector(campaign_dir, query=make_slurm_query(site)).poll()      no server, no port, no writes
 
-A directory that is half written, torn or partly out of reach gives a snapshot with what can be known, and says in
-`detail.problems` what could not be read.
+    SnapshotCollector    reads a campaign again and again
+    make_slurm_query     ask the Slurm of a site
+    SlurmQuery           a function that asks Slurm about jobs
+    SLURM_INTERVAL_S     time between two queries
+
+A directory that is incomplete, torn or partly unreadable gives a snapshot of what is known; what could not be read is
+in `detail.problems`.
 """
 
 import os
@@ -35,12 +40,12 @@ SlurmQuery = Callable[[Sequence[str]], dict[str, JobStatus]]
 
 
 def make_slurm_query(site: Site) -> SlurmQuery:
-    """Asks the Slurm of a site."""
+    """Return a function that asks the Slurm of a site."""
     return lambda ids: query_job_states(ids, env=os.environ | make_site_environment(site))
 
 
 class SnapshotCollector:
-    """What has been read of one campaign so far."""
+    """The collector of one campaign; it keeps what has been read so far."""
 
     def __init__(self, campaign_dir: CampaignDir, *, query: SlurmQuery, clock: Callable[[], float] = time.time) -> None:
         self._campaign_dir = campaign_dir
@@ -55,10 +60,10 @@ class SnapshotCollector:
         self._cached_files: dict[str, Any] = {}
 
     def poll(self) -> CampaignSnapshot:
-        """Read what is new."""
+        """Read what is new, and return the state of the campaign now."""
         now = self._clock()
         problems: list[str] = []
-        # Jobs before events: what a driver wrote before it left its outcome is then read together with it.
+        # Jobs before events: if a driver's outcome is read, the events that it wrote before are read as well.
         jobs = read_jobs(self._campaign_dir, known=self._jobs, problems=problems)
         self._jobs = {job.number: job for job in jobs}
         self._read_events(problems)
@@ -74,7 +79,7 @@ class SnapshotCollector:
         inputs = SnapshotInputs(
             now=now,
             directory=self._campaign_dir.name,
-            campaign=self._read_once("campaign", CampaignSummary, problems),
+            campaign=self._read_once("manifest", CampaignSummary, problems),
             recipe=self._read_once("recipe", RecipeSummary, problems),
             plan=self._read_once("plan", PlanSummary, problems) or PlanSummary(),
             state=state,
@@ -95,7 +100,7 @@ class SnapshotCollector:
         problems += [f"{name} cannot be read: {why}" for name, why in self._reader.unreadable.items()]
 
     def _query_slurm(self, ids: Sequence[str], now: float) -> None:
-        """At most every half minute, once for all; where Slurm cannot be asked its jobs are unknown."""
+        """Ask Slurm about all jobs, at most every half minute; if the query fails, the jobs are unknown."""
         if not ids or now - self._last_query_time < SLURM_INTERVAL_S:
             return
         self._last_query_time = now
@@ -104,12 +109,12 @@ class SnapshotCollector:
             self._slurm_problems = []
         except SlurmError as error:
             self._statuses |= {
-                job: JobStatus(id=job, state=UNKNOWN, reason="Slurm cannot be asked here") for job in ids
+                job: JobStatus(id=job, state=UNKNOWN, reason="Slurm cannot be queried here") for job in ids
             }
             self._slurm_problems = [str(error)]
 
     def _read_once(self, name: str, kind: type[Any], problems: list[str]) -> Any:
-        """A file that is written once: looked for until it is there."""
+        """Return the content of a file that is written once, from the cache as soon as it has been read."""
         if name not in self._cached_files:
             value = read_json_as(getattr(self._campaign_dir, name), kind, problems)
             if value is None:

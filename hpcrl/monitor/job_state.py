@@ -1,17 +1,19 @@
-"""What a campaign directory (and this machine) says of its jobs; the edge under `state`.
+"""The state of a job and of its campaign.
 
-read_jobs(rundir)       one record a job, from files only
-asked_of_slurm(jobs)    ids of the jobs that Slurm must be asked about
-judge(rundir, jobs)     their states and the campaign's; enough for `hpcrl ls`, which reads no events
-
-The state of a job and of its campaign from what is known of them: pure.
+    read_jobs, JobRecord         one record a job, from files only
+    select_slurm_ids             ids of the jobs that Slurm must be asked about
+    judge_jobs, JobVerdict       the states of jobs and campaign; enough for `hpcrl ls`, which reads no events
+    read_heartbeats, read_json_as, DriverOutcome         files
+    derive_job_state, derive_campaign_state, derive_component_state, JobFacts    the states from known facts: pure
+    CampaignState, JobState      the states, as below
+    RESUME_HINT, ALIVE_WITHIN_S  the hint for users, and the age of a heartbeat
 
     planned   no job yet                      done      every step was trained
-    queued    waits in Slurm's queue          stopped   somebody stopped it, or its time was up: resume goes on
-    running   its driver works                failed    it ended by itself, and not well
-    draining  ends what it has begun          unknown   nobody can tell now; unknown is not failed
+    queued    waits in Slurm's queue          stopped   stopped by a user, or its time was up; resume continues it
+    running   its driver works                failed    it ended by itself, with an error
+    draining  completes what is started       unknown   cannot be determined now; unknown is not failed
 
-A job has one state more: drained, which is stopped in a campaign that has no next job.
+A job has one more state: drained, which counts as stopped in a campaign that has no next job.
 """
 
 import socket
@@ -31,7 +33,7 @@ from hpcrl.system.processes import is_alive
 CampaignState = Literal["planned", "queued", "running", "draining", "done", "failed", "stopped", "unknown"]
 JobState = Literal["queued", "running", "draining", "drained", "done", "failed", "stopped", "unknown"]
 
-RESUME_HINT = "`hpcrl resume` goes on from the last checkpoint"
+RESUME_HINT = "`hpcrl resume` continues from the last checkpoint"
 _UNFINISHED_STATES: tuple[Literal["running", "draining", "queued", "unknown"], ...] = (
     "running",
     "draining",
@@ -48,31 +50,31 @@ _STATE_BY_OUTCOME: dict[str, JobState] = {
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """All that is known of one job."""
+    """The known facts about one job."""
 
     outcome: str | None = None
-    """What its driver left behind, if it has ended."""
+    """The outcome that its driver wrote, if it has ended."""
     reason: str = ""
     slurm: str | None = None
-    """What Slurm says; None for a job that Slurm has nothing to do with."""
+    """State reported by Slurm; None for a local job."""
     slurm_reason: str = ""
     driver_alive: bool | None = None
-    """Of a local job: is its driver's process there? None: it cannot be seen from here."""
+    """For a local job: its driver's process exists; None: it cannot be seen from here."""
     has_heartbeat: bool = False
-    """A process of the job has shown a sign of life just now."""
+    """A process of the job has sent a heartbeat recently."""
     end_requested: bool = False
-    """The campaign was asked to stop, or the job to drain, or it said that it does."""
+    """The campaign was asked to stop, or the job to drain, or the job reported that it drains."""
 
 
 def derive_job_state(facts: JobFacts) -> tuple[JobState, str]:
-    """The state of one job, and the reason if there is one to give."""
+    """Return the state of one job, and the reason if it is known."""
     if facts.outcome is not None:
         return _STATE_BY_OUTCOME.get(facts.outcome, "unknown"), facts.reason
     return _derive_local_state(facts) if facts.slurm is None else _derive_slurm_state(facts, facts.slurm)
 
 
 def derive_campaign_state(jobs: Sequence[JobState], *, stop_requested: bool) -> CampaignState:
-    """The state of a campaign from those of its jobs, oldest first: what goes on now, else how the last one ended."""
+    """Return the state of a campaign from those of its jobs, oldest first: of an unfinished job, else of the last."""
     for state in _UNFINISHED_STATES:
         if state in jobs:
             return state
@@ -86,7 +88,7 @@ def derive_campaign_state(jobs: Sequence[JobState], *, stop_requested: bool) -> 
 
 
 def derive_component_state(slurm: str) -> JobState:
-    """A component's state, in the words of jobs."""
+    """Return the state of a component, in the states of jobs."""
     if slurm in ACTIVE:
         return "running"
     if slurm in WAITING:
@@ -100,7 +102,7 @@ def _derive_local_state(facts: JobFacts) -> tuple[JobState, str]:
         return "failed", f"its driver was killed; {RESUME_HINT}"
     if facts.driver_alive or facts.has_heartbeat:
         return _running_or_draining(facts)
-    return "unknown", "it runs on another machine and has shown no sign of life for a while"
+    return "unknown", "it runs on another machine and has sent no heartbeat recently"
 
 
 def _derive_slurm_state(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
@@ -110,7 +112,7 @@ def _derive_slurm_state(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
         return _running_or_draining(facts)
     if slurm in WAITING:
         return "queued", facts.slurm_reason
-    return "unknown", facts.slurm_reason or f"Slurm calls it {slurm}"
+    return "unknown", facts.slurm_reason or f"Slurm reports the state {slurm}"
 
 
 def _running_or_draining(facts: JobFacts) -> tuple[JobState, str]:
@@ -118,15 +120,15 @@ def _running_or_draining(facts: JobFacts) -> tuple[JobState, str]:
 
 
 def _explain_slurm_end(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
-    """A job that ended without a word of its driver."""
+    """Explain the end of a job whose driver wrote no outcome."""
     if slurm == "cancelled":
         return "stopped", "it was cancelled"
     words = {
         "completed": "its driver was killed",
-        "failed": "its batch script failed before the driver could say why",
+        "failed": "its batch script failed before the driver could report a reason",
         "out_of_memory": "Slurm ended it: out of memory",
         "node_fail": "Slurm ended it: a node failed",
-        "timeout": "Slurm ended it: its time was up before it had drained",
+        "timeout": "Slurm ended it: its time was up before it was drained",
         "preempted": "Slurm ended it: preempted by another job",
     }
     why = words.get(slurm, f"Slurm ended it: {slurm.replace('_', ' ')}")
@@ -135,13 +137,13 @@ def _explain_slurm_end(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
 
 
 ALIVE_WITHIN_S = 30.0
-"""Workers touch their event file every 5 s; one that has not for so long is not counted as alive."""
+"""Age of a heartbeat up to which a worker counts as alive; workers touch their event file every 5 s."""
 
 T = TypeVar("T")
 
 
 class DriverOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a driver ended."""
+    """The outcome that a driver writes when it ends."""
 
     outcome: str
     reason: str = ""
@@ -150,12 +152,12 @@ class DriverOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """What lies in the directory of one job."""
+    """The content of the directory of one job."""
 
     dir: JobDir
     submitted: SubmittedJob
     driver_alive: bool | None = None
-    """Of a local job without an outcome: is its driver there?"""
+    """For a local job: its driver's process exists."""
     outcome: DriverOutcome | None = None
     drain_requested: bool = False
 
@@ -166,7 +168,7 @@ class JobRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class JobVerdict:
-    """One job judged."""
+    """The state of one job, and the reason."""
 
     record: JobRecord
     state: JobState
@@ -177,10 +179,10 @@ class JobVerdict:
 def read_jobs(
     campaign_dir: CampaignDir, *, known: Mapping[int, JobRecord] = {}, problems: list[str] | None = None
 ) -> list[JobRecord]:
-    """The jobs that were submitted, oldest first; of those in `known`, one that has its outcome is not read again.
+    """Read the submitted jobs, oldest first, except those in `known` that have an outcome.
 
-    The newest two always are: Slurm may requeue one, also while the next waits for it, and then it runs once more. What
-    cannot be read is added to `problems`.
+    The newest two are always read: Slurm may requeue a job, even while the next one waits for it. What cannot be read
+    is added to `problems`.
     """
     problem_list = problems if problems is not None else []
     found = (
@@ -200,7 +202,7 @@ def read_jobs(
 
 
 def select_slurm_ids(jobs: Iterable[JobRecord]) -> list[str]:
-    """Ids of the jobs whose state only Slurm knows."""
+    """Return the ids of the jobs whose state only Slurm knows."""
     return [job.submitted.id for job in jobs if job.outcome is None and job.submitted.scheduler == "slurm"]
 
 
@@ -213,7 +215,7 @@ def judge_jobs(
     heartbeats: Mapping[str, float],
     now: float,
 ) -> tuple[CampaignState, list[JobVerdict]]:
-    """The state of a campaign and of each of its jobs."""
+    """Return the state of a campaign and of each of its jobs."""
     stop_requested = campaign_dir.stop.exists()
     live_jobs = {name.partition("-")[0] for name, time in heartbeats.items() if now - time < ALIVE_WITHIN_S}
     verdicts = []
@@ -233,19 +235,19 @@ def judge_jobs(
 
 
 def read_heartbeats(directory: Path) -> dict[str, float]:
-    """When each process last wrote or touched its event file, by the file's name without .jsonl."""
+    """Return the time when each process last wrote or touched its event file, by the file's name without .jsonl."""
     heartbeats = {}
-    for path in _list_directory(directory, []):  # an unreadable directory shows no life
+    for path in _list_directory(directory, []):  # an unreadable directory has no heartbeats
         if path.suffix == ".jsonl":
             try:
                 heartbeats[path.stem] = path.stat().st_mtime
-            except OSError:  # gone or out of reach: no sign of life
+            except OSError:  # removed or unreadable: no heartbeat
                 continue
     return heartbeats
 
 
 def read_json_as(path: Path, kind: type[T], problems: list[str]) -> T | None:
-    """A JSON file as `kind`; None if it is not there yet; what cannot be read is a problem, not the end."""
+    """Read a JSON file as `kind`; None if it does not exist, or if it is invalid, which is added to `problems`."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
@@ -258,7 +260,8 @@ def read_json_as(path: Path, kind: type[T], problems: list[str]) -> T | None:
 def _collect_job_facts(
     job: JobRecord, progress: JobEvents, status: JobStatus | None, *, has_heartbeat: bool, stop_requested: bool
 ) -> JobFacts:
-    # A driver says that it ends before it has ended everything; the outcome is the last that it leaves.
+    # A driver emits its end event before it has ended everything, and writes its outcome last. While the job still
+    # runs, only the outcome counts.
     still_runs = has_heartbeat or job.driver_alive is True or (status is not None and status.state in ACTIVE)
     ending: Any = job.outcome or (None if still_runs else progress.end_event)
     facts = JobFacts(
@@ -284,10 +287,10 @@ def _read_job(directory: JobDir, problems: list[str]) -> JobRecord | None:
     submitted = read_json_as(directory.submission, SubmittedJob, problems)
     if submitted is None:
         return None
-    # The process before the outcome: a driver that ends well in between has left its outcome when it is looked for.
+    # The process is checked before the outcome: a driver that ends normally in between has then written its outcome.
     is_local = submitted.scheduler == "local"
     driver_alive = is_alive(submitted.pid, submitted.start_ticks) if is_local else None
-    # Listing the directory makes an NFS client look again, where asking for the name may repeat "not there".
+    # Listing the directory makes an NFS client refresh; opening the name may return a cached "not found".
     present = {path.name for path in _list_directory(directory.root, problems)}
     outcome = read_json_as(directory.outcome, DriverOutcome, problems) if directory.outcome.name in present else None
     return JobRecord(

@@ -1,4 +1,9 @@
-"""Events folded into what a campaign has done: no I/O, and each event costs the same however long the history."""
+"""Fold events into the progress of a campaign: no I/O, and constant cost per event.
+
+CampaignProgress    all figures; JobProgress, WorkerProgress, EpisodeTotals, DomainRewards and TokenRate are parts
+MonitorNote         a line for a person
+EPISODE_COUNTERS, RATE_WINDOW_S, MAX_NOTES, MAX_RECENT_REWARDS    what is counted, and limits
+"""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -30,7 +35,7 @@ from hpcrl.campaign_dir.events import (
 RATE_WINDOW_S = 60.0
 MAX_NOTES = 50
 MAX_RECENT_REWARDS = 256
-"""Of each domain: what its mean of late is of."""
+"""Trajectories in the recent mean reward of each domain."""
 
 
 class MonitorNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +47,7 @@ class MonitorNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeTotals(msgspec.Struct, kw_only=True):
-    """Episode counts of all env workers of all jobs."""
+    """The episode counts of all env workers of all jobs."""
 
     done: int = 0
     truncated: int = 0
@@ -60,14 +65,14 @@ EPISODE_COUNTERS = EpisodeTotals.__struct_fields__
 
 @dataclass
 class WorkerProgress:
-    """One worker, as its events tell."""
+    """One worker, from its events."""
 
     name: str
     role: str
     node: str = ""
     partition: str = ""
     is_up: bool = False
-    """It has said something and nobody has said that it ended."""
+    """It has emitted an event, and no event reports its end."""
     version: int | None = None
     """Version of the weights that it serves."""
     episodes: EpisodesCounted | None = None
@@ -76,14 +81,14 @@ class WorkerProgress:
 
 @dataclass
 class JobProgress:
-    """One job, as its events tell."""
+    """One job, from its events."""
 
     started_at: float | None = None
     node: str = ""
-    """Where its driver runs."""
+    """Node of its driver."""
     end_time: float | None = None
     nodes: list[list[str]] = field(default_factory=list)
-    """Of each component."""
+    """Nodes of each component."""
     drain_reason: str | None = None
     end_event: JobEnded | None = None
     first_event_time: float = 0.0
@@ -93,7 +98,7 @@ class JobProgress:
 
 @dataclass
 class DomainRewards:
-    """What the trajectories of one domain have earned."""
+    """The rewards of the trajectories of one domain."""
 
     num: int = 0
     total: float = 0.0
@@ -121,7 +126,7 @@ class TokenRate:
         self.by_second = {second: num for second, num in self.by_second.items() if since < second <= until}
 
     def per_second(self, now: float) -> float:
-        """Over the window, or over what has passed since its first token if that is shorter."""
+        """Return the rate over the window, or over the time since the first token if that is shorter."""
         self.drop_outside(since=now - RATE_WINDOW_S, until=now + RATE_WINDOW_S)  # clocks differ a little
         if self.first is None:
             return 0.0
@@ -131,30 +136,30 @@ class TokenRate:
 
 @dataclass
 class CampaignProgress:
-    """What a campaign has done so far."""
+    """The progress of a campaign so far."""
 
     version: int = 0
     steps: dict[int, StepFinished] = field(default_factory=dict)
-    """One per step, in order of steps; those that a resume went back behind are gone."""
+    """One per step, in order; steps that a resume rolled back are removed."""
     evaluations: dict[int, EvaluationFinished] = field(default_factory=dict)
-    """By number, in the order in which they were told."""
+    """Evaluations by number, in the order in which they were reported."""
     totals: EpisodeTotals = field(default_factory=EpisodeTotals)
     domains: dict[str, DomainRewards] = field(default_factory=dict)
-    """Rewards by domain, also of what was not trained on; a segment that was scored twice counts twice."""
+    """Rewards by domain, also of trajectories not trained on; a segment that was scored twice counts twice."""
     token_rate: TokenRate = field(default_factory=TokenRate)
     jobs: dict[int, JobProgress] = field(default_factory=dict)
     notes: deque[MonitorNote] = field(default_factory=lambda: deque(maxlen=MAX_NOTES))
     num_notes: int = 0
 
     def add(self, event: CampaignEvent) -> None:
-        """Take in one event."""
+        """Add one event."""
         job = self._update_job(event)
         match event:
-            case EpisodesCounted() | SegmentScored():  # first, and without a note: nearly all lines are these
+            case EpisodesCounted() | SegmentScored():  # first, and without a note: nearly all events are of these kinds
                 self._count_event(event)
                 return
             case EvaluationFinished(number=number) if self.evaluations.setdefault(number, event) is not event:
-                return  # told again by a worker that died right after it had told it
+                return  # emitted again by a worker that was killed right after the first time
             case JobStarted() | LayoutChosen() | DrainStarted() | JobEnded():
                 self._apply_job_event(job, event)
             case VersionPublished():
@@ -170,12 +175,12 @@ class CampaignProgress:
         self._add_note(event)
 
     def add_all(self, events: Iterable[CampaignEvent]) -> None:
-        """Take in what several files hold, in order of jobs and time."""
+        """Add the events of several files, in order of jobs and time."""
         for event in sorted(events, key=lambda event: (event.job, event.time)):
             self.add(event)
 
     def mean_tokens_per_s(self) -> float:
-        """Over all the time that jobs have run."""
+        """Return the mean over all the time that jobs have run."""
         return self.totals.num_tokens / max(
             sum(job.last_event_time - job.first_event_time for job in self.jobs.values()), 1.0
         )
@@ -212,7 +217,7 @@ class CampaignProgress:
         if name not in workers:
             workers[name] = WorkerProgress(name=name, role=role, is_up=True)
         worker = workers[name]
-        if not subject:  # the driver's own node says nothing about the worker's
+        if not subject:  # an event of the driver about a worker has the driver's node
             worker.node, worker.partition = event.node or worker.node, event.partition or worker.partition
         return worker
 
@@ -257,6 +262,6 @@ class CampaignProgress:
         worker.episodes = counts
 
     def _drop_steps_from(self, first_dropped: int) -> None:
-        """What was learned from `first_dropped` on is lost and done again; nothing to do in the usual run of steps."""
+        """Remove the steps from `first_dropped` on, which a resume repeats; usually there are none."""
         if first_dropped <= next(reversed(self.steps), -1):
             self.steps = {number: old for number, old in self.steps.items() if number < first_dropped}

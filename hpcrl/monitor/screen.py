@@ -1,4 +1,9 @@
-"""One screen of a campaign, from 80x24 up: `render_screen(snapshot)`."""
+"""Render one screen of a campaign, from 80x24 up.
+
+render_screen                       the screen of a snapshot
+finite_values, format_step_count, format_clock_time, format_date    parts that plain lines share
+DEFAULT_HEIGHT, STATE_STYLES        height and colours
+"""
 
 import datetime
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +31,7 @@ STATE_STYLES = {
 
 
 def render_screen(snapshot: CampaignSnapshot, *, height: int = DEFAULT_HEIGHT) -> RenderableType:
-    """One screen; what happened of late fills the lines that are left."""
+    """Render one screen; recent notes fill the lines that are left."""
     parts = [_render_header(snapshot), _render_curves(snapshot), _render_roles(snapshot), _render_figures(snapshot)]
     problem_lines = [
         Text(problem, style="magenta", overflow="ellipsis", no_wrap=True) for problem in snapshot.detail.problems
@@ -121,12 +126,12 @@ def _alive_style(snapshot: CampaignSnapshot, alive: int, workers: int) -> str:
 
 
 def _find_shown_job(snapshot: CampaignSnapshot) -> JobView | None:
-    """The one that is shown."""
+    """Return the job that the screen shows."""
     return next((job for job in snapshot.jobs if job.id == snapshot.detail.job_id), None)
 
 
 def _locate_role(snapshot: CampaignSnapshot, role: str) -> tuple[list[str], list[str]]:
-    """Where a role's workers are, by their own word; before they speak, where its component is."""
+    """Return partitions and nodes of a role's workers, from their events, else from the role's components."""
     job = _find_shown_job(snapshot)
     components = [part for part in job.components if role in part.roles] if job else []
     role_detail = snapshot.detail.roles.get(role)
@@ -165,7 +170,7 @@ def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
 
 
 def _format_domains(snapshot: CampaignSnapshot) -> Iterator[str]:
-    """The rewards of late of each domain, and of how many trajectories so far."""
+    """Yield the recent reward of each domain, and the number of trajectories scored so far."""
     for name, domain in snapshot.domains.items():
         if domain.reward_recent is not None:
             yield f"{name} {domain.reward_recent:.3f} ({domain.scored:,})"

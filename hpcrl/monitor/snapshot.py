@@ -1,6 +1,11 @@
-"""A campaign at one moment: the JSON contract of `hpcrl monitor --json`, and what only the view shows beside it.
+"""A campaign at one moment. Pure.
 
-`build(facts) -> Snapshot`: pure.
+CampaignSnapshot    the contract of `hpcrl monitor --json`
+ComponentView, JobView, RoleView, EpisodesView, DomainView, EvaluationView, SpoolView    its parts
+SnapshotDetail, RoleDetail          what the screen shows besides the contract
+encode_snapshot                     the contract as JSON
+build_snapshot, SnapshotInputs      the snapshot from what was read
+CampaignSummary, RecipeSummary, TrainSummary, PlanSummary, ComponentSummary, RoleSummary    fields of files
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,33 +40,33 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
 
 class RoleView(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
-    """Planned, or seen where there are more."""
+    """Number of workers planned, or seen if there are more."""
     alive: int
 
 
 class EpisodesView(msgspec.Struct, frozen=True, kw_only=True):
     done: int
-    """Ended by themselves or cut at a limit: what is trained on."""
+    """Episodes to train on: ended by themselves or truncated at a limit."""
     aborted: int
     faulted: int
     running: int
 
 
 class DomainView(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trajectories of one domain have earned, also those that were not trained on."""
+    """The rewards of the trajectories of one domain, also of those that were not trained on."""
 
     scored: int
     reward_mean: float | None
-    """Of all of them."""
+    """Mean of all of them."""
     reward_recent: float | None
-    """Of the last 256."""
+    """Mean of the last 256."""
 
 
 class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured on held-out tasks."""
+    """The result of one evaluation on held-out tasks."""
 
     version: int
-    """The newest weights when it began."""
+    """The newest weights at its start."""
     reward_mean: float | None
     """None: no episode could be scored."""
     num_episodes: int
@@ -79,18 +84,18 @@ class RoleDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """What the view shows besides the contract."""
+    """The facts that the screen shows besides the contract."""
 
     now: float
     reason: str = ""
-    """Why the campaign is in its state, if there is something to say."""
+    """Reason for the campaign's state, if known."""
     job_id: str = ""
     elapsed_s: float | None = None
-    """Of the newest job that has started."""
+    """Time since the start of the newest job that has started."""
     left_s: float | None = None
-    """Until the end of its allocation."""
+    """Time until the end of its allocation."""
     start_estimate: float | None = None
-    """When Slurm thinks that a queued job starts."""
+    """Slurm's estimate of the start of a queued job."""
     last_step: StepFinished | None = None
     engine_versions: list[int] = []
     """Versions that the engine workers serve now: oldest and newest."""
@@ -98,11 +103,11 @@ class SnapshotDetail(msgspec.Struct, frozen=True, kw_only=True):
     remote_prefill_share: float | None = None
     roles: dict[str, RoleDetail] = {}
     notes: list[MonitorNote] = []
-    """What happened of late, oldest first."""
+    """Recent notes, oldest first."""
     num_notes: int = 0
-    """Since the beginning; those before the ones in `notes` are forgotten."""
+    """Number of notes since the start, including those no longer in `notes`."""
     problems: list[str] = []
-    """What could not be read or asked."""
+    """Files that could not be read, and queries that failed."""
 
 
 class CampaignSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,23 +125,23 @@ class CampaignSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """The newest training step."""
     num_steps: int | None
-    """How many the recipe asks for."""
+    """Number of steps in the recipe."""
     episodes: EpisodesView
     accounts: dict[str, int]
-    """How the episodes that have ended did so; they sum to those of `episodes` that do not run."""
+    """Ended episodes by status; they sum to those of `episodes` that do not run."""
     domains: dict[str, DomainView]
     reward_mean: list[float | None]
-    """One per step; a step that was repeated after a resume counts as it was done last."""
+    """One per step; of a step that was repeated after a resume, the last result counts."""
     evaluations: list[EvaluationView]
-    """In the order in which they were made."""
+    """Evaluations in the order in which they were made."""
     tokens_per_s: float
-    """Generated: over the last minute while a job runs, else over all the time that jobs ran."""
+    """Generated tokens: over the last minute while a job runs, else over all the time that jobs ran."""
     spools: list[SpoolView]
     detail: SnapshotDetail
 
 
 def encode_snapshot(snapshot: CampaignSnapshot) -> bytes:
-    """The contract, without what only the view shows."""
+    """Encode the contract as JSON, without the detail."""
     fields = {name: getattr(snapshot, name) for name in snapshot.__struct_fields__ if name != "detail"}
     return msgspec.json.format(msgspec.json.encode(fields), indent=2) + b"\n"
 
@@ -145,7 +150,7 @@ _EPISODE_STATUSES = tuple(status.replace("-", "_") for status in STATUSES)
 
 
 class CampaignSummary(msgspec.Struct, kw_only=True):
-    """What is used of campaign.json."""
+    """The fields used of campaign.json."""
 
     name: str
     site: str | None = None
@@ -157,7 +162,7 @@ class TrainSummary(msgspec.Struct, kw_only=True):
 
 
 class RecipeSummary(msgspec.Struct, kw_only=True):
-    """What is used of recipe.json."""
+    """The fields used of recipe.json."""
 
     name: str
     train: TrainSummary
@@ -175,7 +180,7 @@ class RoleSummary(msgspec.Struct, kw_only=True):
 
 
 class PlanSummary(msgspec.Struct, kw_only=True):
-    """What is used of plan.json: little, so that a plan of another hpcrl version can be watched too."""
+    """The fields used of plan.json: few, so that a plan of another hpcrl version can be watched too."""
 
     layout: str = "hetjob"
     components: list[ComponentSummary] = []
@@ -184,7 +189,7 @@ class PlanSummary(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotInputs:
-    """All that was read, asked and judged for one snapshot."""
+    """The facts collected for one snapshot."""
 
     now: float
     directory: str
@@ -198,7 +203,7 @@ class SnapshotInputs:
     num_durable: Mapping[str, int]
     """Trajectories in each spool."""
     num_settled: int
-    """Of those in "scored": used or dropped by the trainer, and still there."""
+    """Trajectories still in "scored" that the trainer has used or dropped."""
     problems: list[str]
 
     @property
@@ -208,22 +213,22 @@ class SnapshotInputs:
 
     @property
     def current_job(self) -> JobVerdict | None:
-        """The one that works now, else the last."""
+        """The job that runs or drains now, else the last."""
         working = [verdict for verdict in self.verdicts if verdict.state in {"running", "draining"}]
         return next(reversed(working or self.verdicts), None)
 
     def job_progress(self, verdict: JobVerdict | None) -> JobProgress:
-        """What the events say of a job."""
+        """Return the progress of a job, from its events."""
         return self.progress.jobs.get(verdict.record.number, JobProgress()) if verdict else JobProgress()
 
     def is_alive(self, worker: WorkerProgress) -> bool:
-        """A sign of life of late, no word of its end, and a driver that has not ended (it ends its workers)."""
+        """Check for a recent heartbeat, no end event, and a driver that has not ended (it ends its workers)."""
         ended = self.newest_job is None or self.newest_job.record.outcome is not None
         return not ended and worker.is_up and self.now - self.heartbeats.get(worker.name, 0.0) < ALIVE_WITHIN_S
 
 
 def build_snapshot(inputs: SnapshotInputs) -> CampaignSnapshot:
-    """Everything that is shown of a campaign."""
+    """Build the snapshot from the collected facts."""
     progress = inputs.progress
     workers = list(inputs.job_progress(inputs.newest_job).workers.values())
     live_workers = [worker for worker in workers if inputs.is_alive(worker)]
@@ -277,7 +282,7 @@ def _build_job_view(verdict: JobVerdict, inputs: SnapshotInputs) -> JobView:
 
 
 def _component_nodes(component: ComponentSummary, progress: JobProgress, *, is_shared: bool) -> list[str]:
-    """What the driver says that a component got, where nobody else knows; else what its workers named."""
+    """Return the nodes of a component: the driver's report in a shared allocation, else the nodes of its workers."""
     if is_shared and component.index < len(progress.nodes):
         return progress.nodes[component.index]
     return sorted(
@@ -329,7 +334,7 @@ def _choose_tokens_per_s(inputs: SnapshotInputs) -> float:
 
 
 def _build_spool_views(inputs: SnapshotInputs) -> list[SpoolView]:
-    """What the next stage has yet to take: rewards score all rollouts, the trainer consumes what is scored."""
+    """Count what the next stage has not consumed: rewards score all rollouts, the trainer consumes what is scored."""
     rollouts, scored = inputs.num_durable["rollouts"], inputs.num_durable["scored"]
     depths = {"rollouts": rollouts - scored, "scored": scored - inputs.num_settled}
     return [SpoolView(name=name, depth=max(depth, 0)) for name, depth in depths.items()]
@@ -368,7 +373,7 @@ def _build_detail(
 
 
 def _measure_job_times(inputs: SnapshotInputs) -> tuple[float | None, float | None]:
-    """How long the newest job has run, and how long it may go on."""
+    """Return how long the newest job has run, and how long it may still run."""
     newest, progress = inputs.newest_job, inputs.job_progress(inputs.newest_job)
     if newest is None or progress.started_at is None:
         return None, None

@@ -1,9 +1,10 @@
-"""A campaign on a terminal: one screen from 80x24 up, or plain lines where there is no terminal.
+"""Show a campaign on a terminal: one screen from 80x24 up, or plain lines without a terminal.
 
-watch(collector, ...)        again and again       changes(old, new)    the plain lines: pure
-show_once(snapshot, ...)     one frame             list_campaigns(runs) what `hpcrl ls` prints
-
-All campaigns at a glance: their jobs' files and one question per Slurm, no events.
+watch_campaign      show a campaign until it ends
+show_snapshot       print one frame
+describe_changes    the plain lines between two snapshots: pure
+print_campaigns, survey_campaigns, CampaignLine    all campaigns, from their jobs' files and one query per Slurm
+FINAL_STATES, MAX_STEPS_PER_LINE, LINES_PER_CAMPAIGN    when watching ends, and how often lines are printed
 """
 
 import io
@@ -56,7 +57,7 @@ class CampaignLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def survey_campaigns(campaign_dirs: Iterable[CampaignDir], *, problems: list[str]) -> list[CampaignLine]:
-    """The campaigns in `campaign_dirs`, in their order; what could not be read or asked is added to `problems`."""
+    """Return a line for each campaign, in order; files and queries that fail are added to `problems`."""
     jobs = {campaign_dir: read_jobs(campaign_dir, problems=problems) for campaign_dir in campaign_dirs}
     statuses = _query_statuses(jobs, problems)
     return [
@@ -69,7 +70,7 @@ def _read_campaign_line(
     campaign_dir: CampaignDir, jobs: list[JobRecord], statuses: Mapping[str, JobStatus], problems: list[str]
 ) -> CampaignLine:
     summary = read_json_as(campaign_dir.manifest, CampaignSummary, problems) or CampaignSummary(name=campaign_dir.name)
-    # Signs of life are only of use for a job that has not left its outcome.
+    # Heartbeats matter only for a job that has no outcome yet.
     heartbeats = read_heartbeats(campaign_dir.events) if any(job.outcome is None for job in jobs) else {}
     state, _ = judge_jobs(campaign_dir, jobs, statuses=statuses, events={}, heartbeats=heartbeats, now=time.time())
     return CampaignLine(name=summary.name, site=summary.site, state=state, created=summary.created)
@@ -78,7 +79,7 @@ def _read_campaign_line(
 def _query_statuses(
     jobs: Mapping[CampaignDir, list[JobRecord]], problems: list[str]
 ) -> dict[CampaignDir, dict[str, JobStatus]]:
-    """What Slurm says, asked once for all campaigns of one Slurm (the lab is another than the machine's own)."""
+    """Query each Slurm once for all its campaigns (the lab's Slurm is not the machine's)."""
     queries: dict[str | None, tuple[Site, dict[CampaignDir, list[str]]]] = {}
     for campaign_dir, records in jobs.items():
         ids = select_slurm_ids(records)
@@ -106,7 +107,7 @@ LINES_PER_CAMPAIGN = 20
 def watch_campaign(
     collector: SnapshotCollector, *, console: Console, until_done: bool, interval_s: float = 1.0
 ) -> CampaignSnapshot:
-    """Show a campaign until it ends (or for ever); Ctrl-C stops the watching and not the campaign."""
+    """Show a campaign until it ends (or forever); Ctrl-C stops watching, not the campaign."""
     snapshots = _poll_snapshots(collector, until_done=until_done, interval_s=interval_s)
     _replace_unprintable(console)
     show = _show_live if console.is_terminal else _show_lines
@@ -120,7 +121,7 @@ def show_snapshot(snapshot: CampaignSnapshot, *, console: Console) -> None:
 
 
 def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> list[str]:
-    """Plain lines that tell what is new: notes, a new state, and a line every few steps."""
+    """Return plain lines for what is new: notes, a new state, and a line every few steps."""
     lines = []
     num_new = new.detail.num_notes - (old.detail.num_notes if old else 0)
     for note in new.detail.notes[-num_new:] if num_new else []:
@@ -132,7 +133,7 @@ def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> lis
 
 
 def print_campaigns(campaign_dirs: Iterable[CampaignDir], *, as_json: bool) -> int:
-    """Print all campaigns, and to stderr what could not be found out."""
+    """Print all campaigns, and problems to stderr."""
     problems: list[str] = []
     lines = survey_campaigns(campaign_dirs, problems=problems)
     if as_json:
@@ -144,12 +145,12 @@ def print_campaigns(campaign_dirs: Iterable[CampaignDir], *, as_json: bool) -> i
             _build_campaign_table(lines) if lines else "no campaigns yet: `hpcrl submit` starts one", soft_wrap=True
         )
     for problem in dict.fromkeys(problems):
-        print(problem, file=sys.stderr)
+        print(problem, file=sys.stderr)  # noqa: T201 - beside the answer, not in it
     return 0
 
 
 def _replace_unprintable(console: Console) -> None:
-    """A terminal that cannot show a character gets a question mark, not a UnicodeEncodeError."""
+    """Make a terminal show a question mark for a character it does not support, not raise UnicodeEncodeError."""
     if isinstance(console.file, io.TextIOWrapper):
         console.file.reconfigure(errors="replace")
 
@@ -193,7 +194,7 @@ def _print_still_running(snapshot: CampaignSnapshot, console: Console) -> None:
     if snapshot.state in FINAL_STATES:
         return
     name = snapshot.name
-    line = f"{name} goes on: `hpcrl monitor {name}` shows it again, `hpcrl stop {name}` ends it"
+    line = f"{name} continues: `hpcrl monitor {name}` shows it again, `hpcrl stop {name}` ends it"
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""The monitor's showing side: screens and plain lines of synthetic campaigns."""
+"""The monitor's output: screens and plain lines of synthetic campaigns."""
 
 import io
 from collections.abc import Callable
@@ -87,11 +87,11 @@ def test_a_screen_fits_the_terminal(
     lines = text_of(collector(state(tmp_path)).poll(), width=width, height=height)
 
     assert max(map(cell_len, lines)) <= width
-    # A failure's reason is told whole, whatever it takes; everything else keeps to the screen.
+    # A failure's reason is shown in full; everything else fits on the screen.
     assert len(lines) <= height + (5 if state is failed else 0)
 
 
-def test_the_screen_says_what_a_person_wants_to_know(tmp_path: Path) -> None:
+def test_the_screen_shows_the_main_facts(tmp_path: Path) -> None:
     screen = "\n".join(text_of(collector(running(tmp_path)).poll()))
 
     for words in (
@@ -111,7 +111,7 @@ def test_the_screen_says_what_a_person_wants_to_know(tmp_path: Path) -> None:
         assert words in screen
 
 
-def test_a_failure_is_told_whole(tmp_path: Path) -> None:
+def test_the_reason_of_a_failure_is_shown_in_full(tmp_path: Path) -> None:
     screen = "".join(text_of(collector(failed(tmp_path)).poll()))
 
     assert screen.replace("\n", "").count("x") >= 300
@@ -124,7 +124,7 @@ def test_markup_in_names_and_reasons_is_plain_text(tmp_path: Path) -> None:
     assert any("[bold]reward[/]: [/nothing] [link=x]y" in line for line in text_of(collector(campaign).poll()))
 
 
-def test_nodes_of_a_thousand_workers_are_summed_up(tmp_path: Path) -> None:
+def test_nodes_of_a_thousand_workers_are_summarized(tmp_path: Path) -> None:
     campaign = planned(tmp_path)
     campaign.submit()
     for index in range(1000):
@@ -161,7 +161,7 @@ def test_a_sparkline_shows_the_series(values: list[float], width: int, bars: str
     assert draw_sparkline(values, width=width, blocks="01234567") == bars
 
 
-def test_plain_lines_come_only_with_news(tmp_path: Path) -> None:
+def test_plain_lines_are_printed_only_for_changes(tmp_path: Path) -> None:
     campaign = running(tmp_path)
     reading = collector(campaign)
     first = reading.poll()
@@ -181,7 +181,7 @@ def test_plain_lines_come_only_with_news(tmp_path: Path) -> None:
     ]
 
 
-def test_notes_that_were_forgotten_are_not_told_twice(tmp_path: Path) -> None:
+def test_lines_contain_only_notes_that_are_still_kept(tmp_path: Path) -> None:
     campaign = running(tmp_path)
     reading = collector(campaign)
     before = reading.poll()
@@ -215,7 +215,7 @@ def test_on_a_terminal_the_last_screen_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_an_interrupt_ends_the_watching_and_says_that_the_campaign_goes_on(tmp_path: Path, is_terminal: bool) -> None:
+def test_an_interrupt_ends_watching_and_reports_that_the_campaign_continues(tmp_path: Path, is_terminal: bool) -> None:
     campaign = running(tmp_path)
     polls = iter(range(3))
 
@@ -231,8 +231,8 @@ def test_an_interrupt_ends_the_watching_and_says_that_the_campaign_goes_on(tmp_p
 
     assert last.state == "running"
     assert isinstance(console.file, io.StringIO)
-    said = "quickstart-1 goes on: `hpcrl monitor quickstart-1` shows it again, `hpcrl stop quickstart-1` ends it\n"
-    assert console.file.getvalue().endswith(said)
+    message = "quickstart-1 continues: `hpcrl monitor quickstart-1` shows it again, `hpcrl stop quickstart-1` ends it\n"
+    assert console.file.getvalue().endswith(message)
     assert not campaign.run.stop.exists()
 
 
@@ -255,14 +255,14 @@ def test_rewards_are_shown_by_domain_where_there_are_several(tmp_path: Path) -> 
     assert any("domains   game -1.000 (1)   sums 0.500 (3)" in line for line in text_of(collector(campaign).poll()))
 
 
-def test_one_domain_needs_no_line_of_its_own(tmp_path: Path) -> None:
+def test_a_single_domain_has_no_separate_line(tmp_path: Path) -> None:
     campaign = running(tmp_path)
     campaign.emit("reward-0", SegmentScored(num=1, rewards={"sums": [1.0]}))
 
     assert not any(line.startswith("domains") for line in text_of(collector(campaign).poll()))
 
 
-def test_what_was_measured_on_held_out_tasks_has_a_line_of_its_own(tmp_path: Path) -> None:
+def test_evaluations_have_a_separate_line(tmp_path: Path) -> None:
     campaign = running(tmp_path)
     assert not any("held out" in line for line in text_of(collector(campaign).poll()))
     for number, mean in enumerate((0.1, 0.8, 0.5)):
