@@ -1,4 +1,4 @@
-"""How versions go in whole campaigns on this machine: by the window, or by files; no window is left behind."""
+"""The transport of versions in whole campaigns on this machine: window or files; no window is left behind."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def runs(home: Path) -> Iterator[Path]:
-    """Where campaigns are; afterwards no process and no window of any is left."""
+    """The directory of campaigns; at the end no process and no window of any may be left."""
     yield home / "campaigns"
     end_campaigns(home)
     assert [run.name for run in (home / "campaigns").iterdir() if windows_of(CampaignDir(run))] == []
@@ -51,12 +51,12 @@ def test_versions_go_by_the_window_and_only_checkpointed_ones_are_in_files(runs:
     assert windows_of(run) == []
 
 
-def test_killed_engines_and_trainers_come_back_to_versions_that_only_rise(runs: Path) -> None:
+def test_versions_only_increase_after_killed_engines_and_trainers_restart(runs: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "local", "--name", "k", *SMALL, "-s", "train.num_steps=40")
     run = CampaignDir(runs / "k")
     for role in ("train", "decode", "train", "prefill"):
         done = len(steps(run))
-        until(lambda done=done: len(steps(run)) > done + 2, what=f"steps go on before {role} is killed")
+        until(lambda done=done: len(steps(run)) > done + 2, what=f"steps continue before {role} is killed")
         os.kill(pid_of(run, role), signal.SIGKILL)
     assert outcome(run)["outcome"] == "done"
     published = [event["version"] for event in events_of(run, "published")]
@@ -77,12 +77,12 @@ def test_a_killed_driver_leaves_no_window(runs: Path) -> None:
     assert outcome(run)["outcome"] == "failed"
     until(lambda: not windows_of(run), what="the window is gone", timeout_s=30)
     hpcrl("resume", "d")
-    until(lambda: bool(windows_of(run)), what="the next job has a window of its own")
+    until(lambda: bool(windows_of(run)), what="the next job has its own window")
     hpcrl("stop", "d", "--now")
     until(lambda: not windows_of(run), what="the window is gone", timeout_s=30)
 
 
-def test_a_campaign_without_a_window_goes_by_files_to_the_end(runs: Path, tmp_path: Path) -> None:
+def test_a_campaign_without_a_window_uses_files_to_the_end(runs: Path, tmp_path: Path) -> None:
     run = CampaignDir(make_private_dir(runs) / "f")
     in_the_way = make_window_key(run, node=current_node()).path
     in_the_way.symlink_to(tmp_path)  # as if another user had taken the name
@@ -91,6 +91,6 @@ def test_a_campaign_without_a_window_goes_by_files_to_the_end(runs: Path, tmp_pa
     finally:
         in_the_way.unlink()
     assert [event["rung"] for event in events_of(run, "rung")] == ["window", "files"]
-    assert "somebody else uses this name" in events_of(run, "rung")[-1]["reason"]
+    assert "another user has this name" in events_of(run, "rung")[-1]["reason"]
     assert list_versions(run.weights)[-1] == 4
     assert {event["version"] for event in events_of(run, "loaded")} & {1, 2, 3, 4}

@@ -207,9 +207,10 @@ def test_a_node_without_room_is_named(four_nodes: Fleet) -> None:
 ENGINE = """
 import sys, time
 from pathlib import Path
-from hpcrl.weights.window.window import Key, Window
-window = Window.open(Key(campaign=Path(sys.argv[1]), node="n1"), job=0)
-with window.reading(1) as data:
+from hpcrl.weights.window.file import WindowKey
+from hpcrl.weights.window.window import Window
+window = Window.open(WindowKey(campaign=Path(sys.argv[1]), node="n1"), job=0)
+with window.read_version(1) as data:
     print("reads", flush=True)
     time.sleep(600)
 """

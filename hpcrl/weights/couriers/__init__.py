@@ -1,14 +1,14 @@
-"""Couriers: one process per node that sends or receives weights.
+"""The couriers: one process per node that sends or receives weights.
 
-__main__      the courier
-sender        sends a version
-part_sender   sends a rank's part of one
-receiver      receives into the node's window
-protocol      what couriers agree on
-spans         which bytes go in which message
-link          one connection
-wire_mpi      MPI
-wire_tcp      TCP
-delta_codec   only what changed
-codec_choice  full or delta, by measured times
+__main__      start a courier
+sender        send versions from the trainer's first node
+part_sender   send the part of another node of the trainer
+receiver      receive versions into the window of a node
+protocol      messages between couriers, and detection of stuck ones
+spans         the bytes of a part in each message
+link          the connection to the other couriers
+wire_mpi      transport over MPI
+wire_tcp      transport over TCP
+delta_codec   encode only the values that changed
+codec_choice  choose full or delta by measured times
 """

@@ -1,14 +1,15 @@
-"""One process a node carries versions from the trainer's windows into the windows of all other nodes.
+"""Run one courier, which transfers versions from the trainer's windows into the windows of all other nodes.
 
-`python -m hpcrl.weights.couriers CAMPAIGN JOB NODES SOURCES`, as many ranks as NODES (a,b,c) has names; SOURCES are the
-trainer's nodes, that of its rank 0 first. Ranks know each other by node. Nothing blocks in the wire: every transfer is
-polled with naps, so that couriers leave the cores to others, hear each other meanwhile, and notice who is stuck.
-Any failure ends the whole step; the driver starts it again, and the newest version is sent again.
+    python -m hpcrl.weights.couriers CAMPAIGN JOB NODES SOURCES
 
-    sender.py      the trainer's first node     contributor.py  its other nodes      receiver.py  all that are not its
-    intake.py      what comes into a window     messages.py     how parts are cut
-    link.py        what all stand on            mpi.py tcp.py   the wires (pmi.py: how MPI begins under Slurm)
-    transfer.py    what they tell each other
+There is one rank for each name in NODES (a,b,c); SOURCES are the trainer's nodes, that of its rank 0 first. Ranks
+identify each other by node. No transfer blocks: each is polled with naps, so that couriers leave the cores to others,
+receive messages meanwhile, and detect a stuck rank. Any failure ends the whole step; the driver starts it again, and
+the newest version is sent again.
+
+    CourierSettings   the arguments of a courier
+    main              run a courier
+    connect_couriers  make the connection to a courier's peers
 """
 
 import argparse
@@ -47,14 +48,14 @@ from hpcrl.weights.couriers.sender import VersionSender
 from hpcrl.weights.window.file import make_window_key
 
 JOIN_TIMEOUT_S = 90.0
-"""How long it may take to bring all ranks together; some are late, since their node is slow to import what it needs."""
+"""Limit on the time until all ranks are connected; some are late, since imports are slow on their node."""
 JOIN_MARGIN_S = 10.0
-"""So much earlier a wire gives up that can."""
+"""A transport that can stop trying does so this much earlier."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CourierSettings:
-    """What a courier is told."""
+    """The arguments of a courier."""
 
     here: WorkerPlace
     nodes: tuple[str, ...]
@@ -66,13 +67,13 @@ class CourierSettings:
     silence_timeout_s: float
 
     def is_peer(self, node: str) -> bool:
-        """The first source hears everybody, and everybody it."""
+        """Return True if the node is a peer: the first source has all others as peers, and they have it."""
         return (node == self.sources[0]) != (self.here.node == self.sources[0])
 
 
 def main() -> NoReturn:
-    """Be one rank of the couriers' step until the driver ends it."""
-    die_with_parent(signal.SIGKILL)  # one that was stopped has to end with its step too
+    """Run one rank of the couriers' step until the driver ends it."""
+    die_with_parent(signal.SIGKILL)  # a stopped process must end with its step too
     faulthandler.enable()
     settings = _parse_settings(sys.argv[1:])
     name = f"{settings.here.job.number:03d}-courier-{settings.here.node}"
@@ -94,11 +95,11 @@ def main() -> NoReturn:
         print(error, file=sys.stderr, flush=True)
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    os._exit(1)  # no orderly end: threads and other ranks would be waited for
+    os._exit(1)  # an orderly end would wait for threads and other ranks
 
 
 def _run_courier(settings: CourierSettings, events: EventLog) -> NoReturn:
-    """Find the others, within a time, and carry versions."""
+    """Connect to the others, within the time limit, and transfer versions."""
     join = _join_mpi if settings.transport_name == "mpi" else _join_tcp
     connection = connect_couriers(*join(settings), settings)
     faulthandler.cancel_dump_traceback_later()
@@ -121,8 +122,8 @@ def _run_courier(settings: CourierSettings, events: EventLog) -> NoReturn:
 
 
 def _join_mpi(settings: CourierSettings) -> tuple[ByteTransport, list[str]]:
-    """The wire, and the node of every rank."""
-    from hpcrl.weights.couriers import wire_mpi as mpi  # each wire brings a package that the other one does without
+    """Return the transport, and the node of every rank."""
+    from hpcrl.weights.couriers import wire_mpi as mpi  # each transport imports a package that the other does not need
 
     faulthandler.dump_traceback_later(JOIN_TIMEOUT_S, exit=True)
     return mpi.join_ranks(settings.here.node, num_ranks=len(settings.nodes))
@@ -143,10 +144,10 @@ def _join_tcp(settings: CourierSettings) -> tuple[ByteTransport, list[str]]:
 
 
 def connect_couriers(transport: ByteTransport, nodes: list[str], settings: CourierSettings) -> CourierConnection:
-    """The link to those that this courier hears; NoWorldError unless every node has its courier."""
+    """Make the connection to this courier's peers; NoWorldError unless every node has its courier."""
     if sorted(nodes) != sorted(settings.nodes):
         raise NoWorldError(
-            f"the couriers are on {', '.join(nodes)} and belong on {', '.join(settings.nodes)}, one each"
+            f"the couriers run on {', '.join(nodes)} and must run on {', '.join(settings.nodes)}, one each"
         )
     now = time.monotonic()
     peers = {
@@ -164,10 +165,12 @@ def _parse_settings(arguments: list[str]) -> CourierSettings:
     parser.add_argument("nodes", help="all nodes that have a courier: a,b,c")
     parser.add_argument("sources", help="the trainer's nodes, the one of its rank 0 first: a,b")
     parser.add_argument("--wire", choices=["mpi", "tcp"], default="mpi")
-    parser.add_argument("--interface", help="what TCP binds to")
-    parser.add_argument("--codec", choices=get_args(CodecSetting), default="auto", help="what goes over the wire")
-    parser.add_argument("--life", default="0", help="a name that no earlier life of these couriers had")
-    parser.add_argument("--silent-s", type=float, default=SILENCE_TIMEOUT_S, help="after this silence a rank is stuck")
+    parser.add_argument("--interface", help="the network interface that TCP binds to")
+    parser.add_argument(
+        "--codec", choices=get_args(CodecSetting), default="auto", help="what is sent: full versions or deltas"
+    )
+    parser.add_argument("--life", default="0", help="a name that no earlier run of these couriers had")
+    parser.add_argument("--silent-s", type=float, default=SILENCE_TIMEOUT_S, help="a rank silent for longer is stuck")
     given = parser.parse_args(arguments)
     campaign = CampaignDir(given.campaign)
     return CourierSettings(

@@ -1,9 +1,11 @@
-"""Full or delta? What a site wants, what the link and the codec were measured to do, and what versions share.
+"""Choose full or delta by the site's setting, measured speeds of link and codec, and the share of changed values.
 
-Pace    one for a sender: told what every transfer took, asked before the next
+    CodecChooser  one for a sender: every transfer is recorded, and the codec chosen before the next
+    CodecSetting  the settings of a site
 
-A delta pays where coding is quicker than the link. With "auto", the first versions go in full and tell how quick the
-link is; then a sample of a version tells how much of it changes and what coding takes; then every delta does.
+A delta is worthwhile if coding is faster than the link. With "auto", the first versions are sent in full, which
+measures the link; then a sample of a version measures how much of it changes and the time for coding; then every
+delta does.
 """
 
 import time
@@ -15,33 +17,33 @@ from hpcrl.weights.couriers.delta_codec import CodecChoice
 from hpcrl.weights.layout import TensorLayout
 
 CodecSetting = Literal["auto", "full", "delta"]
-"""What a site may want."""
+"""The settings of a site."""
 NUM_MEASURED_VERSIONS = 2
-"""Versions in full that tell how quick the link is; with the first one, receivers make their windows."""
+"""Full versions that measure the link; during the first one, receivers create their windows."""
 VERSIONS_PER_SAMPLE = 16
-"""So many versions in full, and it is looked anew whether a delta would pay."""
+"""After this many full versions, a new sample shows if a delta would be faster."""
 
 
 @dataclass
 class CodecChooser:
-    """What was measured in this life of the couriers."""
+    """The measurements of this run of the couriers."""
 
     setting: CodecSetting
     link_nbytes_per_s: float | None = None
-    """The quickest that a version went in full."""
+    """The highest speed of a full version."""
     delta_nbytes: int | None = None
-    """What a delta has, by the newest look."""
+    """Size of a delta, by the newest sample or delta."""
     delta_s: float = 0.0
-    """What coding it takes, on both sides."""
+    """Time to encode and apply it, on both sides."""
     _num_full: int = 0
     _num_full_since_sample: int = VERSIONS_PER_SAMPLE
 
     def choose(self, layout: TensorLayout, old: memoryview, new: memoryview) -> CodecChoice:
-        """For a version whose base the receivers have."""
+        """Choose the codec of a version whose base the receivers have."""
         if self.setting != "auto":
             return CodecChoice(self.setting, f'site.mpi.codec = "{self.setting}"')
         if self.link_nbytes_per_s is None or self._num_full < NUM_MEASURED_VERSIONS:
-            return CodecChoice("full", "the link is not measured yet")
+            return CodecChoice("full", "the link has not been measured yet")
         if self._num_full_since_sample >= VERSIONS_PER_SAMPLE:
             self._take_sample(layout, old, new)
         return delta_codec.choose_codec(
@@ -52,24 +54,24 @@ class CodecChooser:
         )
 
     def record_full(self, nbytes: int, wall_s: float) -> None:
-        """A version went in full."""
+        """Record that a version was sent in full."""
         self.link_nbytes_per_s = max(self.link_nbytes_per_s or 0.0, nbytes / wall_s)
         self._num_full += 1
         self._num_full_since_sample += 1
 
     def record_delta(self, nbytes: int, wall_s: float) -> None:
-        """A delta went; what the link does not account for, coding has taken."""
+        """Record that a delta was sent; the time beyond the link's is that of coding."""
         self.delta_nbytes = nbytes
         self.delta_s = max(wall_s - nbytes / self.link_nbytes_per_s, 0.0) if self.link_nbytes_per_s else wall_s
         self._num_full_since_sample = 0
 
     def record_oversize(self) -> None:
-        """A delta would have had as many bytes as the version."""
+        """Record that a delta would be as large as the version."""
         self.delta_nbytes = None
         self._num_full_since_sample = 0
 
     def _take_sample(self, layout: TensorLayout, old: memoryview, new: memoryview) -> None:
-        """At some pieces all over the version; the other side is taken to need as long as this one."""
+        """Encode a few chunks from all over the version; the receiver is assumed to need the same time."""
         start = time.monotonic()
         share, sampled_nbytes = delta_codec.sample_delta_share(old, new, layout)
         self.delta_nbytes = round(share * layout.nbytes) if share < 1 else None

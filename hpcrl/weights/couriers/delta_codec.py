@@ -1,12 +1,14 @@
-"""What goes over a link: a version in full, or only the values that differ from the version before it, bit for bit.
+"""The delta codec: only the values that differ, bit for bit, from the version before are sent.
 
-    encode_delta        the differences of two versions; None if that is not smaller than the whole
-    apply_delta         turn the base into the new version, in place
-    sample_delta_share  how large a delta would be, from a few pieces
-    choose_codec        full or delta, from what the link and the last delta were measured to be
+    encode_delta                    encode the differences of two versions; None if that is not smaller than the whole
+    read_delta_header, DeltaHeader  the description of a delta
+    apply_delta                     turn the base into the new version, in place
+    sample_delta_share              estimate the size of a delta from a few chunks
+    choose_codec, CodecChoice       full or delta, by the measured speeds of the link and the last delta
+    CodecName                       full, delta
 
-Values are compared as integers of their width, so NaN payloads and -0.0 travel unchanged. A delta is a header and,
-for each piece of a tensor, the gaps between changed values (a byte each; 255: go on by 255) and then the new bits.
+Values are compared as integers of their width, so NaN payloads and -0.0 are kept. A delta is a header and, for each
+chunk of a tensor, the gaps between changed values (a byte each; 255: skip 255 values) and then the new bits.
 """
 
 import struct
@@ -21,7 +23,7 @@ from hpcrl.weights.layout import ITEM_SIZES, TensorLayout
 
 CodecName = Literal["full", "delta"]
 MAX_CHUNK_VALUES = 1 << 20
-"""Compared at a time: what is needed besides the two versions stays small."""
+"""Values compared at a time, which keeps the extra memory small."""
 NUM_SAMPLES = 8
 MAX_GAP = 255
 _LENGTH = struct.Struct("<Q")
@@ -31,39 +33,39 @@ Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class DeltaHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What a delta is of."""
+    """The description of a delta."""
 
     base: int
     version: int
     layout: str
-    """Digest of the layout that both versions have."""
+    """Digest of the layout of both versions."""
     pieces: list[tuple[Size, Size]]
-    """For each piece: bytes of its gaps, number of its changed values."""
+    """For each chunk: bytes of its gaps, number of its changed values."""
 
 
 class CodecChoice(NamedTuple):
-    """A codec, and why."""
+    """A codec, and the reason for it."""
 
     codec: CodecName
     reason: str
 
 
 class _TensorChunk(NamedTuple):
-    """Bytes of one tensor that are compared at a time."""
+    """The bytes of one tensor that are compared at a time."""
 
     start: int
     stop: int
     item: int
 
     def values(self, data: Any) -> Any:
-        """As unsigned integers of the tensor's width, which no comparison changes."""
+        """Return the values as unsigned integers of the tensor's width, which are compared bit for bit."""
         return data[self.start : self.stop].view(f"<u{self.item}")
 
 
 def encode_delta(
     base_data: memoryview, data: memoryview, layout: TensorLayout, *, base: int, version: int
 ) -> bytes | None:
-    """What turns `base_data` (version `base`) into `data`; None if it is not smaller than all of `data`."""
+    """Encode what turns `base_data` (version `base`) into `data`; None if it is not smaller than `data`."""
     old, new = (np.frombuffer(slot, np.uint8) for slot in (base_data, data))
     sizes, encoded, total = [], [], 0
     for chunk in _iterate_chunks(layout):
@@ -80,7 +82,7 @@ def encode_delta(
 
 
 def read_delta_header(delta: bytes | memoryview) -> DeltaHeader:
-    """What a delta is of; WeightsError if it is damaged."""
+    """Decode the header of a delta; WeightsError if it is damaged."""
     view = memoryview(delta)
     try:
         (length,) = _LENGTH.unpack_from(view)
@@ -92,14 +94,14 @@ def read_delta_header(delta: bytes | memoryview) -> DeltaHeader:
 def apply_delta(delta: bytes | memoryview, slot: memoryview, layout: TensorLayout, *, base: int) -> None:
     """Turn `slot`, which holds version `base`, into the delta's version.
 
-    WeightsError if the delta has another base or is damaged; the slot is then to be filled anew. Whether the result
-    is right bit for bit, the checksums of the version say.
+    WeightsError if the delta has another base or is damaged; the slot must then be filled again. Compare the result
+    with the version's checksums: they are not checked here.
     """
     header = read_delta_header(delta)
     if header.base != base or header.layout != layout.digest():
         raise WeightsError(
-            f"the delta is from version {header.base} to {header.version}, and here is version {base}"
-            f"{'' if header.layout == layout.digest() else ' of another layout'}: send the version in full"
+            f"the delta is from version {header.base} to {header.version}, and the slot holds version {base}"
+            f"{'' if header.layout == layout.digest() else ' with another layout'}: send the version in full"
         )
     rest = np.frombuffer(delta, np.uint8)[_LENGTH.size + _LENGTH.unpack_from(delta)[0] :]
     chunks = list(_iterate_chunks(layout))
@@ -117,7 +119,7 @@ def apply_delta(delta: bytes | memoryview, slot: memoryview, layout: TensorLayou
 
 
 def sample_delta_share(base_data: memoryview, data: memoryview, layout: TensorLayout) -> tuple[float, int]:
-    """The share of its bytes that a delta would have, from a few pieces of the version; and the bytes of those."""
+    """Return the share of a version's bytes that a delta would have, by a few sampled chunks, and their bytes."""
     old, new = (np.frombuffer(slot, np.uint8) for slot in (base_data, data))
     chunks = list(_iterate_chunks(layout))
     sampled_nbytes = coded = 0
@@ -131,7 +133,7 @@ def sample_delta_share(base_data: memoryview, data: memoryview, layout: TensorLa
 def choose_codec(
     *, full_nbytes: int, delta_nbytes: int | None, delta_s: float, link_nbytes_per_s: float
 ) -> CodecChoice:
-    """Which is there sooner? `delta_s`: what encoding and applying the last delta took, in all."""
+    """Choose the codec that is faster; `delta_s` is the total time to encode and apply the last delta."""
     if delta_nbytes is None:
         return CodecChoice("full", "a delta would not be smaller")
     full_s = full_nbytes / link_nbytes_per_s
@@ -139,7 +141,7 @@ def choose_codec(
     codec: CodecName = "delta" if with_delta_s < full_s else "full"
     return CodecChoice(
         codec,
-        f"the link does {link_nbytes_per_s / 1e9:.3g} GB/s: {full_nbytes / 2**20:.1f} MiB in full take {full_s:.3g} s, "
+        f"the link has {link_nbytes_per_s / 1e9:.3g} GB/s: {full_nbytes / 2**20:.1f} MiB in full take {full_s:.3g} s, "
         f"a delta of {delta_nbytes / 2**20:.1f} MiB takes {with_delta_s:.3g} s with its coding",
     )
 
@@ -153,14 +155,14 @@ def _iterate_chunks(layout: TensorLayout) -> Iterator[_TensorChunk]:
 
 
 def _find_differences(chunk: _TensorChunk, old: Any, new: Any) -> tuple[Any, Any]:
-    """Gaps between the values that differ, and their new bits."""
+    """Find the gaps between the values that differ, and their new bits."""
     old_values, new_values = chunk.values(old), chunk.values(new)
     positions = np.flatnonzero(old_values != new_values)
     return _encode_gaps(positions), new_values[positions]
 
 
 def _encode_gaps(positions: Any) -> Any:
-    """Rising positions as bytes: how many values lie between one and the next, in digits of base 255."""
+    """Encode rising positions as bytes: the number of values between one and the next, in digits of base 255."""
     gaps = np.diff(positions, prepend=-1) - 1
     repeats, last = np.divmod(gaps, MAX_GAP)
     ends = np.cumsum(repeats + 1) - 1
@@ -170,6 +172,6 @@ def _encode_gaps(positions: Any) -> Any:
 
 
 def _decode_positions(coded: Any) -> Any:
-    """The inverse of `_encode_gaps`."""
+    """Decode what `_encode_gaps` encoded."""
     reached = np.cumsum(coded, dtype=np.int64)[coded < MAX_GAP]
     return reached + np.arange(len(reached))

@@ -1,8 +1,11 @@
-"""How couriers reach each other, whatever carries the bytes.
+"""The connection between couriers, over any transport.
 
-Wire    carries bytes between ranks: mpi.py, tcp.py
-Piece   one bucket, and where it comes from
-Link    small messages, buckets and the naps between, over a wire; knows who has gone silent
+ByteTransport                       the interface of transports: wire_mpi, wire_tcp
+CourierConnection                   messages, chunks and polling over a transport; detects silent peers
+MessageTag                          the kinds of small messages
+ByteChunk, split_into_chunks        one bucket and its source - some bytes as chunks
+ChunksInFlight                      transfers under way
+DoneCheck                           polls an operation
 """
 
 import time
@@ -15,7 +18,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from hpcrl.weights.couriers.protocol import BUCKET_NBYTES, CourierPeer, PeerWatch, split_into_buckets
 
 MAX_BUCKETS_IN_FLIGHT = 4
-"""Buckets under way on each link; of smaller pieces more, so that as many bytes are."""
+"""Full buckets under way on each link; of smaller chunks there are more, up to the same number of bytes."""
 MAX_CHUNKS_IN_FLIGHT = 64
 PULSE_INTERVAL_S = 0.5
 POLL_INTERVAL_S = 0.001
@@ -23,11 +26,11 @@ NAP_RANGE_S = (1e-5, 3e-4)
 
 T = TypeVar("T")
 DoneCheck = Callable[[], bool]
-"""Has it come to its end? Asked until it has; WeightsError if it cannot any more."""
+"""Returns True once an operation is complete; WeightsError if it has failed."""
 
 
 class MessageTag(IntEnum):
-    """What a small message is."""
+    """The kind of a small message."""
 
     ANNOUNCE = 1
     PULSE = 2
@@ -36,15 +39,15 @@ class MessageTag(IntEnum):
 
 
 class ByteChunk(NamedTuple):
-    """One bucket of what is moved."""
+    """One bucket of a transfer."""
 
     data: memoryview
     source: int | None = None
-    """Who it comes from; None: it is here."""
+    """The rank that sends it; None: it is here."""
 
 
 class ByteTransport(Protocol):
-    """Carries bytes between ranks; nothing here waits. What was handed over stays untouched until it is done."""
+    """The interface of transports: no method waits, and a buffer must not change until its operation is done."""
 
     rank: int
 
@@ -53,7 +56,7 @@ class ByteTransport(Protocol):
         ...
 
     def poll_messages(self, tag: MessageTag) -> Iterator[tuple[int, bytes]]:
-        """The small messages that have come in, and from whom."""
+        """Yield the small messages received, each with its sender's rank."""
         ...
 
     def send(self, chunk: memoryview, *, to: int) -> DoneCheck:
@@ -61,12 +64,12 @@ class ByteTransport(Protocol):
         ...
 
     def receive(self, chunk: memoryview, *, source: int) -> DoneCheck:
-        """Take the next bucket from a rank."""
+        """Receive the next bucket from a rank."""
         ...
 
 
 class CourierConnection:
-    """The other couriers, as seen from this one."""
+    """The connection of one courier to the others."""
 
     def __init__(self, transport: ByteTransport, *, watch: PeerWatch) -> None:
         self.transport = transport
@@ -82,20 +85,20 @@ class CourierConnection:
         self.wait_until(self.transport.send_message(message, to=rank, tag=tag))
 
     def send_update(self, rank: int, tag: MessageTag, message: bytes) -> None:
-        """As `send_message`, but without waiting, and dropped while the hint before it is still on its way."""
+        """Send a small message without waiting; drop it while the previous one is still under way."""
         previous = self._unfinished_updates.get((rank, tag))
         if previous is None or previous():
             self._unfinished_updates[rank, tag] = self.transport.send_message(message, to=rank, tag=tag)
 
     def poll_messages(self, tag: MessageTag) -> Iterator[tuple[CourierPeer, bytes]]:
-        """What has come in with this tag; whoever said it is alive."""
+        """Yield the messages received with this tag; each shows that its sender is alive."""
         for rank, message in self.transport.poll_messages(tag):
             peer = self.watch.peers[rank]
             peer.last_received = time.monotonic()
             yield peer, message
 
     def poll(self) -> None:
-        """Hear the others, say that we are here, and notice who is not."""
+        """Read messages, send a pulse, and detect stuck peers."""
         self.read_messages()
         now = time.monotonic()
         self._next_poll = now + POLL_INTERVAL_S
@@ -105,7 +108,7 @@ class CourierConnection:
             self.watch.check(now=now)
 
     def wait_until(self, done: DoneCheck) -> None:
-        """Wait for something; StuckError if that is in vain."""
+        """Wait until an operation is done; RankStuckError if a peer holds it up."""
         nap, longest = NAP_RANGE_S
         while not done():
             if time.monotonic() >= self._next_poll:
@@ -114,11 +117,11 @@ class CourierConnection:
             nap = min(nap * 1.5, longest)
 
     def run_in_thread(self, work: Callable[[], T]) -> T:
-        """Do in a thread what may take long, so that the others do not take us for gone."""
+        """Run long work in a thread, so that pulses are still sent meanwhile."""
         return self.wait_for_result(self._thread.submit(work))
 
     def wait_for_result(self, future: "Future[T]") -> T:
-        """What a thread of ours has made, once it has."""
+        """Wait for the result of a thread."""
         self.wait_until(future.done)
         return future.result()
 
@@ -129,9 +132,9 @@ class CourierConnection:
         target: int | None,
         on_moved: Callable[[memoryview], None] = lambda _: None,
     ) -> None:
-        """Move all pieces, in order: each from its source if it has one, to `target` if there is one.
+        """Transfer all chunks, in order: each from its source if it has one, to `target` if there is one.
 
-        `on_moved` hears of each that has come in, or, where none comes in, has gone.
+        `on_moved` is called for each chunk once it is received, or, if it has no source, once it is sent.
         """
         unposted, incoming, outgoing = iter(chunks), ChunksInFlight(), ChunksInFlight()
         while True:
@@ -153,7 +156,7 @@ class CourierConnection:
         return (lambda: True) if chunk.source is None else self.transport.receive(chunk.data, source=chunk.source)
 
     def _finish_first(self, in_flight: "ChunksInFlight") -> ByteChunk:
-        """The first that was posted, once it is done."""
+        """Wait for the chunk that was posted first, and return it."""
         self.wait_until(in_flight.chunks[0][1])
         return in_flight.popleft()
 
@@ -164,7 +167,7 @@ class CourierConnection:
 
 
 class ChunksInFlight:
-    """Pieces that were posted one after the other."""
+    """The chunks under way, in the order they were posted."""
 
     def __init__(self) -> None:
         self.chunks: deque[tuple[ByteChunk, DoneCheck]] = deque()
@@ -184,5 +187,5 @@ class ChunksInFlight:
 
 
 def split_into_chunks(data: memoryview, *, source: int | None = None) -> Iterator[ByteChunk]:
-    """All of `data`, in buckets."""
+    """Split all of `data` into buckets."""
     return (ByteChunk(data[bucket], source) for bucket in split_into_buckets(len(data)))

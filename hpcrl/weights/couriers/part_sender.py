@@ -1,4 +1,4 @@
-"""The courier of another node of the trainer: offers its part of every version, and sends it when it is told to."""
+"""The courier of another node of the trainer: it offers its part of every version, and sends it on request."""
 
 import os
 import time
@@ -23,7 +23,7 @@ IDLE_INTERVAL_S = 0.002
 
 
 class PartSender:
-    """Reads the window in which the trainer's ranks on this node keep their part, and never writes it."""
+    """The courier that reads the part of the trainer's ranks on this node from their window, and never writes it."""
 
     def __init__(self, key: WindowKey, connection: CourierConnection, *, job: JobDir, events: EventLog) -> None:
         self._key, self._connection, self._job, self._events = key, connection, job, events
@@ -36,7 +36,7 @@ class PartSender:
         connection.send_pulse, connection.read_messages = self._send_pulse, self._read_messages
 
     def serve(self) -> NoReturn:
-        """Offer and send, for ever."""
+        """Offer and send parts forever."""
         self._connection.send_message(self._sender.rank, MessageTag.REPORT, self._encode_report())
         while True:
             self._connection.poll()
@@ -46,7 +46,7 @@ class PartSender:
                 time.sleep(IDLE_INTERVAL_S)
 
     def _offer_newest(self) -> bool:
-        """Tell the sender of a new version; False if there is none."""
+        """Offer a new version to the sender; return False if there is none."""
         window = self._newest_window()
         manifest = None if window is None else window.newest()
         if window is None or manifest is None or manifest.version == self._offered_version:
@@ -59,7 +59,8 @@ class PartSender:
     def _send_part(self, announcement: VersionAnnouncement) -> None:
         """Send this node's part.
 
-        Where it is gone, or goes meanwhile, as many other bytes are sent: the receivers wait for them, and find out.
+        If it is or becomes overwritten, the same number of other bytes is sent: the receivers wait for them, and
+        their checksums fail.
         """
         self._connection.watch.start_transfer(announcement)
         self._sent_nbytes = 0
@@ -73,7 +74,7 @@ class PartSender:
         except WeightsError as error:
             self._damaged_transfer = announcement.number
             self._events.emit(FaultReported(what="courier", detail=str(error), version=announcement.version))
-            if not self._sent_nbytes:  # it was not there to begin with
+            if not self._sent_nbytes:  # the part was already gone
                 blank = memoryview(bytes(max(span.stop - span.start for span in spans)))
                 self._stream_chunks((blank[: span.stop - span.start] for span in spans), announcement)
         self._sent_nbytes, self._ended_transfer = part.layout.nbytes, announcement.number
@@ -81,14 +82,14 @@ class PartSender:
         self._connection.watch.end_transfer()
 
     def _hold_part(self, version: int, part: NodePart) -> AbstractContextManager[memoryview]:
-        """The part of a version, kept while it is sent."""
+        """Hold the part of a version while it is sent."""
         window = self._newest_window()
         if window is None or window.layout != part.layout:
-            raise WeightsError(f"version {version} is not in {self._key.path} any more: the newest is taken")
+            raise WeightsError(f"version {version} is no longer in {self._key.path}: the newest is sent instead")
         return window.read_unchecked(version)
 
     def _newest_window(self) -> Window | None:
-        """The trainer makes its window with the first version, and perhaps another one after a restart."""
+        """Open the window, which the trainer creates with the first version, and perhaps again after a restart."""
         self._window = Window.reopen(self._window, self._key, job=self._job.number, touch=False)
         return self._window
 

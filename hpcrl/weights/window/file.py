@@ -1,13 +1,17 @@
-"""xxh3 of the tensors in a slot, on a few threads.
+"""The file of a window: its name, content, locks and removal, and the checksums of a slot's tensors.
 
-The file of a window: its name, how it is made, known again, locked and removed.
+    WindowKey, make_window_key               user, campaign and node of a window
+    WindowOffsets                            where everything is in the file
+    make_window_file, make_no_room_error     a new window under its name, complete - the error if memory is short
+    open_own_file, is_own_file               files of this user only
+    identify_window, UnusableWindowError     job and layout of an open window - there is none, or it is not usable
+    take_writer_lock, try_lock, unlock_byte  locks on bytes that stand for the writer, users of a slot, open windows
+    remove_window_file                       remove a window's name
+    unlink_recorded_windows                  remove the windows of a job whose processes have ended
+    compute_checksum                         the xxh3 of one tensor in a slot
+    process_tensors, split_by_bytes          process all tensors on a few threads, in shares of about equal size
 
-    WindowKey, make_window_key         which window: user, campaign, node
-    make_window_file, identify_window  a new one under its name - what there is under a name
-    try_lock, unlock_byte              bytes of the file that stand for its writer, who uses a slot, and who has it open
-    unlink_recorded_windows            remove the windows of a job whose processes are gone
-
-A header page, the layout, for each slot the checksums and the marks of its tensors, then the two slots (`WindowOffsets`).
+The file is a header page, the layout, the checksums and marks of each slot's tensors, then the two slots.
 """
 
 import contextlib
@@ -36,12 +40,12 @@ MIN_THREADED_BYTES = 4 << 20
 
 
 def compute_checksum(data: memoryview, tensor: TensorSlot) -> bytes:
-    """The checksum of one tensor in a slot."""
+    """Compute the checksum of one tensor in a slot."""
     return hash_bytes(data[tensor.offset : tensor.offset + tensor.nbytes])
 
 
 def process_tensors(layout: TensorLayout, process: Callable[[int, TensorSlot], None]) -> None:
-    """Do it for all tensors on a few threads, each with its share of the bytes; the first error is raised."""
+    """Process all tensors on a few threads, each with its share of the bytes; the first error is raised."""
     shares = split_by_bytes(layout, NUM_HASH_THREADS)
 
     def process_share(share: list[int]) -> None:
@@ -56,7 +60,7 @@ def process_tensors(layout: TensorLayout, process: Callable[[int, TensorSlot], N
 
 
 def split_by_bytes(layout: TensorLayout, num_shares: int) -> list[list[int]]:
-    """Indices of the tensors, in shares of about as many bytes, the largest first."""
+    """Split the tensors' indices into shares of about the same number of bytes, the largest tensors first."""
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     loads = [0] * num_shares
     for index in sorted(range(len(layout.tensors)), key=lambda index: -layout.tensors[index].nbytes):
@@ -75,39 +79,39 @@ SLOT_LOCKS = (1, 2)
 JOINT_WRITE_LOCKS = (3, 4)
 """Shared by the processes that fill a slot together with the writer."""
 OPEN_LOCK = 5
-"""Shared by all who have the window open; without it they are dead (hpcrl.weights.window.shm_cleanup)."""
+"""Shared by all processes that have the window open; if it is free, they have ended (`shm_cleanup`)."""
 UNFINISHED_SUFFIX = ".new"
-"""What the name of a window ends with until it is complete."""
+"""Suffix of a window's name until it is complete."""
 SLOT_HEAD_OFFSETS = (1024, 2048)
-"""Where the header page says what a slot holds."""
+"""Offsets of the slots' headers in the header page."""
 
 
 @dataclass(frozen=True)
 class WindowKey:
-    """Which window: one a user, campaign and node."""
+    """The identity of a window: one per user, campaign and node."""
 
     campaign: Path
     node: str
     directory: Path = SHARED_MEMORY
     part: bool = False
-    """Of a trainer on several nodes: it holds what lies here, and no engine looks into it."""
+    """The window holds the node's part of a trainer on several nodes; no engine reads it."""
 
     @property
     def path(self) -> Path:
-        """Its file; campaigns of one name in two homes differ."""
+        """The window's file; its name differs for campaigns of one name in two homes."""
         root = self.campaign.resolve()
         suffix = f"{root.name[:80]}-{xxhash.xxh3_64_hexdigest(bytes(root))}-{self.node}"
         return self.directory / f"hpcrl-{os.getuid()}-{suffix}{'+part' if self.part else ''}"
 
 
 def make_window_key(campaign: CampaignDir, *, node: str, part: bool = False) -> WindowKey:
-    """The window of a campaign on a node."""
+    """Make the key of a campaign's window on a node."""
     return WindowKey(campaign=campaign.root, node=node, part=part)
 
 
 @dataclass(frozen=True)
 class WindowOffsets:
-    """Where things are in the file."""
+    """The offsets of everything in the file."""
 
     num_tensors: int
     layout_nbytes: int
@@ -115,7 +119,7 @@ class WindowOffsets:
 
     @property
     def tables_start(self) -> int:
-        """Checksums and marks of slot 0, then of slot 1."""
+        """The start of checksums and marks of slot 0, then of slot 1."""
         return mmap.PAGESIZE + self.layout_nbytes + -self.layout_nbytes % 8
 
     @property
@@ -124,7 +128,7 @@ class WindowOffsets:
 
     @property
     def head_nbytes(self) -> int:
-        """All before the slots."""
+        """The bytes before the slots."""
         return _round_to_pages(self.tables_start + 2 * self.table_nbytes)
 
     @property
@@ -142,17 +146,17 @@ class WindowOffsets:
         return slice(start, start + CHECKSUM_BYTES)
 
     def mark_index(self, slot: int, index: int) -> int:
-        """Index, in words of 8 bytes, of the mark that says what has been done with a tensor."""
+        """The index, in words of 8 bytes, of the mark that records what has been done with a tensor."""
         start = self.tables_start + slot * self.table_nbytes + self.num_tensors * CHECKSUM_BYTES
         return start // 8 + index
 
 
 class UnusableWindowError(Exception):
-    """There is no window of that name, or none that can be used."""
+    """A window of that name does not exist, or cannot be used."""
 
 
 def make_window_file(path: Path, layout: TensorLayout, *, job: int) -> None:
-    """A new window under its name, complete; WeightsError if memory is short."""
+    """Create a window under its name, complete; WeightsError if memory is short."""
     layout_json = layout.to_json()
     offsets = WindowOffsets(
         num_tensors=len(layout.tensors),
@@ -164,7 +168,7 @@ def make_window_file(path: Path, layout: TensorLayout, *, job: int) -> None:
     try:
         fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try_lock(fd, OPEN_LOCK, exclusive=False)
-        os.posix_fallocate(fd, 0, offsets.nbytes)  # a page that cannot be had is an error now, not SIGBUS later
+        os.posix_fallocate(fd, 0, offsets.nbytes)  # a missing page is an error now, not SIGBUS later
         head = (MAGIC, job, os.getpid(), len(layout_json), offsets.slot_nbytes, bytes.fromhex(layout.digest()))
         os.pwrite(fd, _HEAD.pack(*head), 0)
         os.pwrite(fd, layout_json, mmap.PAGESIZE)
@@ -178,37 +182,37 @@ def make_window_file(path: Path, layout: TensorLayout, *, job: int) -> None:
 
 
 def make_no_room_error(error: OSError, path: Path, nbytes: int) -> WeightsError:
-    """Says how much is wanted and how much there is."""
+    """Make an error that reports how much memory is needed and how much is free."""
     free = ""
     with contextlib.suppress(OSError):
         facts = os.statvfs(path.parent)
         free = f", {facts.f_bavail * facts.f_frsize / 2**20:.1f} MiB are free there"
     return WeightsError(
         f"no window of {nbytes / 2**20:.1f} MiB (two versions) in {path.parent}: {error.strerror}{free}; "
-        "weights go by files instead; enlarge it, or ask for nodes with more memory"
+        "weights are sent by files instead; enlarge it, or request nodes with more memory"
     )
 
 
 def open_own_file(path: Path) -> int:
-    """Open a file that is ours alone; what another user put there is never touched."""
+    """Open a file that only this user can access; a file of another user is never touched."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         raise UnusableWindowError from None
     except OSError as error:
-        raise WeightsError(f"{path} cannot be opened ({error.strerror}): somebody else uses this name") from error
+        raise WeightsError(f"{path} cannot be opened ({error.strerror}): another user has this name") from error
     facts = os.fstat(fd)
     if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
         os.close(fd)
         raise WeightsError(
-            f"{path} belongs to user {facts.st_uid} with mode {facts.st_mode & 0o777:o}, and has to be ours with 600: "
+            f"{path} belongs to user {facts.st_uid} with mode {facts.st_mode & 0o777:o}, and must be ours with 600: "
             "remove it if it is not a trap"
         )
     return fd
 
 
 def identify_window(fd: int) -> tuple[int, TensorLayout, WindowOffsets]:
-    """Job, layout and places of the window in `fd`; UnusableError if it is none."""
+    """Return job, layout and offsets of the window in `fd`; UnusableWindowError if it is not a window."""
     head = os.pread(fd, _HEAD.size, 0)
     if len(head) < _HEAD.size or head[: len(MAGIC)] != MAGIC:
         raise UnusableWindowError
@@ -224,7 +228,7 @@ def identify_window(fd: int) -> tuple[int, TensorLayout, WindowOffsets]:
 
 
 def take_writer_lock(fd: int, path: Path) -> None:
-    """WeightsError if another process writes this window."""
+    """Lock the window for writing; WeightsError if another process writes it."""
     if not try_lock(fd, WRITER_LOCK, exclusive=True):
         pid = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))[2]
         raise WeightsError(
@@ -245,25 +249,25 @@ def try_lock(fd: int, byte: int, *, exclusive: bool) -> bool:
 
 
 def unlock_byte(fd: int, byte: int) -> None:
-    """Let go now: memory that is still looked at keeps a copy of the descriptor, and with it the lock."""
+    """Unlock a byte now: memory that is still in use keeps a copy of the descriptor, and with it the lock."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
 
 
 def remove_window_file(path: Path) -> None:
-    """Remove the name, and that of one which was not complete; who has it mapped keeps it."""
+    """Remove the name, and that of an incomplete window; a process that has the window mapped keeps it."""
     try:
         path.unlink(missing_ok=True)
         _unfinished_path(path).unlink(missing_ok=True)
     except OSError as error:
-        raise WeightsError(f"{path} cannot be removed ({error.strerror}): it belongs to somebody else") from error
+        raise WeightsError(f"{path} cannot be removed ({error.strerror}): it belongs to another user") from error
 
 
 def unlink_recorded_windows(job: JobDir) -> list[str]:
-    """Remove every window of this host that a process of `job` made; for when those processes are gone."""
+    """Remove every window of this host that a process of `job` created, after those processes have ended."""
     removed = []
     for record in sorted(job.windows.glob("*")) if job.windows.is_dir() else []:
         path = Path(record.read_text())
-        if path.name != record.name:  # not written to its end: the window was not made either
+        if path.name != record.name:  # the record is incomplete: the window was not created either
             continue
         own_files = [file for file in (path, _unfinished_path(path)) if is_own_file(file)]
         for file in own_files:
@@ -274,7 +278,7 @@ def unlink_recorded_windows(job: JobDir) -> list[str]:
 
 
 def is_own_file(path: Path) -> bool:
-    """Is it a file of this user? A link, or what another user put in its place, is left alone."""
+    """Return True if it is a file of this user; a link, or another user's file in its place, is left alone."""
     try:
         facts = path.lstat()
     except OSError:
@@ -283,7 +287,7 @@ def is_own_file(path: Path) -> bool:
 
 
 def _unfinished_path(path: Path) -> Path:
-    """What a window is called until it is complete."""
+    """Return the name of a window until it is complete."""
     return path.with_name(path.name + UNFINISHED_SUFFIX)
 
 

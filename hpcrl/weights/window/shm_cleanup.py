@@ -1,13 +1,13 @@
-"""What the dead have left in the shared memory of a node, and nothing else.
+"""Remove shared-memory files of processes that were killed, and nothing else.
 
-    remove_orphans     remove windows that nobody has open, and the segments that a ledger names whose keeper is dead
-    remove_orphan_mpi  remove the segments of MPI worlds that are gone, so that a world of the same name can begin
-    SegmentLedger      a keeper's list of the segments that the processes below it have made (vLLM's do, and forget them when
-                       they are killed); it lies in shared memory too, for who comes after a keeper that was killed
+    remove_orphans     remove windows that no process has open, and the segments in ledgers of ended keepers
+    remove_orphan_mpi  remove the segments of ended MPI worlds, so that a world of the same name can start
+    SegmentLedger      a keeper's list of the segments made by the processes below it (vLLM's leave theirs when they
+                       are killed); it is in shared memory too, so that it outlives a killed keeper
 
-Who lives holds a lock, on its window or on its ledger; locks end with processes, in whatever container these were. MPI
-takes none: there, who lives has the segment mapped. What is of another user, of the last moment, or by its first bytes
-no file of this kind is left alone.
+A live process holds a lock on its window or ledger; locks end with the process, in any container. MPI holds no lock:
+there, a live process has the segment mapped. Files of another user, very recent files, and files whose first bytes are
+not those of this kind are left alone.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ from pathlib import Path
 from hpcrl.weights.window.file import MAGIC, OPEN_LOCK, SHARED_MEMORY, UNFINISHED_SUFFIX, is_own_file, try_lock
 
 MIN_ORPHAN_AGE_S = 60.0
-"""A file that was touched so lately may have an owner that is just about to lock it."""
+"""A more recent file may have an owner that is about to lock it."""
 MIN_MPI_AGE_S = 5.0
-"""A segment that MPI made so lately may be just about to be mapped."""
+"""A more recent segment of MPI may be about to be mapped."""
 LEDGER_MAGIC = b"hpcrlLG1"
 _SEGMENT_NAME = re.compile(r"(?:psm_|sem\.mp-)[\w.-]+")
-"""What Python's multiprocessing calls its memory and its semaphores."""
+"""Names that Python's multiprocessing gives to its memory and its semaphores."""
 _MAPPING_LINE = re.compile(r"\S+ \S+ \S+ \S+ (\d+)\s+(/\S+)")
 
 
 def remove_orphans(directory: Path = SHARED_MEMORY) -> list[str]:
-    """Remove what the dead have left; the names of what is gone."""
+    """Remove the files of ended processes; return the names of what was removed."""
     removed = []
     for path in sorted(directory.glob(f"hpcrl-{os.getuid()}-*")):
         if is_own_file(path) and _measure_age_s(path) >= MIN_ORPHAN_AGE_S:
-            with contextlib.suppress(FileNotFoundError):  # somebody else sweeps too
+            with contextlib.suppress(FileNotFoundError):  # another process cleans up too
                 removed += _remove_orphan(path)
     return removed
 
@@ -45,7 +45,7 @@ def _remove_orphan(path: Path) -> list[str]:
         magic = os.pread(fd, len(MAGIC), 0)
         if magic not in (MAGIC, LEDGER_MAGIC) and not path.name.endswith(UNFINISHED_SUFFIX):
             return []
-        # the lock is held until it is gone: nobody comes to life meanwhile, unless under a new file of that name
+        # the lock is held until the file is removed: no process opens it meanwhile, only a new file of that name
         if not try_lock(fd, OPEN_LOCK, exclusive=True) or not path.samefile(f"/proc/self/fd/{fd}"):
             return []
         segments = _remove_segments(fd, path.parent) if magic == LEDGER_MAGIC else []
@@ -56,10 +56,10 @@ def _remove_orphan(path: Path) -> list[str]:
 
 
 def remove_orphan_mpi(directory: Path = SHARED_MEMORY) -> list[str]:
-    """Remove MPICH's segments that no process has mapped; the names of what is gone.
+    """Remove MPICH's segments that no process has mapped; return their names.
 
-    They are named after the step's number, which comes again where Slurm begins anew to count, as in a new lab. A world
-    that finds one takes it for its own, and waits for the dead without an end.
+    They are named after the step's number, which is used again where Slurm restarts its count, as in a new lab. A world
+    that finds such a segment takes it for its own, and waits for ended processes forever.
     """
     orphans = {path for path in directory.glob("mpich_*") if is_own_file(path) and _measure_age_s(path) > MIN_MPI_AGE_S}
     if orphans:
@@ -70,7 +70,7 @@ def remove_orphan_mpi(directory: Path = SHARED_MEMORY) -> list[str]:
 
 
 class SegmentLedger:
-    """Segments in shared memory that this process removes at its end, or that others do once it is dead."""
+    """The shared-memory segments that this process removes at its end, or other processes after it was killed."""
 
     def __init__(self, directory: Path = SHARED_MEMORY) -> None:
         self._directory = directory
@@ -79,7 +79,7 @@ class SegmentLedger:
         self._recorded: set[str] = set()
 
     def record(self, pids: Iterable[int]) -> None:
-        """Take down what these processes have mapped."""
+        """Record the segments that these processes have mapped."""
         new = {line for pid in pids for line in _list_mapped_segments(pid, self._directory)} - self._recorded
         if not new:
             return
@@ -91,7 +91,7 @@ class SegmentLedger:
         self._recorded |= new
 
     def clear(self) -> list[str]:
-        """Remove what was taken down and is still there, for when those processes are gone; the names."""
+        """Remove the recorded segments that are still there, once those processes have ended; return their names."""
         if self._fd is None:
             return []
         removed = _remove_segments(self._fd, self._directory)
@@ -102,20 +102,20 @@ class SegmentLedger:
 
 
 def _list_mapped_segments(pid: int, directory: Path) -> Iterator[str]:
-    """A line for each segment that a process has mapped: its name and its inode."""
+    """Yield a line for each segment that a process has mapped: its name and its inode."""
     for found in _read_mappings(Path(f"/proc/{pid}/maps")):
         if Path(found[2]).parent == directory and _SEGMENT_NAME.fullmatch(Path(found[2]).name):
             yield f"{Path(found[2]).name} {found[1]}"
 
 
 def _read_mappings(maps: Path) -> Iterator[re.Match[str]]:
-    """The files that a process has mapped: inode and path."""
+    """Yield the files that a process has mapped: inode and path."""
     with contextlib.suppress(OSError):  # it has ended, or is another user's
         yield from filter(None, map(_MAPPING_LINE.fullmatch, maps.read_text(errors="replace").splitlines()))
 
 
 def _remove_segments(ledger: int, directory: Path) -> list[str]:
-    """Those that are still the same files; a name may have been used again."""
+    """Remove the segments that are still the same files; a name may have been used again."""
     removed = []
     for line in os.pread(ledger, os.fstat(ledger).st_size, 0).decode(errors="replace").splitlines()[1:]:
         name, _, inode = line.partition(" ")
@@ -127,7 +127,7 @@ def _remove_segments(ledger: int, directory: Path) -> list[str]:
 
 
 def _measure_age_s(path: Path) -> float:
-    """Of what is gone: none, for somebody else was here just now."""
+    """Return a file's age; 0 if it is gone, since another process has just removed it."""
     try:
         status = path.lstat()
     except FileNotFoundError:

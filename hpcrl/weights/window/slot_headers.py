@@ -1,10 +1,14 @@
-"""What the slots of a window say of themselves, and how the processes of a node share work on one.
+"""The headers of a window's slots, and work on a slot that the processes of a node share.
 
-A slot's generation is odd while it is written. Its seal, over generation, version and checksums, makes a header that
-was read half old, half new look like no version at all, whatever the order in which memory shows.
+    SlotState   the content of a slot
+    SlotHeads   the headers and tables of both slots
+    SharedWork  the kinds of work: compute checksums, or check them
 
-Summing and checking a slot is work that several processes of the node do together: a mark for each tensor says that
-somebody has begun with it, or that it is done. Marks carry the generation, so that old ones mean nothing.
+A slot's generation is odd while it is written. Its seal covers generation, version and checksums, so that a header
+that was read half old, half new counts as no version, whatever the order in which writes become visible.
+
+Several processes of the node compute and check a slot's checksums together: a mark for each tensor records that a
+process has started with it, or that it is done. Marks include the generation, so that old ones do not count.
 """
 
 import functools
@@ -21,19 +25,19 @@ from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.window.file import SLOT_HEAD_OFFSETS, WindowOffsets
 
 CLAIM_TIMEOUT_S = 1.0
-"""How long one waits for what another process has begun; that one may have been killed."""
+"""The longest wait for work that another process has started; that process may have been killed."""
 POLL_INTERVAL_S = 0.0002
 _SLOT_HEAD = struct.Struct("=Qqqd16s")
 """Generation, version, step, time of creation, seal."""
 SharedWork = Literal["sum", "check"]
 _MARKS: dict[SharedWork, tuple[int, int]] = {"sum": (1, 2), "check": (3, 4)}
-"""Begun, done; the lowest bits of a mark, the others being the generation."""
+"""Started, done: the lowest bits of a mark; the other bits are the generation."""
 _MARK_BITS = 3
 
 
 @dataclass(frozen=True)
 class SlotState:
-    """What a slot holds."""
+    """The content of a slot."""
 
     slot: int
     generation: int
@@ -58,7 +62,7 @@ class SlotHeads:
         memoryview(self.head).cast("Q")[SLOT_HEAD_OFFSETS[slot] // 8] = generation
 
     def read(self, slot: int) -> SlotState | None:
-        """What a slot holds; None if that is nothing, or is just changing."""
+        """Return the content of a slot; None if it is empty or being written."""
         generation, version, step, created, seal = _SLOT_HEAD.unpack_from(self.head, SLOT_HEAD_OFFSETS[slot])
         if generation % 2 or generation == 0:
             return None
@@ -67,7 +71,7 @@ class SlotHeads:
         return state if _compute_seal(state) == seal else None
 
     def write(self, state: SlotState) -> None:
-        """Let the slot say what it holds; its generation is written last, and from then on it is seen."""
+        """Write the header of a slot; its generation is written last, and makes the slot visible."""
         self.head[self.offsets.checksums_slice(state.slot)] = state.sums
         head = (state.generation, state.version, state.step, state.created, _compute_seal(state))
         start = SLOT_HEAD_OFFSETS[state.slot]
@@ -75,7 +79,7 @@ class SlotHeads:
         self.set_generation(state.slot, state.generation)
 
     def newest(self) -> SlotState | None:
-        """The newest of the two."""
+        """Return the newer of the two slots' states."""
         states = [state for slot in (0, 1) if (state := self.read(slot)) is not None]
         return max(states, key=lambda state: state.version, default=None)
 
@@ -86,9 +90,9 @@ class SlotHeads:
         self.head[self.offsets.checksum_slice(slot, index)] = checksum
 
     def share_work(self, work: SharedWork, slot: int, generation: int, process: Callable[[int], None]) -> None:
-        """`process` for the tensor of every index, unless another process does; all is done when this returns.
+        """Call `process` for the index of every tensor not done elsewhere; all is done when this returns.
 
-        What another has begun and not ended within CLAIM_S is done here.
+        Work that another process has started and not finished within CLAIM_TIMEOUT_S is done here.
         """
         started, done = (generation << _MARK_BITS | mark for mark in _MARKS[work])
         mark_indices = [self.offsets.mark_index(slot, index) for index in range(len(self.layout.tensors))]
@@ -108,7 +112,7 @@ class SlotHeads:
                     marks[mark_indices[index]] = done
 
     def mark_all(self, work: SharedWork, slot: int, generation: int) -> None:
-        """Say of every tensor that it is done."""
+        """Mark every tensor as done."""
         done = generation << _MARK_BITS | _MARKS[work][1]
         with memoryview(self.head).cast("Q") as marks:
             for index in range(len(self.layout.tensors)):

@@ -1,20 +1,22 @@
-"""Two versions of the weights in named shared memory: one writer on a node, any number of readers map it.
+"""The window: two versions of the weights in named shared memory, with one writer and any number of readers on a node.
 
     Window.create   the writer's end; takes over what an earlier writer of this job left, replaces all else
     Window.join     the end of a process that fills a slot together with the writer
     Window.open     a reader's end
+    WriteTicket     a version that the writer has started, for processes that join
+    WindowRole      writer, part, reader
 
-The writer fills the slot that does not hold the newest version, so that one stays whole whatever becomes of the writer:
+The writer fills the slot that does not hold the newest version, so that this one stays whole if the writer fails:
 
-    writer       slot = window.begin(version, step=step); fill it; window.commit()
-    joint_write  with window.part(turn) as slot: ...           # `ticket` is what the writer's window.turn() said
-    reader       manifest = window.newest()
-                 with window.reading(manifest.version) as slot: ...     # checked, and not overwritten meanwhile
+    writer  slot = window.start_version(version, step=step); fill it; window.commit()
+    part    with window.joint_write(ticket) as slot: ...             # `ticket` is from the writer's window.ticket()
+    reader  manifest = window.newest()
+            with window.read_version(manifest.version) as slot: ...  # checked, and not overwritten meanwhile
 
-A reader holds a lock on its slot, which ends with the process; the writer waits for it LEASE_S at most, and then the
-reader's `read_version` ends with WeightsError. Every tensor is checked, once on a node: by the writer, if it knows the
-checksums of what it has copied from, else by the first readers. The file is described in
-hpcrl.weights.window.file, what a slot says of itself in hpcrl.weights.window.slot_headers.
+A reader holds a lock on its slot, which ends with the process; the writer waits for it LEASE_TIMEOUT_S at most, and
+then the reader's `read_version` ends with WeightsError. Every tensor is checked once on a node: by the writer, if it
+has the checksums of its source, else by the first readers. `hpcrl.weights.window.file` describes the file,
+`hpcrl.weights.window.slot_headers` the headers of the slots.
 """
 
 import contextlib
@@ -36,29 +38,29 @@ from hpcrl.weights.window.file import CHECKSUM_BYTES, UnusableWindowError, Windo
 from hpcrl.weights.window.slot_headers import SlotHeads, SlotState
 
 LEASE_TIMEOUT_S = 10.0
-"""How long the writer waits for a reader of the slot it needs; a stopped reader does not stop the training."""
+"""The longest that the writer waits for a reader of the slot it needs; a stopped reader does not stop training."""
 LEASE_POLL_INTERVAL_S = 0.001
 TOUCH_CHUNK_NBYTES = 64 << 20
 WindowRole = Literal["writer", "part", "reader"]
 
 
 class WriteTicket(NamedTuple):
-    """A version that the writer has begun, for those who fill it together with the writer."""
+    """A version that the writer has started, for processes that fill it together with the writer."""
 
     slot: int
     generation: int
-    """The one it will have."""
+    """The slot's generation once it is committed."""
     version: int
 
 
 @dataclass
 class Window:
-    """One end of a window; `layout` says what is in each slot."""
+    """One end of a window; each slot has the `layout`."""
 
     path: Path
     layout: TensorLayout
     job: int
-    """Number of the job that made it."""
+    """Number of the job that created it."""
     role: WindowRole
     _fd: int
     _heads: SlotHeads
@@ -71,9 +73,9 @@ class Window:
 
     @classmethod
     def create(cls, key: WindowKey, layout: TensorLayout, *, job: JobDir) -> "Window":
-        """The writer's end. One of this job and layout is taken over with its versions, any other is replaced.
+        """Open the writer's end. A window of this job and layout keeps its versions, any other is replaced.
 
-        WeightsError if another process writes it, if its name is taken by somebody else, or if memory is short.
+        WeightsError if another process writes it, if another user has its name, or if memory is short.
         """
         make_private_dir(job.windows)
         publish_file(job.windows / key.path.name, str(key.path))
@@ -93,19 +95,19 @@ class Window:
 
     @classmethod
     def join(cls, key: WindowKey, *, job: int) -> "Window":
-        """The end of a process that fills slots together with the writer; WeightsError if there is no such window."""
+        """Open the end of a process that fills slots with the writer; WeightsError if there is no such window."""
         with contextlib.suppress(UnusableWindowError):
             window = cls._map(key.path, role="part")
             if window.job == job:
                 return window
             window.close()
-        raise WeightsError(f"{key.path} is no window of job {job}: its writer makes it before others join")
+        raise WeightsError(f"{key.path} is not a window of job {job}: its writer must create it before others join")
 
     @classmethod
     def open(cls, key: WindowKey, *, job: int | None = None, touch: bool = True) -> "Window | None":
-        """A reader's end, or None: there is none (of that job), it is being made, or it is not ours to trust.
+        """Open a reader's end; None if there is no window (of that job), or it is incomplete, or not ours.
 
-        Without `touch` it is there at once, however large it is, and the first look at each page takes longer.
+        Without `touch` this returns at once, whatever the size, and the first access to each page takes longer.
         """
         try:
             window = cls._map(key.path, role="reader", touch=touch)
@@ -113,7 +115,7 @@ class Window:
             UnusableWindowError,
             WeightsError,
             OSError,
-        ):  # whatever it is: an engine that lags behind asks for files
+        ):  # in any case, an engine without newer versions asks for files
             return None
         if job is not None and window.job != job:
             window.close()
@@ -122,7 +124,7 @@ class Window:
 
     @classmethod
     def reopen(cls, previous: "Window | None", key: WindowKey, *, job: int, touch: bool = True) -> "Window | None":
-        """The reader's end of the window that has this name now: `previous`, or another in its place."""
+        """Return the reader's end of the window that has this name now: `previous`, or another in its place."""
         if previous is not None:
             if previous.is_current():
                 return previous
@@ -130,7 +132,7 @@ class Window:
         return cls.open(key, job=job, touch=touch)
 
     def close(self) -> None:
-        """Let go; memory that somebody still looks at is let go with the last look."""
+        """Close this end; memory that is still in use is unmapped after its last use."""
         if self._fd < 0:
             return
         for memory in (self._heads.head, self._slots):
@@ -143,12 +145,12 @@ class Window:
         self._fd = -1
 
     def unlink(self) -> None:
-        """Remove the name; who has it mapped keeps it. For the one who created it."""
+        """Remove the name; a process that has the window mapped keeps it. Only its creator calls this."""
         if self.is_current():
             file.remove_window_file(self.path)
 
     def is_current(self) -> bool:
-        """False once the file of that name is another, or gone: open it anew."""
+        """Return False once the file of that name is another, or gone: then open it again."""
         try:
             named = self.path.stat()
         except OSError:
@@ -157,24 +159,24 @@ class Window:
         return (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)
 
     def newest(self) -> VersionManifest | None:
-        """The newest complete version; cheap enough to ask many times a second."""
+        """Return the newest complete version; cheap enough to call many times a second."""
         state = self._heads.newest()
         return None if state is None else self._manifest_of(state)
 
     def manifest(self, version: int) -> VersionManifest:
-        """Of either version; WeightsError if it is not there."""
+        """Return the manifest of either version; WeightsError if it is not there."""
         return self._manifest_of(self._state_of(version))
 
     def versions(self) -> list[int]:
-        """The complete versions, oldest first."""
+        """List the complete versions, oldest first."""
         return sorted(state.version for slot in (0, 1) if (state := self._heads.read(slot)) is not None)
 
     # ---- the writer's end
 
     def start_version(self, version: int, *, step: int) -> memoryview:
-        """The bytes of the slot that does not hold the newest version, to be filled as the layout says.
+        """Return the slot that does not hold the newest version, to be filled according to the layout.
 
-        What an earlier `start_version` was given and did not commit is dropped.
+        A version that an earlier call started and did not commit is dropped.
         """
         newest = self._heads.newest()
         check_newer(version, newest=newest.version if newest else None)
@@ -191,18 +193,18 @@ class Window:
         return self._bytes_of(slot)
 
     def ticket(self) -> WriteTicket:
-        """What was begun, to be told to those who fill it too."""
-        assert self._writing is not None, "begin comes before turn"
+        """Return the ticket of the started version, to be sent to the processes that fill it too."""
+        assert self._writing is not None, "start_version comes before ticket"
         return WriteTicket(slot=self._writing.slot, generation=self._writing.generation, version=self._writing.version)
 
     def commit(self, checksums: Mapping[str, str] | None = None, *, sums: list[bytes] | None = None) -> VersionManifest:
-        """Make the version begun visible, complete, with the checksums of what lies in the slot.
+        """Make the started version visible, with the checksums of the slot's content.
 
-        `sums`: those, in the layout's order, if the caller computed them while filling; else they are computed here.
-        `checksums`: of what was to come into it; WeightsError names the first tensor that differs, and nothing is
-        visible. A version that was compared so is checked: readers need not do it again.
+        `sums` are these checksums, in the layout's order; without them they are computed here.
+        `checksums` are the expected ones: WeightsError names the first tensor that differs, and nothing becomes
+        visible. A version compared with them counts as checked: readers need not check it again.
         """
-        assert self._writing is not None, "begin comes before commit"
+        assert self._writing is not None, "start_version comes before commit"
         if sums is None:
             self.compute_checksums(self.ticket())
         checksum_bytes = self._heads.sums(self._writing.slot) if sums is None else b"".join(sums)
@@ -215,26 +217,24 @@ class Window:
         self._drop_write_lease()
         return self._manifest_of(state)
 
-    # ---- the end of one who helps the writer
+    # ---- the end of a process that helps the writer
 
     @contextlib.contextmanager
     def joint_write(self, ticket: WriteTicket) -> Iterator[memoryview]:
-        """The bytes of the slot that the writer has begun; only so long as this block lasts will they be written.
+        """Yield the slot that the writer has started to fill; write to it only inside this block.
 
-        WeightsError if the writer has begun another one since.
+        WeightsError if the writer has started another version since.
         """
         lease = self._lease(file.JOINT_WRITE_LOCKS[ticket.slot], exclusive=False, wait_s=LEASE_TIMEOUT_S)
         try:
             if lease is None or self._heads.generation(ticket.slot) != ticket.generation - 1:
-                raise WeightsError(
-                    f"version {ticket.version} in {self.path} is not being written any more: take the next"
-                )
+                raise WeightsError(f"version {ticket.version} in {self.path} is no longer being written: join the next")
             yield self._bytes_of(ticket.slot)
         finally:
             self._release(lease)
 
     def compute_checksums(self, ticket: WriteTicket) -> None:
-        """Compute the checksums of the filled slot, together with the other processes that do."""
+        """Compute the checksums of the filled slot, together with the other processes that call this."""
         data = self._bytes_of(ticket.slot)
 
         def compute_one(index: int) -> None:
@@ -246,9 +246,9 @@ class Window:
 
     @contextlib.contextmanager
     def read_version(self, version: int) -> Iterator[memoryview]:
-        """The bytes of a version, its checksums checked, read only; they may be used until the block ends.
+        """Yield the bytes of a version, checked and read-only, to be used until the block ends.
 
-        WeightsError: the version is not there, a tensor is damaged, or (on the way out) the writer did not wait.
+        WeightsError if the version is absent, a tensor is damaged, or (at the end) the writer did not wait.
         """
         with self.read_unchecked(version) as data:
             state = self._state_of(version)
@@ -259,47 +259,47 @@ class Window:
 
     @contextlib.contextmanager
     def read_unchecked(self, version: int) -> Iterator[memoryview]:
-        """As `read_version`, for who sends the bytes on to one that checks them."""
+        """Yield as `read_version` does, but unchecked: for bytes that are sent to a receiver that checks them."""
         state = self._state_of(version)
         lease = self._lease(file.SLOT_LOCKS[state.slot], exclusive=False, wait_s=0.0)
         if lease is None or self._heads.read(state.slot) != state:
             self._release(lease)
-            raise WeightsError(f"version {version} in {self.path} is being overwritten: take the newest")
+            raise WeightsError(f"version {version} in {self.path} is being overwritten: read the newest")
         try:
             yield self._bytes_of(state.slot).toreadonly()
             if self._heads.generation(state.slot) != state.generation:
                 raise WeightsError(
                     f"version {version} in {self.path} was overwritten while it was read "
-                    f"(the writer waits {LEASE_TIMEOUT_S:g} s for a reader): take the newest"
+                    f"(the writer waits {LEASE_TIMEOUT_S:g} s for a reader): read the newest"
                 )
         finally:
             self._release(lease)
 
     @contextlib.contextmanager
     def read_optimistic(self, version: int) -> Iterator[memoryview]:
-        """As `read_unchecked`, and the writer waits for nobody: what was read may be of another version.
+        """Yield as `read_unchecked` does, but take no lock: the writer may overwrite the bytes meanwhile.
 
-        WeightsError on the way out if it was.
+        WeightsError at the end of the block if it did.
         """
         state = self._state_of(version)
         yield self._bytes_of(state.slot).toreadonly()
         if self._heads.generation(state.slot) != state.generation:
-            raise WeightsError(f"version {version} in {self.path} was overwritten while it was read: take the newest")
+            raise WeightsError(f"version {version} in {self.path} was overwritten while it was read: read the newest")
 
     def is_intact(self, version: int) -> bool:
-        """Is this version there, whole, at this moment?"""
+        """Return True if this version is there, whole, at this moment."""
         return version in self.versions()
 
     # ---- inside
 
     @classmethod
     def _map(cls, path: Path, *, role: WindowRole, touch: bool = True) -> "Window":
-        """Map what is there. UnusableError if nothing of ours is; WeightsError if it must be left alone."""
+        """Map the file. UnusableWindowError if it is not a window of ours; WeightsError if it must be left alone."""
         fd = file.open_own_file(path)
         try:
             job, layout, places = file.identify_window(fd)
             if not file.try_lock(fd, file.OPEN_LOCK, exclusive=False):
-                raise UnusableWindowError  # it is being removed: everybody who had it is dead
+                raise UnusableWindowError  # it is being removed: all processes that had it have ended
             if role == "writer":
                 file.take_writer_lock(fd, path)
             head = mmap.mmap(fd, places.head_nbytes)
@@ -328,7 +328,7 @@ class Window:
             if (state := self._heads.read(slot)) is not None and state.version == version:
                 return state
         available = ", ".join(map(str, self.versions())) or "none"
-        raise WeightsError(f"version {version} is not in {self.path} (there: {available}): take the newest")
+        raise WeightsError(f"version {version} is not in {self.path} (there: {available}): read the newest")
 
     def _manifest_of(self, state: SlotState) -> VersionManifest:
         known = self._manifest
@@ -343,36 +343,37 @@ class Window:
         if (actual := compute_checksum(data, tensor)) != expected:
             raise WeightsError(
                 f"version {state.version} in {self.path}: tensor {tensor.name!r} has checksum {actual.hex()}, "
-                f"and {expected.hex()} was committed: the memory is damaged; take another version"
+                f"and {expected.hex()} was committed: the memory is damaged; read another version"
             )
 
     def _compare_checksums(self, state: SlotState, expected: Mapping[str, str]) -> None:
         names = [tensor.name for tensor in self.layout.tensors]
         if unmatched := sorted(expected.keys() ^ set(names)):
             raise WeightsError(
-                f"version {state.version}: tensor {unmatched[0]!r} is in the layout or was announced, but not both"
+                f"version {state.version}: tensor {unmatched[0]!r} is in the layout or in the announcement, not in both"
             )
         for index, name in enumerate(names):
             if (actual := _get_checksum(state, index).hex()) != expected[name]:
                 raise WeightsError(
-                    f"version {state.version}: tensor {name!r} arrived with checksum {actual}, {expected[name]} was sent: "
-                    "it was damaged, or changed, on the way; the version before it stays in use"
+                    f"version {state.version}: tensor {name!r} arrived with checksum {actual}, "
+                    f"{expected[name]} was sent: it was damaged, or changed, on the way; "
+                    "the version before it stays in use"
                 )
 
     def _wait_for_joint_writers(self, slot: int) -> None:
-        """WeightsError if a process of an earlier turn goes on filling the slot."""
+        """Wait for processes with an earlier ticket; WeightsError if one keeps filling the slot."""
         lease = self._lease(file.JOINT_WRITE_LOCKS[slot], exclusive=True, wait_s=LEASE_TIMEOUT_S)
         if lease is None:
             raise WeightsError(
-                f"a rank still fills slot {slot} of {self.path} after {LEASE_TIMEOUT_S:g} s, for a version that was given up: "
-                "end the trainer's other ranks before they are started again"
+                f"a rank still fills slot {slot} of {self.path} after {LEASE_TIMEOUT_S:g} s, for a version that was "
+                "dropped: end the trainer's other ranks before they are restarted"
             )
         self._release(lease)
 
     def _lease(self, byte: int, *, exclusive: bool, wait_s: float) -> int | None:
-        """A lock on a byte, held by the descriptor that is returned; None if it was not free within `wait_s`.
+        """Lock a byte; return the descriptor that holds the lock, or None if it was not free within `wait_s`.
 
-        Each has a descriptor of its own, since locks of one descriptor do not exclude each other.
+        Each lock has a separate descriptor, since locks of one descriptor do not exclude each other.
         """
         fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         deadline = time.monotonic() + wait_s
@@ -394,9 +395,9 @@ class Window:
 
 
 def _touch_pages(slots: mmap.mmap) -> None:
-    """Map all pages now, so that no copy waits for it later; in pieces, for MAP_POPULATE would hold the GIL for all.
+    """Map all pages now, so that no copy waits for it later; in chunks, since MAP_POPULATE would hold the GIL.
 
-    A read is enough for a writer too: the pages are the file's, and nobody is told of writing to them.
+    Reading is enough for a writer too: the pages are the file's, and writing to them needs no notification.
     """
     with memoryview(slots) as pages:
         for start in range(0, len(pages), TOUCH_CHUNK_NBYTES):

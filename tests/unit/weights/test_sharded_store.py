@@ -205,10 +205,10 @@ def test_what_one_rank_has_wrong_every_rank_hears_with_the_tensor_and_the_rank(r
     assert "tensor '1.o'" in missing
     assert "held by no rank" in missing
     assert "tensor '0.q': rank 0 and rank 3 both hold" in twice
-    assert "rank 3: a shard is of tensor '0.bias'" in extra
+    assert "rank 3: a shard belongs to tensor '0.bias'" in extra
     assert "rank 3: tensor '1.q': a shard of bfloat16 [32, 64] at [32, 0] is expected, but float32" in dtype
     assert "rank 3: tensor '1.q'" in shape
-    assert "bfloat16 [32, 63] came" in shape
+    assert "bfloat16 [32, 63] was given" in shape
     assert WindowStore(key(run), job=run.job(0)).newest().version == 3  # type: ignore[union-attr]
     assert seen(run, 1)
     assert seen(run, 3)
@@ -308,7 +308,7 @@ def test_a_slot_is_not_given_away_while_a_rank_still_fills_it(
     with part.joint_write(turn), pytest.raises(WeightsError, match="a rank still fills slot 0"):
         writer.start_version(1, step=1)
     writer.start_version(1, step=1)
-    with pytest.raises(WeightsError, match="is not being written any more"), part.joint_write(turn):
+    with pytest.raises(WeightsError, match="is no longer being written"), part.joint_write(turn):
         pass
 
 

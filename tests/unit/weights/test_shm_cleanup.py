@@ -31,10 +31,10 @@ time.sleep(1000)
 """
 KEEPER = """
 import sys, time
-from hpcrl.weights.window.shm_cleanup import Ledger
-ledger = Ledger()
-ledger.note([int(sys.argv[1])])
-print("noted", flush=True)
+from hpcrl.weights.window.shm_cleanup import SegmentLedger
+ledger = SegmentLedger()
+ledger.record([int(sys.argv[1])])
+print("recorded", flush=True)
 time.sleep(1000)
 """
 
@@ -166,7 +166,7 @@ def test_segments_of_a_killed_keeper_are_removed_by_who_comes_next(
     owner = started(SEGMENT)
     segment = SHARED_MEMORY / said(owner)
     keeper = started(KEEPER, owner.pid)
-    assert said(keeper) == "noted"
+    assert said(keeper) == "recorded"
     kill(owner)
     assert segment.name not in remove_orphans(), "its keeper lives"
     kill(keeper)

@@ -126,7 +126,7 @@ def test_checksums_of_another_node_are_compared_before_anything_is_visible(run: 
     sums = dict(writer.commit().checksums)
     for wrong, complaint in (
         (sums | {"b": "0" * 32}, "tensor 'b' arrived with checksum"),
-        ({name: sums[name] for name in ("a", "c")}, "tensor 'b' is in the layout or was announced"),
+        ({name: sums[name] for name in ("a", "c")}, "tensor 'b' is in the layout or in the announcement"),
         (sums | {"d": "0" * 32}, "tensor 'd'"),
     ):
         slot = writer.start_version(3, step=3)
@@ -365,7 +365,7 @@ def test_a_window_is_private(run: CampaignDir) -> None:
 def test_a_file_that_others_can_read_is_not_trusted(run: CampaignDir) -> None:
     made(run).close()
     key(run).path.chmod(0o644)
-    with pytest.raises(WeightsError, match="has to be ours with 600"):
+    with pytest.raises(WeightsError, match="must be ours with 600"):
         made(run)
     assert Window.open(key(run)) is None
     key(run).path.unlink()
@@ -375,7 +375,7 @@ def test_a_link_in_place_of_a_window_is_not_followed(run: CampaignDir, tmp_path:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     key(run).path.symlink_to(victim)
-    with pytest.raises(WeightsError, match="somebody else uses this name"):
+    with pytest.raises(WeightsError, match="another user has this name"):
         made(run)
     assert Window.open(key(run)) is None
     assert victim.read_text() == "precious"
