@@ -23,4 +23,4 @@ def test_a_campaign_trains_on_what_an_agent_program_did(home: Path) -> None:
     seen = snapshot("a")
     assert (seen["state"], seen["step"]) == ("done", 2)
     assert len(steps(CampaignDir(home / "campaigns" / "a"))) == 2
-    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)
+    until(lambda: not processes_of(home), what=f"no process is left: {processes_of(home)}", timeout_s=60)

@@ -1,4 +1,4 @@
-"""Held-out tasks in whole campaigns: measured beside training, apart from it, and over a crash."""
+"""Held-out tasks in whole campaigns: evaluated beside training, kept out of it, and continued after a crash."""
 
 import os
 import signal
@@ -22,20 +22,27 @@ def evaluations(run: CampaignDir) -> list[dict[str, Any]]:
     return [event for event in read_events(run.events) if event["event"] == "evaluation"]
 
 
-def test_held_out_tasks_are_measured_every_few_versions_and_never_trained_on(campaigns: Path) -> None:
-    asked = ("-s", "evaluation.every_versions=2", "-s", "evaluation.num_episodes=6", "-s", "evaluation.temperature=0")
+def test_held_out_tasks_are_evaluated_every_few_versions_and_never_trained_on(campaigns: Path) -> None:
+    settings = (
+        "-s",
+        "evaluation.every_versions=2",
+        "-s",
+        "evaluation.num_episodes=6",
+        "-s",
+        "evaluation.temperature=0",
+    )
     best = ("-s", "train.checkpoint_every_steps=1", "-s", "train.keep_best=1", "-s", "train.keep_checkpoints=1")
-    hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "e", *SMALL, *asked, *best)
+    hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "e", *SMALL, *settings, *best)
     run, seen = CampaignDir(campaigns / "e"), snapshot("e")
-    told = evaluations(run)
-    assert [event["number"] for event in told] == list(range(len(told)))
-    versions = [event["version"] for event in told]
+    reported = evaluations(run)
+    assert [event["number"] for event in reported] == list(range(len(reported)))
+    versions = [event["version"] for event in reported]
     assert versions == sorted(set(versions))
     assert versions[-1] == steps(run)[-1]["step"] == 4, "training waits for the last one"
-    assert all(event["num_episodes"] == 6 and event["num_faults"] == 0 for event in told)
-    assert told[-1]["oldest"] == told[-1]["newest"] == 4
+    assert all(event["num_episodes"] == 6 and event["num_faults"] == 0 for event in reported)
+    assert reported[-1]["oldest"] == reported[-1]["newest"] == 4
     assert [(one["version"], one["reward_mean"]) for one in seen["evaluations"]] == [
-        (event["version"], event["reward_mean"]) for event in told
+        (event["version"], event["reward_mean"]) for event in reported
     ]
     assert "held out" in hpcrl("monitor", "e", "--once").stdout
     stored = [facts for name in SPOOLS for path in run.spool(name).glob("*.h5") for facts in read_segment(path).facts]
@@ -44,11 +51,11 @@ def test_held_out_tasks_are_measured_every_few_versions_and_never_trained_on(cam
     assert len(list(run.checkpoints.glob("0*"))) == 2, "the newest, and the best of the others"
 
 
-def test_an_evaluation_that_a_crash_cut_short_is_made_anew_and_none_counts_twice(campaigns: Path) -> None:
-    asked = ("-s", "evaluation.every_versions=100", "-s", "evaluation.num_episodes=400")
-    hpcrl("submit", "quickstart", "--site", "local", "--name", "x", *SMALL, *asked, "-s", "train.num_steps=12")
+def test_an_evaluation_interrupted_by_a_crash_is_repeated_and_counts_once(campaigns: Path) -> None:
+    settings = ("-s", "evaluation.every_versions=100", "-s", "evaluation.num_episodes=400")
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "x", *SMALL, *settings, "-s", "train.num_steps=12")
     run = CampaignDir(campaigns / "x")
-    until((run.evaluations / "round.json").exists, what="an evaluation was begun")
+    until((run.evaluations / "round.json").exists, what="an evaluation has started")
     guardian = read_json(run.job(0).submission)["pid"]
     driver = int(Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()[0])
     os.kill(driver, signal.SIGKILL)
@@ -56,7 +63,7 @@ def test_an_evaluation_that_a_crash_cut_short_is_made_anew_and_none_counts_twice
     assert evaluations(run) == []
     hpcrl("resume", "x", "--watch")
     assert snapshot("x")["state"] == "done"
-    told = evaluations(run)
-    assert [(event["number"], event["job"], event["num_episodes"]) for event in told] == [(1, 1, 400)]
+    reported = evaluations(run)
+    assert [(event["number"], event["job"], event["num_episodes"]) for event in reported] == [(1, 1, 400)]
     assert not (run.evaluations / "000000.json").exists()
     assert [one["num_episodes"] for one in snapshot("x")["evaluations"]] == [400]

@@ -1,4 +1,4 @@
-"""A whole campaign with nodes of the user's, whose figures are shown elsewhere; what shows them may be killed."""
+"""A whole campaign with user nodes that exports its metrics, even if the exporting process is killed."""
 
 import os
 import signal
@@ -39,19 +39,19 @@ inputs = ["weigh"]
 
 
 def reader_of(run: CampaignDir) -> psutil.Process | None:
-    """The process that feeds the sinks."""
+    """Return the process that feeds the sinks."""
     children = psutil.Process(read_json(run.job(0).submission)["pid"]).children(recursive=True)
     found = [process for process in children if "hpcrl.job.metrics_export" in process.cmdline()]
     return found[0] if found else None
 
 
-def test_figures_are_shown_though_their_reader_was_killed(campaigns: Path, tmp_path: Path) -> None:
+def test_metrics_are_complete_though_the_exporter_was_killed(campaigns: Path, tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     recipe = tmp_path / "nodes.toml"
     recipe.write_text(RECIPE)
     hpcrl("submit", str(recipe), "--site", "local", "--name", "m", *SMALL, "-s", "train.num_steps=30")
     run = CampaignDir(campaigns / "m")
-    until((run.metrics / "read.json").exists, what="the reader has read")
+    until((run.metrics / "read.json").exists, what="the exporter has read events")
     reader = reader_of(run)
     assert reader is not None
     os.kill(reader.pid, signal.SIGKILL)
@@ -60,6 +60,6 @@ def test_figures_are_shown_though_their_reader_was_killed(campaigns: Path, tmp_p
     shown = events.EventAccumulator(str(run.metrics / "tensorboard"))
     shown.Reload()
     seen = {one.step: one.value for one in shown.Scalars("reward/reward_mean")}
-    told = {step["step"]: pytest.approx(step["reward_mean"], abs=1e-6) for step in steps(run)}
-    assert len(told) == 30
-    assert seen == told
+    reported = {step["step"]: pytest.approx(step["reward_mean"], abs=1e-6) for step in steps(run)}
+    assert len(reported) == 30
+    assert seen == reported

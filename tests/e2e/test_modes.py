@@ -1,4 +1,4 @@
-"""The modes that wait: whole batches come to their ends, also where rewards fail."""
+"""The batch modes: a campaign completes, even if rewards fail."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures
 
 
 @pytest.mark.parametrize(("mode", "most"), [("sync", 0), ("one-step-off", 1)])
-def test_a_mode_that_waits_comes_to_its_end_though_rewards_fail(campaigns: Path, mode: str, most: int) -> None:
-    """With a group to spare in each batch, too."""
+def test_a_batch_mode_completes_though_rewards_fail(campaigns: Path, mode: str, most: int) -> None:
+    """Each batch also has a spare group."""
     failing = (
         "-s",
         "domains.lake.reward=tests.support.odd_rewards:of_every_other_group",

@@ -1,4 +1,4 @@
-"""A campaign whose engines only pretend: its versions, hand-overs and routing are those of a real one."""
+"""A campaign with simulated engines: versions, KV transfers and routing are those of a real one."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ num_workers = 2
 num_workers = 2
 """
 FAST = {"lake": "-0", "pond": "-1"}
-"""How the names of the workers end that are good at what these domains want."""
+"""Suffix of the workers that have the hardware of each domain."""
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def recipe(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_simulated_campaign_hands_kv_over_and_follows_the_versions(campaigns: Path, recipe: str) -> None:
+def test_a_simulated_campaign_transfers_kv_and_loads_the_versions(campaigns: Path, recipe: str) -> None:
     hpcrl("submit", recipe, "--site", "local", "--watch", "--name", "sim", *SMALL)
     run = CampaignDir(campaigns / "sim")
     assert snapshot("sim")["state"] == "done"
@@ -71,7 +71,7 @@ def test_a_simulated_campaign_hands_kv_over_and_follows_the_versions(campaigns: 
     assert max(newest.values()) >= 1
 
 
-def test_turns_go_to_the_hardware_of_their_domain_and_a_worker_changes_over(campaigns: Path, recipe: str) -> None:
+def test_turns_go_to_the_hardware_of_their_domain_and_a_worker_switches_roles(campaigns: Path, recipe: str) -> None:
     """These turns have prompts of a few tokens: one prefill worker is enough, and decode lacks one."""
     sizing = ("-s", "router.sizing=auto", "-s", "train.num_steps=100000")
     hpcrl("submit", recipe, "--site", "local", "--name", "flip", *SMALL, *sizing)
@@ -79,7 +79,7 @@ def test_turns_go_to_the_hardware_of_their_domain_and_a_worker_changes_over(camp
     until(lambda: all(_is_at_home(run, domain) for domain in FAST), what=f"domains are served by {FAST}")
     until(
         lambda: "decode" in read_switched_roles(run.switched_roles).values(),
-        what="a worker has changed over",
+        what="a worker has switched roles",
         timeout_s=300,
     )
     (changed,) = read_switched_roles(run.switched_roles)
@@ -97,6 +97,6 @@ def turns(run: CampaignDir) -> list[EpisodeTurn]:
 
 
 def _is_at_home(run: CampaignDir, domain: str) -> bool:
-    """Whether its last turns were all on its hardware, as they are once that is there."""
+    """Check that the domain's last 50 turns were all on its hardware, as they are once that is ready."""
     last = [route["decode"] or "" for route in routes(run) if route["domain"] == domain][-50:]
     return len(last) == 50 and all(worker.endswith(FAST[domain]) for worker in last)

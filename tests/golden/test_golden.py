@@ -1,6 +1,6 @@
-"""Plan JSON and batch script of every shipped recipe x site, byte for byte.
+"""The plan JSON and batch script of every shipped recipe on every site, byte for byte.
 
-After a change that is meant: HPCRL_UPDATE_GOLDEN=1 python -m pytest tests/golden, then read the diff.
+After an intended change: HPCRL_UPDATE_GOLDEN=1 python -m pytest tests/golden, then read the diff.
 """
 
 import os

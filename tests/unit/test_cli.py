@@ -1,4 +1,4 @@
-"""What a user gets wrong: exit code 2, one message with the cure, no traceback, nothing left behind."""
+"""User errors: exit code 2, one message with the fix, no traceback, no files left behind."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def nothing_left(home: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (("submit", "quickstart", "--site", "local", "-s", "rollout.group_sise=4"), "did you mean 'group_size'?"),
         (("submit", "quickstart", "--site", "local", "-s", "rollout.group_size=x"), "expected int"),
@@ -43,15 +43,15 @@ def nothing_left(home: Path) -> bool:
         (("submit", "quickstart", "--site", "local", "-s", "domains.lake.options.map=9x9"), "9x9"),
         (("submit", "quickstart", "--site", "local", "--name", "a/b"), "--name 'a/b'"),
         (("plan", "quickstart", "--site", "lab", "-s", "nonsense"), "expected key=value"),
-        (("monitor", "nobody"), "no campaign 'nobody'"),
-        (("resume", "nobody"), "no campaign 'nobody'"),
-        (("stop", "nobody"), "no campaign 'nobody'"),
-        (("logs", "nobody"), "no campaign 'nobody'"),
+        (("monitor", "missing"), "no campaign 'missing'"),
+        (("resume", "missing"), "no campaign 'missing'"),
+        (("stop", "missing"), "no campaign 'missing'"),
+        (("logs", "missing"), "no campaign 'missing'"),
     ],
 )
-def test_a_mistake_is_one_message_with_the_cure(home: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_a_user_error_gives_one_message_with_the_fix(home: Path, arguments: tuple[str, ...], expected: str) -> None:
     message = refused(*arguments)
-    assert said in message
+    assert expected in message
     assert len(message.splitlines()) == 1
     assert nothing_left(home)
 
@@ -67,7 +67,7 @@ def test_a_recipe_that_is_nested_too_deep_is_refused(home: Path, tmp_path: Path,
 
 
 def test_the_first_example_of_the_docs_is_accepted(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example names a module, so one of that name is made."""
+    """The example names a module, so the test creates it."""
     text = Path(__file__).parents[2].joinpath("docs", "recipes.md").read_text()
     (tmp_path / "mine.toml").write_text(text.split("```toml\n")[1].split("```")[0])
     (tmp_path / "my_package").mkdir()
@@ -88,7 +88,7 @@ def my_reward(trajectory):
 """
 
 
-def test_a_model_directory_that_is_none_is_refused(home: Path, tmp_path: Path) -> None:
+def test_a_path_without_a_model_is_refused(home: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text(
         'name = "r"\n[model]\npath = "nowhere"\n[domains.a]\nenv = "json:loads"\n[rollout]\ngroup_size = 2\n'
@@ -97,7 +97,7 @@ def test_a_model_directory_that_is_none_is_refused(home: Path, tmp_path: Path) -
     assert "is not a model directory" in refused("submit", str(recipe), "--site", "local")
 
 
-def test_an_env_that_breaks_the_interpreter_is_refused(
+def test_an_env_that_kills_the_interpreter_is_refused(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "breaking.py").write_text("import os\nos._exit(7)\n")
@@ -118,7 +118,7 @@ atexit.register(os.write, 2, b"written at the end\\n")
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "expected"),
     [
         ("raise ValueError('the map is\\nmissing')", "importing noisy failed (ValueError: the map is; missing)"),
         ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
@@ -127,32 +127,32 @@ atexit.register(os.write, 2, b"written at the end\\n")
     ],
 )
 def test_an_env_that_prints_is_refused_with_the_message_of_its_exception(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, expected: str
 ) -> None:
     (tmp_path / "noisy.py").write_text(NOISE + code + "\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     setting = 'domains.lake={env="noisy:Env"}'
     message = refused("submit", "quickstart", "--site", "local", "-s", setting)
-    assert said in message
+    assert expected in message
     assert "printed" not in message
     assert "written" not in message
     assert len(message.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("tests.support.curricula:nowhere", "tests.support.curricula has no 'nowhere'"),
         ("tests.support.curricula:empty", "ZeroDivisionError"),
     ],
 )
 def test_a_curriculum_that_cannot_be_used_is_refused(
-    home: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+    home: Path, monkeypatch: pytest.MonkeyPatch, name: str, expected: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     message = refused("submit", "quickstart", "--site", "local", "-s", f"rollout.curriculum={name}")
     assert "rollout.curriculum" in message
-    assert said in message
+    assert expected in message
     assert nothing_left(home)
 
 
@@ -170,7 +170,7 @@ def test_missing_slurm_commands_are_named(home: Path, tmp_path: Path, monkeypatc
     assert nothing_left(home)
 
 
-def test_a_lab_that_is_not_up_is_named_with_the_cure(
+def test_a_lab_that_is_not_up_is_named_with_the_fix(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{fake_slurm(tmp_path, 'exit 0')}:{os.environ['PATH']}")
@@ -187,7 +187,7 @@ def test_a_controller_that_is_down_is_named(home: Path, tmp_path: Path, monkeypa
     assert nothing_left(home)
 
 
-def test_a_slurm_that_does_not_answer_is_given_up(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_that_does_not_answer_times_out(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{fake_slurm(tmp_path, 'exec sleep 1000')}:{os.environ['PATH']}")
     monkeypatch.setenv("HPCRL_SLURM_TIMEOUT_S", "1")
     message = refused("submit", "quickstart", "--site", "perlmutter", "-s", "site.account=m1", *here(tmp_path))
@@ -200,7 +200,7 @@ def here(tmp_path: Path) -> tuple[str, ...]:
 
 
 def fake_slurm(tmp_path: Path, script: str) -> Path:
-    """Slurm's commands as programs that do what the test says."""
+    """Create Slurm's commands as programs that run `script`."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("sbatch", "srun", "squeue", "scancel", "scontrol"):
@@ -215,8 +215,8 @@ def test_the_environment_of_sbatch_is_clean_and_the_job_id_is_recorded(
     script = f"env > {tmp_path}/env; echo 'Submitted batch job 4711'"
     monkeypatch.setenv("PATH", f"{fake_slurm(tmp_path, script)}:{os.environ['PATH']}")
     monkeypatch.setenv("SBATCH_PARTITION", "stray")
-    said = hpcrl("submit", "quickstart", "--site", "perlmutter", "-s", "site.account=m1", *here(tmp_path)).stdout
-    assert "job 4711" in said
+    output = hpcrl("submit", "quickstart", "--site", "perlmutter", "-s", "site.account=m1", *here(tmp_path)).stdout
+    assert "job 4711" in output
     assert "SBATCH_PARTITION" not in (tmp_path / "env").read_text()
     record = json.loads((home / "campaigns" / "quickstart-1" / "jobs" / "000" / "submitted.json").read_text())
     assert record["id"] == "4711"
@@ -232,24 +232,24 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stderr.strip() == "[]"
 
 
-def test_a_plan_as_json_is_the_same_twice(home: Path) -> None:
+def test_a_plan_as_json_is_deterministic(home: Path) -> None:
     first, second = (hpcrl("plan", "quickstart", "--site", "lab", "--json").stdout for _ in range(2))
     assert first == second
     assert json.loads(first)["layout"] == "hetjob"
 
 
 def test_a_plan_for_people_shows_roles_cost_and_script(home: Path) -> None:
-    said = hpcrl("plan", "quickstart", "--site", "lab").stdout
+    output = hpcrl("plan", "quickstart", "--site", "lab").stdout
     for part in ("prefill", "decode", "node-hours", "#SBATCH hetjob", "hetjob: site lab"):
-        assert part in said
+        assert part in output
 
 
-def test_a_name_that_is_taken_is_refused(home: Path) -> None:
+def test_an_existing_name_is_refused(home: Path) -> None:
     (home / "campaigns" / "mine").mkdir(parents=True)
     assert "campaign 'mine' exists already" in refused("submit", "quickstart", "--site", "local", "--name", "mine")
 
 
-def test_without_campaigns_ls_says_so(home: Path) -> None:
+def test_without_campaigns_ls_reports_that_there_are_none(home: Path) -> None:
     assert "no campaigns yet" in hpcrl("ls").stdout
     assert json.loads(hpcrl("ls", "--json").stdout) == []
 

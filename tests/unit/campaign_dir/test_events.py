@@ -1,4 +1,4 @@
-"""Events: the lines of each kind, what readers skip, and that nothing but a struct is emitted."""
+"""Events: the line of each kind, the lines that readers skip, and a check that only structs are emitted."""
 
 import ast
 import json

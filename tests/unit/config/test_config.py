@@ -1,4 +1,4 @@
-"""Recipes and sites as TOML: found, extended, overridden, refused with the cure."""
+"""Recipes and sites as TOML: found, extended, overridden, refused with a fix."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_extends_in_a_circle_is_refused(recipe: Path) -> None:
     assert "circle" in refused(recipe)
 
 
-def test_a_mistyped_key_is_answered_with_the_nearest_name(recipe: Path) -> None:
+def test_the_error_for_a_mistyped_key_suggests_the_nearest_name(recipe: Path) -> None:
     message = refused(recipe, "rollout.group_sise=4")
     assert "'rollout.group_sise'" in message
     assert "did you mean 'group_size'?" in message
@@ -72,7 +72,7 @@ def test_a_mistyped_key_in_a_domain_is_found(recipe: Path) -> None:
     assert "did you mean 'max_turns'?" in refused(recipe, "domains.lake.max_turn=4")
 
 
-def test_a_mistyped_table_is_answered_with_the_nearest_name(recipe: Path) -> None:
+def test_the_error_for_a_mistyped_table_suggests_the_nearest_name(recipe: Path) -> None:
     assert "did you mean 'rollout'?" in refused(recipe, "rolout.group_size=4")
 
 
@@ -100,7 +100,7 @@ def test_malformed_toml_names_file_and_line(recipe: Path) -> None:
     assert "line 13" in message
 
 
-def test_a_file_that_is_no_text_is_refused(recipe: Path) -> None:
+def test_a_binary_file_is_refused(recipe: Path) -> None:
     recipe.write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8" in refused(recipe)
 
@@ -123,7 +123,7 @@ def test_a_model_needs_exactly_one_source(recipe: Path) -> None:
     assert "either `path`" in refused(recipe)
 
 
-def test_an_unknown_recipe_lists_what_there_is(home: Path) -> None:
+def test_the_error_for_an_unknown_recipe_suggests_the_nearest_name(home: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'quickstart'"):
         find_toml("recipes", "quickstrat")
 
@@ -142,12 +142,12 @@ def test_a_users_own_site_wins_and_may_extend_the_shipped_one(home: Path) -> Non
     assert "perlmutter" in list_known_names("sites")
 
 
-def test_a_gpu_that_nobody_knows_is_refused(home: Path) -> None:
+def test_an_unknown_gpu_is_refused(home: Path) -> None:
     with pytest.raises(ConfigError, match="not in the catalogue"):
         load_site("lab", settings=("partitions.decode.gpu=h2O",))
 
 
-def test_settings_reach_a_table_that_was_not_there(recipe: Path) -> None:
+def test_a_setting_can_create_a_table(recipe: Path) -> None:
     table, _ = load_table("recipes", str(recipe), settings=("job.walltime_min=5",))
     assert table["job"] == {"walltime_min": 5}
 
@@ -222,7 +222,7 @@ def test_a_model_path_and_a_tiny_model_in_one_file_are_refused(recipe: Path) -> 
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
-def test_an_old_key_is_answered_with_the_new_one(recipe: Path, old: str, new: str) -> None:
+def test_the_error_for_an_old_key_names_the_new_one(recipe: Path, old: str, new: str) -> None:
     assert f"{old!r} is now called {new!r}" in refused(recipe, f"{old}=1")
     table, name = new.split(".")
     assert name in getattr(load_recipe(str(recipe)), table).__struct_fields__

@@ -1,4 +1,4 @@
-"""How long a GPU takes, by its figures and the model's."""
+"""The estimated speed of a GPU, from its figures and the model's."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The monitor's reading side, on campaign directories written by real event logs."""
+"""The monitor's input: campaign directories written by real event logs."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ RUNNING = """\
 
 
 class FakeSlurm:
-    """What the collector asks instead of Slurm; counts the questions."""
+    """A stand-in for Slurm that records the queries."""
 
     def __init__(self, text: str = RUNNING) -> None:
         self.text = text
@@ -94,7 +94,7 @@ def test_the_json_has_exactly_the_fields_of_the_contract(campaign: SyntheticCamp
     assert (printed["step"], printed["num_steps"], printed["version"], printed["reward_mean"]) == (1, 10, 1, [0.1])
 
 
-def test_the_json_has_the_rewards_and_the_accounts_of_a_campaign(campaign: SyntheticCampaign) -> None:
+def test_the_json_has_the_rewards_and_the_episode_counts_of_a_campaign(campaign: SyntheticCampaign) -> None:
     running(campaign).emit("env-0", EpisodesCounted(running=2, done=5, truncated=1, aborted_stale=2, env_fault=1))
     campaign.emit("reward-0", SegmentScored(num=2, rewards={"sums": [1.0, 0.0]}))
     campaign.emit("reward-0", SegmentScored(num=300, rewards={"sums": [1.0] * 300}))
@@ -109,19 +109,19 @@ def test_the_json_has_the_rewards_and_the_accounts_of_a_campaign(campaign: Synth
     assert sums["reward_mean"] == pytest.approx(301 / 302)
 
 
-def test_the_nodes_of_one_allocation_are_shown_as_they_were_dealt(campaign: SyntheticCampaign) -> None:
+def test_the_nodes_of_one_allocation_are_shown_by_component(campaign: SyntheticCampaign) -> None:
     publish_json(campaign.run.plan, read_json(campaign.run.plan) | {"layout": "hetstep"})
-    dealt = [["gpu1"], ["gpu2"], ["gpu3"], ["gpu4", "gpu5"]]
-    running(campaign).emit("driver", LayoutChosen(layout="hetstep", reason="one allocation", nodes=dealt))
+    nodes = [["gpu1"], ["gpu2"], ["gpu3"], ["gpu4", "gpu5"]]
+    running(campaign).emit("driver", LayoutChosen(layout="hetstep", reason="one allocation", nodes=nodes))
     slurm = FakeSlurm("123|123|RUNNING|gpu|2026-11-20T10:00:00|N/A|gpu[1-5]|None\n")
 
     components = collector(campaign, slurm).poll().jobs[0].components
 
-    assert [component.nodes for component in components] == dealt
+    assert [component.nodes for component in components] == nodes
     assert {(component.partition, component.state) for component in components} == {("gpu", "running")}
 
 
-def test_one_allocation_that_waits_is_queued_with_all_its_components(campaign: SyntheticCampaign) -> None:
+def test_a_pending_allocation_is_queued_with_all_its_components(campaign: SyntheticCampaign) -> None:
     publish_json(campaign.run.plan, read_json(campaign.run.plan) | {"layout": "hetstep"})
     campaign.submit()
     slurm = FakeSlurm("123|123|PENDING|gpu|N/A|N/A||Resources\n")
@@ -139,11 +139,11 @@ def test_a_campaign_without_a_job_is_planned_with_the_workers_of_its_plan(campai
     assert snapshot.roles["env"].alive == 0
 
 
-def test_the_driver_is_no_role(campaign: SyntheticCampaign) -> None:
+def test_the_driver_is_not_a_role(campaign: SyntheticCampaign) -> None:
     assert "driver" not in collector(running(campaign)).poll().roles
 
 
-def test_a_job_that_was_not_asked_about_has_the_nodes_that_its_workers_named(campaign: SyntheticCampaign) -> None:
+def test_a_job_that_slurm_was_not_asked_about_has_the_nodes_of_its_workers(campaign: SyntheticCampaign) -> None:
     running(campaign).outcome("done")
     slurm = FakeSlurm()
 
@@ -156,7 +156,7 @@ def test_a_job_that_was_not_asked_about_has_the_nodes_that_its_workers_named(cam
 # Folding
 
 
-def test_counts_of_env_workers_add_up_over_workers_and_jobs(campaign: SyntheticCampaign) -> None:
+def test_counts_of_env_workers_are_summed_over_workers_and_jobs(campaign: SyntheticCampaign) -> None:
     running(campaign)
     counts = {"running": 4, "done": 10, "truncated": 2, "aborted_stale": 1, "aborted_redundant": 2, "env_fault": 3}
     campaign.emit("env-0", EpisodesCounted(**counts, policy_fault=1, num_tokens=100))
@@ -170,7 +170,7 @@ def test_counts_of_env_workers_add_up_over_workers_and_jobs(campaign: SyntheticC
     assert (episodes.done, episodes.aborted, episodes.faulted, episodes.running) == (18, 3, 4, 5)
 
 
-def test_a_restarted_env_worker_counts_on_from_where_the_first_ended(campaign: SyntheticCampaign) -> None:
+def test_the_counts_of_a_restarted_env_worker_are_added_to_the_earlier_ones(campaign: SyntheticCampaign) -> None:
     running(campaign)
     campaign.emit("env-0", EpisodesCounted(done=10, num_tokens=100))
     campaign.emit("env-0", WorkerStarted(pid=2, gpus=[]))
@@ -182,7 +182,7 @@ def test_a_restarted_env_worker_counts_on_from_where_the_first_ended(campaign: S
     assert snapshot.detail.num_tokens == 120
 
 
-def test_episodes_of_a_dead_worker_do_not_run(campaign: SyntheticCampaign) -> None:
+def test_episodes_of_a_failed_worker_are_not_running(campaign: SyntheticCampaign) -> None:
     running(campaign)
     campaign.emit("env-0", EpisodesCounted(running=7, done=1))
     campaign.now += 1
@@ -212,7 +212,7 @@ def test_a_step_repeated_after_a_resume_replaces_the_earlier_one(campaign: Synth
     assert snapshot.step == 3
 
 
-def test_a_resumed_trainer_unlearns_what_came_after_the_checkpoint(campaign: SyntheticCampaign) -> None:
+def test_a_resume_removes_the_steps_after_the_checkpoint(campaign: SyntheticCampaign) -> None:
     running(campaign)
     for step in (1, 2, 3):
         campaign.step(step)
@@ -221,10 +221,10 @@ def test_a_resumed_trainer_unlearns_what_came_after_the_checkpoint(campaign: Syn
     snapshot = collector(campaign).poll()
 
     assert snapshot.reward_mean == [0.1]
-    assert snapshot.version == 3, "versions never go back"
+    assert snapshot.version == 3, "versions never decrease"
 
 
-def test_jobs_are_folded_in_their_order_whatever_the_clocks_of_their_nodes_say(campaign: SyntheticCampaign) -> None:
+def test_jobs_are_folded_in_their_order_whatever_the_clocks_of_their_nodes_show(campaign: SyntheticCampaign) -> None:
     running(campaign)
     for step in (1, 2, 3):
         campaign.step(step)
@@ -236,15 +236,15 @@ def test_jobs_are_folded_in_their_order_whatever_the_clocks_of_their_nodes_say(c
     assert collector(campaign).poll().reward_mean == [0.1, 7.0]
 
 
-def test_reading_bit_by_bit_gives_what_reading_at_once_gives(campaign: SyntheticCampaign) -> None:
+def test_incremental_reading_gives_the_same_result_as_reading_at_once(campaign: SyntheticCampaign) -> None:
     running(campaign)
-    bit_by_bit = collector(campaign)
+    incremental = collector(campaign)
     for step in range(1, 8):
         campaign.step(step)
         campaign.emit("env-0", EpisodesCounted(done=step * 3, num_tokens=step * 10))
-        bit_by_bit.poll()
+        incremental.poll()
 
-    assert encode_snapshot(bit_by_bit.poll()) == encode_snapshot(collector(campaign).poll())
+    assert encode_snapshot(incremental.poll()) == encode_snapshot(collector(campaign).poll())
 
 
 def test_tokens_per_second_are_those_of_the_last_minute_while_it_runs(campaign: SyntheticCampaign) -> None:
@@ -267,7 +267,7 @@ def test_tokens_per_second_of_an_ended_campaign_are_its_mean(campaign: Synthetic
     assert collector(campaign).poll().tokens_per_s == pytest.approx(50)
 
 
-def test_spool_depths_are_what_the_next_stage_has_yet_to_take(campaign: SyntheticCampaign) -> None:
+def test_spool_depths_count_what_the_next_stage_has_not_consumed(campaign: SyntheticCampaign) -> None:
     running(campaign)
     for number in range(5):
         campaign.segment("rollouts", number, 16)
@@ -340,7 +340,7 @@ def test_a_worker_that_reports_its_own_failure_by_its_full_name_is_the_same_work
         (JobFacts(driver_alive=None, has_heartbeat=True), "running"),
     ],
 )
-def test_the_state_of_a_job_follows_from_what_is_known(facts: JobFacts, state: str) -> None:
+def test_the_state_of_a_job_follows_from_the_known_facts(facts: JobFacts, state: str) -> None:
     assert derive_job_state(facts)[0] == state
 
 
@@ -373,7 +373,7 @@ def test_a_local_run_whose_driver_was_killed_is_failed(campaign: SyntheticCampai
     assert "its driver was killed" in snapshot.jobs[0].reason
 
 
-def test_a_local_run_whose_driver_lives_is_running_and_slurm_is_not_asked(campaign: SyntheticCampaign) -> None:
+def test_a_local_run_whose_driver_is_alive_is_running_and_slurm_is_not_asked(campaign: SyntheticCampaign) -> None:
     campaign.submit_local()
     slurm = FakeSlurm()
 
@@ -381,15 +381,15 @@ def test_a_local_run_whose_driver_lives_is_running_and_slurm_is_not_asked(campai
     assert slurm.asked == []
 
 
-def test_a_pid_that_was_used_again_is_not_the_driver(campaign: SyntheticCampaign) -> None:
+def test_a_reused_pid_is_not_the_driver(campaign: SyntheticCampaign) -> None:
     campaign.submit_local()
-    path = campaign.run.job(0).submitted
+    path = campaign.run.job(0).submission
     path.write_text(json.dumps({**json.loads(path.read_text()), "start_ticks": 1}))
 
     assert collector(campaign).poll().state == "failed"
 
 
-def test_a_local_run_on_another_machine_is_judged_by_its_signs_of_life(campaign: SyntheticCampaign) -> None:
+def test_a_local_run_on_another_machine_is_judged_by_its_heartbeats(campaign: SyntheticCampaign) -> None:
     campaign.submit_local(pid=2**22 + 1)
     campaign.emit("driver", JobStarted(slurm_id=None, end_time=None, node="another-login-node"))
 
@@ -406,7 +406,7 @@ def test_a_stop_file_makes_a_running_campaign_draining(campaign: SyntheticCampai
     assert collector(campaign).poll().state == "draining"
 
 
-def test_a_drained_campaign_without_a_next_job_is_stopped_and_says_how_to_go_on(campaign: SyntheticCampaign) -> None:
+def test_a_drained_campaign_without_a_next_job_is_stopped_with_a_hint_to_resume(campaign: SyntheticCampaign) -> None:
     running(campaign).outcome("drained", "its walltime is nearly over")
 
     snapshot = collector(campaign).poll()
@@ -416,7 +416,7 @@ def test_a_drained_campaign_without_a_next_job_is_stopped_and_says_how_to_go_on(
     assert snapshot.jobs[0].reason.startswith("its walltime is nearly over; `hpcrl resume` continues")
 
 
-def test_a_driver_that_says_its_last_word_is_draining_until_it_leaves_its_outcome(campaign: SyntheticCampaign) -> None:
+def test_a_driver_that_reported_its_end_is_draining_until_it_writes_its_outcome(campaign: SyntheticCampaign) -> None:
     running(campaign).emit("driver", JobEnded(outcome="done", reason="every training step was made"))
     reading = collector(campaign)
     assert reading.poll().state == "draining"
@@ -425,14 +425,14 @@ def test_a_driver_that_says_its_last_word_is_draining_until_it_leaves_its_outcom
     assert reading.poll().state == "done"
 
 
-def test_a_last_word_is_the_outcome_of_a_driver_that_could_not_leave_one(campaign: SyntheticCampaign) -> None:
+def test_the_end_event_is_the_outcome_of_a_driver_that_could_not_write_one(campaign: SyntheticCampaign) -> None:
     running(campaign).emit("driver", JobEnded(outcome="done", reason="every training step was made"))
     campaign.now += 60
 
     assert collector(campaign, FakeSlurm("")).poll().state == "done"
 
 
-def test_slurm_is_asked_once_in_half_a_minute_for_jobs_without_an_outcome(campaign: SyntheticCampaign) -> None:
+def test_slurm_is_queried_once_in_half_a_minute_for_jobs_without_an_outcome(campaign: SyntheticCampaign) -> None:
     campaign.submit(0, job="100")
     campaign.outcome("drained", number=0)
     campaign.submit(1, job="123")
@@ -456,7 +456,7 @@ def test_a_job_that_slurm_requeues_is_read_again(campaign: SyntheticCampaign) ->
     assert reading.poll().state == "running"
 
 
-def test_a_queued_campaign_says_why(campaign: SyntheticCampaign) -> None:
+def test_a_queued_campaign_has_a_reason(campaign: SyntheticCampaign) -> None:
     campaign.submit()
     slurm = FakeSlurm(RUNNING.replace("RUNNING", "PENDING").replace("|None", "|Priority"))
 
@@ -467,7 +467,7 @@ def test_a_queued_campaign_says_why(campaign: SyntheticCampaign) -> None:
     assert {component.state for component in snapshot.jobs[0].components} == {"queued"}
 
 
-def test_while_a_job_runs_it_is_shown_and_not_the_one_that_waits_for_it(campaign: SyntheticCampaign) -> None:
+def test_a_running_job_is_shown_and_not_the_one_that_waits_for_it(campaign: SyntheticCampaign) -> None:
     running(campaign).submit(1, job="200")
     waits = RUNNING.replace("123", "200").replace("RUNNING", "PENDING").replace("|None", "|Dependency")
     slurm = FakeSlurm(RUNNING + waits)
@@ -484,7 +484,7 @@ def test_while_a_job_runs_it_is_shown_and_not_the_one_that_waits_for_it(campaign
     assert snapshot.detail.reason == "it waits for another job to end"
 
 
-def test_missing_slurm_leaves_the_job_unknown_and_is_told(campaign: SyntheticCampaign) -> None:
+def test_missing_slurm_leaves_the_job_unknown_and_is_reported(campaign: SyntheticCampaign) -> None:
     campaign.submit()
 
     def missing(ids: Sequence[str]) -> dict[str, JobStatus]:
@@ -519,13 +519,13 @@ def poll(run: CampaignDir) -> CampaignSnapshot:
     return snapshot
 
 
-def test_a_directory_with_nothing_in_it_is_a_planned_campaign(tmp_path: Path) -> None:
+def test_an_empty_directory_is_a_planned_campaign(tmp_path: Path) -> None:
     snapshot = poll(CampaignDir(tmp_path))
 
     assert (snapshot.state, snapshot.name, snapshot.recipe) == ("planned", tmp_path.name, None)
 
 
-def test_a_directory_that_is_not_there_gives_a_snapshot_too(tmp_path: Path) -> None:
+def test_a_missing_directory_gives_a_snapshot_too(tmp_path: Path) -> None:
     assert poll(CampaignDir(tmp_path / "nowhere")).state == "planned"
 
 
@@ -558,13 +558,13 @@ def test_a_torn_last_line_waits_and_counts_once(campaign: SyntheticCampaign) -> 
         b'{"time": 1, "event": "step", "step": 1e400}',
         b'{"time": 1, "event": "step", "step": 99999999999999999999999999}',
         b'{"time": 1, "event": "episodes", "done": "many", "worker": "w"}',
-        b'{"time": 1, "event": "never heard of"}',
+        b'{"time": 1, "event": "unknown"}',
         b'{"time": 1, "event": 7}',
         b'{"time": 1, "event": "worker-started", "worker": null}',
         b'{"time": 1, "event": "step", "step": 5, "job": "zero"}',
     ],
 )
-def test_a_line_that_cannot_be_understood_changes_nothing(campaign: SyntheticCampaign, line: bytes) -> None:
+def test_an_invalid_line_changes_nothing(campaign: SyntheticCampaign, line: bytes) -> None:
     running(campaign).step(1)
     (campaign.run.events / "foreign.jsonl").write_bytes(line + b"\n")
 
@@ -574,16 +574,18 @@ def test_a_line_that_cannot_be_understood_changes_nothing(campaign: SyntheticCam
     assert (snapshot.step, snapshot.version, snapshot.episodes.done) == (1, 1, 0)
 
 
-def test_a_reward_that_is_no_number_is_null_in_the_series(campaign: SyntheticCampaign) -> None:
+def test_a_reward_that_is_not_a_number_is_null_in_the_series(campaign: SyntheticCampaign) -> None:
     running(campaign).step(1, reward=math.nan)
     campaign.step(2)
 
     assert json.loads(encode_snapshot(collector(campaign).poll()))["reward_mean"] == [None, 0.2]
 
 
-@pytest.mark.parametrize("name", ["campaign", "recipe", "plan"])
+@pytest.mark.parametrize("name", ["manifest", "recipe", "plan"])
 @pytest.mark.parametrize("content", [b"", b'{"name": ', b"\xff\xff", b"[]", b"[" * 100_000, b'{"name": 5}'])
-def test_a_broken_description_is_told_and_not_the_end(campaign: SyntheticCampaign, name: str, content: bytes) -> None:
+def test_a_broken_description_is_reported_and_the_rest_is_shown(
+    campaign: SyntheticCampaign, name: str, content: bytes
+) -> None:
     running(campaign).step(1)
     path = getattr(campaign.run, name)
     if content == b'{"name": 5}' and name == "plan":
@@ -596,11 +598,11 @@ def test_a_broken_description_is_told_and_not_the_end(campaign: SyntheticCampaig
     assert any(problem.startswith(f"{path.name} cannot be read") for problem in snapshot.detail.problems)
 
 
-def test_broken_job_files_are_told_and_not_the_end(campaign: SyntheticCampaign) -> None:
+def test_broken_job_files_are_reported_and_the_rest_is_shown(campaign: SyntheticCampaign) -> None:
     running(campaign)
     campaign.run.job(0).outcome.write_bytes(b'{"outcome"')
     campaign.submit(1)
-    campaign.run.job(1).submitted.write_bytes(b"")
+    campaign.run.job(1).submission.write_bytes(b"")
     for name in ("notes.txt", "²", "7"):
         (campaign.run.jobs / name).write_text("no job")
 
@@ -626,19 +628,21 @@ def test_foreign_files_everywhere_do_no_harm(campaign: SyntheticCampaign) -> Non
     assert {problem.split()[0] for problem in snapshot.detail.problems} == {"dangling.jsonl", "loop.jsonl"}
 
 
-def test_what_may_not_be_read_is_told_and_not_the_end(campaign: SyntheticCampaign, tmp_path: Path) -> None:
+def test_unreadable_files_are_reported_and_the_rest_is_shown(campaign: SyntheticCampaign, tmp_path: Path) -> None:
     running(campaign).step(1)
     closed = [campaign.run.recipe, campaign.run.spool("scored"), campaign.run.events / "000-train-0.jsonl"]
     with as_another_user(tmp_path, closed):
         snapshot = collector(campaign).poll()
 
     assert snapshot.state == "running"
-    told = " ".join(snapshot.detail.problems)
-    assert all(word in told for word in ("recipe.json", "spool scored", "000-train-0.jsonl"))
+    problems = " ".join(snapshot.detail.problems)
+    assert all(word in problems for word in ("recipe.json", "spool scored", "000-train-0.jsonl"))
 
 
 @pytest.mark.parametrize("folder", ["jobs", "events"])
-def test_a_closed_folder_is_not_the_end(campaign: SyntheticCampaign, tmp_path: Path, folder: str) -> None:
+def test_an_unreadable_folder_is_reported_and_the_rest_is_shown(
+    campaign: SyntheticCampaign, tmp_path: Path, folder: str
+) -> None:
     running(campaign).step(1)
     with as_another_user(tmp_path, [campaign.run.root / folder]):
         snapshot = collector(campaign).poll()
@@ -649,7 +653,7 @@ def test_a_closed_folder_is_not_the_end(campaign: SyntheticCampaign, tmp_path: P
 
 @contextlib.contextmanager
 def as_another_user(top: Path, closed: list[Path]) -> Iterator[None]:
-    """What is `closed` cannot be read; root, who may read all, opens the rest and becomes nobody for a while."""
+    """Make `closed` unreadable; root, which may read everything, opens the rest and switches to user nobody."""
     root = os.geteuid() == 0
     above = [parent for parent in (top, *top.parents) if Path(tempfile.gettempdir()) in parent.parents]
     paths = [*above, *top.rglob("*")] if root else closed
@@ -667,13 +671,13 @@ def as_another_user(top: Path, closed: list[Path]) -> Iterator[None]:
             path.chmod(mode)
 
 
-def test_an_evaluation_that_is_told_twice_counts_once(campaign: SyntheticCampaign) -> None:
+def test_an_evaluation_that_is_reported_twice_counts_once(campaign: SyntheticCampaign) -> None:
     running(campaign)
     for number, version, mean in ((0, 0, 0.1), (1, 50, 0.4), (1, 50, 0.4), (2, 100, None)):
         campaign.emit("env-0", EvaluationFinished(number=number, version=version, reward_mean=mean, num_episodes=8))
     snapshot = collector(campaign).poll()
     assert [(one.version, one.reward_mean) for one in snapshot.evaluations] == [(0, 0.1), (50, 0.4), (100, None)]
-    told = [note.text for note in snapshot.detail.notes if "evaluation" in note.text]
-    assert len(told) == 3
-    assert told[1] == "evaluation of version 50: mean reward 0.400 in 8 episodes"
-    assert "not one" in told[2]
+    notes = [note.text for note in snapshot.detail.notes if "evaluation" in note.text]
+    assert len(notes) == 3
+    assert notes[1] == "evaluation of version 50: mean reward 0.400 in 8 episodes"
+    assert "not one" in notes[2]

@@ -1,4 +1,4 @@
-"""make_plan: roles to partitions, and every check that spares a user the queue."""
+"""make_plan: roles to partitions, and every check before the queue."""
 
 import time
 from pathlib import Path
@@ -38,11 +38,11 @@ def test_bandwidth_goes_to_the_gpu_with_the_fastest_memory() -> None:
     assert plan().components[2].gpu == "h20"
 
 
-def test_a_site_without_gpus_falls_back_aloud() -> None:
+def test_a_site_without_gpus_is_reported_as_a_fallback() -> None:
     assert any("prefill wanted 1 GPU" in line for line in plan(site="local").fallbacks)
 
 
-def test_a_site_with_one_gpu_type_says_that_bandwidth_was_not_to_be_had() -> None:
+def test_a_site_with_one_gpu_type_reports_bandwidth_as_a_fallback() -> None:
     fallbacks = plan("site.partitions.booster.account=a", "site.partitions.dcgp.account=b", site="leonardo").fallbacks
     assert any("decode wanted bandwidth, got a100-64" in line for line in fallbacks)
 
@@ -87,7 +87,7 @@ def test_more_memory_than_a_node_has_is_refused() -> None:
     assert "900 GiB" in refused("resources.env.mem_gib_per_worker=900")
 
 
-def test_a_full_partition_hands_over_to_the_next_best_aloud() -> None:
+def test_a_full_partition_falls_back_to_the_next_best_and_reports_it() -> None:
     made = plan("resources.decode.num_workers=8", "site.partitions.decode.max_nodes=1")
     assert made.components[2].partition == "train"
     assert any("decode wanted bandwidth, got train: decode allows 1 nodes" in line for line in made.fallbacks)
@@ -97,16 +97,16 @@ def test_too_few_episodes_at_once_for_one_group_are_refused() -> None:
     assert "set it to 16" in refused("rollout.max_running=15", "resources.env.num_workers=2")
 
 
-def test_jobs_in_a_row_want_a_scheduler() -> None:
+def test_a_chain_of_jobs_needs_a_scheduler() -> None:
     assert plan("job.num_jobs=3").num_jobs == 3
     alone = plan("job.num_jobs=3", site="local")
     assert alone.num_jobs == 1
     assert any("without a scheduler, only `hpcrl resume` starts the next one" in line for line in alone.warnings)
 
 
-def test_isolated_environments_that_memory_bounds_are_told_of() -> None:
-    said = plan("domains.lake.isolation=process", "resources.env.mem_gib_per_worker=5").warnings
-    assert any("8 isolated environments run at once, not rollout.max_running = 96" in line for line in said)
+def test_a_limit_of_isolated_environments_by_memory_is_a_warning() -> None:
+    warnings = plan("domains.lake.isolation=process", "resources.env.mem_gib_per_worker=5").warnings
+    assert any("8 isolated environments run at once, not rollout.max_running = 96" in line for line in warnings)
     roomy = plan("domains.lake.isolation=process", "rollout.max_running=8", "resources.env.mem_gib_per_worker=5")
     assert not any("isolated" in line for line in roomy.warnings)
 
@@ -116,12 +116,12 @@ def test_an_isolated_environment_that_fits_nowhere_is_refused() -> None:
     assert "raise it to 5 or more" in message
 
 
-def test_a_trainer_of_several_ranks_gets_a_place_for_each() -> None:
+def test_a_trainer_of_several_ranks_has_a_worker_for_each() -> None:
     assert plan("resources.train.num_workers=2").role("train").num_workers == 2
 
 
 @pytest.mark.parametrize(
-    ("settings", "cure"),
+    ("settings", "message"),
     [
         (("train.tensor_parallel=2",), 'train.trainer = "megatron"'),
         (("train.trainer=megatron", "train.tensor_parallel=2"), "resources.train.num_workers = 1 is not a multiple"),
@@ -130,8 +130,8 @@ def test_a_trainer_of_several_ranks_gets_a_place_for_each() -> None:
         (("resources.train.num_workers=500",), "raise train.groups_per_step"),
     ],
 )
-def test_a_trainer_that_cannot_run_as_asked_is_refused(settings: tuple[str, ...], cure: str) -> None:
-    assert cure in refused(*settings).replace("'", '"')
+def test_a_trainer_with_conflicting_settings_is_refused(settings: tuple[str, ...], message: str) -> None:
+    assert message in refused(*settings).replace("'", '"')
 
 
 def test_a_node_has_room_for_two_versions_of_the_weights_beside_its_workers() -> None:
@@ -146,7 +146,7 @@ def test_a_model_too_large_for_its_gpu_is_refused() -> None:
     assert "70.0 billion" in refused("model.num_params=70000000000")
 
 
-def test_an_account_is_asked_for_where_it_is_charged() -> None:
+def test_a_missing_account_is_refused_where_one_is_charged() -> None:
     message = refused(site="perlmutter")
     assert "account" in message
     assert "perlmutter.toml" in message
@@ -161,7 +161,7 @@ def test_each_component_has_its_own_account() -> None:
     assert not any(flag.startswith("--partition") for flag in flags["gpu"])
 
 
-def test_facts_that_nobody_confirmed_are_warned_of() -> None:
+def test_unconfirmed_facts_are_warnings() -> None:
     assert any("not confirmed for cpu" in line for line in plan("site.account=m1", site="perlmutter").warnings)
 
 
@@ -172,7 +172,7 @@ def partitions(made: Plan) -> set[str]:
     return {component.partition for component in made.components}
 
 
-def test_a_site_without_het_jobs_gets_one_allocation_and_the_reason_is_said() -> None:
+def test_a_site_without_het_jobs_gets_one_allocation_with_the_reason() -> None:
     made = plan(site="lab-hetstep")
     assert made.layout == "hetstep"
     assert 'het_jobs = "no"' in made.layout_reason
@@ -181,14 +181,14 @@ def test_a_site_without_het_jobs_gets_one_allocation_and_the_reason_is_said() ->
     assert {role.role: role.component for role in made.roles}["reward"] == 0
 
 
-def test_what_one_partition_means_to_a_role_is_a_fallback() -> None:
-    said = plan(site="lab-hetstep").fallbacks
-    assert "decode wanted bandwidth, got h100: one allocation is on one partition" in said
-    assert "env wanted cpu, got h100: one allocation is on one partition" in said
-    assert len(said) == 2
+def test_a_compromise_for_one_partition_is_a_fallback() -> None:
+    fallbacks = plan(site="lab-hetstep").fallbacks
+    assert "decode wanted bandwidth, got h100: one allocation is on one partition" in fallbacks
+    assert "env wanted cpu, got h100: one allocation is on one partition" in fallbacks
+    assert len(fallbacks) == 2
 
 
-def test_one_allocation_is_asked_for_once_with_the_nodes_of_all_roles_and_the_most_that_one_needs() -> None:
+def test_one_allocation_has_the_nodes_of_all_roles_and_the_largest_need_per_node() -> None:
     made = plan("resources.decode.gpus_per_worker=2", "resources.train.mem_gib_per_worker=9", site="lab-hetstep")
     script = make_batch_script(made, campaign=CampaignDir(Path("/c/x")), job=0, python="python")
     asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
@@ -213,7 +213,7 @@ def test_a_recipe_may_ask_for_one_allocation() -> None:
     assert all("--account=m1_g" in component.slurm_flags for component in made.components)
 
 
-def test_where_the_best_partition_cannot_hold_all_the_next_one_does() -> None:
+def test_the_next_partition_is_chosen_if_the_best_cannot_hold_all() -> None:
     full = "site.partitions.gpu-hbm80g.max_nodes=3"
     assert partitions(plan("job.layout=hetstep", "site.account=m1", full, site="perlmutter")) == {"gpu"}
     short = "site.partitions.gpu-hbm80g.max_walltime_min=10"
@@ -237,7 +237,7 @@ def test_a_layout_that_the_site_cannot_run_is_refused() -> None:
     assert 'set job.layout = "auto"' in refused("job.layout=hetjob", *ONE)
 
 
-def test_where_mpi_cannot_span_components_the_job_stays_heterogeneous_and_the_choice_is_told() -> None:
+def test_where_mpi_cannot_span_components_the_job_stays_heterogeneous_with_a_warning() -> None:
     apart = ("site.account=m1", "site.mpi.world_over_components=no")
     made = plan(*apart, site="perlmutter")
     assert made.layout == "hetjob"
@@ -279,7 +279,7 @@ def test_cost_counts_whole_nodes_where_they_are_exclusive() -> None:
     assert (cost.node_hours, cost.gpu_hours) == (4.0, 12.0)
 
 
-def test_gpus_that_are_charged_and_not_used_are_named() -> None:
+def test_unused_gpus_that_are_charged_are_warnings() -> None:
     assert (
         "train uses 1 of the 4 GPUs of each node, and all are charged"
         in plan("site.account=m1", site="perlmutter").warnings
@@ -289,10 +289,10 @@ def test_gpus_that_are_charged_and_not_used_are_named() -> None:
 def test_a_thousand_node_recipe_is_planned() -> None:
     site = load_site("perlmutter", settings=("account=m1",))
     asked = recipe("resources.env.num_workers=40000", "resources.decode.num_workers=3000", "rollout.max_running=400000")
-    began = time.process_time()
+    started = time.process_time()
     made = make_plan(asked, site)
     assert sum(component.nodes for component in made.components) > 1000
-    assert time.process_time() - began < 1.0  # the one bar that is part of the contract
+    assert time.process_time() - started < 1.0  # the only time limit that is part of the contract
 
 
 def test_a_path_with_spaces_and_quotes_is_quoted_in_the_script() -> None:
@@ -343,7 +343,7 @@ def workers(found: Plan) -> tuple[int, int]:
     return found.role("prefill").num_workers, found.role("decode").num_workers
 
 
-def test_the_planner_chooses_how_many_prefill_and_decode_and_says_why() -> None:
+def test_the_planner_chooses_the_number_of_workers_with_the_reason() -> None:
     found = on_gpus()
     prefill, decode = workers(found)
     assert prefill >= 1
@@ -360,25 +360,25 @@ def test_longer_prompts_want_more_prefill_and_more_episodes_more_decode() -> Non
     assert workers(on_gpus("rollout.max_running=1024"))[1] == 2 * decode
 
 
-def test_what_the_recipe_says_of_workers_stays() -> None:
+def test_numbers_of_workers_in_the_recipe_are_kept() -> None:
     assert workers(on_gpus("resources.prefill.num_workers=3", "resources.decode.num_workers=5")) == (3, 5)
     found = on_gpus("resources.decode.num_workers=2")
     assert workers(found)[1] == 2
     assert len(found.sizes) == 1
 
 
-def test_where_nothing_is_known_of_the_model_there_is_one_of_each() -> None:
+def test_a_model_of_unknown_size_gets_one_worker_of_each() -> None:
     assert workers(plan()) == (1, 1)
     assert plan().sizes == []
 
 
 @pytest.mark.parametrize(
-    ("settings", "cure"),
+    ("settings", "message"),
     [
         (('engine.sim.gpu="h20"',), 'choose backend = "sim"'),
         (('engine.backend="sim"', 'engine.sim.gpu="h99"'), "is not in the catalogue"),
         (('engine.backend="sim"', 'engine.sim.gpu=["h20", "h99"]'), "'h99' is not in the catalogue"),
     ],
 )
-def test_a_simulated_engine_that_makes_no_sense_is_refused(settings: tuple[str, ...], cure: str) -> None:
-    assert cure in refused(*settings)
+def test_a_simulated_engine_with_conflicting_settings_is_refused(settings: tuple[str, ...], message: str) -> None:
+    assert message in refused(*settings)

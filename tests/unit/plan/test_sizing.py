@@ -1,4 +1,4 @@
-"""How many workers prefill and decode are given where the recipe does not say."""
+"""The number of prefill and decode workers where the recipe leaves it open."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def workers(plan: Plan) -> tuple[int, int]:
     return plan.role("prefill").num_workers, plan.role("decode").num_workers
 
 
-def test_no_more_workers_are_planned_than_the_partition_has_nodes_for() -> None:
+def test_the_nodes_of_a_partition_limit_the_workers() -> None:
     num_prefill, num_decode = workers(planned())
     few = planned(site=("partitions.gpu-hbm80g.max_nodes=4", "partitions.gpu.max_nodes=4"))
     assert workers(few)[0] < num_prefill
@@ -36,34 +36,34 @@ def test_no_more_workers_are_planned_than_the_partition_has_nodes_for() -> None:
     assert any(f"of the {num_decode} that it could use, because there is no room for" in line for line in few.sizes)
 
 
-def test_the_ratio_of_prefill_to_decode_stays_where_there_is_room_for_a_part() -> None:
+def test_the_ratio_of_prefill_to_decode_is_kept_where_not_all_fit() -> None:
     num_prefill, num_decode = workers(planned())
     fewer = planned(site=("partitions.gpu-hbm80g.max_nodes=12", "partitions.gpu.max_nodes=12"))
     assert workers(fewer)[0] == -(-num_prefill * workers(fewer)[1] // num_decode)
 
 
-def test_as_many_are_planned_as_there_is_room_for() -> None:
+def test_all_available_nodes_are_used() -> None:
     few = planned(site=("partitions.gpu-hbm80g.max_nodes=4", "partitions.gpu.max_nodes=4"))
     assert few.components[few.role("decode").component].nodes == 4
 
 
-def test_one_allocation_is_shared_by_what_fits_into_it() -> None:
+def test_the_workers_of_one_allocation_are_limited_by_its_nodes() -> None:
     together = planned('job.layout="hetstep"', site=("partitions.gpu.max_nodes=8", "partitions.gpu-hbm80g.max_nodes=8"))
     assert 7 <= sum(component.nodes for component in together.components) <= 8
     assert any("because there is no room for more" in line for line in together.sizes)
 
 
-def test_a_conversation_that_no_worker_has_the_kv_for_is_refused() -> None:
+def test_a_conversation_whose_kv_fits_no_worker_is_refused() -> None:
     with pytest.raises(PlanError, match=r"raise resources\.decode\.gpus_per_worker"):
         planned("domains.lake.usual_prompt_tokens=1000000", "engine.max_model_len=20000000")
 
 
-def test_no_conversation_is_reckoned_longer_than_the_model_takes() -> None:
+def test_estimated_conversations_are_limited_to_the_model_length() -> None:
     assert workers(planned("domains.lake.usual_prompt_tokens=1000000"))[1] < 4096
 
 
 @pytest.mark.parametrize("num_params", [8, 70_000, 10**14])
-def test_a_number_of_weights_that_no_model_has_is_refused(num_params: int) -> None:
+def test_an_unrealistic_number_of_weights_is_refused(num_params: int) -> None:
     with pytest.raises(ConfigError, match=r"model\.num_params"):
         load_recipe("quickstart", settings=(f"model.num_params={num_params}",))
 
