@@ -53,7 +53,7 @@ umask 077
 
 # shellcheck shell=bash
 # Included by batch scripts on Leonardo, before Python starts.
-# Compute nodes have no internet: models must lie in the local cache.
+# Compute nodes have no internet: models must be in the local cache.
 export HF_HUB_OFFLINE=1
 
 exec /opt/hpcrl/bin/python -m hpcrl.job.driver /scratch/someone/hpcrl/quickstart-vllm-1 0
