@@ -1,13 +1,13 @@
-"""What the OpenAI-compatible proxy costs, against what it stands before, in one run: `python -m bench.proxy`.
+"""Measure the cost of the OpenAI-compatible proxy against the engine behind it, in one run: `python -m bench.proxy`.
 
-    latency    p50 of a call through the proxy: the same tokens asked of the engine straight
-    rate       requests/s through the proxy over an engine that answers at once: an aiohttp application with one route
+    latency    p50 of a call through the proxy : that of the same tokens requested from the engine directly
+    rate       requests/s through the proxy over an engine that answers at once : an aiohttp application with one route
                that answers the same bytes
-    CPU        of the bare server for a request : of the proxy; the same as the rate where nobody else wants the cores
+    CPU        of the bare server per request : of the proxy; the same as the rate if no other process uses the cores
 
-Calls through the proxy and straight ones take turns, one at a time. `--engine vllm` measures latency on a real vLLM
-engine, as the bar is meant; without it the embedded engine stands in. Both ends of the rate are in processes of their
-own, apart from the client.
+Calls through the proxy and direct ones take turns, one at a time. `--engine vllm` measures latency on a real vLLM
+engine, for which the bar is meant; without it the embedded engine is used. Both servers of the rate run in separate
+processes, apart from the client.
 """
 
 import asyncio
@@ -49,17 +49,17 @@ CONCURRENT = 32
 
 
 class Instant:
-    """Says the same at once."""
+    """An engine that returns the same completion at once."""
 
     def __init__(self) -> None:
         ids = [20 + n for n in range(16)]
-        self._said = Completion(token_ids=ids, logprobs=[-1.0] * 16, versions=[0] * 16, finish_reason="length")
+        self._completion = Completion(token_ids=ids, logprobs=[-1.0] * 16, versions=[0] * 16, finish_reason="length")
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        return self._said
+        return self._completion
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        yield convert_to_chunk(self._said)
+        yield convert_to_chunk(self._completion)
 
 
 def _measure(full: bool, *, engine: str) -> list[Figure]:
@@ -123,7 +123,7 @@ def _vllm(model: Path) -> AbstractAsyncContextManager[StreamingGenerator]:
 
 
 async def _compared(engine: StreamingGenerator, template: ChatTemplate, *, rounds: int) -> tuple[float, float]:
-    """The ratio of the medians, and the straight one in ms. The two take turns; the first rounds warm up."""
+    """Return the ratio of the medians, and the direct one in ms; the two take turns, and the first rounds warm up."""
     seconds: dict[str, list[float]] = {"proxy": [], "straight": []}
     async with ModelProxy(engine, template=template) as proxy, aiohttp.ClientSession() as client:
         session = _session(template)
@@ -148,18 +148,18 @@ async def _compared(engine: StreamingGenerator, template: ChatTemplate, *, round
 
 
 async def _timed(call: Callable[[], Awaitable[None]]) -> float:
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     await call()
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at
 
 
 # Rate
 
 
 def _rates(model: Path, *, seconds: float) -> tuple[float, float, float]:
-    """Requests per second through the proxy and from a bare server, each the median of rounds that take turns.
+    """Return requests/s through the proxy and from a bare server, each the median of rounds that take turns.
 
-    The third is the ratio of what both take of their cores for a request.
+    The third value is the ratio of the CPU times that both need for a request.
     """
     rates: dict[str, list[float]] = {"proxy": [], "bare": []}
     cpu_s = {"proxy": 0.0, "bare": 0.0}
@@ -185,7 +185,7 @@ def _rates(model: Path, *, seconds: float) -> tuple[float, float, float]:
 
 
 class _Server:
-    """A process that answers."""
+    """A server process."""
 
     def __init__(self, name: str, model: Path) -> None:
         self.pipe, theirs = multiprocessing.get_context("spawn").Pipe()
@@ -195,7 +195,7 @@ class _Server:
         self.url, self.key = self.pipe.recv()
 
     def cpu_s(self) -> float:
-        """What it has had of the processors so far."""
+        """Return its CPU time so far."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -206,7 +206,7 @@ def _serve_proxy(model: str, pipe: Connection) -> None:
         async with ModelProxy(Instant(), template=template) as proxy:
             session = _session(template)
             pipe.send((f"{proxy.url}/chat/completions", proxy.open(session)))
-            while True:  # an episode has tens of turns, not all that a bench asks
+            while True:  # an episode has tens of turns, far fewer than a bench sends
                 await asyncio.sleep(0.05)
                 session.recording.turns.clear()
                 session.recording._answers.clear()

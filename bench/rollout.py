@@ -1,17 +1,19 @@
-"""Episodes on their own timelines against batches, on real env hosts and simulated engines: `python -m bench.rollout`.
+"""Compare episodes on separate timelines with batches, on real env workers and simulated engines.
+
+Run it with `python -m bench.rollout`.
 
     latency      environments of N(10 s, sigma): time of a step when every turn waits for the batch : hpcrl's
     redundancy   more groups and larger groups than a step consumes: time of a step of 32 x 8 : that of each cell
     reset        one environment in ten steps hangs when it is reset: the slowest step : the slowest without
     alpha        how far behind an episode may be: time of a step, and share of the tokens thrown away
-    reward       worked out elsewhere, or in the episode's place: share of the time that rollouts wait for it
+    reward       computed elsewhere, or in the episode's place: share of the time that rollouts wait for it
     crowd        10,000 light episodes at once, in real time; CPU per episode against 1,000
 
-All but the crowd is in virtual time: figures depend on the code, not on how busy the machine is. `--calls FILE` (or
-HPCRL_BENCH_CALLS) replays recorded calls in the alpha sweep instead of made-up ones of their shape; `--only NAME` runs
-one of the above.
+All but the crowd run in virtual time: figures depend on the code, not on the load of the machine. `--calls FILE` (or
+HPCRL_BENCH_CALLS) replays recorded calls in the alpha sweep instead of synthetic ones of their shape; `--only NAME`
+runs one of the above.
 
-Chosen after figures had been seen: the bar of the redundancy grid is on the synchronous mode (asynchronous episodes
+Choices made after figures had been seen: the bar of the redundancy grid is on the synchronous mode (async episodes
 gain less from it, 1.15 to 1.3), latency runs at 32 x 8 at any length, and the crowd's CPU is counted from its start.
 """
 
@@ -31,7 +33,7 @@ from bench.routing.workload import read_calls, synthetic
 from hpcrl.config.recipe import RolloutMode
 
 BAR_LATENCY = {1: 1.23, 3: 1.51, 5: 1.69, 7: 2.18, 10: 2.27}
-"""RollArt's, by sigma."""
+"""RollArt's figures, by sigma."""
 BAR_REDUNDANCY = 1.5
 BAR_RESET = 1.10
 BAR_THROWN = 0.10
@@ -42,7 +44,8 @@ BAR_CONTROL = 1.3
 MEAN_S = 10.0
 CROWD = 10_000
 WHOLE, QUARTER = 32, 8
-"""Groups that a step consumes: RollArt's, and a quarter of them with a quarter of the engines where it matters less."""
+"""Groups that a step consumes: RollArt's number, and a quarter of it on a quarter of the engines where scale matters
+less."""
 
 
 def measure(full: bool, *, calls: Path | None, only: str | None) -> list[Figure]:
@@ -60,7 +63,7 @@ def measure(full: bool, *, calls: Path | None, only: str | None) -> list[Figure]
 
 
 def _settings(groups: int, *, plays: Plays, num_steps: int, mode: RolloutMode = "async") -> Setting:
-    """Groups of 8; as many run at once as a step consumes, on one GPU for 8 groups."""
+    """Return a setting in which one step's groups of 8 episodes run at once, on one GPU for 8 groups."""
     num_gpus, max_running = groups // QUARTER, groups * 8
     return Setting(
         plays=plays, num_steps=num_steps, mode=mode, groups_per_step=groups, num_gpus=num_gpus, max_running=max_running
@@ -68,7 +71,7 @@ def _settings(groups: int, *, plays: Plays, num_steps: int, mode: RolloutMode = 
 
 
 def _latency(sigmas: Sequence[int], *, num_steps: int) -> list[Figure]:
-    """At the scale of the bars: the more episodes there are, the slower is the slowest."""
+    """Measure latency at the scale of the bars: the more episodes there are, the slower is the slowest."""
     widest = _settings(WHOLE, plays=plain(mean_s=MEAN_S, sigma_s=sigmas[-1]), num_steps=num_steps)
     modes: tuple[RolloutMode, ...] = ("sync", "one-step-off")
     settings = [replace(widest, mode=mode) for mode in modes]  # their own timelines, but whole batches
@@ -92,10 +95,10 @@ def _latency(sigmas: Sequence[int], *, num_steps: int) -> list[Figure]:
 
 
 def _redundancy(whole: int, sizes: Sequence[int], *, num_steps: int = 6) -> list[Figure]:
-    """The widest of the latencies. A step consumes `whole` groups of 8; more of them run at once, or larger ones.
+    """Measure redundancy at the widest latency: a step consumes `whole` groups of 8; more, or larger ones, run at once.
 
-    The bar is for steps that wait for their batch, whose stragglers are what redundancy is against: on timelines of
-    their own episodes wait for none, and only what is played in vain is left to see.
+    The bar is for steps that wait for their batch, since redundancy is meant for stragglers. Episodes on separate
+    timelines wait for none, so their figures show only the wasted episodes.
     """
     plays = plain(mean_s=MEAN_S, sigma_s=max(BAR_LATENCY))
     counts = sorted({whole, whole * 17 // 16, whole * 18 // 16})
@@ -145,7 +148,7 @@ def _reset(groups: int) -> list[Figure]:
 
 
 def _alpha(alphas: Sequence[int], *, calls: Path | None, num_steps: int) -> list[Figure]:
-    """As many episodes at once as a step consumes. Training takes no time: versions come as fast as they can."""
+    """Measure staleness while one step's episodes run at once; training takes no time, so versions come fastest."""
     setting = Setting(
         plays=recorded(read_calls(calls) if calls else synthetic()),
         num_steps=num_steps,
@@ -165,7 +168,7 @@ def _alpha(alphas: Sequence[int], *, calls: Path | None, num_steps: int) -> list
 
 
 def _reward(groups: int, *, num_steps: int) -> list[Figure]:
-    """A reward that takes as long as a step of the environment."""
+    """Measure a reward that takes the time of an environment step."""
     settings = _settings(groups, plays=plain(mean_s=MEAN_S, sigma_s=5), num_steps=num_steps)
     ways = [settings, replace(settings, reward_s=MEAN_S), replace(settings, reward_in_place_s=MEAN_S)]
     none, elsewhere, in_place = (outcome.step_s for outcome in run_all(ways))

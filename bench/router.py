@@ -1,20 +1,20 @@
-"""The router against simpler policies and against what no policy can beat, in virtual time: `python -m bench.router`.
+"""Compare the router with simpler policies and with lower bounds, in virtual time: `python -m bench.router`.
 
     policies    one replay under hpcrl's router, round-robin, least-loaded and power of two choices: makespans
     hardware    RollArt's equal-cost pools, 2 H800 against 6 H20, one kind of task each
-    decisions   time of a decision with 256 endpoints, and with 1,000 times as many trajectories running
+    decisions   time of a decision with 256 endpoints, and with 1,000 times the number of running trajectories
     cost model  fitted on H100 servers, its error on servers of another GPU
 
-`--calls FILE` (or HPCRL_BENCH_CALLS) replays recorded calls instead of made-up ones of their shape; `--points FILE`
-(or HPCRL_BENCH_POINTS) gives measured servers, without which there are no figures of the cost model.
+`--calls FILE` (or HPCRL_BENCH_CALLS) replays recorded calls instead of synthetic ones of their shape; `--points FILE`
+(or HPCRL_BENCH_POINTS) names measured servers, which the figures of the cost model need.
 
-Chosen after figures had been seen: 720 trajectories for the rivals and not 240 (with 240 most of a run is its drain,
-and the best rival was 1.3 times slower at most); twice as many against the bound, since the drain is lost once however
-long a run is (both sizes are told); a bound that counts what computing prompts again costs where trajectories change
-hardware (bench/routing/bounds.py proves it; the one without is told too); that the hardware rows run as many
-environments as the published recipe and not as many as there is KV for, which gave 0.73 for FrozenLake; and that
-GEM-math is held against the whole range that RollArt tells and not its middle. The policy's constants were tried on
-these same calls.
+Choices made after figures had been seen: 720 trajectories for the rivals and not 240 (with 240 most of a run is its
+drain, and the best rival was 1.3 times slower at most); twice that number against the bound, since the drain is lost
+once however long a run is (both sizes are reported); a bound that includes the cost of computing prompts again where
+trajectories change hardware (bench/routing/bounds.py proves it; the one without is reported too); the hardware rows run
+the number of environments of the published recipe and not the number that KV has room for, which gave 0.73 for
+FrozenLake; and GEM-math is compared with the whole range that RollArt reports and not with its middle. The policy's
+constants were tried on these same calls.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.figures import Figure, main
-from bench.routing.bounds import crowded_s, free_bound_s, lower_bound_s, told_where
+from bench.routing.bounds import assign_hardware, crowded_s, free_bound_s, lower_bound_s
 from bench.routing.fleet import Fleet, Run, replay
 from bench.routing.losses import losses
 from bench.routing.serving import errors, fit, read_points
@@ -45,13 +45,13 @@ BAR_BOUND = 1.15
 BAR_DECISION_US = 50.0
 BAR_RUNNING = 1.5
 ROLLART = {"FrozenLake": (0.53, 0.53), "GEM-math": (1 / 0.79, 1 / 0.49)}
-"""Time on 2 H800 / time on 6 H20; the shortest and the longest it tells."""
+"""Time on 2 H800 / time on 6 H20; the shortest and the longest that the paper reports."""
 EQUAL_COST = {"h800": 2, "h20": 6}
 NUM_ENVIRONMENTS = 1024
-TOLD = RouterConfig(
+ASSIGNED_RULES = RouterConfig(
     affinity={"compute": "compute", "bandwidth": "bandwidth"}, mismatch_penalty=1000.0, fair_domains=False
 )
-"""For trajectories whose domain says which hardware they belong to."""
+"""The rules for trajectories whose domain names the hardware they belong to."""
 FILES = argparse.ArgumentParser(add_help=False)
 FILES.add_argument("--calls", type=Path, default=os.environ.get("HPCRL_BENCH_CALLS"))
 FILES.add_argument("--points", type=Path, default=os.environ.get("HPCRL_BENCH_POINTS"))
@@ -88,16 +88,16 @@ def _policy_figures(scripts: list[Script], *, full: bool) -> list[Figure]:
 
 
 def _bound_figures(scripts: list[Script], fleet: Fleet) -> list[Figure]:
-    """The router against the bound, and what it loses where."""
+    """Compare the router with the bound, and report its losses."""
     router = replay(scripts, fleet, policy="router")
-    told = replay(told_where(scripts, fleet), fleet, policy="router", rules=TOLD)
+    assigned = replay(assign_hardware(scripts, fleet), fleet, policy="router", rules=ASSIGNED_RULES)
     bound_s, free_s = lower_bound_s(scripts, fleet), free_bound_s(scripts, fleet)
     lost = losses(router, scripts, fleet, bound_s=bound_s)
     return [
         Figure(name="makespan: router / bound", value=router.makespan_s / bound_s, bar=BAR_BOUND, better="lower"),
         *(Figure(name=f"lost over the bound: {what}", value=share, unit="bounds") for what, share in lost.items()),
         Figure(name="router / bound, were KV everywhere at once", value=router.makespan_s / free_s),
-        Figure(name="router that is told the hardware of each trajectory / bound", value=told.makespan_s / bound_s),
+        Figure(name="router that is told the hardware of each trajectory / bound", value=assigned.makespan_s / bound_s),
         Figure(name="longest trajectory in full batches / bound", value=crowded_s(scripts, fleet) / bound_s),
         Figure(name="router: prompt tokens computed", value=router.prefilled_share, unit="share"),
     ]
@@ -108,16 +108,16 @@ def _over(name: str, run: Run, router: Run) -> Figure:
 
 
 def _hardware_figures(*, full: bool) -> list[Figure]:
-    """RollArt's equal-cost pools, as its published code would serve them.
+    """Replay RollArt's equal-cost pools, as its published code would serve them.
 
-    What is known of its conditions: its recipe for FrozenLake runs 128 groups of 8 environments at once; an
-    environment keeps the engine that it got by turns; vLLM keeps prefixes as far as there is room and computes 8,192
-    tokens a step. Whether KV is still there when a turn comes back follows from these: 1,024 growing conversations are
-    more than either pool holds. What is assumed: that the paper ran as many, an 8B model in bf16, nine tenths of the
-    memory (that recipe gives vLLM 0.8), 256 sequences, and lengths within what RollArt tells of turns and tokens. It
-    matters: with 256 environments, as many as one of the paper's other experiments runs, the H20s keep their KV and
-    the H800s do not, and the row for that is far off. Engines that share nothing take as long as one of them with its
-    share of the environments, which is what is run unless `full`.
+    These conditions are known: its recipe for FrozenLake runs 128 groups of 8 environments at once; environments are
+    assigned to engines in turn and stay there; vLLM keeps prefixes as far as there is room and computes 8,192 tokens a
+    step. It follows whether KV is still there for the next turn: 1,024 growing conversations are more than either pool
+    holds. These are assumed: the paper ran the same number, an 8B model in bf16, nine tenths of the memory (that recipe
+    gives vLLM 0.8), 256 sequences, and lengths within the turns and tokens that RollArt reports. That matters: with 256
+    environments, the number of one of the paper's other experiments, the H20s keep their KV and the H800s do not, and
+    the row for that is far off. Engines that share nothing need the same time as one of them with its share of the
+    environments, which is what is run unless `full`.
     """
     figures = []
     for task, (low, high) in ROLLART.items():
@@ -146,7 +146,7 @@ def _hardware_figures(*, full: bool) -> list[Figure]:
 
 
 def _pool_run(scripts: list[Script], gpu: str, num: int, *, full: bool) -> Run:
-    """All environments at once on a pool; one engine stands for those that are like it."""
+    """Run all environments at once on a pool; one engine represents those that are like it."""
     if not full:
         scripts, num = scripts[: -(-len(scripts) // num)], 1
     fleet = Fleet(workers={gpu: num}, max_batch=256, tokens_per_step=8192, in_flight=len(scripts))
@@ -159,7 +159,7 @@ def _fewer_figure(task: str, scripts: list[Script], *, full: bool) -> Figure:
 
 
 def _kept_figure(task: str, scripts: list[Script]) -> Figure:
-    """The other end: so few environments that both pools keep all KV, under hpcrl's router."""
+    """Measure the opposite case: few enough environments that both pools keep all KV, under hpcrl's router."""
     pools = [Fleet(workers={gpu: num}, max_batch=256) for gpu, num in EQUAL_COST.items()]
     some = scripts[:128]
     in_flight = min(len(some), *(pool.num_kept(some) for pool in pools))
@@ -174,12 +174,12 @@ def _bounds(name: str, scripts: list[Script]) -> Figure:
 
 
 def _without_kv(script: Script) -> Script:
-    """Every turn as a trajectory of its own would be: nothing of its prompt is known."""
+    """Return the script without KV between turns, as if every turn were a separate trajectory."""
     return replace(script, forgets=True)
 
 
 def _episode(task: str, draw: random.Random) -> Script:
-    """FrozenLake: many turns, a board of some hundred tokens each, short moves. GEM-math: few turns, long replies."""
+    """Make an episode: FrozenLake has many turns of some hundred tokens and short moves, GEM-math few, long replies."""
     calls: list[Call] = []
     num_prompt = 300
     for _ in range(draw.randint(20, 40) if task == "FrozenLake" else draw.randint(1, 4)):
@@ -190,7 +190,7 @@ def _episode(task: str, draw: random.Random) -> Script:
 
 
 class _Silent:
-    """Stands for an engine that is never called."""
+    """A placeholder for an engine that is never called."""
 
     async def load_figures(self) -> LoadFigures:
         raise NotImplementedError
@@ -205,7 +205,7 @@ def _decision_figures() -> list[Figure]:
 
 
 def _decision_us(num_running: int) -> float:
-    """With a home and without, by the cost model; the median of many."""
+    """Return the median time of many decisions, with a home and without, by the cost model."""
     fleet, draw, rules = Fleet(workers={}), random.Random(3), RouterConfig()
     workers = {}
     for number in range(256):
@@ -235,12 +235,12 @@ def _decision_us(num_running: int) -> float:
         courses.end_turn(course, request, completion, seconds=1.0)
     seconds = []
     for request in draw.choices(requests, k=4000):
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         course = courses.start_turn(request, now=1)
         num_prompt = len(request.token_ids)
         ask = TurnFacts(request.domain, num_prompt, courses.reply_tokens(request), course, num_held=num_prompt)
         choose_workers(ask, known, draw=draw)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - started_at)
         courses.end_turn(course, request, None, seconds=1.0)
     return median(seconds) * 1e6
 

@@ -1,1 +1,1 @@
-"""Parts of bench.rollout: the environments and how long they take, and a campaign around a real env host."""
+"""Parts of bench.rollout: environments that take time, and a campaign around a real env worker."""

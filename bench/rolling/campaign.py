@@ -1,11 +1,11 @@
-"""A campaign of one real env host: simulated engines serve it, a trainer that only takes time consumes what it makes.
+"""Run a campaign of one real env worker, with simulated engines and a trainer that only takes time.
 
-    Setting      what is run
-    run          runs it, in virtual time -> Outcome
-    run_all      runs several, a process each, as many at once as there are cores
+    Setting      the parameters of a run
+    run          runs it in virtual time -> Outcome
+    run_all      runs several, one process for each, the same number at once as there are cores
 
-Everything of the host is what a campaign runs: admission, agenda, pools, episodes, groups, accounts, journal, router.
-Its spool is in memory, its trainer chooses groups as the real one does.
+The env worker is that of a real campaign: admission, task queue, pools, episodes, groups, ledger, journal, router. Its
+spool is in memory; its trainer chooses groups as the real one does.
 """
 
 import asyncio
@@ -52,12 +52,12 @@ from hpcrl.testing.memory import MemorySpool, MemorySpoolReader, MemorySpoolWrit
 from hpcrl.weights import versions
 
 LOOK_S = 0.1
-"""How often the trainer looks for a batch."""
+"""The interval at which the trainer looks for a batch."""
 CONTEXT = 131072
 LONGEST_REPLY = 8192
 RECIPE = """
 name = "bench"
-description = "What bench.rollout runs."
+description = "The campaign of bench.rollout."
 
 [model.tiny]
 
@@ -88,13 +88,13 @@ walltime_min = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is run."""
+    """The parameters of a run."""
 
     plays: Plays
     num_steps: int
     mode: RolloutMode = "async"
     lockstep: bool = False
-    """Every turn of a batch waits for the slowest of its episodes."""
+    """True if every turn of a batch waits for the slowest of its episodes."""
     groups_per_step: int = 32
     group_size: int = 8
     redundancy: int = 0
@@ -103,33 +103,33 @@ class Setting:
     max_lag: int = 1
     train_s: float = 0.0
     reward_s: float = 0.0
-    """Of each trajectory, on workers of their own: as many as are needed."""
+    """The time to score each trajectory on separate workers, which are always sufficient."""
     reward_in_place_s: float = 0.0
-    """Of each trajectory, in the place of its episode."""
+    """The time to score each trajectory in the place of its episode."""
     num_gpus: int = 4
     max_batch: int = 64
-    """Of each; together they have a place for every episode that runs."""
+    """The places of each engine; together they have one for every running episode."""
     broken: Callable[[int], bool] = lambda _: False
-    """Which environments, by the order in which they are made, hang in reset."""
+    """Returns True for an environment that hangs in reset, by the order in which they are made."""
 
 
 @dataclass
 class Outcome:
-    """What came of it."""
+    """The result of a run."""
 
     step_ends: list[float] = field(default_factory=list)
-    """When each training step was over."""
+    """The time at which each training step ended."""
     endings: Counter[EpisodeStatus] = field(default_factory=Counter)
-    num_said: int = 0
+    num_generated: int = 0
     """Tokens of groups in which nothing runs any more."""
     num_kept: int = 0
-    """Those of them that were trained on, or may be yet."""
+    """Those of them that were trained on, or may still be."""
     cpu_s: float = 0.0
-    """What it took this process to run it."""
+    """The CPU time of this process for the run."""
 
     @property
     def step_s(self) -> float:
-        """Of a step once the campaign has settled in: the first is left out."""
+        """The mean time of a step, without the first, in which the campaign starts up."""
         return mean(self.steps_s)
 
     @property
@@ -138,19 +138,19 @@ class Outcome:
 
     @property
     def thrown_share(self) -> float:
-        return 1 - self.num_kept / self.num_said
+        return 1 - self.num_kept / self.num_generated
 
 
 def run(setting: Setting) -> Outcome:
-    """Run it in virtual time."""
-    began = time.process_time()
+    """Run one setting in virtual time."""
+    started_at = time.process_time()
     outcome = run_virtual(_steps(setting))
-    outcome.cpu_s = time.process_time() - began
+    outcome.cpu_s = time.process_time() - started_at
     return outcome
 
 
 def run_all(settings: Sequence[Setting]) -> list[Outcome]:
-    """Run them side by side: in virtual time none is the slower for it."""
+    """Run several side by side; in virtual time that slows none of them down."""
     global _settings
     _settings = settings
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:  # forked: plays are functions in functions
@@ -173,38 +173,38 @@ async def _steps(setting: Setting) -> Outcome:
         outcome = trainer.outcome
         outcome.endings = stage.host.groups.endings.copy()
         under_way = {episode.rpartition("/")[0] for episode in stage.host.episodes}
-        ended = {name: num for name, num in stage.num_said.items() if name.rpartition("/")[0] not in under_way}
-        outcome.num_said = sum(ended.values())
+        ended = {name: num for name, num in stage.num_generated.items() if name.rpartition("/")[0] not in under_way}
+        outcome.num_generated = sum(ended.values())
         outcome.num_kept = sum(ended.get(name, 0) for name in stage.sealed() - trainer.thrown)
     return outcome
 
 
 @dataclass
 class Stage:
-    """A host that lives, and what it speaks to."""
+    """A running env worker with its spool and engines."""
 
     host: EnvWorker
     run: CampaignDir
     spool: MemorySpool
     engines: list[SimEngine]
-    num_said: Counter[str]
+    num_generated: Counter[str]
     """Tokens by episode."""
     living: "asyncio.Task[None]"
 
     def sealed(self) -> set[str]:
-        """The episodes whose trajectories are in the spool."""
+        """Return the episodes whose trajectories are in the spool."""
         return {packed.id for packed in self.spool.durable}
 
 
 @contextlib.asynccontextmanager
 async def opened(setting: Setting) -> AsyncIterator[Stage]:
-    """A host and its engines, until the end of the block."""
+    """Run an env worker and its engines until the end of the block."""
     async with contextlib.AsyncExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hpcrl-bench-")))
         context = _context(root, setting)
-        said: Counter[str] = Counter()
+        num_tokens: Counter[str] = Counter()
         engines = [await stack.enter_async_context(_engine(setting)) for _ in range(setting.num_gpus)]
-        served = {f"000-decode-{index}": Served(engine, said) for index, engine in enumerate(engines)}
+        served = {f"000-decode-{index}": Served(engine, num_tokens) for index, engine in enumerate(engines)}
         for name in served:
             endpoint = EngineEndpoint(role="decode", worker=name, node="n", url=name, token="t", gpu="h800", num_gpus=1)
             announce_endpoint(context.campaign.endpoints, endpoint)
@@ -215,7 +215,9 @@ async def opened(setting: Setting) -> AsyncIterator[Stage]:
         spool = MemorySpool()
         host = EnvWorker(context, router=router, layout=Lengths(), rollouts=_in(spool), open_env=_opener(setting))
         living = asyncio.create_task(host.run_until_drained(), name="host")
-        yield Stage(host=host, run=context.campaign, spool=spool, engines=engines, num_said=said, living=living)
+        yield Stage(
+            host=host, run=context.campaign, spool=spool, engines=engines, num_generated=num_tokens, living=living
+        )
         context.end_requested.set()
         await living
 
@@ -257,16 +259,16 @@ class Hanging:
 
 
 class Served:
-    """A simulated engine that says as much as the prompt asks for, and counts it."""
+    """A simulated engine that generates the number of tokens that the prompt asks for, and counts them."""
 
-    def __init__(self, engine: SimEngine, num_said: Counter[str]) -> None:
+    def __init__(self, engine: SimEngine, num_generated: Counter[str]) -> None:
         self._engine = engine
-        self._num_said = num_said
+        self._num_generated = num_generated
 
     async def generate(self, request: GenerateRequest) -> Completion:
         asked = msgspec.structs.replace(request, max_new_tokens=request.token_ids[-1])
         completion = await self._engine.generate(asked)
-        self._num_said[request.trajectory] += len(completion.token_ids)
+        self._num_generated[request.trajectory] += len(completion.token_ids)
         return completion
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
@@ -283,7 +285,7 @@ class Served:
 
 
 class Trainer:
-    """Consumes batches as the real one does, and only takes time."""
+    """A trainer that consumes batches like the real one, and only takes time."""
 
     def __init__(self, setting: Setting, stage: Stage) -> None:
         self.outcome = Outcome()
@@ -315,7 +317,7 @@ class Trainer:
             self.outcome.step_ends.append(loop.time())
 
     def _choose(self, *, now: float) -> GroupChoice:
-        """The next batch, of what has its reward."""
+        """Choose the next batch among the trajectories that have their reward."""
         self._scoring += [(now + self._setting.reward_s, one) for one in self._reader.poll()]
         scored = [msgspec.structs.replace(one, reward=1.0) for ready, one in self._scoring if ready <= now]
         self._scoring = [(ready, one) for ready, one in self._scoring if ready > now]
@@ -344,7 +346,7 @@ class Trainer:
 
 
 def _context(root: Path, setting: Setting) -> WorkerContext:
-    """A campaign directory with all that a host reads."""
+    """Make a campaign directory with everything that an env worker reads."""
     asked = {name: getattr(setting, name) for name in setting.__dataclass_fields__}
     (root / "bench.toml").write_text(RECIPE.format(**asked, longest_reply=LONGEST_REPLY))
     recipe, site = load_recipe(str(root / "bench.toml")), load_site("local")

@@ -1,6 +1,6 @@
-"""Ten thousand episodes at once on one env host, in real time: what they cost in memory, CPU and answers of the loop.
+"""Run ten thousand episodes at once on one env worker, in real time: memory, CPU and lag of the event loop.
 
-measure    runs a crowd in a process of its own -> Crowd
+measure    runs a crowd in a separate process -> Crowd
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from bench.rolling.world import plain
 GROUP_SIZE = 8
 SAMPLE_S = 0.01
 NUM_TURNS = 3
-NUM_SHOWN, NUM_SAID = 40, 20
+NUM_SHOWN, NUM_GENERATED = 40, 20
 """Tokens of a turn."""
 PER_ENGINE = 1250
-"""Episodes; all their KV has room there, so that it is the env host that is measured."""
+"""Episodes per engine; all their KV fits, so that the env worker is what is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crowd:
-    """What was measured of it."""
+    """The measurements of a crowd."""
 
     num_running: int
     """The most that ran at once."""
@@ -36,7 +36,7 @@ class Crowd:
 
 
 def measure(num: int, *, step_s: float) -> Crowd:
-    """As many light episodes as asked for, all at once, to their ends; they wait `step_s` for each step, on average."""
+    """Run `num` light episodes to their ends, all at once; each step takes `step_s` on average."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_run, args=(num, step_s, theirs))
     process.start()
@@ -54,7 +54,9 @@ def _run(num: int, step_s: float, pipe: Connection) -> None:
 
 async def _crowd(num: int, *, step_s: float) -> Crowd:
     setting = Setting(
-        plays=plain(mean_s=step_s, sigma_s=step_s / 4, num_turns=NUM_TURNS, num_shown=NUM_SHOWN, num_said=NUM_SAID),
+        plays=plain(
+            mean_s=step_s, sigma_s=step_s / 4, num_turns=NUM_TURNS, num_shown=NUM_SHOWN, num_generated=NUM_GENERATED
+        ),
         num_steps=1,
         groups_per_step=num // GROUP_SIZE,
         max_running=num,
@@ -89,7 +91,7 @@ async def _crowd(num: int, *, step_s: float) -> Crowd:
 
 
 async def _watch(lags: list[float]) -> None:
-    """How late the loop is, again and again."""
+    """Sample the lag of the event loop without end."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + SAMPLE_S
@@ -98,5 +100,5 @@ async def _watch(lags: list[float]) -> None:
 
 
 def _resident() -> int:
-    """Bytes of memory that this process has."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

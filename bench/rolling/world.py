@@ -1,10 +1,11 @@
-"""Environments that only take time, and a layout in which they say how long each reply is.
+"""Environments that only take time, and a chat layout that encodes the length of each reply.
 
-Play        what one episode asks for: the length of each observation and reply, and the time of each step
-Plays       makes the play of an episode from its task's seed
-World       an environment that does it
-Lockstep    what makes a batch of worlds wait for its slowest at every turn
-Lengths     the layout: the last token of a prompt is the length of the reply
+Play, Turn       one episode: the length of each observation and reply, and the time of each step
+Plays            a function that makes the play of an episode from its task's seed
+plain, recorded  plays of normal step times, and of recorded calls
+World            an environment that performs a play
+Lockstep         makes a batch of worlds wait for its slowest at every turn
+Lengths          the layout: the last token of a prompt is the length of the reply
 """
 
 import asyncio
@@ -21,7 +22,7 @@ class Turn:
     """One turn of a play."""
 
     num_shown: int
-    num_said: int
+    num_generated: int
     step_s: float
 
 
@@ -34,7 +35,7 @@ class Play:
 
 
 Plays = Callable[[int, random.Random], Play]
-"""The play of an episode: the same task for a seed, and luck of its own."""
+"""Makes the play of an episode: the seed determines its task, the generator its random times."""
 
 
 def plain(
@@ -44,13 +45,13 @@ def plain(
     num_turns: int = 5,
     reset_s: float = 0.0,
     num_shown: int = 200,
-    num_said: int = 100,
+    num_generated: int = 100,
 ) -> Plays:
-    """So many turns of so many tokens; steps take a normal time, and never less than none."""
+    """Return plays of equal turns whose steps take normally distributed times of at least 0."""
 
     def play(_: int, luck: random.Random) -> Play:
         turns = [
-            Turn(num_shown=num_shown, num_said=num_said, step_s=max(0.0, luck.gauss(mean_s, sigma_s)))
+            Turn(num_shown=num_shown, num_generated=num_generated, step_s=max(0.0, luck.gauss(mean_s, sigma_s)))
             for _ in range(num_turns)
         ]
         return Play(turns=turns, reset_s=reset_s)
@@ -59,11 +60,11 @@ def plain(
 
 
 def recorded(scripts: Sequence[Script]) -> Plays:
-    """The agents' calls as they were recorded; all episodes of a task are the same run."""
+    """Return plays of recorded calls; all episodes of a task replay the same recording."""
     plays = [
         Play(
             turns=[
-                Turn(num_shown=fresh, num_said=call.num_new, step_s=call.pause_s)
+                Turn(num_shown=fresh, num_generated=call.num_new, step_s=call.pause_s)
                 for call, fresh in zip(script.calls, script.num_fresh(), strict=True)
             ]
         )
@@ -74,7 +75,7 @@ def recorded(scripts: Sequence[Script]) -> Plays:
 
 @dataclass
 class Lockstep:
-    """Those who play, and those of them who have their step behind them."""
+    """The worlds that play, and those of them that have finished their step."""
 
     playing: set["World"] = field(default_factory=set)
     arrived: set["World"] = field(default_factory=set)
@@ -87,7 +88,7 @@ class Lockstep:
         await opened.wait()
 
     def look(self) -> None:
-        """Let all go on if all are there."""
+        """Let all worlds continue once all have arrived."""
         if self.arrived >= self.playing:
             self.arrived.clear()
             self.opened.set()
@@ -95,10 +96,10 @@ class Lockstep:
 
 
 class World:
-    """Use it as an environment."""
+    """An environment that performs a play."""
 
     def __init__(self, plays: Plays, luck: random.Random, *, last_s: float = 0.0, lockstep: Lockstep | None = None):
-        """`last_s`: what the last step takes besides, such as a reward that is worked out in the episode's place."""
+        """Set the play; `last_s` is extra time of the last step, such as that of a reward computed in the episode."""
         self._plays = plays
         self._luck = luck
         self._last_s = last_s
@@ -113,7 +114,7 @@ class World:
 
     async def step(self, _: str) -> Step:
         turn = self._turns.pop(0)
-        if self._lockstep is not None:  # not before: one that was made ahead of need plays in the next batch
+        if self._lockstep is not None:  # not before: an environment that was prepared ahead plays in the next batch
             self._lockstep.playing.add(self)
         if not self._turns:
             await asyncio.sleep(turn.step_s + self._last_s)
@@ -130,17 +131,17 @@ class World:
             self._lockstep.look()
 
     def _shown(self) -> str:
-        return f"{self._turns[0].num_shown} {self._turns[0].num_said}"
+        return f"{self._turns[0].num_shown} {self._turns[0].num_generated}"
 
 
 class Lengths:
-    """Lays out an observation that is two numbers: its own length, and that of the reply."""
+    """The layout of an observation of two numbers: its own length, and that of the reply."""
 
     stop_token_ids: Sequence[int] = ()
 
     def first_turn(self, observation: str) -> list[int]:
-        num_shown, num_said = map(int, observation.split())
-        return [*([1] * (num_shown - 1)), num_said]
+        num_shown, num_generated = map(int, observation.split())
+        return [*([1] * (num_shown - 1)), num_generated]
 
     def next_turn(self, observation: str, *, generated: Sequence[int]) -> list[int]:
         return self.first_turn(observation)

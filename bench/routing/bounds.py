@@ -1,12 +1,12 @@
-"""What no policy can beat, on the same engines and by the same cost model.
+"""Lower bounds that no policy can beat, on the same engines and by the same cost model.
 
-    lower_bound_s   max(work / capacity per pool, the longest trajectory)
-    free_bound_s    the same if KV were everywhere at once
-    turns_s         what each turn of a script takes at least on each kind of GPU
-    crowded_s       the longest trajectory in full batches
-    told_where      on which hardware each trajectory would be, if all were known before
+    lower_bound_s    max(work / capacity per pool, the longest trajectory)
+    free_bound_s     the same if KV were everywhere at once
+    turns_s          the least time that each turn of a script takes on each kind of GPU
+    crowded_s        the longest trajectory in full batches
+    assign_hardware  the hardware of each trajectory, if everything were known in advance
 
-**Why `lower_bound_s` is one.** Let a schedule end after M seconds, and W_k be the work that it gives to the n_k
+**Why `lower_bound_s` is a bound.** Let a schedule end after M seconds, and W_k be the work that it gives to the n_k
 workers of kind k: W_k <= n_k M. So M >= sum(p_k W_k) for any prices p_k >= 0 with sum(n_k p_k) = 1. W_k is a sum over
 trajectories, and the turns of each went to kinds in some order: their price is at least that of the cheapest order,
 found for each trajectory alone (`_cheapest`). On a kind, a turn takes no less than: computing the tokens of its prompt
@@ -28,19 +28,19 @@ NUM_SEARCHED = 30
 
 
 def lower_bound_s(scripts: list[Script], fleet: Fleet) -> float:
-    """Of every policy that hands no KV over between engines."""
+    """Return the bound for every policy that hands no KV over between engines."""
     shares = [1.0] if len(fleet.workers) == 1 else _best_shares(scripts, fleet)
     return max(_priced_s(scripts, fleet, shares), _longest_s(scripts, fleet))
 
 
 def free_bound_s(scripts: list[Script], fleet: Fleet) -> float:
-    """Of every policy whatever: each turn where it is cheapest, and no KV ever computed twice for that."""
+    """Return the bound for any policy: each turn where it is cheapest, without computing KV twice for that."""
     pieces = [piece for script in scripts for piece in turns_s(script, fleet)]
     return max(_shared_out_s(pieces, fleet), _longest_s(scripts, fleet))
 
 
 def turns_s(script: Script, fleet: Fleet) -> list[list[float]]:
-    """The least that each turn takes of each kind of GPU, where all that was said before is known."""
+    """Return the least time that each turn takes on each kind of GPU, with the KV of all earlier turns present."""
     paces = [fleet.pace(gpu) for gpu in fleet.workers]
     return [
         [_turn_s(one, call.num_prompt, fresh, call.num_new, fleet.max_batch) for one in paces]
@@ -49,33 +49,36 @@ def turns_s(script: Script, fleet: Fleet) -> list[list[float]]:
 
 
 def crowded_s(scripts: list[Script], fleet: Fleet) -> float:
-    """What the longest trajectory takes from the first second on, on the best worker, in the full batches that
-    `lower_bound_s` reckons the others with: no schedule has both."""
+    """Return the time of the longest trajectory if it starts at once on the best worker, in full batches.
+
+    `lower_bound_s` assumes such batches for the others: no schedule has both.
+    """
     paces = [fleet.pace(gpu) for gpu in fleet.workers]
     return max(min(crowded_life_s(script, one, batch=fleet.max_batch) for one in paces) for script in scripts)
 
 
-def told_where(scripts: list[Script], fleet: Fleet) -> list[Script]:
-    """The same, each with the hardware for a domain to which it goes as a whole where everything is known before."""
+def assign_hardware(scripts: list[Script], fleet: Fleet) -> list[Script]:
+    """Return the scripts with a domain that names the hardware each belongs to as a whole, all being known ahead."""
     compute, bandwidth = fleet.workers.values()
     lives = {script: [sum(turn[kind] for turn in turns_s(script, fleet)) for kind in (0, 1)] for script in set(scripts)}
     order = sorted(range(len(scripts)), key=lambda number: lives[scripts[number]][0] / lives[scripts[number]][1])
     first, second = 0.0, sum(lives[script][1] for script in scripts)
-    told = list(scripts)
+    assigned = list(scripts)
     for number in order:
         here, there = lives[scripts[number]]
         goes = first / compute < second / bandwidth
-        told[number] = replace(scripts[number], domain="compute" if goes else "bandwidth")
+        assigned[number] = replace(scripts[number], domain="compute" if goes else "bandwidth")
         if goes:
             first, second = first + here, second - there
-    return told
+    return assigned
 
 
 # ---- two kinds of GPU that have prices
 
 
 def _best_shares(scripts: list[Script], fleet: Fleet) -> list[float]:
-    """How dear each kind is, all its workers together, where the bound is highest: it is concave in the first's."""
+    """Return the price of each kind, all its workers together, where the bound is highest: it is concave in the
+    first's."""
     assert len(fleet.workers) == 2, f"prices are searched for two kinds, not for {len(fleet.workers)}"
     low, high = 0.0, 1.0
     for _ in range(NUM_SEARCHED):
@@ -95,27 +98,27 @@ def _priced_s(scripts: list[Script], fleet: Fleet, shares: list[float]) -> float
 
 
 def _cheapest(script: Script, paces: list[WorkerSpeed], prices: list[float], *, batch: int) -> float:
-    """The least price of a trajectory, over all ways to move between two kinds.
+    """Return the least price of a trajectory, over all ways to move between two kinds.
 
-    A state is the kind of the turn before, and what of the conversation the other kind has KV of.
+    A state is the kind of the turn before, and the part of the conversation whose KV the other kind has.
     """
     states: dict[tuple[int, int], float] = {(kind, 0): 0.0 for kind in range(len(paces))}
-    said = 0
+    num_before = 0
     for call, fresh in zip(script.calls, script.num_fresh(), strict=True):
         after: dict[tuple[int, int], float] = {}
         for (kind, elsewhere), spent in states.items():
             for next_kind, (one, each) in enumerate(zip(paces, prices, strict=True)):
                 stays = next_kind == kind
                 missing = fresh if stays else max(1, call.num_prompt - (0 if script.forgets else elsewhere))
-                state = next_kind, elsewhere if stays else said
+                state = next_kind, elsewhere if stays else num_before
                 cost = spent + each * _turn_s(one, call.num_prompt, missing, call.num_new, batch)
                 after[state] = min(cost, after.get(state, cost))
-        states, said = after, call.num_prompt + call.num_new
+        states, num_before = after, call.num_prompt + call.num_new
     return min(states.values())
 
 
 def _shared_out_s(pieces: list[list[float]], fleet: Fleet) -> float:
-    """Pieces of work, fractions of them too, shared out between two pools so that both end at once."""
+    """Return the end of work whose pieces, or fractions of them, are split between two pools that end together."""
     sizes = list(fleet.workers.values())
     if len(sizes) == 1:
         return sum(piece[0] for piece in pieces) / sizes[0]
@@ -139,7 +142,7 @@ def _turn_s(one: WorkerSpeed, num_prompt: int, fresh: int, num_new: int, batch: 
 
 
 def _longest_s(scripts: list[Script], fleet: Fleet) -> float:
-    """The longest trajectory, if every turn has the best worker for it all for itself."""
+    """Return the time of the longest trajectory if every turn has the best worker to itself."""
     alone = replace(fleet, max_batch=1)
     return max(
         sum(call.pause_s + min(turn) for call, turn in zip(script.calls, turns_s(script, alone), strict=True))

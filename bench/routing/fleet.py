@@ -1,11 +1,12 @@
-"""A fleet of simulated engines in virtual time, and the policies that share it out.
+"""Replay scripts on a fleet of simulated engines in virtual time, under a policy.
 
-    Fleet            how many workers of which GPU, with how many slots
-    replay           run scripts to their ends under a policy -> Run
-    crowded_life_s   a trajectory from begin to end in a batch of others like it
+    Fleet            the numbers of workers by GPU, and their slots
+    replay           runs scripts to their ends under a policy -> Run
+    Run, Served      the result, and that of one worker
+    crowded_life_s   the time of a trajectory from start to end in a batch of others like it
 
-Every policy sees the same scripts and the same engines, which keep KV between turns. hpcrl's router runs as it does in
-a campaign: several env hosts, endpoint files, cached loads. Its rivals are given exact loads, without delay.
+Every policy gets the same scripts and the same engines, which keep KV between turns. hpcrl's router runs as it does in
+a campaign: several env workers, endpoint files, cached loads. Its rivals are given exact loads, without delay.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ PolicyName = Literal["router", "round-robin", "least-loaded", "power of two", "s
 MODEL_8B = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_190_000_000)
 NUM_HOSTS = 4
 LONGEST_REPLY = 8192
-"""What every turn asks for at most: nobody is told how long replies will be."""
+"""The limit that every turn asks for: no policy knows how long replies will be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Fleet:
     max_batch: int = 32
     tokens_per_step: int = 2048
     in_flight: int | None = None
-    """Trajectories; None: as many as fill all slots while some of them wait for their environments."""
+    """Trajectories at once; None: enough to fill all slots while some of them wait for their environments."""
 
     def num_running(self, scripts: list[Script]) -> int:
         if self.in_flight is not None:
@@ -56,7 +57,7 @@ class Fleet:
         return int(self.max_batch * sum(self.workers.values()) / (1 - idle))
 
     def num_kept(self, scripts: list[Script]) -> int:
-        """How many of these trajectories the KV of all workers holds at their full lengths."""
+        """Return how many of these trajectories fit into the KV of all workers at their full lengths."""
         room = sum(num * self.pace(gpu).kv_tokens for gpu, num in self.workers.items())
         ends = [script.calls[-1].num_prompt + script.calls[-1].num_new for script in scripts]
         return int(room / (sum(ends) / len(ends)))
@@ -67,31 +68,31 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What came of a replay."""
+    """The result of a replay."""
 
     makespan_s: float
     mean_s: float
-    """A trajectory from its begin to its end."""
+    """The mean time of a trajectory from start to end."""
     prefilled_share: float
-    """Of the prompt tokens, those whose KV had to be computed."""
-    last_begun_s: float
-    """When the last trajectory began: what follows is the drain."""
+    """The share of prompt tokens whose KV had to be computed."""
+    last_started_s: float
+    """The time when the last trajectory started; the drain follows."""
     workers: list["Served"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What one worker did."""
+    """The turns and times of one worker."""
 
     gpu: str
     turns: list[tuple[int, int]]
-    """(number of the script, turn) of what it was sent."""
+    """The turns that it was sent, as (number of the script, turn)."""
     before: Spell
     drain: Spell
 
 
 def replay(scripts: list[Script], fleet: Fleet, *, policy: PolicyName, rules: RouterConfig | None = None) -> Run:
-    """Run all scripts; `fleet.num_running` at a time, each begun as another ends."""
+    """Run all scripts, `fleet.num_running` at a time; the next starts when one ends."""
     with tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as directory:
         return run_virtual(_replay(scripts, fleet, policy, rules or RouterConfig(), Path(directory)))
 
@@ -111,7 +112,7 @@ async def _replay(scripts: list[Script], fleet: Fleet, policy: PolicyName, rules
                     EngineEndpoint(role="decode", worker=name, node="n", url=name, token="t", gpu=gpu, num_gpus=1),
                 )
         hosts = await _hosts(stack, policy, rules, fleet, engines, directory)
-        lives, last_begun_s, spent = await _play(
+        lives, last_started_s, spent = await _play(
             scripts, hosts, list(engines.values()), num_running=fleet.num_running(scripts)
         )
         makespan_s = loop.time()
@@ -120,7 +121,7 @@ async def _replay(scripts: list[Script], fleet: Fleet, policy: PolicyName, rules
         mean_s=sum(lives) / len(lives),
         prefilled_share=sum(one.engine.batch.num_prefilled for one in engines.values())
         / sum(one.num_prompt_tokens for one in engines.values()),
-        last_begun_s=last_begun_s,
+        last_started_s=last_started_s,
         workers=[
             Served(gpu=one.gpu, turns=one.turns, before=before, drain=one.spent() - before)
             for one, before in zip(engines.values(), spent, strict=True)
@@ -164,24 +165,24 @@ async def _hosts(
 async def _play(
     scripts: list[Script], hosts: list[Policy], engines: list[Scripted], *, num_running: int
 ) -> tuple[list[float], float, list[Spell]]:
-    """All scripts, so many at a time; returns how long each took, when the last one began, and what was done then."""
+    """Run all scripts, `num_running` at a time; return their times, the last one's start, and the work done by then."""
     loop = asyncio.get_running_loop()
     waiting = iter(enumerate(scripts))
     lives: list[float] = []
-    last_begun_s, spent = 0.0, [engine.spent() for engine in engines]
+    last_started_s, spent = 0.0, [engine.spent() for engine in engines]
     pool = random.Random(0).choices(range(32000), k=1 << 17)
 
     async def slot() -> None:
-        nonlocal last_begun_s, spent
+        nonlocal last_started_s, spent
         for number, script in waiting:
-            began = loop.time()
+            started_at = loop.time()
             if number == len(scripts) - 1:
-                last_begun_s, spent = began, [engine.spent() for engine in engines]
+                last_started_s, spent = started_at, [engine.spent() for engine in engines]
             await _trajectory(script, number, hosts[number % len(hosts)], pool)
-            lives.append(loop.time() - began)
+            lives.append(loop.time() - started_at)
 
     await asyncio.gather(*(slot() for _ in range(min(num_running, len(scripts)))))
-    return lives, last_begun_s, spent
+    return lives, last_started_s, spent
 
 
 async def _trajectory(script: Script, number: int, policy: Policy, pool: list[int]) -> None:
@@ -208,7 +209,7 @@ async def _trajectory(script: Script, number: int, policy: Policy, pool: list[in
 
 
 def crowded_life_s(script: Script, one: WorkerSpeed, *, batch: int) -> float:
-    """From begin to end in a batch of others like it."""
+    """Return the time of a trajectory from start to end in a batch of others like it."""
     return sum(
         call.pause_s
         + one.prefill_s(fresh - 1, num_known=call.num_prompt - fresh)

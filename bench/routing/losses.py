@@ -1,11 +1,11 @@
-"""Where a run's time went, over what no policy can do without: losses that add up to makespan / bound - 1.
+"""Split a run's time above the bound into losses, which add up to makespan / bound - 1.
 
     idle, idle in the drain           a worker had nothing to do
     batches not full, ...             steps that share their standing cost among fewer sequences than there are places
     prompts computed again            KV that was dropped, or left behind on another worker
     turns on hardware slower at them  than those that the bound gives them to, and its own prompts computed again
 
-The drain begins with the last trajectory.
+The drain starts with the last trajectory.
 """
 
 from bench.routing.bounds import turns_s
@@ -15,7 +15,7 @@ from bench.routing.workload import Script
 
 
 def losses(run: Run, scripts: list[Script], fleet: Fleet, *, bound_s: float) -> dict[str, float]:
-    """Each in units of the bound."""
+    """Return each loss in units of the bound."""
     whole_s = bound_s * len(run.workers)
     least = {script: turns_s(script, fleet) for script in set(scripts)}
     kinds = list(fleet.workers)
@@ -24,8 +24,8 @@ def losses(run: Run, scripts: list[Script], fleet: Fleet, *, bound_s: float) -> 
         kind = kinds.index(worker.gpu)
         return sum(least[scripts[number]][turn][kind] for number, turn in worker.turns)
 
-    spells = {"": ([one.before for one in run.workers], run.last_begun_s)}
-    spells[" in the drain"] = [one.drain for one in run.workers], run.makespan_s - run.last_begun_s
+    spells = {"": ([one.before for one in run.workers], run.last_started_s)}
+    spells[" in the drain"] = [one.drain for one in run.workers], run.makespan_s - run.last_started_s
     found, done_s = {}, 0.0
     for when, (spent, seconds) in spells.items():
         shared_s = sum(_shared_s(spell, fleet, worker.gpu) for spell, worker in zip(spent, run.workers, strict=True))
@@ -39,5 +39,5 @@ def losses(run: Run, scripts: list[Script], fleet: Fleet, *, bound_s: float) -> 
 
 
 def _shared_s(spell: Spell, fleet: Fleet, gpu: str) -> float:
-    """What steps stand still for, had all of them been full."""
-    return spell.num_said * fleet.pace(gpu).base_step_s(fleet.max_batch) / fleet.max_batch
+    """Return the standing cost of the steps, had all of them been full."""
+    return spell.num_generated * fleet.pace(gpu).base_step_s(fleet.max_batch) / fleet.max_batch

@@ -1,9 +1,10 @@
-"""Simulated engines that say as much as a script does, and the simple policies among them.
+"""Simulated engines whose replies have the lengths of a script, and simple policies that choose among them.
 
-Scripted   an engine whose replies are as long as the script says, with what it did
-Spell      what an engine did in some time
-Chosen     a policy that only says which engine is next
-Sticky     every trajectory stays with the engine that it got by turns
+Scripted   an engine whose replies have the scripted lengths, with counters of its work
+Spell      the work of an engine in some time
+Policy     a protocol for whatever serves turns
+Chosen     a policy that chooses the next engine by a function
+Sticky     a policy that keeps every trajectory on the engine that it was first given
 """
 
 from collections.abc import AsyncGenerator, Callable
@@ -19,9 +20,9 @@ from hpcrl.engines.sim.engine import SimEngine
 
 @dataclass(frozen=True, kw_only=True)
 class Spell:
-    """What a worker did in some time."""
+    """The work of a worker in some time."""
 
-    num_said: int
+    num_generated: int
     standing_s: float
     prompts_s: float
     replies_s: float
@@ -32,7 +33,7 @@ class Spell:
 
     def __sub__(self, earlier: "Spell") -> "Spell":
         return Spell(
-            num_said=self.num_said - earlier.num_said,
+            num_generated=self.num_generated - earlier.num_generated,
             standing_s=self.standing_s - earlier.standing_s,
             prompts_s=self.prompts_s - earlier.prompts_s,
             replies_s=self.replies_s - earlier.replies_s,
@@ -44,7 +45,7 @@ class Policy(Protocol):
 
 
 class Scripted:
-    """A simulated engine whose replies are as long as the script says."""
+    """A simulated engine whose replies have the scripted lengths."""
 
     def __init__(self, engine: SimEngine, *, gpu: str) -> None:
         self.engine = engine
@@ -54,10 +55,10 @@ class Scripted:
         self.turns: list[tuple[int, int]] = []
 
     def spent(self) -> Spell:
-        """What it did so far."""
+        """Return its work so far."""
         spent = self.engine.batch.spent
         return Spell(
-            num_said=self.engine.batch.num_generated,
+            num_generated=self.engine.batch.num_generated,
             standing_s=spent.base_s,
             prompts_s=spent.prompts_s,
             replies_s=spent.replies_s,
@@ -87,7 +88,7 @@ class Scripted:
 
 
 class Chosen:
-    """A policy that only says which engine is next."""
+    """A policy that chooses the next engine by a function."""
 
     def __init__(self, choose: Callable[[], Scripted]) -> None:
         self._choose = choose
@@ -97,7 +98,7 @@ class Chosen:
 
 
 class Sticky:
-    """Trajectories go to engines by turns, and each stays with its own."""
+    """A policy that assigns trajectories to engines in turn and keeps each there."""
 
     def __init__(self, engines: list[Scripted]) -> None:
         self._turns = cycle(engines)

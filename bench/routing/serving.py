@@ -1,6 +1,6 @@
-"""How far the cost model is off measured servers: `fit` on one GPU type, `errors` on another.
+"""Compare the cost model with measured servers: `fit` on one GPU type, `errors` on another.
 
-read_points   from a CSV file of measured servers, those whose model's shape is known
+read_points   the measured servers of a CSV file whose model's shape is known
 fit           the four coefficients that predict the time per output token best
 errors        relative errors of a fit
 """
@@ -17,7 +17,7 @@ from hpcrl.hardware.gpus import GPU_CATALOGUE
 
 SYSTEMS = {"h100_sxm": "h100", "b200_sxm": "b200"}
 WEIGHT_BYTES = {"": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.56}
-"""fp4 with the scale of every block of 16 or 32."""
+"""Bytes per weight; fp4 includes the scale of every block of 16 or 32."""
 CONFIGS = {
     "Qwen/Qwen3-32B": dict(
         hidden_size=5120, num_hidden_layers=64, num_attention_heads=64, num_key_value_heads=8, head_dim=128,
@@ -61,7 +61,7 @@ def read_points(path: Path) -> list[Point]:
 
 
 def _point(row: dict[str, str]) -> Point | None:
-    """None where the KV cannot fit: those requests queued, and the time per token says nothing."""
+    """Return the point, or None if its KV cannot fit: requests queued, so the time per token has no meaning."""
     if row["attention_dp_size"] not in ("", "1"):
         return None
     shape = msgspec.structs.replace(
@@ -83,14 +83,14 @@ def _point(row: dict[str, str]) -> Point | None:
 def _token_s(
     gpu: str, shape: ModelShape, tp: int, fit: RooflineFit, batch: int, num_prompt: int, num_new: int
 ) -> float:
-    """A decode step, and the prefills of the others that come in between."""
+    """Return the time of a decode step, with the prefills of other requests in between."""
     one = estimate_speed(GPU_CATALOGUE[gpu], shape=shape, tp=tp, fit=fit)
     prefill_s = (batch - 1) * one.prefill_s(num_prompt) / num_new
     return one.decode_s(batch, num_kv=batch * (num_prompt + num_new / 2)) + prefill_s
 
 
 def fit(points: list[Point]) -> RooflineFit:
-    """The least relative errors, by reweighted least squares: a few odd servers shall not bend it."""
+    """Fit for the least relative errors, by reweighted least squares, which limits the weight of a few odd servers."""
     terms = np.array([point.terms for point in points])
     relative = terms / np.array([point.token_s for point in points])[:, None]
     weights = np.ones(len(points))

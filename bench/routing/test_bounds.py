@@ -1,8 +1,8 @@
-"""What bench.router holds the router against: no run is faster than the bounds, and the losses add up."""
+"""The bounds of bench.router: no run is faster than them, and the losses add up."""
 
 import pytest
 
-from bench.routing.bounds import free_bound_s, lower_bound_s, told_where
+from bench.routing.bounds import assign_hardware, free_bound_s, lower_bound_s
 from bench.routing.fleet import Fleet, replay
 from bench.routing.losses import losses
 from bench.routing.workload import Call, Script, synthetic
@@ -22,7 +22,7 @@ def test_no_policy_is_faster_than_the_bound(runs, policy):
 
 
 @pytest.mark.parametrize("policy", ["router", "round-robin"])
-def test_what_is_lost_adds_up_to_what_the_makespan_is_over_the_bound(runs, policy):
+def test_losses_add_up_to_the_makespan_above_the_bound(runs, policy):
     bound_s = lower_bound_s(SCRIPTS, FLEET)
     lost = losses(runs[policy], SCRIPTS, FLEET, bound_s=bound_s)
     assert 1 + sum(lost.values()) == pytest.approx(runs[policy].makespan_s / bound_s)
@@ -46,8 +46,8 @@ def test_moving_costs_what_the_new_hardware_has_not_seen():
     assert lower_bound_s(mixed, FLEET) > 1.01 * free_bound_s(mixed, FLEET)
 
 
-def test_who_is_told_where_trajectories_belong_has_prompts_where_they_are_computed_soonest():
+def test_trajectories_with_long_prompts_are_assigned_to_compute():
     reads = Script(domain="any", calls=(Call(num_prompt=20_000, num_new=10, pause_s=0.0),))
     speaks = Script(domain="any", calls=(Call(num_prompt=20, num_new=2000, pause_s=0.0),))
-    told = told_where([reads, speaks] * 20, FLEET)
-    assert {script.domain for script in told if script.calls == reads.calls} == {"compute"}
+    assigned = assign_hardware([reads, speaks] * 20, FLEET)
+    assert {script.domain for script in assigned if script.calls == reads.calls} == {"compute"}

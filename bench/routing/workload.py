@@ -1,11 +1,12 @@
-"""What agents ask: recorded calls, or made-up ones of the same shape, as trajectories to replay.
+"""Workloads of agents: recorded calls, or synthetic ones of the same shape, as trajectories to replay.
 
-    read_calls    from a CSV file with one row a call: family, session, t_s, input_chars, output_chars
+    Script, Call  a trajectory to replay, and one of its turns
+    read_calls    scripts from a CSV file with one row per call: family, session, t_s, input_chars, output_chars
     synthetic     seeded: coding (long prompts that grow, short replies), service (short ones), math (long replies)
-    repeated      as many trajectories as are wanted, in a seeded order
+    repeated      any number of trajectories, in a seeded order
 
-Lengths in characters are four times those in tokens. The gap between two recorded calls is the tool's time and the
-model's; the model's is taken to be its reply at 100 tokens/s.
+Lengths in characters are four times those in tokens. The gap between two recorded calls is the tool's time plus the
+model's; the latter is assumed to be that of its reply at 100 tokens/s.
 """
 
 import csv
@@ -22,7 +23,7 @@ SEED = 20261
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One turn: how long its prompt and reply are, and how long the tool takes after it."""
+    """One turn: the lengths of its prompt and reply, and the time of the tool after it."""
 
     num_prompt: int
     num_new: int
@@ -36,10 +37,10 @@ class Script:
     domain: str
     calls: tuple[Call, ...]
     forgets: bool = False
-    """For bounds only: nothing is known of a prompt from the turns before it."""
+    """True if no KV of earlier turns is kept; for bounds only."""
 
     def num_fresh(self) -> list[int]:
-        """Tokens of each prompt that the conversation before it does not have."""
+        """Return the number of tokens of each prompt that are not in the conversation before it."""
         if self.forgets:
             return [call.num_prompt for call in self.calls]
         before = [0, *(call.num_prompt + call.num_new for call in self.calls[:-1])]
@@ -76,7 +77,7 @@ def synthetic(num: int = 96, *, seed: int = SEED) -> list[Script]:
 
 
 def _coding(draw: random.Random) -> list[Call]:
-    """Prompts grow by what tools print, now and then by a whole file."""
+    """Make calls whose prompts grow by the output of tools, now and then by a whole file."""
     num_prompt, calls = draw.randint(1200, 3000), []
     for _ in range(draw.randint(6, 30)):
         calls.append(_call(draw, num_prompt, median=90, spread=0.5, pause_s=0.3))
@@ -106,7 +107,7 @@ def _call(draw: random.Random, num_prompt: int, *, median: float, spread: float,
 
 
 def repeated(scripts: list[Script], num: int, *, seed: int = SEED) -> list[Script]:
-    """`num` of them, every one as often as the others, shuffled."""
+    """Return `num` scripts, each equally often, shuffled."""
     many = (scripts * -(-num // len(scripts)))[:num]
     random.Random(seed).shuffle(many)
     return many
