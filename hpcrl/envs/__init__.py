@@ -1,15 +1,15 @@
-"""Environments. Public: recipes name these classes.
+"""Environments. These modules are public: recipes name their classes.
 
 base            the protocol of an environment, and adapters to it
-pool            environments that run at once
-check           tries an environment before a campaign is submitted
-random_state    random generators that a seed decides
-isolation       environments in processes and sandboxes of their own
+pool            environments that are prepared before they are needed
+check           check the user code of a recipe before it is submitted
+random_state    separate random generators for an environment
+isolation       environments in separate processes and sandboxes
 agent           an agent program as an environment
 arithmetic      sums
-repair          mend a Python function with a tool
-judge           a model as the judge
-gymnasium_text  FrozenLake as text
+repair          fix a Python function with a tool
+judge           a reward from a language model
+gymnasium_text  FrozenLake, Taxi and Blackjack as text
 gem             GEM
 openenv         OpenEnv
 reasoning_gym   Reasoning Gym

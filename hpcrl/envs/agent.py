@@ -1,7 +1,8 @@
-"""An agent program as an environment: any command that talks to a model by OpenAI's API and says what it earned.
+"""An agent program as an environment: any command that calls a model by OpenAI's API and reports its reward.
 
-    AgentProgram    runs the command once for each episode, in a sandbox
-    find_reward     the reward in what a program printed
+    AgentProgram    run the command once for each episode, in a sandbox
+    find_reward     find the reward in the output of a program
+    INSIDE_PORT, END_GRACE_S, INHERITED_VARIABLES  constants
 
 The program finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, and its task as one JSON object
 on standard input and in HPCRL_TASK. Its reward is the last line that it prints, as a number or as {"reward": number},
@@ -35,30 +36,30 @@ from hpcrl.envs.isolation.sandbox import (
 from hpcrl.errors import ConfigError, EnvFault
 
 INSIDE_PORT = 8000
-"""Where the model is on the loopback of a sandbox, which nobody else shares."""
+"""The port of the model on the loopback of a sandbox, which is private to it."""
 END_GRACE_S = 5.0
 """How long a program's launcher may take to end all that it started."""
 INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
-"""All that a program in a sandbox is told of our environment."""
+"""The only variables that a program in a sandbox inherits."""
 _LAUNCHER_CODE = (
     "import sys; sys.path.insert(0, {root!r}); from hpcrl.envs.isolation.program_launcher import main; sys.exit(main())"
 )
 
 
 class AgentProgram:
-    """Runs `command` for each episode.
+    """An environment that runs `command` for each episode.
 
     command       a list; `python` is the one that runs hpcrl
-    task          put into the task, beside the seed
+    task          added to the task, beside the seed
     environment   variables to set
     sandbox       auto (apptainer if there is an image, else bubblewrap), apptainer, bubblewrap, or none
-    image         of apptainer
-    readable      paths that the program may read in the sandbox, such as that of its own code
+    image         the image for apptainer
+    readable      paths that the program may read in the sandbox, such as that of its code
     timeout_s     for the whole program
     memory_gib, cpu_s, file_gib    limits of each of its processes: data, CPU time, size of a file
     sampling      recipe: temperature and the like are the recipe's, so that every turn can be trained on; program: as
-                  it asks, and turns sampled otherwise are not trained on
-    trains        longest or last: which of its conversations is trained, if there are several
+                  the program requests, and turns sampled differently from the recipe are not trained on
+    trains        longest or last: which of its conversations is trained on, if there are several
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class AgentProgram:
             ("trains", trains, ("longest", "last")),
         ):
             if value not in known:
-                raise ConfigError(f"AgentProgram: {name} = {value!r}: it is one of {', '.join(known)}")
+                raise ConfigError(f"AgentProgram: {name} = {value!r}: it must be one of {', '.join(known)}")
         if min(timeout_s, memory_gib, cpu_s, file_gib) <= 0:
-            raise ConfigError("AgentProgram: timeout_s, memory_gib, cpu_s and file_gib are above 0")
+            raise ConfigError("AgentProgram: timeout_s, memory_gib, cpu_s and file_gib must be above 0")
         self.sampling = sampling
         self.trains = trains
         self._command = [sys.executable if part == "python" else part for part in command[:1]] + list(command[1:])
@@ -104,7 +105,7 @@ class AgentProgram:
         }
 
     async def run(self, seed: int, access: ModelAccess) -> float | None:
-        """One run of the program; EnvFault if it fails or says nothing of a reward."""
+        """Run the program and return its reward, or None if it printed none; raises EnvFault if it fails."""
         kind = await asyncio.to_thread(choose_sandbox, self._sandbox, image=self._image)
         workdir = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="hpcrl-agent-"))
         try:
@@ -146,7 +147,7 @@ class AgentProgram:
             async with asyncio.timeout(self._timeout_s):
                 output, errors = await process.communicate(json.dumps(asdict(launch)).encode())
         except TimeoutError:
-            raise EnvFault(f"{self._name}: no end in timeout_s = {self._timeout_s:g} s") from None
+            raise EnvFault(f"{self._name}: still running after timeout_s = {self._timeout_s:g} s") from None
         finally:
             await _end_launcher(process)
         try:
@@ -161,7 +162,7 @@ class AgentProgram:
 
 
 def find_reward(output: str) -> float | None:
-    """The reward in the last line that is one: a finite number, or an object with one; None if there is none."""
+    """Find the reward in the last line that has one: a finite number, or an object with one; None if there is none."""
     for line in reversed(output.splitlines()):
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             value = json.loads(line)
@@ -169,13 +170,13 @@ def find_reward(output: str) -> float | None:
             if isinstance(reward, bool) or not isinstance(reward, int | float):
                 continue
             if not math.isfinite(reward):
-                raise EnvFault(f"the program gave the reward {reward}: a finite number is needed")
+                raise EnvFault(f"the program reported the reward {reward}: it must be a finite number")
             return float(reward)
     return None
 
 
 def _read_reward(result: ProgramResult) -> float | None:
-    """The reward; a program that failed gets none, whatever it printed before."""
+    """Return the reward; raises EnvFault for a program that failed, even if it printed one."""
     if result.exit_code != 0:
         how = f"ended with code {result.exit_code}" if result.exit_code > 0 else _describe_signal(-result.exit_code)
         raise EnvFault(f"the program {how}: {result.errors.strip()[-300:]}")
@@ -190,7 +191,7 @@ def _describe_signal(number: int) -> str:
 
 
 def _build_environment(kind: SandboxKind, workdir: Path) -> dict[str, str]:
-    """Without walls a program is one of ours and inherits all; inside it is told what it needs."""
+    """Return the program's environment: all of ours without a sandbox, else only what it needs."""
     known = (
         os.environ if kind == "none" else {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
     )
@@ -199,7 +200,7 @@ def _build_environment(kind: SandboxKind, workdir: Path) -> dict[str, str]:
 
 
 async def _end_launcher(process: asyncio.subprocess.Process) -> None:
-    """End the launcher, which ends the program and all that it started; it leads a session of its own."""
+    """End the launcher, which ends the program and all that it started; it leads a separate session."""
     if process.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError):

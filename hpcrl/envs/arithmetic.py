@@ -1,10 +1,11 @@
 """Sums with a calculator: a small multi-turn tool-use environment.
 
     Arithmetic           asks `7+5*3=?`; `calc 5*3` is answered by `15`, and `=22` is the model's answer
-    evaluate_expression  the calculator: integers, + - * and brackets, by a parser of its own
-    correct              a reward function: 1 if the answer was right, else 0
+    evaluate_expression  the calculator: integers, + - * and brackets, with its own parser
+    correct              a reward function: 1 if the answer is right, else 0
+    RIGHT_REWARD, MAX_EXPRESSION_CHARS  constants
 
-A turn that is neither a call nor an answer is told so and lost. The answer ends the episode.
+A turn that is neither a call nor an answer is answered by a hint and wasted. The answer ends the episode.
 """
 
 import random
@@ -19,7 +20,7 @@ if TYPE_CHECKING:  # it needs numpy
 
 RIGHT_REWARD = 1.0
 MAX_EXPRESSION_CHARS = 64
-"""Characters; bounds the calculator's depth and the size of its numbers."""
+"""A bound on the calculator's depth and the size of its numbers."""
 
 _CALL = re.compile(r"\s*calc\b(?P<expression>[^\n=]*)", re.IGNORECASE)
 _ANSWER = re.compile(r"\s*=?\s*(?P<value>-?\d{1,64})(?![\d.]|\s*[-+*/(])")
@@ -27,19 +28,19 @@ _TOKEN = re.compile(r"\s*(?:(?P<number>\d+)|(?P<symbol>[-+*()]))")
 
 
 def correct(trajectory: "Trajectory") -> float:
-    """1 if the answer was right, else 0: only a right answer earns RIGHT."""
+    """Return 1 if the answer is right, else 0: only a right answer earns RIGHT_REWARD."""
     return float(any(turn.reward >= RIGHT_REWARD for turn in trajectory.turns))
 
 
 class Arithmetic:
-    """Work out a sum drawn by seed, with a calculator at hand.
+    """A sum drawn by the seed, to be worked out with a calculator.
 
     num_terms      numbers in the sum
     max_operand    the largest of them (the smallest is 0)
-    operators      which of + - * stand between them
+    operators      which of + - * are used
     calculator     whether `calc` is answered
-    format_credit  what a well-formed but wrong answer earns (a right one earns 1)
-    invalid_cost   what a turn costs that is neither a call nor an answer
+    format_credit  the reward of a well-formed but wrong answer (a right one earns 1)
+    invalid_cost   the cost of a turn that is neither a call nor an answer
     """
 
     def __init__(
@@ -53,15 +54,15 @@ class Arithmetic:
         invalid_cost: float = 0.05,
     ) -> None:
         if not 2 <= num_terms <= 10:
-            raise ConfigError(f"Arithmetic: num_terms = {num_terms}: it is 2 to 10")
+            raise ConfigError(f"Arithmetic: num_terms = {num_terms}: it must be 2 to 10")
         if not 1 <= max_operand <= 9999:
-            raise ConfigError(f"Arithmetic: max_operand = {max_operand}: it is 1 to 9999")
+            raise ConfigError(f"Arithmetic: max_operand = {max_operand}: it must be 1 to 9999")
         if not operators or set(operators) - set("+-*"):
             raise ConfigError(f"Arithmetic: operators = {operators!r}: give one or more of + - *, such as '+-'")
         if not 0 <= format_credit < RIGHT_REWARD or invalid_cost < 0:
             raise ConfigError(
                 f"Arithmetic: format_credit = {format_credit}, invalid_cost = {invalid_cost}: "
-                "format_credit is at least 0 and below 1, invalid_cost at least 0"
+                "format_credit must be at least 0 and below 1, invalid_cost at least 0"
             )
         self._num_terms = num_terms
         self._max_operand = max_operand
@@ -91,7 +92,7 @@ class Arithmetic:
         )
 
     async def close(self) -> None:
-        """Nothing to end: all state lies in this object."""
+        """Do nothing: all state is in this object."""
 
     def _run_calculator(self, expression: str) -> Step:
         try:
@@ -101,7 +102,7 @@ class Arithmetic:
 
 
 def evaluate_expression(expression: str) -> int:
-    """The value of a sum of integers with + - * and brackets; ValueError, in a few words, for anything else."""
+    """Evaluate a sum of integers with + - * and brackets; raises a short ValueError for anything else."""
     if len(expression) > MAX_EXPRESSION_CHARS:
         raise ValueError("too long")
     tokens = []
@@ -136,7 +137,7 @@ def _parse_product(tokens: list[str]) -> int:
 
 
 def _parse_factor(tokens: list[str]) -> int:
-    """A number, a bracket, or the negative of one; takes its tokens away."""
+    """Parse a number, a bracket, or the negative of one, and remove its tokens."""
     if not tokens:
         raise ValueError("not a sum")
     token = tokens.pop(0)

@@ -1,13 +1,15 @@
-"""What an environment is: text in, text out, plain or async, and a reward at the end.
+"""The protocol of an environment: text in, text and a reward out, with plain or async methods.
 
-An environment is a class named in the recipe as `package.module:Name` and made with the domain's `options`.
-It may be written with plain or with `async` methods; `adapt_env` gives the async form that episodes use.
-Whatever it raises is an infrastructure fault (retried, never scored): an agent's bad action is a normal step.
+    Env, Step                    an environment, and its answer to one action
+    ProgramEnv, ModelAccess      an environment that calls the model itself, and how it reaches it
+    RewardFunction, env_reward   the score of a trajectory, and the default one
+    make_env, make_env_in_thread, make_program, construct_env  make one by its name in a recipe
+    adapt_env, is_program        its async form, and its kind
+    OwnThread                    a thread for code that blocks
 
-A thread of its own for code that blocks, with answers for a running event loop.
-
-Always the same thread, since some libraries (browsers, sqlite) insist on it; a daemon, so that a call that hangs for
-good does not keep the process from ending.
+An environment is a class that the recipe names as `package.module:Name`, made with the domain's `options`. Any
+exception it raises is an infrastructure fault, which is retried and never scored: a bad action of an agent is a normal
+step.
 """
 
 import asyncio
@@ -32,16 +34,20 @@ T = TypeVar("T")
 
 
 class OwnThread:
-    """Runs one call after the other; the thread begins with the first."""
+    """A daemon thread, started by its first call, that runs one call after the other.
+
+    An environment always has the same thread, which some libraries (browsers, sqlite) require. As a daemon it does
+    not keep the process alive when a call hangs forever.
+    """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.busy = False
-        """A call has not come back."""
+        """True while a call has not returned."""
 
     def call(self, function: Callable[..., T], *args: Any) -> Awaitable[T]:
-        """Run `function` in the thread. Who is cancelled meanwhile leaves the call behind: it goes on."""
+        """Run `function` in the thread. If the caller is cancelled meanwhile, the call continues."""
         if self._thread is None:
             self._thread = threading.Thread(target=_run_calls, args=(self._calls,), name="env", daemon=True)
             self._thread.start()
@@ -52,17 +58,17 @@ class OwnThread:
         def run() -> None:
             try:
                 settle = partial(_resolve_future, answer, result=function(*args))
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - the caller gets it
                 settle = partial(_resolve_future, answer, error=error)
             self.busy = False
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop has ended: no task waits any more
                 loop.call_soon_threadsafe(settle)
 
         self._calls.put(run)
         return answer
 
     def end(self) -> None:
-        """Let the thread end once it is through with what it was given."""
+        """Let the thread end after its calls."""
         self._calls.put(None)
         self._thread = None
 
@@ -73,13 +79,13 @@ def _run_calls(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
 
 
 def _resolve_future(answer: "asyncio.Future[Any]", *, result: Any = None, error: BaseException | None = None) -> None:
-    if answer.done():  # given up at its deadline
+    if answer.done():  # cancelled at its deadline
         return
     if error is None:
         answer.set_result(result)
     elif isinstance(error, Exception) and not isinstance(error, StopIteration):
         answer.set_exception(error)
-    else:  # a Future takes no StopIteration, and SystemExit would end the host
+    else:  # a Future accepts no StopIteration, and SystemExit would end the env worker
         answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
@@ -95,47 +101,47 @@ class Env(Protocol):
     """One environment, used for one episode at a time."""
 
     async def reset(self, seed: int) -> str:
-        """Begin the task that `seed` names; returns the first observation. The same seed is the same task."""
+        """Start the task of `seed` and return the first observation. The same seed is the same task."""
 
     async def step(self, action: str) -> Step:
-        """Do what the model said."""
+        """Perform the action that the model generated."""
 
     async def close(self) -> None: ...
 
 
 class ModelAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a program reaches the model, by OpenAI's API."""
+    """The address of the model for a program, by OpenAI's API."""
 
     url: str
     """On loopback; ends in /v1."""
     socket: str
     """The same as a socket file, for sandboxes without a network."""
     api_key: str
-    """This program's own."""
+    """A key for this program only."""
     model: str
 
 
 class ProgramEnv(Protocol):
-    """An environment that drives the model itself: an agent program, used for one episode.
+    """An environment that calls the model itself: an agent program, used for one episode.
 
     It is recognised by its method `run`.
     """
 
     sampling: Literal["recipe", "program"]
-    """Whose temperature, top_p and top_k count; what is not sampled as the recipe says is not trained on."""
+    """Whose temperature, top_p and top_k are used; turns not sampled with the recipe's are not trained on."""
     trains: Literal["longest", "last"]
-    """Which of its conversations is trained: where the model said most, or the one gone on with last."""
+    """The conversation to train on: the one with the most generated tokens, or the one continued last."""
 
     async def run(self, seed: int, access: ModelAccess) -> float | None:
-        """Do the task that `seed` names; returns the reward, or None if it was posted. Being cancelled ends it all."""
+        """Do the task of `seed`; returns the reward, or None if it was posted. Cancelling ends all of it."""
 
 
 RewardFunction = Callable[["Trajectory"], float | dict[str, float]]
-"""A reward function: the score of a finished trajectory, or named parts whose sum is the score."""
+"""A function that returns the score of a finished trajectory, or named parts whose sum is the score."""
 
 
 def env_reward(trajectory: "Trajectory") -> float:
-    """The sum of what the environment gave, turn by turn."""
+    """Return the sum of the environment's rewards over all turns."""
     return float(sum(turn.reward for turn in trajectory.turns))
 
 
@@ -145,7 +151,7 @@ def make_env(name: str, options: dict[str, Any], *, what: str) -> Env:
 
 
 async def make_env_in_thread(name: str, options: dict[str, Any], *, what: str) -> Env:
-    """The same in a thread: importing and making it stop no other episode, and who waits too long can be cancelled."""
+    """Make it in a thread, so that importing and making block no other episode and can be cancelled."""
     thread = OwnThread()
     try:
         return adapt_env(await thread.call(partial(construct_env, name, options, what=what)), thread=thread)
@@ -155,7 +161,7 @@ async def make_env_in_thread(name: str, options: dict[str, Any], *, what: str) -
 
 
 def construct_env(name: str, options: dict[str, Any], *, what: str) -> Any:
-    """Make the environment `name` with its options, as it is."""
+    """Make the environment `name` with its options, without adapting it."""
     kind = load_code(name, what=what)
     try:
         env = kind(**options)
@@ -168,7 +174,7 @@ def construct_env(name: str, options: dict[str, Any], *, what: str) -> Any:
 
 
 def adapt_env(env: Any, *, thread: OwnThread | None = None) -> Env:
-    """The async form of an environment with plain methods, which run in `thread`; an async one is returned as it is."""
+    """Return the async form of an environment; plain methods run in `thread`, an async one is returned unchanged."""
     if not _check_methods(env):
         return _ThreadedEnv(env, thread or OwnThread())
     if thread is not None:
@@ -182,7 +188,7 @@ def make_program(name: str, options: dict[str, Any], *, what: str) -> ProgramEnv
 
 
 def is_program(name: str) -> bool:
-    """Whether this environment drives the model itself; what cannot be loaded is found out when it is used."""
+    """Return whether this environment calls the model itself; False if it cannot be loaded, which fails later."""
     try:
         return callable(getattr(load_code(name, what="env"), "run", None))
     except ConfigError:
@@ -190,14 +196,14 @@ def is_program(name: str) -> bool:
 
 
 def _check_methods(env: Any) -> bool:
-    """Refuse what is no environment; True for an async one."""
+    """Raise ConfigError for anything but an environment; returns True for an async one."""
     if inspect.iscoroutinefunction(getattr(env, "run", None)):
         return True
     missing = [name for name in ("reset", "step", "close") if not callable(getattr(env, name, None))]
     if missing:
         raise ConfigError(
             f"{type(env).__module__}:{type(env).__qualname__} has no {' and no '.join(missing)}: "
-            "an environment has reset(seed) -> str, step(action) -> Step and close()"
+            "an environment needs reset(seed) -> str, step(action) -> Step and close()"
         )
     kinds = {inspect.iscoroutinefunction(method) for method in (env.reset, env.step, env.close)}
     if len(kinds) > 1:
@@ -209,9 +215,9 @@ def _check_methods(env: Any) -> bool:
 
 
 class _ThreadedEnv:
-    """A plain environment with a thread of its own, so that a slow step stops no other episode.
+    """An environment with plain methods in a separate thread, so that a slow step blocks no other episode.
 
-    Only `close` passes by a busy thread: it may be what frees it.
+    Only `close` does not wait for a busy thread, since it may be what frees it.
     """
 
     def __init__(self, env: Any, thread: OwnThread) -> None:

@@ -1,7 +1,10 @@
-"""`python -m hpcrl.envs.check < recipe.json`: can all the user's code and all packages that it names be used here?
+"""Check that the user code and packages of a recipe can be used here: `python -m hpcrl.envs.check < recipe.json`.
 
-A process of its own, so that the login-node side stays light and user code that breaks breaks only this. Its standard
-output has nothing but the message of what was refused; what user code prints goes to standard error.
+    main            check everything
+    check_packages  check the optional packages
+
+It is a separate process, so that the login-node side stays light and broken user code breaks only this. Its standard
+output has only the message of the refusal; output of user code goes to standard error.
 """
 
 import os
@@ -32,20 +35,20 @@ def main() -> int:
         os.write(answer, str(error).encode())
         return 2
     except SystemExit as error:
-        os.write(answer, f"its code ends the program with sys.exit({error.code!r}): take that out of it".encode())
+        os.write(answer, f"its code ends the program with sys.exit({error.code!r}): remove that call".encode())
         return 2
     return 0
 
 
 def _take_stdout() -> int:
-    """Return a descriptor of what was standard output until now; what is printed goes to standard error instead."""
+    """Redirect standard output to standard error; returns a descriptor of the original."""
     answer = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return answer
 
 
 def _check_curriculum(recipe: Recipe) -> None:
-    """It is asked before there are rewards, so it is tried with none."""
+    """Call the curriculum without rewards, since it is also called before there are any."""
     name = recipe.rollout.curriculum
     if name is None:
         return
@@ -53,22 +56,22 @@ def _check_curriculum(recipe: Recipe) -> None:
     try:
         dict(hook({name: [] for name, domain in recipe.domains.items() if not domain.held_out}))
     except Exception as error:
-        hint = "it is called with the recent rewards of each domain, none at first, and gives weights by domain"
+        hint = "it is called with the recent rewards of each domain, none at first, and must return weights by domain"
         raise ConfigError(f"rollout.curriculum = {name!r}: {type(error).__name__}: {error}: {hint}") from error
 
 
 def check_packages(recipe: Recipe) -> None:
-    """What only some recipes need, and only some installations have."""
+    """Raise ConfigError if an optional package that the recipe needs is not installed."""
     metrics = recipe.metrics
     for package, asked in (("tensorboard", metrics.tensorboard), ("wandb", metrics.wandb != "off")):
         if asked and find_spec(package) is None:
             raise ConfigError(
-                f"[metrics] asks for {package}, and {sys.executable} has no such package: "
-                f"pip install 'hpcrl[{package}]' there, or take it out of [metrics]"
+                f"[metrics] needs the package {package}, which {sys.executable} does not have: "
+                f"pip install 'hpcrl[{package}]' there, or remove it from [metrics]"
             )
     if recipe.train.lora_rank and find_spec("peft") is None:
         raise ConfigError(
-            f"train.lora_rank = {recipe.train.lora_rank} needs the package peft, which {sys.executable} has not: "
+            f"train.lora_rank = {recipe.train.lora_rank} needs the package peft, which {sys.executable} does not have: "
             "pip install 'hpcrl[lora]' there, or set it to 0"
         )
 
@@ -77,7 +80,7 @@ def _check_pipeline(recipe: Recipe) -> None:
     for name, node in recipe.train.pipeline.items():
         what = f"train.pipeline.{name}.function"
         if node.function is not None and not callable(load_code(node.function, what=what)):
-            raise ConfigError(f"{what} = {node.function!r} is no function")
+            raise ConfigError(f"{what} = {node.function!r} is not a function")
 
 
 if __name__ == "__main__":

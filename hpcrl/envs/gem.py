@@ -10,7 +10,7 @@ from hpcrl.errors import ConfigError
 
 
 class Gem:
-    """Environment `id`, such as "game:GuessTheNumber-v0-easy"; the other options are passed to gem.make."""
+    """The environment `id`, such as "game:GuessTheNumber-v0-easy"; the other options are passed to gem.make."""
 
     def __init__(self, *, id: str, **options: Any) -> None:
         self._id = id
@@ -33,4 +33,4 @@ class Gem:
         return Step(observation=str(observation), reward=float(reward), done=bool(terminated or truncated))
 
     async def close(self) -> None:
-        """Nothing to end: all state lies in this object."""
+        """Do nothing: all state is in this object."""

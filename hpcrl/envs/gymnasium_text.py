@@ -1,15 +1,17 @@
-"""Gymnasium's FrozenLake, Taxi and Blackjack as text: one letter is one action, a few characters are what is seen.
+"""Gymnasium's FrozenLake, Taxi and Blackjack as text: one letter is an action, a few characters are an observation.
 
     FrozenLake     walk over the ice to the goal: L D R U
-    Taxi           fetch a passenger and set them down where they want to go: L D R U, P picks up, X sets down
-    Blackjack      come closer to 21 than the dealer: H draws a card, S stops
-    goal_and_way   a reward function: what the environment gave, as two parts
+    Taxi           drive a passenger to their destination: L D R U, P picks up, X sets down
+    Blackjack      get closer to 21 than the dealer: H draws a card, S stops
+    goal_and_way   a reward function: the environment's rewards, as two parts
     success        a reward function: 1 if the task was solved, else 0
+    TransitionTable, count_actions_to_goal  Gymnasium's transitions, and distances in them
+    GOAL_SHARE, INVALID_COST, MAX_LAKE_SIZE  constants
 
-The first valid letter of the model's text is the action (either case); without one the turn is lost and costs
-INVALID_COST. Blackjack earns what Gymnasium pays, -1 to 1. In the others a solved episode earns 1: half for the way
-made good, half for arriving. The way is counted in actions by breadth-first search over Gymnasium's own transition
-table, and each turn is given the change it made, so that a tiny model learns from the first step on.
+The first valid letter of the model's text is the action (either case); without one the turn is wasted and costs
+INVALID_COST. Blackjack earns what Gymnasium pays, -1 to 1. In the others a solved episode earns 1: half for progress
+on the way, half for arriving. The way is counted in actions by breadth-first search over Gymnasium's transition
+table, and each turn earns the change it made, so that a tiny model learns from the first step.
 """
 
 from collections import deque
@@ -35,18 +37,18 @@ TransitionTable = Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bo
 
 
 def success(trajectory: Trajectory) -> float:
-    """1 if the task was solved, else 0: only the turn that arrives earns more than GOAL_SHARE."""
+    """Return 1 if the task was solved, else 0: only the turn that arrives earns more than GOAL_SHARE."""
     return float(any(turn.reward > GOAL_SHARE for turn in trajectory.turns))
 
 
 def goal_and_way(trajectory: Trajectory) -> dict[str, float]:
-    """What the environment gave, as the part for arriving and the part for the way (less invalid turns)."""
+    """Return the environment's rewards as a part for arriving and a part for the way (less invalid turns)."""
     goal = GOAL_SHARE * success(trajectory)
     return {"goal": goal, "way": float(sum(turn.reward for turn in trajectory.turns)) - goal}
 
 
 def count_actions_to_goal(table: TransitionTable) -> dict[int, int]:
-    """The fewest actions from each state to success; a state that cannot reach it is absent."""
+    """Return the fewest actions from each state to success, without states that cannot reach it."""
     before: dict[int, set[int]] = {}
     winning = set()
     for state, actions in table.items():
@@ -68,7 +70,7 @@ def count_actions_to_goal(table: TransitionTable) -> dict[int, int]:
 
 
 class _TableWalk:
-    """One episode through a transition table, rewarded by the share of the way to the goal made good so far."""
+    """One episode in a transition table, rewarded by the progress on the way to the goal."""
 
     def __init__(self, env: Any, *, letters: str, fewest: Mapping[int, int], seed: int) -> None:
         self._env = env
@@ -79,11 +81,11 @@ class _TableWalk:
         self._progress = 0.0
 
     def parse_action(self, text: str) -> int | None:
-        """The action that the first valid letter of `text` names."""
+        """Return the action of the first valid letter of `text`."""
         return next((self._letters.index(letter) for letter in text.upper() if letter in self._letters), None)
 
     def take_action(self, action: int) -> tuple[float, bool]:
-        """Do it; returns the reward and whether the episode has ended."""
+        """Take an action; returns the reward and whether the episode has ended."""
         self.state, reward, ended, _, _ = self._env.step(action)
         solved = ended and reward > 0
         progress = 1.0 if solved else self._measure_progress()
@@ -91,20 +93,20 @@ class _TableWalk:
         return (1 - GOAL_SHARE) * change + GOAL_SHARE * solved, ended
 
     def _measure_progress(self) -> float:
-        """0 at the start and behind it, and where the goal cannot be reached any more; 1 at the goal."""
+        """Return the progress: 1 at the goal; 0 at the start, farther away, and where the goal is out of reach."""
         if self.state not in self._fewest:
             return 0.0
         return max(0.0, 1 - self._fewest[self.state] / self._at_start)
 
 
 class FrozenLake:
-    """Reach the goal G over the ice F without falling into a hole H.
+    """A lake to cross: reach the goal G over the ice F without falling into a hole H.
 
     map       "4x4", "8x8", rows such as ["SFF", "FHF", "FFG"], or "random": a new lake of `size` x `size` by seed
     start     "fixed": at S; "random": by seed on any ice from which the goal can be reached
-    slippery  the ice may carry one to either side instead
-    show      "position": what is seen is where one stands (b1: column b, row 1); "lake": the first observation
-              also shows the lake, which a random one needs
+    slippery  a move may end to either side instead
+    show      "position": observations are the position (b1: column b, row 1); "lake": the first one also shows the
+              lake, which a random lake needs
     """
 
     letters = "LDRU"
@@ -119,11 +121,11 @@ class FrozenLake:
         show: Literal["lake", "position"] = "lake",
     ) -> None:
         if start not in ("fixed", "random"):
-            raise ConfigError(f"FrozenLake: start = {start!r}: it is 'fixed' or 'random'")
+            raise ConfigError(f"FrozenLake: start = {start!r}: it must be 'fixed' or 'random'")
         if show not in ("lake", "position"):
-            raise ConfigError(f"FrozenLake: show = {show!r}: it is 'lake' or 'position'")
+            raise ConfigError(f"FrozenLake: show = {show!r}: it must be 'lake' or 'position'")
         if not 2 <= size <= MAX_LAKE_SIZE:
-            raise ConfigError(f"FrozenLake: size = {size}: a random lake is 2 to {MAX_LAKE_SIZE} cells wide")
+            raise ConfigError(f"FrozenLake: size = {size}: a random lake must be 2 to {MAX_LAKE_SIZE} cells wide")
         self._rows = None if map == "random" else _check_rows(map)
         self._size = size
         self._start = start
@@ -147,7 +149,7 @@ class FrozenLake:
         return Step(observation=self._describe_place(), reward=reward, done=ended)
 
     async def close(self) -> None:
-        """Nothing to end: all state lies in this object."""
+        """Do nothing: all state is in this object."""
 
     def _describe_place(self) -> str:
         row, column = divmod(self._walk.state, len(self._lake[0]))
@@ -155,31 +157,31 @@ class FrozenLake:
 
 
 def _check_rows(lake: str | Sequence[str]) -> tuple[str, ...]:
-    """The rows of a lake that has one width, a start, and a goal that can be reached from it."""
+    """Return the rows of a lake; raises ConfigError unless it has one width, a start, and a goal within reach."""
     if isinstance(lake, str) and lake not in MAPS:
         names = ", ".join(sorted(MAPS))
-        raise ConfigError(f"FrozenLake: map = {lake!r}: it is one of {names}, random, or a list of rows")
+        raise ConfigError(f"FrozenLake: map = {lake!r}: it must be one of {names}, random, or a list of rows")
     rows = tuple(MAPS[lake] if isinstance(lake, str) else lake)
     cells = "".join(rows)
     if len({len(row) for row in rows}) != 1 or len(rows) > MAX_LAKE_SIZE or not 1 <= len(rows[0]) <= MAX_LAKE_SIZE:
         raise ConfigError(
-            f"FrozenLake: map = {rows!r}: rows of one length are needed, at most {MAX_LAKE_SIZE} each way"
+            f"FrozenLake: map = {rows!r}: rows must have one length, and at most {MAX_LAKE_SIZE} rows and columns"
         )
     if set(cells) - set("SFHG") or cells.count("S") != 1:
-        raise ConfigError(f"FrozenLake: map = {rows!r}: it takes the letters F H G, and S (the start) exactly once")
+        raise ConfigError(f"FrozenLake: map = {rows!r}: use the letters F H G, and S (the start) exactly once")
     if cells.index("S") not in _count_lake_actions(rows):
-        raise ConfigError(f"FrozenLake: map = {rows!r}: no way leads from S to a G: open one")
+        raise ConfigError(f"FrozenLake: map = {rows!r}: no G can be reached from S: open a way")
     return rows
 
 
 @lru_cache(maxsize=256)
 def _count_lake_actions(rows: tuple[str, ...]) -> dict[int, int]:
-    """The fewest actions to the goal where the ice does not slip; the episodes of a group share their lake."""
+    """Return the fewest actions to the goal on ice that is not slippery; cached, as a group shares its lake."""
     return count_actions_to_goal(FrozenLakeEnv(desc=list(rows), is_slippery=False).P)
 
 
 def _mark_all_starts(rows: Sequence[str], fewest: Mapping[int, int]) -> list[str]:
-    """The lake with a start on all ice from which the goal can be reached; Gymnasium draws one of them by seed."""
+    """Mark all ice from which the goal can be reached as a start; Gymnasium draws one of them by seed."""
     width = len(rows[0])
     cells = enumerate("".join(rows).replace("S", "F"))
     marked = "".join("S" if at in fewest else cell for at, cell in cells)
@@ -187,14 +189,14 @@ def _mark_all_starts(rows: Sequence[str], fewest: Mapping[int, int]) -> list[str
 
 
 class Taxi:
-    """Drive in Gymnasium's 5 x 5 city, pick the passenger up, set them down at their destination.
+    """A taxi in Gymnasium's 5 x 5 city: pick the passenger up, and set them down at their destination.
 
-    An observation such as `c2 R>B LRU` says: the taxi is at column c, row 2; the passenger waits at R and wants to
+    An observation such as `c2 R>B LRU` means: the taxi is at column c, row 2; the passenger waits at R and wants to
     go to B; the ways left, right and up are open. `*>B` means that the passenger is in the taxi.
     """
 
     letters = "DURLPX"
-    """In Gymnasium's order of actions."""
+    """The letters in Gymnasium's order of actions."""
     landmarks = "RGYB*"
 
     async def reset(self, seed: int) -> str:
@@ -210,7 +212,7 @@ class Taxi:
         return Step(observation=self._describe_state(), reward=reward, done=ended)
 
     async def close(self) -> None:
-        """Nothing to end: all state lies in this object."""
+        """Do nothing: all state is in this object."""
 
     def _describe_state(self) -> str:
         state = self._walk.state
@@ -227,16 +229,16 @@ def _count_taxi_actions() -> dict[int, int]:
 
 
 class Blackjack:
-    """Draw cards up to 21 at most, against a dealer who draws up to 17.
+    """A game of cards up to 21, against a dealer that draws up to 17.
 
-    An observation such as `14 vs 10` is the sum of one's cards and the dealer's open one; `17* vs 3` has an ace that
-    still counts 11.
+    An observation such as `14 vs 10` is the sum of the player's cards and the dealer's open card; `17* vs 3` has an ace
+    that still counts 11.
 
     natural    pay 1.5 for a win with the first two cards
     """
 
     letters = "SH"
-    """In Gymnasium's order of actions."""
+    """The letters in Gymnasium's order of actions."""
 
     def __init__(self, *, natural: bool = False) -> None:
         self._natural = natural
@@ -256,7 +258,7 @@ class Blackjack:
         return Step(observation=self._seen, reward=float(reward), done=bool(ended))
 
     async def close(self) -> None:
-        """Nothing to end: all state lies in this object."""
+        """Do nothing: all state is in this object."""
 
 
 def _describe_hand(seen: tuple[int, int, int]) -> str:

@@ -1,10 +1,11 @@
 """A reward from a language model behind an OpenAI-compatible endpoint.
 
-    judge       a reward function: asks the model for a number and brings it to 0..1
-    read_score  the number in what it answered
+    judge       a reward function: request a number from the model and scale it to 0..1
+    read_score  read the number in its answer
+    RUBRIC, MAX_TEXT_CHARS  constants
 
-An endpoint that does not answer, or answers without a number, is asked again; if that does not help the reward fails,
-which says nothing about the agent and is never scored.
+The request is repeated if the endpoint does not answer, or answers without a number. If all attempts fail, the reward
+function fails: that is not the agent's fault and is never scored.
 """
 
 import json
@@ -21,7 +22,7 @@ from hpcrl.spool.record import Trajectory
 
 RUBRIC = "How well did the assistant do what it was asked in this conversation?"
 MAX_TEXT_CHARS = 32_000
-"""Characters of the end of a conversation that are shown."""
+"""The number of characters at the end of a conversation that are shown."""
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -37,15 +38,15 @@ def judge(
     timeout_s: float = 60.0,
     attempts: int = 3,
 ) -> float:
-    """What a model thinks of a conversation, from 0 to 1.
+    """Return a model's score of a conversation, from 0 to 1.
 
-    url           of the endpoint, up to and with /v1
-    highest       the scale on which the model is asked: 0 to this
-    key_variable  the environment variable that holds the key, where one is needed
+    url           of the endpoint, up to and including /v1
+    highest       the upper end of the model's scale, which starts at 0
+    key_variable  the environment variable with the key, if the endpoint needs one
     """
     del trajectory
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"judge: url = {url!r}: it begins with http:// or https:// and ends with /v1")
+        raise ConfigError(f"judge: url = {url!r}: it must start with http:// or https:// and end with /v1")
     shown = f"<conversation>\n{text[-MAX_TEXT_CHARS:]}\n</conversation>"
     prompt = f"{rubric}\n\n{shown}\n\nAnswer with one number, 0 to {highest:g}."
     body = {"model": model, "temperature": 0.0, "messages": [{"role": "user", "content": prompt}]}
@@ -58,11 +59,11 @@ def judge(
         except (OSError, ValueError, LookupError, TypeError) as error:
             problem = error
             time.sleep(0.5 * 2**attempt * (attempt + 1 < attempts))
-    raise RuntimeError(f"judge: {url} gave no score in {attempts} attempts, the last time: {problem}")
+    raise RuntimeError(f"judge: {url} returned no score in {attempts} attempts; the last error: {problem}")
 
 
 def read_score(answer: str, *, highest: float) -> float:
-    """The last number of an answer as a share of the highest; ValueError if there is none or it is off the scale."""
+    """Return the last number of an answer as a share of the highest; raises ValueError if it has none in that range."""
     numbers = _NUMBER.findall(answer)
     if not numbers or not 0 <= float(numbers[-1]) <= highest:
         raise ValueError(f"no number from 0 to {highest:g} in {answer[-200:]!r}")

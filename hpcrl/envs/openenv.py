@@ -1,4 +1,4 @@
-"""An environment on an OpenEnv server, reached over its websocket; nothing of the environment is installed here."""
+"""An environment on an OpenEnv server, used over its websocket; only the client is installed here."""
 
 import json
 from typing import Any
@@ -9,10 +9,10 @@ from hpcrl.envs.base import Step
 
 
 class OpenEnv:
-    """The environment served at `url`; one session a time.
+    """The environment served at `url`, one session at a time.
 
-    action_field        where in the server's action what the model said stands; the rest of it is `action`
-    observation_field   what of the server's observation the model is shown; without one, all of it as JSON
+    action_field        the field of the server's action for the model's text; the other fields are `action`
+    observation_field   the field of the server's observation that the model is shown; without one, all of it as JSON
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class OpenEnv:
         self._client: GenericEnvClient | None = None
 
     def reset(self, seed: int) -> str:
-        """Plain methods, since the client waits: each episode has a thread of its own."""
+        """Start a task; the methods are plain, and run in a separate thread, since the client blocks."""
         if self._client is None:
             self._client = GenericEnvClient(self._url, message_timeout_s=self._timeout_s)
             self._client.connect()

@@ -1,12 +1,11 @@
-"""Memory on a host for environments in processes of their own: a bounded number of places, some for those made ahead.
+"""Environments that are made, and reset to their task, before an episode needs them.
 
-Whoever runs holds a place for the whole of its episode, so that no deadline runs while it waits for one. Those made
-ahead have places of their own and wait for none: else they could hold what the episodes before them need to end.
+    EnvPool    the environments of one domain
+    EnvSlots   a bounded number of slots for environments in separate processes, whose memory is limited
+    open_env   make one environment with the isolation of its domain: in this process, a separate one, or a sandbox
 
-Environments made, and reset to their task, before an episode needs them.
-
-Pool       the environments of one domain
-open_env   one environment, where its domain wants it: here, in a process of its own, or shut in
+An episode holds a slot for its whole time, so that no deadline runs while it waits for one. Environments made ahead
+have separate slots and never wait: else they could hold the slots that earlier episodes need to end.
 """
 
 import asyncio
@@ -22,23 +21,23 @@ from hpcrl.errors import EnvFault
 
 
 class EnvSlots:
-    """The environments in processes of their own that one host may have at once."""
+    """The slots of one env worker for environments in separate processes."""
 
     def __init__(self, max_envs: int, *, num_ahead: int) -> None:
-        """`num_ahead`: how many of them may be made before their episodes begin, if that leaves half to those that run."""
+        """Split the slots: `num_ahead`, but at most half, are for environments made before their episodes start."""
         assert max_envs > 0, f"{max_envs} places"
         self._num_free_ahead = min(num_ahead, max_envs // 2)
         self.running = asyncio.Semaphore(max_envs - self._num_free_ahead)
-        """For `async with`: the place of one episode."""
+        """The slot of one episode, for `async with`."""
 
     def reserve(self, num_wanted: int) -> int:
-        """Places for environments made ahead: as many of those wanted as are free. `release` each of them."""
+        """Reserve slots for environments made ahead, as far as they are free; `release` each of them."""
         num_given = min(num_wanted, self._num_free_ahead)
         self._num_free_ahead -= num_given
         return num_given
 
     def release(self) -> None:
-        """One that was made ahead has its episode now, or is gone."""
+        """Free the slot of an environment made ahead, which is used by an episode now, or closed."""
         self._num_free_ahead += 1
 
 
@@ -52,7 +51,7 @@ async def open_env(name: str, domain: DomainConfig) -> Env:
 
 
 class EnvPool:
-    """Environments of one domain; `prepare` begins some for a task, `take` gives one to an episode."""
+    """The environments of one domain; `prepare` starts some for a task, `take` returns one for an episode."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class EnvPool:
         max_starting: int,
         slots: EnvSlots | None = None,
     ) -> None:
-        """`max_starting`: how many are made at the same time; `slots`: of environments that need one."""
+        """Create a pool that makes at most `max_starting` at the same time; `slots`: None if they need none."""
         self._make = make
         self._slots = slots
         self._create_timeout_s = create_timeout_s
@@ -73,13 +72,13 @@ class EnvPool:
         self._discarding: set[asyncio.Task[None]] = set()
 
     def prepare(self, seed: int, *, count: int) -> None:
-        """Begin to make `count` environments, or fewer where places lack, and to reset them to the task of `seed`."""
+        """Start to make `count` environments, or fewer if slots are short, and reset them to the task of `seed`."""
         if self._slots is not None:
             count = self._slots.reserve(count)
         self._ready[seed] += [asyncio.create_task(self._prepare_env(seed)) for _ in range(count)]
 
     async def take(self, seed: int) -> Env:
-        """An environment for the task of `seed`: a prepared one, else a new one; EnvFault if making it failed."""
+        """Return a prepared environment for the task of `seed`, else a new one; raises EnvFault if making it failed."""
         waiting = self._ready.get(seed)
         if not waiting:
             return await self._make_env()
@@ -98,18 +97,18 @@ class EnvPool:
         return env
 
     def forget(self, seed: int) -> None:
-        """Nobody will take what is still prepared for this task."""
+        """Discard the environments that are still prepared for this task."""
         for task in self._ready.pop(seed, ()):
             self._discard(task)
 
     async def close(self) -> None:
-        """End what nobody took."""
+        """End all environments that were not taken."""
         for seed in list(self._ready):
             self.forget(seed)
         await asyncio.gather(*self._discarding)
 
     async def _make_env(self) -> Env:
-        """A new one; its time begins when it is its turn to start."""
+        """Make a new one; its time limit starts when its turn has come."""
         async with self._starting:
             try:
                 async with asyncio.timeout(self._create_timeout_s):
@@ -134,7 +133,7 @@ class EnvPool:
         ending.add_done_callback(self._discarding.discard)
 
     async def _stop_preparing(self, task: "asyncio.Task[_PreparedEnv]") -> None:
-        """Stop preparing, or close what has been prepared already."""
+        """Stop preparing, or close the environment if it is ready."""
         task.cancel()
         try:
             with contextlib.suppress(Exception, asyncio.CancelledError):
@@ -148,7 +147,7 @@ class EnvPool:
 
 
 class _PreparedEnv:
-    """An environment that was reset ahead of need."""
+    """An environment that was reset before it is needed."""
 
     def __init__(self, env: Env, *, seed: int, first: str) -> None:
         self._env = env
@@ -167,5 +166,5 @@ class _PreparedEnv:
 
 
 async def _close_quietly(env: Env) -> None:
-    with contextlib.suppress(Exception):  # it is given up; its process, if it has one, is killed all the same
+    with contextlib.suppress(Exception):  # it is not used any more; its process, if any, is killed anyway
         await env.close()

@@ -1,7 +1,9 @@
-"""Chance of its own for an environment that draws from the generators which all code in a process shares.
+"""A separate random state for an environment that uses the generators which all code in a process shares.
+
+    IsolatedRandom  the state
 
 Such libraries seed `random` and `numpy.random` in reset; beside other episodes the draws would mix, and the same seed
-would no longer be the same task. Only for code that does not wait while it draws.
+would no longer be the same task. It is only for code that does not wait while it draws.
 """
 
 import random
@@ -19,14 +21,14 @@ class IsolatedRandom:
         self._state: tuple[Any, Any] | None = None
 
     def seed(self, seed: int) -> None:
-        """Begin anew."""
+        """Seed both generators."""
         with self.activate():
             random.seed(seed)
             np.random.seed(seed % 2**32)
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """The shared generators are ours for the while, and then as they were."""
+        """Put this state into the shared generators during the block, and restore theirs afterwards."""
         shared_state = random.getstate(), np.random.get_state()
         if self._state is not None:
             self._restore(self._state)

@@ -1,7 +1,7 @@
-"""Any task of reasoning-gym: a question of which there is no end, one answer, and a score by the task's own checker.
+"""The tasks of reasoning-gym: generated questions, one answer, and a score by the task's own checker.
 
 ReasoningGym    one of its tasks, by name, with that task's options
-answer_in       the answer in what a model said
+extract_answer  the answer in a model's text
 """
 
 import re
@@ -17,13 +17,13 @@ _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def extract_answer(text: str) -> str:
-    """What stands in the last <answer> tags, else all of it."""
+    """Return the text in the last <answer> tags, else all of it."""
     tagged = _ANSWER_TAG.findall(text)
     return str(tagged[-1] if tagged else text).strip()
 
 
 class ReasoningGym:
-    """Answer one question of task `task`; the other options are those of the task."""
+    """One question of the task `task`; the other options are passed to it."""
 
     def __init__(self, *, task: str, **options: Any) -> None:
         self._task = task
@@ -47,4 +47,4 @@ class ReasoningGym:
         return Step(observation=f"score {score:g}", reward=score, done=True)
 
     async def close(self) -> None:
-        """Nothing to end: all state lies in this object."""
+        """Do nothing: all state is in this object."""

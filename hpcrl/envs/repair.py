@@ -1,12 +1,13 @@
-"""Mend a small Python function, with a tool that really runs what it is given; the reward is a real test run.
+"""Fix a small Python function, with a tool that really runs code; the reward is a real test run.
 
-    Repair         shows a broken function; `run CODE` runs Python with it, `fix CODE` hands in the mended one
-    mended         a reward function: runs the tests again on what was handed in last, apart from the episode
-    run_python     the tool: a process of its own with limits, inside walls where there are any
+    Repair         shows a broken function; `run CODE` runs Python with it, `fix CODE` submits a fixed one
+    mended         a reward function: run the tests again on the last submission, apart from the episode
+    run_python     the tool: a separate process with limits, in a sandbox
+    BrokenFunction, BROKEN_FUNCTIONS, draw_broken_function  the tasks
+    RUN_TIMEOUT_S, MAX_SHOWN_CHARS, INVALID_COST  constants
 
-Code of a model is run in a process with a deadline, limits on memory and output, no network and nothing to write to
-but its own directory (hpcrl.envs.isolation.sandbox); where no sandbox is available nothing is run, unless
-`sandbox = "none"` allows it.
+Code of a model runs in a process with a deadline, limits on memory and output, no network, and only its own directory
+to write to (hpcrl.envs.isolation.sandbox). Without a sandbox nothing is run, unless `sandbox = "none"` allows it.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # it needs numpy
 
 RUN_TIMEOUT_S = 10.0
 MAX_SHOWN_CHARS = 400
-"""Characters of a tool's output that the model is shown."""
+"""The number of characters of a tool's output that the model is shown."""
 INVALID_COST = 0.05
 _FIX = re.compile(r"fix\s+(?:```(?:python)?\n)?(?P<code>.*?)(?:```|<\||\Z)", re.DOTALL | re.IGNORECASE)
 _LIMITED_PROGRAM = """import resource, sys
@@ -39,7 +40,7 @@ exec(compile(sys.stdin.read(), "code", "exec"), {"__name__": "__main__"})
 
 
 class BrokenFunction(NamedTuple):
-    """A function, what is wrong with it, and how that shows."""
+    """A function, a broken form of it, and the tests that show it."""
 
     right: str
     broken: str
@@ -76,12 +77,12 @@ BROKEN_FUNCTIONS = (
 
 
 def draw_broken_function(seed: int) -> BrokenFunction:
-    """The task of a seed."""
+    """Return the task of a seed."""
     return random.Random(seed).choice(BROKEN_FUNCTIONS)
 
 
 def run_python(code: str, *, sandbox: SandboxChoice = "auto") -> tuple[bool, str]:
-    """Whether code ran to its end without an error, and the end of what it printed."""
+    """Run code; returns whether it ended without an error, and the end of its output."""
     kind = choose_sandbox(sandbox, image=None)
     with tempfile.TemporaryDirectory(prefix="hpcrl-run-", ignore_cleanup_errors=True) as workdir:
         spec = SandboxSpec(kind=kind, workdir=workdir, readable=list_readable_paths())
@@ -98,15 +99,15 @@ def run_python(code: str, *, sandbox: SandboxChoice = "auto") -> tuple[bool, str
 
 
 def mended(trajectory: "Trajectory", *, text: str, sandbox: SandboxChoice = "auto") -> float:
-    """1 if what was handed in last passes the tests of the task, else 0."""
+    """Return 1 if the last submission passes the tests of the task, else 0."""
     fixes = [match["code"] for match in _FIX.finditer(text)]
     return float(bool(fixes) and _passes_tests(fixes[-1], draw_broken_function(trajectory.seed), sandbox=sandbox))
 
 
 class Repair:
-    """Find out what is wrong with `f` and hand in a better one.
+    """A broken function `f`, to be understood and fixed.
 
-    sandbox    "auto" (apptainer, else bubblewrap, else nothing is run), or "none": this code may run unguarded
+    sandbox    "auto" (apptainer, else bubblewrap, else nothing is run), or "none": code may run without a sandbox
     """
 
     def __init__(self, *, sandbox: SandboxChoice = "auto") -> None:
@@ -130,7 +131,7 @@ class Repair:
                 return Step(observation="say run CODE or fix CODE", reward=-INVALID_COST)
 
     async def close(self) -> None:
-        """Nothing to end: what is run ends within its step."""
+        """Do nothing: code that is run ends within its step."""
 
 
 def _passes_tests(code: str, function: BrokenFunction, *, sandbox: SandboxChoice) -> bool:
@@ -138,7 +139,7 @@ def _passes_tests(code: str, function: BrokenFunction, *, sandbox: SandboxChoice
 
 
 def _run_to_end(process: "subprocess.Popen[bytes]", code: str) -> bool:
-    """Give a process its program; False if it had to be ended, with all that it started."""
+    """Send a process its program and wait; returns False if it and its children had to be killed."""
     try:
         process.communicate(code.encode(errors="replace"), timeout=RUN_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -1,9 +1,12 @@
-"""TextArena's games, seen by one player; who plays the others is a function of a name.
+"""TextArena's games, seen by one player; a named function plays the others.
 
-    TextArena        one of its games, by id
-    random_legal     an opponent: any of the moves that the game offers, by the task's seed
+    TextArena         one of its games, by id
+    OpponentFunction  the type of an opponent
+    random_legal      an opponent: any of the moves that the game offers, by the task's seed
+    find_moves        the moves that the game offers
+    MAX_OPPONENT_MOVES  a limit
 
-A game is worth what TextArena gives the player in the end, -1 to 1; an invalid move that ends it is worth that too.
+The reward is TextArena's final reward of the player, -1 to 1, also if an invalid move ends the game.
 """
 
 import random
@@ -19,30 +22,30 @@ from hpcrl.envs.random_state import IsolatedRandom
 from hpcrl.errors import ConfigError
 
 OpponentFunction = Callable[[str, random.Random], str]
-"""What another player says to what it sees."""
+"""Return an opponent's move for an observation."""
 _OFFERED_MOVES = re.compile(r"Available Moves?:(.*?)(?:\n|$)", re.IGNORECASE)
 _MOVE = re.compile(r"\[[^\[\]]+\]")
 MAX_OPPONENT_MOVES = 1000
-"""Of opponents in a row, before a game that never comes back to the player is given up."""
+"""The most moves of opponents in a row; a game in which the player gets no turn by then fails."""
 
 
 def find_moves(observation: str) -> list[str]:
-    """The moves that the game last offered, with their brackets."""
+    """Return the moves that the game last offered, with their brackets."""
     offered = _OFFERED_MOVES.findall(observation)
     return _MOVE.findall(offered[-1]) if offered else []
 
 
 def random_legal(observation: str, draw: random.Random) -> str:
-    """Any move that the game offers."""
+    """Return any move that the game offers."""
     return draw.choice(find_moves(observation) or ["[0]"])
 
 
 class TextArena:
-    """Play game `game` as player `seat` of `num_players`.
+    """The game `game` for player `seat` of `num_players`.
 
     game         an id such as "TicTacToe-v0" or "GuessTheNumber-v0"
-    opponent     who plays the other seats, as "package.module:name"; those here follow what the game offers
-    bracketed    put what the model says into [brackets] where it has none, as a small model may not learn them
+    opponent     a function that plays the other seats, as "package.module:name"; random_legal plays offered moves
+    bracketed    put the model's text into [brackets] if it has none, as a small model may not learn them
     options      passed to textarena.make
     """
 
@@ -57,7 +60,7 @@ class TextArena:
         **options: Any,
     ) -> None:
         if not 0 <= seat < num_players:
-            raise ConfigError(f"TextArena: seat = {seat}: it is 0 to num_players - 1 = {num_players - 1}")
+            raise ConfigError(f"TextArena: seat = {seat}: it must be 0 to num_players - 1 = {num_players - 1}")
         self._game = game
         self._num_players = num_players
         self._seat = seat
@@ -93,7 +96,7 @@ class TextArena:
         return Step(observation=f"the game is over: {reward:g}", reward=reward, done=True)
 
     async def close(self) -> None:
-        """Nothing to end: all state lies in this object."""
+        """Do nothing: all state is in this object."""
 
     def _make_game(self) -> Any:
         try:
@@ -102,7 +105,7 @@ class TextArena:
             raise ConfigError(f"TextArena: game = {self._game!r} with options {self._options!r}: {error}") from error
 
     def _play_others(self) -> tuple[str, bool]:
-        """Let the others play; returns what we see, and whether the game is over."""
+        """Play the other seats; returns the player's observation, and whether the game is over."""
         for _ in range(MAX_OPPONENT_MOVES):
             player, seen = self._env.get_observation()
             if player == self._seat:
@@ -113,6 +116,6 @@ class TextArena:
         raise RuntimeError(f"{self._game}: {MAX_OPPONENT_MOVES} moves without a turn of seat {self._seat}")
 
     def _new_text(self, seen: str) -> str:
-        """What was not shown yet, of an observation that repeats the whole game."""
+        """Return the part of an observation that was not shown before; TextArena repeats the whole game."""
         shown, self._shown = self._shown, seen
         return seen.removeprefix(shown).strip() or seen.strip()

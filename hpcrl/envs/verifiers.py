@@ -1,6 +1,8 @@
-"""The environments of verifiers, played with their own loop's pieces: prompt, response, stop conditions, rubric.
+"""The environments of verifiers, driven by the parts of that library's loop: prompt, response, stop conditions, rubric.
 
-Tools that the environment wants called by OpenAI's protocol need the proxy instead: run it as an agent program.
+    Verifiers  one environment
+
+An environment with tools that are called by OpenAI's protocol needs the proxy instead: run it as an agent program.
 """
 
 from functools import partial
@@ -15,10 +17,10 @@ from hpcrl.errors import ConfigError
 
 
 class Verifiers:
-    """Environment `id`: one that verifiers.load_environment knows, or a "package.module:name" that makes one.
+    """The environment `id`: a name for verifiers.load_environment, or a "package.module:name" that makes one.
 
-    The other options are passed on to it. The seed picks a row of its data set. What the rubric gives is the reward of
-    the last turn.
+    The other options are passed to it. The seed selects a row of its data set. The rubric's score is the reward of the
+    last turn.
     """
 
     def __init__(self, *, id: str, **options: Any) -> None:
@@ -52,18 +54,18 @@ class Verifiers:
         return Step(observation=seen or f"reward {reward:g}", reward=reward, done=True)
 
     async def close(self) -> None:
-        """Nothing to end: all state lies in this object."""
+        """Do nothing: all state is in this object."""
 
 
 def _join_texts(messages: Any) -> str:
-    """What a model is shown of messages: all that is not its own."""
+    """Join the messages that a model is shown: all but its own."""
     if isinstance(messages, str):
         return messages
     return "\n\n".join(str(message["content"]) for message in messages if message["role"] != "assistant")
 
 
 def _make_response(text: str) -> ChatCompletion:
-    """What the model said, in the form that verifiers expects of an endpoint."""
+    """Return the model's text in the form that verifiers expects from an endpoint."""
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "finish_reason": "stop", "message": message}
     body = {"id": "0", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}

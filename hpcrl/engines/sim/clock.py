@@ -7,7 +7,7 @@
 An hour of a fleet takes only as long as its Python code, and the figures are exact: the same program gives the same
 times on an idle machine and on a busy one. That holds for code that takes the time from the loop (`loop.time()`,
 `asyncio.sleep`, `asyncio.timeout`) and not from the machine (`time.monotonic`). Work for other threads
-(`asyncio.to_thread`) runs at once, in the thread of the loop, and takes no virtual time. There is no network: if every
+(`asyncio.to_thread`) runs at once, in the thread of the loop, and takes no virtual time. It has no network: if every
 task waits for something that is not a timer, StuckLoopError is raised.
 """
 

@@ -1,1 +1,1 @@
-"""Agent programs to begin with; each is an ordinary program that knows nothing of hpcrl."""
+"""Agent programs to start from; each is an ordinary program that does not use hpcrl."""

@@ -1,8 +1,8 @@
-"""Environments in processes and sandboxes of their own.
+"""Environments in separate processes and sandboxes.
 
-process           the parent's end
-child             the child's end
-wire              what passes between them
-sandbox           walls around a process
-program_launcher  starts an agent program behind them
+process           an environment in a child process
+child             the child process
+wire              the messages between them
+sandbox           apptainer or bubblewrap around a process
+program_launcher  run an agent program in a sandbox
 """

@@ -1,10 +1,12 @@
-"""`python -m hpcrl.envs.isolation.child FD`: one environment in a process of its own, at the other end of socket FD.
+"""One environment in a separate process, used over socket FD: `python -m hpcrl.envs.isolation.child FD`.
 
-keeper    the process that the host started: adopts what the environment leaves behind, and ends all of it when the
-          environment's process has ended or the host has let go of our standard input
-served    its child, with limits on memory and CPU time: makes the environment and answers
+    main                  start both processes
+    OOM_SCORE_ADJUSTMENT  a setting of the second
 
-The keeper runs no code of the environment, so nothing that hangs, forks or leaves its session can outlive it.
+The keeper, which the env worker has started, adopts orphans of the environment, and ends them all when the
+environment's process has ended or the env worker has closed our standard input. Its child, with limits on memory and
+CPU time, makes the environment and answers requests. The keeper runs no code of the environment, so nothing that
+hangs, forks or leaves its session can outlive it.
 """
 
 import asyncio
@@ -25,22 +27,22 @@ from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.processes import adopt_orphans, end_descendants
 
 OOM_SCORE_ADJUSTMENT = 500
-"""Under memory pressure the kernel ends environments before their host."""
+"""Under memory pressure the kernel ends environments before their env worker."""
 
 
 def main(fd: int) -> int:
-    """Fork the environment's process and keep it."""
+    """Fork the environment's process and guard it."""
     connection = socket.socket(fileno=fd)
     adopt_orphans()
     child = os.fork()
     if child == 0:
         os._exit(_serve_requests(connection))
-    connection.close()  # so that the host sees the end of the environment's process as the end of the connection
+    connection.close()  # so that the env worker sees the end of the environment's process as the end of the connection
     return _guard_child(child)
 
 
 def _guard_child(child: int) -> int:
-    """Wait until the child ends or the host lets go, and leave nothing behind."""
+    """Wait until the child ends or standard input is closed, and end all processes that are left."""
     ended = os.pidfd_open(child)
     select.select([ended, sys.stdin], [], [])
     status = os.waitpid(child, os.WNOHANG)[1] if ended in select.select([ended], [], [], 0)[0] else 0
@@ -50,7 +52,7 @@ def _guard_child(child: int) -> int:
 
 
 def _serve_requests(connection: socket.socket) -> int:
-    """Answer until the host says that it is over."""
+    """Answer requests until the env worker closes the environment or the connection."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     env: Any = None
     with asyncio.Runner() as runner:
@@ -60,7 +62,7 @@ def _serve_requests(connection: socket.socket) -> int:
                     env, answer = _make_limited_env(request), EnvAnswer()
                 else:
                     answer = _handle_request(runner, env, request)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - the answer reports it
                 answer = EnvAnswer(error=_describe_error(error))
             connection.sendall(_encode_answer(answer))
             if isinstance(request, Close):
@@ -73,7 +75,7 @@ def _make_limited_env(request: Make) -> Any:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (request.cpu_s, request.cpu_s + 5))
-    with contextlib.suppress(OSError):  # some walls do not allow it
+    with contextlib.suppress(OSError):  # some sandboxes do not allow it
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT))
     return construct_env(request.env, request.options, what="env")
 
@@ -84,12 +86,12 @@ def _handle_request(runner: asyncio.Runner, env: Any, request: EnvRequest) -> En
         case Reset(seed=seed):
             observation = _await_result(runner, env.reset(seed))
             if not isinstance(observation, str):
-                return EnvAnswer(error=f"reset returned {type(observation).__name__}: it returns text")
+                return EnvAnswer(error=f"reset returned {type(observation).__name__}: it must return text")
             return EnvAnswer(observation=observation)
         case Act(action=action):
             step = _await_result(runner, env.step(action))
             if not isinstance(step, Step):
-                return EnvAnswer(error=f"step returned {type(step).__name__}: it returns hpcrl.envs.base.Step")
+                return EnvAnswer(error=f"step returned {type(step).__name__}: it must return hpcrl.envs.base.Step")
             return EnvAnswer(observation=step.observation, reward=step.reward, done=step.done)
         case _:
             _await_result(runner, env.close() if env is not None else None)
@@ -104,11 +106,11 @@ def _await_result(runner: asyncio.Runner, value: Any) -> Any:
 
 
 def _encode_answer(answer: EnvAnswer) -> bytes:
-    """The answer as it is sent; one that cannot be sent is a fault of the environment."""
+    """Encode an answer; one that cannot be encoded is a fault of the environment."""
     try:
         return encode_message(answer)
     except (TypeError, ValueError, OverflowError) as error:
-        return encode_message(EnvAnswer(error=f"what it answered cannot be sent: {_describe_error(error)}"))
+        return encode_message(EnvAnswer(error=f"its answer cannot be sent: {_describe_error(error)}"))
 
 
 def _describe_error(error: BaseException) -> str:

@@ -1,10 +1,12 @@
-"""Environments in processes of their own: what hangs, forks, prints or grows without end costs one episode.
+"""Environments in separate processes: code that hangs, forks, prints or grows without end costs one episode.
 
-Limits        what such a process may use
-ProcessEnv    an environment whose code runs at the other end of a socket (hpcrl.envs.isolation.child)
+    ProcessLimits  the limits of such a process
+    ProcessEnv     an environment whose code runs in another process (hpcrl.envs.isolation.child)
+    MAX_OUTPUT_BYTES, MAX_KEPT_BYTES, CLOSE_TIMEOUT_S, REAP_TIMEOUT_S  limits
+    SINGLE_THREAD_VARIABLES  environment variables of the process
 
-The process leads a session of its own. It ends, with all that it has started, when the environment is closed, when
-it is given up, and when this process ends, however that happens: its standard input is the line that it hangs by.
+The process leads a separate session. It ends, with all that it has started, when the environment is closed or
+abandoned, and when this process ends for any reason: then its standard input is closed.
 """
 
 import asyncio
@@ -38,26 +40,26 @@ from hpcrl.envs.isolation.wire import (
 from hpcrl.errors import EnvFault
 
 MAX_OUTPUT_BYTES = 4 << 20
-"""Bytes that an environment may print in its life; one that prints more is given up."""
+"""The most bytes that an environment may print; one that prints more is killed."""
 MAX_KEPT_BYTES = 2000
 SINGLE_THREAD_VARIABLES = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 """Many such processes share a node: numpy's threads, with buffers for every core, would fill their limit at once."""
 CLOSE_TIMEOUT_S = 2.0
-"""How long an environment may take to end well."""
+"""How long an environment may take to close."""
 REAP_TIMEOUT_S = 5.0
-"""How long its keeper may take to end all that is left."""
+"""How long its keeper may take to end all processes that are left."""
 
 
 class ProcessLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process of one environment may use."""
+    """The limits of one environment's process."""
 
     memory_bytes: int = 4 << 30
-    """Of data, in each of its processes."""
+    """Bytes of data in each of its processes."""
     cpu_s: int = 3600
 
 
 class ProcessEnv:
-    """An environment in a process of its own; `start` makes one."""
+    """An environment in a separate process; `start` makes one."""
 
     def __init__(
         self, process: "subprocess.Popen[bytes]", connection: socket.socket, workdir: Path | None, *, name: str
@@ -76,7 +78,7 @@ class ProcessEnv:
     async def start(
         cls, name: str, options: dict[str, Any], *, limits: ProcessLimits, sandbox: SandboxChoice = "none"
     ) -> "ProcessEnv":
-        """Start the process, inside walls if they are wanted, and make the environment in it."""
+        """Start the process, in a sandbox if `sandbox` is not "none", and make the environment in it."""
         env = cls(*await asyncio.to_thread(_start_keeper, sandbox), name=name)
         try:
             await env._open_streams()
@@ -91,7 +93,7 @@ class ProcessEnv:
 
     @property
     def pid(self) -> int:
-        """The process group that holds the environment, and the process that keeps it."""
+        """The id of the keeper and of the process group of both processes."""
         return self._process.pid
 
     async def reset(self, seed: int) -> str:
@@ -102,7 +104,7 @@ class ProcessEnv:
         return Step(observation=answer.observation, reward=answer.reward, done=answer.done)
 
     async def close(self) -> None:
-        """End the environment, well if it still answers, and everything that it started."""
+        """Close the environment if it still answers, and end its process and everything that it started."""
         try:
             if not self._busy and self._kill_reason is None:
                 with contextlib.suppress(EnvFault, TimeoutError):
@@ -112,14 +114,14 @@ class ProcessEnv:
         await asyncio.to_thread(self._reap)
 
     async def _open_streams(self) -> None:
-        """Hear the connection, and what is printed: that is drained so that nobody waits, and bounded."""
+        """Read the connection, and drain the output, which is bounded, so that the process never waits for us."""
         self._streams = await asyncio.open_connection(sock=self._connection)
         stdout = self._stdout
         os.set_blocking(stdout.fileno(), False)
         asyncio.get_running_loop().add_reader(stdout.fileno(), self._drain_stdout, stdout)
 
     async def _request_answer(self, request: EnvRequest) -> EnvAnswer:
-        """One question, one answer; any way in which there is none is a fault of the environment."""
+        """Send a request and return its answer; every failure is a fault of the environment."""
         assert self._streams is not None
         reader, writer = self._streams
         self._busy = True
@@ -131,24 +133,24 @@ class ProcessEnv:
             raise EnvFault(await self._find_end_reason()) from error
         except (ValueError, msgspec.MsgspecError) as error:
             self._kill()
-            raise EnvFault(f"{self._name}: it does not speak our protocol: {error}") from error
+            raise EnvFault(f"{self._name}: it does not follow our protocol: {error}") from error
         self._busy = False
         if answer.error is not None:
-            full = ": it filled the memory that it has, env_memory_gib" * answer.error.startswith("MemoryError")
+            full = ": it reached its memory limit, env_memory_gib" * answer.error.startswith("MemoryError")
             raise EnvFault(f"{self._name}: {answer.error.rstrip(': ')}{full}")
         return answer
 
     async def _find_end_reason(self) -> str:
         if self._kill_reason is not None:
             return f"{self._name}: {self._kill_reason}"
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its keeper knows how it ended, if we let it see that
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its keeper exits with the code of its end, if we wait
             await asyncio.to_thread(self._process.wait, CLOSE_TIMEOUT_S)
         self._kill()
         await asyncio.to_thread(self._reap)
         code = self._process.returncode
         how = f"was killed by {_name_signal(code - 128)}" if code > 128 else f"ended with code {code}"
         last = self._last_printed.decode(errors="replace").strip().rpartition("\n")[2]
-        return f"{self._name}: its process {how}" + f", its last words: {last[-300:]}" * bool(last)
+        return f"{self._name}: its process {how}" + f", its last output: {last[-300:]}" * bool(last)
 
     @property
     def _stdout(self) -> IO[bytes]:
@@ -163,7 +165,7 @@ class ProcessEnv:
         self._num_printed += len(data)
         self._last_printed = (self._last_printed + data)[-MAX_KEPT_BYTES:]
         if self._num_printed > MAX_OUTPUT_BYTES:
-            self._kill_reason = f"it printed more than {MAX_OUTPUT_BYTES >> 20} MiB: let it print less, or to a file"
+            self._kill_reason = f"it printed more than {MAX_OUTPUT_BYTES >> 20} MiB: print less, or to a file"
             self._kill()
         elif not data:
             self._close_stdout()
@@ -174,7 +176,7 @@ class ProcessEnv:
             self._stdout.close()
 
     def _kill(self) -> None:
-        """Let go of the line that the process hangs by: its keeper ends all that is there."""
+        """Close the process's standard input: its keeper then ends all processes."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._close_stdout()
@@ -196,7 +198,7 @@ class ProcessEnv:
 
 
 def _start_keeper(sandbox: SandboxChoice) -> tuple["subprocess.Popen[bytes]", socket.socket, Path | None]:
-    """Start the keeper, the leader of a session of its own; returns it, our end of the socket, and its directory."""
+    """Start the keeper, which leads a new session; returns it, our end of the socket, and its directory."""
     parent_end, child_end = socket.socketpair()
     command = [sys.executable, "-m", "hpcrl.envs.isolation.child", str(child_end.fileno())]
     workdir = None

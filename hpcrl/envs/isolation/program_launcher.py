@@ -1,7 +1,14 @@
-"""Runs one agent program, inside its walls: limits, a way to the model, and an end for all that it started.
+"""The launcher of one agent program, inside its sandbox: set limits, forward the model's port, end all that it started.
 
-`main` reads a Launch from standard input, runs the program, and prints a Landing. It imports little: it starts with
-every episode. Output is drained as it comes and only its end is kept, so that a gigabyte of it costs nobody anything.
+    main           read a ProgramLaunch from standard input, run the program, and print a ProgramResult
+    run_program    the same with values
+    ProgramLaunch  the program and its limits
+    ProgramResult  its exit code and output
+    PipeTail       the end of a pipe's output
+    MAX_KEPT_BYTES, END_GRACE_S, DRAIN_TIMEOUT_S  limits
+
+It imports little, since it starts with every episode. Output is drained as it is written and only its end is kept, so
+that a gigabyte of it needs no memory.
 """
 
 import json
@@ -25,35 +32,35 @@ DRAIN_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramLaunch:
-    """What to run, and how."""
+    """A program to run, and its limits."""
 
     command: list[str]
     task: str
-    """Given to the program on its standard input."""
+    """Sent to the program's standard input."""
     memory_bytes: int
     cpu_s: int
     file_bytes: int
     environment: dict[str, str] = field(default_factory=dict)
-    """Added to what the program inherits; not on a command line, where others could read it."""
+    """Added to the inherited environment; not on a command line, which other users could read."""
     forward_port: int = 0
-    """Where on loopback the model is to be reached; what arrives there goes to `socket`. 0: it is reached otherwise."""
+    """The port on loopback that is forwarded to `socket`, by which the program calls the model. 0: it needs none."""
     socket: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramResult:
-    """How it ended."""
+    """The outcome of a program."""
 
     exit_code: int
     """Negative: killed by that signal."""
     output: str
-    """The end of what it printed."""
+    """The end of its standard output."""
     errors: str
     num_output_bytes: int
 
 
 class PipeTail:
-    """Drains a pipe in a thread and keeps its end."""
+    """The end of a pipe's output; a thread drains the pipe."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self.num_bytes = 0
@@ -63,7 +70,7 @@ class PipeTail:
         self._thread.start()
 
     def text(self) -> str:
-        """What is kept, once nobody writes any more."""
+        """Return the end of the output once the pipe is closed, or after DRAIN_TIMEOUT_S."""
         self._thread.join(DRAIN_TIMEOUT_S)
         return self._kept[-MAX_KEPT_BYTES:].decode(errors="replace")
 
@@ -75,7 +82,7 @@ class PipeTail:
 
 
 def run_program(launch: ProgramLaunch) -> ProgramResult:
-    """Run the program to its end, and end what it left behind."""
+    """Run the program to its end, and end processes that it left behind."""
     if launch.forward_port:
         threading.Thread(
             target=_forward_connections, args=(_open_listener(launch.forward_port), launch.socket), daemon=True
@@ -92,7 +99,7 @@ def run_program(launch: ProgramLaunch) -> ProgramResult:
     assert process.stdout is not None
     assert process.stderr is not None
     output, errors = PipeTail(process.stdout), PipeTail(process.stderr)
-    with suppress(OSError):  # it may not want to know
+    with suppress(OSError):  # it may not read its task
         process.stdin.write(launch.task.encode())
         process.stdin.close()
     exit_code = process.wait()
@@ -120,7 +127,7 @@ def _exit_on_signal(*_: object) -> None:
 
 
 def _set_limits(launch: ProgramLaunch) -> None:
-    """For this process and all that come of it, each by itself."""
+    """Limit this process and all its descendants, each separately."""
     limits = (
         (resource.RLIMIT_DATA, launch.memory_bytes),
         (resource.RLIMIT_CPU, launch.cpu_s),
@@ -132,7 +139,7 @@ def _set_limits(launch: ProgramLaunch) -> None:
         resource.setrlimit(what, (most, most) if hard == resource.RLIM_INFINITY else (min(most, hard), hard))
 
 
-# ---- the way to the model, out of a sandbox that has no network but its own loopback
+# ---- forwarding to the model, out of a sandbox that has no network but its own loopback
 
 
 def _open_listener(port: int) -> socket.socket:

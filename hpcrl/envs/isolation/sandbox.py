@@ -1,11 +1,14 @@
-"""Walls around code that we do not know: apptainer, else bubblewrap, else nothing is run unless that is asked for.
+"""Sandboxes for untrusted code: apptainer, else bubblewrap; without one nothing is run unless that is allowed.
 
-    choose_sandbox       which walls there are on this node. Refuses if there are none
-    wrap_command         the command inside its walls
-    list_readable_paths  what Python and hpcrl need to be seen inside
+    choose_sandbox       find the sandbox to use on this node; refuse if there is none
+    wrap_command         the command line that runs a command in a sandbox
+    list_readable_paths  paths that Python and hpcrl need inside
+    SandboxSpec          the content of one sandbox
+    SandboxChoice, SandboxKind, SYSTEM_DIRS, SYSTEM_FILES, PROBE_TIMEOUT_S  types and constants
 
-Inside there is no network but loopback of its own, no process but its own, and no file but the system's programs,
-what is in `list_readable_paths` and its own working directory. Secrets go by the environment: command lines are public.
+A command inside has no network but a private loopback, and sees no process but its own and no file but the system's
+programs, the paths of `list_readable_paths` and its working directory. Secrets are passed by the environment: command
+lines are public.
 """
 
 import os
@@ -30,18 +33,18 @@ PROBE_TIMEOUT_S = 20.0
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be seen inside."""
+    """The kind of a sandbox, and the files that are visible inside."""
 
     kind: SandboxKind
     workdir: str
-    """Its own directory, the only one that it can write to besides an empty /tmp."""
+    """The only directory that it can write to, besides an empty /tmp."""
     readable: tuple[str, ...] = ()
     image: str | None = None
-    """For apptainer: what its system is."""
+    """The system image, for apptainer."""
 
 
 def choose_sandbox(wanted: SandboxChoice, *, image: str | None) -> SandboxKind:
-    """The walls to use; EnvFault if those wanted are not to be had."""
+    """Return the sandbox to use; raises EnvFault if the wanted one is not available."""
     if wanted == "none":
         return "none"
     if wanted in ("auto", "apptainer") and image and shutil.which("apptainer"):
@@ -50,13 +53,14 @@ def choose_sandbox(wanted: SandboxChoice, *, image: str | None) -> SandboxKind:
         return "bubblewrap"
     apptainer = "needs an `image`" if shutil.which("apptainer") else "is not installed"
     raise EnvFault(
-        f'sandbox = "{wanted}" cannot be had on this node: apptainer {apptainer}, {_find_bubblewrap_problem() or "bwrap works"}: '
-        'install one of them, or allow code without walls by sandbox = "none"'
+        f'sandbox = "{wanted}" is not available on this node: apptainer {apptainer}, '
+        f"{_find_bubblewrap_problem() or 'bwrap works'}: "
+        'install one of them, or allow code without a sandbox by sandbox = "none"'
     )
 
 
 def wrap_command(command: Sequence[str], spec: SandboxSpec) -> list[str]:
-    """The command line that runs `command` inside."""
+    """Return the command line that runs `command` inside."""
     match spec.kind:
         case "none":
             return list(command)
@@ -67,7 +71,7 @@ def wrap_command(command: Sequence[str], spec: SandboxSpec) -> list[str]:
 
 
 def list_readable_paths(*more: str) -> tuple[str, ...]:
-    """Python, what is installed for it, hpcrl itself, and whatever else is named."""
+    """Return the paths of Python, its packages and hpcrl, and those given."""
     package = Path(__file__).resolve().parents[2]
     places = [sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages(), str(package)]
     places += [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
@@ -82,7 +86,7 @@ def _build_bubblewrap_args(spec: SandboxSpec) -> list[str]:
         "--unshare-all",
         "--die-with-parent",
         *seen,
-        *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),  # private: of the inside
+        *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),  # private to the sandbox
         *own,
         *("--bind", spec.workdir, spec.workdir),
         *("--chdir", spec.workdir),
@@ -103,7 +107,7 @@ def _build_apptainer_args(spec: SandboxSpec) -> list[str]:
 
 @cache
 def _find_bubblewrap_problem() -> str:
-    """Why bubblewrap cannot be used here, once tried; "" if it can."""
+    """Return why bubblewrap cannot be used here, after trying it once; "" if it can."""
     program = shutil.which("bwrap")
     if program is None:
         return "bwrap is not installed"

@@ -1,10 +1,14 @@
-"""How an env host and an environment in a process of its own talk: msgpack messages, each after its length.
+"""The protocol between an env worker and an environment in another process: msgpack messages, each after its length.
 
-    Make, Reset, Act, Close            what the host asks
-    EnvAnswer                          what it is told: an observation, or what went wrong
-    encode_message, read_size, decode  the frames; send and receive do both on a plain socket
+    EnvRequest: one of
+    Make, Reset, Act, Close        requests of the env worker
+    EnvAnswer                      the answer: an observation, or an error
+    encode_message                 the frame of a message
+    read_size, decode_answer       its parts, as the env worker reads them
+    receive_request                the same on a plain socket, for the environment
+    MAX_MESSAGE_BYTES, HEADER_BYTES  sizes
 
-No pickle: whatever the other side sends is data of these few forms, or refused.
+It has no pickle: the other side can only send data of these few forms, or is refused.
 """
 
 import socket
@@ -14,7 +18,7 @@ from typing import Any
 import msgspec
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Bytes; an observation that does not fit is no observation for a model."""
+"""A larger observation would not be useful to a model."""
 _LENGTH_FORMAT = struct.Struct("!I")
 HEADER_BYTES = _LENGTH_FORMAT.size
 
@@ -37,14 +41,14 @@ class Act(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Close(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End well."""
+    """Close the environment."""
 
 
 EnvRequest = Make | Reset | Act | Close
 
 
 class EnvAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What follows from a request."""
+    """The answer to a request."""
 
     observation: str = ""
     reward: float = 0.0
@@ -58,28 +62,28 @@ _answer_decoder = msgspec.msgpack.Decoder(EnvAnswer)
 
 
 def encode_message(message: EnvRequest | EnvAnswer) -> bytes:
-    """A whole frame."""
+    """Return the frame of a message."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {len(body)} bytes: {MAX_MESSAGE_BYTES} at most")
+        raise ValueError(f"a message has {len(body)} bytes: at most {MAX_MESSAGE_BYTES} are allowed")
     return _LENGTH_FORMAT.pack(len(body)) + body
 
 
 def read_size(header: bytes) -> int:
-    """How many bytes follow a header."""
+    """Return how many bytes follow a header."""
     (size,) = _LENGTH_FORMAT.unpack(header)
     if size > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {size} bytes: {MAX_MESSAGE_BYTES} at most")
+        raise ValueError(f"a message has {size} bytes: at most {MAX_MESSAGE_BYTES} are allowed")
     return int(size)
 
 
 def decode_answer(body: bytes) -> EnvAnswer:
-    """The answer in a frame's body; msgspec.MsgspecError for anything else."""
+    """Decode the body of a frame; raises msgspec.MsgspecError for anything but an answer."""
     return _answer_decoder.decode(body)
 
 
 def receive_request(connection: socket.socket) -> EnvRequest | None:
-    """The next request; None once the host has gone."""
+    """Receive the next request; None once the env worker has closed the connection."""
     header = _receive_exactly(connection, HEADER_BYTES)
     body = _receive_exactly(connection, read_size(header)) if header is not None else None
     return _request_decoder.decode(body) if body is not None else None

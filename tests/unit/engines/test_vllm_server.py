@@ -170,7 +170,7 @@ def test_a_tokenizer_that_does_not_fit_its_model_is_refused_by_name_before_anyth
     shutil.copytree(launch.model, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
-    with pytest.raises(EngineError, match=r"odd/tokenizer.json has ids up to 99, and the model .* has only 0\.\.49"):
+    with pytest.raises(EngineError, match=r"odd/tokenizer.json has ids up to 99, but the model .* has only 0\.\.49"):
         with_engine(_changed(launch, model=model), lambda engine: engine.generate(REQUEST))
     assert not (tmp_path / "asked").exists()
     with pytest.raises(EngineError, match="has ids up to 99"):

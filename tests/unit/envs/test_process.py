@@ -90,7 +90,7 @@ def test_closing_ends_the_process_group():
         ("raises", "ZeroDivisionError: the world ended"),
         ("wrong_type", "returned int"),
         ("leaves", "SystemExit: 3"),
-        ("dies", "ended with code 7, its last words: I cannot go on"),
+        ("dies", "ended with code 7, its last output: I cannot go on"),
         ("shouts", "printed more than 4 MiB"),
         ("grows", "MemoryError"),
     ],

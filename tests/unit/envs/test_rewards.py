@@ -60,12 +60,12 @@ def test_a_judge_that_fails_is_asked_again(endpoint):
 def test_a_judge_that_never_gives_a_score_fails_and_gives_no_zero(endpoint):
     url, answers, _ = endpoint
     answers.extend(["", "11"])
-    with pytest.raises(RuntimeError, match="gave no score in 2 attempts"):
+    with pytest.raises(RuntimeError, match="returned no score in 2 attempts"):
         judge(trajectory(), text="", url=url, model="m", attempts=2)
 
 
 def test_a_judge_without_an_address_is_refused():
-    with pytest.raises(ConfigError, match="begins with http"):
+    with pytest.raises(ConfigError, match="must start with http"):
         judge(trajectory(), text="", url="file:///etc/passwd", model="m")
 
 

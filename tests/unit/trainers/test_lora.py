@@ -1,4 +1,4 @@
-"""Adapters: only they are trained, and whoever asks for the model gets it with them merged in."""
+"""LoRA adapters: only they are trained, and published or exported weights include them."""
 
 import builtins
 
@@ -39,19 +39,19 @@ def made(run, **changed):
     return TorchTrainer(run.model, settings(**{**plain, **changed}), seed=1)
 
 
-def began(run):
+def initial_weights(run):
     return dict(AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32).named_parameters())
 
 
-def test_at_first_they_add_nothing_and_every_name_is_the_directorys(run):
-    fresh = began(run)
+def test_fresh_adapters_add_nothing_and_tensors_have_the_names_of_the_model_directory(run):
+    fresh = initial_weights(run)
     tensors = made(run).tensors()
     assert tensors.keys() == fresh.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in fresh.items())
 
 
-def test_only_linear_layers_learn_and_by_no_more_than_the_rank(run):
-    trainer, fresh = made(run), began(run)
+def test_only_linear_layers_change_and_by_no_more_than_the_rank(run):
+    trainer, fresh = made(run), initial_weights(run)
     assert trainer.train_step(batch(1), step=1, version=0).skipped is None
     for name, tensor in trainer.tensors().items():
         moved = tensor - fresh[name]
@@ -61,7 +61,7 @@ def test_only_linear_layers_learn_and_by_no_more_than_the_rank(run):
             assert not moved.any(), name
 
 
-def test_the_merged_model_says_what_the_model_with_adapters_says(run, tmp_path):
+def test_the_merged_model_gives_the_loss_of_the_model_with_adapters(run, tmp_path):
     trainer = made(run)
     trainer.train_step(batch(1), step=1, version=0)
     save_checkpoint(run.checkpoints, step=1, version=1, trainer=trainer, consumed=ConsumedTrajectories())
@@ -71,7 +71,7 @@ def test_the_merged_model_says_what_the_model_with_adapters_says(run, tmp_path):
     assert (first.loss, first.entropy) == pytest.approx((second.loss, second.entropy), rel=1e-5, abs=1e-6)
 
 
-def test_a_loaded_trainer_goes_on_as_the_saved_one(run, tmp_path):
+def test_a_loaded_trainer_continues_like_the_saved_one(run, tmp_path):
     saved, loaded = made(run), made(run)
     saved.train_step(batch(1), step=1, version=0)
     (tmp_path / "state").mkdir()
@@ -102,7 +102,7 @@ def test_a_checkpoint_without_adapters_is_refused(run, tmp_path):
 
 
 @pytest.mark.timeout(900)  # ranks are processes that import torch and transformers
-def test_two_ranks_learn_what_one_learns(run):
+def test_two_ranks_give_the_numbers_of_one(run):
     changed = {"lora_rank": RANK}
     expected = train_torch(SINGLE_RANK, run.model, changed, last=2)
     for mine in ranks.run_ranks(2, "tests.support.learners:train_torch", str(run.model), changed, None, None, 1, 2):
@@ -110,21 +110,21 @@ def test_two_ranks_learn_what_one_learns(run):
         assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
-def test_a_recipe_is_refused_before_it_is_submitted_where_the_package_is_not(monkeypatch):
+def test_a_recipe_with_adapters_is_refused_before_submission_without_peft(monkeypatch):
     recipe = load_recipe("quickstart", settings=("train.lora_rank=8",))
     monkeypatch.setattr(check, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"lora_rank = 8 needs the package peft, which .* has not"):
+    with pytest.raises(ConfigError, match=r"lora_rank = 8 needs the package peft, which .* does not have"):
         check.check_packages(recipe)
     check.check_packages(load_recipe("quickstart"))
 
 
 @pytest.mark.parametrize("other", ["train.sharding=full", "train.trainer=megatron"])
-def test_what_adapters_do_not_go_with_is_refused(other):
+def test_settings_that_adapters_do_not_support_are_refused(other):
     with pytest.raises(PlanError, match="lora_rank = 8"):
         check_recipe(load_recipe("quickstart", settings=("train.lora_rank=8", other)))
 
 
-def test_without_the_package_the_cure_is_told(run, monkeypatch):
+def test_without_peft_the_error_names_the_fix(run, monkeypatch):
     real = builtins.__import__
 
     def without(name, *rest, **named):
