@@ -1,4 +1,4 @@
-"""What every Trainer holds to. Add an implementation to MAKERS and it is held to the same."""
+"""The contract of every Trainer; an implementation added to MAKERS is tested like the others."""
 
 import json
 
@@ -61,10 +61,10 @@ def make(request, model_dir):
 
 
 def trajectory(group, index, *, reward, seed=0, length=20, **changed):
-    """Two turns of random tokens, with log-probs of a policy that is nearly uniform."""
+    """Make two turns of random tokens, with log-probs of a nearly uniform policy."""
     rng = np.random.default_rng([seed, index, length])
-    said = np.zeros(length, dtype=np.bool_)
-    said[length // 4 : length // 2] = said[length * 3 // 4 :] = True
+    generated = np.zeros(length, dtype=np.bool_)
+    generated[length // 4 : length // 2] = generated[length * 3 // 4 :] = True
     fields = {
         "id": f"{group}/{index}",
         "group": group,
@@ -76,9 +76,9 @@ def trajectory(group, index, *, reward, seed=0, length=20, **changed):
         "start_version": 1,
         "end_version": 1,
         "token_ids": rng.integers(0, VOCABULARY, length, dtype=np.int32),
-        "logprobs": np.where(said, -np.log(VOCABULARY) + 0.1 * rng.normal(size=length), 0).astype(np.float32),
+        "logprobs": np.where(generated, -np.log(VOCABULARY) + 0.1 * rng.normal(size=length), 0).astype(np.float32),
         "versions": np.ones(length, dtype=np.int32),
-        "loss_mask": said,
+        "loss_mask": generated,
         "turns": [],
         "reward": reward,
     }
@@ -86,7 +86,7 @@ def trajectory(group, index, *, reward, seed=0, length=20, **changed):
 
 
 def batch(seed=0):
-    """Two groups of four, half of each rewarded, of different lengths."""
+    """Make two groups of four episodes of different lengths, half of each rewarded."""
     return [
         trajectory(f"math/{number}", index, reward=float(index % 2), seed=seed + number, length=12 + 7 * index)
         for number in range(2)
@@ -103,7 +103,7 @@ def same(first, second):
 
 
 def slow_logprob(trainer, model_dir, episode):
-    """The sum of the model tokens' log-probs, one forward pass per token, by transformers alone."""
+    """Sum the model tokens' log-probs with transformers alone, one forward pass per token."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.load_state_dict(trainer.tensors(), strict=False)
     total = 0.0
@@ -114,7 +114,7 @@ def slow_logprob(trainer, model_dir, episode):
     return total
 
 
-def test_a_step_makes_what_was_rewarded_likelier_and_the_rest_less_likely(make, model_dir):
+def test_a_step_makes_rewarded_tokens_likelier_and_the_others_less_likely(make, model_dir):
     trainer = make(learning_rate=1e-3)
     good, bad = trajectory("math/0", 0, reward=1.0), trajectory("math/0", 1, reward=0.0)
     before = [slow_logprob(trainer, model_dir, episode) for episode in (good, bad)]
@@ -136,7 +136,7 @@ def test_the_same_steps_give_the_same_bits(make):
     assert same(first.tensors(), second.tensors())
 
 
-def test_a_loaded_trainer_goes_on_as_the_saved_one(make, tmp_path):
+def test_a_loaded_trainer_continues_like_the_saved_one(make, tmp_path):
     saved, loaded = make(num_minibatches=2), make(num_minibatches=2)
     saved.train_step(batch(0), step=0, version=0)
     saved.snapshot().write(tmp_path)
@@ -149,7 +149,7 @@ def test_a_loaded_trainer_goes_on_as_the_saved_one(make, tmp_path):
     assert same(saved.tensors(), loaded.tensors())
 
 
-def test_a_trainer_that_has_not_learned_yet_can_be_saved_and_loaded(make, tmp_path):
+def test_an_untrained_trainer_can_be_saved_and_loaded(make, tmp_path):
     saved, loaded = make(), make()
     saved.snapshot().write(tmp_path)
     loaded.train_step(batch(5), step=0, version=0)
@@ -169,12 +169,12 @@ def test_a_step_that_is_not_finite_is_skipped_with_its_reason_and_changes_nothin
     assert "not finite" in metrics.skipped
     assert metrics.loss is None
     assert same(before, poisoned.tensors())
-    for trainer in (poisoned, clean):  # neither the optimizer nor a left-over gradient remembers it
+    for trainer in (poisoned, clean):  # neither the optimizer nor a leftover gradient keeps a trace of it
         assert trainer.train_step(batch(), step=2, version=1).skipped is None
     assert same(poisoned.tensors(), clean.tensors())
 
 
-def test_weights_that_no_longer_give_a_finite_loss_are_left_alone(make):
+def test_weights_without_a_finite_loss_are_left_as_they_are(make):
     trainer = make(learning_rate=1e30)
     trainer.train_step(batch(), step=1, version=1)
     before = copied(trainer)
@@ -202,7 +202,7 @@ def test_a_trajectory_longer_than_the_context_is_left_out_and_counted(make, leng
 
 
 def bare_step(model_dir, episodes, *, learning_rate, temperature):
-    """One step of GRPO with truncated importance sampling: no padding, no batching, nothing of hpcrl."""
+    """Make one step of GRPO with truncated importance sampling, without padding, batching or hpcrl."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     num_tokens = sum(int(episode.loss_mask.sum()) for episode in episodes)
@@ -223,7 +223,7 @@ def bare_step(model_dir, episodes, *, learning_rate, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_a_step_is_the_one_that_a_bare_loop_takes(make, model_dir, temperature):
+def test_a_step_agrees_with_a_bare_loop(make, model_dir, temperature):
     trainer = make(temperature=temperature, learning_rate=1e-2)
     metrics = trainer.train_step(batch(), step=1, version=1)
     weights, loss, norm = bare_step(model_dir, batch(), learning_rate=1e-2, temperature=temperature)
@@ -233,7 +233,7 @@ def test_a_step_is_the_one_that_a_bare_loop_takes(make, model_dir, temperature):
         torch.testing.assert_close(tensor, weights[name].detach(), atol=2e-4, rtol=0, msg=name)
 
 
-def test_how_the_tokens_are_cut_into_micro_batches_does_not_matter(make):
+def test_the_split_into_micro_batches_does_not_matter(make):
     small, large = make(tokens_per_micro_batch=1), make(tokens_per_micro_batch=100_000)
     for trainer in (small, large):
         trainer.train_step(batch(), step=1, version=1)
@@ -258,7 +258,7 @@ def test_an_unscored_trajectory_is_refused(make):
         make().train_step([trajectory("math/0", 0, reward=None)], step=1, version=1)
 
 
-def test_the_metrics_say_what_was_trained_on(make):
+def test_the_metrics_report_the_trajectories(make):
     episodes = [*batch(), trajectory("math/7", 0, reward=0.5), trajectory("math/7", 1, reward=0.5)]
     metrics = make().train_step(episodes, step=4, version=3)
     assert (metrics.step, metrics.version, metrics.skipped) == (4, 3, None)

@@ -1,4 +1,4 @@
-"""Whole campaigns whose trainer is two ranks: they publish together, save together, and are exported as one model."""
+"""Whole campaigns with two trainer ranks: they publish and save together, and are exported as one model."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def test_two_ranks_train_publish_and_save_together(home: Path, tmp_path: Path) -
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.model_type == "qwen2"
 
 
-def test_killed_while_the_next_step_is_read_ahead_they_train_on_every_group_once(home: Path) -> None:
+def test_two_ranks_killed_while_they_prefetch_train_on_every_group_once(home: Path) -> None:
     every = ("-s", "train.num_steps=6", "-s", "train.checkpoint_every_steps=1")
     hpcrl("submit", "quickstart", "--site", "local", "--name", "k", *SMALL, *TWO, *every)
     run = CampaignDir(home / "campaigns" / "k")
@@ -49,4 +49,4 @@ def test_killed_while_the_next_step_is_read_ahead_they_train_on_every_group_once
     hpcrl("resume", "k", "--watch")
     seen = snapshot("k")
     assert (seen["state"], seen["step"], len(seen["jobs"])) == ("done", 6, 2)
-    assert num_consumed_groups(run) == 6 * 2  # a group trained on twice would be counted once
+    assert num_consumed_groups(run) == 6 * 2  # a group that is trained on twice counts once

@@ -1,4 +1,4 @@
-"""What training is for: from a seed, the tiny model earns what neither chance nor an untrained model does.
+"""Training works: from a seed, the tiny model earns more than chance and more than the untrained model.
 
 The lag is exact: every batch but the first few was sampled `alpha` versions before it is trained on.
 """
@@ -12,7 +12,7 @@ from tests.support.truth import LAKE, LAKE_4X4, SUMS, at_random, learned
 
 LESSONS = {"lake": LAKE, "lake of 4x4": LAKE_4X4, "sums": SUMS}
 LAST = 10
-"""Steps whose mean counts: one batch is noisy."""
+"""The number of final steps to average: one batch is noisy."""
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 

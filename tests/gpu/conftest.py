@@ -1,4 +1,4 @@
-"""Everything here needs one CUDA device, and is skipped without."""
+"""The tests here need one CUDA device, and are skipped without."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Both trainers on one GPU: the numbers of the CPU, a checkpoint that goes on elsewhere, an export that loads."""
+"""Both trainers on one GPU: the numbers of the CPU, a checkpoint that resumes elsewhere, an export that loads."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from hpcrl.trainers.world import SINGLE_RANK, World
 from tests.support.learners import batch, make_model, settings, train_torch
 
 CLOSE = 1e-3
-"""Relative: the sums of a GPU have another order."""
+"""The relative tolerance: a GPU sums in another order."""
 NUM_STEPS = 3
 
 
@@ -25,7 +25,7 @@ def gpu() -> World:
 
 @pytest.fixture(params=["torch", "megatron"])
 def make(request, run):
-    """A trainer on the GPU, by what the recipe changes."""
+    """Return a function that makes a trainer on the GPU with some settings changed."""
     if request.param == "torch":
         return lambda **changed: TorchTrainer(run.model, settings(**changed), seed=3, world=gpu())
     pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> CampaignDir:
     return directory
 
 
-def test_the_steps_are_those_of_the_cpu(make, run):
+def test_steps_agree_with_those_of_the_cpu(make, run):
     expected = train_torch(SINGLE_RANK, run.model, {"num_minibatches": 2}, last=NUM_STEPS)
     trainer = make(num_minibatches=2)
     for step in range(NUM_STEPS):
@@ -59,7 +59,7 @@ def test_bf16_steps_stay_near_those_of_the_cpu(make, run):
     assert metrics.grad_norm == pytest.approx(expected["grad_norm"][0], rel=0.2)
 
 
-def test_a_checkpoint_goes_on_on_the_cpu_and_its_export_is_what_was_trained(make, run, tmp_path):
+def test_a_checkpoint_resumes_on_the_cpu_and_its_export_has_the_trained_weights(make, run, tmp_path):
     trainer = make()
     trainer.train_step(batch(1), step=1, version=0)
     path = save_checkpoint(run.checkpoints, step=1, version=1, trainer=trainer, consumed=ConsumedTrajectories())

@@ -1,4 +1,4 @@
-"""Tiny models and batches that several test files train on, and what their ranks run."""
+"""Tiny models and batches that several test files train on, and the functions that their ranks run."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ FAMILIES = {
 
 
 def make_model(directory, *, family="qwen2", tied=False, seed=0):
-    """A model of four layers, four heads and two KV heads."""
+    """Save a model of four layers, four heads and two KV heads."""
     kind, model = FAMILIES[family]
     torch.manual_seed(seed)
     config = kind(
@@ -47,7 +47,7 @@ def make_model(directory, *, family="qwen2", tied=False, seed=0):
         tie_word_embeddings=tied,
     )
     made = model(config)
-    with torch.no_grad():  # norms and biases that are not all one or zero show what is not carried over
+    with torch.no_grad():  # norms and biases other than one and zero show which of them get lost
         for parameter in made.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -56,12 +56,12 @@ def make_model(directory, *, family="qwen2", tied=False, seed=0):
 
 
 def trajectory(group, index, *, reward, length, seed=0):
-    """Two turns of random tokens, with log-probs of a policy that is nearly uniform."""
+    """Make two turns of random tokens, with log-probs of a nearly uniform policy."""
     rng = np.random.default_rng([seed, index, length])
     spans = [(length // 4, length // 2), (length * 3 // 4, length)]
-    said = np.zeros(length, dtype=np.bool_)
+    generated = np.zeros(length, dtype=np.bool_)
     for start, end in spans:
-        said[start:end] = True
+        generated[start:end] = True
     return Trajectory(
         id=f"{group}/{index}",
         group=group,
@@ -73,16 +73,16 @@ def trajectory(group, index, *, reward, length, seed=0):
         start_version=1,
         end_version=1,
         token_ids=rng.integers(0, VOCABULARY, length, dtype=np.int32),
-        logprobs=np.where(said, -np.log(VOCABULARY) + 0.1 * rng.normal(size=length), 0).astype(np.float32),
+        logprobs=np.where(generated, -np.log(VOCABULARY) + 0.1 * rng.normal(size=length), 0).astype(np.float32),
         versions=np.ones(length, dtype=np.int32),
-        loss_mask=said,
+        loss_mask=generated,
         turns=[EpisodeTurn(start=start, end=end, reward=reward / 2) for start, end in spans],
         reward=reward,
     )
 
 
 def batch(step=0, *, num_groups=3, size=4):
-    """Groups of episodes of different lengths and rewards."""
+    """Make groups of episodes of different lengths and rewards."""
     rng = np.random.default_rng(step)
     return [
         trajectory(
@@ -103,7 +103,7 @@ def settings(**changed):
 
 
 def trained(trainer, *, first=1, last=5):
-    """Losses and gradient norms of some steps, and at the end a few numbers of every weight."""
+    """Train some steps; return their metrics, and two numbers of every weight at the end."""
     steps = [trainer.train_step(batch(step), step=step, version=step) for step in range(first, last + 1)]
     weights = {
         name: [float(tensor.double().sum()), float(tensor.double().square().sum())]
@@ -121,7 +121,7 @@ def trained(trainer, *, first=1, last=5):
 
 
 def train_torch(world, model_dir, changed, load_from=None, save_to=None, first=1, last=5):
-    """On one rank of several: train some steps from a checkpoint or from the start, perhaps leaving another."""
+    """Train some steps on one rank of several, from a checkpoint or the start; perhaps save another checkpoint."""
     torch.set_num_threads(1)
     return _train(
         TorchTrainer(Path(model_dir), settings(**changed), seed=3, world=world), load_from, save_to, first, last
@@ -129,12 +129,12 @@ def train_torch(world, model_dir, changed, load_from=None, save_to=None, first=1
 
 
 def train_variants(world, model_dir, variants, sharding):
-    """Several short runs one after the other, in processes that are started once."""
+    """Make several short runs one after the other, in processes that are started once."""
     return [train_torch(world, model_dir, {**changed, "sharding": sharding}) for changed in variants]
 
 
 def train_megatron(world, model_dir, changed, load_from=None, save_to=None, first=1, last=5):
-    """The same with the Megatron trainer."""
+    """Do the same with the Megatron trainer."""
     from hpcrl.trainers.megatron.trainer import MegatronTrainer
 
     torch.set_num_threads(1)
@@ -152,8 +152,8 @@ def _train(trainer, load_from, save_to, first, last):
     return result
 
 
-def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, rung):
-    """All ranks publish two versions, led by rank 0; what is found then, and how often weights were gathered."""
+def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, transport):
+    """Publish two versions from all ranks; return what rank 0 finds stored, and the number of gathers."""
     torch.set_num_threads(1)
     os.environ["SLURMD_NODENAME"] = nodes[world.rank]
     mine, counted = _counting(_kind(trainer)(Path(model_dir), settings(**changed), world=world))
@@ -177,7 +177,7 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, r
     publisher = WeightPublisher(
         FileStore(run.weights), leader.window(key, job=run.job(0)), events=events, keep_versions=4
     )
-    publisher.set_transport(Transport(rung=rung, reason="a test"))
+    publisher.set_transport(Transport(rung=transport, reason="a test"))
     for version in (1, 2):
         publisher.publish(
             leader.weight_shards(), WeightVersion(version=version, step=version), gather_tensors=leader.tensors
@@ -212,7 +212,7 @@ def _kind(trainer):
 
 
 def _counting(mine):
-    """The trainer, and a list with an entry for each time that its weights were gathered."""
+    """Return the trainer, and a list with an entry for each time that its weights are gathered."""
     gather, counted = mine.tensors, []
 
     def tensors():
@@ -224,7 +224,7 @@ def _counting(mine):
 
 
 def lead_steps(world, model_dir, spool, checkpoints, last, dies_at=None):
-    """Lead steps over what lies in the spool, a checkpoint after each; perhaps be killed in the middle of one."""
+    """Lead steps over the spool with a checkpoint after each; perhaps be killed in the middle of one."""
     torch.set_num_threads(1)
     train = settings()
     mine = TorchTrainer(Path(model_dir), train, seed=3, world=world)
@@ -249,7 +249,7 @@ def lead_steps(world, model_dir, spool, checkpoints, last, dies_at=None):
     while step < last:
         episodes = batch(step + 1)
         assert not any(episode.id in consumed for episode in episodes)
-        if step + 1 == dies_at:  # its order is out, and the next step's rows are on their way
+        if step + 1 == dies_at:  # its order is sent, and the next step's rows are being read
             mine.prepare_minibatches = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         losses[step + 1] = leader.train_step(episodes, step=step + 1, version=step).loss
         step += 1
@@ -260,7 +260,7 @@ def lead_steps(world, model_dir, spool, checkpoints, last, dies_at=None):
 
 
 def segment_of_step(step):
-    """The segment that holds what a step trains on."""
+    """Return the segment that holds the trajectories of a step."""
     return f"000-env-0-{step:08d}-12-0123abcd.h5"
 
 

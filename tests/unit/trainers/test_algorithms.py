@@ -1,4 +1,4 @@
-"""Every algorithm of docs/learning.md is a recipe's settings, and makes steps."""
+"""Every algorithm of docs/learning.md can be set in a recipe, and makes steps."""
 
 import math
 
@@ -32,7 +32,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_algorithm_is_reached_from_a_recipe_and_makes_two_steps(model, name):
+def test_an_algorithm_is_set_in_a_recipe_and_makes_two_steps(model, name):
     recipe = load_recipe("quickstart", settings=tuple(f"train.{setting}" for setting in ALGORITHMS[name]))
     check_recipe(recipe)
     assert NODES.get(name, set()) <= make_pipeline(recipe.train).keys()

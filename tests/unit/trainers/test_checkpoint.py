@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, whatever happens while they are made."""
+"""Checkpoints: complete or absent, whatever happens while they are written."""
 
 import json
 import multiprocessing
@@ -59,7 +59,7 @@ class Counter:
 
 
 def saved(directory, *steps, **changed):
-    """One checkpoint per step; its counter holds the step."""
+    """Save one checkpoint per step; its counter holds the step."""
     paths = []
     for step in steps:
         consumed = ConsumedTrajectories()
@@ -70,7 +70,7 @@ def saved(directory, *steps, **changed):
 
 
 def found(directory):
-    """The newest whole checkpoint and what was reported on the way."""
+    """Find the newest intact checkpoint; return it with the reports of damaged ones."""
     reports = []
     path = find_newest(directory, report=lambda path, reason: reports.append((path, reason)))
     return path, reports
@@ -88,7 +88,7 @@ def test_a_checkpoint_brings_back_trainer_consumed_and_extra(tmp_path):
     assert "math/5/0" not in known
 
 
-def test_before_the_first_checkpoint_there_is_none(tmp_path):
+def test_no_checkpoint_is_found_before_the_first(tmp_path):
     assert found(tmp_path) == (None, [])
     assert found(tmp_path / "absent") == (None, [])
 
@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_older_one_used(tmp_path, harm,
     assert Path(name).name in reason
 
 
-def test_any_flipped_bit_of_the_manifest_is_noticed(tmp_path):
+def test_any_flipped_bit_of_the_manifest_is_detected(tmp_path):
     (path,) = saved(tmp_path, 5)
     manifest = path / "checkpoint.json"
     original = manifest.read_bytes()
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_a_newer_format_is_named_as_such(tmp_path):
     assert "format 2 is newer than this hpcrl reads (1): update hpcrl" in find_damage(path)
 
 
-def test_training_does_not_begin_anew_when_every_checkpoint_is_damaged(tmp_path):
+def test_training_does_not_start_again_when_every_checkpoint_is_damaged(tmp_path):
     for path in saved(tmp_path, 1, 2):
         cut(path / "state.json")
     with pytest.raises(TrainError, match=r"every checkpoint in .* is damaged .*state.json: has 0 bytes, had 1"):
@@ -221,34 +221,34 @@ def test_the_best_are_kept_besides_the_newest(tmp_path):
     ]
 
 
-def test_a_moment_that_has_passed_is_committed_as_it_was(tmp_path):
+def test_a_pending_checkpoint_is_committed_as_it_was_captured(tmp_path):
     consumed = ConsumedTrajectories()
     consumed.add("math/1/0")
-    moment = PendingCheckpoint(step=1, version=1, state=Counter(1), consumed=consumed.encode(), extra={})
+    pending = PendingCheckpoint(step=1, version=1, state=Counter(1), consumed=consumed.encode(), extra={})
     consumed.add("math/2/0")
-    _, known = load_checkpoint(commit_checkpoint(tmp_path, moment), trainer=Counter())
+    _, known = load_checkpoint(commit_checkpoint(tmp_path, pending), trainer=Counter())
     assert "math/1/0" in known
     assert "math/2/0" not in known
 
 
-def test_pruning_clears_what_killed_savers_left(tmp_path):
+def test_pruning_removes_the_leftovers_of_killed_savers(tmp_path):
     (path,) = saved(tmp_path, 1)
     shutil.copytree(path, tmp_path / ".000002-step-000002.0123456789ab.tmp")
     prune_checkpoints(tmp_path, keep=1)
     assert list(tmp_path.iterdir()) == [path]
 
 
-# SIGKILL: a child trains for real and commits every step; it is killed at random moments and begun again.
+# SIGKILL: a child trains a real model and commits every step; it is killed at random moments and restarted.
 
 NUM_STEPS = 120
 
 
 def train_and_save(model_dir, directory, acknowledged):
-    """Resume, then train to NUM_STEPS; every commit is acknowledged by one byte after `save_checkpoint` has returned."""
+    """Resume, then train to NUM_STEPS; after each `save_checkpoint` one byte acknowledges the commit."""
     trainer, consumed, step = resumed(model_dir, directory)
     with Path(acknowledged).open("ab", buffering=0) as log:
         while step < NUM_STEPS:
-            episodes = lesson(step)
+            episodes = trajectories_of(step)
             assert not any(episode.id in consumed for episode in episodes)
             trainer.train_step(episodes, step=step, version=step)
             consumed.update(episode.id for episode in episodes)
@@ -273,10 +273,10 @@ def refuse_damage(path, reason):
     raise AssertionError(f"a reader saw {path} damaged: {reason}")
 
 
-def lesson(step):
-    """The trajectories of a step, the same whenever they are asked for."""
+def trajectories_of(step):
+    """Make the trajectories of a step, always the same."""
     rng = np.random.default_rng(step)
-    said = np.arange(12) >= 5
+    generated = np.arange(12) >= 5
     return [
         Trajectory(
             id=f"math/{step}/{index}",
@@ -289,9 +289,9 @@ def lesson(step):
             start_version=step,
             end_version=step,
             token_ids=rng.integers(0, 32, 12, dtype=np.int32),
-            logprobs=np.where(said, -3.4, 0.0).astype(np.float32),
+            logprobs=np.where(generated, -3.4, 0.0).astype(np.float32),
             versions=np.zeros(12, dtype=np.int32),
-            loss_mask=said,
+            loss_mask=generated,
             turns=[],
             reward=float(index % 2),
         )
@@ -317,36 +317,36 @@ def model_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def begin(model_dir):
-    """Starts a child that trains into a directory; forked from a server that has imported torch already."""
+def start_child(model_dir):
+    """Start a child that trains into a directory, forked from a server that has already imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["hpcrl.trainers.torch", "transformers.models.qwen2.modeling_qwen2"])
 
-    def begun(directory, acknowledged):
+    def start(directory, acknowledged):
         child = context.Process(target=train_and_save, args=(str(model_dir), str(directory), str(acknowledged)))
         child.start()
         return child
 
-    return begun
+    return start
 
 
 def wait_for_commits(log, child, *, more):
-    """Until the child has acknowledged `more` commits."""
+    """Wait until the child has acknowledged `more` commits."""
     wanted = log.stat().st_size + more
     while log.stat().st_size < wanted and child.is_alive():
         time.sleep(0.001)
 
 
 @pytest.mark.parametrize("num_kills", [10, pytest.param(60, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
-def test_killed_at_random_moments_it_ends_where_an_uninterrupted_run_ends(tmp_path, begin, model_dir, num_kills):
+def test_training_killed_at_random_moments_ends_like_an_uninterrupted_run(tmp_path, start_child, model_dir, num_kills):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    child = begin(straight, tmp_path / "straight.log")
+    child = start_child(straight, tmp_path / "straight.log")
     child.join()
     assert child.exitcode == 0
     dice, log = random.Random(5), tmp_path / "killed.log"
     log.touch()
     for _ in range(num_kills):
-        child = begin(killed, log)
+        child = start_child(killed, log)
         wait_for_commits(log, child, more=dice.randint(0, 70 // num_kills))
         time.sleep(dice.uniform(0, 0.02))
         child.kill()
@@ -354,7 +354,7 @@ def test_killed_at_random_moments_it_ends_where_an_uninterrupted_run_ends(tmp_pa
         assert child.exitcode == -signal.SIGKILL
         _, _, step = resumed(model_dir, killed)
         assert step >= (log.read_bytes() or b"\0")[-1], "a commit that was acknowledged is gone"
-    child = begin(killed, log)
+    child = start_child(killed, log)
     child.join()
     assert child.exitcode == 0
     last, expected = found(killed)[0], found(straight)[0]

@@ -1,4 +1,4 @@
-"""Ranks read their own rows: what rank 0 deals out, and what each brings from the spool."""
+"""Ranks read their own rows from the spool, by the shares that rank 0 sends."""
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ from tests.support.learners import CONTEXT, batch, settings
 
 @pytest.fixture
 def spooled(tmp_path):
-    """A step's trajectories in two segments, and where each is."""
+    """Write a step's trajectories into two segments; return them with the segment of each."""
     episodes = batch()
     where = {}
     for number, part in enumerate((episodes[::2], episodes[1::2])):
@@ -41,9 +41,9 @@ def dealt(episodes, where, *, num_ranks=2, **changed):
 def test_the_ranks_together_have_every_row_once(spooled, num_ranks, num_minibatches):
     episodes, spool, where = spooled
     train, made = dealt(episodes, where, num_ranks=num_ranks, num_minibatches=num_minibatches)
-    told = msgspec.json.decode(msgspec.json.encode(RankOrder(do="learn", shares=made.shares)), type=RankOrder)
+    received = msgspec.json.decode(msgspec.json.encode(RankOrder(do="learn", shares=made.shares)), type=RankOrder)
     seen = []
-    for share in told.shares:
+    for share in received.shares:
         assert len(share) == num_minibatches
         parts = load_share_rows(
             share, fetch=lambda items: fetch_trajectories(items, spool=spool), train=train, max_length=CONTEXT
@@ -53,13 +53,13 @@ def test_the_ranks_together_have_every_row_once(spooled, num_ranks, num_minibatc
     assert sorted(seen) == sorted(expected)
 
 
-def test_an_order_is_names_and_a_few_numbers(spooled):
+def test_an_order_takes_less_than_200_bytes_per_trajectory(spooled):
     episodes, _, where = spooled
     _, made = dealt(episodes, where)
     assert len(msgspec.json.encode(RankOrder(do="learn", shares=made.shares))) < 200 * len(episodes)
 
 
-def test_groups_that_teach_nothing_are_left_out_if_the_recipe_says_so(spooled):
+def test_flat_groups_are_dropped_if_the_recipe_asks_for_it(spooled):
     episodes, _, where = spooled
     flat = [msgspec.structs.replace(episode, reward=1.0) for episode in episodes[:4]]
     _, kept = dealt(flat + episodes[4:], where)
@@ -69,14 +69,14 @@ def test_groups_that_teach_nothing_are_left_out_if_the_recipe_says_so(spooled):
     assert sum(len(part) for share in kept.shares for part in share) == len(episodes)
 
 
-def test_a_reward_that_is_no_number_stops_the_step_before_any_rank_moves(spooled):
+def test_a_reward_that_is_not_a_number_skips_the_step_on_all_ranks(spooled):
     episodes, _, where = spooled
     _, made = dealt([msgspec.structs.replace(episodes[0], reward=float("nan")), *episodes[1:]], where)
     assert made.skipped == "a reward is not finite"
     assert made.shares == [[], []]
 
 
-def test_a_row_that_is_not_where_it_was_found_is_told(spooled):
+def test_a_missing_trajectory_is_an_error_with_its_id(spooled):
     _, spool, where = spooled
     lost = ShareItem(id="math/77/0", credit=[0.0], segment=next(iter(where.values())))
     with pytest.raises(TrainError, match=r"'math/77/0' .* is not where rank 0 found it"):

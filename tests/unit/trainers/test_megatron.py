@@ -1,4 +1,4 @@
-"""The Megatron trainer: the numbers of the torch trainer, on any parallelism, and checkpoints between all of them."""
+"""The Megatron trainer: the numbers of the torch trainer and exchangeable checkpoints, on any parallelism."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def same(mine, expected, *, steps):
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen3", True), ("llama", False)])
-def test_it_learns_what_torch_learns_and_resumes_on_another_parallelism(family, tied, tmp_path):
+def test_megatron_gives_the_numbers_of_torch_and_resumes_on_another_parallelism(family, tied, tmp_path):
     model_dir = str(make_model(tmp_path / "model", family=family, tied=tied))
     expected = train_torch(SINGLE_RANK, model_dir, {"num_minibatches": 2})
     two = {"num_minibatches": 2}

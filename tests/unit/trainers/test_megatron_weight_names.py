@@ -1,4 +1,4 @@
-"""Which box of which canonical tensor lies where in a Megatron rank."""
+"""The map from shards of canonical tensors to the tensors of a Megatron rank."""
 
 import math
 
@@ -33,17 +33,17 @@ def config(kind, **changed):
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("num_tp", "num_pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (4, 4)])
-def test_every_value_is_given_by_exactly_one_rank(kind, tied, num_tp, num_pp):
+def test_every_value_is_provided_by_exactly_one_rank(kind, tied, num_tp, num_pp):
     dims = read_model_dims(config(kind, tie_word_embeddings=tied))
     layout = TensorLayout.pack(
-        sorted({(link.name, "float32", link.whole_shape) for link in map_shards(dims, ParallelRank())})
+        sorted({(mapping.name, "float32", mapping.whole_shape) for mapping in map_shards(dims, ParallelRank())})
     )
     ranks = [ParallelRank(tp=tp, num_tp=num_tp, pp=pp, num_pp=num_pp) for tp in range(num_tp) for pp in range(num_pp)]
     given = [
         [
-            TensorShard(name=link.name, start=link.start, shape=link.shape)
-            for link in map_shards(dims, rank)
-            if link.is_owner
+            TensorShard(name=mapping.name, start=mapping.start, shape=mapping.shape)
+            for mapping in map_shards(dims, rank)
+            if mapping.is_owner
         ]
         for rank in ranks
     ]
@@ -51,32 +51,32 @@ def test_every_value_is_given_by_exactly_one_rank(kind, tied, num_tp, num_pp):
 
 
 @pytest.mark.parametrize("num_tp", [1, 2, 4])
-def test_the_boxes_of_a_rank_fill_its_tensors_without_meeting(num_tp):
+def test_the_shards_of_a_rank_fill_its_tensors_without_overlap(num_tp):
     dims = read_model_dims(config(Qwen2Config))
     rows: dict[str, list[int]] = {}
-    for link in map_shards(dims, ParallelRank(tp=num_tp - 1, num_tp=num_tp)):
-        rows.setdefault(link.megatron_name, []).extend(range(link.rows.start, link.rows.stop))
-        assert link.rows.stop - link.rows.start == link.shape[0]
-        assert math.prod(link.shape) <= math.prod(link.whole_shape)
+    for mapping in map_shards(dims, ParallelRank(tp=num_tp - 1, num_tp=num_tp)):
+        rows.setdefault(mapping.megatron_name, []).extend(range(mapping.rows.start, mapping.rows.stop))
+        assert mapping.rows.stop - mapping.rows.start == mapping.shape[0]
+        assert math.prod(mapping.shape) <= math.prod(mapping.whole_shape)
     for own, held in rows.items():
         assert sorted(held) == list(range(len(held))), own
 
 
-def test_the_vocabulary_is_filled_up_so_that_every_rank_has_as_many_rows():
+def test_the_vocabulary_is_padded_so_that_every_rank_has_the_same_number_of_rows():
     dims = read_model_dims(config(Qwen2Config))
     assert pad_vocab_size(dims, num_tp=4) == 32
 
 
 @pytest.mark.parametrize(
-    ("num_tp", "num_pp", "said"),
+    ("num_tp", "num_pp", "message"),
     [(3, 1, "does not divide the model's 4 query groups"), (8, 1, "query groups"), (1, 3, "4 layers")],
 )
-def test_a_parallelism_that_does_not_divide_the_model_is_refused(num_tp, num_pp, said):
-    with pytest.raises(TrainError, match=said):
+def test_a_parallelism_that_does_not_divide_the_model_is_refused(num_tp, num_pp, message):
+    with pytest.raises(TrainError, match=message):
         check_parallelism(read_model_dims(config(Qwen2Config)), num_tp=num_tp, num_pp=num_pp)
 
 
-def test_a_model_that_the_mapping_does_not_know_is_refused():
+def test_a_model_without_a_mapping_is_refused():
     strange = config(LlamaConfig)
     strange.model_type = "gpt2"
     with pytest.raises(TrainError, match="supports llama, qwen2, qwen3, mistral models, and this one is 'gpt2'"):

@@ -1,4 +1,4 @@
-"""A checkpoint as a model directory."""
+"""The export of a checkpoint as a model directory."""
 
 import pytest
 import torch
@@ -15,18 +15,18 @@ from tests.support.learners import CONTEXT, batch, make_model, settings
 
 
 def logprobs_of(model, rows):
-    """By transformers, one row at a time, in the model's own precision."""
+    """Compute log-probs with transformers, one row at a time, in the model's own precision."""
     found = []
     with torch.no_grad():
         for row in rows:
             logits = model(torch.from_numpy(row.inputs.astype("int64"))[None]).logits[0].float()
-            said = logits.log_softmax(-1)[torch.from_numpy(row.mask.copy())]
-            found += said.gather(-1, torch.from_numpy(row.targets.astype("int64"))[:, None]).squeeze(-1).tolist()
+            logprobs = logits.log_softmax(-1)[torch.from_numpy(row.mask.copy())]
+            found += logprobs.gather(-1, torch.from_numpy(row.targets.astype("int64"))[:, None]).squeeze(-1).tolist()
     return found
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_it_gives_the_trainers_logprobs_within_the_error_of_its_precision(tmp_path, dtype, close):
+def test_an_exported_model_gives_the_trainers_logprobs_within_the_error_of_its_precision(tmp_path, dtype, close):
     torch.set_num_threads(1)
     run = CampaignDir(tmp_path / "campaign")
     make_model(run.model)
@@ -42,15 +42,17 @@ def test_it_gives_the_trainers_logprobs_within_the_error_of_its_precision(tmp_pa
     episodes = batch(4)
     rows, _ = make_rows(episodes, credits=[[0.0, 0.0]] * len(episodes), max_length=CONTEXT)
     with torch.no_grad():
-        # in the order of the rows: each is a micro-batch of its own
+        # in the order of the rows: each is a separate micro-batch
         mine = [trainer._logprobs(make_micro_batches([row], tokens_per_micro_batch=1)[0]) for row in rows]
     trained = torch.cat(mine).tolist()
     assert logprobs_of(model, rows) == pytest.approx(trained, abs=close)
-    assert max(abs(a - b) for a, b in zip(logprobs_of(fresh, rows), trained, strict=True)) > 0.1  # it had moved
+    assert (
+        max(abs(a - b) for a, b in zip(logprobs_of(fresh, rows), trained, strict=True)) > 0.1
+    )  # training has changed the model
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
-def test_what_is_exported_is_what_was_trained(tmp_path, advantage):
+def test_an_export_has_the_trained_weights(tmp_path, advantage):
     torch.set_num_threads(1)
     run = CampaignDir(tmp_path / "campaign")
     make_model(run.model)
@@ -61,9 +63,9 @@ def test_what_is_exported_is_what_was_trained(tmp_path, advantage):
     model, fresh = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (tmp_path / "hf", run.model)
     )
-    exported, began = dict(model.named_parameters()), dict(fresh.named_parameters())
+    exported, initial = dict(model.named_parameters()), dict(fresh.named_parameters())
     assert all(torch.equal(exported[name], tensor) for name, tensor in trainer.tensors().items())
-    assert not torch.equal(exported["model.norm.weight"], began["model.norm.weight"])
+    assert not torch.equal(exported["model.norm.weight"], initial["model.norm.weight"])
     with pytest.raises(TrainError, match="exists already"):
         export_model(run, tmp_path / "hf")
     with pytest.raises(TrainError, match=r"no intact checkpoint of step 7 \(steps: 1\)"):

@@ -1,4 +1,4 @@
-"""Several trajectories in one row: each sees itself only, and the numbers are those of padded rows."""
+"""Several trajectories in one row: each attends only to itself, with the numbers of padded rows."""
 
 import numpy as np
 import pytest
@@ -34,8 +34,8 @@ def test_every_row_is_in_one_micro_batch_and_none_is_longer_than_the_bound(rows,
     assert [row for row in seen if row] == sorted(tuple(row.targets.tolist()) for row in rows)
     for micro in packed:
         assert micro.inputs_BT.shape == micro.positions_BT.shape == (1, micro.num_padded_tokens)
-        begins = (micro.positions_BT[0] == 0).sum()
-        assert begins == 1 or micro.num_padded_tokens <= bound
+        num_starts = (micro.positions_BT[0] == 0).sum()
+        assert num_starts == 1 or micro.num_padded_tokens <= bound
 
 
 def test_packing_pads_nothing_and_needs_fewer_passes(rows):
@@ -49,7 +49,7 @@ def test_packing_pads_nothing_and_needs_fewer_passes(rows):
 @pytest.mark.parametrize(
     ("family", "algorithm"), [*((family, "grpo") for family in FAMILIES), ("qwen2", "gspo"), ("qwen2", "ppo")]
 )
-def test_packed_rows_teach_what_padded_rows_teach(tmp_path, family, algorithm):
+def test_packed_rows_give_the_numbers_of_padded_rows(tmp_path, family, algorithm):
     model_dir = make_model(tmp_path, family=family)
     changed = ALGORITHMS[algorithm]
     padded = train_torch(SINGLE_RANK, model_dir, changed, last=3)
@@ -58,7 +58,7 @@ def test_packed_rows_teach_what_padded_rows_teach(tmp_path, family, algorithm):
         assert packed[name] == pytest.approx(padded[name], rel=CLOSE, abs=CLOSE), name
 
 
-def test_a_trajectory_does_not_see_the_one_before_it(tmp_path, rows):
+def test_a_trajectory_does_not_attend_to_the_one_before_it(tmp_path, rows):
     trainer = TorchTrainer(make_model(tmp_path), settings(rows="packed"), seed=0)
     together = make_packed_batches(rows[:3], tokens_per_micro_batch=10_000)[0]
     with torch.no_grad():

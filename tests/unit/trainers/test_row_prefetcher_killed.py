@@ -1,4 +1,4 @@
-"""Ranks that read the next step ahead, killed in the middle of a step: they go on as if nothing had been."""
+"""Ranks that prefetch the next step, killed in the middle of a step: they resume to the same state."""
 
 import pytest
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(900)  # ranks are processes that import torch a
 LAST = 5
 
 
-def test_killed_while_the_next_step_is_read_they_resume_to_the_same_state(tmp_path):
+def test_ranks_killed_while_they_prefetch_resume_to_the_same_state(tmp_path):
     model_dir, spool = str(make_model(tmp_path / "model")), tmp_path / "spool"
     spool.mkdir()
     for step in range(1, LAST + 1):

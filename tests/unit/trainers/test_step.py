@@ -17,17 +17,17 @@ def test_a_constant_rate_is_constant():
     assert rates() == [1.0] * 10
 
 
-def test_it_warms_up_in_even_steps():
+def test_the_rate_warms_up_in_even_steps():
     assert rates(warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_it_falls_to_the_last_rate_at_the_last_step(schedule):
+def test_the_rate_falls_to_its_final_value_at_the_last_step(schedule):
     seen = rates(schedule=schedule, warmup_steps=2, final_learning_rate=0.1)
     assert seen[1] == 1.0
     assert seen[1:] == sorted(seen[1:], reverse=True)
     assert seen[-1] == pytest.approx(0.1)
 
 
-def test_half_way_a_cosine_is_half_way():
+def test_a_cosine_is_half_way_at_half_time():
     assert rates(schedule="cosine")[4] == pytest.approx((1 + math.cos(math.pi / 2)) / 2)

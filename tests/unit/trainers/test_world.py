@@ -16,7 +16,7 @@ VARIANTS = {
 
 
 def flat(result):
-    """All numbers of a training run."""
+    """List all numbers of a training run."""
     lists = [result[name] for name in ("loss", "grad_norm", "entropy", "num_tokens")]
     lists += [result["value_loss"]] if result["value_loss"][0] is not None else []
     return [value for part in lists for value in part] + [v for pair in result["weights"].values() for v in pair]
@@ -33,7 +33,7 @@ def alone(model_dir):
 
 
 @pytest.mark.parametrize("sharding", ["none", "full"], ids=["ddp", "fsdp2"])
-def test_two_ranks_learn_what_one_learns(model_dir, alone, sharding):
+def test_two_ranks_give_the_numbers_of_one(model_dir, alone, sharding):
     together = run_ranks(2, "tests.support.learners:train_variants", model_dir, list(VARIANTS.values()), sharding)
     for rank in together:
         for mine, expected in zip(rank, alone, strict=True):
