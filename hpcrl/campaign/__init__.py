@@ -1,4 +1,4 @@
-"""Campaigns on the login node.
+"""The commands about campaigns on the login node.
 
 lifecycle  submit, dry run, resume, stop
 directory  find, list and reserve campaign directories

@@ -174,35 +174,36 @@ def _refuse_while_alive(campaign: CampaignDir, job: JobDir, site: Site) -> None:
 
 def stop_gracefully(name: str) -> str:
     """Ask a campaign to make a checkpoint and end, or cancel a job that is only queued. Return a message."""
-    run = directory.find_campaign(name)
-    if (ended := _describe_end(run)) is not None:
+    campaign = directory.find_campaign(name)
+    if (ended := _describe_end(campaign)) is not None:
         return ended
-    job, site = _request_stop(run)
+    job, site = _request_stop(campaign)
     if site.scheduler == "slurm" and _job_state(job, site) == "queued":
-        return _end_job(run, job, site)
-    return f"campaign {run.name} is stopping: it makes a checkpoint and ends (`hpcrl monitor {run.name}` shows it)"
+        return _end_job(campaign, job, site)
+    name = campaign.name
+    return f"campaign {name} is stopping: it makes a checkpoint and ends (`hpcrl monitor {name}` shows it)"
 
 
 def stop_now(name: str) -> str:
     """End a campaign without a checkpoint. Return a message."""
-    run = directory.find_campaign(name)
-    return _describe_end(run) or _end_job(run, *_request_stop(run))
+    campaign = directory.find_campaign(name)
+    return _describe_end(campaign) or _end_job(campaign, *_request_stop(campaign))
 
 
-def _describe_end(run: CampaignDir) -> str | None:
+def _describe_end(campaign: CampaignDir) -> str | None:
     """Return the message for a campaign that has ended already; None if its last job may still run."""
-    last = run.job(run.job_numbers()[-1])
+    last = campaign.job(campaign.job_numbers()[-1])
     if not last.outcome.exists():
         return None
     outcome = read_json(last.outcome)
-    return f"campaign {run.name} has ended already ({outcome['outcome']}: {outcome['reason']})"
+    return f"campaign {campaign.name} has ended already ({outcome['outcome']}: {outcome['reason']})"
 
 
-def _request_stop(run: CampaignDir) -> tuple[JobDir, Site]:
+def _request_stop(campaign: CampaignDir) -> tuple[JobDir, Site]:
     """Publish the stop request, and cancel a job that only waits for the running one. Return the job that is left."""
-    publish_file(run.stop, "")
-    *before, last = map(run.job, run.job_numbers())
-    site = _read_struct(run.site, Site)
+    publish_file(campaign.stop, "")
+    *before, last = map(campaign.job, campaign.job_numbers())
+    site = _read_struct(campaign.site, Site)
     if last.chain_marker.exists() and not before[-1].outcome.exists() and _job_state(last, site) == "queued":
         slurm.cancel_job(read_submission(last), site=site)
         remove_path(last.root)
@@ -210,19 +211,19 @@ def _request_stop(run: CampaignDir) -> tuple[JobDir, Site]:
     return last, site
 
 
-def _end_job(run: CampaignDir, job: JobDir, site: Site) -> str:
+def _end_job(campaign: CampaignDir, job: JobDir, site: Site) -> str:
     """End a job without a checkpoint: interrupt it, and cancel it by its recorded id if it does not end."""
-    resumable = f"`hpcrl resume {run.name}` continues from the last checkpoint"
+    resumable = f"`hpcrl resume {campaign.name}` continues from the last checkpoint"
     if _job_state(job, site) == "running":
         slurm.interrupt_job(read_submission(job), site=site)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while not job.outcome.exists() and time.monotonic() < deadline:
             time.sleep(0.2)
         if job.outcome.exists():
-            return f"campaign {run.name}: job {read_submission(job).id} has ended; {resumable}"
+            return f"campaign {campaign.name}: job {read_submission(job).id} has ended; {resumable}"
     slurm.cancel_job(read_submission(job), site=site)
     publish_json(job.outcome, {"outcome": "stopped", "reason": "cancelled (hpcrl stop --now)", "time": time.time()})
-    return f"campaign {run.name}: job {read_submission(job).id} is cancelled; {resumable}"
+    return f"campaign {campaign.name}: job {read_submission(job).id} is cancelled; {resumable}"
 
 
 def final_summary(campaign: CampaignDir, *, state: str, rewards: Sequence[float | None]) -> list[str]:

@@ -15,7 +15,7 @@ from hpcrl.system.files import publish_file
 
 
 class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine worker that answers requests."""
+    """An engine worker that serves requests."""
 
     role: str
     worker: str

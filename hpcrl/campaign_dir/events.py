@@ -217,7 +217,7 @@ class StepFinished(CampaignEvent, frozen=True, kw_only=True, tag="step"):
 
 
 class StaleDropped(CampaignEvent, frozen=True, kw_only=True, tag="stale"):
-    """Trajectories were dropped as too old to train on."""
+    """The trainer dropped trajectories that were too old."""
 
     num: NonNegativeCount
     version: NonNegativeCount = 0
@@ -242,7 +242,7 @@ class EvaluationFinished(CampaignEvent, frozen=True, kw_only=True, tag="evaluati
 
 
 class SegmentsRetired(CampaignEvent, frozen=True, kw_only=True, tag="retired"):
-    """Trajectories that are no longer needed left the spools."""
+    """The spools released trajectories that no process needs any more."""
 
     num: NonNegativeCount
     num_segments: NonNegativeCount = 0

@@ -165,7 +165,7 @@ class JobDir:
 
     @property
     def chain_marker(self) -> Path:
-        """Present when the previous job, not a user, queued this one; the number of jobs that may still follow it."""
+        """The mark of a job that the previous one queued, not a user; it holds the number of jobs that may follow."""
         return self.root / "follows"
 
     @property
@@ -175,17 +175,17 @@ class JobDir:
 
     @property
     def drain(self) -> Path:
-        """Present to make the job finish what is started, checkpoint and end."""
+        """The request to finish what is started, checkpoint and end, by its presence."""
         return self.root / "drain"
 
     @property
     def end(self) -> Path:
-        """Present to make every step end its processes, on every node."""
+        """The request to every step to end its processes, on every node."""
         return self.root / "end"
 
     @property
     def dump_stacks(self) -> Path:
-        """Present to make every worker write its stacks to its log."""
+        """The request to every worker to write its stacks to its log."""
         return self.root / "dump-stacks"
 
     @property

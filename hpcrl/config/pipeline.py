@@ -40,7 +40,7 @@ OTHER_ROLE_HINTS = {
 
 
 class DagNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One step of the pipeline."""
+    """A step of the pipeline."""
 
     function: str
     """`package.module:name`."""

@@ -310,7 +310,7 @@ class EvaluationConfig(ConfigTable, frozen=True, kw_only=True):
 
 
 class MetricsConfig(ConfigTable, frozen=True, kw_only=True):
-    """Further outputs of the figures of every step, under CAMPAIGN/metrics (docs/learning.md)."""
+    """The optional outputs of each step's figures, under CAMPAIGN/metrics (docs/learning.md)."""
 
     tensorboard: bool = False
     """Event files for TensorBoard; needs the package tensorboard."""

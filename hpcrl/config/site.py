@@ -18,7 +18,7 @@ KnownState = Literal["yes", "no", "unknown"]
 
 
 class SitePartition(ConfigTable, frozen=True, kw_only=True):
-    """One kind of node and how to request it from Slurm."""
+    """A kind of node and how to request it from Slurm."""
 
     slurm_partition: str | None = None
     """None where nodes are chosen by constraint and QOS alone."""

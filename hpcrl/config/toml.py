@@ -105,7 +105,7 @@ def _load_extended(kind: ConfigKind, path: Path, *, seen: tuple[Path, ...]) -> T
     resolved = path.resolve()
     if resolved in seen:
         chain = " -> ".join(p.name for p in (*seen, resolved))
-        raise ConfigError(f"{path}: `extends` goes round in a circle ({chain}): remove one of them")
+        raise ConfigError(f"{path}: `extends` forms a cycle ({chain}): remove one of them")
     table = _parse_toml(path)
     base = table.pop("extends", None)
     if base is None:

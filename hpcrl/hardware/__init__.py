@@ -1,4 +1,4 @@
-"""Facts about hardware, and the needs of models. Pure.
+"""The facts about hardware, and the needs of models. Pure.
 
 gpus          the catalogue of GPUs
 cost_model    time of a turn and cost of a plan

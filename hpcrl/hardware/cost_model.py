@@ -147,7 +147,7 @@ class WorkerSpeed:
         return self.token_s * num_new + self.pair_s * num_new * (num_known + num_new / 2)
 
     def decode_s(self, batch: float, *, num_kv: float) -> float:
-        """Return the time of a step that generates a token for each of `batch` sequences, over `num_kv` tokens of KV."""
+        """Return the time of a step that generates a token for each of `batch` sequences, over `num_kv` KV tokens."""
         return self.base_step_s(batch) + self.row_s * batch + self._kv_s(num_kv)
 
     def reply_s(self, num_new: float, *, num_context: float, batch: float) -> float:

@@ -1,10 +1,10 @@
-"""The GPU catalogue: peak figures of each GPU type, for the planner."""
+"""The GPU catalogue (`GPU_CATALOGUE` of `GpuModel`): peak figures of each GPU type, for the planner."""
 
 import msgspec
 
 
 class GpuModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Peak figures of one device, from its vendor's data sheet."""
+    """The peak figures of one device, from its vendor's data sheet."""
 
     bf16_tflops: float
     """Dense, without sparsity."""

@@ -39,7 +39,7 @@ MAX_RECENT_REWARDS = 256
 
 
 class MonitorNote(msgspec.Struct, frozen=True, kw_only=True):
-    """One line for a person."""
+    """A line for a person."""
 
     time: float
     text: str
@@ -65,7 +65,7 @@ EPISODE_COUNTERS = EpisodeTotals.__struct_fields__
 
 @dataclass
 class WorkerProgress:
-    """One worker, from its events."""
+    """A worker, from its events."""
 
     name: str
     role: str
@@ -81,7 +81,7 @@ class WorkerProgress:
 
 @dataclass
 class JobProgress:
-    """One job, from its events."""
+    """A job, from its events."""
 
     started_at: float | None = None
     node: str = ""
@@ -112,7 +112,7 @@ class DomainRewards:
 
 @dataclass
 class TokenRate:
-    """Generated tokens by second, over the window only."""
+    """The generated tokens by second, over the window only."""
 
     by_second: dict[int, int] = field(default_factory=dict)
     first: float | None = None

@@ -68,7 +68,7 @@ def find_megatron_conflict(train: TrainConfig) -> str | None:
     plain = {"kl": "none", "sharding": "none", "rows": "padded", "lora_rank": 0}
     for name, known in plain.items():
         if (seen := getattr(train, name)) != known:
-            return f'train.{name} = {seen!r} is not for trainer "megatron": set it to {known!r}'
+            return f'train.{name} = {seen!r} is not supported by trainer "megatron": set it to {known!r}'
     if train.advantage == "gae":
         return 'train.advantage = "gae" needs a critic, which trainer "megatron" does not have: use "torch"'
     return None
@@ -91,7 +91,7 @@ def _check_router(recipe: Recipe) -> None:
     known = sorted({*recipe.domains, "default"})
     for name in recipe.router.affinity:
         if name not in known:
-            raise PlanError(f"router.affinity.{name}: there is no domain {name!r}: {_suggest_known(name, known)}")
+            raise PlanError(f"router.affinity.{name}: unknown domain {name!r}: {_suggest_known(name, known)}")
 
 
 def _check_isolation(recipe: Recipe) -> None:
@@ -103,7 +103,7 @@ def _check_isolation(recipe: Recipe) -> None:
         ):
             least = memory_model.ENV_WORKER_GIB + domain.env_memory_gib
             raise PlanError(
-                f"resources.env.mem_gib_per_worker = {env.mem_gib_per_worker:g} holds no environment of "
+                f"resources.env.mem_gib_per_worker = {env.mem_gib_per_worker:g} cannot hold one environment of "
                 f"domains.{name}.env_memory_gib = {domain.env_memory_gib:g} beside the worker itself: raise it to "
                 f"{least:g} or more"
             )
@@ -125,8 +125,8 @@ def _check_evaluation(recipe: Recipe) -> None:
     idle = [name for name in held_out if name not in chosen or not evaluation.every_versions]
     if idle:
         raise PlanError(
-            f"domains.{idle[0]} is held out and never evaluated: set evaluation.every_versions, and name it in "
-            "evaluation.domains if that names any"
+            f"domains.{idle[0]} is held out and never evaluated: set evaluation.every_versions, and add it to "
+            "evaluation.domains if that is set"
         )
     if evaluation.every_versions and evaluation.patience_s >= recipe.job.stall_timeout_min * 60:
         raise PlanError(

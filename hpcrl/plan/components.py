@@ -32,7 +32,7 @@ class PerNode(NamedTuple):
 
 
 class JobComponent(msgspec.Struct, frozen=True, kw_only=True):
-    """One het group of the job, as requested from Slurm, or a share of the nodes of a single allocation."""
+    """A het group of the job, as requested from Slurm, or a share of the nodes of a single allocation."""
 
     index: int
     partition: str
@@ -48,7 +48,7 @@ class JobComponent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardJobPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Separate jobs of one node each, for rewards."""
+    """The separate jobs for rewards, of one node each."""
 
     partition: str
     """The site's name for it."""
@@ -161,7 +161,7 @@ def plan_reward_jobs(recipe: Recipe, site: Site) -> tuple[RewardJobPlan | None, 
         )
         return jobs, []
     why = f"site {site.name} has no preemptible CPU partition that holds one of their workers"
-    return None, [f"rewards wanted jobs of their own, got spare cores: {why}"]
+    return None, [f"rewards wanted separate jobs, got spare cores: {why}"]
 
 
 def _make_slurm_flags(

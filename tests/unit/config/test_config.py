@@ -55,11 +55,11 @@ def test_a_recipe_extends_another_beside_it(recipe: Path) -> None:
     assert (loaded.name, loaded.rollout.group_size, loaded.rollout.max_lag) == ("child", 4, 3)
 
 
-def test_extends_in_a_circle_is_refused(recipe: Path) -> None:
+def test_extends_in_a_cycle_is_refused(recipe: Path) -> None:
     other = recipe.with_name("other.toml")
     other.write_text('extends = "small.toml"')
     recipe.write_text('extends = "other.toml"')
-    assert "circle" in refused(recipe)
+    assert "cycle" in refused(recipe)
 
 
 def test_the_error_for_a_mistyped_key_suggests_the_nearest_name(recipe: Path) -> None:
