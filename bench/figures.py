@@ -1,4 +1,4 @@
-"""What all benches share: a figure with its bar, the table, the JSON, the exit code."""
+"""The common part of all benches: a figure with its bar, the table, the JSON, the exit code."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One measured value; figures with a bar are ratios of two things measured in the same run."""
+    """A measured value; figures with a bar are ratios of two values measured in the same run."""
 
     name: str
     value: float
@@ -27,12 +27,12 @@ class Figure:
 
 
 def machine() -> str:
-    """Enough to know where a figure comes from, and nothing private."""
+    """Describe the machine well enough to place a figure, without private details."""
     return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
 
 
 def main(name: str, measure: Callable[[bool], list[Figure]]) -> int:
-    """Run a bench from the command line; 1 if a bar is missed."""
+    """Run a bench from the command line; return 1 if a bar is missed."""
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--full", action="store_true", help="the long run")

@@ -1,14 +1,14 @@
-"""The spool against raw files and other stores, on the same trajectories in one run: `python -m bench.spool`.
+"""Compare the spool with raw files and other stores, on the same trajectories in one run: `python -m bench.spool`.
 
-    append    durable writes: raw files, LMDB, Arrow IPC, Parquet, zarr, msgpack
-    read      whole trajectories at random, hot: raw memmap
-    find      a poll when much history exists: an empty history
-    memory    what a writer holds: its batch
+    append    durable writes, against raw files, LMDB, Arrow IPC, Parquet, zarr, msgpack
+    read      complete trajectories at random, hot, against a raw memmap
+    find      a poll with a long history, against an empty history
+    memory    the peak memory of a writer, against its batch
 
 Contenders that write take turns, each in a new directory on one disk, after a sync and in an order that changes with
-every round; the first round warms up and is not counted. Ratios are of lower quartiles over the same rounds: the
-slow ones tell what else the machine did, the fastest may be luck. Medians are shown beside the ratios with raw files.
-Where nothing but memory is read the fastest round counts, for there noise only ever adds.
+every round; the first round warms up and is not counted. Ratios are of lower quartiles over the same rounds: slow
+rounds show what else the machine did, the fastest may be luck. Medians are shown beside the ratios with raw files.
+Where only memory is read the fastest round counts, as noise only adds time there.
 """
 
 import os
@@ -37,7 +37,7 @@ APPEND_BARS = {64: 0.75, 256: 0.85}
 RAW_SEGMENTS = "raw segment files"
 PEER_BARS = {256: 1.0}
 CLOSE_PEERS = ("LMDB", "Arrow IPC")
-"""Near enough to a bar to need as many rounds as the raw files."""
+"""The peers close enough to a bar to need the same number of rounds as the raw files."""
 BAR_READ = 0.70
 BAR_FIND = 2.0
 BAR_MEMORY = 3.0
@@ -60,7 +60,7 @@ def measure(full: bool) -> list[Figure]:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """On the disk that TMPDIR names."""
+    """Make a directory on the disk that TMPDIR names."""
     root = Path(tempfile.mkdtemp(prefix="hpcrl-bench-"))
     try:
         yield root
@@ -117,7 +117,7 @@ def _bound(store: stores.Store, batch: list[Trajectory], per_batch: int) -> Cont
 
 
 def write_spool(directory: Path, batch: list[Trajectory], per_batch: int) -> None:
-    """As an env host does: append each, flush when the batch is due."""
+    """Write as an env worker does: append each trajectory, flush when the batch is due."""
     writer = DiskSpoolWriter(
         directory, producer="000-env-0", batching=BatchLimits(max_count=per_batch, max_bytes=1 << 40, max_age_s=1e9)
     )
@@ -128,7 +128,7 @@ def write_spool(directory: Path, batch: list[Trajectory], per_batch: int) -> Non
 
 
 def _take_turns(root: Path, contenders: dict[str, Contender], *, rounds: int) -> dict[str, list[float]]:
-    """The seconds of each contender in each round."""
+    """Return the seconds of each contender in each round."""
     rng = random.Random(1)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds + 1):
@@ -144,9 +144,9 @@ def _typical(seconds: list[float]) -> float:
 def _seconds(root: Path, contender: Contender) -> float:
     directory = Path(tempfile.mkdtemp(dir=root))
     os.sync()
-    began = time.perf_counter()
+    started = time.perf_counter()
     contender(directory)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started
     shutil.rmtree(directory)
     return seconds
 
@@ -154,11 +154,11 @@ def _seconds(root: Path, contender: Contender) -> float:
 # Reads
 
 Read = Callable[[int], Any]
-"""A trajectory by its index: something with a column under each name of COLUMNS."""
+"""A function that returns the columns of a trajectory by its index."""
 
 
 def _read_figures(root: Path, batch: list[Trajectory], *, full: bool) -> list[Figure]:
-    """Every column of a trajectory is copied to memory of ours, as when a micro-batch is filled."""
+    """Copy every column of each trajectory to an array, as when a micro-batch is filled."""
     order = random.Random(2).sample(range(len(batch)), len(batch))
     target = {name: np.empty(max(map(len, batch)), dtype) for name, dtype in COLUMNS.items()}
 
@@ -183,7 +183,7 @@ def _read_figures(root: Path, batch: list[Trajectory], *, full: bool) -> list[Fi
 
 
 def _readers(root: Path, batch: list[Trajectory]) -> dict[str, Read]:
-    """All of them mapped and, by the first round, in memory."""
+    """Return the readers; their files are mapped and, after the first round, in memory."""
     per_batch = 256
     where = {name: root / f"read-{name}" for name in ("spool", "raw memmap", *CLOSE_PEERS)}
     for directory in where.values():
@@ -205,7 +205,7 @@ def _readers(root: Path, batch: list[Trajectory]) -> dict[str, Read]:
 
 
 def _raw_reader(directory: Path, batch: list[Trajectory]) -> Read:
-    """A file a column, mapped whole."""
+    """Read from one mapped file per column."""
     columns = {}
     for name, dtype in COLUMNS.items():
         np.concatenate([getattr(one, name) for one in batch]).tofile(directory / name)
@@ -218,9 +218,9 @@ def _fastest(contenders: dict[str, Callable[[], None]], *, rounds: int) -> dict[
     best = dict.fromkeys(contenders, float("inf"))
     for _ in range(rounds + 1):
         for name, run in contenders.items():
-            began = time.perf_counter()
+            started = time.perf_counter()
             run()
-            best[name] = min(best[name], time.perf_counter() - began)
+            best[name] = min(best[name], time.perf_counter() - started)
     return best
 
 
@@ -228,7 +228,7 @@ def _fastest(contenders: dict[str, Callable[[], None]], *, rounds: int) -> dict[
 
 
 def _find_figures(root: Path, *, full: bool) -> list[Figure]:
-    """Two readers poll in turn, every 20 ms, while segments arrive as from one env host."""
+    """Let two readers poll in turn, every 20 ms, while segments arrive as from one env worker."""
     num_segments, per_segment = 1000, 1000 if full else 100
     spools = {"empty": root / "empty", "history": root / "history"}
     for number in range(num_segments):
@@ -246,9 +246,9 @@ def _find_figures(root: Path, *, full: bool) -> list[Figure]:
         for _ in range(25):
             time.sleep(0.02)
             for turn, (name, reader) in enumerate(turns):
-                began = time.perf_counter()
+                started = time.perf_counter()
                 found = reader.poll()
-                seconds = time.perf_counter() - began
+                seconds = time.perf_counter() - started
                 (finding.setdefault((name, turn), []) if found else idle[name]).append(seconds)
                 num_found[name] += len(found)
     assert set(num_found.values()) == {num_rounds * 8}, num_found
@@ -270,7 +270,7 @@ def _find_figures(root: Path, *, full: bool) -> list[Figure]:
 
 
 def _over_both_turns(finding: dict[tuple[str, int], list[float]], name: str) -> float:
-    """Who polls first after a pause finds cold caches, whatever its history: both have each turn equally often."""
+    """Average over both turns: the first poll after a pause has cold caches, and each reader is first equally often."""
     return fmean(median(finding[name, turn]) for turn in (0, 1))
 
 
@@ -303,7 +303,7 @@ def _memory_figures(root: Path) -> list[Figure]:
 
 
 def _transferqueue_figures(root: Path) -> list[Figure]:
-    """No bar: it promises nothing after a crash, and the spool answers only when the disk has it."""
+    """Measure TransferQueue, without a bar: unlike the spool, it is not durable."""
     done = subprocess.run([sys.executable, "-m", "bench.peers.transferqueue"], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         print("TransferQueue is left out: see above; pip install 'hpcrl[bench]'", file=sys.stderr)
@@ -316,7 +316,7 @@ def _transferqueue_figures(root: Path) -> list[Figure]:
     return [
         Figure(name=f"TransferQueue put, {shape}, in memory, not durable", value=put, unit="MB/s"),
         Figure(name=f"TransferQueue get, {shape}, in memory, not durable", value=get, unit="MB/s"),
-        Figure(name="as many tokens in 4 columns: spool, durable", value=spool, unit="MB/s"),
+        Figure(name="the same tokens in 4 columns: spool, durable", value=spool, unit="MB/s"),
     ]
 
 

@@ -1,1 +1,1 @@
-"""What the spool is measured against: raw files, and the stores that people use instead."""
+"""The peers that hpcrl is measured against: raw files, other stores, other broadcasts."""

@@ -1,7 +1,7 @@
-"""How others bring bytes to several processes: `mpiexec -n 5 python -m bench.peers.broadcast NBYTES ROUNDS WAY...`.
+"""Measure other ways to send bytes to processes: `mpiexec -n 5 python -m bench.peers.broadcast NBYTES ROUNDS WAY...`.
 
-Rank 0 has the bytes and prints the fastest round of each way in seconds, as JSON; nobody checks anything, but the ways
-that begin with "summed-", where every receiver takes a checksum once it has all bytes.
+Rank 0 has the bytes and prints the fastest round of each way in seconds, as JSON. Only the ways that start with
+"summed-" check anything: every receiver computes a checksum once it has all bytes.
 """
 
 import json
@@ -35,7 +35,7 @@ def main(nbytes: int, rounds: int, ways: list[str]) -> None:
 
 
 def prepare(way: str, data: np.ndarray) -> Callable[[], object]:
-    """One way to do it, ready to be done again and again."""
+    """Prepare a way; the returned function runs one round of it."""
     if way.startswith("summed-"):
         bring = prepare(way.removeprefix("summed-"), data)
         return lambda: (bring(), xxhash.xxh3_128_digest(data.data) if WORLD.rank else None)
@@ -49,7 +49,7 @@ def prepare(way: str, data: np.ndarray) -> Callable[[], object]:
 
 
 def shared(data: np.ndarray) -> np.ndarray:
-    """The same bytes in memory that other processes can map, as a window is."""
+    """Copy the bytes to memory that other processes can map, as a window is."""
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(len(data))
         copy = np.frombuffer(mmap.mmap(file.fileno(), len(data)), np.uint8)
@@ -58,19 +58,19 @@ def shared(data: np.ndarray) -> np.ndarray:
 
 
 def best(work: Callable[[], object], rounds: int) -> float:
-    """From everybody's start to the last one's end; the fastest round."""
+    """Return the seconds of the fastest round, from the common start to the last rank's end."""
     fastest = float("inf")
     for _ in range(rounds + 1):
         WORLD.Barrier()
-        began = time.perf_counter()
+        started = time.perf_counter()
         work()
         WORLD.Barrier()
-        fastest = min(fastest, time.perf_counter() - began)
+        fastest = min(fastest, time.perf_counter() - started)
     return fastest
 
 
 def chunked(data: np.ndarray, chunk: int) -> None:
-    """Broadcasts of pieces, two at a time."""
+    """Broadcast in chunks, two at a time."""
     pending: list[MPI.Request] = []
     for start in range(0, len(data), chunk):
         pending.append(WORLD.Ibcast([data[start : start + chunk], MPI.BYTE], 0))
@@ -90,7 +90,7 @@ def gloo(data: np.ndarray) -> Callable[[], object]:
 
 
 def through_files(data: np.ndarray) -> None:
-    """One writes safetensors to /dev/shm, the others map them."""
+    """Write safetensors to /dev/shm on one rank, and map them on the others."""
     path = Path(WORLD.bcast(tempfile.mkdtemp(dir="/dev/shm") if WORLD.rank == 0 else None)) / "model.safetensors"
     if WORLD.rank == 0:
         save_file({"weights": torch.from_numpy(data)}, path)

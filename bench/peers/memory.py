@@ -1,7 +1,7 @@
-"""A writer in a process of its own, and how far its memory rises above what the process had before.
+"""Measure how much a writer in a separate process raises the memory of that process.
 
-Prints peak resident memory (VmHWM, less what was resident after a first small spool had been written) as a multiple
-of `BatchLimits.max_bytes`. Trajectories are made one by one and given away, so that the writer alone holds them.
+Prints peak resident memory (VmHWM, minus the resident memory after a first small spool was written) as a multiple of
+`BatchLimits.max_bytes`. Trajectories are made one by one and not kept, so that only the writer holds them.
 """
 
 import sys

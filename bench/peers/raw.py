@@ -1,7 +1,6 @@
-"""The limits: files of the same bytes with nothing around them.
+"""The limits of the disk: files of the same bytes, without a format.
 
-Their bytes are made ready before the clock starts: columns and JSON exactly as a segment holds them. No checksum,
-no offsets, no format.
+The bytes are prepared before the clock starts: columns and JSON exactly as in a segment, without checksums or offsets.
 """
 
 import os
@@ -16,7 +15,7 @@ Batches = list[list[memoryview]]
 
 
 def ready(packed: Sequence[PackedTrajectory], per_batch: int) -> Batches:
-    """What each file holds: column by column, then the facts."""
+    """Return the contents of each file: column by column, then the facts."""
     groups = [packed[first : first + per_batch] for first in range(0, len(packed), per_batch)]
     return [_buffers(group) for group in groups]
 
@@ -27,7 +26,7 @@ def _buffers(group: Sequence[PackedTrajectory]) -> list[memoryview]:
 
 
 def write_segments(directory: Path, batches: Batches) -> None:
-    """A file a batch: write, fsync, rename, fsync the directory."""
+    """Write a file per batch: write, fsync, rename, fsync the directory."""
     for number, buffers in enumerate(batches):
         temporary = directory / f".{number:08d}.tmp"
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -39,7 +38,7 @@ def write_segments(directory: Path, batches: Batches) -> None:
 
 
 def write_append(directory: Path, batches: Batches) -> None:
-    """One file for all: append, fdatasync."""
+    """Write one file for all batches: append, fdatasync."""
     fd = os.open(directory / "all.raw", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
     for buffers in batches:
         write_all(fd, buffers)
@@ -48,7 +47,7 @@ def write_append(directory: Path, batches: Batches) -> None:
 
 
 def write_all(fd: int, buffers: Sequence[memoryview]) -> None:
-    """The disks of a bench are not full and take all of what they get; anything else is an error."""
+    """Write all buffers. The disk of a bench is not full and writes everything at once; anything else is an error."""
     for first in range(0, len(buffers), _IOV_MAX):
         part = buffers[first : first + _IOV_MAX]
         wanted = sum(len(buffer) for buffer in part)

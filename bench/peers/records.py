@@ -1,4 +1,4 @@
-"""The trajectories that every contender writes: the same seeded ones, log-normal in length."""
+"""The trajectories that every contender writes: seeded, with log-normal lengths."""
 
 import time
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from hpcrl.spool.record import EpisodeTurn, Trajectory
 NUM = 1024
 MEAN_TOKENS = 7800
 _SIGMA = 0.8
-"""Of the logarithm of the length: the longest of 1,024 is about ten times the mean."""
+"""The deviation of the logarithm of the length: the longest of 1,024 is about ten times the mean."""
 _SEED = 20260101
 _GROUP = 8
 
 
 def trajectories(num: int = NUM, *, mean_tokens: int = MEAN_TOKENS, first: int = 0) -> list[Trajectory]:
-    """`num` trajectories in groups of eight; `first` is the number of the first group."""
+    """Make `num` trajectories in groups of eight; `first` is the number of the first group."""
     rng = np.random.default_rng(_SEED + first)
     mu = np.log(mean_tokens) - _SIGMA**2 / 2
     lengths = np.maximum(rng.lognormal(mu, _SIGMA, num).astype(int), 16)
@@ -25,13 +25,13 @@ def trajectories(num: int = NUM, *, mean_tokens: int = MEAN_TOKENS, first: int =
 
 
 def of_lengths(lengths: Sequence[int], *, first: int = 0) -> list[Trajectory]:
-    """A trajectory of each of these numbers of tokens."""
+    """Make a trajectory of each of these numbers of tokens."""
     rng = np.random.default_rng(_SEED + first)
     return [_trajectory(rng, first + index // _GROUP, index % _GROUP, num) for index, num in enumerate(lengths)]
 
 
 def num_bytes(batch: Sequence[Trajectory]) -> int:
-    """Of the columns alone."""
+    """Return the bytes of the columns alone."""
     return sum(13 * len(trajectory) for trajectory in batch)
 
 
@@ -62,7 +62,7 @@ def _trajectory(rng: np.random.Generator, group: int, index: int, num_tokens: in
 
 
 def _turns(rng: np.random.Generator, num_tokens: int) -> list[EpisodeTurn]:
-    """About a turn for every 2,000 tokens, of which the model says four fifths."""
+    """Make about one turn per 2,000 tokens; the model generates four fifths of them."""
     edges = np.linspace(0, num_tokens, 2 + num_tokens // 2000).astype(int)
     return [
         EpisodeTurn(

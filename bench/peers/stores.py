@@ -1,8 +1,8 @@
-"""The stores that people keep trajectories in, each made as durable as it can be.
+"""Other stores for trajectories, each made as durable as it can be.
 
 Every writing function writes all trajectories, durable after each batch of `per_batch`, and returns when they are. Each
-packs a trajectory as the spool does (columns as they are, facts as JSON) without checksums and without checking;
-libraries are imported before the clock starts, by `available`.
+packs a trajectory as the spool does (columns as they are, facts as JSON) without checksums and without checks.
+Libraries are imported before the clock starts, by `available`.
 """
 
 import importlib
@@ -21,7 +21,7 @@ Store = Callable[[Path, Sequence[Trajectory], int], None]
 
 
 def available() -> tuple[dict[str, Store], list[str]]:
-    """The stores whose libraries are here, and why the others are not."""
+    """Return the stores whose libraries are installed, and messages about the others."""
     found, missing = {}, []
     for name, (library, store) in _STORES.items():
         try:
@@ -37,7 +37,7 @@ def facts_json(trajectory: Trajectory) -> bytes:
 
 
 def write_lmdb(directory: Path, batch: Sequence[Trajectory], per_batch: int) -> None:
-    """A value a trajectory, a transaction a batch; LMDB syncs with every commit."""
+    """Write a value per trajectory, a transaction per batch; LMDB syncs with every commit."""
     import lmdb
 
     with lmdb.open(str(directory), map_size=4 << 30) as store:
@@ -50,7 +50,7 @@ def write_lmdb(directory: Path, batch: Sequence[Trajectory], per_batch: int) -> 
 
 
 def write_arrow(directory: Path, batch: Sequence[Trajectory], per_batch: int) -> None:
-    """An Arrow IPC file a batch."""
+    """Write an Arrow IPC file per batch."""
     import pyarrow as pa
 
     for number, group in enumerate(_groups(batch, per_batch)):
@@ -62,7 +62,7 @@ def write_arrow(directory: Path, batch: Sequence[Trajectory], per_batch: int) ->
 
 
 def write_parquet(directory: Path, batch: Sequence[Trajectory], per_batch: int) -> None:
-    """A Parquet file a batch, zstd at its default level."""
+    """Write a Parquet file per batch, zstd at its default level."""
     import pyarrow.parquet as pq
 
     for number, group in enumerate(_groups(batch, per_batch)):
@@ -72,7 +72,7 @@ def write_parquet(directory: Path, batch: Sequence[Trajectory], per_batch: int) 
 
 
 def write_zarr(directory: Path, batch: Sequence[Trajectory], per_batch: int) -> None:
-    """An array a column, grown with every batch; what changed is fsynced, though a crash may still tear a batch."""
+    """Append every batch to one array per column; changes are fsynced, but a crash may still tear a batch."""
     import zarr
 
     root = zarr.open_group(str(directory), mode="w")
@@ -88,7 +88,7 @@ def write_zarr(directory: Path, batch: Sequence[Trajectory], per_batch: int) -> 
 
 
 def write_msgpack(directory: Path, batch: Sequence[Trajectory], per_batch: int) -> None:
-    """A file a trajectory, each fsynced before its rename; the directory once a batch."""
+    """Write a file per trajectory, each fsynced before its rename; fsync the directory once per batch."""
     import msgpack
 
     for group in _groups(batch, per_batch):
@@ -102,13 +102,13 @@ def write_msgpack(directory: Path, batch: Sequence[Trajectory], per_batch: int) 
         sync_directory(directory)
 
 
-# Reading, for the stores that hand out memory without copying: what a trajectory's columns are, by its index.
+# Reading, for the stores that return memory without a copy: the columns of a trajectory by its index.
 
 Columns = dict[str, Any]
 
 
 def reader(name: str, directory: Path, batch: Sequence[Trajectory], per_batch: int) -> Callable[[int], Columns]:
-    """For what `name` wrote there."""
+    """Return a reader of the files that the store `name` wrote."""
     return _lmdb_reader(directory, batch) if name == "LMDB" else _arrow_reader(directory, per_batch)
 
 
@@ -137,7 +137,7 @@ def _arrow_reader(directory: Path, per_batch: int) -> Callable[[int], Columns]:
     lists = [{name: file[name].chunk(0) for name in COLUMNS} for file in files]
     offsets = [one["token_ids"].offsets.to_numpy() for one in lists]
 
-    def values(name: str, column: Any) -> Any:  # Arrow keeps truths as bits
+    def values(name: str, column: Any) -> Any:  # Arrow stores booleans as bits
         return column.values if name == "loss_mask" else column.values.to_numpy()
 
     columns = [{name: values(name, column) for name, column in one.items()} for one in lists]
@@ -189,7 +189,7 @@ def _sync_file(path: Path) -> None:
 
 
 def _sync_changed(directory: Path, synced: dict[str, int]) -> None:
-    """fsync every file below `directory` that changed since the last call, and the directories."""
+    """Sync every file below `directory` that changed since the last call, and the directories."""
     for where, _, names in os.walk(directory):
         for path in (Path(where) / name for name in names):
             changed_ns = path.stat().st_mtime_ns

@@ -1,7 +1,7 @@
-"""TransferQueue 0.1.11 in the shape of its own perftest, in a process of its own: prints put and get in MB/s.
+"""Measure TransferQueue 0.1.11 with the shape of its perftest, in a separate process: prints put and get in MB/s.
 
 128 samples x 4 fields x 1,024 float32 through `kv_batch_put` and `kv_batch_get` of its SimpleStorage. Nothing is on
-a disk afterwards: a killed storage actor takes the samples with it.
+a disk afterwards: the samples are lost with a killed storage actor.
 """
 
 import logging
@@ -38,11 +38,11 @@ def main() -> None:
     put, get = [], []
     for number in range(_ROUNDS):
         keys = [f"{number}/{index}" for index in range(NUM_SAMPLES)]
-        began = time.perf_counter()
+        started = time.perf_counter()
         tq.kv_batch_put(keys=keys, partition_id="train", fields=fields)
         between = time.perf_counter()
         tq.kv_batch_get(keys=keys, partition_id="train")
-        put.append(between - began)
+        put.append(between - started)
         get.append(time.perf_counter() - between)
     tq.close()
     ray.shutdown()

@@ -1,4 +1,4 @@
-"""What every spool must do, and what a spool on a disk must survive."""
+"""The contract of every spool, and the faults that a spool on a disk must survive."""
 
 import multiprocessing
 import shutil
@@ -87,12 +87,12 @@ def spool(request):
 
 
 def written(writer):
-    """What `flush_due` has begun to write, once it is durable."""
+    """Wait until the batch that `flush_due` writes is durable, and return its ids."""
     deadline = time.monotonic() + 30
-    while not (told := writer.flush_due()):
+    while not (acknowledged := writer.flush_due()):
         assert time.monotonic() < deadline, "nothing became durable"
         time.sleep(0.001)
-    return told
+    return acknowledged
 
 
 class Clock:
@@ -105,7 +105,7 @@ class Clock:
 # --- every spool
 
 
-def test_what_is_flushed_is_found_to_the_bit(spool):
+def test_a_flushed_trajectory_is_read_to_the_bit(spool):
     sent = [
         trajectory("math/0/0"),
         trajectory("größe \u2028 \U0001f600/1/0", num_tokens=0, turns=[]),
@@ -191,7 +191,7 @@ def test_a_trajectory_larger_than_the_batch_is_taken(spool):
     assert written(writer) == ["math/0/0"]
 
 
-def test_a_closed_writer_has_flushed_and_takes_no_more(spool):
+def test_a_closed_writer_has_flushed_and_refuses_more(spool):
     writer = spool.writer()
     writer.append(trajectory("math/0/0"))
     assert writer.close() == ["math/0/0"]
@@ -210,7 +210,7 @@ def test_a_late_duplicate_is_dropped_and_counted(spool):
     assert reader.num_duplicates == 1
 
 
-def test_the_retry_of_a_failed_episode_is_no_duplicate(spool):
+def test_the_retry_of_a_failed_episode_is_not_a_duplicate(spool):
     writer, reader = spool.writer(), spool.reader()
     for status in ("env-fault", "env-fault", "done", "done"):
         writer.append(trajectory(status=status))
@@ -219,7 +219,7 @@ def test_the_retry_of_a_failed_episode_is_no_duplicate(spool):
     assert reader.num_duplicates == 2
 
 
-def test_what_the_checkpoint_holds_is_not_delivered_again(spool):
+def test_a_trajectory_in_the_checkpoint_is_not_delivered_again(spool):
     writer = spool.writer()
     for index in range(3):
         writer.append(trajectory(f"math/0/{index}"))
@@ -292,7 +292,7 @@ def test_a_consumer_gets_what_it_asks_for(spool, where, wanted):
     assert reader.poll() == []
 
 
-def test_what_a_consumer_passes_over_counts_as_delivered(spool):
+def test_a_trajectory_that_a_consumer_skips_counts_as_delivered(spool):
     writer, reader = spool.writer(), spool.reader()
     for _ in range(2):
         writer.append(trajectory())
@@ -301,7 +301,7 @@ def test_what_a_consumer_passes_over_counts_as_delivered(spool):
     assert reader.num_duplicates == 1
 
 
-def test_a_writer_that_holds_as_much_as_it_may_says_so(spool):
+def test_a_full_writer_has_no_room(spool):
     writer = spool.writer(batching=BatchLimits(max_bytes=5_000))
     assert writer.has_room
     writer.append(trajectory(num_tokens=1000))
@@ -313,7 +313,7 @@ def test_a_writer_that_holds_as_much_as_it_may_says_so(spool):
 # --- a spool on a disk
 
 
-def test_a_producer_that_starts_anew_goes_on_after_its_segments(disk):
+def test_a_restarted_producer_continues_after_its_segments(disk):
     for index in range(3):
         writer = disk.writer()
         writer.append(trajectory(f"math/0/{index}"))
@@ -322,9 +322,9 @@ def test_a_producer_that_starts_anew_goes_on_after_its_segments(disk):
     assert count_spool_trajectories(disk.directory) == 3
 
 
-def test_two_processes_that_believe_to_be_one_producer_lose_nothing(disk):
+def test_two_processes_with_one_producer_name_lose_nothing(disk):
     first, second = disk.writer(), disk.writer()
-    for index, writer in enumerate((first, second, first, second)):  # both come to use number 1
+    for index, writer in enumerate((first, second, first, second)):  # both use number 1
         writer.append(trajectory(f"math/0/{index}"))
         assert writer.flush() == [f"math/0/{index}"]
     assert sorted(ids(disk.reader().poll())) == [f"math/0/{index}" for index in range(4)]
@@ -342,7 +342,7 @@ def test_a_batch_that_could_not_be_written_is_kept_and_written_later(disk):
     assert ids(disk.reader().poll()) == ["math/0/0", "math/0/1"]
 
 
-def test_a_directory_that_vanishes_is_told_by_writer_and_reader(disk):
+def test_a_directory_that_vanishes_is_reported_by_writer_and_reader(disk):
     writer, reader = disk.writer(), disk.reader()
     writer.append(trajectory("math/0/0"))
     writer.flush()
@@ -359,17 +359,17 @@ def test_a_directory_that_vanishes_is_told_by_writer_and_reader(disk):
     assert ids(reader.poll()) == ["math/0/1"]
 
 
-def test_a_reader_may_come_before_the_first_writer(disk):
+def test_a_reader_may_start_before_the_first_writer(disk):
     assert disk.reader().poll() == []
 
 
-def test_a_path_that_is_no_directory_is_told(disk):
+def test_a_path_that_is_not_a_directory_is_reported(disk):
     disk.directory.write_text("")
     with pytest.raises(SpoolError, match=r"cannot list spool .*Not a directory"):
         disk.reader().poll()
 
 
-def test_a_damaged_segment_is_told_once_and_the_others_are_delivered(disk):
+def test_a_damaged_segment_is_reported_once_and_the_others_are_delivered(disk):
     writer = disk.writer(batching=BatchLimits(max_count=1))
     for index in range(3):
         writer.append(trajectory(f"math/0/{index}"))
@@ -379,7 +379,7 @@ def test_a_damaged_segment_is_told_once_and_the_others_are_delivered(disk):
     raw[len(raw) // 2 :] = raw[: len(raw) // 2]
     damaged.write_bytes(raw)
     (disk.directory / "model.h5").write_text("foreign")
-    (disk.directory / "notes.txt").write_text("not a segment's name, not our business")
+    (disk.directory / "notes.txt").write_text("not the name of a segment, so it is ignored")
     reader = disk.reader()
     assert ids(reader.poll()) == ["math/0/0", "math/0/2"]
     assert reader.poll() == []
@@ -392,7 +392,7 @@ def test_a_damaged_segment_is_told_once_and_the_others_are_delivered(disk):
     assert "damaged or foreign" in aside.with_name(f"{aside.name}.reason").read_text()
 
 
-def test_a_segment_that_is_made_anew_after_its_quarantine_is_read(disk):
+def test_a_segment_that_is_made_again_after_its_quarantine_is_read(disk):
     writer, reader = disk.writer(), disk.reader()
     writer.append(trajectory())
     writer.flush()
@@ -404,10 +404,10 @@ def test_a_segment_that_is_made_anew_after_its_quarantine_is_read(disk):
     announce_changes(disk.directory, added=[name])
     assert ids(reader.poll()) == ["math/0/0"]
     assert reader.damaged == {}
-    assert [told for told, _ in disk.damage] == [name]
+    assert [reported for reported, _ in disk.damage] == [name]
 
 
-def test_a_segment_out_of_reach_is_told_once_and_read_when_it_is_back(disk):
+def test_a_segment_out_of_reach_is_reported_once_and_read_when_it_is_back(disk):
     writer, reader = disk.writer(), disk.reader()
     writer.append(trajectory())
     writer.flush()
@@ -416,7 +416,7 @@ def test_a_segment_out_of_reach_is_told_once_and_read_when_it_is_back(disk):
     (disk.directory / name).rename(away)
     (disk.directory / name).symlink_to(disk.directory / "nowhere")
     assert reader.poll() == reader.poll() == []
-    assert [told for told, _ in disk.damage] == [name]
+    assert [reported for reported, _ in disk.damage] == [name]
     away.rename(disk.directory / name)
     assert ids(reader.poll()) == ["math/0/0"]
     assert reader.damaged == {}
@@ -464,7 +464,7 @@ def test_a_transformation_that_fails_leaves_nothing(disk):
     assert not (disk.directory / "scored").exists()
 
 
-def test_a_segment_that_goes_before_it_is_taken_is_let_go(disk):
+def test_a_segment_that_is_removed_before_it_is_read_is_forgotten(disk):
     writer, reader = disk.writer(), disk.reader()
     for index in range(3):
         writer.append(trajectory(f"math/0/{index}"))
@@ -484,7 +484,7 @@ def test_a_segment_that_goes_before_it_is_taken_is_let_go(disk):
 
 
 def run_all(targets):
-    """Run each (function, *args) in a process of its own; all must end well."""
+    """Run each (function, *args) in a separate process; all must succeed."""
     processes = [FORK.Process(target=function, args=args) for function, *args in targets]
     for process in processes:
         process.start()
@@ -530,7 +530,7 @@ def consume(disk, wanted):
     assert (reader.num_duplicates, disk.damage) == (0, [])
 
 
-def test_readers_meet_every_trajectory_of_writers_at_work_once(disk):
+def test_readers_get_every_trajectory_of_working_writers_once(disk):
     producers = [f"000-env-{index}" for index in range(4)]
     wanted = [f"{producer}/{index}" for producer in producers for index in range(60)]
     run_all([*((consume, disk, wanted) for _ in range(2)), *((produce, disk, name, 60) for name in producers)])

@@ -1,4 +1,4 @@
-"""Writers that are killed at any moment lose nothing that they acknowledged and leave nothing that cannot be read."""
+"""Writers that are killed at any moment lose no acknowledged trajectory and leave no unreadable segment."""
 
 import contextlib
 import multiprocessing
@@ -14,22 +14,22 @@ FORK = multiprocessing.get_context("fork")
 NUM_KILLS = 30
 
 
-def write_until_killed(directory, life, pipe):
-    """Append for ever; say in `pipe` what was acknowledged, one id a line."""
+def write_until_killed(directory, run, pipe):
+    """Append until killed; write the acknowledged ids to `pipe`, one per line."""
     writer = DiskSpoolWriter(directory, producer="000-env-0", batching=BatchLimits(max_count=3))
-    rng = random.Random(life)
+    rng = random.Random(run)
     number = 0
     while True:
-        writer.append(trajectory(f"math/{life}/{number}", rng.randrange(20_000)))
+        writer.append(trajectory(f"math/{run}/{number}", rng.randrange(20_000)))
         for name in writer.flush_due():
             os.write(pipe, f"{name}\n".encode())
         number += 1
 
 
-def acknowledged_before_a_kill(directory, life, *, after_s):
+def acknowledged_before_a_kill(directory, run, *, after_s):
     """Run a writer, kill it, and return what it had acknowledged."""
     ours, theirs = os.pipe()
-    process = FORK.Process(target=write_until_killed, args=(directory, life, theirs))
+    process = FORK.Process(target=write_until_killed, args=(directory, run, theirs))
     process.start()
     os.close(theirs)
     time.sleep(after_s)
@@ -42,13 +42,13 @@ def acknowledged_before_a_kill(directory, life, *, after_s):
 def test_killed_writers_lose_nothing_that_they_acknowledged(tmp_path):
     rng = random.Random(20260101)
     damage, acknowledged, found = [], [], []
-    live = DiskSpoolReader(tmp_path, on_damage=lambda *told: damage.append(told))
-    for life in range(NUM_KILLS):
-        acknowledged += acknowledged_before_a_kill(tmp_path, life, after_s=rng.uniform(0.0, 0.08))
+    live = DiskSpoolReader(tmp_path, on_damage=lambda *report: damage.append(report))
+    for run in range(NUM_KILLS):
+        acknowledged += acknowledged_before_a_kill(tmp_path, run, after_s=rng.uniform(0.0, 0.08))
         found += [one.id for one in live.poll()]
-    late = [one.id for one in DiskSpoolReader(tmp_path, on_damage=lambda *told: damage.append(told)).poll()]
+    late = [one.id for one in DiskSpoolReader(tmp_path, on_damage=lambda *report: damage.append(report)).poll()]
     deadline = time.monotonic() + 30
-    while len(found) < len(late) and time.monotonic() < deadline:  # a killed writer may not have announced its last
+    while len(found) < len(late) and time.monotonic() < deadline:  # the last segment may be unannounced
         found += [one.id for one in live.poll()]
         time.sleep(0.05)
     assert len(acknowledged) > NUM_KILLS
@@ -58,15 +58,15 @@ def test_killed_writers_lose_nothing_that_they_acknowledged(tmp_path):
     assert damage == []
 
 
-def test_a_reader_at_work_sees_only_whole_segments_while_writers_are_killed(tmp_path):
+def test_a_reader_gets_only_complete_segments_while_writers_are_killed(tmp_path):
     rng = random.Random(7)
     damage = []
-    reader = DiskSpoolReader(tmp_path, on_damage=lambda *told: damage.append(told))
+    reader = DiskSpoolReader(tmp_path, on_damage=lambda *report: damage.append(report))
     with contextlib.ExitStack() as ended:
-        for life in range(8):
+        for run in range(8):
             ours, theirs = os.pipe()
             ended.callback(os.close, ours)
-            process = FORK.Process(target=write_until_killed, args=(tmp_path, life, theirs))
+            process = FORK.Process(target=write_until_killed, args=(tmp_path, run, theirs))
             process.start()
             os.close(theirs)
             ends = time.monotonic() + rng.uniform(0.02, 0.1)

@@ -1,4 +1,4 @@
-"""Many processes at one spool, and consumers that are killed at any moment."""
+"""Many processes use one spool, and consumers are killed at any moment."""
 
 import multiprocessing
 import os
@@ -43,7 +43,7 @@ def consume_all(directory):
     assert reader.num_duplicates == 0
 
 
-def test_sixteen_writers_and_four_consumers_meet_every_trajectory_once(tmp_path):
+def test_four_consumers_get_every_trajectory_of_sixteen_writers_once(tmp_path):
     targets = [(consume_all, tmp_path)] * NUM_CONSUMERS + [(write, tmp_path, number) for number in range(NUM_WRITERS)]
     processes = [FORK.Process(target=target, args=args) for target, *args in targets]
     for process in processes:
@@ -54,7 +54,7 @@ def test_sixteen_writers_and_four_consumers_meet_every_trajectory_once(tmp_path)
 
 
 def consume_until_killed(directory, commit):
-    """Use what is there, a few at a time, and commit what was used, as a trainer does with its checkpoint."""
+    """Use trajectories, a few at a time, and commit their ids, as a trainer does with its checkpoint."""
     used = read_json(commit) if commit.exists() else []
     reader = DiskSpoolReader(directory, on_damage=refuse, consumed=frozenset(used))
     while True:
@@ -71,9 +71,9 @@ def test_a_consumer_that_is_killed_at_any_moment_uses_everything_once(tmp_path):
     spool, commit = tmp_path / "spool", tmp_path / "commit.json"
     writer = DiskSpoolWriter(spool, producer="000-env-0", batching=BatchLimits(max_count=4))
     acknowledged = []
-    for life in range(NUM_KILLS):
+    for run in range(NUM_KILLS):
         for index in range(6):
-            writer.append(trajectory(f"math/{life * 6 + index}/0", rng.randrange(2000)))
+            writer.append(trajectory(f"math/{run * 6 + index}/0", rng.randrange(2000)))
         consumer = FORK.Process(target=consume_until_killed, args=(spool, commit))
         consumer.start()
         time.sleep(rng.uniform(0.0, 0.05))
@@ -93,4 +93,4 @@ def test_a_consumer_that_is_killed_at_any_moment_uses_everything_once(tmp_path):
     used = read_json(commit)
     assert sorted(used) == sorted(acknowledged)
     assert len(used) == len(set(used)) == 6 * NUM_KILLS
-    assert [name for name in os.listdir(spool) if name == "quarantine"] == []
+    assert [name for name in os.listdir(spool) if name == "quarantine"] == []  # noqa: PTH208

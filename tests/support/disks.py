@@ -1,4 +1,4 @@
-"""A disk that is full, for as long as a block runs."""
+"""Simulate a full disk for the duration of a block."""
 
 import contextlib
 import resource
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond `num_bytes`. Only around what must fail: the test's own output may be a file too."""
+    """Keep files from growing beyond `num_bytes`. Use it only around calls that must fail: stdout may be a file too."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:

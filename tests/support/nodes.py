@@ -1,4 +1,4 @@
-"""Pipeline nodes as a user would write them."""
+"""The pipeline nodes of the tests, as a user would write them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from hpcrl.spool.record import Trajectory
 
 
 def shaped(trajectories: Sequence[Trajectory], *, per_token: float = 0.01) -> list[Trajectory]:
-    """Reward shaping: every token costs a little."""
+    """Shape rewards: every token has a small cost."""
     return [
         msgspec.structs.replace(one, reward=(one.reward or 0.0) - per_token * int(one.loss_mask.sum()))
         for one in trajectories
@@ -19,7 +19,7 @@ def shaped(trajectories: Sequence[Trajectory], *, per_token: float = 0.01) -> li
 
 
 def against_the_best(trajectories: Sequence[Trajectory]) -> list[float]:
-    """A custom advantage: how far an episode is from the best of its group."""
+    """Return a custom advantage: the reward of an episode minus the best of its group."""
     best: dict[str, float] = {}
     for one in trajectories:
         best[one.group] = max(best.get(one.group, -np.inf), one.reward or 0.0)
@@ -27,12 +27,12 @@ def against_the_best(trajectories: Sequence[Trajectory]) -> list[float]:
 
 
 def doubled(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """A node after the advantages."""
+    """Double the advantages: a node after them."""
     return [2 * each for each in advantages]
 
 
 def first_tokens_only(rows: Sequence[TrainingRow], *, keep: int = 4) -> list[TrainingRow]:
-    """A node on rows: only the first tokens of each trajectory are learned from."""
+    """Learn only from the first tokens of each trajectory: a node on rows."""
     return [replace(row, credit=np.where(np.arange(len(row.credit)) < keep, row.credit, 0.0)) for row in rows]
 
 
@@ -41,7 +41,7 @@ def too_few(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def nothing(rows: Sequence[TrainingRow]) -> None:
-    """It forgot to return."""
+    """Return nothing: a node with a forgotten return."""
 
 
 def broken(trajectories: Sequence[Trajectory]) -> list[float]:

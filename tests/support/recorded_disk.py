@@ -1,8 +1,7 @@
-"""A layer under a writer that records what it asks of the disk, and what a power cut could leave of it.
+"""Record the disk operations of a writer, and replay what a power cut could leave of them.
 
-Record the run of a writer, then replay: all that was fsynced is there, and of the rest any part. Data that were not
-fsynced are whole, torn or zero; a new name that was not made durable by an fsync of its directory is there or not,
-whatever became of the others.
+All that was fsynced is there, and any part of the rest. Data that were not fsynced are complete, torn or zero; a new
+name that was not made durable by an fsync of its directory exists or not, independently of the others.
 """
 
 import os
@@ -38,19 +37,19 @@ class Rename:
 @dataclass(frozen=True)
 class Sync:
     file: int | None
-    """None: the directory."""
+    """The file, or None for the directory."""
 
 
 @dataclass(frozen=True)
 class Acknowledge:
-    """What the writer's caller was told to be durable."""
+    """The ids that the writer reported as durable."""
 
     ids: tuple[str, ...]
 
 
 @dataclass
 class Recording:
-    """Everything that happened in one directory, in order."""
+    """The operations in one directory, in order."""
 
     directory: Path
     operations: list[Any] = field(default_factory=list)
@@ -59,24 +58,24 @@ class Recording:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def patch(self, monkeypatch: Any) -> None:
-        """Listen to the calls of `os` that writers make."""
+        """Record the calls of `os` that writers make."""
         for name in ("open", "close", "write", "pwritev", "fsync", "rename"):
-            monkeypatch.setattr(os, name, self._listening(name, getattr(os, name)))
+            monkeypatch.setattr(os, name, self._recording(name, getattr(os, name)))
 
     def acknowledge(self, ids: list[str]) -> None:
         with self._lock:
             self.operations.append(Acknowledge(tuple(ids)))
 
-    def _listening(self, name: str, call: Any) -> Any:
-        def listening(*args: Any, **kwargs: Any) -> Any:
+    def _recording(self, name: str, call: Any) -> Any:
+        def recording(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
                 result = call(*args, **kwargs)
-                getattr(self, f"_saw_{name}")(result, *args)
+                getattr(self, f"_record_{name}")(result, *args)
                 return result
 
-        return listening
+        return recording
 
-    def _saw_open(self, fd: int, path: Any, *_: Any) -> None:
+    def _record_open(self, fd: int, path: Any, *_: Any) -> None:
         path = Path(os.fspath(path))
         if path == self.directory:
             self._open[fd] = None
@@ -86,25 +85,25 @@ class Recording:
                 self.operations.append(Create(path.name, self._files[path.name]))
             self._open[fd] = self._files[path.name]
 
-    def _saw_close(self, _: None, fd: int) -> None:
+    def _record_close(self, _: None, fd: int) -> None:
         self._open.pop(fd, None)
 
-    def _saw_write(self, num: int, fd: int, data: bytes) -> None:
+    def _record_write(self, num: int, fd: int, data: bytes) -> None:
         file = self._open.get(fd)
         if file is not None:
             end = sum(len(op.data) for op in self.operations if isinstance(op, Write) and op.file == file)
             self.operations.append(Write(file, end, bytes(data[:num])))
 
-    def _saw_pwritev(self, num: int, fd: int, buffers: Any, offset: int) -> None:
+    def _record_pwritev(self, num: int, fd: int, buffers: Any, offset: int) -> None:
         file = self._open.get(fd)
         if file is not None:
             self.operations.append(Write(file, offset, b"".join(buffers)[:num]))
 
-    def _saw_fsync(self, _: None, fd: int) -> None:
+    def _record_fsync(self, _: None, fd: int) -> None:
         if fd in self._open:
             self.operations.append(Sync(self._open[fd]))
 
-    def _saw_rename(self, _: None, old: Any, new: Any) -> None:
+    def _record_rename(self, _: None, old: Any, new: Any) -> None:
         old, new = Path(old), Path(new)
         if old.parent == self.directory:
             file = self._files.pop(old.name)
@@ -113,7 +112,7 @@ class Recording:
 
 
 def after_power_loss(operations: list[Any], target: Path, rng: random.Random) -> None:
-    """Fill `target` with what could be left if the power went after `operations`."""
+    """Fill `target` with what could be left after a power cut after `operations`."""
     names: dict[str, int] = {}
     contents: dict[int, bytearray] = {}
     for number, operation in enumerate(operations):
@@ -135,7 +134,7 @@ def after_power_loss(operations: list[Any], target: Path, rng: random.Random) ->
 
 
 def _torn(data: bytes, rng: random.Random) -> bytes:
-    """Sectors that were not written yet are zero."""
+    """Return data with random sectors zero, as if they were not written yet."""
     kept = bytearray(data)
     for start in range(0, len(data), SECTOR):
         if rng.random() < 0.5:

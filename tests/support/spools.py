@@ -1,4 +1,4 @@
-"""What tests of spools over several processes write."""
+"""Trajectories for the tests of spools with several processes."""
 
 import numpy as np
 

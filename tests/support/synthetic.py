@@ -1,4 +1,4 @@
-"""Campaign directories as real processes leave them, without the processes."""
+"""Make campaign directories as real processes leave them, without the processes."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ PARTITIONS = {"env": "env", "reward": "env", "prefill": "prefill", "decode": "de
 
 
 class SyntheticCampaign:
-    """Writes what submit, driver and workers would; `now` is its clock."""
+    """A campaign directory with the files that submit, driver and workers write; `now` is its clock."""
 
     def __init__(self, root: Path, *, num_steps: int = 10, workers: int = 1) -> None:
         self.run = CampaignDir(root)
@@ -50,14 +50,14 @@ class SyntheticCampaign:
         publish_json(self.run.job(number).outcome, {"outcome": outcome, "reason": reason, "time": self.now})
 
     def emit(self, worker: str, event: CampaignEvent, *, job: int = 0) -> None:
-        """One event of `worker` ("decode-0", "driver") at the campaign's clock."""
+        """Log an event of `worker` ("decode-0", "driver") at the campaign's clock."""
         name = f"{job:03d}-{worker}"
         role = worker.rpartition("-")[0] or worker
         if name not in self._logs:
-            who = {"job": job, "role": role, "worker": name, "node": f"{role}0"}
+            fields = {"job": job, "role": role, "worker": name, "node": f"{role}0"}
             if role in PARTITIONS:
-                who["partition"] = PARTITIONS[role]
-            self._logs[name] = EventLog(self.run.events / f"{name}.jsonl", **who)
+                fields["partition"] = PARTITIONS[role]
+            self._logs[name] = EventLog(self.run.events / f"{name}.jsonl", **fields)
         self._logs[name].emit(msgspec.structs.replace(event, time=self.now))
         self.beat(name)
 
@@ -69,7 +69,7 @@ class SyntheticCampaign:
             self.beat(name)
 
     def start(self, *, job: int = 0, workers: int = 1) -> None:
-        """The driver and all workers come up."""
+        """Log the start of the driver and all workers."""
         self.emit("driver", JobStarted(slurm_id="123", end_time=self.now + 3600), job=job)
         self.emit("driver", LayoutChosen(layout="hetjob", reason="site lab runs heterogeneous jobs"), job=job)
         for role in PARTITIONS:

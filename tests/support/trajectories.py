@@ -1,4 +1,4 @@
-"""Campaign directories with spools in them, for the tests of `hpcrl traj`."""
+"""Campaign directories with spools, for the tests of `hpcrl traj`."""
 
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from hpcrl.system.files import make_private_dir, publish_file, publish_json
 
 # Ids of the tiny tokenizer: <user> h i <agent> a b <eos> <user> ? <agent> c
 TOKENS = (2, 77, 78, 3, 70, 71, 1, 2, 36, 3, 72)
-SAID = (0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1)
+GENERATED = (0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1)
 
 
 def trajectory(number: int = 0, index: int = 0, *, domain: str = "lake", **changed: Any) -> Trajectory:
-    """Two turns: it saw "hi" and said "ab", saw "?" and said "c"."""
-    mask = np.array(SAID, np.bool_)
+    """Make a trajectory of two turns: input "hi", output "ab", input "?", output "c"."""
+    mask = np.array(GENERATED, np.bool_)
     fields: dict[str, Any] = {
         "id": f"{domain}/{number}/{index}",
         "group": f"{domain}/{number}",
@@ -62,7 +62,7 @@ class Spools:
         publish_json(self.run.manifest, {"name": root.name, "recipe": "quickstart", "site": "local", "created": 1.0})
 
     def add(self, spool: str, *trajectories: Trajectory, name: str | None = None) -> Path:
-        """A segment of these, and no twin."""
+        """Write a segment without a twin."""
         name = name or f"000-env-0-{self._number:08d}-{len(trajectories)}-0123abcd.h5"
         self._number += 1
         path = make_private_dir(self.run.spool(spool)) / name
@@ -70,13 +70,13 @@ class Spools:
         return path
 
     def scored(self, *trajectories: Trajectory) -> Path:
-        """A scored segment with its twin in rollouts."""
+        """Write a scored segment and its twin in rollouts."""
         path = self.add("scored", *trajectories)
         self.add("rollouts", *map(unscored, trajectories), name=path.name)
         return path
 
     def consumed(self, *groups: str, step: int = 1) -> Path:
-        """A checkpoint that says that these groups were trained on."""
+        """Write a checkpoint in which these groups were trained on."""
         consumed = ConsumedTrajectories()
         consumed.update(f"{group}/0" for group in groups)
         path = self.run.checkpoints / f"{step:06d}-step-{step:06d}" / "consumed.json"

@@ -1,8 +1,8 @@
-"""Learning in one process, from a seed: episodes of the embedded engine, a lag of exactly `alpha` versions, steps.
+"""Learn in one process, from a seed: episodes of the embedded engine, steps with a lag of exactly `alpha` versions.
 
-Lesson      a domain, and how long it takes to learn
+Lesson      a domain and its training settings
 learned     mean rewards of every step's batch under the policy that acted
-at_random   what uniformly drawn letters earn in the same tasks
+at_random   the mean reward of random letters in the same tasks
 """
 
 import asyncio
@@ -34,11 +34,11 @@ GROUP = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Lesson:
-    """What is to be learned."""
+    """A domain to learn and its training settings."""
 
     make: Callable[[], Env]
     letters: str
-    """What random play draws from."""
+    """The letters that random play draws from."""
     max_turns: int
     num_steps: int
     groups: int
@@ -77,7 +77,7 @@ SUMS = Lesson(
 
 
 def learned(lesson: Lesson, directory: Path, *, alpha: int, correction: str = "token", seed: int = 0) -> list[float]:
-    """The mean reward of each step's batch, in the order in which they were sampled."""
+    """Return the mean reward of each step's batch, in the order of sampling."""
     torch.set_num_threads(1)
     return asyncio.run(_learned(lesson, directory, alpha=alpha, correction=correction, seed=seed))
 
@@ -104,7 +104,7 @@ async def _learned(lesson: Lesson, directory: Path, *, alpha: int, correction: s
 
 
 async def _batch(lesson: Lesson, engine: EmbeddedEngine, chat: object, *, step: int, seed: int) -> list[Trajectory]:
-    """Whole groups, sampled with the engine's version."""
+    """Sample complete groups with the engine's version."""
     limits = EpisodeLimits(max_turns=lesson.max_turns, max_new_tokens=1, context_length=256, max_lag=99)
 
     async def made() -> Env:
@@ -133,7 +133,7 @@ def _mean(batch: list[Trajectory]) -> float:
 
 
 def at_random(lesson: Lesson, *, num_episodes: int = 400, seed: int = 0) -> float:
-    """Mean reward of letters that are drawn."""
+    """Return the mean reward of random letters."""
     dice = random.Random(seed)
 
     async def one(number: int) -> float:

@@ -1,4 +1,4 @@
-"""Disks that are full, broken, slow or gone: told clearly, and nothing that was acknowledged or is held is lost."""
+"""A disk that is full, broken, slow or gone is reported clearly, and no acknowledged or held trajectory is lost."""
 
 import errno
 import itertools
@@ -50,13 +50,13 @@ class Clock:
 
 def found(directory):
     damage = []
-    trajectories = DiskSpoolReader(directory, on_damage=lambda *told: damage.append(told)).poll()
+    trajectories = DiskSpoolReader(directory, on_damage=lambda *report: damage.append(report)).poll()
     assert damage == []
     return sorted(one.id for one in trajectories)
 
 
 def failing(call, code, *, times):
-    """A system call that fails so often, then works again."""
+    """Return a system call that fails `times` times and then works again."""
     left = times
 
     def sometimes(*args, **kwargs):
@@ -71,7 +71,7 @@ def failing(call, code, *, times):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE])
 @pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "rename"])
-def test_a_disk_that_fails_is_told_and_what_is_held_is_written_later(tmp_path, monkeypatch, call, code):
+def test_a_failing_disk_is_reported_and_held_trajectories_are_written_later(tmp_path, monkeypatch, call, code):
     writer = DiskSpoolWriter(tmp_path, producer="000-env-0")
     writer.append(trajectory(0))
     assert writer.flush() == ["math/0/0"]
@@ -83,7 +83,7 @@ def test_a_disk_that_fails_is_told_and_what_is_held_is_written_later(tmp_path, m
     assert "math/0/0" in found(tmp_path)
     assert writer.flush() == ["math/1/0"]
     assert found(tmp_path) == ["math/0/0", "math/1/0"]
-    assert [name for name in os.listdir(tmp_path) if name.endswith(".tmp")] == []
+    assert [name for name in os.listdir(tmp_path) if name.endswith(".tmp")] == []  # noqa: PTH208
 
 
 def test_a_rename_that_was_not_made_durable_is_not_acknowledged(tmp_path, monkeypatch):
@@ -94,7 +94,7 @@ def test_a_rename_that_was_not_made_durable_is_not_acknowledged(tmp_path, monkey
         with pytest.raises(SpoolError, match="kept in memory"):
             writer.flush()
     assert writer.flush() == ["math/0/0"]
-    assert found(tmp_path) == ["math/0/0"]  # it is there twice, and delivered once
+    assert found(tmp_path) == ["math/0/0"]  # stored twice, delivered once
 
 
 def test_a_full_disk_keeps_what_was_acknowledged(tmp_path):
@@ -110,7 +110,7 @@ def test_a_full_disk_keeps_what_was_acknowledged(tmp_path):
     assert found(tmp_path) == [f"math/{number}/0" for number in range(5)]
 
 
-def test_what_became_durable_before_an_error_is_told_after_it(tmp_path, monkeypatch):
+def test_ids_that_became_durable_before_an_error_are_returned_after_it(tmp_path, monkeypatch):
     writer = DiskSpoolWriter(tmp_path, producer="000-env-0", batching=BatchLimits(max_count=1))
     writer.append(trajectory(0))
     writer.flush_due()
@@ -122,11 +122,11 @@ def test_what_became_durable_before_an_error_is_told_after_it(tmp_path, monkeypa
     assert writer.flush() == ["math/0/0", "math/1/0"]
 
 
-def test_a_disk_that_keeps_failing_is_asked_less_and_less(tmp_path, monkeypatch):
-    clock, asked = Clock(), []
+def test_a_disk_that_keeps_failing_is_tried_less_and_less_often(tmp_path, monkeypatch):
+    clock, attempts = Clock(), []
 
     def full(*_, **__):
-        asked.append(clock.now)
+        attempts.append(clock.now)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     writer = DiskSpoolWriter(tmp_path, producer="000-env-0", batching=BatchLimits(max_count=1), clock=clock)
@@ -138,10 +138,10 @@ def test_a_disk_that_keeps_failing_is_asked_less_and_less(tmp_path, monkeypatch)
             try:
                 writer.flush_due()
             except SpoolError as error:
-                assert "No space left" in str(error)
-    pauses = [later - earlier for earlier, later in itertools.pairwise(asked)]
+                assert "No space left" in str(error)  # noqa: PT017 - most calls do not fail
+    pauses = [later - earlier for earlier, later in itertools.pairwise(attempts)]
     assert pauses == sorted(pauses)
-    assert 5 < len(asked) < 12
+    assert 5 < len(attempts) < 12
     assert writer.flush() == ["math/0/0"]
 
 
@@ -159,7 +159,7 @@ def test_the_thread_that_waits_for_the_disk_hands_its_error_to_the_caller(tmp_pa
     assert found(tmp_path) == ["math/0/0", "math/1/0"]
 
 
-def test_a_directory_without_permission_is_told_by_writer_and_reader(tmp_path):
+def test_a_directory_without_permission_is_reported_by_writer_and_reader(tmp_path):
     closed = tmp_path / "closed"
     closed.mkdir(mode=0)
     child = os.fork()
@@ -171,13 +171,13 @@ def test_a_directory_without_permission_is_told_by_writer_and_reader(tmp_path):
                 os.setuid(65534)
             writer = DiskSpoolWriter(closed, producer="000-env-0")
             writer.append(trajectory())
-            told = []
-            for act in (writer.flush, DiskSpoolReader(closed, on_damage=told.append).poll):
+            reports = []
+            for act in (writer.flush, DiskSpoolReader(closed, on_damage=reports.append).poll):
                 try:
                     act()
                 except SpoolError as error:
-                    told.append(str(error))
-            code = 0 if len(told) == 2 and all("Permission denied" in text for text in told) else 2
+                    reports.append(str(error))
+            code = 0 if len(reports) == 2 and all("Permission denied" in text for text in reports) else 2
         finally:
             os._exit(code)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -198,7 +198,7 @@ def test_a_compressed_segment_is_smaller_and_the_same_to_the_bit(tmp_path, compr
 
 
 @pytest.mark.parametrize("batch", [[], [trajectory(0, 0)], [trajectory(0, 1)]], ids=["none", "empty", "one token"])
-def test_a_compressed_segment_of_next_to_nothing_is_read(tmp_path, batch):
+def test_a_compressed_segment_with_almost_no_content_is_read(tmp_path, batch):
     write_segment(tmp_path / "a.h5", batch, compression="zstd")
     assert exact(read_segment(tmp_path / "a.h5")) == exact(batch)
 
@@ -225,7 +225,7 @@ def test_a_spool_may_be_compressed(tmp_path):
     assert found(tmp_path) == ["math/3/0"]
 
 
-def test_without_the_plugin_compression_is_refused_with_the_cure(tmp_path, monkeypatch):
+def test_compression_without_the_plugin_is_refused_with_a_hint(tmp_path, monkeypatch):
     write_segment(tmp_path / "a.h5", [trajectory()], compression="zstd")
     monkeypatch.setitem(__import__("sys").modules, "hdf5plugin", None)
     with pytest.raises(SpoolError, match=r'spool.compression = "zstd".*pip install'):

@@ -1,4 +1,4 @@
-"""Ids of groups, episodes, attempts and requests: what is made can be parsed again, and damage is not taken for one."""
+"""Ids of groups, episodes, attempts and requests can be parsed again, and damage is not mistaken for one."""
 
 import pytest
 

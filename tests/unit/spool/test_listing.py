@@ -1,4 +1,4 @@
-"""Names of segments: order, counts, leftovers, without a heavy import."""
+"""The names of segments: order, counts, leftovers, without a heavy import."""
 
 import os
 import subprocess
@@ -53,7 +53,7 @@ def test_the_trajectories_of_a_spool_are_counted_by_name(tmp_path):
     assert count_spool_trajectories(tmp_path) == 7
 
 
-def test_a_spool_that_nobody_wrote_to_is_empty(tmp_path):
+def test_a_spool_without_segments_is_empty(tmp_path):
     assert list_segments(tmp_path / "absent") == []
     assert count_spool_trajectories(tmp_path / "absent") == 0
 
@@ -65,14 +65,14 @@ def test_segments_sort_by_producer_and_then_by_number(tmp_path):
     assert list_segments(tmp_path) == names
 
 
-def test_numbers_go_on_after_the_producers_own(tmp_path):
+def test_numbers_continue_after_the_producers_own(tmp_path):
     touch(tmp_path, "env-1", 4, 1)
     touch(tmp_path, "env-1-b", 9, 1)
     assert (find_next_number(tmp_path, "env-1"), find_next_number(tmp_path, "env")) == (5, 0)
 
 
 @pytest.mark.parametrize("producer", ["", ".hidden", "a/b", "a\0b", "x" * 161])
-def test_a_producer_that_cannot_begin_a_file_name_is_refused(producer):
+def test_a_producer_that_cannot_start_a_file_name_is_refused(producer):
     with pytest.raises(SpoolError, match="file name"):
         check_producer(producer)
 
@@ -105,15 +105,15 @@ def test_a_listing_sees_every_segment_that_is_announced_at_once(tmp_path: Path) 
     assert listing.names() == expected
 
 
-def test_what_nobody_announced_is_found_when_the_directory_is_listed_again(tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_unannounced_change_is_found_when_the_directory_is_listed_again(tmp_path: Path, monkeypatch: Any) -> None:
     listing = SegmentListing(tmp_path)
     assert listing.names() == []
     name = touch(tmp_path, "w", 0, 1)
-    began = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: began + 31)
+    started = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: started + 31)
     assert listing.names() == [name]
     (tmp_path / name).unlink()
-    monkeypatch.setattr(time, "monotonic", lambda: began + 62)
+    monkeypatch.setattr(time, "monotonic", lambda: started + 62)
     assert listing.names() == []
 
 
@@ -127,7 +127,7 @@ def test_a_wall_clock_that_jumps_does_not_blind_a_listing(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("torn", [b"+w-0000000", b"garbage\n", b"\xff\n+model.h5\n", b"-w-00000000-1-0123abcd.h5\n\n"])
-def test_news_that_are_torn_or_foreign_do_no_harm(tmp_path: Path, torn: bytes) -> None:
+def test_torn_or_foreign_news_do_no_harm(tmp_path: Path, torn: bytes) -> None:
     listing = SegmentListing(tmp_path)
     assert listing.names() == []
     (tmp_path / ".news").write_bytes(torn)
@@ -139,13 +139,13 @@ def test_news_that_are_torn_or_foreign_do_no_harm(tmp_path: Path, torn: bytes) -
     assert listing.names() == [name]
 
 
-def test_news_that_cannot_be_written_are_no_error(tmp_path: Path) -> None:
+def test_announcing_does_not_fail_if_the_news_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / ".news").mkdir()
     announce_changes(tmp_path, added=["w-00000000-1-00000000.h5"])
     announce_changes(tmp_path / "absent", removed=["w-00000000-1-00000000.h5"])
 
 
-def test_a_listing_of_a_directory_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
+def test_a_listing_of_a_missing_directory_is_empty(tmp_path: Path) -> None:
     listing = SegmentListing(tmp_path / "later")
     assert listing.names() == []
     (tmp_path / "later").mkdir()
@@ -154,7 +154,7 @@ def test_a_listing_of_a_directory_that_is_not_there_yet_is_empty(tmp_path: Path)
     assert listing.names() == [name]
 
 
-def test_a_listing_tells_each_change_once(tmp_path: Path) -> None:
+def test_a_listing_reports_each_change_once(tmp_path: Path) -> None:
     listing = SegmentListing(tmp_path)
     first, second = touch(tmp_path, "w", 0, 1), touch(tmp_path, "w", 1, 1)
     assert listing.changes() == ({first, second}, set())

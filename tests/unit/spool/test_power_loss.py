@@ -1,4 +1,4 @@
-"""A power cut at any moment: what was acknowledged is there once, and nothing torn is read."""
+"""After a power cut at any moment, each acknowledged trajectory exists once, and nothing torn is read."""
 
 import random
 
@@ -37,7 +37,7 @@ SENT = {one.id: one for one in map(trajectory, range(24))}
 
 
 def recorded(directory, monkeypatch):
-    """What a writer of six segments asks of the disk."""
+    """Record the disk operations of a writer of six segments."""
     recording = Recording(directory)
     with monkeypatch.context() as patched:
         recording.patch(patched)
@@ -50,7 +50,7 @@ def recorded(directory, monkeypatch):
 
 
 def losses(operations, directory, *, seed):
-    """What is wrong with a spool after a power cut at a random moment: in words, or nothing."""
+    """Return what is wrong with a spool after a power cut at a random moment."""
     rng = random.Random(seed)
     before = operations[: rng.randrange(len(operations) + 1)]
     spool = directory / str(seed)
@@ -67,7 +67,7 @@ def losses(operations, directory, *, seed):
             (stored.columns[name] != sent.columns[name]).any() for name in sent.columns
         ):
             wrong.append(f"{one.id} is not as it was sent")
-    return wrong + [f"{name} is shown and cannot be read" for name in damaged]
+    return wrong + [f"{name} is listed and cannot be read" for name in damaged]
 
 
 def test_a_power_cut_loses_nothing_that_was_acknowledged(tmp_path, monkeypatch):
@@ -76,7 +76,7 @@ def test_a_power_cut_loses_nothing_that_was_acknowledged(tmp_path, monkeypatch):
     assert [wrong for seed in range(NUM_CUTS) for wrong in losses(operations, tmp_path, seed=seed)] == []
 
 
-def test_the_replay_would_see_a_writer_that_does_not_sync_its_files(tmp_path, monkeypatch):
+def test_the_replay_detects_a_writer_that_does_not_sync_its_files(tmp_path, monkeypatch):
     operations = recorded(tmp_path / "spool", monkeypatch)
     careless = [
         operation for operation in operations if getattr(operation, "file", 0) is None or "Sync" not in repr(operation)
@@ -84,7 +84,7 @@ def test_the_replay_would_see_a_writer_that_does_not_sync_its_files(tmp_path, mo
     assert any("cannot be read" in wrong for seed in range(100) for wrong in losses(careless, tmp_path, seed=seed))
 
 
-def test_the_replay_would_see_a_writer_that_does_not_sync_its_directory(tmp_path, monkeypatch):
+def test_the_replay_detects_a_writer_that_does_not_sync_its_directory(tmp_path, monkeypatch):
     operations = recorded(tmp_path / "spool", monkeypatch)
     careless = [operation for operation in operations if repr(operation) != "Sync(file=None)"]
     assert any("is lost" in wrong for seed in range(100) for wrong in losses(careless, tmp_path, seed=seed))

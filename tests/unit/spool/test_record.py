@@ -1,4 +1,4 @@
-"""The record of an episode: what it keeps exactly, and what it refuses before anything is acknowledged."""
+"""The record of an episode keeps its values exactly, and refuses bad ones before anything is acknowledged."""
 
 import json
 import math
@@ -59,7 +59,7 @@ def test_facts_come_back_as_they_were(text, seed, number, reward, parts):
     assert repr(facts.turns) == repr(turns)
 
 
-def test_a_reward_that_is_not_a_number_stays_apart_from_no_reward():
+def test_a_nan_reward_differs_from_no_reward():
     assert math.isnan(stored_facts(trajectory(reward=math.nan)).reward)
     assert stored_facts(trajectory(reward=None)).reward is None
 

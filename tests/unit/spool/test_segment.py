@@ -1,4 +1,4 @@
-"""Segments: exact, mapped, checked; damaged or foreign files are named and refused."""
+"""Segments are exact, mapped and checked; damaged or foreign files are named and refused."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def trajectory(number=0, num_tokens=5, **changed):
 
 
 def exact(trajectories):
-    """Everything of these trajectories, to the bit."""
+    """Return everything in these trajectories, to the bit."""
     packed = [pack_trajectory(one) for one in trajectories]
     return [(one.facts, [one.columns[name].tobytes() for name in COLUMNS]) for one in packed]
 
@@ -118,7 +118,7 @@ def test_a_segment_is_private_and_alone(written):
 
 
 @pytest.mark.parametrize("name", ["a b.h5", 'it\'s "quoted".h5', "two\nlines.h5", "$(id);*?.h5", "\udcff.h5"])
-def test_any_path_will_do(tmp_path, name):
+def test_a_segment_can_have_any_path(tmp_path, name):
     directory = tmp_path / name.removesuffix(".h5")
     directory.mkdir()
     write_segment(directory / name, [trajectory()])
@@ -184,7 +184,7 @@ def test_foreign_files_are_refused(tmp_path):
         read_segment(tmp_path)
 
 
-def test_a_newer_major_version_is_refused_with_the_cure(tmp_path, monkeypatch):
+def test_a_newer_major_version_is_refused_with_a_hint(tmp_path, monkeypatch):
     with monkeypatch.context() as newer:
         newer.setattr(segment_module, "SCHEMA_MAJOR", 2)
         write_segment(tmp_path / "a.h5", [trajectory()])
@@ -201,7 +201,7 @@ def test_a_newer_minor_version_is_read_and_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100, 3000, 6000])
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, num_bytes):
+def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path, num_bytes):
     with largest_file(num_bytes), pytest.raises(SpoolError, match=r"cannot write segment .*a\.h5"):
         write_segment(tmp_path / "a.h5", [trajectory(num_tokens=2000)])
     assert list(tmp_path.iterdir()) == []
@@ -209,7 +209,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, num_bytes):
     assert exact(read_segment(tmp_path / "a.h5")) == exact([trajectory(num_tokens=2000)])
 
 
-def test_a_system_that_takes_little_at_a_time_gets_all(tmp_path, monkeypatch):
+def test_a_system_that_writes_little_at_a_time_gets_everything(tmp_path, monkeypatch):
     batch = [trajectory(number, 50) for number in range(40)]
     monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: os.pwrite(fd, buffers[0][:37], offset))
     write_segment(tmp_path / "a.h5", batch)
@@ -222,7 +222,7 @@ def test_more_trajectories_than_one_system_call_takes(tmp_path):
     assert exact(read_segment(tmp_path / "a.h5")) == exact(batch)
 
 
-def test_a_segment_of_nothing_is_a_segment(tmp_path):
+def test_a_segment_can_be_empty(tmp_path):
     write_segment(tmp_path / "a.h5", [])
     assert list(read_segment(tmp_path / "a.h5")) == []
 

@@ -1,4 +1,4 @@
-"""Write, seal, score, train, commit, crash, recover, retire in any order: nothing is lost, nothing is used twice."""
+"""Write, seal, score, train, commit, crash, recover and retire in any order: nothing is lost or used twice."""
 
 import shutil
 import tempfile
@@ -19,7 +19,7 @@ from hpcrl.spool.segment import read_segment
 from hpcrl.spool.writer import DiskSpoolWriter, derive_segment
 
 NUM_KEPT = 2
-"""Checkpoints."""
+"""The number of checkpoints that are kept."""
 
 
 def trajectory(name):
@@ -46,12 +46,12 @@ def scored(one):
 
 
 class Campaign(RuleBasedStateMachine):
-    """Two producers, one trainer; the disk outlives them all."""
+    """Two producers and one trainer; the disk outlives them all."""
 
     @initialize()
-    def begin(self):
+    def start(self):
         self.root = Path(tempfile.mkdtemp())
-        self.shelves = SpoolDirs(
+        self.dirs = SpoolDirs(
             rollouts=self.root / "rollouts", scored=self.root / "scored", archive=self.root / "archive"
         )
         self.acknowledged = set()
@@ -68,7 +68,7 @@ class Campaign(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
     def start_writer(self, producer):
-        self.writers[producer] = DiskSpoolWriter(self.shelves.rollouts, producer=producer)
+        self.writers[producer] = DiskSpoolWriter(self.dirs.rollouts, producer=producer)
 
     # The producers
 
@@ -80,7 +80,7 @@ class Campaign(RuleBasedStateMachine):
 
     @rule(producer=st.sampled_from(["env-0", "env-1"]), number=st.integers(0, 30))
     def write_again(self, producer, number):
-        """A retry whose first run turns up."""
+        """Write an episode again, as a retry does whose first run was stored after all."""
         if number < self.num_sent:
             self.writers[producer].append(trajectory(f"math/{number}/0"))
 
@@ -89,8 +89,8 @@ class Campaign(RuleBasedStateMachine):
         self.acknowledged.update(self.writers[producer].flush())
 
     @rule(producer=st.sampled_from(["env-0", "env-1"]), num=st.integers(1, 3), trained=st.integers(2, 6))
-    def go_on(self, producer, num, trained):
-        """The usual way: without it, few runs would come far."""
+    def do_one_round(self, producer, num, trained):
+        """Do the usual sequence, without which few runs would get far."""
         self.write(producer, num)
         self.seal(producer)
         self.score()
@@ -105,27 +105,27 @@ class Campaign(RuleBasedStateMachine):
 
     @rule()
     def score(self):
-        for name in set(list_segments(self.shelves.rollouts)) - set(list_segments(self.shelves.scored)):
-            derive_segment(self.shelves.rollouts / name, self.shelves.scored, scored)
+        for name in set(list_segments(self.dirs.rollouts)) - set(list_segments(self.dirs.scored)):
+            derive_segment(self.dirs.rollouts / name, self.dirs.scored, scored)
 
-    @precondition(lambda self: list_segments(self.shelves.scored))
+    @precondition(lambda self: list_segments(self.dirs.scored))
     @rule(data=st.data())
     def rot(self, data):
-        """A scored segment is damaged before the trainer has it; it is put aside and scored again."""
-        unread = set(list_segments(self.shelves.scored)) - self.reader._known.keys()
+        """Damage a scored segment before the trainer reads it; it is quarantined and scored again."""
+        unread = set(list_segments(self.dirs.scored)) - self.reader._known.keys()
         if unread:
-            (self.shelves.scored / data.draw(st.sampled_from(sorted(unread)))).write_bytes(b"rot")
+            (self.dirs.scored / data.draw(st.sampled_from(sorted(unread)))).write_bytes(b"rot")
 
     # The trainer
 
     def resume(self):
-        """From the newest checkpoint, as after a crash."""
+        """Resume from the newest checkpoint, as after a crash."""
         self.number, consumed, trained = self.checkpoints[-1]
         self.consumed, self.trained = ConsumedTrajectories.decode(consumed), list(trained)
-        recover_retirement(self.shelves, lower_settled=lambda _: None)
+        recover_retirement(self.dirs, lower_settled=lambda _: None)
         self.damaged = []
         self.reader = DiskSpoolReader(
-            self.shelves.scored, on_damage=lambda path, _: self.damaged.append(path.name), consumed=self.consumed
+            self.dirs.scored, on_damage=lambda path, _: self.damaged.append(path.name), consumed=self.consumed
         )
         self.waiting = []
         self.settled = SettledSegments(grace_s=0.0)
@@ -161,7 +161,7 @@ class Campaign(RuleBasedStateMachine):
     @precondition(lambda self: self.due())
     @rule(keep=st.booleans())
     def retire(self, keep):
-        intent = retire_segments(self.shelves, self.due(), keep=keep, lower_settled=self.reader.forget)
+        intent = retire_segments(self.dirs, self.due(), keep=keep, lower_settled=self.reader.forget)
         self.settled.drop(intent.segments)
 
     def due(self):
@@ -177,17 +177,17 @@ class Campaign(RuleBasedStateMachine):
     @invariant()
     def the_books_fit_the_disk(self):
         if hasattr(self, "reader"):
-            assert self.reader.num_passed <= count_spool_trajectories(self.shelves.rollouts)
+            assert self.reader.num_passed <= count_spool_trajectories(self.dirs.rollouts)
 
     def finish(self):
-        """Whatever happened, training gets to see all that was acknowledged, and once."""
-        for _ in range(2):  # what is found damaged is scored again
+        """Check that training gets every acknowledged trajectory once, whatever happened."""
+        for _ in range(2):  # a damaged segment is scored again
             self.score()
             self.train(1 << 30)
         assert self.acknowledged <= set(self.trained)
         assert len(self.trained) == len(set(self.trained))
         archive = [
-            one.id for name in list_segments(self.shelves.archive) for one in read_segment(self.shelves.archive / name)
+            one.id for name in list_segments(self.dirs.archive) for one in read_segment(self.dirs.archive / name)
         ]
         assert set(archive) <= set(self.trained)
 
@@ -196,14 +196,14 @@ Campaign.TestCase.settings = settings(max_examples=150, stateful_step_count=50, 
 TestAnyOrderOfEvents = Campaign.TestCase
 
 
-def test_no_segment_goes_that_the_oldest_checkpoint_needs():
+def test_a_segment_that_the_oldest_checkpoint_needs_is_kept():
     campaign = Campaign()
-    campaign.begin()
-    campaign.go_on("env-0", num=3, trained=6)
+    campaign.start()
+    campaign.do_one_round("env-0", num=3, trained=6)
     assert not campaign.due()  # a resume from before it would need it
-    campaign.go_on("env-0", num=3, trained=6)
+    campaign.do_one_round("env-0", num=3, trained=6)
     assert len(campaign.due()) == 1
     campaign.retire(keep=True)
     campaign.crash_and_lose_the_newest_checkpoint()
-    campaign.go_on("env-1", num=1, trained=6)
+    campaign.do_one_round("env-1", num=1, trained=6)
     campaign.teardown()

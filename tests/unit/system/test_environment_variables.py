@@ -1,4 +1,4 @@
-"""docs/sites.md lists every environment variable of hpcrl."""
+"""The table in docs/sites.md lists every environment variable of hpcrl."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a supervisor exits with after its child has ended."""
+"""The exit code of a supervisor after its child has ended."""
 
 import pytest
 

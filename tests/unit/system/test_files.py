@@ -40,7 +40,7 @@ def test_a_failed_publication_leaves_the_old_file_and_nothing_else(tmp_path: Pat
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
 
 
-def test_a_staged_directory_never_replaces_one_that_is_there(tmp_path: Path) -> None:
+def test_a_staged_directory_never_replaces_an_existing_one(tmp_path: Path) -> None:
     (tmp_path / "v").mkdir()
     (tmp_path / "v" / "kept").write_text("")
 
@@ -53,7 +53,7 @@ def test_a_staged_directory_never_replaces_one_that_is_there(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["v"]
 
 
-def test_discard_removes_a_link_and_not_what_it_points_to(tmp_path: Path) -> None:
+def test_remove_path_removes_a_link_and_not_its_target(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     remove_path(tmp_path / "link")
@@ -96,7 +96,7 @@ def test_loopback_has_its_address() -> None:
     assert find_bind_address("lo") == "127.0.0.1"
 
 
-def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None:
+def test_an_unknown_interface_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"it has .*lo"):
         find_bind_address("hsn9")
 
@@ -108,7 +108,7 @@ def test_the_beat_moves_the_files_time(tmp_path: Path) -> None:
     assert (tmp_path / "w.jsonl").stat().st_mtime > 1
 
 
-def test_a_private_directory_and_all_above_it_are_private(tmp_path: Path) -> None:
+def test_a_private_directory_and_its_new_parents_are_private(tmp_path: Path) -> None:
     made = make_private_dir(tmp_path / "a" / "b")
     assert make_private_dir(made) == made
     assert [stat.S_IMODE(path.stat().st_mode) for path in (made, made.parent)] == [0o700, 0o700]

@@ -1,4 +1,4 @@
-"""Only what we started is ended, and all of it: orphans, sessions of their own, processes that ignore TERM."""
+"""The processes that were started are ended and no others: orphans, separate sessions, processes that ignore TERM."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ GUARDIAN = """
 import subprocess, sys, time
 from hpcrl.system.processes import adopt_orphans, end_descendants, list_descendants
 adopt_orphans()
-# a child that leaves a grandchild in a session of its own and ends: the grandchild is an orphan
+# a child that ends and leaves a grandchild in a separate session: the grandchild is an orphan
 subprocess.run(["bash", "-c", "setsid sleep 300 & disown"], check=True)
 # a child that ignores TERM
 subprocess.Popen(["bash", "-c", "trap '' TERM; while true; do sleep 0.05; done"])

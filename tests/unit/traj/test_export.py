@@ -1,4 +1,4 @@
-"""`hpcrl traj export`: exact, complete or absent, readable by other tools, and never over what is not ours."""
+"""`hpcrl traj export` writes exact rows, completely or not at all, and replaces only its own exports."""
 
 import json
 import math
@@ -74,7 +74,7 @@ def test_numbers_that_are_not_finite_stay_so_in_parquet_and_are_null_in_json(tmp
     assert math.isnan(typed["logprobs"][4])
 
 
-def test_what_a_newer_schema_knows_is_kept_as_json_text(tmp_path):
+def test_facts_of_a_newer_schema_are_kept_as_json_text(tmp_path):
     spools = Spools(tmp_path / "campaign")
     turns = [EpisodeTurn(start=4, end=7, extra={"tool": "ls"}), EpisodeTurn(start=10, end=11)]
     spools.add("scored", trajectory(turns=turns, extra={"cost": 3}))
@@ -106,7 +106,7 @@ def test_filters_hold_for_exports_too(filled, tmp_path):
     assert [row["id"] for row in lines(tmp_path / "a.jsonl")] == ["taxi/3/0"]
 
 
-def test_what_is_exported_is_its_owners_alone(filled, tmp_path):
+def test_an_export_is_readable_by_its_owner_alone(filled, tmp_path):
     for name in ("a.jsonl", "a.parquet"):
         export(filled, tmp_path / name)
         assert (tmp_path / name).stat().st_mode & 0o077 == 0
@@ -122,7 +122,7 @@ def test_an_export_is_replaced_only_by_force(filled, tmp_path, name, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("precious", "--force"), "is not an export of hpcrl"),
         (("precious", "--format", "jsonl", "--force"), "is a directory"),
@@ -130,17 +130,17 @@ def test_an_export_is_replaced_only_by_force(filled, tmp_path, name, capsys):
         (("no/such/a.jsonl",), "does not exist"),
     ],
 )
-def test_what_cannot_be_written_is_refused_and_nothing_is_touched(filled, tmp_path, words, said, capsys):
+def test_a_bad_target_is_refused_and_nothing_is_touched(filled, tmp_path, words, message, capsys):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis").touch()
     assert export(filled, tmp_path / words[0], *words[1:]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["campaign", "precious"]
     assert (tmp_path / "precious" / "thesis").exists()
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "directory"])
-def test_a_full_disk_leaves_nothing_and_keeps_what_was_there(filled, tmp_path, name, capsys):
+def test_a_full_disk_leaves_nothing_and_keeps_the_old_export(filled, tmp_path, name, capsys):
     export(filled, tmp_path / name, "--domain", "taxi")
     before = {path: path.read_bytes() for path in (tmp_path / name, *(tmp_path / name).rglob("*")) if path.is_file()}
     with largest_file(300):
@@ -151,7 +151,7 @@ def test_a_full_disk_leaves_nothing_and_keeps_what_was_there(filled, tmp_path, n
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["campaign", name])
 
 
-def test_a_damaged_segment_is_left_out_named_and_told_by_the_exit_code(filled, tmp_path, capsys):
+def test_a_damaged_segment_is_skipped_named_and_reported_by_the_exit_code(filled, tmp_path, capsys):
     path = sorted(filled.run.spool("scored").glob("*.h5"))[0]
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -161,7 +161,7 @@ def test_a_damaged_segment_is_left_out_named_and_told_by_the_exit_code(filled, t
     assert path.name in capsys.readouterr().err
 
 
-def test_without_pyarrow_the_cure_is_told(filled, tmp_path, monkeypatch, capsys):
+def test_export_without_pyarrow_prints_a_hint(filled, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "hpcrl.traj.parquet")
     monkeypatch.delattr("hpcrl.traj.parquet")
@@ -170,7 +170,7 @@ def test_without_pyarrow_the_cure_is_told(filled, tmp_path, monkeypatch, capsys)
     assert export(filled, tmp_path / "a.jsonl") == 0
 
 
-def test_without_a_tokenizer_the_messages_are_empty_and_it_is_said(tmp_path, capsys):
+def test_export_without_a_tokenizer_has_empty_messages_and_reports_it(tmp_path, capsys):
     spools = Spools(tmp_path / "campaign")
     spools.scored(trajectory())
     assert export(spools, tmp_path / "a.jsonl") == 0
@@ -178,7 +178,7 @@ def test_without_a_tokenizer_the_messages_are_empty_and_it_is_said(tmp_path, cap
     assert "messages are left empty" in capsys.readouterr().err
 
 
-def test_a_pipe_that_is_closed_early_is_no_error(filled):
+def test_a_pipe_that_is_closed_early_is_not_an_error(filled):
     command = [sys.executable, "-m", "hpcrl.traj", str(filled.run.root), "export", "name", "-"]
     reader, writer = os.pipe()
     os.close(reader)

@@ -1,4 +1,4 @@
-"""`hpcrl traj ls|show|stats`: each trajectory once, readable, and nothing in it steers the terminal."""
+"""`hpcrl traj ls|show|stats` print each trajectory once, and no text in it controls the terminal."""
 
 import io
 import json
@@ -28,7 +28,7 @@ def spools(tmp_path):
 
 @pytest.fixture
 def filled(spools, tiny_model_dir):
-    """Groups 0 to 3 of two episodes in two segments; 4 not scored yet."""
+    """Make groups 0 to 3 of two episodes in two segments; group 4 is not scored yet."""
     spools.run.model.symlink_to(tiny_model_dir)
     spools.scored(*(trajectory(group, index) for group in (0, 1) for index in (0, 1)))
     spools.scored(*(trajectory(group, index) for group in (2, 3) for index in (0, 1)))
@@ -37,11 +37,11 @@ def filled(spools, tiny_model_dir):
 
 
 def traj(spools, *words, capsys):
-    """Exit code, stdout and stderr of `hpcrl traj`."""
+    """Return exit code, stdout and stderr of `hpcrl traj`."""
     code = main([str(spools.run.root), words[0], "name", *words[1:]])
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err
-    return code, said.out, said.err
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    return code, printed.out, printed.err
 
 
 def ids(spools, *words, capsys):
@@ -55,7 +55,7 @@ def test_ls_lists_each_trajectory_once_and_the_newest_first(filled, capsys):
     assert listed == ["taxi/4/1", "lake/4/0", *(f"lake/{group}/{index}" for group in (3, 2, 1, 0) for index in (1, 0))]
 
 
-def test_ls_tells_what_there_is_of_an_episode(filled, capsys):
+def test_ls_shows_the_figures_of_an_episode(filled, capsys):
     _, out, _ = traj(filled, "ls", "-n", "3", capsys=capsys)
     assert "lake/3/1" in out
     assert "3-4" in out
@@ -79,7 +79,7 @@ def test_filters_let_through_what_they_name(filled, capsys, words, expected):
     assert ids(filled, *words, capsys=capsys) == expected
 
 
-def test_only_as_many_segments_are_read_as_the_newest_need(spools, monkeypatch):
+def test_ls_reads_no_more_segments_than_the_newest_need(spools, monkeypatch):
     from hpcrl.traj import history, listing
 
     read = []
@@ -93,7 +93,7 @@ def test_only_as_many_segments_are_read_as_the_newest_need(spools, monkeypatch):
     assert len(read) == 3
 
 
-def test_what_is_retired_meanwhile_is_found_in_the_archive(spools):
+def test_a_trajectory_that_is_retired_meanwhile_is_found_in_the_archive(spools):
     first, second = spools.scored(trajectory(0)), spools.scored(trajectory(1))
     trajectories = TrajectoryHistory(spools.run).trajectories(TrajectorySelection())
     found = [next(trajectories)[1].id]
@@ -119,13 +119,13 @@ def test_ids_are_new_once(names):
     assert [seen.add(name) for name in names] == [name not in names[:index] for index, name in enumerate(names)]
 
 
-def test_a_conversation_is_what_was_seen_and_said_without_marks(filled):
+def test_a_conversation_is_input_and_output_without_marks(filled):
     exchanges = build_conversation(trajectory(), load_token_decoder(filled.run))
     assert [(one.saw, one.said) for one in exchanges] == [("hi", "ab"), ("?", "c")]
     assert [message["role"] for message in chat_messages(exchanges)] == ["user", "assistant"] * 2
 
 
-def test_what_was_begun_after_the_last_turn_is_shown_too(filled):
+def test_a_turn_that_was_started_and_not_completed_is_shown_too(filled):
     unfinished = trajectory(turns=trajectory().turns[:1], status="policy-fault")
     last = build_conversation(unfinished, load_token_decoder(filled.run))[-1]
     assert (last.saw, last.said, last.turn) == ("?", "c", None)
@@ -140,14 +140,14 @@ def test_without_a_tokenizer_the_ids_stand_for_the_text(spools, capsys):
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_shown_as_ids(filled):
-    speech = load_token_decoder(filled.run)
-    assert speech.decode_text([-1, 5]) == "-1 5"
-    assert speech.decode_token(-1) == "?"
+    decoder = load_token_decoder(filled.run)
+    assert decoder.decode_text([-1, 5]) == "-1 5"
+    assert decoder.decode_token(-1) == "?"
 
 
-def test_show_tells_rewards_times_and_versions(filled, capsys):
+def test_show_prints_rewards_times_and_versions(filled, capsys):
     _, out, _ = traj(filled, "show", "lake/3/1", capsys=capsys)
-    for told in (
+    for text in (
         "hi",
         "ab",
         "reward +0.25",
@@ -157,10 +157,10 @@ def test_show_tells_rewards_times_and_versions(filled, capsys):
         "remote prefill",
         "reset 12%",
     ):
-        assert told in out
+        assert text in out
 
 
-def test_show_tokens_tells_each_id_and_log_probability(filled, capsys):
+def test_show_tokens_prints_each_id_and_log_probability(filled, capsys):
     _, out, _ = traj(filled, "show", "lake/3/1", "--tokens", capsys=capsys)
     assert "<user>" in out
     assert out.count("-0.5000") == 4
@@ -177,13 +177,13 @@ def test_show_tokens_tells_each_id_and_log_probability(filled, capsys):
         (("taxi",), "taxi/4/1"),
     ],
 )
-def test_show_finds_the_one_that_is_meant(filled, capsys, words, expected):
+def test_show_finds_the_requested_trajectory(filled, capsys, words, expected):
     _, out, _ = traj(filled, "show", "--json", *words, capsys=capsys)
     assert json.loads(out)["id"] == expected
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("show", "lake/2"), "matches several ids: 'lake/2/0', 'lake/2/1'"),
         (("show", "lkae/3/1"), "there are 'lake/3/1'"),
@@ -193,14 +193,14 @@ def test_show_finds_the_one_that_is_meant(filled, capsys, words, expected):
         (("stats", "--min-version", "4", "--max-version", "3"), "no version is in between"),
     ],
 )
-def test_a_mistake_is_one_message_and_exit_code_2(filled, capsys, words, said):
+def test_a_mistake_is_one_message_and_exit_code_2(filled, capsys, words, message):
     code, out, err = traj(filled, *words, capsys=capsys)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) == 1
 
 
-def test_an_empty_campaign_says_so(spools, capsys):
+def test_an_empty_campaign_is_reported(spools, capsys):
     assert traj(spools, "ls", capsys=capsys)[1] == "no trajectories yet\n"
     assert traj(spools, "stats", capsys=capsys)[1] == "no trajectories yet\n"
     assert traj(spools, "show", capsys=capsys)[0] == 2
@@ -226,18 +226,18 @@ UNTRUSTED = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202egnp.exe \r overwritten \x7f\x
 
 
 @given(st.text())
-def test_no_text_keeps_what_steers_a_terminal(text):
-    said = escape_controls(text + UNTRUSTED)
-    assert not {*said} & {*map(chr, (*range(9), *range(11, 32), *range(127, 160))), "\u202e", "\u2066", "\u2028"}
+def test_escaped_text_has_no_terminal_controls(text):
+    escaped = escape_controls(text + UNTRUSTED)
+    assert not {*escaped} & {*map(chr, (*range(9), *range(11, 32), *range(127, 160))), "\u202e", "\u2066", "\u2028"}
     assert "\n" not in escape_to_one_line(text)
-    said.encode()
+    escaped.encode()
 
 
 def test_text_without_controls_stays_as_it_is():
     assert escape_controls("na\u00efve \u4f60\u597d \U0001f600\n\tx") == "na\u00efve \u4f60\u597d \U0001f600\n\tx"
 
 
-def test_untrusted_text_reaches_the_terminal_spelled_out(spools, monkeypatch, capsys):
+def test_untrusted_text_is_printed_escaped(spools, monkeypatch, capsys):
     class Chat:
         before_first = before_next = after_observation = ()
         close_id = 1
@@ -269,7 +269,7 @@ def test_the_time_bar_has_its_width_and_names_its_parts():
     assert draw_time_bar([("generate", 0.0)], width=8, ascii_only=True).plain == "not measured"
 
 
-def test_durations_and_ages_are_told_in_a_unit_that_reads_well():
+def test_durations_and_ages_have_a_unit_that_reads_well():
     assert [format_duration(seconds) for seconds in (0.0012, 0.25, 12.34, 1200.0, 9000.0)] == [
         "1.2 ms",
         "250 ms",
@@ -286,7 +286,7 @@ def test_durations_and_ages_are_told_in_a_unit_that_reads_well():
     ]
 
 
-def test_an_impossible_time_is_no_traceback(spools, capsys):
+def test_an_impossible_time_does_not_raise(spools, capsys):
     spools.scored(
         trajectory(0, created=float("inf")), trajectory(1, created=1e300), trajectory(2, created=float("nan"))
     )

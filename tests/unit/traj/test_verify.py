@@ -1,4 +1,4 @@
-"""`hpcrl traj verify`: whatever is damaged or missing is named with the reason, and nothing else is."""
+"""`hpcrl traj verify` names whatever is damaged or missing with the reason, and nothing else."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_any_changed_byte_or_cut_is_found(spools, seed):
     dice = random.Random(seed)
     path = first(spools)
     data = bytearray(path.read_bytes())
-    used = [place for place, byte in enumerate(data) if byte]  # what only fills gaps is not checksummed
+    used = [place for place, byte in enumerate(data) if byte]  # gaps are not checksummed
     if seed % 4:
         data[dice.choice(used)] ^= 1 << dice.randrange(8)
     else:
@@ -83,7 +83,7 @@ def test_any_changed_byte_or_cut_is_found(spools, seed):
     assert path.name in where
 
 
-def test_a_segment_of_a_newer_schema_is_told_with_the_cure(spools, monkeypatch):
+def test_a_segment_of_a_newer_schema_is_reported_with_a_hint(spools, monkeypatch):
     monkeypatch.setattr("hpcrl.spool.segment.SCHEMA_MAJOR", record.SCHEMA_MAJOR + 1)
     path = spools.add("rollouts", unscored(trajectory(9)))
     monkeypatch.undo()
@@ -106,7 +106,7 @@ def test_a_directory_with_the_name_of_a_segment_is_damage(spools):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"group": "lake/77"}, "does not start with its group"),
         ({"turns": [EpisodeTurn(start=4, end=99)]}, "tokens 4 to 99 of 11"),
@@ -115,31 +115,31 @@ def test_a_directory_with_the_name_of_a_segment_is_damage(spools):
         ({"reward": None}, "has no reward"),
     ],
 )
-def test_a_trajectory_that_cannot_be_is_named(spools, changed, said):
+def test_an_impossible_trajectory_is_named(spools, changed, message):
     path = spools.add("scored", trajectory(8, **changed))
     where, reason = only_damage(spools)
     assert path.name in where
     assert "lake/8/0" in reason
-    assert said in reason
+    assert message in reason
 
 
-def test_a_twin_that_is_another_segments_is_damage(spools):
+def test_a_twin_of_another_segment_is_damage(spools):
     spools.add("scored", *(trajectory(group + 10) for group in range(3)), name=first(spools).name)
     assert "differs from its twin in rollouts: 'lake/0/0' and 'lake/10/0'" in only_damage(spools)[1]
 
 
-def test_a_segment_that_waits_for_its_reward_is_no_damage(spools):
+def test_a_segment_without_rewards_yet_is_not_damage(spools):
     spools.add("rollouts", unscored(trajectory(9)))
     assert _findings(spools) == []
 
 
-def test_an_episode_that_is_there_twice_is_a_note(spools):
+def test_an_episode_that_is_stored_twice_is_a_note(spools):
     spools.scored(trajectory(0))
     assert damage(spools) == []
     assert [path for path, _ in notes(spools)] == ["spools/rollouts", "spools/scored"]
 
 
-def test_strangers_and_old_leftovers_are_notes(spools):
+def test_foreign_files_and_old_leftovers_are_notes(spools):
     scored = spools.run.spool("scored")
     (scored / "notes.txt").touch()
     (scored / ".new.h5.0123.tmp").touch()
@@ -151,7 +151,7 @@ def test_strangers_and_old_leftovers_are_notes(spools):
     assert damage(spools) == []
 
 
-def test_what_was_put_aside_is_damage_until_it_is_made_again(spools):
+def test_a_quarantined_segment_is_damage_until_it_is_made_again(spools):
     path = first(spools)
     whole = path.read_bytes()
     path.write_bytes(whole[:100])
@@ -164,7 +164,7 @@ def test_what_was_put_aside_is_damage_until_it_is_made_again(spools):
     assert "made again" in notes(spools)[0][1]
 
 
-def test_what_was_put_aside_and_reads_well_may_be_moved_back(spools):
+def test_a_quarantined_segment_that_can_be_read_may_be_moved_back(spools):
     quarantine_segment(first(spools), "the disk was away")
     _, reason = only_damage(spools)
     assert "the disk was away; it can be read now: move it back" in reason
@@ -186,7 +186,7 @@ def test_a_consumed_group_may_be_in_the_archive(spools):
     assert damage(spools) == []
 
 
-def test_a_damaged_list_of_consumed_groups_is_told_and_the_one_before_is_used(spools):
+def test_a_damaged_list_of_consumed_groups_is_reported_and_the_previous_one_is_used(spools):
     spools.consumed("lake/0", step=1)
     spools.consumed("lake/99", step=2).write_text("{}")
     where, reason = only_damage(spools)
@@ -200,26 +200,26 @@ def test_missing_groups_are_counted_without_walking_through_all():
     assert list(consumed.missing_groups(present)) == [("lake", 8 + (1 << 60) - 22, 2)]
 
 
-def test_what_is_compacted_meanwhile_is_found_under_its_new_name(spools, monkeypatch):
+def test_a_segment_that_is_compacted_meanwhile_is_found_under_its_new_name(spools, monkeypatch):
     old = [spools.add("archive", trajectory(group)) for group in (10, 11)]
     spools.consumed("lake/10", "lake/11")
-    inspection = SpoolVerifier(spools.run)
-    seen = inspection._verify_segment
+    verifier = SpoolVerifier(spools.run)
+    verify_segment = verifier._verify_segment
 
     def compacting(spool, name, **rest):
         if spool == "archive" and old:
             spools.add("archive", trajectory(10), trajectory(11))
             while old:
                 old.pop().unlink()
-        return seen(spool, name, **rest)
+        return verify_segment(spool, name, **rest)
 
-    monkeypatch.setattr(inspection, "_verify_segment", compacting)
-    assert inspection.verify_all().clean
+    monkeypatch.setattr(verifier, "_verify_segment", compacting)
+    assert verifier.verify_all().clean
 
 
 def test_a_campaign_that_runs_meanwhile_is_clean(spools):
-    """Segments are sealed, scored, archived and removed by another process while this one looks."""
-    writer = subprocess.Popen([sys.executable, "-c", _LIFE, str(spools.run.root)], stdout=subprocess.PIPE)
+    """Verify while another process seals, scores, archives and removes segments."""
+    writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(spools.run.root)], stdout=subprocess.PIPE)
     assert writer.stdout.readline()
     rounds = 0
     while writer.poll() is None or rounds < 2:
@@ -228,7 +228,7 @@ def test_a_campaign_that_runs_meanwhile_is_clean(spools):
     assert writer.wait() == 0
 
 
-_LIFE = """
+_WRITER = """
 import sys
 from pathlib import Path
 from tests.support.trajectories import Spools, trajectory, unscored
@@ -263,21 +263,21 @@ def test_the_command_line_finds_the_campaign_and_passes_the_exit_code_on(spools,
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (("verify", "nobody"), "no campaign 'nobody'"),
-        (("ls", "nobody", "--limit", "-1"), "-1 is negative"),
-        (("ls", "nobody", "--status", "finished"), "invalid choice: 'finished'"),
+        (("verify", "absent"), "no campaign 'absent'"),
+        (("ls", "absent", "--limit", "-1"), "-1 is negative"),
+        (("ls", "absent", "--status", "finished"), "invalid choice: 'finished'"),
         ((), "required: ACTION"),
     ],
 )
-def test_a_mistake_is_answered_before_anything_heavy_is_started(home, words, said):
+def test_a_mistake_is_reported_before_anything_heavy_is_started(home, words, message):
     done = hpcrl("traj", *words, check=False)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
 
 
-def test_without_h5py_the_cure_is_told(spools, home):
+def test_traj_without_h5py_prints_a_hint(spools, home):
     (home / "campaigns").mkdir(parents=True)
     (home / "campaigns" / "mine").symlink_to(spools.run.root)
     code = "import sys; sys.modules['h5py'] = None; sys.modules['numpy'] = None; "
