@@ -1,4 +1,4 @@
-"""Parts that several ranks write into one directory while training continues; there is no collective.
+"""Write parts of several ranks into one directory while training continues, without a collective.
 
     make_parts_directory  rank 0: make the directory for the parts
     write_part, PartMark  another rank: write a part, and then a mark that it is complete, or why it is not

@@ -142,7 +142,7 @@ class WeightPublisher:
     def _stage_version(
         self, weights: Any, weight_version: WeightVersion, *, can_gather: bool
     ) -> Callable[[], VersionManifest] | None:
-        """Copy the weights into the window; return what makes them visible, or None: the window is no longer used."""
+        """Copy the weights into the window; return what makes them visible, or None if files are used from now on."""
         if self._window is None:
             return None
         window = self._window

@@ -91,7 +91,7 @@ class ShardStore:
         """Copy this rank's boxes into the slot; all ranks call it, and the tensors may change when it returns.
 
         Raise WeightsError, on all ranks, if a tensor is missing, extra, held twice, or of a wrong shape or type, or
-        if there is no window to write to.
+        if the window cannot be written to.
         """
         ticket, error = self._agree_on_ticket(shards, weight_version), ""
         try:

@@ -126,7 +126,7 @@ def test_a_contributor_that_stops_answering_is_named_with_its_bucket(two_and_two
     fault = two_and_two.events("fault")[0]
     assert (fault["node"], fault["rank"], fault["at"]) == ("n0", 1, "n1")
     assert {"bucket", "bytes"} <= fault.keys()
-    assert "rank 1 on n1 has said nothing" in fault["detail"]
+    assert "rank 1 on n1 has sent nothing" in fault["detail"]
     assert f"of {LAYOUT.nbytes} bytes" in fault["detail"]
     assert two_and_two.newest("n3") == 2
     two_and_two.start()

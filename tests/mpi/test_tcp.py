@@ -49,7 +49,7 @@ def test_a_courier_that_is_killed_or_stopped_ends_the_step_and_the_next_one_goes
     over_tcp.signal("n2", number)
     over_tcp.ended()
     if number == signal.SIGSTOP:
-        assert "rank 2 on n2 has said nothing" in over_tcp.events("fault")[0]["detail"]
+        assert "rank 2 on n2 has sent nothing" in over_tcp.events("fault")[0]["detail"]
     over_tcp.start()
     publish(window, 2)
     over_tcp.wait_for(2)
@@ -61,4 +61,4 @@ def test_a_courier_on_a_node_of_nobody_says_so(over_tcp: Fleet) -> None:
         command, env=os.environ | {"SLURMD_NODENAME": "n9"}, capture_output=True, text=True, check=False, timeout=60
     )
     assert stray.returncode == 1
-    assert "a courier runs on n9, and they belong on n0, n1" in stray.stderr
+    assert "a courier runs on n9, but couriers must run on n0, n1" in stray.stderr

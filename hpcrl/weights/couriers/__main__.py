@@ -92,8 +92,8 @@ def main() -> NoReturn:
         CourierStatus(ready=False, reason=str(error), hopeless=is_hopeless).write(
             settings.here.job.courier_status(settings.incarnation)
         )
-        print(error, file=sys.stderr, flush=True)
-    except BaseException:
+        print(error, file=sys.stderr, flush=True)  # noqa: T201 - the step's log is where people look
+    except BaseException:  # noqa: BLE001 - reported, and the process ends at once in any case
         sys.excepthook(*sys.exc_info())
     os._exit(1)  # an orderly end would wait for threads and other ranks
 
@@ -169,8 +169,8 @@ def _parse_settings(arguments: list[str]) -> CourierSettings:
     parser.add_argument(
         "--codec", choices=get_args(CodecSetting), default="auto", help="what is sent: full versions or deltas"
     )
-    parser.add_argument("--life", default="0", help="a name that no earlier run of these couriers had")
-    parser.add_argument("--silent-s", type=float, default=SILENCE_TIMEOUT_S, help="a rank silent for longer is stuck")
+    parser.add_argument("--life", default="0", help="a name that no earlier run of them had")
+    parser.add_argument("--silent-s", type=float, default=SILENCE_TIMEOUT_S, help="longest silence of a rank")
     given = parser.parse_args(arguments)
     campaign = CampaignDir(given.campaign)
     return CourierSettings(

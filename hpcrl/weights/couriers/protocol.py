@@ -1,17 +1,18 @@
-"""What couriers tell each other, how a version is cut into messages, who is stuck; no MPI here.
+"""The protocol of couriers: their messages, the split of a version into buckets, and stuck ranks; no MPI here.
 
-Announcement    the sender: this version comes now, to these ranks, in this order
-Part            what of it comes from where, if there are several sources
-Offer           a contributor: this part of a version is here
-Report          a receiver or a contributor: what it has, what has come or gone, what went wrong
-Watch           when each peer was last heard, and which one holds up the others
-Standing        the couriers to the driver
+VersionAnnouncement     the sender: this version is sent now, to these ranks, in this order
+NodePart                the part of a version from one source, if there are several
+PartOffer               a contributor: this part of a version is complete
+CourierReport           a receiver or contributor: its version, its progress, its errors
+CourierStatus           the status of all couriers for the driver
+CourierPeer, PeerWatch  another rank - the time of each one's last message, and which holds up the others
+compute_time_limit_s    limit on the duration of a transfer
+count_buckets, split_into_buckets  the messages that a version is sent in
 
-WeightsError
-  NoWorldError  the ranks were not brought together: another rung of the ladder
-  NoRoomError   a node cannot hold a window: files
-  LostError     one of them is gone: all start again
-    RankStuckError  it is there and holds up the others
+NoWorldError            the ranks could not be connected: the next transport in the fallback order is used
+NoRoomError             a node cannot hold a window: files are used
+RankLostError           a rank is lost: all start again
+RankStuckError          a rank is there and holds up the others
 """
 
 import contextlib
@@ -27,15 +28,18 @@ from hpcrl.system.files import publish_file
 from hpcrl.weights.layout import TensorLayout
 
 BUCKET_NBYTES = 16 << 20
-"""One message. MPI's own segments are far smaller, and its own choice of tree is linear for some numbers of ranks."""
+"""Bytes of a message.
+
+MPI's own segments are far smaller, and its own choice of tree is linear for some numbers of ranks.
+"""
 SILENCE_TIMEOUT_S = 10.0
-"""A peer that says nothing for so long is stuck."""
+"""A peer that sends nothing for this long is stuck."""
 MIN_BYTES_PER_S = 20e6
 MIN_TIME_LIMIT_S = 30.0
 
 
 class NodePart(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node of the trainer has of a version."""
+    """The part of a version on one node of the trainer."""
 
     source: int
     """The rank that sends it."""
@@ -44,7 +48,7 @@ class NodePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that comes now."""
+    """The announcement of a version that is sent now."""
 
     version: int
     step: int
@@ -53,21 +57,21 @@ class VersionAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
     chain: tuple[int, ...]
     """The ranks that receive it; each passes every bucket on to the next."""
     number: int
-    """Counts the transfers of this life of the couriers."""
+    """Counts the transfers of this run of the couriers."""
     base: int | None = None
-    """The bytes that come are a delta to this version, which all of the chain have; None: the version in full."""
+    """The version that the delta is based on, which all of the chain have; None: the version is sent in full."""
     nbytes: int
-    """That come."""
+    """Bytes to be transferred."""
     parts: tuple[NodePart, ...] = ()
-    """Where it comes from, one after the other; none: all of it from the sender, with `checksums`."""
+    """The sources, one after the other; empty: all is from the sender, with `checksums`."""
 
     def parts_from(self, sender: int) -> tuple[NodePart, ...]:
-        """What comes, wherever from, if it comes in full."""
+        """Return the parts of a version in full, from all sources."""
         return self.parts or (NodePart(source=sender, layout=self.layout, checksums=self.checksums),)
 
 
 class PartOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """A contributor's part of a version, complete."""
+    """The offer of a contributor's part of a version, complete."""
 
     version: int
     layout: TensorLayout
@@ -75,32 +79,32 @@ class PartOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CourierReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a receiver or contributor is; sent twice a second, and when something has happened."""
+    """The progress of a receiver or contributor; sent twice a second, and after every change."""
 
     has: int = -1
-    """The newest version in its window, whole."""
+    """The newest whole version in its window."""
     nbytes: int = 0
-    """What has arrived of the one that is coming, or has gone of the part that is sent."""
+    """Bytes received of the current version, or sent of the current part."""
     damaged: int = -1
-    """Number of the last transfer that did not become, or was not, what had been announced."""
+    """Number of the last transfer whose content was not as announced."""
     ended: int = -1
-    """Number of the last transfer to which a contributor has sent its part."""
+    """Number of the last transfer for which a contributor has sent its part."""
 
 
 class CourierStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What the couriers tell the driver."""
+    """The status of the couriers for the driver."""
 
     ready: bool
-    """Every rank is there, and the sender serves."""
+    """True once every rank is there and the sender serves."""
     reason: str
     hopeless: bool = False
-    """They would fail again: do not start them anew."""
+    """They would fail again: do not restart them."""
     carried: int | None = None
     """The newest version that every node has; None before the first."""
 
     @classmethod
     def read(cls, path: Path) -> "CourierStatus | None":
-        """None as long as they have said nothing."""
+        """Read the status; None as long as there is none."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (FileNotFoundError, msgspec.DecodeError):
@@ -111,13 +115,13 @@ class CourierStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def touch(path: Path) -> None:
-        """Say that what was said still holds: touch the file."""
+        """Touch the file, which shows that the status is still valid."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(path)
 
     @staticmethod
     def read_touch_time(path: Path) -> float:
-        """When that was said last, by the clock of the file system; 0 if nothing was. Opened: NFS looks anew then."""
+        """Return the time of the last touch by the file system's clock, or 0; NFS updates it when a file is opened."""
         try:
             with path.open("rb") as file:
                 return os.fstat(file.fileno()).st_mtime
@@ -126,19 +130,19 @@ class CourierStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoWorldError(WeightsError):
-    """The couriers were not brought together, and would not be the next time."""
+    """The couriers could not be connected, and a restart would not help."""
 
 
 class NoRoomError(WeightsError):
-    """A node has no memory for its window, and would not have it the next time."""
+    """A node has no memory for its window, and a restart would not help."""
 
 
 class RankLostError(WeightsError):
-    """Another rank is gone, and this life of the couriers with it."""
+    """Another rank is lost, which ends this run of the couriers."""
 
 
 class RankStuckError(RankLostError):
-    """A rank holds up the others: which, where, and how far it came."""
+    """A rank holds up the others; the error reports the rank, its node and its progress."""
 
     def __init__(self, peer: "CourierPeer", *, reason: str, version: int | None, nbytes: int) -> None:
         self.rank, self.node, self.nbytes = peer.rank, peer.node, peer.nbytes
@@ -148,17 +152,17 @@ class RankStuckError(RankLostError):
             what = (
                 f"version {version}: {peer.nbytes} of {nbytes} bytes, bucket {self.bucket} of {count_buckets(nbytes)}"
             )
-        super().__init__(f"rank {peer.rank} on {peer.node} {reason}; {what}; the couriers are started again")
+        super().__init__(f"rank {peer.rank} on {peer.node} {reason}; {what}; the couriers are restarted")
 
 
 @dataclass
 class CourierPeer:
-    """Another rank, as seen from here."""
+    """The state of another rank, as known here."""
 
     rank: int
     node: str
     last_received: float
-    """Monotonic."""
+    """Time of its last message, monotonic."""
     has_reported: bool = False
     held_version: int = -1
     nbytes: int = 0
@@ -168,7 +172,7 @@ class CourierPeer:
 
 @dataclass
 class PeerWatch:
-    """Peers, and the transfer that they take part in."""
+    """The peers, and the transfer that they take part in."""
 
     peers: dict[int, CourierPeer]
     silence_timeout_s: float = SILENCE_TIMEOUT_S
@@ -180,7 +184,7 @@ class PeerWatch:
     parts: tuple[NodePart, ...] = ()
 
     def start_transfer(self, announcement: VersionAnnouncement, *, deadline: float = float("inf")) -> None:
-        """A transfer starts, which has to end by `deadline` (monotonic)."""
+        """Start a transfer that must end by `deadline` (monotonic)."""
         self.version, self.nbytes, self.chain = announcement.version, announcement.nbytes, announcement.chain
         self.parts = announcement.parts
         self.time_limit_s, self.deadline = compute_time_limit_s(announcement.layout.nbytes), deadline
@@ -191,15 +195,15 @@ class PeerWatch:
         self.version, self.deadline, self.chain, self.parts = None, float("inf"), (), ()
 
     def check(self, *, now: float) -> None:
-        """StuckError naming the rank that was silent for too long, or the one that came least far by the deadline."""
+        """Raise RankStuckError for the rank that was silent for too long, or has the least progress at the deadline."""
         quiet = min(self.peers.values(), key=lambda peer: peer.last_received, default=None)
         if quiet is not None and now - quiet.last_received > self.silence_timeout_s:
-            raise self._make_stuck_error(quiet, f"has said nothing for {now - quiet.last_received:.1f} s")
+            raise self._make_stuck_error(quiet, f"has sent nothing for {now - quiet.last_received:.1f} s")
         if now > self.deadline:
             raise self._make_stuck_error(self._slowest(), f"did not finish within {self.time_limit_s:.0f} s")
 
     def _slowest(self) -> CourierPeer:
-        """Who came least far: a receiver that waits for a contributor is not to blame."""
+        """Return the peer with the least progress, but not a receiver that waits for a contributor."""
         waits = [((peer.held_version, peer.nbytes), peer) for peer in map(self.peers.__getitem__, self.chain)]
         first, least = 0, min(waits, key=lambda wait: wait[0])
         for part in self.parts:
@@ -215,7 +219,7 @@ class PeerWatch:
 
 
 def compute_time_limit_s(nbytes: int) -> float:
-    """How long a transfer may take at all."""
+    """Return the longest time that a transfer may take."""
     return MIN_TIME_LIMIT_S + nbytes / MIN_BYTES_PER_S
 
 
@@ -224,6 +228,6 @@ def count_buckets(nbytes: int) -> int:
 
 
 def split_into_buckets(nbytes: int) -> Iterator[slice]:
-    """A version's bytes, cut into messages."""
+    """Split a version's bytes into messages."""
     for start in range(0, nbytes, BUCKET_NBYTES):
         yield slice(start, min(start + BUCKET_NBYTES, nbytes))

@@ -1,9 +1,9 @@
-"""A version on its way into a slot: its bytes are put where they belong, and checked while they are in the cache.
+"""The courier of a node without a trainer: it receives versions into its window, passes them on, and checks them.
 
-Sums      checksums of some boxes of a part, taken while their bytes arrive
-Intake    all parts of a version, one after the other
-
-The courier of a node that is not the trainer's: takes buckets into its window, passes them on, checks them.
+VersionReceiver   the courier; it writes the window of its node
+IncomingVersion   a version on its way into a slot: all its parts, one after the other
+RunningChecksums  checksums of some boxes of a part, computed while their bytes arrive
+FinishVersion     make a received version visible
 """
 
 import os
@@ -38,21 +38,21 @@ from hpcrl.weights.window.file import NUM_HASH_THREADS, WindowKey, compute_check
 from hpcrl.weights.window.window import Window
 
 MAX_PRIVATE_PER_LANE = 4
-"""So many pieces are in memory of their own while they wait to be spread."""
+"""The most chunks per lane that are in private memory while they wait to be scattered."""
 
 
 class RunningChecksums:
-    """Checksums of some boxes of a part, taken while their bytes arrive and are still in the cache."""
+    """The checksums of some boxes of a part, computed while their bytes arrive and are still in the cache."""
 
     def __init__(self, boxes: Iterable[TensorSlot], *, on_box_done: Callable[[TensorSlot], None]) -> None:
-        """`on_box_done` hears of each box whose bytes are all here."""
+        """Call `on_box_done` for each box once all its bytes have arrived."""
         self.digests: dict[str, bytes] = {}
         self._remaining = deque(boxes)
         self._hash = start_hash()
         self._on_box_done = on_box_done
 
     def update(self, start: int, data: memoryview) -> None:
-        """The part's bytes from `start` on are these; what is between two calls is of no box."""
+        """Add the part's bytes from `start` on; bytes left out between two calls belong to no box."""
         stop = start + len(data)
         while self._remaining:
             box = self._remaining[0]
@@ -68,7 +68,7 @@ class RunningChecksums:
 
 
 class IncomingVersion:
-    """One version; each lane, a thread, takes the checksums of its share of the boxes."""
+    """A version that is being received; each lane, a thread, computes the checksums of its share of the boxes."""
 
     def __init__(
         self, slot: memoryview, layout: TensorLayout, parts: Sequence[NodePart], *, lanes: Sequence[ThreadPoolExecutor]
@@ -86,16 +86,16 @@ class IncomingVersion:
         self._num_missing_boxes = self._count_contiguous_boxes()
         self._lock = Lock()
         self._joined_digests: dict[str, bytes] = {}
-        """Checksums of tensors that came in several boxes."""
+        """Checksums of tensors that arrive in several boxes."""
         self._expected: deque[tuple[int, ByteSpan]] = deque()
         self._pending: list[Future[None]] = []
         self._private_work: deque[Future[None]] = deque()
-        """What the lanes still have to do with pieces in memory of their own."""
+        """The lanes' unfinished work on chunks in private memory."""
 
     def chunks(self, *, source: int | None) -> Iterator[ByteChunk]:
-        """Where everything goes, in the order in which it comes: from `source`, or each part from its own if None.
+        """Yield the target of every chunk, in order of arrival: from `source`, or each part from its own if None.
 
-        What has to be spread comes into memory of its own, which is made when it is about to come.
+        A chunk that must be scattered has private memory, which is allocated just before it arrives.
         """
         for number, part in enumerate(self._parts):
             for span in self._spans[number]:
@@ -109,7 +109,7 @@ class IncomingVersion:
                 yield ByteChunk(data, part.source if source is None else source)
 
     def add_chunk(self, data: memoryview) -> None:
-        """The next piece is here."""
+        """Process the next chunk, which has arrived."""
         number, span = self._expected.popleft()
         if span.target_start is None:
             self._pending.append(self._lanes[0].submit(self._scatter_span, number, span, data))
@@ -118,25 +118,25 @@ class IncomingVersion:
             self._private_work += self._pending[-len(self._lanes) :]
 
     def has_room(self) -> bool:
-        """Are the lanes so far that there is no more than a few pieces in memory of their own?"""
+        """Return True while only a few chunks in private memory wait for the lanes."""
         while self._private_work and self._private_work[0].done():
             self._private_work.popleft()
         return len(self._private_work) <= MAX_PRIVATE_PER_LANE * len(self._lanes)
 
     def pending(self) -> list["Future[None]"]:
-        """What has to end before `verify_checksums`."""
+        """Return the work that must end before `verify_checksums`."""
         return self._pending
 
     def verify_checksums(self) -> tuple[dict[str, str], list[bytes]]:
-        """What the checksums of all tensors should be, and, in order, what they are.
+        """Return the expected checksums of all tensors, and the actual ones in order.
 
-        WeightsError if a box is not what its source has; a tensor that came in several is right if these are.
+        WeightsError if a box differs from its source's; a tensor in several boxes is right if all of these are.
         """
         expected: dict[str, str] = {}
         actual = dict(self._joined_digests)
         for part, shares in zip(self._parts, self._shares, strict=True):
             for share in shares:
-                share.update(part.layout.nbytes, memoryview(b""))  # the last ones may have no bytes
+                share.update(part.layout.nbytes, memoryview(b""))  # the last boxes may have no bytes
             done = {name: digest for share in shares for name, digest in share.digests.items()}
             boxes = {box.name: box for box in part.layout.tensors if box.cut is not None}
             expected |= {name: checksum for name, checksum in part.checksums.items() if name not in boxes}
@@ -155,7 +155,7 @@ class IncomingVersion:
         return expected, [actual[tensor.name] for tensor in self._layout.tensors]
 
     def _count_contiguous_boxes(self) -> Counter[str]:
-        """How many boxes there are of each tensor that comes in several, and that nothing of has to be spread."""
+        """Count the boxes of each tensor that arrives in several, none of which must be scattered."""
         boxes = Counter(box.shard.name for part in self._parts for box in part.layout.tensors if box.cut is not None)
         for part, spans in zip(self._parts, self._spans, strict=True):
             for span in spans:
@@ -164,7 +164,7 @@ class IncomingVersion:
         return boxes
 
     def _finish_box(self, box: TensorSlot) -> None:
-        """With its last box a tensor is there, and its checksum is taken while others arrive."""
+        """Compute a tensor's checksum after its last box, while other tensors arrive."""
         name = box.shard.name
         with self._lock:
             self._num_missing_boxes[name] -= 1
@@ -184,22 +184,22 @@ class IncomingVersion:
 def _check_box(name: str, actual: str, part: NodePart) -> None:
     if actual != (expected := part.checksums.get(name)):
         raise WeightsError(
-            f"box {name!r} of rank {part.source} arrived with checksum {actual}, {expected} was sent: it was damaged, or "
-            "changed, on the way; the version before it stays in use"
+            f"box {name!r} of rank {part.source} arrived with checksum {actual}, {expected} was sent: "
+            "it was damaged, or changed, on the way; the version before it stays in use"
         )
 
 
 NUM_LANES = max(NUM_HASH_THREADS // 2, 1)
-"""Threads that take checksums while the wire, which copies too, has a core of its own."""
+"""Threads that compute checksums; the transport, which copies too, keeps a core for itself."""
 IDLE_INTERVAL_S = 0.002
 FinishVersion = Callable[[], VersionManifest]
-"""Makes visible what has come; WeightsError if that is not what was announced."""
+"""Makes a received version visible; WeightsError if it is not what was announced."""
 
 
 class VersionReceiver:
-    """Writes the window from which the engines of its node read.
+    """The courier that writes the window from which the engines of its node read.
 
-    The window is touched by one thread at a time: while one prepares a slot, reports tell what was known before.
+    One thread at a time accesses the window: while it prepares a slot, reports contain the last known values.
     """
 
     def __init__(self, key: WindowKey, connection: CourierConnection, *, job: JobDir, events: EventLog) -> None:
@@ -216,7 +216,7 @@ class VersionReceiver:
         connection.send_pulse, connection.read_messages = self._send_pulse, self._read_messages
 
     def serve(self) -> NoReturn:
-        """Take what is announced, for ever."""
+        """Receive announced versions forever."""
         self._connection.send_message(self._source.rank, MessageTag.REPORT, self._encode_report())
         while True:
             self._connection.poll()
@@ -226,7 +226,7 @@ class VersionReceiver:
                 time.sleep(IDLE_INTERVAL_S)
 
     def _receive_version(self, announcement: VersionAnnouncement) -> None:
-        """Take a version into the window and pass it on; one that did not become what was announced is dropped."""
+        """Receive a version into the window and pass it on; one that is not as announced is dropped."""
         connection = self._connection
         connection.watch.start_transfer(announcement)
         self._arrived_nbytes = 0
@@ -236,14 +236,14 @@ class VersionReceiver:
             self._held_version = announcement.version
         except (RankLostError, NoRoomError):
             raise
-        except WeightsError as error:  # the trainer may have overwritten it meanwhile: the sender knows
+        except WeightsError as error:  # the trainer may have overwritten it meanwhile: the sender checks that
             self._damaged_transfer = announcement.number
             self._events.emit(FaultReported(what="courier", detail=str(error), version=announcement.version))
         connection.send_message(self._source.rank, MessageTag.REPORT, self._encode_report())
         connection.watch.end_transfer()
 
     def _receive_full(self, announcement: VersionAnnouncement) -> FinishVersion:
-        """Every bucket straight into the slot, its checksums taken meanwhile."""
+        """Receive every bucket directly into the slot, and compute checksums meanwhile."""
         connection = self._connection
         window, slot = connection.run_in_thread(lambda: self._start_version(announcement))  # may wait for a reader
         incoming = IncomingVersion(
@@ -266,7 +266,7 @@ class VersionReceiver:
         return finish
 
     def _receive_delta(self, announcement: VersionAnnouncement) -> FinishVersion:
-        """To private memory, for its base is not touched: it becomes the new version in the other slot."""
+        """Receive a delta into private memory; it is applied to a copy of its base in the other slot."""
         delta = bytearray(announcement.nbytes)
         previous = self._previous_rank(announcement)
         chunks = split_into_chunks(memoryview(delta), source=self._source.rank if previous is None else previous)
@@ -276,7 +276,7 @@ class VersionReceiver:
     def _apply_delta(self, delta: bytearray, announcement: VersionAnnouncement) -> VersionManifest:
         assert announcement.base is not None, "it is a delta"
         window, slot = self._start_version(announcement)
-        with window.read_optimistic(announcement.base) as old:  # nobody but us writes here
+        with window.read_optimistic(announcement.base) as old:  # no other process writes here
             for bucket in split_into_buckets(len(slot)):  # a copy holds the GIL
                 slot[bucket] = old[bucket]
         delta_codec.apply_delta(memoryview(delta), slot, announcement.layout, base=announcement.base)
@@ -289,7 +289,7 @@ class VersionReceiver:
         self._connection.stream(chunks, target=after[0] if after else None, on_moved=on_moved)
 
     def _previous_rank(self, announcement: VersionAnnouncement) -> int | None:
-        """The receiver that passes everything on to this one; None for the first, to which the sources send."""
+        """Return the receiver that passes everything on to this one; None for the first, to which the sources send."""
         place = announcement.chain.index(self._connection.transport.rank)
         return announcement.chain[place - 1] if place else None
 
@@ -298,7 +298,7 @@ class VersionReceiver:
         self._source.nbytes = self._arrived_nbytes
 
     def _start_version(self, announcement: VersionAnnouncement) -> tuple[Window, memoryview]:
-        """The slot to fill, in a window that is ours to write and of this layout."""
+        """Return a slot to fill, in a window of this layout that this process writes."""
         window = self._window
         if window is None or not self._is_writer or window.layout != announcement.layout or not window.is_current():
             if window is not None:
@@ -327,7 +327,7 @@ class VersionReceiver:
         self._connection.send_update(self._source.rank, MessageTag.REPORT, self._encode_report())
 
     def _exit_process(self) -> NoReturn:
-        """Nobody needs another version, nor this window."""
+        """Remove the window, which is no longer needed, and exit."""
         for thread in self._threads:
             thread.shutdown(cancel_futures=True)
         if self._window is not None:

@@ -1,9 +1,12 @@
-"""The courier beside the trainer: sees a new version, announces it, sends it down the chain of nodes that lack it.
+"""The courier beside the trainer: it finds a new version, announces it, and sends it along the chain of nodes.
 
-Where the trainer is on several nodes, the others' couriers contribute: a version is announced once each of them has
-offered its part, and every part comes from where it lies. Else, if all receivers have the version before it, which is
-the trainer's other slot, a delta to that one may be sent. The trainer waits for no encoding: a base that it overwrites
-meanwhile is a reason to send the version in full.
+    VersionSender    the courier; it reads the trainer's window
+    TransferPayload  the bytes sent of a version
+
+If the trainer is on several nodes, the couriers of the others contribute: a version is announced once each of them
+has offered its part, and each part is sent from its own node. Otherwise, if all receivers have the version in the
+trainer's other slot, a delta to that one may be sent. The trainer never waits for encoding: if it overwrites the base
+meanwhile, the version is sent in full.
 """
 
 import os
@@ -40,18 +43,18 @@ from hpcrl.weights.window.window import Window
 
 IDLE_INTERVAL_S = 0.002
 RETRY_INTERVAL_S = 0.2
-"""Before a version that could not be read is tried again."""
+"""The wait before a version that could not be sent is tried again."""
 MAX_OFFERS = 2
-"""As many versions as a window holds are remembered of each contributor."""
+"""Offers kept of each contributor: a window holds two versions."""
 
 
 class TransferPayload(NamedTuple):
-    """What is sent of a version."""
+    """The bytes sent of a version: all of it, or a delta."""
 
     data: bytes | memoryview
     base: int | None
     reason: str
-    """Why it is this and not the other codec."""
+    """The reason for this codec."""
 
     @property
     def codec(self) -> CodecName:
@@ -59,7 +62,7 @@ class TransferPayload(NamedTuple):
 
 
 class VersionSender:
-    """Reads the trainer's window and never writes it."""
+    """The courier that reads the trainer's window, and never writes it."""
 
     def __init__(
         self,
@@ -72,14 +75,14 @@ class VersionSender:
         codec: CodecSetting,
         contributors: Iterable[int] = (),
     ) -> None:
-        """`contributors`: the ranks on the trainer's other nodes, in its order."""
+        """Set `contributors` to the ranks on the trainer's other nodes, in the trainer's order."""
         self._key, self._connection, self._job, self._events = key, connection, job, events
         self._status_path = status_path
         self._contributors = tuple(contributors)
         self._peers = connection.watch.peers
         self._receivers = {rank: peer for rank, peer in self._peers.items() if rank not in self._contributors}
         self._offers: dict[int, dict[int, PartOffer]] = defaultdict(dict)
-        """By contributor and version."""
+        """Offers by contributor and version."""
         self._codec_chooser = CodecChooser(setting=codec)
         self._window: Window | None = None
         self._num_transfers = 0
@@ -87,7 +90,7 @@ class VersionSender:
         connection.send_pulse, connection.read_messages = self._send_pulse, self._read_messages
 
     def serve(self) -> NoReturn:
-        """Send every new version to whoever lacks it, for ever."""
+        """Send every new version to the receivers that lack it, forever."""
         self._connection.wait_until(lambda: all(peer.has_reported for peer in self._peers.values()))
         self._write_status()
         while True:
@@ -102,7 +105,7 @@ class VersionSender:
                 self._write_status()
 
     def _write_status(self) -> None:
-        """Tell the driver that all are here, and what all have."""
+        """Write the status for the driver: all couriers are here, and the version that all have."""
         nodes = ", ".join(sorted({self._key.node, *(peer.node for peer in self._peers.values())}))
         carried = min((peer.held_version for peer in self._receivers.values()), default=-1)
         status = CourierStatus(
@@ -111,18 +114,18 @@ class VersionSender:
         status.write(self._status_path)
 
     def _newest_complete(self) -> VersionManifest | None:
-        """The newest version of which every node of the trainer has its part."""
+        """Return the newest version of which every node of the trainer has its part."""
         self._window = Window.reopen(self._window, self._key, job=self._job.number, touch=False)
         if self._window is None or not self._contributors:
             return self._window.newest() if self._window is not None else None
         everywhere = set(self._window.versions()).intersection(*(self._offers[rank] for rank in self._contributors))
         try:
             return self._window.manifest(max(everywhere)) if everywhere else None
-        except WeightsError:  # it is being overwritten just now
+        except WeightsError:  # it has just been overwritten
             return None
 
     def _send_version(self, manifest: VersionManifest, *, chain: tuple[int, ...]) -> bool:
-        """Bring a version to all of `chain`; False if it has to be tried again."""
+        """Send a version to all of `chain`; return False if it must be tried again."""
         assert self._window is not None
         start = time.monotonic()
         try:
@@ -133,7 +136,7 @@ class VersionSender:
                 )
                 announcement = self._make_announcement(manifest, payload, chain=chain, parts=parts)
                 self._transfer(announcement, payload, deadline=start + compute_time_limit_s(announcement.layout.nbytes))
-            self._check_arrived(announcement)  # it was not overwritten: it has to be right
+            self._check_arrived(announcement)  # it was not overwritten, so it must have arrived intact
         except RankLostError:
             raise
         except WeightsError as error:
@@ -147,7 +150,7 @@ class VersionSender:
         return True
 
     def _list_parts(self, manifest: VersionManifest) -> tuple[NodePart, ...]:
-        """What comes from where; nothing if all of it comes from here."""
+        """List the parts of a version and their sources; empty if all of it is here."""
         assert self._window is not None
         own = NodePart(source=self._connection.transport.rank, layout=self._window.layout, checksums=manifest.checksums)
         offers = [(rank, self._offers[rank][manifest.version]) for rank in self._contributors]
@@ -158,7 +161,7 @@ class VersionSender:
     def _choose_payload(
         self, version: int, data: memoryview, chain: tuple[int, ...], parts: tuple[NodePart, ...]
     ) -> TransferPayload:
-        """What to send: differences from a version that all of the chain have, if that pays, else all of it."""
+        """Choose what to send: a delta to a version that all of the chain have, if that is faster, else all of it."""
         assert self._window is not None
         if parts:
             return TransferPayload(data, None, "the trainer's ranks are on several nodes")
@@ -167,9 +170,9 @@ class VersionSender:
         bases = {self._peers[rank].held_version for rank in chain}
         base = min(bases)
         if len(bases) > 1 or base not in self._window.versions():
-            return TransferPayload(data, None, "the receivers have no version in common that is still here")
+            return TransferPayload(data, None, "the receivers have no version in common that is still in the window")
         if self._failed_delta == version:
-            return TransferPayload(data, None, f"the delta to version {base} did not become what it had to")
+            return TransferPayload(data, None, f"the delta to version {base} gave a wrong result")
         try:
             with self._window.read_optimistic(base) as old:
                 choice = self._codec_chooser.choose(self._window.layout, old, data)
@@ -191,7 +194,7 @@ class VersionSender:
         chain: tuple[int, ...],
         parts: tuple[NodePart, ...],
     ) -> VersionAnnouncement:
-        """WeightsError if the parts do not make a whole."""
+        """Make the announcement of a version; WeightsError if the parts do not make up the whole."""
         assert self._window is not None
         self._num_transfers += 1
         return VersionAnnouncement(
@@ -207,7 +210,7 @@ class VersionSender:
         )
 
     def _transfer(self, announcement: VersionAnnouncement, payload: TransferPayload, *, deadline: float) -> None:
-        """Announce it, send it, and wait until everybody has it, whole or not."""
+        """Announce a version, send it, and wait until all have it, whole or damaged."""
         connection, message = self._connection, msgspec.json.encode(announcement)
         others = [part.source for part in announcement.parts if part.source != connection.transport.rank]
         connection.watch.start_transfer(announcement, deadline=deadline)
@@ -222,7 +225,7 @@ class VersionSender:
         connection.wait_until(lambda: all(peer.ended_transfer == number for peer in contributors))
 
     def _own_chunks(self, announcement: VersionAnnouncement, data: memoryview) -> Iterable[ByteChunk]:
-        """What goes from here."""
+        """Yield the chunks that are sent from here."""
         if not announcement.parts:
             return split_into_chunks(data)
         own_parts = [part for part in announcement.parts if part.source == self._connection.transport.rank]
@@ -230,7 +233,7 @@ class VersionSender:
         return (ByteChunk(data[span.start : span.stop]) for span in spans)
 
     def _check_arrived(self, announcement: VersionAnnouncement) -> None:
-        """WeightsError: a delta has to be followed by the whole. LostError: that did not help, or was it already."""
+        """Raise WeightsError if a transfer must be repeated, RankLostError if a full version arrived damaged."""
         overwritten = [part.source for part in announcement.parts if self._is_damaged(part.source, announcement)]
         damaged = ", ".join(
             self._peers[rank].node for rank in announcement.chain if self._is_damaged(rank, announcement)
@@ -240,25 +243,26 @@ class VersionSender:
         if damaged and overwritten:
             nodes = ", ".join(self._peers[rank].node for rank in overwritten)
             raise WeightsError(
-                f"version {announcement.version} was overwritten on {nodes} before its part was sent: the newest is taken"
+                f"version {announcement.version} was overwritten on {nodes} before its part was sent: "
+                "the newest is sent instead"
             )
         if damaged and announcement.base is not None:
             self._failed_delta = announcement.version
             raise WeightsError(
-                f"the delta from version {announcement.base} did not become version {announcement.version} on {damaged}: it "
-                "is sent in full"
+                f"the delta from version {announcement.base} did not become version {announcement.version} "
+                f"on {damaged}: it is sent in full"
             )
         if damaged:
             raise RankLostError(
-                f"version {announcement.version} arrived damaged on {damaged}, and nobody has touched it in "
-                f"{self._key.path}; the couriers are started again"
+                f"version {announcement.version} arrived damaged on {damaged}, and was not overwritten in "
+                f"{self._key.path}; the couriers are restarted"
             )
 
     def _is_damaged(self, rank: int, announcement: VersionAnnouncement) -> bool:
         return rank in self._peers and self._peers[rank].damaged_transfer == announcement.number
 
     def _record_transfer(self, announcement: VersionAnnouncement, payload: TransferPayload, *, wall_s: float) -> None:
-        """Everybody has it."""
+        """Record a transfer, now that all have the version."""
         if announcement.base is None:
             self._codec_chooser.record_full(announcement.nbytes, wall_s)
         else:

@@ -1,10 +1,12 @@
-"""Where the bytes of a part go in the whole version, cut into messages.
+"""The spans of a part: its bytes as messages, with their place in the whole version.
 
-    split_into_spans  of a part that is sent, in order; sender and receiver come to the same
-    scatter           put into its tensor what does not lie there in one run
+    ByteSpan          bytes of a part that are sent together
+    split_into_spans  split a part that is sent, in order; sender and receiver compute the same spans
+    scatter           put bytes into a tensor where they are not contiguous
+    view_values       a tensor in a slot as integers
 
-Where a part is the whole, these are just its bytes, cut: tensors that lie behind one another in both travel as one run.
-A box that is rows of its tensor is a run too. Only a box of columns has to be spread by who receives it.
+If a part is the whole, the spans are just its bytes, split: tensors that are adjacent in both are sent as one run.
+A box of rows of its tensor is a run too. Only a box of columns must be scattered by its receiver.
 """
 
 import math
@@ -18,19 +20,19 @@ from hpcrl.weights.layout import ITEM_SIZES, TensorLayout, TensorSlot, align_nby
 
 
 class ByteSpan(NamedTuple):
-    """Bytes of a part that travel together."""
+    """The bytes of a part that are sent together."""
 
     start: int
     stop: int
-    """In the part."""
+    """End in the part, as `start`."""
     target_start: int | None
-    """Where they lie in the whole as they are; None: they have to be spread."""
+    """Offset in the whole where they are contiguous; None: they must be scattered."""
     box_index: int
-    """The part's box they begin with, and end with if they have to be spread."""
+    """The part's box that they start with, and end with if they must be scattered."""
 
 
 def split_into_spans(part: TensorLayout, whole: TensorLayout) -> list[ByteSpan]:
-    """All bytes of a part, in order."""
+    """Split all bytes of a part into spans, in order."""
     runs: list[ByteSpan] = []
     tensors = whole.tensors_by_name()
     for index, box in enumerate(part.tensors):
@@ -49,7 +51,7 @@ def split_into_spans(part: TensorLayout, whole: TensorLayout) -> list[ByteSpan]:
 
 
 def scatter(data: memoryview, span: ByteSpan, *, box: TensorSlot, tensor: TensorSlot, slot: memoryview) -> None:
-    """Put rows of a box to where they belong in the slot of the whole."""
+    """Copy rows of a box to their place in the slot of the whole."""
     axis = _find_row_axis(box.shape)
     first, num = (size // _compute_row_nbytes(box) for size in (span.start - box.offset, len(data)))
     start, shape = list(box.shard.start), list(box.shape)
@@ -61,7 +63,7 @@ def scatter(data: memoryview, span: ByteSpan, *, box: TensorSlot, tensor: Tensor
 
 
 def view_values(slot: memoryview, tensor: TensorSlot) -> Any:
-    """A tensor in a slot as integers of its width, which no copy changes."""
+    """View a tensor in a slot as integers of its width, which are copied bit for bit."""
     int_dtype = np.dtype(f"<u{ITEM_SIZES[tensor.dtype]}")
     data = np.frombuffer(slot, np.uint8)[tensor.offset : tensor.offset + tensor.nbytes]
     return data.view(int_dtype).reshape(tensor.shape)
@@ -74,7 +76,7 @@ def _is_contiguous(run: ByteSpan, start: int, target_start: int) -> bool:
 
 
 def _find_run_start(box: TensorSlot, tensor: TensorSlot) -> int | None:
-    """Where a box begins in the whole, if its bytes lie there in one run."""
+    """Return the offset of a box in the whole; None if its bytes are not contiguous there."""
     axis = _find_row_axis(box.shape)
     if box.shape[axis + 1 :] != tensor.shape[axis + 1 :]:
         return None
@@ -85,7 +87,7 @@ def _find_run_start(box: TensorSlot, tensor: TensorSlot) -> int | None:
 
 
 def _split_rows(box: TensorSlot, index: int) -> Iterator[ByteSpan]:
-    """Whole rows, as many as a message takes."""
+    """Split a box into messages of whole rows."""
     row = _compute_row_nbytes(box)
     step = max(BUCKET_NBYTES // row, 1) * row
     for start in range(0, box.nbytes, step):
@@ -101,7 +103,7 @@ def _split_run(run: ByteSpan) -> Iterator[ByteSpan]:
 
 
 def _find_row_axis(shape: tuple[int, ...]) -> int:
-    """The first axis that has more than one of something."""
+    """Return the first axis with more than one entry."""
     return next((axis for axis, size in enumerate(shape) if size != 1), max(len(shape) - 1, 0))
 
 

@@ -1,14 +1,14 @@
-"""The couriers' wire over MPI; nothing else imports mpi4py.
+"""The transport of couriers over MPI; no other module imports mpi4py.
 
-join    bring the ranks together: NoWorldError unless there are as many as were started
+    join_ranks        connect the ranks: NoWorldError unless all that were started are there
+    MpiTransport      messages and buckets as polled requests
+    limit_value_size  start MPI inside, with a relay between MPICH and Slurm's pmi2
 
-A relay between MPICH and Slurm's pmi2, for what is too long between them.
-
-MPICH tells the others its address in values of as many bytes as Slurm says that it takes (1,024), and Slurm reads a
-whole command into 1,024 bytes: a value that fills its room is torn, and the world never comes up. It often works, for
-runs of zeros are written short. What is written are 4,096 bytes of memory from the address on, whatever follows it
-there: whether they are zeros is a matter of luck, and the same luck again at every start.
-So the relay lets Slurm say less. It is a process of its own: MPI's beginning keeps this one from all else.
+The relay shortens what MPICH publishes. MPICH sends its address in values of the length that Slurm accepts (1,024
+bytes), but Slurm reads a whole command into 1,024 bytes: a value of full length is truncated, and the MPI world never
+starts. It often works, since runs of zeros are written in a short form. MPICH writes 4,096 bytes of memory from the
+address on, whatever follows there: whether these are zeros is chance, and the same chance at every start.
+So the relay reports a smaller limit to MPICH. It is a separate process, since MPI's start blocks this one.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ from hpcrl.weights.couriers.protocol import NoWorldError
 from hpcrl.weights.window.shm_cleanup import remove_orphan_mpi
 
 MAX_VALUE_NBYTES = 900
-"""With the longest key and the name of the step around it, still a command that Slurm can read."""
+"""With the longest key and the step's name, this still makes a command that Slurm can read."""
 _MAX_VALUE_FIELD = re.compile(rb"(?<=vallen_max=)\d+")
 
 
 @contextlib.contextmanager
 def limit_value_size() -> Iterator[None]:
-    """MPI may begin inside; where something else than pmi2 started this process, nothing happens."""
+    """Start MPI inside this block; without pmi2 the block does nothing."""
     if os.environ.get("SLURM_MPI_TYPE") != "pmi2" or "PMI_FD" not in os.environ:
         yield
         return
@@ -56,12 +56,12 @@ def limit_value_size() -> Iterator[None]:
     try:
         yield
     finally:
-        os.dup2(slurm, own_end.detach())  # MPI goes on with Slurm itself, and the relay ends
+        os.dup2(slurm, own_end.detach())  # MPI continues with Slurm itself, and the relay ends
         os.waitpid(relay, 0)
 
 
 def _relay_lines(mpich: int, slurm: int) -> None:
-    """Pass on what either says, until one of them has ended."""
+    """Relay data in both directions until one end is closed."""
     other = {mpich: slurm, slurm: mpich}
     while True:
         for fd in select.select(other, [], [])[0]:
@@ -80,7 +80,7 @@ NAME_BYTES = 256
 
 
 def join_ranks(node: str, *, num_ranks: int) -> "tuple[MpiTransport, list[str]]":
-    """This rank's wire, and the node of every rank."""
+    """Return this rank's transport, and the node of every rank."""
     remove_orphan_mpi()
     with limit_value_size():
         MPI.Init_thread(MPI.THREAD_FUNNELED)
@@ -98,7 +98,7 @@ def join_ranks(node: str, *, num_ranks: int) -> "tuple[MpiTransport, list[str]]"
 
 
 class MpiTransport:
-    """Polled requests: MPI never blocks us, and takes no core while nothing comes."""
+    """The transport over MPI; requests are polled, so that MPI never blocks, and uses no core while idle."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self.rank = comm.Get_rank()
@@ -135,7 +135,7 @@ def _gather_nodes(comm: MPI.Comm, node: str) -> list[str]:
 
 
 def _unlink_segments() -> None:
-    """Remove the names of MPI's own shared memory, which all ranks have mapped by now: they would outlive a kill -9."""
+    """Remove the names of MPI's shared memory, which all ranks have mapped by now: they would outlive a kill -9."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if " /dev/shm/" in line:
             Path("/dev/shm", line.rpartition("/")[2]).unlink(missing_ok=True)

@@ -1,10 +1,11 @@
-"""The couriers' wire over TCP, for where MPI does not bring the nodes together: torch.distributed with gloo.
+"""The transport of couriers over TCP, for nodes that MPI does not connect: torch.distributed with gloo.
 
-join      meet through files that only we can read: no port is fixed, none has to be known before
-TcpWire   gloo cannot be polled: for each peer, threads wait for what comes and for what has gone
+    join_ranks       connect the ranks through files that only this user can read; no port is fixed or configured
+    TcpTransport     messages and buckets; gloo cannot be polled, so threads for each peer wait for its transfers
+    RendezvousStore  the files through which ranks find each other
 
-gloo knows no passwords. Its sockets are bound to the site's interface, and a version is taken only with the checksums
-that were announced with it; still, whoever can reach the ports of a job on that network can disturb its transfers.
+gloo has no authentication. Its sockets are bound to the site's interface, and a version is accepted only with the
+checksums in its announcement; still, anyone who can reach a job's ports on that network can disturb its transfers.
 """
 
 import os
@@ -28,10 +29,10 @@ from hpcrl.weights.couriers.protocol import NoWorldError, RankLostError
 
 MAIL_TAG, DATA_TAG = 1, 2
 HEAD_BYTES = 16
-"""Of a small message: its tag and its length, 8 bytes each."""
+"""Bytes before a small message: its tag and its length, 8 bytes each."""
 MAX_MAIL_BYTES = 256 << 20
 MAX_WAIT = timedelta(days=30)
-"""Who is stuck is found by the link's watch, not by gloo, which would close its connections."""
+"""Stuck ranks are found by PeerWatch, not by gloo, which would close its connections."""
 POLL_INTERVAL_S = 0.02
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -39,12 +40,12 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 def join_ranks(
     node: str, *, nodes: tuple[str, ...], meeting: Path, interface: str | None, timeout_s: float
 ) -> "TcpTransport":
-    """This rank's wire; ranks are counted as `nodes` are. `meeting` is new for every life of the couriers."""
+    """Return this rank's transport; ranks are in the order of `nodes`, and `meeting` is new for every run."""
     warnings.filterwarnings("ignore", message="The given buffer is not writable")  # gloo only reads what it sends
     if interface is not None:
         os.environ[INTERFACE_VARIABLE] = interface
     if node not in nodes:
-        raise NoWorldError(f"a courier runs on {node}, and they belong on {', '.join(nodes)}, one each")
+        raise NoWorldError(f"a courier runs on {node}, but couriers must run on {', '.join(nodes)}, one each")
     rank = nodes.index(node)
     try:
         dist.init_process_group(
@@ -63,7 +64,7 @@ def join_ranks(
 
 
 class RendezvousStore(dist.Store):  # type: ignore[name-defined,misc]  # torch's stubs do not show it
-    """What ranks tell each other to meet, one private file each; gloo needs no more than to set and to get."""
+    """The values that ranks exchange to connect, in one private file each; gloo only sets and gets."""
 
     def __init__(self, directory: Path, *, timeout_s: float) -> None:
         super().__init__()
@@ -81,11 +82,11 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined,misc]  # torch's
         return all(self._path(key).exists() for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until all are set; gloo hands on what is raised here."""
+        """Wait until all keys are set; gloo passes on what is raised here."""
         deadline = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
         while not self.check(keys):
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"{', '.join(keys)}: not said by then")
+                raise TimeoutError(f"{', '.join(keys)}: not set in time")
             time.sleep(POLL_INTERVAL_S)
 
     def _path(self, key: str) -> Path:
@@ -93,7 +94,7 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined,misc]  # torch's
 
 
 class TcpTransport:
-    """Messages with a head of fixed size, and buckets straight into the window."""
+    """The transport over TCP: messages with a head of fixed size, and buckets directly into the window."""
 
     def __init__(self, rank: int, *, num_ranks: int) -> None:
         self.rank = rank
@@ -123,7 +124,7 @@ class TcpTransport:
         return self._wait_for_all([dist.irecv(_wrap_bytes(chunk), source, tag=DATA_TAG)], waiter=("from", source))
 
     def _wait_for_all(self, works: "list[dist.Work | None]", *, waiter: tuple[str, int]) -> DoneCheck:
-        """gloo says that a thing is done only to who waits for it."""
+        """Wait in a thread, since gloo reports completion only to a waiter."""
 
         def wait() -> None:
             for work in works:
@@ -140,7 +141,7 @@ class TcpTransport:
         return done
 
     def _collect_messages(self, peer: int) -> None:
-        """Small messages of one peer, for ever."""
+        """Collect the small messages of one peer forever."""
         try:
             while True:
                 head = self._receive_bytes(HEAD_BYTES, peer)
@@ -161,9 +162,9 @@ class TcpTransport:
 
 
 def _make_lost_error(peer: int, error: BaseException) -> RankLostError:
-    return RankLostError(f"rank {peer} cannot be reached any more: {str(error)[:300]}; the couriers are started again")
+    return RankLostError(f"rank {peer} can no longer be reached: {str(error)[:300]}; the couriers are restarted")
 
 
 def _wrap_bytes(data: bytearray | memoryview) -> torch.Tensor:
-    """The same bytes, as gloo takes them."""
+    """Wrap bytes in a tensor for gloo, without a copy."""
     return torch.frombuffer(data, dtype=torch.uint8)

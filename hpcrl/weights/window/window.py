@@ -95,7 +95,7 @@ class Window:
 
     @classmethod
     def join(cls, key: WindowKey, *, job: int) -> "Window":
-        """Open the end of a process that fills slots with the writer; WeightsError if there is no such window."""
+        """Open the end of a process that fills slots with the writer; WeightsError if the window does not exist."""
         with contextlib.suppress(UnusableWindowError):
             window = cls._map(key.path, role="part")
             if window.job == job:
@@ -105,7 +105,7 @@ class Window:
 
     @classmethod
     def open(cls, key: WindowKey, *, job: int | None = None, touch: bool = True) -> "Window | None":
-        """Open a reader's end; None if there is no window (of that job), or it is incomplete, or not ours.
+        """Open a reader's end; None if the window (of that job) is absent, incomplete or not ours.
 
         Without `touch` this returns at once, whatever the size, and the first access to each page takes longer.
         """

@@ -39,7 +39,7 @@ def test_what_the_site_wants_is_done(wants: CodecSetting) -> None:
 def test_the_first_versions_go_in_full_to_measure_the_link() -> None:
     pace = CodecChooser(setting="auto")
     pace.record_full(LAYOUT.nbytes, 1e6)
-    assert choice(pace, changed(0.01)) == ("full", "the link is not measured yet")
+    assert choice(pace, changed(0.01)) == ("full", "the link has not been measured yet")
 
 
 def test_a_slow_link_gets_deltas_and_says_why() -> None:

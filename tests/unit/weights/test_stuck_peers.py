@@ -51,7 +51,7 @@ def test_the_longest_silent_peer_is_named_with_what_it_had() -> None:
     seen.peers[2].last_received = 95.0
     seen.peers[2].nbytes = BUCKET_NBYTES + 5
     with pytest.raises(
-        RankStuckError, match=r"rank 2 on n2 has said nothing for 11\.0 s; version 7: .* bucket 1 of 3"
+        RankStuckError, match=r"rank 2 on n2 has sent nothing for 11\.0 s; version 7: .* bucket 1 of 3"
     ) as caught:
         seen.check(now=106.0)
     assert (caught.value.rank, caught.value.node, caught.value.bucket) == (2, "n2", 1)
