@@ -1,4 +1,10 @@
-"""Couriers of several simulated nodes on one machine, as the bench and the tests run them."""
+"""Run the couriers of several simulated nodes on one machine, for benches and tests.
+
+Fleet, fleet              the couriers of some nodes - in a block, after which nothing is left of them
+courier_pids, processes   the processes of a campaign
+until                     wait for a condition
+filled, publish           the content of a test version - publish one, as a trainer does
+"""
 
 import contextlib
 import os
@@ -27,13 +33,13 @@ OPEN_MPI = (
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
     "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe",
 )
-"""What Open MPI wants to be told: that CI is root, and that nodes are more than cores. MPICH does not look at it."""
+"""Settings that Open MPI needs: CI runs as root, with more nodes than cores. MPICH ignores them."""
 WAIT_S = 180.0
 
 
 @dataclass
 class Fleet:
-    """One courier a node; the first node is the trainer's, or the first few are."""
+    """One courier per node; the first node, or the first few, are the trainer's."""
 
     run: CampaignDir
     nodes: tuple[str, ...]
@@ -42,11 +48,11 @@ class Fleet:
     codec: str = "full"
     num_sources: int = 1
     before: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """What stands before the courier's command on a node."""
+    """Words put before the courier's command on a node."""
     lives: int = 0
     process: "subprocess.Popen[bytes] | None" = None
     windows: list[Window] = field(default_factory=list)
-    """The trainer's, which end with the fleet."""
+    """The trainer's windows, closed with the fleet."""
 
     @property
     def job(self) -> JobDir:
@@ -67,13 +73,13 @@ class Fleet:
     def start(self) -> None:
         """Start the couriers, and wait until they serve."""
         self.launch()
-        until(lambda: self.standing() is not None or not self.alive(), what="the couriers say how they are")
+        until(lambda: self.standing() is not None or not self.alive(), what="the couriers report their status")
         standing = self.standing()
         assert standing is not None, self.account()
         assert standing.ready, self.account()
 
     def launch(self) -> None:
-        """Begin one life of the step; like one of srun's, it ends when one of its ranks does."""
+        """Start one run of the step; like one of srun's, it ends when one of its ranks does."""
         self.lives += 1
         arguments = [str(self.run.root), "0", ",".join(self.nodes), ",".join(self.sources)]
         arguments.append(f"--silent-s={self.silent_s:g}")
@@ -105,7 +111,7 @@ class Fleet:
             self.process.wait()
 
     def pids(self) -> dict[str, int]:
-        """The courier of every node."""
+        """Return the courier's process id on every node."""
         return courier_pids(self.run)
 
     def signal(self, node: str, number: int) -> None:
@@ -118,13 +124,13 @@ class Fleet:
         return self.job.log("couriers").read_text()
 
     def trainer(self, layout: TensorLayout, *, node: int = 0) -> Window:
-        """The trainer's end of its window, or of one of them."""
+        """Create the trainer's end of its window on a node."""
         window = Window.create(self.key(self.nodes[node]), layout, job=self.job)
         self.windows.append(window)
         return window
 
     def newest(self, node: str) -> int:
-        """The newest version that an engine on that node sees."""
+        """Return the newest version that an engine on that node can read; -1 if there is none."""
         window = Window.open(self.key(node), job=0)
         if window is None:
             return -1
@@ -136,14 +142,14 @@ class Fleet:
 
     @contextmanager
     def reading(self, node: str, version: int) -> Iterator[memoryview]:
-        """What an engine on a node loads; while it does, the next version but one cannot arrive there."""
+        """Read a version as an engine on a node does; meanwhile the next version but one cannot arrive there."""
         window = Window.open(self.key(node), job=0)
         assert window is not None
         with contextlib.closing(window), window.read_version(version) as data:
             yield data
 
     def read(self, node: str, version: int) -> bytes:
-        """All that an engine on a node loads."""
+        """Read all bytes of a version on a node."""
         with self.reading(node, version) as data:
             return bytes(data)
 
@@ -151,7 +157,7 @@ class Fleet:
         return all(self.newest(node) == version for node in self.receivers)
 
     def wait_for(self, version: int) -> None:
-        """Until every node has a version; couriers that have ended bring none."""
+        """Wait until every node has a version; fail if the couriers have ended."""
 
         def arrived() -> bool:
             alive = self.alive()
@@ -162,15 +168,15 @@ class Fleet:
         until(arrived, what=lambda: f"version {version} is everywhere: {self.account()}")
 
     def transfers(self, version: int) -> list[dict[str, Any]]:
-        """What was told of all transfers, once that of a version is: it is everywhere a moment before."""
+        """Return the events of all transfers, once a version's is there: it arrives everywhere a moment before."""
         until(
             lambda: any(event["version"] == version for event in self.events("courier")),
-            what=lambda: f"the transfer of version {version} is told: {self.account()}",
+            what=lambda: f"the transfer of version {version} is logged: {self.account()}",
         )
         return self.events("courier")
 
     def account(self) -> str:
-        """What they had to say, for whoever has to find out why a test failed."""
+        """Describe the couriers' state, to find out why a test failed."""
         code = None if self.process is None else self.process.poll()
         newest = {node: self.newest(node) for node in self.nodes}
         return f"code {code}, {newest}, {self.standing()}, {self.events('fault')}, log:\n{self.log()}"
@@ -180,7 +186,7 @@ class Fleet:
 def fleet(
     root: Path, *nodes: str, silent_s: float = 10.0, wire: str = "mpi", codec: str = "full", num_sources: int = 1
 ) -> Iterator[Fleet]:
-    """Couriers for these nodes, not yet started; nothing is left of them."""
+    """Yield couriers for these nodes, not yet started; nothing is left of them afterwards."""
     couriers = Fleet(
         run=CampaignDir(root), nodes=nodes, silent_s=silent_s, wire=wire, codec=codec, num_sources=num_sources
     )
@@ -204,18 +210,18 @@ def _by_mpiexec(commands: dict[str, list[str]]) -> list[str]:
 
 
 def _by_shell(commands: dict[str, list[str]]) -> list[str]:
-    """mpiexec leaves the others alone when one ends that never called MPI."""
+    """Build a shell command: mpiexec does not end the others when one ends that never called MPI."""
     lines = [f"{shlex.join(['env', f'SLURMD_NODENAME={node}', *courier])} &" for node, courier in commands.items()]
     return ["bash", "-c", "\n".join([*lines, "wait -n", "sleep 0.2", "kill -KILL 0"])]
 
 
 def courier_pids(run: CampaignDir) -> dict[str, int]:
-    """The courier of every node of a campaign."""
+    """Return the courier's process id on every node of a campaign."""
     return processes(run, "hpcrl.weights.couriers", by="SLURMD_NODENAME")
 
 
 def processes(run: CampaignDir, *program: str, by: str) -> dict[str, int]:
-    """The processes of a campaign that run `python -m PROGRAM...`, by a variable of their environment."""
+    """Find the processes of a campaign that run `python -m PROGRAM...`, by a variable of their environment."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -231,20 +237,20 @@ def processes(run: CampaignDir, *program: str, by: str) -> dict[str, int]:
 
 
 def until(fact: Callable[[], bool], *, what: str | Callable[[], str], timeout_s: float = WAIT_S) -> None:
-    """Wait until something holds."""
+    """Wait until a condition is true."""
     deadline = time.monotonic() + timeout_s
     while not fact():
         if time.monotonic() >= deadline:
-            raise AssertionError(f"still not so after {timeout_s:g} s: {what if isinstance(what, str) else what()}")
+            raise AssertionError(f"still not true after {timeout_s:g} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.02)
 
 
 def filled(layout: TensorLayout, version: int) -> bytes:
-    """Bytes in which every 8 say which version they belong to: a mixed version shows."""
+    """Return the content of a version: every 8 bytes are its number, so that a mixed version is detected."""
     return version.to_bytes(8, "little") * (layout.nbytes // 8)
 
 
 def publish(window: Window, version: int) -> None:
-    """What the trainer does."""
+    """Publish a version, as the trainer does."""
     window.start_version(version, step=version)[:] = filled(window.layout, version)
     window.commit()

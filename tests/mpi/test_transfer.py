@@ -133,15 +133,16 @@ def program(text: str, couriers: Fleet, *, says: bytes) -> Iterator["subprocess.
 TRAINER = """
 import sys, time
 from pathlib import Path
-from hpcrl.campaign_dir.paths import RunDir
-from hpcrl.weights.layout import Layout
-from hpcrl.weights.window.window import Key, Window
-run = RunDir(Path(sys.argv[1]))
-layout = Layout.from_json(sys.stdin.buffer.read())
-window = Window.create(Key(campaign=run.root, node="n0"), layout, job=run.job(0))
-window.begin(1, step=1)[:] = (1).to_bytes(8, "little") * (layout.nbytes // 8)
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.weights.layout import TensorLayout
+from hpcrl.weights.window.file import WindowKey
+from hpcrl.weights.window.window import Window
+run = CampaignDir(Path(sys.argv[1]))
+layout = TensorLayout.from_json(sys.stdin.buffer.read())
+window = Window.create(WindowKey(campaign=run.root, node="n0"), layout, job=run.job(0))
+window.start_version(1, step=1)[:] = (1).to_bytes(8, "little") * (layout.nbytes // 8)
 window.commit()
-window.begin(2, step=2)[: layout.nbytes // 2] = b"x" * (layout.nbytes // 2)
+window.start_version(2, step=2)[: layout.nbytes // 2] = b"x" * (layout.nbytes // 2)
 print("half", flush=True)
 time.sleep(600)
 """
@@ -163,11 +164,13 @@ SENDING_TRAINER = """
 import sys, time
 from pathlib import Path
 from hpcrl.testing.nodes import publish
-from hpcrl.campaign_dir.paths import RunDir
-from hpcrl.weights.layout import Layout
-from hpcrl.weights.window.window import Key, Window
-run = RunDir(Path(sys.argv[1]))
-window = Window.create(Key(campaign=run.root, node="n0"), Layout.from_json(sys.stdin.buffer.read()), job=run.job(0))
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.weights.layout import TensorLayout
+from hpcrl.weights.window.file import WindowKey
+from hpcrl.weights.window.window import Window
+run = CampaignDir(Path(sys.argv[1]))
+layout = TensorLayout.from_json(sys.stdin.buffer.read())
+window = Window.create(WindowKey(campaign=run.root, node="n0"), layout, job=run.job(0))
 publish(window, 3)
 print("published", flush=True)
 time.sleep(600)

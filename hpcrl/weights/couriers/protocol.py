@@ -7,7 +7,8 @@ CourierReport           a receiver or contributor: its version, its progress, it
 CourierStatus           the status of all couriers for the driver
 CourierPeer, PeerWatch  another rank - the time of each one's last message, and which holds up the others
 compute_time_limit_s    limit on the duration of a transfer
-count_buckets, split_into_buckets  the messages that a version is sent in
+count_buckets           the number of messages that a version is sent in
+split_into_buckets      those messages
 
 NoWorldError            the ranks could not be connected: the next transport in the fallback order is used
 NoRoomError             a node cannot hold a window: files are used
