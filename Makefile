@@ -12,13 +12,17 @@ vllm: $(VENV)/.vllm
 demo: $(VENV)/.local
 	$(BIN)/hpcrl submit recipes/quickstart.toml --site local --watch
 
+# What needs neither Slurm nor vLLM nor a campaign runs in a process per core, the rest one after the other.
+FAST := tests/unit tests/contract tests/golden
+SLOW := tests/mpi tests/slurm tests/e2e tests/vllm tests/gpu bench
+
 test: $(VENV)/.dev $(VENV)/.vllm
 	bash jobs/lab/packages.sh
-	$(BIN)/python -m pytest --durations=20
+	$(BIN)/python -m pytest $(FAST) --numprocesses auto --dist loadfile --durations 20
+	$(BIN)/python -m pytest $(SLOW) --durations 20
 
-# What needs neither Slurm nor vLLM nor a campaign, in one process a core.
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/unit tests/contract tests/golden --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest $(FAST) --numprocesses auto --dist loadfile
 
 names:
 	@$(PYTHON) .ci/names.py
