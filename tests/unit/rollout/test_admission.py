@@ -1,4 +1,4 @@
-"""How many groups may begin."""
+"""The number of groups that may start."""
 
 import pytest
 from hypothesis import given
@@ -32,7 +32,7 @@ def test_shares_differ_by_one_at_most_and_sum_to_the_whole(whole, num_hosts):
     assert max(shares) - min(shares) <= 1
 
 
-def test_one_host_admits_what_may_run_and_what_stays_fresh():
+def test_one_worker_admits_groups_that_may_run_and_stay_fresh():
     assert groups() == 16
     assert groups(max_running=80) == 10
     assert groups(accepted_groups=5, running_groups=4, running_episodes=32) == 7
@@ -45,7 +45,7 @@ def test_a_group_is_admitted_only_whole():
 
 
 @given(st.integers(1, 16), counts, st.integers(1, 20), st.integers(0, 4), st.integers(0, 50), st.integers(0, 500))
-def test_fresh_hosts_together_admit_what_one_host_would(num_hosts, max_running, size, max_lag, version, accepted):
+def test_fresh_workers_together_admit_the_same_as_one(num_hosts, max_running, size, max_lag, version, accepted):
     common = {
         "max_running": max_running,
         "episodes_per_group": size,
@@ -56,7 +56,7 @@ def test_fresh_hosts_together_admit_what_one_host_would(num_hosts, max_running, 
     assert sum(groups(worker=EnvWorkerId(host, num_hosts), **common) for host in range(num_hosts)) == groups(**common)
 
 
-def test_what_a_dead_host_does_not_produce_falls_to_the_others():
+def test_other_workers_make_up_for_a_dead_one():
     version, accepted = 0, 0
     for _ in range(200):
         admitted = groups(worker=EnvWorkerId(1, 2), version=version, accepted_groups=accepted)
@@ -66,16 +66,16 @@ def test_what_a_dead_host_does_not_produce_falls_to_the_others():
 
 
 @pytest.mark.parametrize("host", [-1, 2])
-def test_a_host_outside_the_count_is_refused(host):
+def test_a_worker_outside_the_count_is_refused(host):
     with pytest.raises(AssertionError, match="of 2"):
         EnvWorkerId(host, 2)
 
 
-def test_a_batch_begins_with_groups_to_spare_as_far_as_there_is_room() -> None:
+def test_a_batch_starts_with_spare_groups_if_there_is_room() -> None:
     assert add_spare_groups(8, num_in_flight=0, spare=2, room=12) == 10
     assert add_spare_groups(8, num_in_flight=0, spare=2, room=9) == 9
 
 
-def test_what_stands_in_for_lost_groups_has_none_to_spare() -> None:
+def test_replacements_of_lost_groups_have_no_spare_groups() -> None:
     assert add_spare_groups(1, num_in_flight=3, spare=2, room=12) == 1
     assert add_spare_groups(0, num_in_flight=0, spare=2, room=12) == 0

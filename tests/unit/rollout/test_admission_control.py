@@ -1,4 +1,4 @@
-"""How many groups an env host lets begin, mode by mode: steps of four groups of two."""
+"""The number of groups that an env worker may start, mode by mode: steps of four groups of two."""
 
 import pytest
 
@@ -29,12 +29,12 @@ def groups_of(num):
 
 
 @pytest.mark.parametrize(("mode", "ahead"), [("sync", 4), ("one-step-off", 4), ("async", 8)])
-def test_at_first_a_mode_that_waits_begins_one_batch_and_async_as_many_as_may_lag(mode, ahead):
+def test_at_first_a_mode_that_waits_starts_one_batch_and_async_max_lag_more(mode, ahead):
     assert gate_of(mode).num_admitted(groups_of(0), num_unsealed=0, num_waiting=0) == ahead
 
 
 @pytest.mark.parametrize(("mode", "more"), [("sync", 0), ("one-step-off", 4), ("async", 4)])
-def test_while_training_has_a_batch_only_sync_begins_nothing(mode, more):
+def test_while_training_has_a_batch_only_sync_starts_nothing(mode, more):
     assert gate_of(mode).num_admitted(groups_of(0), num_unsealed=0, num_waiting=8) == more
 
 
@@ -43,7 +43,7 @@ def test_a_lost_group_is_replaced_at_once_unless_its_batch_leads_by_one(mode, mo
     assert gate_of(mode).num_admitted(groups_of(3), num_unsealed=0, num_waiting=0) == more
 
 
-def test_what_is_on_its_way_to_the_disk_counts():
+def test_trajectories_not_yet_durable_count():
     assert gate_of("sync").num_admitted(groups_of(0), num_unsealed=6, num_waiting=0) == 1
 
 
@@ -63,7 +63,7 @@ def test_async_has_no_batches_and_nothing_to_spare():
     assert not any(gate.record_release() for _ in range(9))
 
 
-def test_hosts_share_a_batch_and_its_spare_groups():
+def test_workers_share_a_batch_and_its_spare_groups():
     opened = 0
     for host in range(3):
         gate = gate_of("sync", spare=2, host=host, num_hosts=3)
@@ -72,7 +72,7 @@ def test_hosts_share_a_batch_and_its_spare_groups():
 
 
 @pytest.mark.parametrize(
-    ("mode", "versions", "begins"),
+    ("mode", "versions", "may_start"),
     [
         ("sync", [5, 5], True),
         ("sync", [4, 5], False),
@@ -82,5 +82,5 @@ def test_hosts_share_a_batch_and_its_spare_groups():
         ("async", [], False),
     ],
 )
-def test_a_group_begins_once_engines_have_what_is_not_too_old_for_its_first_turn(mode, versions, begins):
-    assert gate_of(mode).has_fresh_weights(versions, newest=5) is begins
+def test_a_group_starts_once_engines_have_weights_fresh_enough_for_its_first_turn(mode, versions, may_start):
+    assert gate_of(mode).has_fresh_weights(versions, newest=5) is may_start

@@ -1,4 +1,4 @@
-"""The model behind OpenAI's API, asked by the `openai` package; what it says is scripted."""
+"""The server of OpenAI's API, called by the `openai` package; the model's answers are scripted."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ QUESTION = [{"role": "user", "content": "1+1=?"}]
 
 
 class Scripted:
-    """Says these words, one a request; an exception is raised, None hangs, a list is told piece by piece."""
+    """Generates these words, one per request; an exception is raised, None hangs, a list is streamed in chunks."""
 
     def __init__(self, template, *words):
         self.template = template
@@ -78,7 +78,7 @@ def template(tiny_model_dir):
 
 @asynccontextmanager
 async def opened(template, *words, **changed):
-    """A client, its session, and what the model was asked."""
+    """Yield a client with its session, policy and proxy."""
     policy = Scripted(template, *words)
     session = session_of(template, **({"limits": LIMITS} | changed))
     async with ModelProxy(policy, template=template) as proxy:
@@ -113,7 +113,7 @@ def refused(template, *words, limits=LIMITS, **asked):
     return on(template, body, *words, limits=limits)
 
 
-def test_an_answer_is_told_and_recorded(template):
+def test_an_answer_is_sent_and_recorded(template):
     async def body(client):
         answer = await chat(client)
         return answer, client.session.recording.turns
@@ -125,19 +125,19 @@ def test_an_answer_is_told_and_recorded(template):
     assert [template.decode(turn.completion.token_ids) for turn in turns] == ["=2"]
 
 
-def test_an_echoed_answer_goes_on_from_what_was_said(template):
+def test_an_echoed_answer_continues_from_the_generated_tokens(template):
     async def body(client):
         first = await chat(client)
         await chat(client, messages=[*QUESTION, first.choices[0].message, {"role": "user", "content": "no"}])
         return client.policy.requests
 
     first, second = on(template, body, "=3<eos>", "=2<eos>")
-    said = template.encode("=3<eos>")
-    assert second.token_ids == [*first.token_ids, *said, *template.encode("<user>no<agent>")]
+    generated = template.encode("=3<eos>")
+    assert second.token_ids == [*first.token_ids, *generated, *template.encode("<user>no<agent>")]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tool_calls_are_told_as_such_and_gone_on_from(template, stream):
+def test_tool_calls_are_sent_as_such_and_continued(template, stream):
     async def body(client):
         answer = await chat(client, tools=TOOLS, stream=stream)
         if stream:
@@ -158,7 +158,7 @@ def test_tool_calls_are_told_as_such_and_gone_on_from(template, stream):
     assert turns[1].prompt.parent is turns[0]
 
 
-def test_a_stream_tells_pieces_their_end_and_the_usage(template):
+def test_a_stream_has_chunks_their_end_and_the_usage(template):
     async def body(client):
         return await chunks_of(await chat(client, stream=True, stream_options={"include_usage": True}))
 
@@ -182,7 +182,7 @@ def test_several_choices_are_streamed_side_by_side(template):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_text_ends_the_answer_and_is_not_told(template, stream):
+def test_a_stop_text_ends_the_answer_and_is_not_sent(template, stream):
     async def body(client):
         answer = await chat(client, stop=["END"], stream=stream)
         text = (
@@ -196,7 +196,7 @@ def test_a_stop_text_ends_the_answer_and_is_not_told(template, stream):
     assert on(template, body, ["a E", "ND b", None]) == ("a ", "a END", "stop")
 
 
-def test_logprobs_are_told_token_by_token(template):
+def test_logprobs_are_sent_token_by_token(template):
     async def body(client):
         return (await chat(client, logprobs=True, top_logprobs=2)).choices[0].logprobs.content
 
@@ -241,7 +241,7 @@ def test_the_recipe_decides_how_training_data_is_sampled(template):
         ({"top_logprobs": 3}, 400, "invalid_value", "top_logprobs"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_by_name(template, asked, status, code, param):
+def test_an_unsupported_request_is_refused_by_name(template, asked, status, code, param):
     seen, body = refused(template, **asked)
     assert (seen, body["code"], body["param"]) == (status, code, param)
     assert body["type"] == "invalid_request_error"
@@ -265,7 +265,7 @@ def test_an_answer_of_an_engine_that_is_none_is_a_bad_gateway(template):
     assert (status, body["code"], body["type"]) == (502, "engine_answer", "server_error")
 
 
-def test_what_an_engine_left_half_said_goes_on(template):
+def test_a_turn_that_an_engine_left_unfinished_continues(template):
     async def body(client):
         answer = await chat(client, stream=True)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in await chunks_of(answer))
@@ -299,7 +299,7 @@ def test_a_client_that_hangs_up_before_any_answer_ends_its_request(template):
     on(template, body, None)
 
 
-def test_a_closed_session_ends_what_is_being_said(template):
+def test_a_closed_session_ends_its_running_calls(template):
     async def body(client):
         call = asyncio.create_task(chat(client))
         await client.policy.hung.wait()
@@ -400,7 +400,7 @@ def test_one_model_is_described_and_another_is_not_found(template):
     assert on(template, body) == "hpcrl"
 
 
-def test_the_proxy_can_be_reached_by_a_socket_file_of_ours_alone(template):
+def test_the_proxy_can_be_reached_by_a_private_socket_file(template):
     async def body(client):
         path = client.proxy.socket_path
         headers = {"Authorization": f"Bearer {client.api_key}"}
@@ -413,7 +413,7 @@ def test_the_proxy_can_be_reached_by_a_socket_file_of_ours_alone(template):
     assert on(template, body) == (0o700, "hpcrl")
 
 
-def test_two_programs_are_told_apart_by_their_keys(template):
+def test_two_programs_are_distinguished_by_their_keys(template):
     async def body(client):
         other = session_of(template, name="s/1/0", limits=LIMITS)
         async with client.with_options(api_key=client.proxy.open(other)) as second:

@@ -1,4 +1,4 @@
-"""Who gets a place at which engine, by what its hardware does best, its places and its KV: pure decisions."""
+"""Routing decisions by hardware, places and KV of the workers."""
 
 import random
 
@@ -52,7 +52,7 @@ def test_while_there_are_places_a_long_prompt_goes_to_compute(num_running):
     assert chosen(ask(8000, num_new=10), scene) == "000-decode-h100"
 
 
-def test_who_has_no_place_left_is_passed_over_for_slower_hardware():
+def test_a_worker_without_free_places_is_skipped_for_slower_hardware():
     scene = known(worker("h100", num_running=2 * PLACES), worker("h20", num_running=10))
     assert chosen(ask(), scene) == "000-decode-h20"
 
@@ -70,12 +70,12 @@ def test_a_trajectory_that_has_its_place_does_not_wait_for_room():
     assert chosen(ask(course=at_home), known(full)) == full.name
 
 
-def test_a_trajectory_too_large_for_any_room_goes_on_where_it_is_alone():
+def test_a_trajectory_too_large_for_any_room_runs_where_it_is_alone():
     alone = worker("h100")
     assert chosen(ask(KV["h100"]), known(alone)) == alone.name
 
 
-def test_where_trajectories_have_outgrown_the_kv_the_small_ones_give_way():
+def test_small_trajectories_release_their_kv_when_an_engine_overflows():
     full = worker("h100", held=KV["h100"], holding=10)
     small = TrajectoryState("lake", home=full.name, held_at=full.name, held_tokens=1000)
     large = TrajectoryState("lake", home=full.name, held_at=full.name, held_tokens=KV["h100"] // 2)
@@ -84,7 +84,7 @@ def test_where_trajectories_have_outgrown_the_kv_the_small_ones_give_way():
     assert not should_release_kv(ask(course=small), known(full, kv_admission=False))
 
 
-def test_nobody_gives_way_while_there_is_room_or_to_nobody():
+def test_no_trajectory_releases_its_kv_while_there_is_room_or_no_other():
     roomy = worker("h100", held=KV["h100"] // 2, holding=10)
     course = TrajectoryState("lake", home=roomy.name, held_at=roomy.name, held_tokens=1000)
     assert not should_release_kv(ask(course=course), known(roomy))
@@ -93,34 +93,34 @@ def test_nobody_gives_way_while_there_is_room_or_to_nobody():
     assert not should_release_kv(ask(course=course), known(alone))
 
 
-def shared_worker(*, told, ours, held=0, holding=0, running=0, tokens=0):
+def shared_worker(*, reported, own, held=0, holding=0, running=0, tokens=0):
     shared = worker("h100", held=held, holding=holding)
-    shared.mean_reported, shared.mean_own, shared.own_requests = float(told), float(ours), ours
+    shared.mean_reported, shared.mean_own, shared.own_requests = float(reported), float(own), own
     shared.mean_running, shared.mean_tokens = float(running), float(tokens)
     return shared
 
 
-def test_what_other_hosts_hold_is_reckoned_from_the_kv_that_the_engine_told():
-    shared = shared_worker(told=8, ours=2, held=10_000, holding=2, running=8, tokens=32_000)
+def test_foreign_kv_is_estimated_from_the_kv_that_the_engine_reports():
+    shared = shared_worker(reported=8, own=2, held=10_000, holding=2, running=8, tokens=32_000)
     estimate_foreign_kv([shared])
     assert shared.foreign_kv_tokens == 6 * 4000
 
 
-def test_other_hosts_have_as_many_trajectories_between_two_turns_as_this_one():
-    shared = shared_worker(told=8, ours=2, held=12_000, holding=3, running=8, tokens=32_000)
+def test_other_workers_are_assumed_to_have_the_same_share_between_two_turns():
+    shared = shared_worker(reported=8, own=2, held=12_000, holding=3, running=8, tokens=32_000)
     estimate_foreign_kv([shared])
     assert shared.foreign_kv_tokens == 6 * 4000 * 1.5
 
 
-def test_few_trajectories_of_ours_at_one_worker_say_nothing_of_those_of_others_there():
-    crowded = shared_worker(told=30, ours=10, held=20_000, holding=10, running=30, tokens=60_000)
-    lonely = shared_worker(told=30, ours=1, held=30_000, holding=1, running=30, tokens=60_000)
+def test_few_own_trajectories_at_one_worker_do_not_affect_the_estimate_there():
+    crowded = shared_worker(reported=30, own=10, held=20_000, holding=10, running=30, tokens=60_000)
+    lonely = shared_worker(reported=30, own=1, held=30_000, holding=1, running=30, tokens=60_000)
     estimate_foreign_kv([crowded, lonely])
     assert lonely.foreign_kv_tokens == 29 * 2000
 
 
-def test_where_an_engine_tells_nothing_of_its_kv_others_are_taken_to_be_like_ours():
-    shared = shared_worker(told=8, ours=2, held=10_000, holding=2)
+def test_without_reported_kv_foreign_trajectories_count_like_own_ones():
+    shared = shared_worker(reported=8, own=2, held=10_000, holding=2)
     estimate_foreign_kv([shared])
     assert shared.foreign_kv_tokens == 6 * 5000
 
@@ -138,13 +138,13 @@ def test_a_trajectory_stays_where_its_kv_is_however_full_it_is_at_the_moment(num
     assert chosen(question, known(home, other)) == home.name
 
 
-def test_a_trajectory_leaves_a_home_that_has_twice_as_many_requests_as_places():
+def test_a_trajectory_leaves_a_home_that_has_twice_its_places_in_requests():
     home, other = worker("h100", num_running=3 * PLACES), worker("h20")
     question = ask(1100, num_new=100, course=at_home(home, num_kept=1000))
     assert chosen(question, known(home, other)) == other.name
 
 
-def test_a_trajectory_to_which_a_tool_gave_a_long_file_leaves_for_hardware_that_reads_it_sooner():
+def test_a_trajectory_with_a_long_tool_output_leaves_for_hardware_that_reads_it_faster():
     home, other = worker("h20"), worker("h100", num_running=20)
     course = at_home(home, num_kept=3000)
     assert chosen(ask(11_000, num_new=100, course=course), known(home, other)) == other.name
@@ -157,26 +157,26 @@ def test_a_trajectory_does_not_leave_for_an_engine_whose_kv_is_spoken_for():
     assert chosen(ask(11_000, num_new=100, course=at_home(home, num_kept=3000)), known(home, full)) == home.name
 
 
-def test_a_trajectory_whose_home_is_gone_goes_on_where_there_is_no_room_too():
+def test_a_trajectory_whose_home_is_gone_continues_even_without_room():
     full = worker("h100", held=KV["h100"], holding=9)
     lost = TrajectoryState("lake", home="gone", held_at="gone", held_tokens=900, num_cached=900)
     assert chosen(ask(course=lost), known(full)) == full.name
 
 
-def test_a_trajectory_that_gave_its_kv_up_waits_for_hardware_no_slower_than_its_home():
+def test_a_trajectory_that_released_its_kv_waits_for_hardware_no_slower_than_its_home():
     full, slow = worker("h100", held=KV["h100"], holding=9), worker("h20")
-    gave_up = TrajectoryState("lake", home=full.name, num_cached=0)
-    assert chosen(ask(5000, course=gave_up), known(full, slow)) is None
+    released = TrajectoryState("lake", home=full.name, num_cached=0)
+    assert chosen(ask(5000, course=released), known(full, slow)) is None
     fast = worker("h100")
     fast.endpoint = msgspec.structs.replace(fast.endpoint, worker="another")
-    assert chosen(ask(5000, course=gave_up), known(full, slow, fast)) == "another"
+    assert chosen(ask(5000, course=released), known(full, slow, fast)) == "another"
 
 
 TABLE = {"lake": "compute", "default": "bandwidth"}
 
 
 def apart(*, busy=0, **rules):
-    """Compute prefills, bandwidth decodes: what a plan makes of a site with both."""
+    """Return workers as a plan assigns them on a site with both kinds: compute prefills, bandwidth decodes."""
     workers = worker("h100", role="prefill", num_running=busy), worker("h20", num_running=1)
     return known(*workers, affinity=TABLE, **{"remote_prefill": "always", **rules})
 

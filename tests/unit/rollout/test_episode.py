@@ -1,4 +1,4 @@
-"""One episode, against small environments and a model that says what it is told to."""
+"""One episode, against small environments and a scripted model."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ END = 0
 
 
 class Letters:
-    """A layout with one token a character, `[` before what is shown and `]` after it."""
+    """A layout with one token per character, and observations in brackets."""
 
     stop_token_ids = (END,)
 
@@ -33,7 +33,7 @@ class Letters:
 
 
 class Scripted:
-    """Says these words, one a turn; an exception among them is raised."""
+    """Generates these words, one per turn; an exception among them is raised."""
 
     def __init__(self, *words, version=5):
         self.words = list(words)
@@ -59,7 +59,7 @@ class Scripted:
 
 
 def completion(word, *, version=5, finish_reason="stop", remote_prefill=False, limit=100):
-    """What an engine answers; a full stop at the end of a word is the stop token."""
+    """Return a completion; a full stop at the end of a word is the stop token."""
     ids = ([ord(c) for c in word.rstrip(".")] + [END] * word.endswith("."))[:limit]
     return Completion(
         token_ids=ids,
@@ -71,20 +71,20 @@ def completion(word, *, version=5, finish_reason="stop", remote_prefill=False, l
 
 
 class Echo:
-    """Says back what it hears and pays 1 a turn; `done` ends it."""
+    """Returns each action as the observation, with reward 1; the action `done` ends it."""
 
     made = 0
 
     def __init__(self):
         type(self).made += 1
-        self.heard = []
+        self.actions = []
         self.closed = False
 
     async def reset(self, seed):
         return f"s{seed}"
 
     async def step(self, action):
-        self.heard.append(action)
+        self.actions.append(action)
         return Step(observation=action, reward=1.0, done=action == "done")
 
     async def close(self):
@@ -128,7 +128,7 @@ def test_columns_have_the_types_of_the_record():
     assert [column.dtype for column in columns] == [np.int32, np.float32, np.int32, np.bool_]
 
 
-def test_a_trajectory_says_what_it_is_of():
+def test_a_trajectory_names_its_group_and_producer():
     trajectory = played("done.")
     assert (trajectory.id, trajectory.group, trajectory.domain) == ("lake/3/2", "lake/3", "lake")
     assert (trajectory.seed, trajectory.producer, trajectory.status) == (11, "000-env-0", "done")
@@ -172,7 +172,7 @@ def test_the_context_truncates_before_what_does_not_fit():
     assert "".join(map(chr, trajectory.token_ids)) == "[s11]ab\0[ab]c"
 
 
-def test_a_turn_may_say_no_more_than_the_context_holds():
+def test_a_turn_may_generate_no_more_than_the_context_holds():
     policy = Scripted("ab", "done")
     asyncio.run(run(policy, context_length=13))
     assert [request.max_new_tokens for request in policy.requests] == [8, 1]
@@ -208,14 +208,14 @@ def test_an_engine_that_fails_is_a_policy_fault_with_its_reason():
     assert len(trajectory.turns) == 1
 
 
-def test_an_engine_that_gives_less_than_it_says_is_a_policy_fault():
+def test_an_incomplete_completion_is_a_policy_fault():
     torn = Completion(token_ids=[1, 2], logprobs=[0.0], versions=[5, 5], finish_reason="stop")
     trajectory = played(torn)
     assert trajectory.status == "policy-fault"
     assert "2 tokens, 1 log-probabilities" in trajectory.extra["fault"]
 
 
-def test_a_turn_given_up_half_said_goes_on():
+def test_an_interrupted_turn_continues():
     half = completion("do", version=5, finish_reason="aborted", remote_prefill=True)
     policy = Scripted(half, completion("ne.", version=6))
     trajectory = asyncio.run(run(policy))
@@ -226,7 +226,7 @@ def test_a_turn_given_up_half_said_goes_on():
     assert len({request.request_id for request in policy.requests}) == 2
 
 
-def test_engines_that_always_give_up_are_a_policy_fault():
+def test_engines_that_always_interrupt_are_a_policy_fault():
     nothing = Completion(token_ids=[], logprobs=[], versions=[], finish_reason="aborted")
     trajectory = played(*[nothing] * 20)
     assert trajectory.status == "policy-fault"
@@ -234,7 +234,7 @@ def test_engines_that_always_give_up_are_a_policy_fault():
 
 
 class Faulty(Echo):
-    """Fails as told, once for each entry: in reset, in step, or by answering nonsense."""
+    """Fails as listed, once for each entry: in reset, in step, or with an invalid result."""
 
     faults = []
     envs = []
@@ -303,7 +303,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_begins_the_episode_anew(faulty, fault):
+def test_a_fault_restarts_the_episode(faulty, fault):
     make_env = faulty(fault)
     words = ["done.", "done."] if fault.startswith("step") else ["done."]
     trajectory = played(*words, make_env=make_env, reset_timeout_s=0.02, step_timeout_s=0.02)
@@ -440,7 +440,7 @@ def test_an_episode_over_its_whole_time_is_a_fault_and_is_not_tried_again():
     assert all(env.closed for env in attempts)
 
 
-def test_making_an_environment_has_a_deadline_of_its_own():
+def test_making_an_environment_has_its_own_deadline():
     async def never():
         await asyncio.Event().wait()
 

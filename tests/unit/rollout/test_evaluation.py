@@ -1,4 +1,4 @@
-"""Evaluations: which tasks, when, by whom, and what counts."""
+"""Evaluations: their tasks, schedule and results."""
 
 import asyncio
 from functools import partial
@@ -71,28 +71,28 @@ def played(task, index, *, status="done", version=0):
     )
 
 
-class Hosts:
-    """Evaluators of one campaign, and what they played and said."""
+class EnvWorkers:
+    """The evaluation runners of one campaign, with the episodes they started and the events they emitted."""
 
     def __init__(self, directory, *, num=1, job=0, settings=BASE, status="done", score=1.0):
         self.recipe = load_recipe("quickstart", settings=settings)
         self.record = EvaluationStore(directory)
-        self.told, self.begun, self.most, self.running = [], [], 0, 0
+        self.events, self.started, self.max_running, self.running = [], [], 0, 0
         self.served, self.status, self.score, self.go = 0, status, score, asyncio.Event()
         self.go.set()
         doing = EvaluationHooks(
-            play=self.play, score=self.reward, emit=self.told.append, oldest_version=lambda: self.served
+            play=self.play, score=self.reward, emit=self.events.append, oldest_version=lambda: self.served
         )
-        self.hosts = [
-            EvaluationRunner(self.recipe, EnvWorkerId(host, num), job=job, record=self.record, hooks=doing)
-            for host in range(num)
+        self.workers = [
+            EvaluationRunner(self.recipe, EnvWorkerId(worker, num), job=job, record=self.record, hooks=doing)
+            for worker in range(num)
         ]
         self.now = 0.0
 
     async def play(self, task, index, name, domain):
-        self.begun.append((task, index, name, domain))
+        self.started.append((task, index, name, domain))
         self.running += 1
-        self.most = max(self.most, self.running)
+        self.max_running = max(self.max_running, self.running)
         await self.go.wait()
         self.running -= 1
         return played(task, index, status=self.status, version=self.served)
@@ -102,13 +102,13 @@ class Hosts:
         return self.score
 
     def results(self):
-        return [event for event in self.told if isinstance(event, EvaluationFinished)]
+        return [event for event in self.events if isinstance(event, EvaluationFinished)]
 
     async def tend(self, *, version=0, room=99, times=6):
         for _ in range(times):
             self.now += 1.0
-            for host in self.hosts:
-                host.poll(version=version, room=room, now=self.now)
+            for worker in self.workers:
+                worker.poll(version=version, room=room, now=self.now)
             for _ in range(20):
                 await asyncio.sleep(0)
 
@@ -121,7 +121,7 @@ def test_the_first_evaluation_is_due_at_once_and_then_one_for_every_multiple_tha
     assert is_round_due(result(1, 13, 1.0), newest=31, every=EVERY)
 
 
-def test_parts_make_one_result_in_which_faults_are_no_zeros():
+def test_parts_make_one_result_in_which_faults_do_not_count_as_zeros():
     parts = [
         EvaluationPart(rewards={"a": [1.0, 0.0]}, num_tokens=10, oldest=3, newest=3),
         EvaluationPart(rewards={"a": [0.5], "b": [1.0]}, num_tokens=6, num_faults=2, oldest=3, newest=4),
@@ -160,137 +160,137 @@ def test_held_out_tasks_are_the_same_in_every_round_and_have_seeds_that_no_train
     assert not is_held_out("lake")
 
 
-def test_one_host_plays_every_task_once_and_tells_the_result_with_its_version(tmp_path):
+def test_one_worker_plays_every_task_once_and_reports_the_result_with_its_version(tmp_path):
     async def run():
-        hosts = Hosts(tmp_path)
-        hosts.served = 3
-        await hosts.tend(version=3)
-        assert [index for _, index, _, _ in hosts.begun] == [0, 1, 2, 3]
-        assert [(told.number, told.version, told.num_episodes) for told in hosts.results()] == [(0, 3, 4)]
-        assert hosts.record.last_result().reward_mean == 1.0
-        await hosts.tend(version=9)
-        assert len(hosts.results()) == 1
-        hosts.served = 10
-        await hosts.tend(version=10)
-        assert [told.version for told in hosts.results()] == [3, 10]
+        workers = EnvWorkers(tmp_path)
+        workers.served = 3
+        await workers.tend(version=3)
+        assert [index for _, index, _, _ in workers.started] == [0, 1, 2, 3]
+        assert [(found.number, found.version, found.num_episodes) for found in workers.results()] == [(0, 3, 4)]
+        assert workers.record.last_result().reward_mean == 1.0
+        await workers.tend(version=9)
+        assert len(workers.results()) == 1
+        workers.served = 10
+        await workers.tend(version=10)
+        assert [found.version for found in workers.results()] == [3, 10]
 
     asyncio.run(run())
 
 
-def test_several_hosts_share_a_round_and_only_the_first_concludes_it(tmp_path):
+def test_several_workers_share_a_round_and_only_the_first_concludes_it(tmp_path):
     async def run():
-        hosts = Hosts(tmp_path, num=3)
-        await hosts.tend()
-        assert sorted(index for _, index, _, _ in hosts.begun) == [0, 1, 2, 3]
-        assert len(hosts.results()) == 1
-        assert hosts.results()[0].num_episodes == 4
+        workers = EnvWorkers(tmp_path, num=3)
+        await workers.tend()
+        assert sorted(index for _, index, _, _ in workers.started) == [0, 1, 2, 3]
+        assert len(workers.results()) == 1
+        assert workers.results()[0].num_episodes == 4
 
     asyncio.run(run())
 
 
 def test_a_round_waits_for_the_engines_to_serve_its_version_but_not_for_ever(tmp_path):
     async def run():
-        hosts = Hosts(tmp_path)
-        hosts.served = 1
-        await hosts.tend(version=2)
-        assert hosts.begun == []
-        await hosts.tend(version=2, times=40)
-        assert len(hosts.begun) == 4
-        assert hosts.results()[0].oldest == 1  # who really acted is told
+        workers = EnvWorkers(tmp_path)
+        workers.served = 1
+        await workers.tend(version=2)
+        assert workers.started == []
+        await workers.tend(version=2, times=40)
+        assert len(workers.started) == 4
+        assert workers.results()[0].oldest == 1  # the version that was used is reported
 
     asyncio.run(run())
 
 
 def test_evaluation_takes_the_room_that_training_leaves_and_one_place_where_it_leaves_none(tmp_path):
     async def run(room):
-        hosts = Hosts(tmp_path / str(room))
-        hosts.go.clear()
-        await hosts.tend(room=room)
-        return hosts.most
+        workers = EnvWorkers(tmp_path / str(room))
+        workers.go.clear()
+        await workers.tend(room=room)
+        return workers.max_running
 
     assert asyncio.run(run(-5)) == 1
     assert asyncio.run(run(2)) == 2
     assert asyncio.run(run(99)) == 4
 
 
-def test_an_interrupted_round_is_never_counted_and_the_next_job_begins_another(tmp_path):
+def test_an_interrupted_round_is_never_counted_and_the_next_job_starts_another(tmp_path):
     async def run():
-        first = Hosts(tmp_path, num=2)
+        first = EnvWorkers(tmp_path, num=2)
         await first.tend(times=1, room=1)
-        first.hosts[1].poll(version=0, room=1, now=5.0)
+        first.workers[1].poll(version=0, room=1, now=5.0)
         first.go.clear()
         await first.tend(version=0)
-        for host in first.hosts:
-            await host.close()
+        for worker in first.workers:
+            await worker.close()
         assert first.results() == []
-        again = Hosts(tmp_path, num=2, job=1)
+        again = EnvWorkers(tmp_path, num=2, job=1)
         again.served = 7
         await again.tend(version=7)
         return again
 
     again = asyncio.run(run())
-    assert [(told.number, told.version, told.num_episodes) for told in again.results()] == [(1, 7, 4)]
+    assert [(found.number, found.version, found.num_episodes) for found in again.results()] == [(1, 7, 4)]
     assert [found.number for found in again.record.results()] == [1]
 
 
-def test_a_host_that_is_begun_anew_in_its_job_keeps_the_parts_that_are_there(tmp_path):
+def test_a_worker_restarted_in_its_job_keeps_the_existing_parts(tmp_path):
     async def run():
-        first = Hosts(tmp_path, num=2)
-        first.hosts.pop()
+        first = EnvWorkers(tmp_path, num=2)
+        first.workers.pop()
         await first.tend()
-        again = Hosts(tmp_path, num=2)
+        again = EnvWorkers(tmp_path, num=2)
         await again.tend()
         return first, again
 
     first, again = asyncio.run(run())
-    assert sorted(index for _, index, _, _ in first.begun) == [0, 2]
-    assert sorted(index for _, index, _, _ in again.begun) == [1, 3]
+    assert sorted(index for _, index, _, _ in first.started) == [0, 2]
+    assert sorted(index for _, index, _, _ in again.started) == [1, 3]
     assert again.results()[0].num_episodes == 4
 
 
 @pytest.mark.parametrize(("status", "score"), [("env-fault", 1.0), ("policy-fault", 1.0), ("done", float("nan"))])
-def test_what_cannot_be_scored_is_told_and_counted_apart(tmp_path, status, score):
-    hosts = Hosts(tmp_path, status=status, score=score)
-    asyncio.run(hosts.tend())
-    assert hosts.results()[0].num_faults == 4
-    assert hosts.results()[0].reward_mean is None
-    assert sum(isinstance(event, FaultReported) for event in hosts.told) == 4
+def test_an_episode_without_a_score_is_reported_and_counted_apart(tmp_path, status, score):
+    workers = EnvWorkers(tmp_path, status=status, score=score)
+    asyncio.run(workers.tend())
+    assert workers.results()[0].num_faults == 4
+    assert workers.results()[0].reward_mean is None
+    assert sum(isinstance(event, FaultReported) for event in workers.events) == 4
 
 
 def test_a_disk_that_fails_delays_an_evaluation_and_loses_nothing(tmp_path):
     async def run():
-        hosts = Hosts(tmp_path)
-        leave, failing = hosts.record.save_part, [OSError(28, "No space left on device")]
+        workers = EnvWorkers(tmp_path)
+        leave, failing = workers.record.save_part, [OSError(28, "No space left on device")]
 
         def full_once(part, **where):
             if failing:
                 raise failing.pop()
             leave(part, **where)
 
-        hosts.record.save_part = full_once
-        await hosts.tend()
-        assert hosts.results() == []
-        assert [event.what for event in hosts.told if isinstance(event, FaultReported)] == ["evaluation"]
-        await hosts.tend(times=40)
-        assert hosts.results()[0].num_episodes == 4
-        assert len(hosts.begun) == 4
+        workers.record.save_part = full_once
+        await workers.tend()
+        assert workers.results() == []
+        assert [event.what for event in workers.events if isinstance(event, FaultReported)] == ["evaluation"]
+        await workers.tend(times=40)
+        assert workers.results()[0].num_episodes == 4
+        assert len(workers.started) == 4
 
     asyncio.run(run())
 
 
 def test_a_damaged_file_is_measured_again_under_another_number(tmp_path):
     async def run():
-        hosts = Hosts(tmp_path)
-        await hosts.tend()
+        workers = EnvWorkers(tmp_path)
+        await workers.tend()
         (tmp_path / "round.json").write_bytes(b"{")
         (tmp_path / "000000.json").write_bytes(b"\0" * 9)
-        again = Hosts(tmp_path, job=1)
+        again = EnvWorkers(tmp_path, job=1)
         await again.tend()
         return again
 
     again = asyncio.run(run())
-    assert [(told.number, told.num_episodes) for told in again.results()] == [(1, 4)]
-    assert len(again.begun) == 4
+    assert [(found.number, found.num_episodes) for found in again.results()] == [(1, 4)]
+    assert len(again.started) == 4
 
 
 def test_domains_and_options_of_evaluations_are_the_recipes_choice():
@@ -303,7 +303,7 @@ def test_domains_and_options_of_evaluations_are_the_recipes_choice():
     assert chosen[name].options == {**recipe.domains[name].options, "split": "test"}
 
 
-def test_a_held_out_domain_is_no_business_of_a_curriculum(tmp_path):
+def test_a_held_out_domain_is_not_in_the_curriculum(tmp_path):
     recipe = load_recipe("multitask", settings=("rollout.curriculum=tests.support.curricula:weakest_first",))
     name = next(iter(recipe.domains))
     domains = {**recipe.domains, name: msgspec.structs.replace(recipe.domains[name], held_out=True)}
@@ -316,11 +316,11 @@ def test_a_held_out_turn_does_not_keep_training_domains_without_credit(tmp_path)
     courses = TrajectoryTable(weights={"a": 1.0})
     courses.credits.spend("a", 1e6)
     courses._num_active.update({"a": 1, "held-out:a": 1})
-    assert courses.credit_penalty("a") == 0  # it has credit again: nobody else that counts wants any
+    assert courses.credit_penalty("a") == 0  # it has credit again: no other counted domain is active
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (("evaluation.domains=['lak']",), "did you mean 'lake'"),
         (("evaluation.options.pond.size=3",), "evaluation.options names 'pond'"),
@@ -328,12 +328,12 @@ def test_a_held_out_turn_does_not_keep_training_domains_without_credit(tmp_path)
         (("evaluation.every_versions=1", "job.stall_timeout_min=5"), "ended as stalled"),
     ],
 )
-def test_a_recipe_whose_evaluation_makes_no_sense_is_refused(settings, said):
-    with pytest.raises(PlanError, match=said):
+def test_a_recipe_whose_evaluation_makes_no_sense_is_refused(settings, message):
+    with pytest.raises(PlanError, match=message):
         check_recipe(load_recipe("quickstart", settings=settings))
 
 
-def test_a_held_out_domain_that_nobody_evaluates_is_refused():
+def test_a_held_out_domain_that_is_never_evaluated_is_refused():
     recipe = load_recipe("multitask")
     name = next(iter(recipe.domains))
     held_out, other = f"domains.{name}.held_out=true", next(one for one in recipe.domains if one != name)
@@ -358,11 +358,11 @@ def test_turns_of_evaluations_go_behind_all_others(tmp_path):
 
 
 def test_turns_of_evaluations_are_not_among_the_figures_of_training():
-    async def said(request):
+    async def generate(request):
         return Completion(token_ids=[1, 2], logprobs=[0.0, 0.0], versions=[3, 3], finish_reason="stop")
 
     acted = []
-    policy = CountingPolicy(SimpleNamespace(generate=said), on_turn=lambda *_: acted.append(1))
+    policy = CountingPolicy(SimpleNamespace(generate=generate), on_turn=lambda *_: acted.append(1))
     asyncio.run(policy.generate(turn("held-out:lake")))
     assert (policy.num_turns, policy.num_tokens, acted) == (0, 0, [])
     asyncio.run(policy.generate(turn("lake")))
@@ -370,7 +370,7 @@ def test_turns_of_evaluations_are_not_among_the_figures_of_training():
 
 
 class Weightless:
-    """A trainer's state of which only the commit matters."""
+    """A placeholder for a trainer's state, of which only the commit matters."""
 
     def write(self, directory):
         (directory / "state-0.safetensors").write_bytes(b"")

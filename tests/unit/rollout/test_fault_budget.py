@@ -1,10 +1,10 @@
-"""How many faults a family of environments may have."""
+"""The fault budget of a family of environments."""
 
 from hpcrl.rollout.fault_budget import FIRST_PAUSE_S, MAX_PAUSE_S, MIN_SAMPLES, FaultBudget
 
 
 def paused(budget, family="web", *, now=0.0):
-    """Book faults until the family is paused; returns for how long."""
+    """Record faults until the family is paused; return for how long."""
     for _ in range(MIN_SAMPLES):
         pause_s = budget.record_end(family, fault=True, now=now)
         if pause_s is not None:
@@ -12,7 +12,7 @@ def paused(budget, family="web", *, now=0.0):
     raise AssertionError("it was never paused")
 
 
-def test_a_family_over_its_budget_is_paused_and_the_others_go_on():
+def test_a_family_over_its_budget_is_paused_and_the_others_continue():
     budget = FaultBudget(max_fault_share=0.5)
     assert paused(budget) == FIRST_PAUSE_S
     assert not budget.may_start("web", now=FIRST_PAUSE_S - 1)
@@ -58,7 +58,7 @@ def test_each_failed_trial_doubles_the_pause_up_to_the_longest():
     assert pauses[-1] == MAX_PAUSE_S
 
 
-def test_what_was_begun_before_a_pause_says_nothing_about_it():
+def test_episodes_started_before_a_pause_do_not_affect_it():
     budget = FaultBudget(max_fault_share=0.5)
     pause_s = paused(budget)
     assert budget.record_end("web", fault=True, now=1.0) is None

@@ -1,4 +1,4 @@
-"""Groups of episodes and the books that they are kept in."""
+"""Groups of episodes and their ledger."""
 
 import numpy as np
 from hypothesis import settings
@@ -29,7 +29,7 @@ def trajectory(episode, status="done", start_version=0):
     )
 
 
-def test_a_group_begins_with_its_redundant_episodes():
+def test_a_group_starts_with_its_redundant_episodes():
     assert EpisodeGroups(group_size=2, episodes_per_group=3).start("lake/4") == ["lake/4/0", "lake/4/1", "lake/4/2"]
 
 
@@ -44,7 +44,7 @@ def test_the_first_to_finish_are_released_by_index_and_the_rest_aborted():
     assert groups.num_running == 2
 
 
-def test_what_a_batch_does_not_need_is_given_up():
+def test_groups_that_a_batch_does_not_need_are_closed():
     groups = EpisodeGroups(group_size=2, episodes_per_group=2)
     groups.start("lake/0")
     groups.start("lake/1")
@@ -57,7 +57,7 @@ def test_what_a_batch_does_not_need_is_given_up():
     assert groups.endings == {"done": 3, "aborted-redundant": 1}
 
 
-def test_what_was_kept_in_vain_is_named():
+def test_dropped_trajectories_are_named():
     groups = EpisodeGroups(group_size=2, episodes_per_group=2, max_lag=1)
     groups.start("lake/0")
     groups.end(trajectory("lake/0/0"))
@@ -97,7 +97,7 @@ def test_a_group_that_can_no_longer_fill_is_lost_and_released_never():
     assert (groups.num_lost, ending.released, groups.num_open) == (1, (), 0)
 
 
-def test_what_still_runs_in_a_lost_group_is_aborted():
+def test_running_episodes_of_a_lost_group_are_aborted():
     groups = EpisodeGroups(group_size=2, episodes_per_group=2)
     groups.start("lake/0")
     assert groups.end(trajectory("lake/0/0", "env-fault")).abort == ["lake/0/1"]
@@ -128,7 +128,7 @@ def test_a_lost_episode_is_replaced_in_its_group():
     assert (groups.num_replaced, groups.num_lost, groups.num_open) == (1, 0, 0)
 
 
-def test_a_group_is_given_up_after_its_replacements():
+def test_a_group_is_lost_after_its_replacements():
     groups = EpisodeGroups(group_size=2, episodes_per_group=2, replacements=1)
     groups.start("lake/0")
     groups.end(trajectory("lake/0/1", "env-fault"))
@@ -137,7 +137,7 @@ def test_a_group_is_given_up_after_its_replacements():
     assert ending.abort == ["lake/0/0"]
 
 
-def test_what_was_kept_and_grew_old_is_replaced_and_never_released():
+def test_a_kept_trajectory_that_grew_old_is_replaced_and_never_released():
     groups = EpisodeGroups(group_size=2, episodes_per_group=2, replacements=2, max_lag=1)
     groups.start("lake/0")
     groups.end(trajectory("lake/0/0", start_version=3), newest=3)
@@ -153,21 +153,21 @@ def test_an_episode_that_ends_too_old_is_booked_as_stale():
     assert groups.end(trajectory("lake/0/0", start_version=1), newest=3).status == "aborted-stale"
 
 
-class Books(RuleBasedStateMachine):
-    """Any order of beginnings, endings, aborts, retries, new versions and deaths of the host; late duplicates too."""
+class GroupMachine(RuleBasedStateMachine):
+    """Any order of starts, ends, aborts, retries, new versions and kills of the worker, with late duplicates."""
 
     def __init__(self):
         super().__init__()
         self.size, self.first, self.replacements, self.max_lag = 3, 4, 3, 1
         self.journal = []
-        self.begun_by_earlier_lives = self.ended_by_earlier_lives = 0
-        self.groups = self.new_life()
+        self.started_by_earlier_runs = self.ended_by_earlier_runs = 0
+        self.groups = self.new_run()
         self.started = {}
         self.ended, self.aborting = [], []
         self.num_groups = self.newest = 0
         self.seen_outside = set()
 
-    def new_life(self):
+    def new_run(self):
         return EpisodeGroups(
             group_size=self.size,
             episodes_per_group=self.first,
@@ -179,13 +179,13 @@ class Books(RuleBasedStateMachine):
     def running(self):
         return sorted(self.groups.ledger.running)
 
-    def book_beginnings(self, episodes):
+    def record_starts(self, episodes):
         self.journal.append(format_start_line(episodes))
         self.started |= dict.fromkeys(episodes, self.newest)
 
     @rule()
-    def begin(self):
-        self.book_beginnings(self.groups.start(f"lake/{self.num_groups}"))
+    def start(self):
+        self.record_starts(self.groups.start(f"lake/{self.num_groups}"))
         self.num_groups += 1
 
     @rule()
@@ -195,7 +195,7 @@ class Books(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def retry(self, data):
-        """An episode that is begun anew after a fault starts from the newest version; the books see nothing of it."""
+        """Restart an episode after a fault from the newest version, which the ledger does not record."""
         self.started[data.draw(st.sampled_from(self.running))] = self.newest
 
     @precondition(lambda self: self.running)
@@ -208,7 +208,7 @@ class Books(RuleBasedStateMachine):
         self.aborting = [*(one for one in self.aborting if one != episode), *ending.abort]
         assert set(ending.abort) <= set(self.running)
         group = episode.rpartition("/")[0]
-        self.book_beginnings([f"{group}/{index}" for index in ending.start])
+        self.record_starts([f"{group}/{index}" for index in ending.start])
         self.check_released(ending, group)
 
     def check_released(self, ending, group):
@@ -237,13 +237,13 @@ class Books(RuleBasedStateMachine):
 
     @rule()
     def die_and_recover(self):
-        """The host is killed: its next life learns from the journal what ran, and books that as faults."""
+        """Kill the worker; its next run reads from the journal which episodes ran, and records them as faults."""
         lost = replay_journal(self.journal)
         assert lost == self.groups.ledger.running
         before = self.groups.ledger
-        self.ended_by_earlier_lives += before.endings.total()
-        self.begun_by_earlier_lives += before.num_started - len(lost)
-        self.groups = self.new_life()
+        self.ended_by_earlier_runs += before.endings.total()
+        self.started_by_earlier_runs += before.num_started - len(lost)
+        self.groups = self.new_run()
         assert self.groups.ledger.record_lost(lost) == len(lost)
         self.journal.clear()
         self.ended += lost
@@ -254,8 +254,8 @@ class Books(RuleBasedStateMachine):
         ledger = self.groups.ledger
         assert ledger.is_balanced
         assert len(set(self.ended)) == len(self.ended)
-        assert self.ended_by_earlier_lives + ledger.endings.total() == len(self.ended)
-        assert self.begun_by_earlier_lives + ledger.num_started == len(self.started)
+        assert self.ended_by_earlier_runs + ledger.endings.total() == len(self.ended)
+        assert self.started_by_earlier_runs + ledger.num_started == len(self.started)
 
     @invariant()
     def nothing_is_held_for_groups_that_are_over(self):
@@ -263,5 +263,5 @@ class Books(RuleBasedStateMachine):
             assert self.groups.num_open == 0
 
 
-TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestGroups = GroupMachine.TestCase
+TestGroups.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

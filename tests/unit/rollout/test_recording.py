@@ -1,4 +1,4 @@
-"""The tree of turns: what is gone on from, what branches, and that no id is ever made from text again."""
+"""The tree of turns: which are continued, which branch, and that no token id is made from text again."""
 
 import numpy as np
 import pytest
@@ -49,8 +49,10 @@ def ids_of(template, text):
     return template.encode(text)
 
 
-def say(recording, template, messages, text, *, answer=None, version=4, trained=True, tools=None, began=11.0):
-    """A turn in which the model says `text`, marks included."""
+def record_turn(
+    recording, template, messages, text, *, answer=None, version=4, trained=True, tools=None, started_at=11.0
+):
+    """Record a turn in which the model generates `text`, special tokens included."""
     prompt = recording.chat_prompt(messages, tools=tools)
     ids = ids_of(template, text)
     completion = Completion(
@@ -61,7 +63,7 @@ def say(recording, template, messages, text, *, answer=None, version=4, trained=
     )
     answered = agent(template.decode(ids)) if answer is None else answer
     return recording.record_answer(
-        prompt, completion, answer=answered, is_trained=trained, started_at=began, generate_s=0.25
+        prompt, completion, answer=answered, is_trained=trained, started_at=started_at, generate_s=0.25
     )
 
 
@@ -73,15 +75,15 @@ def trajectory_of(recording, *, reward=1.0, choice="longest"):
     return recording.trajectory(FACTS, reward=reward, choice=choice)
 
 
-def test_a_conversation_that_goes_on_is_one_trajectory(recording, template):
-    say(recording, template, [user("1+1=?")], "=3<eos>")
-    say(recording, template, [user("1+1=?"), agent("=3"), user("no")], "=2<eos>", version=5)
+def test_a_conversation_that_continues_is_one_trajectory(recording, template):
+    record_turn(recording, template, [user("1+1=?")], "=3<eos>")
+    record_turn(recording, template, [user("1+1=?"), agent("=3"), user("no")], "=2<eos>", version=5)
     trajectory = trajectory_of(recording)
     assert text_of(template, trajectory) == "<user>1+1=?<agent>=3<eos><user>no<agent>=2<eos>"
-    said = [
+    generated = [
         template.decode_token(t) for t, mine in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if mine
     ]
-    assert said == ["=", "3", "<eos>", "=", "2", "<eos>"]
+    assert generated == ["=", "3", "<eos>", "=", "2", "<eos>"]
     assert list(trajectory.versions[trajectory.loss_mask]) == [4, 4, 4, 5, 5, 5]
     assert list(trajectory.logprobs[trajectory.loss_mask]) == [-0.5, -1.5, -2.5] * 2
     assert not trajectory.logprobs[~trajectory.loss_mask].any()
@@ -91,7 +93,7 @@ def test_a_conversation_that_goes_on_is_one_trajectory(recording, template):
 
 
 def test_ids_that_no_tokenizer_would_make_are_used_again(recording, template):
-    """The model may spell a word otherwise than the tokenizer does: here with a <pad> that no text shows."""
+    """The model may tokenise a word differently from the tokenizer: here with a <pad> that no text shows."""
     odd = [template.mark_ids["<pad>"], *ids_of(template, "ok"), template.close_id]
     prompt = recording.chat_prompt([user("a")], tools=None)
     completion = Completion(token_ids=odd, logprobs=[-1.0] * 4, versions=[4] * 4, finish_reason="stop")
@@ -101,18 +103,18 @@ def test_ids_that_no_tokenizer_would_make_are_used_again(recording, template):
 
 
 def test_an_answer_cut_short_is_closed_by_the_template(recording, template):
-    say(recording, template, [user("a")], "ok")
-    say(recording, template, [user("a"), agent("ok"), user("b")], "x<eos>")
+    record_turn(recording, template, [user("a")], "ok")
+    record_turn(recording, template, [user("a"), agent("ok"), user("b")], "x<eos>")
     trajectory = trajectory_of(recording)
     assert text_of(template, trajectory) == "<user>a<agent>ok<eos><user>b<agent>x<eos>"
     closing = trajectory.turns[0].end
-    assert not trajectory.loss_mask[closing], "the model did not say it"
+    assert not trajectory.loss_mask[closing], "the model did not generate it"
 
 
 def test_changed_history_is_a_branch_at_the_last_turn_kept(recording, template):
-    first = say(recording, template, [user("a")], "one<eos>")
-    say(recording, template, [user("a"), agent("one"), user("b")], "two<eos>")
-    edited = say(recording, template, [user("a"), agent("one"), user("c")], "three<eos>")
+    first = record_turn(recording, template, [user("a")], "one<eos>")
+    record_turn(recording, template, [user("a"), agent("one"), user("b")], "two<eos>")
+    edited = record_turn(recording, template, [user("a"), agent("one"), user("c")], "three<eos>")
     assert edited.prompt.parent is first
     trajectory = trajectory_of(recording)
     assert text_of(template, trajectory) == "<user>a<agent>one<eos><user>c<agent>three<eos>"
@@ -124,7 +126,7 @@ def test_changed_history_is_a_branch_at_the_last_turn_kept(recording, template):
 
 
 def test_a_changed_answer_of_the_model_is_never_taken_for_its_own(recording, template):
-    say(recording, template, [user("a")], "one<eos>")
+    record_turn(recording, template, [user("a")], "one<eos>")
     forged = recording.chat_prompt([user("a"), agent("won"), user("b")], tools=None)
     assert forged.parent is None
     assert "".join(map(template.decode_token, forged.new_token_ids)) == "<user>a<agent>won<eos><user>b<agent>"
@@ -132,17 +134,17 @@ def test_a_changed_answer_of_the_model_is_never_taken_for_its_own(recording, tem
 
 def test_several_answers_to_one_request_are_branches(recording, template):
     prompt = [user("a")]
-    say(recording, template, prompt, "x<eos>")
-    say(recording, template, prompt, "yy<eos>")
-    say(recording, template, [*prompt, agent("x"), user("b")], "z<eos>")
+    record_turn(recording, template, prompt, "x<eos>")
+    record_turn(recording, template, prompt, "yy<eos>")
+    record_turn(recording, template, [*prompt, agent("x"), user("b")], "z<eos>")
     trajectory = trajectory_of(recording)
     assert text_of(template, trajectory) == "<user>a<agent>x<eos><user>b<agent>z<eos>"
     assert [text_of(template, branch) for branch in branches_of(trajectory)] == ["<user>a<agent>yy<eos>"]
 
 
 def test_the_last_conversation_is_trained_if_that_is_wanted(recording, template):
-    say(recording, template, [user("a")], "a long answer<eos>")
-    say(recording, template, [user("sum up")], "x<eos>")
+    record_turn(recording, template, [user("a")], "a long answer<eos>")
+    record_turn(recording, template, [user("sum up")], "x<eos>")
     assert text_of(template, trajectory_of(recording)).endswith("a long answer<eos>")
     assert text_of(template, trajectory_of(recording, choice="last")).endswith("sum up<agent>x<eos>")
 
@@ -155,18 +157,18 @@ def test_a_template_that_drops_old_thoughts_makes_branches(template, tiny_model_
         | {"compiled": jinja2.Environment(autoescape=False).from_string(THINKING)}
     )
     recording = ConversationRecording(thinking)
-    say(recording, thinking, [user("a")], "hm!one<eos>")
-    second = say(recording, thinking, [user("a"), agent("hm!one"), user("b")], "oh!two<eos>")
+    record_turn(recording, thinking, [user("a")], "hm!one<eos>")
+    second = record_turn(recording, thinking, [user("a"), agent("hm!one"), user("b")], "oh!two<eos>")
     assert second.prompt.parent is None, "the model is shown another history than the one it made"
     assert "".join(map(thinking.decode_token, second.prompt.new_token_ids)) == "<user>a<agent>one<eos><user>b<agent>"
     assert len(branches_of(trajectory_of(recording))) == 1
 
 
-def test_a_tool_call_goes_on_as_the_model_wrote_it(recording, template):
+def test_a_tool_call_is_continued_as_the_model_wrote_it(recording, template):
     called = '<tool_call>{"name":"f",  "arguments":{}}</tool_call>'
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    first = say(recording, template, [user("a")], f"{called}<eos>", answer=answer)
+    first = record_turn(recording, template, [user("a")], f"{called}<eos>", answer=answer)
     result = {"role": "tool", "content": "7", "tool_call_id": "c"}
     following = recording.chat_prompt([user("a"), answer, result], tools=None)
     assert following.parent is first
@@ -179,13 +181,13 @@ def test_marks_in_messages_are_text(recording, template):
     assert "".join(map(template.decode_token, prompt.token_ids())) == "<user><eos><agent>I won<agent>"
 
 
-def test_marks_in_an_answer_that_is_gone_on_from_stay_what_they_were(recording, template):
-    say(recording, template, [user("a")], "b<eos>")
+def test_marks_in_an_answer_that_is_continued_stay_marks(recording, template):
+    record_turn(recording, template, [user("a")], "b<eos>")
     prompt = recording.chat_prompt([user("a"), agent("b"), user("<eos>")], tools=None)
     assert prompt.token_ids().count(template.close_id) == 1
 
 
-def test_a_plain_completion_goes_on_from_its_text(recording, template):
+def test_a_plain_completion_continues_from_its_text(recording, template):
     prompt = recording.text_prompt("once")
     ids = template.encode_text(" upon")
     completion = Completion(token_ids=ids, logprobs=[-1.0] * 5, versions=[4] * 5, finish_reason="length")
@@ -198,7 +200,7 @@ def test_a_plain_completion_goes_on_from_its_text(recording, template):
 
 
 def test_turns_sampled_otherwise_are_recorded_and_not_trained(recording, template):
-    say(recording, template, [user("a")], "x<eos>", trained=False)
+    record_turn(recording, template, [user("a")], "x<eos>", trained=False)
     trajectory = trajectory_of(recording)
     assert not trajectory.loss_mask.any()
     assert [(turn.start, turn.end) for turn in trajectory.turns] == [(3, 5)]
@@ -212,8 +214,8 @@ def test_a_torn_completion_is_an_engine_error(recording):
 
 
 def test_a_record_with_branches_can_be_stored_and_read(recording, template):
-    say(recording, template, [user("a")], "x<eos>")
-    say(recording, template, [user("b")], "y<eos>")
+    record_turn(recording, template, [user("a")], "x<eos>")
+    record_turn(recording, template, [user("b")], "y<eos>")
     trajectory = trajectory_of(recording)
     packed = pack_trajectory(trajectory)
     assert parse_facts(packed.facts).extra["branches"] == trajectory.extra["branches"]
@@ -226,22 +228,22 @@ def test_a_record_with_branches_can_be_stored_and_read(recording, template):
     ]
 
 
-def test_an_episode_that_never_spoke_is_an_empty_record(recording):
+def test_an_episode_without_calls_is_an_empty_record(recording):
     trajectory = trajectory_of(recording)
     assert (len(trajectory), trajectory.turns) == (0, [])
 
 
-def test_a_very_long_conversation_is_no_recursion(recording, template):
+def test_a_very_long_conversation_does_not_recurse(recording, template):
     messages = [user("a")]
     for _ in range(400):
-        say(recording, template, messages, "b<eos>")
+        record_turn(recording, template, messages, "b<eos>")
         messages += [agent("b"), user("c")]
     assert len(trajectory_of(recording).turns) == 400
 
 
-def test_what_the_program_does_between_its_questions_is_the_time_of_its_steps(recording, template):
-    say(recording, template, [user("a")], "x<eos>", began=12.0)
-    say(recording, template, [user("a"), agent("x"), user("b")], "y<eos>", began=15.0)
+def test_the_time_between_a_programs_requests_is_that_of_its_steps(recording, template):
+    record_turn(recording, template, [user("a")], "x<eos>", started_at=12.0)
+    record_turn(recording, template, [user("a"), agent("x"), user("b")], "y<eos>", started_at=15.0)
     trajectory = trajectory_of(recording)
     assert trajectory.reset_s == 2.0
     assert [(turn.generate_s, turn.step_s) for turn in trajectory.turns] == [(0.25, 2.75), (0.25, 4.75)]

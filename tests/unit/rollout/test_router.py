@@ -1,4 +1,4 @@
-"""Which engines serve a turn, against engines that answer, refuse, hang and die as told."""
+"""The router, against engines that answer, refuse, hang and die as scripted."""
 
 import asyncio
 import dataclasses
@@ -102,7 +102,7 @@ def pool(tmp_path):
 
 
 def loads(router, role):
-    """The workers of a role that may be chosen now, with their loads."""
+    """Return the workers of a role that may be chosen now, with their loads."""
     return {worker.name: worker.load for kind in router._view.pools.of_role(role).values() for worker in kind}
 
 
@@ -187,7 +187,7 @@ def test_a_worker_that_is_dead_is_offered_one_attempt_only(pool):
     assert asyncio.run(run()) <= 1
 
 
-def test_attempts_are_bounded_and_their_reasons_told(pool):
+def test_attempts_are_bounded_and_their_reasons_reported(pool):
     pool.add("decode")
 
     async def run():
@@ -199,7 +199,7 @@ def test_attempts_are_bounded_and_their_reasons_told(pool):
         asyncio.run(run())
 
 
-def test_no_decode_worker_in_time_is_an_error_that_says_where_to_look(pool):
+def test_no_decode_worker_in_time_is_an_error_that_names_the_logs(pool):
     async def run():
         async with pool.router() as router:
             await router.generate(REQUEST)
@@ -234,7 +234,7 @@ def test_a_withdrawn_worker_is_offered_nothing_more(pool):
     assert not pool.engines["000-decode-0"].generated
 
 
-def test_a_worker_that_was_started_anew_is_connected_anew(pool):
+def test_a_worker_that_was_restarted_is_connected_again(pool):
     pool.add("decode")
     urls = []
 
@@ -249,7 +249,7 @@ def test_a_worker_that_was_started_anew_is_connected_anew(pool):
     assert urls == ["http://n0/000-decode-0", "http://n0/other"]
 
 
-def test_loads_are_what_was_told_corrected_by_what_we_sent_since(pool):
+def test_loads_are_those_reported_corrected_by_requests_sent_since(pool):
     pool.add("decode")
 
     async def run():
@@ -258,18 +258,18 @@ def test_loads_are_what_was_told_corrected_by_what_we_sent_since(pool):
         engine = pool.engines["000-decode-0"]
         engine.running = 5
         await router.refresh()
-        told = loads(router, "decode")["000-decode-0"]
+        reported = loads(router, "decode")["000-decode-0"]
         engine.mood = "hung"
         serving = asyncio.create_task(router.generate(REQUEST))
         while not engine.generated:
             await asyncio.sleep(0)
-        while_ours_runs = loads(router, "decode")["000-decode-0"]
+        while_own_runs = loads(router, "decode")["000-decode-0"]
         engine.running = 6
         await router.refresh()
-        told_with_ours = loads(router, "decode")["000-decode-0"]
+        reported_with_own = loads(router, "decode")["000-decode-0"]
         serving.cancel()
         await asyncio.wait({serving})
-        return told, while_ours_runs, told_with_ours, loads(router, "decode")["000-decode-0"]
+        return reported, while_own_runs, reported_with_own, loads(router, "decode")["000-decode-0"]
 
     assert asyncio.run(run()) == (5, 6, 6, 5)
 
@@ -364,7 +364,7 @@ def test_a_trajectory_leaves_a_home_that_is_much_more_loaded(pool):
     assert asyncio.run(run()) == 1
 
 
-def test_what_is_remembered_of_a_trajectory_is_forgotten_with_it(pool):
+def test_the_state_of_a_trajectory_is_forgotten_with_it(pool):
     pool.add("decode")
 
     async def run():
@@ -377,22 +377,22 @@ def test_what_is_remembered_of_a_trajectory_is_forgotten_with_it(pool):
     assert asyncio.run(run()) == (1, 0)
 
 
-def test_decisions_are_told_when_they_are_sampled(pool):
+def test_decisions_are_logged_when_they_are_sampled(pool):
     pool.add("decode")
-    told = []
+    routed = []
 
     async def run():
         rules = RouterConfig(log_share=1.0)
         async with Router(
-            pool.directory, connect=pool.connect, seed=0, timeouts=FAST, rules=rules, on_route=told.append
+            pool.directory, connect=pool.connect, seed=0, timeouts=FAST, rules=rules, on_route=routed.append
         ) as router:
             await router.generate(of_trajectory(0))
 
     asyncio.run(run())
-    assert [(one.decode, one.domain, one.reason) for one in told] == [("000-decode-0", "lake", "no prefill endpoint")]
+    assert [(one.decode, one.domain, one.reason) for one in routed] == [("000-decode-0", "lake", "no prefill endpoint")]
 
 
-def test_a_worker_that_changed_over_does_the_other_role(pool, tmp_path_factory):
+def test_a_worker_that_switched_serves_the_other_role(pool, tmp_path_factory):
     pool.add("prefill")
     for number in range(2):
         pool.add("decode", number)
@@ -400,22 +400,22 @@ def test_a_worker_that_changed_over_does_the_other_role(pool, tmp_path_factory):
     path.write_text('{"000-decode-1": "prefill"}')
 
     async def run():
-        flips = RoleSwitcher(path, rules=RouterConfig(switch_roles=True), is_leader=False)
-        async with Router(pool.directory, connect=pool.connect, seed=0, timeouts=FAST, switcher=flips) as router:
+        switcher = RoleSwitcher(path, rules=RouterConfig(switch_roles=True), is_leader=False)
+        async with Router(pool.directory, connect=pool.connect, seed=0, timeouts=FAST, switcher=switcher) as router:
             return sorted(loads(router, "prefill")), sorted(loads(router, "decode"))
 
     assert asyncio.run(run()) == (["000-decode-1", "000-prefill-0"], ["000-decode-0"])
 
 
-def test_the_leading_host_flips_a_worker_when_a_strain_has_lasted(pool, tmp_path_factory):
+def test_the_leader_switches_a_worker_when_an_overload_has_lasted(pool, tmp_path_factory):
     pool.add("prefill")
     for number in range(2):
         pool.add("decode", number)
     path = tmp_path_factory.mktemp("flips") / "flips.json"
 
     async def run():
-        flips = RoleSwitcher(path, rules=RouterConfig(switch_roles=True), is_leader=True)
-        async with Router(pool.directory, connect=pool.connect, seed=0, switcher=flips) as router:
+        switcher = RoleSwitcher(path, rules=RouterConfig(switch_roles=True), is_leader=True)
+        async with Router(pool.directory, connect=pool.connect, seed=0, switcher=switcher) as router:
             pool.engines["000-prefill-0"].running = 40
             await asyncio.sleep(MIN_OVERLOAD_S + 5)
             return sorted(loads(router, "prefill"))
@@ -445,7 +445,7 @@ def test_a_domain_is_served_by_the_hardware_that_the_recipe_names(pool):
 
 
 @pytest.mark.parametrize(("choice", "num_prefilled"), [("always", 1), ("never", 0)])
-def test_remote_prefill_is_what_the_recipe_says(pool, choice, num_prefilled):
+def test_remote_prefill_follows_the_recipe(pool, choice, num_prefilled):
     pool.add("prefill")
     pool.add("decode")
 
@@ -460,7 +460,7 @@ def test_remote_prefill_is_what_the_recipe_says(pool, choice, num_prefilled):
 
 
 @pytest.mark.parametrize(("num_prompt", "num_prefilled"), [(2, 0), (20_000, 1)])
-def test_auto_prefills_elsewhere_what_is_sooner_there(pool, num_prompt, num_prefilled):
+def test_auto_prefills_elsewhere_if_that_is_faster(pool, num_prompt, num_prefilled):
     pool.add("prefill", gpu="h100")
     pool.add("decode", gpu="h20")
     shape = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
@@ -504,7 +504,7 @@ def test_sizing_by_the_cost_model_moves_a_worker_to_the_role_that_lacks_one(pool
     assert run_virtual(run()) == 2
 
 
-def test_a_streamed_turn_is_told_as_it_is_said(pool):
+def test_a_streamed_turn_is_sent_as_it_is_generated(pool):
     pool.add("decode")
 
     async def run():
@@ -515,7 +515,7 @@ def test_a_streamed_turn_is_told_as_it_is_said(pool):
     assert asyncio.run(run()) == [[3], [4, 5]]
 
 
-def test_what_was_told_before_an_engine_failed_is_kept_and_the_turn_ends_there(pool):
+def test_chunks_sent_before_an_engine_failed_are_kept_and_the_turn_ends_there(pool):
     for number in range(2):
         pool.add("decode", number)
 
@@ -523,14 +523,14 @@ def test_what_was_told_before_an_engine_failed_is_kept_and_the_turn_ends_there(p
         async with pool.router() as router:
             for engine in pool.engines.values():
                 engine.pieces, engine.breaks = [[3]], True
-            heard = []
-            completion = await router.generate(REQUEST, on_chunk=heard.append)
-            return completion.token_ids, completion.finish_reason, len(heard), len(loads(router, "decode"))
+            received = []
+            completion = await router.generate(REQUEST, on_chunk=received.append)
+            return completion.token_ids, completion.finish_reason, len(received), len(loads(router, "decode"))
 
     assert asyncio.run(run()) == ([3], "aborted", 1, 1)
 
 
-def test_an_engine_that_fails_before_it_says_anything_is_replaced_by_the_next(pool):
+def test_an_engine_that_fails_before_its_first_chunk_is_replaced_by_the_next(pool):
     for number in range(2):
         pool.add("decode", number)
 
@@ -547,7 +547,7 @@ def again(number):
     return msgspec.structs.replace(REQUEST, request_id=f"lake/{number}/0/0/0/0")
 
 
-def test_a_turn_that_is_held_back_goes_on_when_a_trajectory_ends(pool):
+def test_a_turn_that_is_held_back_continues_when_a_trajectory_ends(pool):
     pool.add("decode")
     small = estimate_speed(
         GPU_CATALOGUE["h20"], shape=ModelShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, num_dense=90000)

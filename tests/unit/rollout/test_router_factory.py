@@ -1,4 +1,4 @@
-"""What a recipe says of routing: checked before queueing, and heard by the router of an env host."""
+"""The routing settings of a recipe: checked before queueing, and used by the router of an env worker."""
 
 import json
 
@@ -30,7 +30,7 @@ REQUEST = GenerateRequest(
 
 def test_an_affinity_for_a_domain_that_is_not_there_is_refused_with_the_nearest_name():
     recipe = load_recipe("quickstart", settings=('router.affinity={lakes="compute"}',))
-    with pytest.raises(PlanError, match=r"no domain 'lakes': did you mean 'lake'\?"):
+    with pytest.raises(PlanError, match=r"unknown domain 'lakes': did you mean 'lake'\?"):
         make_plan(recipe, load_site("lab"))
 
 
@@ -39,8 +39,8 @@ def test_affinities_for_a_domain_and_for_the_rest_are_fine():
     assert make_plan(load_recipe("quickstart", settings=settings), load_site("lab")).roles
 
 
-class Answering:
-    """An engine that has one word."""
+class FixedEngine:
+    """An engine that always returns the same token."""
 
     async def generate(self, request):
         return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason="length")
@@ -50,7 +50,7 @@ class Answering:
 
 
 def routed(tmp_path, config):
-    """The one decision that a router made by a recipe tells of a turn."""
+    """Return the one decision that the router of a recipe logs for a turn."""
     run = CampaignDir(tmp_path)
     for path in (run.endpoints, run.events, run.model):
         path.mkdir(parents=True)
@@ -61,20 +61,20 @@ def routed(tmp_path, config):
 
     async def turn():
         log = EventLog(run.events / "env.jsonl", role="env")
-        async with make_router(recipe, run, env_index=0, connect=lambda _: Answering(), seed=0, events=log) as router:
+        async with make_router(recipe, run, env_index=0, connect=lambda _: FixedEngine(), seed=0, events=log) as router:
             await router.generate(REQUEST)
         log.close()
 
     run_virtual(turn())
-    (told,) = [event for event in read_events(run.events) if event["event"] == "route"]
-    return told
+    (decision,) = [event for event in read_events(run.events) if event["event"] == "route"]
+    return decision
 
 
-def test_the_router_of_a_recipe_reckons_with_the_model_and_the_gpu(tmp_path):
-    told = routed(tmp_path, CONFIG)
-    assert told["decode"] == "000-decode-0"
-    assert 0 < told["serve_s"] < 1
+def test_the_router_of_a_recipe_uses_the_model_and_the_gpu(tmp_path):
+    decision = routed(tmp_path, CONFIG)
+    assert decision["decode"] == "000-decode-0"
+    assert 0 < decision["serve_s"] < 1
 
 
-def test_a_model_in_other_words_is_counted_and_not_reckoned(tmp_path):
+def test_a_model_with_other_field_names_is_routed_without_a_cost_model(tmp_path):
     assert routed(tmp_path, {"n_embd": 8})["serve_s"] == 1.0

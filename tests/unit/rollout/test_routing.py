@@ -1,4 +1,4 @@
-"""Which engine serves a turn, and which policies ride along: pure decisions."""
+"""The parts of a routing decision, and the policies of priority, KV and roles."""
 
 import random
 from collections import Counter
@@ -40,7 +40,7 @@ SHAPE = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, nu
 H100, H20 = (estimate_speed(GPU_CATALOGUE[name], shape=SHAPE) for name in ("h100", "h20"))
 
 
-def test_of_none_nobody_is_chosen():
+def test_without_candidates_none_is_chosen():
     assert choose_cheapest([]) is None
 
 
@@ -54,19 +54,19 @@ def test_the_turn_goes_where_it_costs_least():
     assert choose_cheapest([full, free]) is free
 
 
-def test_a_home_is_left_for_much_less_work_and_not_because_it_is_dear_at_the_moment():
+def test_a_home_is_left_for_much_less_work_and_not_for_a_high_price():
     home, there = WorkerCandidate("home", serve_s=4, price=load_price(1.2)), WorkerCandidate("there", serve_s=3)
     assert not should_migrate(home, there, migration_factor=2.0)
     assert should_migrate(home, WorkerCandidate("there", serve_s=2), migration_factor=2.0)
 
 
-def test_a_home_that_is_dear_beyond_measure_is_left_for_more_work():
+def test_a_home_that_is_extremely_expensive_is_left_for_more_work():
     home, there = WorkerCandidate("home", serve_s=1, price=load_price(2.2)), WorkerCandidate("there", serve_s=3)
     assert should_migrate(home, there, migration_factor=2.0)
 
 
 @given(st.floats(0, 4), st.floats(0, 4))
-def test_the_fuller_an_engine_the_dearer_its_time(one, other):
+def test_the_fuller_an_engine_the_more_expensive_its_time(one, other):
     assert (load_price(one) <= load_price(other)) == (one <= other) or load_price(one) == load_price(other)
 
 
@@ -93,7 +93,7 @@ def test_two_different_workers_are_drawn(num, seed):
     assert 0 <= min(first, second) <= max(first, second) < num
 
 
-def test_every_worker_is_drawn_as_often():
+def test_every_worker_is_drawn_equally_often():
     draw = random.Random(0)
     drawn = Counter(worker for _ in range(5000) for worker in sample_two("abcde", draw=draw))
     assert max(drawn.values()) < 1.1 * min(drawn.values())
@@ -134,14 +134,14 @@ def test_remote_prefill_does_not_pay_behind_a_long_queue():
     assert not remote_prefill_is_faster(decode_speed=H20, prefill_speed=H100, wait_s=60, num_prompt=8000, num_cached=0)
 
 
-def test_what_had_less_service_goes_first():
+def test_a_trajectory_with_less_service_goes_first():
     levels = [queue_level(served_tokens=tokens, served_s=1, waited_s=0) for tokens in (0, 600, 5000, 10**7)]
     assert levels == sorted(levels)
     assert levels[0] == 0
     assert levels[0] < levels[2] < levels[3] < NUM_LEVELS
 
 
-def test_what_has_waited_too_long_goes_first_again():
+def test_a_trajectory_that_waited_too_long_goes_first_again():
     assert queue_level(served_tokens=10**6, served_s=10, waited_s=21) == 0
 
 
@@ -173,7 +173,7 @@ def test_kv_is_kept_until_the_tool_is_likely_back():
     assert kv_keep_s([1, 1, 1, 50], saving_s=10) == 1
 
 
-def test_kv_that_is_cheap_to_compute_anew_is_not_kept():
+def test_kv_that_is_cheap_to_compute_again_is_not_kept():
     assert kv_keep_s([5, 6, 7], saving_s=2) == 0
 
 
@@ -192,19 +192,19 @@ def test_old_pauses_are_forgotten():
     assert set(pauses.quantiles) == {1.0}
 
 
-def test_a_role_is_strained_from_a_high_ratio_on_until_a_low_one():
-    begun = find_overload({"prefill": 20, "decode": 4}, before=None, now=1)
-    assert begun == Overload("prefill", 1)
+def test_a_role_is_overloaded_from_a_high_ratio_on_until_a_low_one():
+    overload = find_overload({"prefill": 20, "decode": 4}, before=None, now=1)
+    assert overload == Overload("prefill", 1)
     assert find_overload({"prefill": 12, "decode": 4}, before=None, now=2) is None
-    assert find_overload({"prefill": 12, "decode": 4}, before=begun, now=2) == begun
-    assert find_overload({"prefill": 5, "decode": 4}, before=begun, now=3) is None
+    assert find_overload({"prefill": 12, "decode": 4}, before=overload, now=2) == overload
+    assert find_overload({"prefill": 5, "decode": 4}, before=overload, now=3) is None
 
 
-def test_idle_workers_are_not_strained_whatever_the_ratio():
+def test_idle_workers_are_not_overloaded_whatever_the_ratio():
     assert find_overload({"prefill": 1, "decode": 0}, before=None, now=1) is None
 
 
-def test_the_least_loaded_worker_of_the_other_role_changes_over_when_a_strain_has_lasted():
+def test_the_least_loaded_worker_of_the_other_role_switches_when_an_overload_has_lasted():
     workers = {"prefill": {"p": 20.0}, "decode": {"d0": 4.0, "d1": 2.0}}
     assert choose_worker_to_switch(Overload("prefill", 0), workers, now=MIN_OVERLOAD_S - 1) is None
     assert choose_worker_to_switch(Overload("prefill", 0), workers, now=MIN_OVERLOAD_S) == "d1"

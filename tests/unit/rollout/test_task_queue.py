@@ -1,4 +1,4 @@
-"""What an env host begins next, with environments made ahead of need; its journal; its curriculum."""
+"""The tasks that an env worker starts next, with environments prepared ahead; its journal; its curriculum."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from tests.support.bad_envs import AsyncEcho, Echo
 
 
 class Noted(AsyncEcho):
-    """An environment that notes what is done to it."""
+    """An environment that records its calls."""
 
     def __init__(self, notes):
         self.notes = notes
@@ -73,7 +73,7 @@ def test_without_a_prepared_one_an_environment_is_made():
     asyncio.run(run())
 
 
-def test_what_nobody_takes_is_closed():
+def test_environments_that_are_not_taken_are_closed():
     async def run():
         notes = []
         envs = pool(notes)
@@ -100,7 +100,7 @@ def test_a_preparation_that_hangs_is_a_fault_of_its_taker_and_the_next_is_fresh(
     asyncio.run(run())
 
 
-def test_no_more_are_started_at_once_than_were_asked_for_and_only_then_their_time_begins():
+def test_no_more_than_max_starting_start_at_once_and_their_time_starts_then():
     async def run():
         starting, most, done = 0, 0, asyncio.Event()
 
@@ -124,7 +124,7 @@ def test_no_more_are_started_at_once_than_were_asked_for_and_only_then_their_tim
     asyncio.run(run())
 
 
-def test_only_so_many_are_made_ahead_as_there_are_places_until_those_are_taken_or_gone():
+def test_environments_are_made_ahead_only_while_there_are_slots():
     async def run():
         notes = []
         places = EnvSlots(4, num_ahead=8)
@@ -161,7 +161,7 @@ def test_a_failed_preparation_gives_its_place_back():
 
 
 class Stuck(Echo):
-    """Its constructor waits for something that comes late."""
+    """An environment whose constructor waits for an event that is set late."""
 
     freed = threading.Event()
 
@@ -169,7 +169,7 @@ class Stuck(Echo):
         self.freed.wait(60)
 
 
-def test_a_constructor_that_hangs_costs_its_taker_and_nobody_else():
+def test_a_constructor_that_hangs_costs_only_its_taker():
     async def run():
         domain = DomainConfig(env="test_task_queue:Stuck")
         stuck = pool([], make=lambda: open_env("a", domain), create_timeout_s=0.05)
@@ -198,7 +198,7 @@ def agenda(*, domain=None, **changed):
     return TaskQueue(domains, tasks=TaskStream(EnvWorkerId(0, 1), recipe_seed=0), **(usual | changed))
 
 
-def test_isolated_environments_run_only_as_many_at_once_as_fit_into_memory():
+def test_isolated_environments_run_at_once_only_as_far_as_they_fit_into_memory():
     async def run():
         plans = agenda(domain={"isolation": "process", "env_memory_gib": 0.5}, mem_gib=3.0, groups_ahead=0)
         task = plans.take_task(now=0.0)
@@ -218,7 +218,7 @@ def test_isolated_environments_run_only_as_many_at_once_as_fit_into_memory():
     asyncio.run(run())
 
 
-def test_environments_without_processes_of_their_own_need_no_place():
+def test_environments_without_separate_processes_need_no_slot():
     async def run():
         plans = agenda(mem_gib=1.0, groups_ahead=0)
         task = plans.take_task(now=0.0)
@@ -241,7 +241,7 @@ def test_domains_take_turns_and_their_environments_are_ready():
     asyncio.run(run())
 
 
-def test_a_domain_whose_environment_fails_is_passed_over_and_the_others_go_on():
+def test_a_domain_whose_environment_fails_is_skipped_and_the_others_continue():
     async def run():
         plans = agenda(groups_ahead=0)
         pauses = [plans.record_end("a", fault=True, now=0.0) for _ in range(MIN_SAMPLES)]
@@ -253,7 +253,7 @@ def test_a_domain_whose_environment_fails_is_passed_over_and_the_others_go_on():
     asyncio.run(run())
 
 
-def test_with_every_environment_paused_nothing_begins():
+def test_with_every_environment_paused_nothing_starts():
     async def run():
         plans = agenda(groups_ahead=0)
         for domain in "ab":
@@ -273,7 +273,7 @@ def test_a_domain_of_weight_zero_is_not_asked():
     asyncio.run(run())
 
 
-def test_the_next_life_of_a_host_learns_what_the_last_one_was_running(tmp_path):
+def test_a_restarted_worker_reads_which_episodes_were_running(tmp_path):
     journal = EpisodeJournal(tmp_path / "j")
     assert journal.open() == set()
     journal.record_start(["a/0/0", "a/0/1", "a/0/2"])
@@ -297,11 +297,11 @@ def test_a_journal_that_has_grown_keeps_only_what_runs(tmp_path, monkeypatch):
     assert EpisodeJournal(tmp_path / "j").open() == {"a/7/7"}
 
 
-def test_synchronous_modes_begin_fewer_steps_ahead():
+def test_synchronous_modes_start_fewer_steps_ahead():
     assert [get_mode_lag(mode, max_lag=4) for mode in ("sync", "one-step-off", "async")] == [0, 1, 4]
 
 
-def test_one_step_off_begins_a_whole_batch_once_the_last_one_is_complete():
+def test_one_step_off_starts_a_whole_batch_once_the_last_one_is_complete():
     assert limit_to_batch(12, num_in_flight=1, batch=8) == 0
     assert limit_to_batch(12, num_in_flight=0, batch=8) == 8
     assert limit_to_batch(3, num_in_flight=0, batch=8) == 3
@@ -328,6 +328,6 @@ def test_a_curriculum_sees_recent_rewards_and_gives_new_weights(tmp_path):
 
 
 @pytest.mark.parametrize("answer", [{"c": 1.0}, {"a": float("nan")}, {"a": -1.0}, {"a": 0.0, "b": 0.0}, 3, {"a": "x"}])
-def test_weights_that_are_none_are_refused_with_the_name_of_the_function(tmp_path, answer):
+def test_invalid_weights_are_refused_with_the_name_of_the_function(tmp_path, answer):
     with pytest.raises(ConfigError, match="x:y"):
         curriculum(tmp_path, lambda _: answer).poll_weights(now=0.0)

@@ -1,4 +1,4 @@
-"""Which task comes next."""
+"""The order of tasks."""
 
 from collections import Counter
 from itertools import islice
@@ -35,7 +35,7 @@ def test_a_stable_hash_is_the_same_on_every_machine():
 
 
 @given(st.integers(1, 6), st.integers(0, 1000))
-def test_hosts_never_share_a_number_and_leave_none_out(num_hosts, start):
+def test_workers_never_share_a_number_and_leave_none_out(num_hosts, start):
     streams = [stream(worker=EnvWorkerId(host, num_hosts), start=start) for host in range(num_hosts)]
     numbers = [task.number for one in streams for task in islice(one, 10)]
     assert sorted(numbers) == list(range(start, start + 10 * num_hosts))
@@ -43,10 +43,10 @@ def test_hosts_never_share_a_number_and_leave_none_out(num_hosts, start):
 
 @given(st.dictionaries(st.sampled_from("abcde"), st.floats(0.01, 100), min_size=1), st.integers(1, 300))
 def test_no_domain_is_ever_a_whole_task_behind_its_share_by_more_than_the_number_of_domains(weights, num_tasks):
-    begun = Counter(task.domain for task in islice(stream(weights), num_tasks))
+    started = Counter(task.domain for task in islice(stream(weights), num_tasks))
     whole = sum(weights.values())
     for domain, weight in weights.items():
-        assert abs(begun[domain] - weight / whole * num_tasks) <= len(weights)
+        assert abs(started[domain] - weight / whole * num_tasks) <= len(weights)
 
 
 def test_equal_domains_take_turns():
