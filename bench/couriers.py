@@ -1,9 +1,9 @@
-"""Versions over MPI against what MPI itself can do, and through random kills: `python -m bench.couriers`.
+"""Measure couriers over MPI against MPI itself, and through random kills: `python -m bench.couriers`.
 
 two_nodes      from one window into another, checked, against raw chunked broadcasts of the same bytes
 two_sources    half of every tensor from each of two nodes of the trainer, against all of it from one
-one_node       readers that map one window, checked, against everybody's own copy by other means
-random_kills   50 versions while couriers are killed at random: what every engine has seen, and has at the end
+one_node       readers that map one window, checked, against a copy for each reader by other means
+random_kills   50 versions while couriers are killed at random: the versions that engines read, and the last one
 """
 
 import json
@@ -37,22 +37,22 @@ SIZES = {"512 MiB": (896, 4864, 128, 9), "2 GiB": (1536, 8960, 256, 18)}
 
 
 def measure(full: bool) -> list[Figure]:
-    """`--full` also takes 2 GiB."""
+    """Run all measurements; `--full` adds 2 GiB."""
     figures = []
     for size in list(SIZES)[: 2 if full else 1]:
         hidden, inner, kv, num_layers = SIZES[size]
         shapes = qwen2_shapes(hidden=hidden, inner=inner, kv=kv, num_layers=num_layers)
         figures += two_nodes(size, shapes, turns=4) + one_node(size, shapes, rounds=8)
-        if size == "512 MiB":  # of 2 GiB, five windows and what is put into them would not fit beside each other
+        if size == "512 MiB":  # with 2 GiB, five windows and their source tensors would not fit into memory
             figures += two_sources(size, shapes, turns=3)
     return figures + random_kills()
 
 
 def two_nodes(size: str, shapes: dict[str, Any], *, turns: int) -> list[Figure]:
-    """The raw broadcast and the couriers take turns, a few rounds each, and the best round of each counts.
+    """Measure raw broadcasts and couriers in turns, a few rounds each; the best round of each counts.
 
-    Windows are made with the first version, which does not count: from then on the same memory is written again and
-    again, as it is in a campaign, and so is the memory of the raw broadcast.
+    Windows are created with the first version, which does not count: after it the same memory is written again and
+    again, as in a campaign, and so is the memory of the raw broadcast.
     """
     layout = TensorLayout.pack((name, "bfloat16", shape) for name, shape in shapes.items())
     raw: dict[str, list[float]] = {way: [] for way in RAW_WAYS}
@@ -92,7 +92,7 @@ def two_nodes(size: str, shapes: dict[str, Any], *, turns: int) -> list[Figure]:
 
 
 def two_sources(size: str, shapes: dict[str, Any], *, turns: int) -> list[Figure]:
-    """One receiver, which gets as many bytes from two as from one; they take turns, and the best of each counts."""
+    """Measure one receiver with two sources and with one, in turns, for the same bytes; the best of each counts."""
     layout = TensorLayout.pack((name, "bfloat16", shape) for name, shape in shapes.items())
     halves = [split_tensor(tensor, axis=0, num_shards=2) for tensor in layout.tensors]
     parts = PartAssignment.from_shards(
@@ -115,7 +115,7 @@ def two_sources(size: str, shapes: dict[str, Any], *, turns: int) -> list[Figure
 
 
 def carry(couriers: Fleet, windows: list[Window], *, num_versions: int) -> list[float]:
-    """Publish so many versions; for each, how long until an engine on the last node could take it."""
+    """Publish versions; return the time until an engine on the last node could load each."""
     key = couriers.key(couriers.nodes[-1])
     there = Window.open(key, job=0)
     newest, took = windows[0].newest(), []
@@ -123,37 +123,37 @@ def carry(couriers: Fleet, windows: list[Window], *, num_versions: int) -> list[
     for version in range(first, first + num_versions):
         for window in windows:
             publish(window, version)
-        began = time.perf_counter()
+        start = time.perf_counter()
         while there is None or (seen := there.newest()) is None or seen.version != version:
             assert couriers.alive(), couriers.account()
             there = there or Window.open(key, job=0)
             time.sleep(0.0005)
-        took.append(time.perf_counter() - began)
-    until(lambda: carried(couriers) == version, what="every transfer was told")
+        took.append(time.perf_counter() - start)
+    until(lambda: carried(couriers) == version, what="every transfer was logged")
     if there is not None:
         there.close()
     return took
 
 
 def carried(couriers: Fleet) -> int:
-    """The newest version that was told to be everywhere."""
+    """Return the newest version that was logged as being everywhere."""
     return max((int(event["version"]) for event in couriers.events("courier")), default=-1)
 
 
 def one_node(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
-    """As many readers for everybody; only ours check what they read."""
+    """Measure the fan-out to the same number of readers by every means; only ours check what they read."""
     tensors = random_bfloat16(shapes)
     totals = []
     with scratch_run() as run, readers(run) as pipes:
         store = WindowStore(WindowKey(campaign=run.root, node="bench"), job=run.job(0))
         for version in range(rounds + 1):
-            began = time.perf_counter()
+            start = time.perf_counter()
             store.commit(store.stage(tensors, WeightVersion(version=version, step=version)))
-            totals.append(max(pipe.recv()[0] for pipe in pipes) - began)
+            totals.append(max(pipe.recv()[0] for pipe in pipes) - start)
         store.close()
     ours = min(totals[1:])
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    del tensors  # 2 GiB, when five processes are about to have as much each
+    del tensors  # frees 2 GiB before five processes allocate the same each
     theirs = peers(NUM_READERS + 1, nbytes, rounds, "Bcast", "Ibcast16", "Ibcast64", "gloo", "safetensors")
     theirs["Ibcast"] = min(theirs.pop("Ibcast16"), theirs.pop("Ibcast64"))
     names = {
@@ -173,7 +173,7 @@ def one_node(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
 
 
 def peers(num_ranks: int, nbytes: int, rounds: int, *ways: str) -> dict[str, float]:
-    """Seconds of each way. More ranks than cores spin in vain unless MPICH is told to be throttled."""
+    """Return the seconds of each way. With more ranks than cores, MPICH is throttled, or ranks would only spin."""
     environment = dict(os.environ)
     if num_ranks > len(os.sched_getaffinity(0)):
         environment |= {
@@ -189,7 +189,7 @@ def peers(num_ranks: int, nbytes: int, rounds: int, *ways: str) -> dict[str, flo
 
 
 def idle_share(couriers: Fleet) -> float:
-    """What the busier of the couriers takes of a core while nothing comes."""
+    """Return the share of a core that the busier courier uses while nothing is sent."""
 
     def used_s() -> dict[int, float]:
         stats = {
@@ -197,9 +197,9 @@ def idle_share(couriers: Fleet) -> float:
         }
         return {pid: (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK") for pid, stat in stats.items()}
 
-    before, began = used_s(), time.monotonic()
+    before, start = used_s(), time.monotonic()
     time.sleep(3)
-    after, wall_s = used_s(), time.monotonic() - began
+    after, wall_s = used_s(), time.monotonic() - start
     return max((after[pid] - before[pid]) / wall_s for pid in after)
 
 
@@ -207,7 +207,7 @@ def idle_share(couriers: Fleet) -> float:
 
 
 def random_kills() -> list[Figure]:
-    """Three nodes with an engine each; whatever it can read must be of one version, and versions never go back."""
+    """Test three nodes with an engine each: all it can read must be of one version, and versions never go back."""
     layout = TensorLayout.pack([(f"layers.{number}", "bfloat16", (1024, 2048)) for number in range(8)])
     chance = random.Random(0)
     num_kills = 0
@@ -246,7 +246,7 @@ def random_kills() -> list[Figure]:
 
 
 class Engine:
-    """A process that reads every version it sees on its node."""
+    """A process that reads every version that appears on its node."""
 
     def __init__(self, couriers: Fleet, node: str) -> None:
         self._pipe, there = SPAWN.Pipe()
@@ -254,7 +254,7 @@ class Engine:
         self._process.start()
 
     def end(self, *, last: int) -> dict[str, int]:
-        """What it has seen, once it has had the time to see the last."""
+        """Return the counts of what it has read, after time to read the last version."""
         self._pipe.send(last)
         seen: dict[str, int] = self._pipe.recv()
         self._process.join()
@@ -262,7 +262,7 @@ class Engine:
 
 
 def look(key: WindowKey, pipe: Connection) -> None:
-    """An engine's life: counts versions, and those that are mixed or older than one before."""
+    """Run an engine: count versions, and those that are mixed or older than one before."""
     import numpy as np
 
     newest, num, wrong, last, deadline = -1, 0, 0, None, float("inf")

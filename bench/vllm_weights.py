@@ -1,14 +1,15 @@
-"""How long a vLLM engine is silent when it takes new weights: `python -m bench.vllm_weights`.
+"""Measure how long a vLLM engine is silent while it loads new weights: `python -m bench.vllm_weights`.
 
 ours      our weight-transfer engine: checked while tokens are generated, then loaded from the window of the node
 theirs    vLLM's own pause, reload_weights from files that are already on disk and in the page cache, resume
 
-Both keep the running requests and compute their KV anew. The same server does both in turns, and one stream of tokens
-is watched; its longest silence while weights change is what counts. No silence is shorter than the step that computes
-KV anew, which on a CPU takes the longer the more tokens the stream has: so it is a short one, of as many tokens for
-both; what a step over so many takes by itself is told too, as are the times from pause to resume and between tokens.
+Both keep the running requests and recompute their KV. The same server does both in turns, and one stream of tokens
+is measured: its longest silence while weights change counts. A silence is at least the step that recomputes the KV,
+which on a CPU takes longer the more tokens the stream has: so the stream is short, with the same number of tokens for
+both. The time of such a step alone is reported too, and the times from pause to resume and between tokens.
 
-Chosen after figures had been seen: only silences during the update count, and both ways begin at the same length.
+Two rules were chosen after the first figures: only silences during the update count, and both ways start at the same
+length of the stream.
 """
 
 import asyncio
@@ -44,11 +45,11 @@ BAR = 5.0
 SHAPE = TinyModel(hidden_size=1024, num_layers=8, num_heads=8, num_kv_heads=2, context_length=2048)
 PROMPT = [2, 45, 78, 5, 36, 3]
 NUM_BEFORE = 5
-"""Tokens that the stream has when our update begins; when theirs does, it has as many as when ours has come through."""
+"""Tokens of the stream when our update starts; theirs starts with the number that the stream had when ours ended."""
 
 
 def measure(full: bool) -> list[Figure]:
-    """A model of some 280 MB; `--full` takes more rounds of it."""
+    """Measure a model of some 280 MB; `--full` runs more rounds."""
     with tempfile.TemporaryDirectory() as directory:
         return asyncio.run(_measure(Path(directory), rounds=8 if full else 3))
 
@@ -68,15 +69,15 @@ async def _measure(root: Path, *, rounds: int) -> list[Figure]:
         model=run.model, log=job.log("vllm"), dtype="float32", extra_args=("--enforce-eager", "--block-size", "32")
     )
     place = WorkerPlace(run, job, "here")
-    ours, theirs, copies, anew = [], [], [], []
+    ours, theirs, copies, alone = [], [], [], []
     try:
         async with VllmEngine(launch, place=place) as engine:
             for version in range(1, rounds + 1):
                 window.publish(tensors, WeightVersion(version=version, step=version))
                 ours.append(await _silence(engine, engine.load_version(version), after=NUM_BEFORE))
-                theirs.append(await _silence(engine, _reload(engine, disk), after=ours[-1].num_heard))
+                theirs.append(await _silence(engine, _reload(engine, disk), after=ours[-1].num_received))
                 copies.append(_copy_s(tensors))
-                anew.append(await _first_token_s(engine, num_tokens=len(PROMPT) + ours[-1].num_heard))
+                alone.append(await _first_token_s(engine, num_tokens=len(PROMPT) + ours[-1].num_received))
     finally:
         window.unlink()
         window.close()
@@ -92,73 +93,73 @@ async def _measure(root: Path, *, rounds: int) -> list[Figure]:
         Figure(name="longest silence: ours", value=1e3 * mine, unit="ms", better="lower"),
         Figure(name="longest silence: vLLM's reload from disk", value=1e3 * other, unit="ms", better="lower"),
         Figure(name="pause to resume: ours", value=1e3 * my_pause, unit="ms", better="lower"),
-        Figure(name="KV of as many tokens, computed by itself", value=1e3 * median(anew), unit="ms", better="lower"),
+        Figure(name="KV of as many tokens, computed by itself", value=1e3 * median(alone), unit="ms", better="lower"),
         Figure(name="between two tokens, usually", value=1e3 * usual, unit="ms", better="lower"),
     ]
 
 
 class Seen(NamedTuple):
-    """What a listener had of an update."""
+    """The effect of an update on a stream of tokens."""
 
     silence_s: float
-    """The longest time between two tokens from the beginning of the update until the first token after it."""
+    """The longest time between two tokens, from the start of the update until the first token after it."""
     paused_s: float
-    """From pause to resume, as the update says."""
+    """Time from pause to resume, as the update reports it."""
     usual_s: float
-    """Between two tokens, median."""
-    num_heard: int
+    """Median time between two tokens."""
+    num_received: int
     """Tokens until the end of the update."""
 
 
 async def _silence(engine: VllmEngine, update: Coroutine[Any, Any, float], *, after: int) -> Seen:
-    """Run an update in the middle of a stream, after so many tokens."""
-    heard: list[float] = []
+    """Run an update in the middle of a stream, after a number of tokens."""
+    received: list[float] = []
     request = GenerateRequest(request_id="watched", token_ids=PROMPT, max_new_tokens=2000, temperature=0.0)
 
     async def listen() -> None:
         async for _ in engine.stream(request):
-            heard.append(time.monotonic())
+            received.append(time.monotonic())
 
     listening = asyncio.create_task(listen())
-    while len(heard) < after:
+    while len(received) < after:
         await asyncio.sleep(0.001)
-    began = time.monotonic()
+    start = time.monotonic()
     paused_s = await update
-    ended, num_heard = time.monotonic(), len(heard)
-    while heard[-1] < ended or len(heard) < num_heard + NUM_BEFORE:
+    ended, num_received = time.monotonic(), len(received)
+    while received[-1] < ended or len(received) < num_received + NUM_BEFORE:
         await asyncio.sleep(0.001)
     await engine.abort("watched")
     await listening
-    gaps = list(pairwise(heard))
-    during = [later - earlier for earlier, later in gaps if later > began and earlier < ended]
-    return Seen(max(during), paused_s, median(later - earlier for earlier, later in gaps), num_heard)
+    gaps = list(pairwise(received))
+    during = [later - earlier for earlier, later in gaps if later > start and earlier < ended]
+    return Seen(max(during), paused_s, median(later - earlier for earlier, later in gaps), num_received)
 
 
 async def _first_token_s(engine: VllmEngine, *, num_tokens: int) -> float:
-    """What the KV of a prompt takes that nobody has asked before."""
+    """Return the time to compute the KV of a new prompt."""
     prompt = [random.randrange(2, 64) for _ in range(num_tokens)]
-    began = time.monotonic()
-    await engine.generate(GenerateRequest(request_id="anew", token_ids=prompt, max_new_tokens=1, temperature=0.0))
-    return time.monotonic() - began
+    start = time.monotonic()
+    await engine.generate(GenerateRequest(request_id="alone", token_ids=prompt, max_new_tokens=1, temperature=0.0))
+    return time.monotonic() - start
 
 
 async def _reload(engine: VllmEngine, disk: Path) -> float:
-    """What vLLM offers by itself."""
+    """Update weights by vLLM's own means; return the time from pause to resume."""
     server = engine.server
-    began = time.monotonic()
+    start = time.monotonic()
     await server.post("/pause", mode="keep", clear_cache="false")
     await server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(disk)}})
     await server.post("/reset_prefix_cache", reset_running_requests="true")
     await server.post("/resume")
-    return time.monotonic() - began
+    return time.monotonic() - start
 
 
 def _copy_s(tensors: dict[str, torch.Tensor]) -> float:
     targets = [torch.empty_like(tensor).fill_(0) for tensor in tensors.values()]
-    began = time.monotonic()
+    start = time.monotonic()
     for target, tensor in zip(targets, tensors.values(), strict=True):
         target.copy_(tensor)
-    return time.monotonic() - began
+    return time.monotonic() - start
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The weight plane against what memory, disk and link can do: `python -m bench.weights`.
+"""Measure weight transfer against the speed of memory, disk and link: `python -m bench.weights`.
 
-fan_out       one trainer, four readers on its node; the trainer's stall; the memory it all takes
+fan_out       one trainer, four readers on its node; the trainer's stall; the total memory
 engine_stall  the embedded engine's longest silence during an update, against a pause and a reload from disk
-deltas        how much of a version real AdamW steps change, what it takes to send and to code
+deltas        the share of a version that real AdamW steps change, and the time to code and send it
 """
 
 import asyncio
@@ -41,7 +41,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def measure(full: bool) -> list[Figure]:
-    """All of it; `--full` also takes 2 GiB."""
+    """Run all measurements; `--full` adds 2 GiB."""
     figures = fan_out("512 MiB", qwen2_shapes(hidden=896, inner=4864, kv=128, num_layers=9), rounds=15)
     if full:
         shapes = qwen2_shapes(hidden=1536, inner=8960, kv=256, num_layers=18)
@@ -54,7 +54,7 @@ def measure(full: bool) -> list[Figure]:
 
 
 def qwen2_shapes(*, hidden: int, inner: int, kv: int, num_layers: int, vocabulary: int = 151936) -> dict[str, Any]:
-    """The tensors of a Qwen2 (0.5B: 896, 4864, 128; 1.5B: 1536, 8960, 256), with as many layers as fit the size."""
+    """Return the shapes of a Qwen2 (0.5B: 896, 4864, 128; 1.5B: 1536, 8960, 256) with `num_layers` layers."""
     layer = {
         "self_attn.q_proj.weight": (hidden, hidden),
         "self_attn.q_proj.bias": (hidden,),
@@ -76,7 +76,7 @@ def qwen2_shapes(*, hidden: int, inner: int, kv: int, num_layers: int, vocabular
 
 
 def random_bfloat16(shapes: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Every bit pattern, since only bytes matter here."""
+    """Make tensors with random bits, since only bytes matter here."""
     dice = np.random.default_rng(0)
     return {
         name: torch.from_numpy(dice.integers(0, 1 << 15, size=shape, dtype=np.int16)).view(torch.bfloat16)
@@ -85,10 +85,11 @@ def random_bfloat16(shapes: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def fan_out(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
-    """Publish again and again; a memcpy of the same bytes takes turns with it.
+    """Measure publication, in turns with a memcpy of the same bytes.
 
-    From the call of `stage` in the trainer until all readers have mapped views of a version that was checked, against
-    one thread that copies the same tensors from private memory to private memory. `stage` has HASH_THREADS threads.
+    The time runs from the call of `stage` in the trainer until all readers have mapped views of a checked version. It
+    is compared with one thread that copies the same tensors from private memory to private memory. `stage` has
+    NUM_HASH_THREADS threads.
     """
     tensors = random_bfloat16(shapes)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -100,13 +101,13 @@ def fan_out(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
         for version in range(rounds + 1):
             copies.append(seconds(lambda: copy_all(tensors, spare)))
             before = anonymous_nbytes()
-            began = time.perf_counter()
+            start = time.perf_counter()
             staged = store.stage(tensors, WeightVersion(version=version, step=version))
-            stalls.append(time.perf_counter() - began)
+            stalls.append(time.perf_counter() - start)
             store.commit(staged)
-            visible.append(time.perf_counter() - began)
+            visible.append(time.perf_counter() - start)
             answers = [pipe.recv() for pipe in pipes]
-            totals.append(max(at for at, _ in answers) - began)
+            totals.append(max(at for at, _ in answers) - start)
             private = max(private, anonymous_nbytes() - before + sum(grown for _, grown in answers))
         shared = make_window_key(run, node="bench").path.stat().st_blocks * 512
         store.close()
@@ -142,14 +143,14 @@ def fan_out(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
 
 
 def copy_all(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
-    """One memcpy of each tensor."""
+    """Copy each tensor with one memcpy."""
     for name, tensor in source.items():
         np.copyto(target[name].view(torch.uint8).numpy(), tensor.view(torch.uint8).numpy())
 
 
 @contextmanager
 def readers(run: CampaignDir) -> Iterator[list[Connection]]:
-    """Processes that say when they had a version, whole and checked, and what memory of their own it took."""
+    """Start processes that report when they had a version, whole and checked, and the private memory it took."""
     pipes, processes = [], []
     for _ in range(NUM_READERS):
         here, there = SPAWN.Pipe()
@@ -158,7 +159,7 @@ def readers(run: CampaignDir) -> Iterator[list[Connection]]:
         pipes.append(here)
         processes.append(process)
     for pipe in pipes:
-        pipe.recv()  # it has imported what it needs
+        pipe.recv()  # its imports are done
     try:
         yield pipes
     finally:
@@ -168,7 +169,7 @@ def readers(run: CampaignDir) -> Iterator[list[Connection]]:
 
 
 def read_versions(root: Path, pipe: Connection) -> None:
-    """A reader's life."""
+    """Run a reader forever."""
     store = WindowStore(make_window_key(CampaignDir(root), node="bench"), job=CampaignDir(root).job(0))
     before, seen = anonymous_nbytes(), -1
     pipe.send("ready")
@@ -187,9 +188,9 @@ def read_versions(root: Path, pipe: Connection) -> None:
 
 
 def engine_stall(*, rounds: int) -> list[Figure]:
-    """A request runs while versions come, through the window and as files that the page cache does not hold.
+    """Measure a request that runs while versions arrive, through the window and as files not in the page cache.
 
-    The model is that of the 512 MiB above, in float32. Both ways include computing the KV of the request anew.
+    The model is that of the 512 MiB above, in float32. Both ways recompute the KV of the request.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM  # not in every reader process
 
@@ -229,16 +230,16 @@ def engine_stall(*, rounds: int) -> list[Figure]:
 
 
 Update = tuple[float, float]
-"""For how long generation stood still to take weights into use, and the longest time between two tokens meanwhile.
+"""How long generation paused to load weights, and the longest time between two tokens meanwhile.
 
-The latter holds what the user waits for: a step under way, the standstill, the KV computed anew, the next token.
+The latter is what a user waits for: a step under way, the pause, the KV computed again, the next token.
 """
 
 
 async def updates(
     model: Any, tensors: dict[str, torch.Tensor], window: WindowStore, files: FileStore, *, rounds: int
 ) -> tuple[list[Update], list[Update], float]:
-    """A running request through updates by the window, then through pause and reload; and what a step takes."""
+    """Measure updates of a running request by the window, then by pause and reload, and the time of a step."""
     by_window, by_files, version = [], [], 0
     async with EmbeddedEngine(model, store=window) as engine, running(engine):
         for version in range(1, rounds + 1):
@@ -255,7 +256,7 @@ async def updates(
 
 @asynccontextmanager
 async def running(engine: EmbeddedEngine) -> AsyncIterator[None]:
-    """A request that does not end by itself."""
+    """Run a request that does not end by itself."""
     request = GenerateRequest(request_id="long", token_ids=[1, 2, 3, 4], max_new_tokens=4000)
     task = asyncio.create_task(engine.generate(request))
     await watched(engine, reload_nothing())
@@ -265,23 +266,23 @@ async def running(engine: EmbeddedEngine) -> AsyncIterator[None]:
 
 
 async def reload_nothing() -> float:
-    """Time for the first tokens."""
+    """Wait for the first tokens."""
     await asyncio.sleep(0.5)
     return 0.0
 
 
 async def reload(engine: EmbeddedEngine, version: int) -> float:
-    """What engines offer without a weight plane: stand still, read the files, go on."""
+    """Update as engines do without our weight transfer: pause, read the files, resume."""
     await engine.pause()
-    began = time.perf_counter()
+    start = time.perf_counter()
     await engine.load_version(version)
     await engine.resume()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 async def watched(engine: EmbeddedEngine, update: Coroutine[Any, Any, float]) -> Update:
-    """What the update says, and the longest time without a new token until two tokens after it."""
-    begun = asyncio.create_task(update)
+    """Return the update's own time, and the longest time without a new token until two tokens after it."""
+    started = asyncio.create_task(update)
     longest, last, after = 0.0, time.perf_counter(), 0
     count = (await engine.load_figures()).num_generated_tokens
     while after < 2:
@@ -289,12 +290,12 @@ async def watched(engine: EmbeddedEngine, update: Coroutine[Any, Any, float]) ->
         now, figures = time.perf_counter(), await engine.load_figures()
         if figures.num_generated_tokens != count:
             longest, last, count = max(longest, now - last), now, figures.num_generated_tokens
-            after += begun.done()
-    return begun.result(), longest
+            after += started.done()
+    return started.result(), longest
 
 
 def forget(directory: Path) -> None:
-    """Versions come from another node: the page cache of this one has never seen them."""
+    """Drop versions from the page cache, as if another node had written them."""
     for path in directory.glob("v*/*"):
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
@@ -306,7 +307,7 @@ def forget(directory: Path) -> None:
 
 
 def deltas() -> list[Figure]:
-    """Real steps for the density, a large version of 1 % changed values for the speed."""
+    """Measure the density with real steps, and the speed with a large version of 1 % changed values."""
     figures = []
     for rate in (1e-6, 3e-6, 1e-5):
         changed, share = adamw_delta(rate)
@@ -321,7 +322,7 @@ def deltas() -> list[Figure]:
 
 
 def adamw_delta(rate: float) -> tuple[float, float]:
-    """Share of bfloat16 values that a step changes, and of the bytes that its delta has."""
+    """Return the share of bfloat16 values that a step changes, and the share of bytes in its delta."""
     from transformers import Qwen2Config, Qwen2ForCausalLM  # not in every reader process
 
     torch.manual_seed(0)
@@ -351,7 +352,7 @@ def adamw_delta(rate: float) -> tuple[float, float]:
 
 
 def flat(tensors: dict[str, torch.Tensor], layout: TensorLayout) -> Any:
-    """All tensors as a slot holds them."""
+    """Return all tensors as a slot holds them."""
     data = np.zeros(layout.nbytes, np.uint8)
     for place in layout.tensors:
         data[place.offset : place.offset + place.nbytes] = tensors[place.name].reshape(-1).view(torch.uint8).numpy()
@@ -359,7 +360,7 @@ def flat(tensors: dict[str, torch.Tensor], layout: TensorLayout) -> Any:
 
 
 def coding_speed() -> list[Figure]:
-    """1 % of the values of a 512 MiB version, anywhere."""
+    """Measure the codec with 1 % changed values anywhere in a 512 MiB version."""
     layout = TensorLayout.from_tensors(
         tensors := random_bfloat16(qwen2_shapes(hidden=896, inner=4864, kv=128, num_layers=9))
     )
@@ -368,9 +369,9 @@ def coding_speed() -> list[Figure]:
     new = old.copy()
     values = new.view(np.uint16)
     values[np.random.default_rng(1).integers(0, len(values), len(values) // 100)] ^= 1
-    began = time.perf_counter()
+    start = time.perf_counter()
     delta = delta_codec.encode_delta(memoryview(old), memoryview(new), layout, base=0, version=1)
-    encode_s = time.perf_counter() - began
+    encode_s = time.perf_counter() - start
     assert delta is not None
     apply_s = seconds(lambda: delta_codec.apply_delta(delta, memoryview(old), layout, base=0))
     assert (old == new).all()
@@ -386,7 +387,7 @@ def coding_speed() -> list[Figure]:
 
 @contextmanager
 def scratch_run() -> Iterator[CampaignDir]:
-    """A campaign directory whose windows are gone afterwards."""
+    """Yield a campaign directory whose windows are removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as directory:
         run = CampaignDir(Path(directory) / "campaign")
         try:
@@ -396,14 +397,14 @@ def scratch_run() -> Iterator[CampaignDir]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long it takes."""
-    began = time.perf_counter()
+    """Return the seconds that it takes."""
+    start = time.perf_counter()
     work()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def anonymous_nbytes() -> int:
-    """Memory of this process alone."""
+    """Return the private memory of this process."""
     gc.collect()
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
