@@ -180,8 +180,8 @@ def stop_gracefully(name: str) -> str:
     job, site = _request_stop(campaign)
     if site.scheduler == "slurm" and _job_state(job, site) == "queued":
         return _end_job(campaign, job, site)
-    name = campaign.name
-    return f"campaign {name} is stopping: it makes a checkpoint and ends (`hpcrl monitor {name}` shows it)"
+    hint = f"`hpcrl monitor {campaign.name}` shows it"
+    return f"campaign {campaign.name} is stopping: it makes a checkpoint and ends ({hint})"
 
 
 def stop_now(name: str) -> str:

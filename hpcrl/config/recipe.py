@@ -52,11 +52,11 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
 
     env: UserCode
     reward: UserCode = "hpcrl.envs.base:env_reward"
-    """Scores a finished trajectory; the default is the sum of the environment's rewards."""
+    """Function that scores a finished trajectory; the default is the sum of the environment's rewards."""
     reward_options: dict[str, Any] = {}
-    """Passed to the reward function as keyword arguments."""
+    """Keyword arguments of the reward function."""
     options: dict[str, Any] = {}
-    """Passed to the environment as keyword arguments."""
+    """Keyword arguments of the environment."""
     isolation: Literal["none", "process", "sandbox"] = "none"
     """The place where the environment's code runs: the env worker, a separate process, or a sandboxed process."""
     env_memory_gib: Annotated[float, Meta(gt=0)] = 0.5
@@ -66,19 +66,19 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     weight: Annotated[float, Meta(gt=0)] = 1.0
     """Share of the tasks that come from this domain, relative to the others."""
     held_out: bool = False
-    """Never trained on, only evaluated ([evaluation])."""
+    """True for a domain that is only evaluated ([evaluation]), never trained on."""
     max_turns: Count = 16
     usual_prompt_tokens: Count = 256
-    """Typical tokens of an observation or a question; only the planner uses it."""
+    """Typical length of an observation or a question; only the planner uses it."""
     usual_reply_tokens: Count | None = None
-    """Typical tokens that the model generates in a turn, for the planner; the default is the limit of a turn."""
+    """Typical length of what the model generates in a turn, for the planner; the default is the limit of a turn."""
     max_new_tokens: Count | None = None
     """Tokens the model may generate in one turn, if different from rollout.max_new_tokens."""
     create_timeout_s: Seconds = 60.0
     reset_timeout_s: Seconds = 60.0
     step_timeout_s: Seconds = 60.0
     episode_timeout_s: Seconds = 3600.0
-    """For the whole episode: all its attempts, including generation."""
+    """Limit of the whole episode: all its attempts, including generation."""
     env_retries: CountOrZero = 2
     """Restarts of an episode after infrastructure faults."""
 
@@ -215,7 +215,7 @@ class PipelineNode(ConfigTable, frozen=True, kw_only=True):
     role: Literal["policy", "reference", "critic", "reward", "rollout"] | None = None
     """The role that runs it; user nodes are the policy's, which the trainer runs."""
     options: dict[str, Any] = {}
-    """Passed to the function as keyword arguments."""
+    """Keyword arguments of the function."""
 
 
 class TrainConfig(ConfigTable, frozen=True, kw_only=True):
