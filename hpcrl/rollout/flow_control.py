@@ -31,7 +31,7 @@ from hpcrl.spool.record import TRAINABLE
 from hpcrl.system.files import publish_file, publish_json
 
 RENEW_INTERVAL_S = 5.0
-"""The interval at which an env worker renews its hold."""
+"""The interval at which an env worker writes its hold again."""
 HOLD_TIMEOUT_S = 30.0
 """The age above which a hold is ignored: its env worker may be dead."""
 

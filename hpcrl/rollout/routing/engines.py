@@ -102,7 +102,7 @@ class EngineState:
         return self.own_work_s + max(0, self.reported_requests - self.own_at_report) * each_s
 
     def fullness(self, *, num_held: float) -> float:
-        """Return the share of its places, or of its KV if trajectories hold `num_held`, used with one more request."""
+        """Return the larger share in use with one more request: of its places, or of its KV with `num_held` tokens."""
         return max((self.load + 1) / self.places, self.kv_fullness(num_held=num_held))
 
     def kv_fullness(self, *, num_held: float) -> float:
