@@ -1,4 +1,4 @@
-"""However a trainer's ranks on several nodes hold a model: what their windows hold becomes the whole, bit for bit."""
+"""Parts of a model on several nodes of a trainer become the whole, bit for bit, however its ranks hold it."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ KINDS = ("int8", "bfloat16", "float32", "int64")
 
 @st.composite
 def trainers(draw: st.DrawFn) -> tuple[TensorLayout, list[str], Held]:
-    """A model whose tensors are cut again and again along any axis, and ranks on up to three nodes with the boxes."""
+    """Draw a model whose tensors are split repeatedly along any axis, and ranks on up to three nodes with the boxes."""
     shapes = draw(st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=4))
     layout = TensorLayout.pack((f"t{i}", draw(st.sampled_from(KINDS)), shape) for i, shape in enumerate(shapes))
     nodes = sorted(draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=5)))
@@ -49,7 +49,7 @@ def _halves(piece: TensorShard, draw: st.DrawFn) -> Iterator[TensorShard]:
 
 
 def model(layout: TensorLayout, *, seed: int = 0) -> bytearray:
-    """A slot that holds all of it; what lies between tensors is zero."""
+    """Return a slot that holds all of it; the bytes between tensors are zero."""
     slot = bytearray(layout.nbytes)
     dice = np.random.default_rng(seed)
     for tensor in layout.tensors:
@@ -58,7 +58,7 @@ def model(layout: TensorLayout, *, seed: int = 0) -> bytearray:
 
 
 def slot_of(part: TensorLayout, layout: TensorLayout, data: bytearray) -> bytearray:
-    """What a node's window holds of a model."""
+    """Return the content of a node's window."""
     slot, tensors = bytearray(part.nbytes), layout.tensors_by_name()
     for box in part.tensors:
         view_values(memoryview(slot), box)[...] = view_values(memoryview(data), tensors[box.shard.name])[
@@ -71,14 +71,14 @@ def sums_of(slot: bytearray, layout: TensorLayout) -> dict[str, str]:
     return {tensor.name: compute_checksum(memoryview(slot), tensor).hex() for tensor in layout.tensors}
 
 
-def taken_in(
+def receive_parts(
     layout: TensorLayout,
     parts: list[NodePart],
     slots: list[bytearray],
     *,
     damage: Callable[[bytearray], Any] | None = None,
 ) -> tuple[bytearray, dict[str, str], list[bytes]]:
-    """What arrives where all parts are sent: the slot, and the checksums that it should have, and has."""
+    """Receive all parts; return the slot, its expected checksums, and the actual ones."""
     target = bytearray(layout.nbytes)
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         intake = IncomingVersion(memoryview(target), layout, parts, lanes=[one, other])
@@ -116,7 +116,7 @@ def test_all_parts_together_are_the_whole(trainer: tuple[TensorLayout, list[str]
     parts, slots = parts_of(layout, nodes, held)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(messages_module, "BUCKET_NBYTES", (16, 64, 1 << 20)[pieces])
-        target, wanted, sums = taken_in(layout, parts, slots)
+        target, wanted, sums = receive_parts(layout, parts, slots)
     for tensor in layout.tensors:
         got, sent = (view_values(memoryview(slot), tensor) for slot in (target, model(layout)))
         assert (got == sent).all()
@@ -125,7 +125,7 @@ def test_all_parts_together_are_the_whole(trainer: tuple[TensorLayout, list[str]
 
 
 @given(trainers())
-def test_parts_tell_the_whole_without_being_told(trainer: tuple[TensorLayout, list[str], Held]) -> None:
+def test_the_whole_layout_follows_from_the_parts(trainer: tuple[TensorLayout, list[str], Held]) -> None:
     layout, nodes, held = trainer
     made = PartAssignment.from_shards(layout, nodes=nodes, held_by_rank=held)
     again = join_layouts([TensorLayout.from_json(part.to_json()) for part in made.layouts.values()])
@@ -147,7 +147,7 @@ NODES = ["a", "a", "b", "b"]
 
 
 def tensor_parallel() -> Held:
-    """Over four ranks, two a node."""
+    """Split it over four ranks, two per node."""
     held = [
         [q, o]
         for q, o in zip(split_tensor(QUERY, axis=0, num_shards=4), split_tensor(OUT, axis=1, num_shards=4), strict=True)
@@ -166,12 +166,12 @@ def test_boxes_of_a_node_that_fill_a_larger_one_are_one() -> None:
     assert [(box.name, box.shape) for box in second.tensors] == [("q@32,0", (32, 32)), ("o@0,32", (32, 32))]
 
 
-def test_rows_travel_as_they_lie_and_columns_are_spread() -> None:
+def test_rows_are_sent_as_one_run_and_columns_are_scattered() -> None:
     first = PartAssignment.from_shards(LAYOUT, nodes=NODES, held_by_rank=tensor_parallel()).layouts["a"]
     assert [message.target_start for message in split_into_spans(first, LAYOUT)] == [QUERY.offset, None, NORM.offset]
 
 
-def test_whole_tensors_behind_one_another_travel_as_one() -> None:
+def test_adjacent_whole_tensors_are_sent_as_one_run() -> None:
     held = [[make_whole_shard(QUERY), make_whole_shard(OUT)], [], [make_whole_shard(NORM)], []]
     first, second = PartAssignment.from_shards(LAYOUT, nodes=NODES, held_by_rank=held).layouts.values()
     [message] = split_into_spans(first, LAYOUT)
@@ -179,7 +179,7 @@ def test_whole_tensors_behind_one_another_travel_as_one() -> None:
     assert [message.target_start for message in split_into_spans(second, LAYOUT)] == [NORM.offset]
 
 
-def test_a_node_that_gives_nothing_has_a_part_without_tensors() -> None:
+def test_a_node_that_holds_nothing_has_a_part_without_tensors() -> None:
     held = [[make_whole_shard(tensor) for tensor in LAYOUT.tensors], [], [], []]
     first, second = PartAssignment.from_shards(LAYOUT, nodes=NODES, held_by_rank=held).layouts.values()
     assert (first, second.tensors) == (LAYOUT, ())
@@ -192,7 +192,7 @@ def flip(data: bytearray) -> None:
 def test_a_box_that_changes_on_the_way_is_refused_by_its_name() -> None:
     parts, slots = parts_of(LAYOUT, NODES, tensor_parallel())
     with pytest.raises(WeightsError, match=r"box 'o@0,32' of rank 1 arrived with checksum"):
-        taken_in(LAYOUT, parts, slots, damage=flip)
+        receive_parts(LAYOUT, parts, slots, damage=flip)
 
 
 @pytest.mark.parametrize(
@@ -215,12 +215,12 @@ def test_the_layout_of_whole_tensors_is_described_as_ever() -> None:
     assert described == b'{"tensors":[{"name":"a","dtype":"float32","shape":[2],"offset":0,"nbytes":8}],"nbytes":64}'
 
 
-def test_pieces_that_wait_to_be_spread_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_wait_to_be_scattered_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages_module, "BUCKET_NBYTES", 64)
     parts, _ = parts_of(LAYOUT, NODES, tensor_parallel())
-    goes_on = Event()
+    may_continue = Event()
     with ThreadPoolExecutor(1) as lane:
-        lane.submit(goes_on.wait)
+        lane.submit(may_continue.wait)
         intake = IncomingVersion(memoryview(bytearray(LAYOUT.nbytes)), LAYOUT, parts, lanes=[lane])
         num = 0
         for piece in intake.chunks(source=None):
@@ -229,7 +229,7 @@ def test_pieces_that_wait_to_be_spread_are_few(monkeypatch: pytest.MonkeyPatch) 
             if not intake.has_room():
                 break
         assert QUERY.nbytes // 2 // 64 < num <= QUERY.nbytes // 2 // 64 + intake_module.MAX_PRIVATE_PER_LANE + 1
-        goes_on.set()
+        may_continue.set()
         for future in intake.pending():
             future.result()
         assert intake.has_room()

@@ -1,4 +1,4 @@
-"""What every WeightStore promises, and what the file store survives."""
+"""The contract of every WeightStore, and the faults that the file store survives."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_versions_never_go_back(store: WeightStore, version: int) -> None:
         store.publish(weights(), WeightVersion(version=version, step=2))
 
 
-def test_loading_an_unknown_version_says_which_are_there(store: WeightStore) -> None:
+def test_loading_an_unknown_version_lists_those_that_are_there(store: WeightStore) -> None:
     store.publish(weights(), WeightVersion(version=2, step=1))
     with pytest.raises(WeightsError, match=r"version 9 .*there: 2"):
         store.load(9)
@@ -158,7 +158,7 @@ def test_what_a_killed_publisher_left_is_invisible_and_cleared_by_the_next(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000000", "v00000001"]
 
 
-def test_a_directory_without_a_manifest_is_no_version(tmp_path: Path) -> None:
+def test_a_directory_without_a_manifest_is_not_a_version(tmp_path: Path) -> None:
     FileStore(tmp_path).publish(weights(), WeightVersion(version=0, step=0))
     version_dir(tmp_path, 1).mkdir()
     (tmp_path / "notes.txt").write_text("not ours")

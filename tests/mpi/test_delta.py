@@ -1,4 +1,4 @@
-"""Couriers that send what has changed: the same bits arrive, whatever is killed, skipped or damaged meanwhile."""
+"""Couriers that send deltas: the same bits arrive, whatever is killed, skipped or damaged meanwhile."""
 
 import mmap
 import random
@@ -29,7 +29,7 @@ def three_nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Flee
 
 
 def version_of(number: int) -> np.ndarray:
-    """Random bits, of which each version changes some others."""
+    """Make random bits; each version changes some of them."""
     values = np.random.default_rng(0).integers(0, 1 << 16, LAYOUT.nbytes // 2, np.uint16)
     for version in range(1, number + 1):
         at = np.random.default_rng(version).integers(0, len(values), CHANGED)
@@ -44,7 +44,7 @@ def publish(window: Window, number: int) -> None:
 
 
 def check(couriers: Fleet, number: int) -> None:
-    """Every node holds that version, bit for bit."""
+    """Return True if every node holds that version, bit for bit."""
     for node in couriers.nodes[1:]:
         assert couriers.read(node, number) == version_of(number).tobytes()
 
@@ -71,7 +71,7 @@ def test_only_what_has_changed_is_sent_and_every_bit_arrives(three_nodes: Fleet)
     assert 0 < delta["sent_bytes"] < LAYOUT.nbytes / 20
 
 
-def test_who_has_missed_a_version_gets_the_next_one_in_full(three_nodes: Fleet) -> None:
+def test_a_node_that_has_missed_a_version_gets_the_next_one_in_full(three_nodes: Fleet) -> None:
     window = up_to(2, three_nodes)
     three_nodes.signal("n2", signal.SIGKILL)
     three_nodes.ended()
@@ -95,13 +95,13 @@ def damage(couriers: Fleet, node: str) -> None:
             memory[len(memory) - end - mmap.PAGESIZE * 2] ^= 1
 
 
-def test_a_base_that_is_not_what_it_was_is_noticed_and_the_version_comes_in_full(three_nodes: Fleet) -> None:
+def test_a_base_that_is_not_what_it_was_is_detected_and_the_version_is_sent_in_full(three_nodes: Fleet) -> None:
     window = up_to(2, three_nodes)
     damage(three_nodes, "n2")
     publish(window, 3)
     three_nodes.wait_for(3)
     check(three_nodes, 3)
-    assert three_nodes.alive(), "the couriers lived through it"
+    assert three_nodes.alive(), "the couriers survived it"
     assert codecs(three_nodes, last=3)[2:] == [(3, "full")]
     details = [fault["detail"] for fault in three_nodes.events("fault")]
     assert any("tensor 'embed' arrived with checksum" in detail for detail in details)

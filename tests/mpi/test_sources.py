@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
 LAYOUT = TensorLayout.pack(
     [("embed", "bfloat16", (1 << 20, 32)), ("out", "bfloat16", (512, 1 << 14)), ("norm", "float32", (64,))]
 )
-"""Rows and columns of more than one bucket, and a tensor that one node has alone."""
+"""Tensors held in rows or columns of more than one bucket, and one that is on one node alone."""
 EMBED, OUT, NORM = LAYOUT.tensors
 ROWS, COLUMNS = split_tensor(EMBED, axis=0, num_shards=2), split_tensor(OUT, axis=1, num_shards=2)
 HELD: list[list[TensorShard]] = [[ROWS[0], COLUMNS[0]], [ROWS[1], COLUMNS[1], make_whole_shard(NORM)]]
@@ -35,7 +35,7 @@ def two_and_two(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Flee
 
 
 def windows(couriers: Fleet, held: list[list[TensorShard]] = HELD) -> list[Window]:
-    """The trainer's ends, one a node."""
+    """The trainer's ends, one per node."""
     parts = PartAssignment.from_shards(LAYOUT, nodes=couriers.sources, held_by_rank=held)
     return [couriers.trainer(parts.layouts[node], node=number) for number, node in enumerate(couriers.sources)]
 
@@ -55,7 +55,7 @@ def up_to_two(couriers: Fleet) -> list[Window]:
 
 
 def check(couriers: Fleet, node: str, version: int) -> None:
-    """All tensors are there, and every 8 bytes of them are of this version."""
+    """Return True if all tensors are there, and every 8 bytes of them belong to this version."""
     window = Window.open(couriers.key(node), job=0)
     assert window is not None
     assert {(t.name, t.dtype, t.shape) for t in window.layout.tensors} == {
@@ -69,15 +69,15 @@ def check(couriers: Fleet, node: str, version: int) -> None:
     window.close()
 
 
-def begin_third_version(couriers: Fleet, trainer: list[Window]) -> None:
-    """Publish one that n2 cannot take yet, and wait until it is under way."""
+def start_third_version(couriers: Fleet, trainer: list[Window]) -> None:
+    """Publish a version that n2 cannot receive yet, and wait until it is under way."""
     publish_on_all(trainer, 3)
     until(lambda: couriers.newest("n1") == 3, what="the trainer has published")
     time.sleep(0.5)
     assert couriers.newest("n2") == 2
 
 
-def test_every_node_gets_the_whole_from_those_who_have_its_parts(two_and_two: Fleet) -> None:
+def test_every_node_gets_the_whole_from_the_nodes_with_its_parts(two_and_two: Fleet) -> None:
     up_to_two(two_and_two)
     for node in two_and_two.receivers:
         check(two_and_two, node, 2)
@@ -90,7 +90,7 @@ def test_every_node_gets_the_whole_from_those_who_have_its_parts(two_and_two: Fl
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_version_goes_only_once_every_node_of_the_trainer_has_its_part(two_and_two: Fleet, late: int) -> None:
+def test_a_version_is_sent_only_once_every_node_of_the_trainer_has_its_part(two_and_two: Fleet, late: int) -> None:
     trainer = up_to_two(two_and_two)
     publish(trainer[1 - late], 3)
     time.sleep(1.0)
@@ -106,7 +106,7 @@ def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_versio
 ) -> None:
     trainer = up_to_two(two_and_two)
     with two_and_two.reading("n2", 1):
-        begin_third_version(two_and_two, trainer)
+        start_third_version(two_and_two, trainer)
         two_and_two.signal(killed, signal.SIGKILL)
         two_and_two.ended()
         for node in two_and_two.receivers:
@@ -120,7 +120,7 @@ def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_versio
 def test_a_contributor_that_stops_answering_is_named_with_its_bucket(two_and_two: Fleet) -> None:
     trainer = up_to_two(two_and_two)
     with two_and_two.reading("n2", 1):
-        begin_third_version(two_and_two, trainer)
+        start_third_version(two_and_two, trainer)
         two_and_two.signal("n1", signal.SIGSTOP)
         two_and_two.ended()
     fault = two_and_two.events("fault")[0]
@@ -133,21 +133,24 @@ def test_a_contributor_that_stops_answering_is_named_with_its_bucket(two_and_two
     two_and_two.wait_for(3)
 
 
-def test_a_part_that_is_overwritten_while_it_is_sent_is_never_seen_and_the_newest_goes(
+def test_a_part_that_is_overwritten_while_it_is_sent_is_never_read_and_the_newest_is_sent(
     two_and_two: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpcrl.weights.window.window.LEASE_TIMEOUT_S", 0.05)  # of the trainer, which is here
     trainer = up_to_two(two_and_two)
     with two_and_two.reading("n2", 1):
-        begin_third_version(two_and_two, trainer)
+        start_third_version(two_and_two, trainer)
         for version in (4, 5):
             publish(trainer[1], version)
-    until(lambda: any("was overwritten on n1" in fault["detail"] for fault in two_and_two.events("fault")), what="told")
+    until(
+        lambda: any("was overwritten on n1" in fault["detail"] for fault in two_and_two.events("fault")),
+        what="the overwritten part is reported",
+    )
     assert {two_and_two.newest(node) for node in two_and_two.receivers} == {2}
     publish(trainer[0], 5)
     two_and_two.wait_for(5)
     check(two_and_two, "n2", 5)
-    assert two_and_two.alive(), "the couriers lived through it"
+    assert two_and_two.alive(), "the couriers survived it"
     assert [event["version"] for event in two_and_two.transfers(5)] == [1, 2, 5]
 
 
@@ -162,7 +165,7 @@ def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(two_and_two:
 
 
 @pytest.mark.parametrize("giving", [0, 1])
-def test_a_node_of_the_trainer_that_gives_nothing_is_no_source(two_and_two: Fleet, giving: int) -> None:
+def test_a_node_of_the_trainer_that_holds_nothing_is_not_a_source(two_and_two: Fleet, giving: int) -> None:
     two_and_two.start()
     everything = [make_whole_shard(tensor) for tensor in LAYOUT.tensors]
     trainer = windows(two_and_two, [everything if node == giving else [] for node in range(2)])

@@ -30,7 +30,7 @@ def test_versions_reach_every_node_and_another_model_does_too(over_tcp: Fleet) -
     assert over_tcp.read("n1", 4) == filled(other, 4)
 
 
-def test_what_they_meet_by_is_readable_by_the_user_alone(over_tcp: Fleet) -> None:
+def test_rendezvous_files_are_readable_by_the_user_alone(over_tcp: Fleet) -> None:
     over_tcp.start()
     meeting = over_tcp.job.meeting("1")
     assert stat.S_IMODE(meeting.stat().st_mode) == 0o700
@@ -39,7 +39,7 @@ def test_what_they_meet_by_is_readable_by_the_user_alone(over_tcp: Fleet) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_courier_that_is_killed_or_stopped_ends_the_step_and_the_next_one_goes_on(
+def test_a_courier_that_is_killed_or_stopped_ends_the_step_and_the_next_one_continues(
     over_tcp: Fleet, number: signal.Signals
 ) -> None:
     over_tcp.start()
@@ -55,7 +55,7 @@ def test_a_courier_that_is_killed_or_stopped_ends_the_step_and_the_next_one_goes
     over_tcp.wait_for(2)
 
 
-def test_a_courier_on_a_node_of_nobody_says_so(over_tcp: Fleet) -> None:
+def test_a_courier_on_an_unknown_node_reports_it(over_tcp: Fleet) -> None:
     command = [sys.executable, "-m", "hpcrl.weights.couriers", str(over_tcp.run.root), "0", "n0,n1", "n0", "--wire=tcp"]
     stray = subprocess.run(
         command, env=os.environ | {"SLURMD_NODENAME": "n9"}, capture_output=True, text=True, check=False, timeout=60

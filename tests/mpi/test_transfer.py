@@ -1,4 +1,4 @@
-"""Couriers carry whole versions from the trainer's window to every node, whatever is killed or stopped meanwhile."""
+"""Couriers transfer whole versions from the trainer's window to every node, whatever is killed or stopped meanwhile."""
 
 import os
 import random
@@ -24,8 +24,8 @@ LAYOUT = TensorLayout.pack(
 """More than two buckets; one tensor ends in the middle of one, one is not a multiple of 64 bytes."""
 
 
-def begin_third_version(couriers: Fleet, window: Window) -> None:
-    """Publish one that n1 cannot take yet, and wait until it is under way."""
+def start_third_version(couriers: Fleet, window: Window) -> None:
+    """Publish a version that n1 cannot receive yet, and wait until it is under way."""
     publish(window, 3)
     until(lambda: couriers.newest("n0") == 3, what="the trainer has published")
     time.sleep(0.5)
@@ -64,7 +64,7 @@ def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(four_nodes: 
 def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_version_again(four_nodes: Fleet) -> None:
     window = up_to_two(four_nodes)
     with four_nodes.reading("n1", 1):
-        begin_third_version(four_nodes, window)
+        start_third_version(four_nodes, window)
         four_nodes.signal("n2", signal.SIGKILL)
         four_nodes.ended()
         assert {four_nodes.newest(node) for node in ("n1", "n2", "n3")} == {2}
@@ -84,15 +84,15 @@ def test_a_node_that_has_a_version_is_not_sent_it_again(four_nodes: Fleet) -> No
     assert [event["version"] for event in four_nodes.transfers(3)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("stopped", "teller"), [("n2", "n0"), ("n0", "n1")])
-def test_a_rank_that_stops_answering_is_named_with_its_bucket(four_nodes: Fleet, stopped: str, teller: str) -> None:
+@pytest.mark.parametrize(("stopped", "reporter"), [("n2", "n0"), ("n0", "n1")])
+def test_a_rank_that_stops_answering_is_named_with_its_bucket(four_nodes: Fleet, stopped: str, reporter: str) -> None:
     window = up_to_two(four_nodes)
     rank = four_nodes.nodes.index(stopped)
     with four_nodes.reading("n1", 1):
-        begin_third_version(four_nodes, window)
+        start_third_version(four_nodes, window)
         four_nodes.signal(stopped, signal.SIGSTOP)
         four_nodes.ended()
-    faults = [event for event in four_nodes.events("fault") if event["node"] == teller or stopped == "n0"]
+    faults = [event for event in four_nodes.events("fault") if event["node"] == reporter or stopped == "n0"]
     fault = faults[0]
     assert (fault["rank"], fault["at"]) == (rank, stopped)
     assert {"bucket", "bytes"} <= fault.keys()
@@ -105,7 +105,7 @@ def test_a_rank_that_stops_answering_is_named_with_its_bucket(four_nodes: Fleet,
     four_nodes.wait_for(3)
 
 
-def test_a_rank_that_stops_while_nothing_is_sent_is_noticed_too(four_nodes: Fleet) -> None:
+def test_a_rank_that_stops_while_nothing_is_sent_is_detected_too(four_nodes: Fleet) -> None:
     up_to_two(four_nodes)
     four_nodes.signal("n3", signal.SIGSTOP)
     four_nodes.ended()
@@ -113,8 +113,8 @@ def test_a_rank_that_stops_while_nothing_is_sent_is_noticed_too(four_nodes: Flee
 
 
 @contextmanager
-def program(text: str, couriers: Fleet, *, says: bytes) -> Iterator["subprocess.Popen[bytes]"]:
-    """A trainer of its own, once it has said so."""
+def program(text: str, couriers: Fleet, *, prints: bytes) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a separate trainer; yield once it has printed a line."""
     command = [sys.executable, "-c", text, str(couriers.run.root)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
@@ -122,7 +122,7 @@ def program(text: str, couriers: Fleet, *, says: bytes) -> Iterator["subprocess.
     try:
         process.stdin.write(LAYOUT.to_json())
         process.stdin.close()
-        assert process.stdout.readline() == says
+        assert process.stdout.readline() == prints
         yield process
     finally:
         process.kill()
@@ -151,12 +151,12 @@ time.sleep(600)
 
 def test_a_trainer_that_is_killed_while_it_writes_is_followed_by_another(four_nodes: Fleet) -> None:
     four_nodes.start()
-    with program(TRAINER, four_nodes, says=b"half\n"):
-        pass  # that is: killed
+    with program(TRAINER, four_nodes, prints=b"half\n"):
+        pass  # it is killed at the end of the block
     four_nodes.wait_for(1)
     publish(four_nodes.trainer(LAYOUT), 3)
     four_nodes.wait_for(3)
-    assert four_nodes.alive(), "the couriers lived through it"
+    assert four_nodes.alive(), "the couriers survived it"
     assert four_nodes.read("n1", 3) == filled(LAYOUT, 3)
 
 
@@ -179,13 +179,13 @@ time.sleep(600)
 
 def test_a_trainer_that_is_killed_while_its_version_is_on_the_way_loses_nothing(four_nodes: Fleet) -> None:
     up_to_two(four_nodes).close()
-    with four_nodes.reading("n1", 1), program(SENDING_TRAINER, four_nodes, says=b"published\n") as trainer:
-        time.sleep(0.5)  # the couriers have begun by then, or do after the kill: both must end well
+    with four_nodes.reading("n1", 1), program(SENDING_TRAINER, four_nodes, prints=b"published\n") as trainer:
+        time.sleep(0.5)  # the couriers have started by then, or start after the kill: both must work
         trainer.kill()
         trainer.wait()
         assert four_nodes.newest("n1") == 2
     four_nodes.wait_for(3)
-    assert four_nodes.alive(), "the couriers lived through it"
+    assert four_nodes.alive(), "the couriers survived it"
     assert four_nodes.read("n3", 3) == filled(LAYOUT, 3)
     publish(four_nodes.trainer(LAYOUT), 4)
     four_nodes.wait_for(4)
@@ -219,17 +219,17 @@ with window.read_version(1) as data:
 """
 
 
-def test_an_engine_that_is_killed_while_it_reads_holds_up_nobody(four_nodes: Fleet) -> None:
+def test_an_engine_that_is_killed_while_it_reads_holds_up_no_courier(four_nodes: Fleet) -> None:
     window = up_to_two(four_nodes)
     engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(four_nodes.run.root)], stdout=subprocess.PIPE)
     assert engine.stdout is not None
     assert engine.stdout.readline() == b"reads\n"
-    begin_third_version(four_nodes, window)
+    start_third_version(four_nodes, window)
     engine.kill()
     engine.wait()
     engine.stdout.close()
     four_nodes.wait_for(3)
-    assert four_nodes.alive(), "the couriers lived through it"
+    assert four_nodes.alive(), "the couriers survived it"
 
 
 def test_another_model_replaces_the_windows(four_nodes: Fleet) -> None:
@@ -252,7 +252,7 @@ def test_bytes_that_change_on_the_way_are_never_seen(four_nodes: Fleet) -> None:
     assert "tensor 'embed'" in four_nodes.events("fault")[0]["detail"]
 
 
-def test_worlds_of_one_rank_each_say_so_at_once(needs_mpi: None, tmp_path: Path) -> None:
+def test_worlds_of_one_rank_each_report_it_at_once(needs_mpi: None, tmp_path: Path) -> None:
     with fleet(tmp_path / "campaign", "n0", "n1") as couriers:
         command = [sys.executable, "-m", "hpcrl.weights.couriers", str(couriers.run.root), "0", "n0,n1", "n0"]
         alone = subprocess.run(

@@ -1,4 +1,4 @@
-"""Deltas of the weights: every bit arrives, and nothing that does not fit is applied."""
+"""The delta codec: every bit arrives, and a delta that does not fit is refused."""
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def test_gaps_of_every_length_arrive(gap: int) -> None:
     assert through_the_wire(slot_of(layout, old), slot_of(layout, new), layout) == slot_of(layout, new)
 
 
-def test_pieces_of_a_large_tensor_meet_without_a_gap() -> None:
+def test_chunks_of_a_large_tensor_meet_without_a_gap() -> None:
     num = delta_codec.MAX_CHUNK_VALUES + 5
     layout = layout_of(num)
     old = np.zeros(num, np.uint16)
@@ -83,7 +83,7 @@ def test_no_change_is_a_small_delta() -> None:
     assert len(delta) < 200
 
 
-def test_a_change_of_everything_goes_in_full() -> None:
+def test_a_change_of_everything_is_sent_in_full() -> None:
     layout = layout_of(1000)
     old, new = (slot_of(layout, np.full(1000, value, np.uint16)) for value in (1, 2))
     assert delta_codec.encode_delta(memoryview(old), memoryview(new), layout, base=1, version=2) is None
@@ -132,13 +132,13 @@ def test_a_damaged_delta_is_an_error_or_writes_within_the_slot(data: st.DataObje
 
 
 @pytest.mark.parametrize(("link", "codec_name"), [(1e8, "delta"), (1e11, "full")])
-def test_the_faster_codec_for_the_link_is_chosen_and_says_why(link: float, codec_name: str) -> None:
+def test_the_faster_codec_for_the_link_is_chosen_with_a_reason(link: float, codec_name: str) -> None:
     choice = delta_codec.choose_codec(full_nbytes=1 << 30, delta_nbytes=1 << 24, delta_s=0.5, link_nbytes_per_s=link)
     assert choice.codec == codec_name
     assert f"{link / 1e9:.3g} GB/s" in choice.reason
 
 
-def test_without_a_smaller_delta_versions_go_in_full() -> None:
+def test_without_a_smaller_delta_versions_are_sent_in_full() -> None:
     assert (
         delta_codec.choose_codec(full_nbytes=10, delta_nbytes=None, delta_s=0.0, link_nbytes_per_s=1.0).codec == "full"
     )

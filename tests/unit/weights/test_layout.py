@@ -1,4 +1,4 @@
-"""Where tensors lie, and which bytes of them a trainer's rank holds."""
+"""Layouts of tensors, and the boxes that a trainer's ranks hold."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +44,7 @@ def test_tensors_are_aligned_and_do_not_overlap(layout: TensorLayout) -> None:
     assert reached <= layout.nbytes
 
 
-def test_a_layout_of_tensors_knows_their_types_and_sizes() -> None:
+def test_a_layout_of_tensors_has_their_types_and_sizes() -> None:
     tensors = {"a": torch.zeros(2, 3).bfloat16(), "b": torch.zeros(())}
     layout = TensorLayout.from_tensors(tensors)
     assert [(t.name, t.dtype, t.shape, t.nbytes) for t in layout.tensors] == [
@@ -90,7 +90,7 @@ def test_layouts_that_differ_name_the_tensor(tensors: list[tuple[str, str, tuple
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[TensorShard]]:
-    """A tensor cut in two, and one of the pieces again, and so on, each along any axis."""
+    """Split a tensor in two, then one of the boxes again, and so on, along any axis."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
     pieces = [TensorShard(name="t", start=(0,) * len(shape), shape=shape)]
     for _ in range(draw(st.integers(0, 5))):
@@ -152,7 +152,7 @@ QUERY, OUT, NORM = MODEL.tensors
 
 
 def held_by_two() -> list[list[TensorShard]]:
-    """What the ranks of a tensor-parallel trainer hold; the first writes what is replicated."""
+    """Return the shards of a tensor-parallel trainer's ranks; the first writes what is replicated."""
     columns, rows = split_tensor(QUERY, axis=0, num_shards=2), split_tensor(OUT, axis=1, num_shards=2)
     return [[columns[0], rows[0], make_whole_shard(NORM)], [columns[1], rows[1]]]
 

@@ -1,4 +1,4 @@
-"""Windows of parts on two nodes, the parts as files, and the one file that becomes of them."""
+"""Windows of parts on two nodes, the parts as files, and the file that is assembled from them."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +45,7 @@ class Trainer:
     """Two ranks on two nodes, each a thread of this process."""
 
     def __init__(self, run: CampaignDir) -> None:
-        self._barrier, self._said = Barrier(2), [b"", b""]
+        self._barrier, self._messages = Barrier(2), [b"", b""]
         self._threads = ThreadPoolExecutor(2)
         self.stores = [
             ShardStore(
@@ -61,7 +61,7 @@ class Trainer:
         self.together(lambda store, rank: store.find_earlier_versions())
 
     def together(self, do: Callable[[ShardStore, int], Any]) -> list[Any]:
-        """What each rank's call comes to, an error included."""
+        """Return the result of each rank's call, or its error."""
         calls = [self._threads.submit(do, store, rank) for rank, store in enumerate(self.stores)]
         return [call.exception(timeout=60) or call.result() for call in calls]
 
@@ -77,12 +77,12 @@ class Trainer:
         self._threads.shutdown()
 
     def _exchange(self, rank: int) -> Callable[[bytes], list[bytes]]:
-        def exchange(said: bytes) -> list[bytes]:
-            self._said[rank] = said
+        def exchange(message: bytes) -> list[bytes]:
+            self._messages[rank] = message
             self._barrier.wait(60)
-            heard = list(self._said)
+            received = list(self._messages)
             self._barrier.wait(60)
-            return heard
+            return received
 
         return exchange
 
@@ -102,7 +102,7 @@ def trainer(run: CampaignDir) -> Iterator[Trainer]:
 
 
 def left(run: CampaignDir, trainer: Trainer, version: int) -> tuple[Callable[[], object], Path]:
-    """What puts the version into a file, and the directory in which the other node has left its part."""
+    """Return what writes the version to a file, and the directory where the other node has written its part."""
     directory = part_files.make_parts_directory(run.weights)
     trainer.stores[1].write_part(version, directory)
     trainer.stores[1].close()  # waits for it
@@ -138,7 +138,7 @@ def flip(path: Path) -> None:
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "it is truncated"),
     ],
 )
-def test_a_part_that_is_not_what_was_left_makes_no_version(
+def test_a_part_that_has_changed_makes_no_version(
     run: CampaignDir, trainer: Trainer, damage: Callable[[Path], object], complaint: str
 ) -> None:
     trainer.publish(1)
@@ -157,7 +157,7 @@ def test_a_node_that_cannot_write_its_part_is_named(run: CampaignDir, trainer: T
         gather()
 
 
-def test_what_a_killed_trainer_has_left_of_parts_is_removed_by_the_next(run: CampaignDir, trainer: Trainer) -> None:
+def test_parts_of_a_killed_trainer_are_removed_by_the_next(run: CampaignDir, trainer: Trainer) -> None:
     trainer.publish(1)
     _, first = left(run, trainer, 1)
     second = part_files.make_parts_directory(run.weights)
@@ -180,7 +180,7 @@ def test_a_version_that_one_node_alone_has_is_never_made_again(run: CampaignDir)
     again.end()
 
 
-def test_a_trainer_that_begins_anew_finds_the_version_that_all_nodes_have(run: CampaignDir) -> None:
+def test_a_restarted_trainer_finds_the_version_that_all_nodes_have(run: CampaignDir) -> None:
     first = Trainer(run)
     first.publish(1)
     first.end()
@@ -196,7 +196,7 @@ def test_ranks_that_hold_other_boxes_than_at_the_start_are_refused_on_all_nodes(
     assert ["other boxes of the weights than at the start" in str(error) for error in swapped] == [True, True]
 
 
-def test_no_engine_sees_the_window_of_a_part(run: CampaignDir, trainer: Trainer) -> None:
+def test_no_engine_reads_the_window_of_a_part(run: CampaignDir, trainer: Trainer) -> None:
     trainer.publish(1)
     assert Window.open(WindowKey(campaign=run.root, node="a", directory=run.root.parent), job=0) is None
     part = Window.open(WindowKey(campaign=run.root, node="a", directory=run.root.parent, part=True), job=0)

@@ -1,4 +1,4 @@
-"""The courier of another node of the trainer without its ranks: what it offers and sends, and says where it cannot."""
+"""The courier of another node of the trainer: its offers, the bytes it sends, and its reports of damage."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,16 +33,16 @@ FIRST, SECOND = PartAssignment.from_shards(
 
 
 class Listening:
-    """A wire to others who only listen."""
+    """A transport to peers that only receive."""
 
     rank = 1
 
     def __init__(self) -> None:
-        self.told: list[tuple[MessageTag, bytes]] = []
+        self.messages: list[tuple[MessageTag, bytes]] = []
         self.sent: list[bytes] = []
 
     def send_message(self, message: bytes, *, to: int, tag: MessageTag) -> DoneCheck:
-        self.told.append((tag, message))
+        self.messages.append((tag, message))
         return lambda: True
 
     def poll_messages(self, tag: MessageTag) -> Iterator[tuple[int, bytes]]:
@@ -54,7 +54,7 @@ class Listening:
         return lambda: True
 
     def receive(self, chunk: memoryview, *, source: int) -> DoneCheck:
-        raise AssertionError("nobody sends to it")
+        raise AssertionError("no peer sends to it")
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def contributor(tmp_path: Path, wire: Listening, key: WindowKey) -> PartSender:
 
 @pytest.fixture
 def publish(key: WindowKey, tmp_path: Path) -> Iterator[Callable[[int], bytes]]:
-    """The trainer on this node: what lies in its window after it has published."""
+    """The trainer on this node; return the content of its window after a version is published."""
     window = Window.create(key, SECOND, job=JobDir(tmp_path / "000"))
 
     def publish(version: int) -> bytes:
@@ -98,7 +98,7 @@ def announced(version: int) -> VersionAnnouncement:
 
 
 def last_report(wire: Listening) -> CourierReport:
-    tag, message = wire.told[-1]
+    tag, message = wire.messages[-1]
     assert tag is MessageTag.REPORT
     return msgspec.json.decode(message, type=CourierReport)
 
@@ -111,7 +111,7 @@ def test_every_version_is_offered_once(
         publish(version)
         assert contributor._offer_newest()
         assert not contributor._offer_newest()
-    offers = [msgspec.json.decode(message, type=PartOffer) for tag, message in wire.told if tag is MessageTag.OFFER]
+    offers = [msgspec.json.decode(message, type=PartOffer) for tag, message in wire.messages if tag is MessageTag.OFFER]
     assert [offer.version for offer in offers] == [1, 2]
     assert {offer.layout for offer in offers} == {SECOND}
     assert set(offers[0].checksums) == {"w@2048,0", "columns@0,5"}
@@ -127,7 +127,7 @@ def test_its_part_is_sent_to_the_first_receiver(
     assert last_report(wire) == CourierReport(nbytes=SECOND.nbytes, ended=9)
 
 
-def test_where_its_part_is_gone_as_many_bytes_are_sent_and_it_says_so(
+def test_a_lost_part_is_replaced_by_the_same_number_of_bytes_and_reported(
     contributor: PartSender, wire: Listening, publish: Callable[[int], bytes]
 ) -> None:
     for version in (1, 2, 3):
@@ -137,13 +137,13 @@ def test_where_its_part_is_gone_as_many_bytes_are_sent_and_it_says_so(
     assert last_report(wire) == CourierReport(nbytes=SECOND.nbytes, ended=9, damaged=9)
 
 
-def test_without_a_window_it_is_the_same(contributor: PartSender, wire: Listening) -> None:
+def test_a_missing_window_is_reported_too(contributor: PartSender, wire: Listening) -> None:
     contributor._send_part(announced(1))
     assert [len(piece) for piece in wire.sent] == [box.nbytes for box in SECOND.tensors]
     assert last_report(wire).damaged == 9
 
 
-def test_a_part_that_is_overwritten_while_it_is_sent_is_told_too(
+def test_a_part_that_is_overwritten_while_it_is_sent_is_reported(
     contributor: PartSender, wire: Listening, publish: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpcrl.weights.window.window.LEASE_TIMEOUT_S", 0.05)

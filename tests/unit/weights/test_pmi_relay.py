@@ -1,4 +1,4 @@
-"""The relay between MPICH and Slurm: what it changes, and that it is gone once MPI has begun."""
+"""The relay between MPICH and Slurm: it lowers one limit, and ends once MPI has started."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ from hpcrl.weights.couriers.wire_mpi import MAX_VALUE_NBYTES, limit_value_size
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """Slurm's end of what a rank is given."""
+    """Slurm's end of the connection that a rank is given."""
     end, given = socket.socketpair()
     end.settimeout(30)
     monkeypatch.setenv("SLURM_MPI_TYPE", "pmi2")
@@ -23,7 +23,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 
 
 def asked(slurm: socket.socket, command: bytes, answer: bytes) -> bytes:
-    """What MPI hears when it says `command`, which has to reach Slurm as it is, and Slurm says `answer`."""
+    """Return what MPI receives when it sends `command`, which must reach Slurm unchanged, and Slurm sends `answer`."""
     fd = int(os.environ["PMI_FD"])
     os.write(fd, command)
     assert slurm.recv(1 << 16) == command
@@ -31,13 +31,13 @@ def asked(slurm: socket.socket, command: bytes, answer: bytes) -> bytes:
     return os.read(fd, 1 << 16)
 
 
-@pytest.mark.parametrize(("most", "told"), [(1024, MAX_VALUE_NBYTES), (4096, MAX_VALUE_NBYTES), (256, 256)])
-def test_slurm_takes_no_more_than_it_can_read(slurm: socket.socket, most: int, told: int) -> None:
+@pytest.mark.parametrize(("most", "reported"), [(1024, MAX_VALUE_NBYTES), (4096, MAX_VALUE_NBYTES), (256, 256)])
+def test_mpi_sends_no_more_than_slurm_can_read(slurm: socket.socket, most: int, reported: int) -> None:
     with limit_value_size():
         answer = asked(
             slurm, b"cmd=get_maxes\n", b"cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=%d\n" % most
         )
-    assert answer == b"cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=%d\n" % told
+    assert answer == b"cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=%d\n" % reported
 
 
 def test_all_else_is_passed_on_as_it_is(slurm: socket.socket) -> None:
@@ -46,7 +46,7 @@ def test_all_else_is_passed_on_as_it_is(slurm: socket.socket) -> None:
             assert asked(slurm, line, b"cmd=get_result rc=0 value=vallen_max=5000\n").endswith(b"vallen_max=5000\n")
 
 
-def test_once_mpi_has_begun_it_speaks_with_slurm_itself(slurm: socket.socket) -> None:
+def test_mpi_is_connected_to_slurm_itself_after_its_start(slurm: socket.socket) -> None:
     before = list_descendants()
     with limit_value_size():
         fd = int(os.environ["PMI_FD"])

@@ -1,4 +1,4 @@
-"""The trainer's way out: window first, files behind, files alone when the window fails."""
+"""The trainer's publisher: the window first, files in the background, files alone when the window fails."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,13 +57,13 @@ def weights(value: float, *, num: int = 10) -> dict[str, torch.Tensor]:
     return {"a": torch.full((num,), float(value))}
 
 
-def test_a_version_is_in_the_window_and_announced_while_the_tensors_go_on_changing(run: CampaignDir) -> None:
+def test_a_version_is_in_the_window_and_announced_while_the_tensors_change(run: CampaignDir) -> None:
     publisher = publisher_of(run)
     publisher.set_transport(WINDOW)
     live = weights(1.0)
     publisher.publish(live, WeightVersion(version=1, step=1))
     live["a"].zero_()
-    publisher.publish(live, WeightVersion(version=2, step=2))  # waits for what is behind
+    publisher.publish(live, WeightVersion(version=2, step=2))  # waits for the background work
     reader = window_of(run)
     assert float(reader.load(1)["a"][0]) == 1.0
     publisher.close()
@@ -85,7 +85,7 @@ def test_persisting_writes_the_newest_version_as_it_was_published(run: CampaignD
     assert float(FileStore(run.weights).load(1)["a"][0]) == 1.0
 
 
-def test_without_a_rung_every_version_is_in_files_too(run: CampaignDir) -> None:
+def test_without_a_transport_every_version_is_in_files_too(run: CampaignDir) -> None:
     publisher = publisher_of(run)
     for version in (1, 2, 3):
         publisher.publish(weights(version), WeightVersion(version=version, step=version))
@@ -109,13 +109,13 @@ def test_an_engine_that_asks_for_files_gets_the_newest_version_without_another_s
     publisher.publish(weights(1.0), WeightVersion(version=1, step=1))
     publisher.poll()
     assert list_versions(run.weights) == []
-    write_transport(run.weights, Transport(rung="files", reason="decode-0 does not see the window"))
+    write_transport(run.weights, Transport(rung="files", reason="decode-0 cannot read the window"))
     publisher.poll()
     publisher.close()
     assert list_versions(run.weights) == [1]
 
 
-def test_when_the_window_cannot_be_made_versions_go_by_files_and_everybody_is_told(run: CampaignDir) -> None:
+def test_a_window_that_cannot_be_created_switches_to_files_with_an_event(run: CampaignDir) -> None:
     publisher = publisher_of(run)
     publisher.set_transport(WINDOW)
     with largest_file(1 << 20):
@@ -140,7 +140,7 @@ def test_a_version_that_cannot_be_written_to_files_is_an_error_at_the_next_publi
         publisher.publish(weights(3.0), WeightVersion(version=3, step=3))
 
 
-def test_a_trainer_that_begins_anew_goes_on_above_every_version_ever_made(run: CampaignDir) -> None:
+def test_a_restarted_trainer_continues_above_every_version_ever_made(run: CampaignDir) -> None:
     first = publisher_of(run)
     first.set_transport(WINDOW)
     first.publish(weights(0.0), WeightVersion(version=0, step=0))

@@ -1,4 +1,4 @@
-"""The receiving courier without its ranks: what it reports while its window is replaced, and where it has no room."""
+"""The receiving courier: its reports while its window is replaced, and the error of a full memory."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,15 +22,15 @@ OTHER = TensorLayout.pack([("v", "float32", (1 << 14,))])
 
 
 class Nowhere:
-    """A wire to nobody."""
+    """A transport that only records messages."""
 
     rank = 1
 
     def __init__(self) -> None:
-        self.told: list[bytes] = []
+        self.messages: list[bytes] = []
 
     def send_message(self, message: bytes, *, to: int, tag: MessageTag) -> DoneCheck:
-        self.told.append(message)
+        self.messages.append(message)
         return lambda: True
 
     def poll_messages(self, tag: MessageTag) -> Iterator[tuple[int, bytes]]:
@@ -62,38 +62,40 @@ def announced(version: int, layout: TensorLayout) -> VersionAnnouncement:
     )
 
 
-def test_reports_go_on_while_the_window_is_replaced(receiver: VersionReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_continue_while_the_window_is_replaced(
+    receiver: VersionReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     window, _ = receiver._start_version(announced(1, SMALL))
     window.commit()
     create: Callable[..., Window] = Window.create
-    told = []
+    reports = []
 
-    def create_while_the_pulse_goes_on(*arguments: object, **more: object) -> Window:
-        told.append(msgspec.json.decode(receiver._encode_report(), type=CourierReport))
+    def create_with_a_pulse(*arguments: object, **more: object) -> Window:
+        reports.append(msgspec.json.decode(receiver._encode_report(), type=CourierReport))
         return create(*arguments, **more)
 
-    monkeypatch.setattr(Window, "create", create_while_the_pulse_goes_on)
+    monkeypatch.setattr(Window, "create", create_with_a_pulse)
     window, slot = receiver._start_version(announced(2, OTHER))
-    assert len(told) == 1
+    assert len(reports) == 1
     assert window.layout == OTHER
     assert len(slot) == OTHER.nbytes
 
 
-def test_a_node_without_room_for_a_window_says_which_it_is(receiver: VersionReceiver) -> None:
+def test_a_node_without_room_for_a_window_is_named(receiver: VersionReceiver) -> None:
     window, _ = receiver._start_version(announced(1, SMALL))
     window.commit()
     with largest_file(1 << 16), pytest.raises(NoRoomError, match=r"node n1: no window of 0\.1 MiB \(two versions\)"):
         receiver._start_version(announced(2, OTHER))
 
 
-def test_what_arrives_damaged_is_dropped_and_told_and_the_next_version_is_taken(
+def test_a_damaged_version_is_dropped_and_reported_and_the_next_is_received(
     receiver: VersionReceiver, wire: Nowhere
 ) -> None:
     receiver._receive_version(announced(1, SMALL))
     zeros = {"w": xxhash.xxh3_128_hexdigest(bytes(SMALL.nbytes))}
     receiver._receive_version(msgspec.structs.replace(announced(2, SMALL), checksums=zeros))
     damaged, taken = [
-        report for message in wire.told if (report := msgspec.json.decode(message, type=CourierReport)).nbytes
+        report for message in wire.messages if (report := msgspec.json.decode(message, type=CourierReport)).nbytes
     ]
     assert (damaged.has, damaged.damaged) == (-1, 1)
     assert taken.has == 2

@@ -1,4 +1,4 @@
-"""A trainer of several ranks fills one window: real processes that talk over gloo."""
+"""A trainer of several ranks fills one window: real processes connected by gloo."""
 
 import multiprocessing
 import os
@@ -93,7 +93,7 @@ Work = Callable[[ShardStore, int, CampaignDir], Any]
 
 
 def rank_of(work: Work, root: Path, rank: int, world: int, port: int, answers: Any) -> None:
-    """The life of a rank: meet the others, work, tell what came of it."""
+    """Run a rank: connect to the others, work, report the result."""
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     run = CampaignDir(root)
     store = ShardStore(key(run), job=run.job(0), layout=LAYOUT, rank=rank, all_gather=make_all_gather())
@@ -107,7 +107,7 @@ def rank_of(work: Work, root: Path, rank: int, world: int, port: int, answers: A
 
 
 def ranks(work: Work, run: CampaignDir, world: int, *, num_answers: int | None = None) -> dict[int, Any]:
-    """What each of `world` ranks came to."""
+    """Return the result of each of `world` ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -126,7 +126,7 @@ def ranks(work: Work, run: CampaignDir, world: int, *, num_answers: int | None =
 
 
 def seen(run: CampaignDir, version: int) -> bool:
-    """Is this version in the window, checked, with the values it should have?"""
+    """Return True if this version is in the window, checked, with the expected values."""
     got = WindowStore(key(run), job=run.job(0)).load(version)
     return list(got) == list(full(version)) and all(torch.equal(got[name], t) for name, t in full(version).items())
 
@@ -166,11 +166,11 @@ def test_however_ranks_hold_a_model_the_window_holds_it_whole(run: CampaignDir, 
     assert seen(run, 5)
 
 
-# ---- what is wrong is told to all, and nothing is visible
+# ---- errors are raised on all ranks, and nothing is visible
 
 
 def wrong_then_right(store: ShardStore, rank: int, run: CampaignDir) -> Any:
-    """Each wrong version is refused on every rank alike, and the right one after them is taken."""
+    """Each wrong version is refused on every rank alike, and the right one after them is accepted."""
     complaints = []
     extra = (TensorShard(name="0.bias", start=(0,), shape=(2,)), torch.zeros(2))
     for change in (
@@ -195,7 +195,7 @@ def wrong_then_right(store: ShardStore, rank: int, run: CampaignDir) -> Any:
     return complaints
 
 
-def test_what_one_rank_has_wrong_every_rank_hears_with_the_tensor_and_the_rank(run: CampaignDir) -> None:
+def test_an_error_of_one_rank_is_raised_on_every_rank_with_the_tensor_and_the_rank(run: CampaignDir) -> None:
     before = WindowStore(key(run), job=run.job(0))
     before.publish(full(1), WeightVersion(version=1, step=1))
     before.close()
@@ -234,7 +234,7 @@ def no_memory(store: ShardStore, rank: int, run: CampaignDir) -> Any:
     )
 
 
-def test_without_room_for_a_window_every_rank_hears_it(run: CampaignDir) -> None:
+def test_a_window_without_room_is_an_error_on_every_rank(run: CampaignDir) -> None:
     answers = ranks(no_memory, run, 4)
     assert len(answers) == 4
     assert all(answer.startswith("refused: rank 0: no window of") for answer in answers.values())
@@ -264,14 +264,14 @@ def publish_one(store: ShardStore, rank: int, *, version: int) -> None:
 
 
 def again(store: ShardStore, rank: int, run: CampaignDir) -> Any:
-    """The trainer started anew."""
+    """The trainer after a restart."""
     before = store.newest() if rank == 0 else None
     publish_one(store, rank, version=3)
     store.close()
     return before.version if before is not None else None
 
 
-def test_a_rank_killed_in_mid_write_leaves_the_old_version_and_the_next_trainer_goes_on(run: CampaignDir) -> None:
+def test_a_rank_killed_in_mid_write_leaves_the_old_version_and_the_next_trainer_continues(run: CampaignDir) -> None:
     answers = ranks(killed_in_mid_write, run, 4, num_answers=3)
     assert answers == dict.fromkeys((0, 1, 3), "left alone")
     reader = WindowStore(key(run), job=run.job(0))
@@ -293,7 +293,7 @@ def one_killed_while_summing(store: ShardStore, rank: int, run: CampaignDir) -> 
     return store.commit().version
 
 
-def test_checksums_that_a_killed_rank_had_begun_are_taken_by_rank_0(run: CampaignDir) -> None:
+def test_checksums_that_a_killed_rank_had_started_are_computed_by_rank_0(run: CampaignDir) -> None:
     assert ranks(one_killed_while_summing, run, 2, num_answers=1) == {0: 1}
     assert seen(run, 1)
 

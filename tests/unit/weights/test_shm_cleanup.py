@@ -1,4 +1,4 @@
-"""What dead processes leave in shared memory goes; what is alive, young or of somebody else stays."""
+"""Files of killed processes in shared memory are removed; live, recent and foreign ones stay."""
 
 import mmap
 import os
@@ -25,7 +25,7 @@ SEGMENT = """
 import sys, time
 from multiprocessing import resource_tracker, shared_memory
 memory = shared_memory.SharedMemory(create=True, size=8192)
-resource_tracker.unregister("/" + memory.name, "shared_memory")  # it would clear up, were it not killed too
+resource_tracker.unregister("/" + memory.name, "shared_memory")  # it would remove the segment, since it is not killed
 print(memory.name, flush=True)
 time.sleep(1000)
 """
@@ -41,13 +41,13 @@ time.sleep(1000)
 
 @pytest.fixture(autouse=True)
 def all_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if every file had been there for a while."""
+    """Treat every file as old enough."""
     monkeypatch.setattr(remains, "MIN_ORPHAN_AGE_S", -1.0)
 
 
 @pytest.fixture
 def started() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    """Starts a program that says one word when it is ready, and is killed at the end."""
+    """Start programs that print a line when they are ready, and kill them at the end."""
     running: list[subprocess.Popen[str]] = []
 
     def start(program: str, *arguments: object) -> "subprocess.Popen[str]":
@@ -68,7 +68,7 @@ def kill(process: "subprocess.Popen[str]") -> None:
     process.stdout.close()
 
 
-def said(process: "subprocess.Popen[str]") -> str:
+def read_line(process: "subprocess.Popen[str]") -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
@@ -82,7 +82,7 @@ def window(tmp_path: Path, name: str) -> Window:
     return made
 
 
-def test_a_window_that_nobody_has_open_is_removed(tmp_path: Path) -> None:
+def test_a_window_that_no_process_has_open_is_removed(tmp_path: Path) -> None:
     made = window(tmp_path, "dead")
     made.close()
     assert remove_orphans(tmp_path) == [made.path.name]
@@ -101,7 +101,7 @@ def test_a_window_that_only_a_reader_has_open_stays(tmp_path: Path) -> None:
     assert remove_orphans(tmp_path) == [made.path.name]
 
 
-def test_who_makes_a_window_removes_those_of_the_dead_and_not_those_of_the_living(tmp_path: Path) -> None:
+def test_a_new_window_removes_those_of_killed_processes_and_not_those_of_live_ones(tmp_path: Path) -> None:
     dead, alive = window(tmp_path, "dead"), window(tmp_path, "alive")
     dead.close()
     new = window(tmp_path, "new")
@@ -110,13 +110,13 @@ def test_who_makes_a_window_removes_those_of_the_dead_and_not_those_of_the_livin
     new.close()
 
 
-def test_a_window_being_made_by_one_who_was_killed_is_removed(tmp_path: Path) -> None:
+def test_an_incomplete_window_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     fresh = tmp_path / f"hpcrl-{os.getuid()}-x-0-n.new"
     fresh.write_bytes(b"")
     assert remove_orphans(tmp_path) == [fresh.name]
 
 
-def test_what_was_touched_lately_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recently_touched_window_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = window(tmp_path, "young")
     made.close()
     monkeypatch.setattr(remains, "MIN_ORPHAN_AGE_S", 3600.0)
@@ -124,7 +124,7 @@ def test_what_was_touched_lately_stays(tmp_path: Path, monkeypatch: pytest.Monke
     assert made.path.exists()
 
 
-def test_several_may_sweep_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_may_clean_up_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remains, "MIN_MPI_AGE_S", -1.0)
     for number in range(300):
         (tmp_path / f"hpcrl-{os.getuid()}-{number}.new").touch()
@@ -151,24 +151,24 @@ def test_segments_of_killed_processes_are_removed_by_their_keeper(
     started: "Callable[..., subprocess.Popen[str]]",
 ) -> None:
     owner = started(SEGMENT)
-    segment = SHARED_MEMORY / said(owner)
+    segment = SHARED_MEMORY / read_line(owner)
     ledger = SegmentLedger()
     ledger.record([owner.pid])
     kill(owner)
-    assert segment.exists(), "what this is about"
+    assert segment.exists(), "it must outlive its process"
     assert ledger.clear() == [segment.name]
     assert not segment.exists()
 
 
-def test_segments_of_a_killed_keeper_are_removed_by_who_comes_next(
+def test_segments_of_a_killed_keeper_are_removed_by_the_next_cleanup(
     started: "Callable[..., subprocess.Popen[str]]",
 ) -> None:
     owner = started(SEGMENT)
-    segment = SHARED_MEMORY / said(owner)
+    segment = SHARED_MEMORY / read_line(owner)
     keeper = started(KEEPER, owner.pid)
-    assert said(keeper) == "recorded"
+    assert read_line(keeper) == "recorded"
     kill(owner)
-    assert segment.name not in remove_orphans(), "its keeper lives"
+    assert segment.name not in remove_orphans(), "its keeper is alive"
     kill(keeper)
     assert segment.name in remove_orphans()
     assert not segment.exists()
@@ -178,7 +178,7 @@ def test_a_name_that_was_used_again_is_left_alone(
     started: "Callable[..., subprocess.Popen[str]]",
 ) -> None:
     owner = started(SEGMENT)
-    segment = SHARED_MEMORY / said(owner)
+    segment = SHARED_MEMORY / read_line(owner)
     ledger = SegmentLedger()
     ledger.record([owner.pid])
     kill(owner)
@@ -193,11 +193,11 @@ def test_a_name_that_was_used_again_is_left_alone(
 # ---- MPI's segments
 
 
-def test_an_mpi_segment_that_nobody_has_mapped_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mpi_segment_that_no_process_has_mapped_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dead, alive, other = tmp_path / "mpich_shm_9c14bc10_0", tmp_path / "mpich_vci_9c14bc10_0", tmp_path / "shm_9c_0"
     for path in (dead, alive, other):
         path.write_bytes(bytes(mmap.PAGESIZE))
-    assert remove_orphan_mpi(tmp_path) == [], "they may be just about to be mapped"
+    assert remove_orphan_mpi(tmp_path) == [], "they may be about to be mapped"
     monkeypatch.setattr(remains, "MIN_MPI_AGE_S", -1.0)
     with alive.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         assert remove_orphan_mpi(tmp_path) == [dead.name]

@@ -1,4 +1,4 @@
-"""Several ranks publish their parts, on one node into one window, on several each node into its own."""
+"""Ranks that publish their shards: on one node into one window, on several nodes into one window each."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def publish(run, model_dir, case, *, window_dir, nodes=("n", "n"), rung="window"
 
 
 @pytest.mark.parametrize("case", TRAINERS)
-def test_no_rank_gathers_what_goes_through_the_window(run, model_dir, case):
+def test_no_rank_gathers_what_is_published_in_the_window(run, model_dir, case):
     first, second = publish(run, model_dir, case, window_dir=run.root.parent)
     assert (first["same"], first["num_gathered"], first["rung"]) == (True, 0, "window")
     assert list(first["windows"]) == ["n"]
@@ -46,14 +46,14 @@ def test_no_rank_gathers_what_goes_through_the_window(run, model_dir, case):
 
 
 @pytest.mark.parametrize("case", ["fsdp2", "tp2"])
-def test_without_a_window_all_ranks_gather_and_versions_go_by_files(run, model_dir, case):
+def test_without_a_window_all_ranks_gather_and_versions_are_in_files(run, model_dir, case):
     first, second = publish(run, model_dir, case, window_dir=run.root / "not-there")
     assert (first["same"], first["num_gathered"], first["rung"]) == (True, 2, "files")
     assert second == 3
 
 
 @pytest.mark.parametrize("case", TRAINERS)
-def test_ranks_on_two_nodes_leave_their_parts_and_nobody_gathers(run, model_dir, case):
+def test_ranks_on_two_nodes_write_their_parts_and_none_gathers(run, model_dir, case):
     first, second = publish(run, model_dir, case, window_dir=run.root.parent, nodes=("a", "b"))
     assert (first["same"], first["num_gathered"], first["rung"]) == (True, 0, "window")
     assert sorted(first["windows"]) == ["a+part", "b+part"]
@@ -64,7 +64,7 @@ def test_ranks_on_two_nodes_leave_their_parts_and_nobody_gathers(run, model_dir,
     assert second == 1
 
 
-def test_on_the_rung_of_files_every_version_is_put_together_from_the_parts(run, model_dir):
+def test_with_files_every_version_is_assembled_from_the_parts(run, model_dir):
     first, _ = publish(run, model_dir, "fsdp2", window_dir=run.root.parent, nodes=("a", "b"), rung="files")
     assert (first["same"], first["num_gathered"], first["rung"]) == (True, 0, "files")
     assert first["files"] == ["newest.json", "rung.json", "v00000001", "v00000002"]

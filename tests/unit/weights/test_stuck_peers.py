@@ -1,4 +1,4 @@
-"""Who is stuck, and how a version is cut: decided without MPI."""
+"""Stuck ranks, and the split of a version into buckets, without MPI."""
 
 import pytest
 from hypothesis import given
@@ -39,13 +39,13 @@ def test_buckets_are_all_bytes_in_order_and_none_is_too_large(nbytes: int) -> No
     assert all(0 < piece.stop - piece.start <= BUCKET_NBYTES for piece in cut)
 
 
-def test_peers_that_speak_are_left_alone() -> None:
+def test_peers_that_send_messages_are_left_alone() -> None:
     seen = watch()
     seen.start_transfer(ANNOUNCED, deadline=200.0)
     seen.check(now=109.0)
 
 
-def test_the_longest_silent_peer_is_named_with_what_it_had() -> None:
+def test_the_longest_silent_peer_is_named_with_its_progress() -> None:
     seen = watch()
     seen.start_transfer(ANNOUNCED, deadline=200.0)
     seen.peers[2].last_received = 95.0
@@ -58,7 +58,7 @@ def test_the_longest_silent_peer_is_named_with_what_it_had() -> None:
     assert caught.value.nbytes == BUCKET_NBYTES + 5
 
 
-def test_at_the_deadline_the_one_of_the_chain_that_came_least_far_is_named() -> None:
+def test_at_the_deadline_the_rank_of_the_chain_with_the_least_progress_is_named() -> None:
     seen = watch()
     seen.start_transfer(ANNOUNCED, deadline=105.0)
     seen.peers[1].nbytes = 2 * BUCKET_NBYTES

@@ -1,4 +1,4 @@
-"""The window of a node: what readers see whatever becomes of writers, readers, memory and names."""
+"""The window of a node: readers get whole versions, whatever happens to writers, readers, memory and names."""
 
 import mmap
 import multiprocessing
@@ -163,7 +163,7 @@ def test_tensors_are_checked_once_on_a_node(run: CampaignDir, monkeypatch: pytes
     assert content(opened(run), 1) == {1}
 
 
-def test_a_check_that_was_begun_and_never_ended_is_done_by_the_next_reader(
+def test_a_check_that_was_started_and_never_finished_is_done_by_the_next_reader(
     run: CampaignDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(made(run), 1)
@@ -194,7 +194,7 @@ def test_the_writer_waits_for_a_reader_of_the_slot_it_needs(run: CampaignDir) ->
     assert reader.versions() == [2, 3]
 
 
-def test_a_reader_that_the_writer_did_not_wait_for_hears_of_it(
+def test_a_reader_that_the_writer_did_not_wait_for_gets_an_error(
     run: CampaignDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(windows, "LEASE_TIMEOUT_S", 0.05)
@@ -206,14 +206,14 @@ def test_a_reader_that_the_writer_did_not_wait_for_hears_of_it(
     assert content(reader, 3) == {3}
 
 
-def test_a_version_being_overwritten_cannot_be_begun_to_read(run: CampaignDir) -> None:
+def test_a_version_being_overwritten_cannot_be_opened_for_reading(run: CampaignDir) -> None:
     writer, reader = made(run), opened(run)
     put(writer, 1)
     put(writer, 2)
     state = reader._state_of(1)
     writer.start_version(3, step=3)
     monkey = pytest.MonkeyPatch()
-    monkey.setattr(reader, "_state_of", lambda version: state)  # read just before the writer began
+    monkey.setattr(reader, "_state_of", lambda version: state)  # read just before the writer started
     with pytest.raises(WeightsError, match="is being overwritten"), reader.read_version(1):
         pass
     monkey.undo()
@@ -225,7 +225,7 @@ def test_what_a_reader_maps_cannot_be_written_by_it(run: CampaignDir) -> None:
         slot[0] = 1
 
 
-def test_a_header_read_half_old_half_new_is_no_version(run: CampaignDir) -> None:
+def test_a_header_read_half_old_half_new_counts_as_no_version(run: CampaignDir) -> None:
     writer, reader = made(run), opened(run)
     put(writer, 1)
     put(writer, 2)
@@ -257,7 +257,7 @@ def stopped_in_mid_write(root: Path, reached: Event) -> None:
     time.sleep(600)
 
 
-def test_a_writer_killed_in_mid_write_leaves_the_other_version_and_its_successor_goes_on(run: CampaignDir) -> None:
+def test_a_writer_killed_in_mid_write_leaves_the_other_version_and_its_successor_continues(run: CampaignDir) -> None:
     reached = SPAWN.Event()
     process = child(stopped_in_mid_write, run.root, reached)
     assert reached.wait(60)
@@ -290,14 +290,14 @@ def holds_a_version(root: Path, reached: Event) -> None:
         time.sleep(600)
 
 
-def test_a_closed_writer_is_followed_also_while_its_memory_is_still_looked_at(run: CampaignDir) -> None:
+def test_a_closed_writer_is_followed_also_while_its_memory_is_still_in_use(run: CampaignDir) -> None:
     first = made(run)
-    looked_at = first.start_version(1, step=1)
+    still_mapped = first.start_version(1, step=1)
     first.close()
     second = made(run)
     put(second, 2)
     assert newest(second) == 2
-    del looked_at
+    del still_mapped
 
 
 def test_a_reader_killed_while_it_loads_does_not_hold_up_the_writer(run: CampaignDir) -> None:
@@ -314,7 +314,7 @@ def test_a_reader_killed_while_it_loads_does_not_hold_up_the_writer(run: Campaig
 
 
 def reads_until(root: Path, last: int, seed: int, answers: Any) -> None:
-    """Read whatever is newest, at odd moments, until the last version; tell what was seen."""
+    """Read whatever is newest, at odd moments, until the last version; report what was read."""
     dice, run, seen, overtaken = random.Random(seed), CampaignDir(root), [], 0
     store = WindowStore(key(run), job=run.job(0))
     deadline = time.monotonic() + 100
@@ -382,7 +382,7 @@ def test_a_link_in_place_of_a_window_is_not_followed(run: CampaignDir, tmp_path:
     key(run).path.unlink()
 
 
-def test_campaigns_nodes_and_homes_have_windows_of_their_own(tmp_path: Path) -> None:
+def test_campaigns_nodes_and_homes_have_separate_windows(tmp_path: Path) -> None:
     runs = [CampaignDir(tmp_path / home / name) for home in ("x", "y") for name in ("one", "two")]
     paths = {key(run, node).path for run in runs for node in ("n1", "n2")}
     assert len(paths) == 8
@@ -407,7 +407,7 @@ def test_a_window_of_an_earlier_job_is_not_read_and_is_replaced(run: CampaignDir
     new = made(run, job=1)
     assert not reader.is_current()
     assert newest(new) is None
-    assert newest(reader) == 7, "who has it mapped keeps it"
+    assert newest(reader) == 7, "a process that has it mapped keeps it"
 
 
 def test_a_reader_finds_the_window_that_replaced_its_own(run: CampaignDir) -> None:
@@ -431,7 +431,7 @@ def test_a_window_of_another_layout_is_replaced(run: CampaignDir) -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"", b"hpcrlWN1", os.urandom(5000), b"hpcrlWN1" + b"\xff" * 9000])
-def test_garbage_under_the_name_is_no_window_and_is_replaced(run: CampaignDir, garbage: bytes) -> None:
+def test_garbage_under_the_name_is_not_a_window_and_is_replaced(run: CampaignDir, garbage: bytes) -> None:
     key(run).path.write_bytes(garbage)
     key(run).path.chmod(0o600)
     assert Window.open(key(run)) is None
@@ -439,7 +439,7 @@ def test_garbage_under_the_name_is_no_window_and_is_replaced(run: CampaignDir, g
     assert newest(opened(run)) == 1
 
 
-def test_a_window_cut_short_is_no_window(run: CampaignDir) -> None:
+def test_a_truncated_window_is_not_a_window(run: CampaignDir) -> None:
     put(made(run), 1)
     with key(run).path.open("r+b") as file:
         file.truncate(windows.mmap.PAGESIZE * 2)
@@ -473,7 +473,7 @@ def test_what_killed_processes_left_is_removed_by_the_records_of_their_job(run: 
     reached = SPAWN.Event()
     process = child(stopped_in_mid_write, run.root, reached)
     assert reached.wait(60)
-    key(run).path.with_name(key(run).path.name + ".new").touch(mode=0o600)  # killed while it made another
+    key(run).path.with_name(key(run).path.name + ".new").touch(mode=0o600)  # killed while it created another
     process.kill()
     process.join()
     assert unlink_recorded_windows(run.job(0)) == [key(run).path.name]
@@ -481,7 +481,7 @@ def test_what_killed_processes_left_is_removed_by_the_records_of_their_job(run: 
     assert unlink_recorded_windows(run.job(0)) == []
 
 
-def test_a_window_whose_maker_was_killed_before_it_had_its_name_is_removed_too(run: CampaignDir) -> None:
+def test_a_window_whose_writer_was_killed_before_it_had_its_name_is_removed_too(run: CampaignDir) -> None:
     made(run).close()
     key(run).path.rename(key(run).path.with_name(key(run).path.name + ".new"))
     assert unlink_recorded_windows(run.job(0)) == [key(run).path.name]
@@ -523,7 +523,7 @@ def test_what_was_summed_while_it_was_copied_is_not_checked_again(
 
 @pytest.mark.parametrize("kind", ["contiguous", "transposed", "empty"])
 def test_what_is_staged_has_the_checksum_that_readers_compute(run: CampaignDir, kind: str) -> None:
-    """Larger than the pieces that it is copied in."""
+    """The tensor is larger than the chunks that it is copied in."""
     values = torch.arange(3 * CHUNK_BYTES // 4 + 1, dtype=torch.float32)[: None if kind != "empty" else 0]
     tensor = torch.stack([values, -values]).T if kind == "transposed" else values
     manifest = WindowStore(key(run), job=run.job(0)).publish({"a": tensor}, WeightVersion(version=1, step=1))
@@ -546,7 +546,7 @@ def test_a_model_that_changes_its_tensors_is_refused_by_name(run: CampaignDir) -
     assert float(store.load(0)["b"][0]) == 1.0
 
 
-def test_the_newest_of_window_and_files_is_taken_and_each_is_read_where_it_lies(run: CampaignDir) -> None:
+def test_the_newest_of_window_and_files_is_returned_and_each_is_read_where_it_is_stored(run: CampaignDir) -> None:
     window, files = WindowStore(key(run), job=run.job(0)), FileStore(run.weights)
     both = NewestSource(window, files)
     assert both.newest() is None
@@ -561,14 +561,14 @@ def test_the_newest_of_window_and_files_is_taken_and_each_is_read_where_it_lies(
         assert float(tensors["a"][0]) == 2.0
 
 
-def test_a_reader_may_leave_the_pages_of_a_large_window_alone_until_it_looks(run: CampaignDir) -> None:
+def test_a_reader_may_leave_the_pages_of_a_large_window_unmapped_until_it_reads(run: CampaignDir) -> None:
     writer = made(run, layout=LARGE)
     put(writer, 1)
     writer.close()
 
     def faults(touch: bool) -> tuple[int, int]:
-        """Of opening it, and of the first look at every page."""
-        began = num_faults()
+        """Count page faults of opening the window, and of the first access to every page."""
+        start = num_faults()
         window = Window.open(key(run), touch=touch)
         assert window is not None
         opened = num_faults()
@@ -576,7 +576,7 @@ def test_a_reader_may_leave_the_pages_of_a_large_window_alone_until_it_looks(run
             assert set(bytes(slot[:: mmap.PAGESIZE])) == {1}
         looked = num_faults()
         window.close()
-        return opened - began, looked - opened
+        return opened - start, looked - opened
 
     (early_open, early_look), (late_open, late_look) = faults(touch=True), faults(touch=False)
     assert early_look < late_look / 8
@@ -584,5 +584,5 @@ def test_a_reader_may_leave_the_pages_of_a_large_window_alone_until_it_looks(run
 
 
 def num_faults() -> int:
-    """How many pages this thread has had to wait for, until now."""
+    """Return the number of page faults of this thread."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
