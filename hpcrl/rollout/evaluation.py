@@ -167,7 +167,7 @@ class EvaluationRunner:
         try:
             trajectory = await self._hooks.play(task, index, name, self._domains[name])
             reward = await self._score_trajectory(name, trajectory)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - one bad episode must not end the round
             progress.num_faults += 1
             detail = f"{type(error).__name__}: {error}"
             self._hooks.emit(FaultReported(what="evaluation", detail=detail, id=task.episode(index)))
