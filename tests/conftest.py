@@ -1,4 +1,4 @@
-"""What all suites share: a private home, what is told of campaigns that failed, and what CI may not skip."""
+"""Fixtures of all suites: a private home, a tiny model, reports of failed campaigns, and a check of skips in CI."""
 
 import os
 from collections.abc import Generator
@@ -13,7 +13,7 @@ MUST_RUN_IN_CI = ("mpi", "slurm", "vllm")
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of its own for campaigns and for the user's sites and recipes."""
+    """A private home for campaigns and for the user's sites and recipes."""
     monkeypatch.setenv("HPCRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return tmp_path / "home"
@@ -21,7 +21,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that all suites share; read only."""
+    """The tiny model that all suites share; read only."""
     from hpcrl.config.recipe import TinyModel
     from hpcrl.models.tiny import make_tiny_model
 
@@ -32,7 +32,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where a test of campaigns fails, what they said last stands beside it: their home is soon gone."""
+    """Add the last output of campaigns to the report of a failed test: their home is removed soon."""
     report = yield
     campaigns = getattr(item, "funcargs", {}).get("campaigns")
     if report.failed and campaigns is not None:
@@ -46,7 +46,7 @@ def must_run(report: pytest.TestReport | pytest.CollectReport) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """In CI a suite that was skipped as a whole did not pass, nor did a module that could not be imported."""
+    """Fail in CI if a whole suite was skipped or a module could not be imported."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if not os.environ.get("CI") or reporter is None:
         return

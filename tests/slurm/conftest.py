@@ -1,4 +1,4 @@
-"""A lab for the tests of this folder: one a session, its own directory and ports, gone afterwards."""
+"""A lab for the tests of this folder: one for each session, in its own directory, removed afterwards."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ def lab(needs_slurm: None) -> Iterator[Lab]:
 
 @pytest.fixture
 def in_lab(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
-    """The lab, with this process's own environment pointed at it."""
+    """The lab, with the environment of this process set to use it."""
     for name, value in labs.make_environment(lab.state_dir).items():
         monkeypatch.setenv(name, value)
     return lab
@@ -33,7 +33,7 @@ def in_lab(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
 
 @pytest.fixture
 def campaigns(lab: Lab, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Campaigns of this home go to the suite's lab; afterwards its queue is empty and no process is left."""
+    """Send campaigns of this home to the suite's lab; check afterwards that no job and no process is left."""
     monkeypatch.setenv("HPCRL_LAB", str(lab.state_dir))
     yield home / "campaigns"
     end_campaigns(home)

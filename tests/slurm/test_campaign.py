@@ -1,4 +1,4 @@
-"""Whole campaigns as heterogeneous jobs on a real Slurm: every role on its own partition, and nothing left behind."""
+"""The whole campaign as a heterogeneous job on a real Slurm: every role on its own partition, nothing left behind."""
 
 import json
 from pathlib import Path
@@ -14,12 +14,12 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 
 def states(lab: Lab, job_id: str) -> dict[str, str]:
-    """The state of every component in the accounting, by its partition."""
+    """Return the state of every component in the accounting, by its partition."""
     rows = lab.run("sacct", "-n", "-P", "-X", "-j", job_id, "--format=Partition,State").splitlines()
     return dict(row.split("|") for row in rows)
 
 
-def test_the_quickstart_learns_on_nodes_of_its_own_partitions(lab: Lab, campaigns: Path) -> None:
+def test_the_quickstart_learns_on_separate_partitions(lab: Lab, campaigns: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "q")
     run = CampaignDir(campaigns / "q")
     seen = snapshot("q")
@@ -46,7 +46,7 @@ def test_a_stopped_job_checkpoints_and_the_campaign_resumes_in_a_new_one(lab: La
     assert made == sorted(set(made)), "no step was lost or made twice"
 
 
-def test_a_job_that_waits_is_queued_and_can_be_taken_back(lab: Lab, campaigns: Path) -> None:
+def test_a_waiting_job_is_queued_and_can_be_cancelled(lab: Lab, campaigns: Path) -> None:
     lab.run("scontrol", "update", "PartitionName=decode", "State=DOWN")
     try:
         hpcrl("submit", "quickstart", "--site", "lab", "--name", "w")
@@ -69,13 +69,13 @@ def test_a_cancelled_job_leaves_nothing_on_any_node(lab: Lab, campaigns: Path, h
 
 
 def test_a_dry_run_asks_slurm_and_queues_nothing(lab: Lab, campaigns: Path) -> None:
-    said = hpcrl("submit", "quickstart", "--site", "lab", "--dry-run").stdout
-    assert "to start at" in said
+    printed = hpcrl("submit", "quickstart", "--site", "lab", "--dry-run").stdout
+    assert "to start at" in printed
     assert lab.run("squeue", "-h") == ""
     assert list(campaigns.iterdir()) == []
 
 
-def test_what_slurm_refuses_leaves_nothing_behind(lab: Lab, campaigns: Path) -> None:
+def test_a_refused_job_leaves_nothing_behind(lab: Lab, campaigns: Path) -> None:
     wrong = ("-s", "site.partitions.decode.slurm_partition=nowhere")
     refused = hpcrl("submit", "quickstart", "--site", "lab", *wrong, check=False)
     assert refused.returncode == 2
@@ -85,7 +85,9 @@ def test_what_slurm_refuses_leaves_nothing_behind(lab: Lab, campaigns: Path) -> 
     assert list(campaigns.iterdir()) == []
 
 
-def test_a_campaign_lies_where_the_site_says_and_is_found_by_name(lab: Lab, campaigns: Path, tmp_path: Path) -> None:
+def test_a_campaign_is_stored_where_the_site_sets_it_and_is_found_by_name(
+    lab: Lab, campaigns: Path, tmp_path: Path
+) -> None:
     elsewhere = tmp_path / 'my "scratch" space'
     elsewhere.mkdir()
     hpcrl(

@@ -1,4 +1,4 @@
-"""Campaigns on the lab whose weights go from node to node over MPI, or by files where that fails."""
+"""The couriers of campaigns on the lab: weights are sent over MPI, or by TCP or files where that fails."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def named(run: CampaignDir, name: str) -> list[dict[str, object]]:
     return [event for event in read_events(run.events) if event["event"] == name]
 
 
-def rungs(run: CampaignDir) -> list[object]:
+def transports(run: CampaignDir) -> list[object]:
     return [event["rung"] for event in named(run, "rung")]
 
 
@@ -28,7 +28,7 @@ def test_one_mpi_world_over_the_components_carries_every_version(lab: Lab, campa
     hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "m", *SMALL)
     run = CampaignDir(campaigns / "m")
     assert snapshot("m")["state"] == "done"
-    assert rungs(run) == ["files", "mpi"]
+    assert transports(run) == ["files", "mpi"]
     carried = named(run, "courier")
     assert carried
     for event in carried:
@@ -48,28 +48,28 @@ def test_one_mpi_world_over_the_components_carries_every_version(lab: Lab, campa
         ("site.mpi.flavour=none", "the site has no MPI"),
     ],
 )
-def test_a_campaign_whose_mpi_does_not_work_goes_by_tcp(lab: Lab, campaigns: Path, setting: str, reason: str) -> None:
+def test_a_campaign_whose_mpi_does_not_work_uses_tcp(lab: Lab, campaigns: Path, setting: str, reason: str) -> None:
     more = ("-s", setting, "-s", "train.num_steps=100000")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "t", *SMALL, *more)
     run = CampaignDir(campaigns / "t")
     until(lambda: len(named(run, "courier")) > 1, what="versions were carried", timeout_s=300)
-    assert rungs(run)[-1] == "tcp"
-    assert "mpi" not in rungs(run)
+    assert transports(run)[-1] == "tcp"
+    assert "mpi" not in transports(run)
     assert any(reason in str(event["reason"]) for event in named(run, "rung"))
     assert {event["node"] for event in named(run, "courier")} == {"train1"}
     hpcrl("stop", "t", "--now")
 
 
-def test_a_site_that_wants_no_couriers_goes_by_files(lab: Lab, campaigns: Path) -> None:
+def test_a_site_without_couriers_uses_files(lab: Lab, campaigns: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "f", *SMALL, "-s", "site.mpi.couriers=false")
     run = CampaignDir(campaigns / "f")
     assert snapshot("f")["state"] == "done"
-    assert rungs(run) == ["files"]
+    assert transports(run) == ["files"]
     assert {event["node"] for event in named(run, "loaded")} == {"prefill1", "decode1"}
 
 
 @pytest.mark.parametrize(("number", "node"), [(signal.SIGKILL, "decode1"), (signal.SIGSTOP, "prefill1")])
-def test_couriers_are_started_again_alone(lab: Lab, campaigns: Path, number: int, node: str) -> None:
+def test_couriers_are_restarted_alone(lab: Lab, campaigns: Path, number: int, node: str) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "r", *SMALL, "-s", "train.num_steps=100000")
     run = CampaignDir(campaigns / "r")
     until(lambda: bool(named(run, "courier")), what="a version was carried")
@@ -83,9 +83,9 @@ def test_couriers_are_started_again_alone(lab: Lab, campaigns: Path, number: int
     if number == signal.SIGSTOP:
         [fault] = [event for event in named(run, "fault") if event.get("at") == node][:1]
         assert {"rank", "bucket", "bytes"} <= fault.keys()
-    rung = read_transport(run.weights)
-    assert rung is not None
-    assert rung.rung == "mpi"
+    transport = read_transport(run.weights)
+    assert transport is not None
+    assert transport.rung == "mpi"
     hpcrl("stop", "r", "--now")
 
 
@@ -108,5 +108,5 @@ def test_a_trainer_on_two_nodes_sends_from_both_also_after_one_was_killed(lab: L
     versions = [int(str(event["version"])) for event in carried]
     assert versions == sorted(set(versions))
     assert max(int(str(event["version"])) for event in named(run, "published")) in list_versions(run.weights)
-    assert rungs(run) == ["files", "mpi"]
+    assert transports(run) == ["files", "mpi"]
     assert not [path for path in Path("/dev/shm").iterdir() if f"-{run.name}-" in path.name]

@@ -1,4 +1,4 @@
-"""Campaigns that go on in job after job on a real Slurm, without anybody there."""
+"""Campaigns that continue in job after job on a real Slurm, without a user."""
 
 import signal
 from pathlib import Path
@@ -14,46 +14,46 @@ from tests.support.lab_tools import Lab
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(900)]
 
 
-def begun(run: CampaignDir, *, job: int) -> bool:
-    """A step was made in this job."""
+def has_stepped(run: CampaignDir, *, job: int) -> bool:
+    """True once a step was made in this job."""
     return any(step["job"] == job for step in steps(run))
 
 
 def follower(run: CampaignDir, *, job: int) -> str:
-    """The Slurm id of the job that waits for this one, once it is queued."""
+    """Return the Slurm id of the job that waits for this one, once it is queued."""
 
-    def told() -> list[str]:
+    def queued() -> list[str]:
         return [e["slurm_id"] for e in read_events(run.events) if e["event"] == "follower" and e["job"] == job]
 
-    until(lambda: bool(told()), what=f"a job follows job {job}", timeout_s=240)
-    return told()[0]
+    until(lambda: bool(queued()), what=f"a job follows job {job}", timeout_s=240)
+    return queued()[0]
 
 
 def kill_driver(run: CampaignDir, *, job: int) -> None:
-    """The batch script's process and its child: nobody is left to say how the job ended."""
+    """Kill the batch script's process and its child: no process is left to record how the job ended."""
     mark = ["hpcrl.job.driver", str(run.root), str(job)]
     for process in psutil.process_iter(["cmdline"]):
         if (process.info["cmdline"] or [])[-3:] == mark:
             process.send_signal(signal.SIGKILL)
 
 
-def test_a_campaign_goes_on_after_its_walltime_and_after_a_kill(lab: Lab, campaigns: Path) -> None:
+def test_a_campaign_continues_after_its_walltime_and_after_a_kill(lab: Lab, campaigns: Path) -> None:
     endless = ("-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=1", "-s", "job.num_jobs=3")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "n", *SMALL, *endless)
     run = CampaignDir(campaigns / "n")
     second = follower(run, job=0)
-    until(lambda: begun(run, job=0), what="the first job makes steps", timeout_s=240)
+    until(lambda: has_stepped(run, job=0), what="the first job makes steps", timeout_s=240)
     seen = snapshot("n")
     assert (seen["state"], [job["state"] for job in seen["jobs"]]) == ("running", ["running", "queued"])
     assert seen["jobs"][1]["id"] == second
     lab.run("scancel", "--batch", "--signal=USR2", seen["jobs"][0]["id"])  # as Slurm does when the time is nearly over
     assert outcome(run, 0)["outcome"] == "drained"
     third = follower(run, job=1)
-    until(lambda: begun(run, job=1), what="the second job makes steps", timeout_s=240)
+    until(lambda: has_stepped(run, job=1), what="the second job makes steps", timeout_s=240)
     made = [step["step"] for step in steps(run)]
     assert made == sorted(set(made)), "no step was lost or made twice"
     kill_driver(run, job=1)
-    until(lambda: begun(run, job=2), what="the third job makes steps", timeout_s=240)
+    until(lambda: has_stepped(run, job=2), what="the third job makes steps", timeout_s=240)
     assert not run.job(1).outcome.exists()
     assert snapshot("n")["jobs"][2]["id"] == third
     hpcrl("stop", "n")
@@ -71,7 +71,7 @@ def test_nothing_waits_behind_a_campaign_that_is_done(lab: Lab, campaigns: Path)
     assert (snapshot("d")["state"], run.job_numbers()) == ("done", [0])
 
 
-def test_whoever_stops_a_campaign_stops_what_waits_behind_it(lab: Lab, campaigns: Path) -> None:
+def test_stopping_a_campaign_cancels_the_job_that_waits(lab: Lab, campaigns: Path) -> None:
     hpcrl(
         "submit", "quickstart", "--site", "lab", "--name", "s", "-s", "train.num_steps=100000", "-s", "job.num_jobs=2"
     )

@@ -94,7 +94,7 @@ def test_higher_tier_preempts_and_the_job_is_queued_again(lab: Lab, tmp_path: Pa
 
 
 def test_nothing_of_a_cancelled_job_stays(lab: Lab, tmp_path: Path) -> None:
-    """Not even what called setsid and lost its parent."""
+    """Not even a process that called setsid and lost its parent stays."""
     sleep = f"sleep 600.{os.getpid()}"
     job = lab.submit(tmp_path, f"setsid {sleep} & (setsid --fork {sleep}); {sleep}")
     until(lambda: len(_running(sleep)) == 3)
@@ -146,7 +146,7 @@ def _running(command: str) -> list[str]:
 
 
 def _listens(pid: int) -> list[str]:
-    """Addresses of the TCP sockets on which a process listens; an IPv6 one is shown as it stands in /proc."""
+    """Return the addresses of the TCP sockets on which a process listens; IPv6 ones as /proc shows them."""
     inodes = {str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
     found = []
     for table in ("tcp", "tcp6"):

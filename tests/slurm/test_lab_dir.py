@@ -1,4 +1,4 @@
-"""What the lab refuses, and whom it spares; needs no Slurm."""
+"""The lab's checks of its directory and of processes; these tests need no Slurm."""
 
 import os
 import subprocess
@@ -79,7 +79,7 @@ def test_ports_are_not_reserved_twice() -> None:
         assert set(first).isdisjoint(second)
 
 
-def test_status_of_no_lab_says_down(tmp_path: Path) -> None:
+def test_status_without_a_lab_is_down(tmp_path: Path) -> None:
     status = labs.status(tmp_path / "lab")
     assert not status.is_up
     assert "is down" in str(status)

@@ -1,4 +1,4 @@
-"""The lab's life: several at a time, killed at any moment, down without a trace."""
+"""The life of a lab: several at a time, killed at any moment, removed without a trace."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from tests.support.lab_tools import Lab, short_dir, until
 pytestmark = pytest.mark.slurm
 
 TINY = LabCluster(groups=(NodeGroup(name="n", num_nodes=1),), default="n")
-UP = "import sys; from pathlib import Path; from hpcrl.lab import life; life.up(Path(sys.argv[1]))"
+UP = "import sys; from pathlib import Path; from hpcrl.lab import lab; lab.up(Path(sys.argv[1]))"
 ESCAPE = """
 import os, pathlib
 if os.fork() == 0:
@@ -35,7 +35,7 @@ if os.fork() == 0:
 
 @pytest.fixture(scope="module")
 def three_ups(needs_slurm: None) -> Iterator[list[labs.LabStatus]]:
-    """At the same time: one lab brought up, and another one twice."""
+    """Start one lab and, at the same time, another one twice."""
     with short_dir() as folder:
         dirs = [folder / "a", folder / "b", folder / "b"]
         try:
@@ -62,7 +62,7 @@ def test_two_labs_run_side_by_side(two_labs: tuple[Lab, Lab]) -> None:
     assert confs == [str(lab.state_dir / "slurm.conf") for lab in two_labs]
 
 
-def test_up_makes_a_lab_without_its_controller_whole(two_labs: tuple[Lab, Lab]) -> None:
+def test_up_restarts_a_lab_without_its_controller(two_labs: tuple[Lab, Lab]) -> None:
     lab, _ = two_labs
     [controller] = [daemon for daemon in labs.status(lab.state_dir).daemons if daemon.name == "slurmctld"]
     os.kill(controller.pid, signal.SIGKILL)
@@ -98,7 +98,7 @@ def test_daemon_that_fails_is_quoted_and_nothing_stays(needs_slurm: None) -> Non
 
 
 @pytest.mark.parametrize("num_daemons", [2, 7])
-def test_down_clears_away_a_bring_up_that_was_killed(needs_slurm: None, num_daemons: int) -> None:
+def test_down_removes_a_lab_whose_start_was_killed(needs_slurm: None, num_daemons: int) -> None:
     with short_dir() as folder:
         state_dir = folder / "lab"
         child = subprocess.Popen([sys.executable, "-c", UP, str(state_dir)], cwd=Path(labs.__file__).parents[2])
@@ -111,7 +111,7 @@ def test_down_clears_away_a_bring_up_that_was_killed(needs_slurm: None, num_daem
 
 
 def _mentions(state_dir: Path) -> list[str]:
-    """Processes whose command line or environment names the directory."""
+    """Return the processes whose command line or environment names the directory."""
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) != os.getpid():

@@ -1,4 +1,4 @@
-"""MPI worlds of the couriers come up on the lab also where MPICH and Slurm would let them hang."""
+"""The MPI worlds of the couriers start on the lab also where MPICH and Slurm would let them hang."""
 
 import os
 import sys
@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(300)]
 JOIN = """
 import faulthandler, os
 faulthandler.dump_traceback_later(60, exit=True)
-from hpcrl.weights import mpi
-wire, nodes = mpi.join(os.environ["SLURMD_NODENAME"], num_ranks=2)
+from hpcrl.weights.couriers import wire_mpi
+wire, nodes = wire_mpi.join_ranks(os.environ["SLURMD_NODENAME"], num_ranks=2)
 print(*sorted(nodes), flush=True)
 os._exit(0)
 """
@@ -36,16 +36,16 @@ for chunk in chunks[::2]:
 
 
 def world(lab: Lab, program: str) -> list[str]:
-    """What each rank says that runs this on two nodes."""
+    """Run this on two nodes and return the output of each rank."""
     where = ("--partition=decode", "--nodes=2", "--ntasks-per-node=1", "--mpi=pmi2", "--kill-on-bad-exit=1")
     return lab.run("srun", *where, sys.executable, "-c", textwrap.dedent(program)).splitlines()
 
 
-def test_a_world_comes_up_whatever_follows_its_address_in_memory(lab: Lab) -> None:
+def test_a_world_starts_whatever_follows_its_address_in_memory(lab: Lab) -> None:
     assert world(lab, NOTHING_IS_ZERO + JOIN) == ["decode1 decode2"] * 2
 
 
-def test_a_world_comes_up_where_one_of_its_name_has_died(lab: Lab) -> None:
+def test_a_world_starts_where_one_of_its_name_was_killed(lab: Lab) -> None:
     job = int(lab.run("srun", "--partition=decode", "--nodes=1", "printenv", "SLURM_JOB_ID"))
     left = [SHARED_MEMORY / f"mpich_shm_{hashed(f'{job + 1}.0'):x}_{node}" for node in (0, 1)]
     for path in left:
@@ -57,7 +57,7 @@ def test_a_world_comes_up_where_one_of_its_name_has_died(lab: Lab) -> None:
 
 
 def hashed(name: str) -> int:
-    """FNV-1a, by which MPICH names the segments of a world."""
+    """Return the FNV-1a hash, by which MPICH names the segments of a world."""
     number = 0x811C9DC5
     for byte in name.encode():
         number = (number ^ byte) * 0x01000193 & 0xFFFFFFFF

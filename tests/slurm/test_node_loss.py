@@ -1,4 +1,4 @@
-"""A node of a running campaign dies with all that is on it, in a lab of its own: the campaign goes on without it."""
+"""A node of a running campaign fails with all its processes, in a separate lab: the campaign continues without it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,12 +19,14 @@ LOST = "decode2"
 
 @pytest.fixture
 def lab(needs_slurm: None) -> Iterator[Lab]:
-    """One that may be left with a node less."""
+    """A separate lab, which may lose a node."""
     with running_lab() as lab:
         yield lab
 
 
-def test_a_campaign_goes_on_without_a_lost_node_and_its_weights_still_go_by_mpi(lab: Lab, campaigns: Path) -> None:
+def test_a_campaign_continues_without_a_lost_node_and_its_weights_are_still_sent_by_mpi(
+    lab: Lab, campaigns: Path
+) -> None:
     two = ("-s", "resources.decode.num_workers=2", "-s", "resources.decode.gpus_per_worker=4")
     hpcrl(
         *("submit", "quickstart", "--site", "lab", "--name", "n", *SMALL, *two),
@@ -49,7 +51,7 @@ def test_a_campaign_goes_on_without_a_lost_node_and_its_weights_still_go_by_mpi(
 
 
 def lose(lab: Lab, node: str) -> None:
-    """Kill the node's daemon and everything it has started, and tell Slurm, which else takes a minute to notice."""
+    """Kill the node's daemon and everything it has started, and inform Slurm, which notices only after a minute."""
     doomed = {psutil.Process(int((lab.state_dir / "run" / f"{node}.pid").read_text()))}
     mark = {"SLURMD_NODENAME": node, "SLURM_CONF": lab.environment["SLURM_CONF"]}  # other labs have such nodes too
     for process in psutil.process_iter():

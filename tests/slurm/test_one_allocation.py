@@ -1,4 +1,4 @@
-"""Campaigns on the lab as a site without heterogeneous jobs: one plain allocation, its nodes dealt to the roles."""
+"""A site without heterogeneous jobs, on the lab: one plain allocation, its nodes distributed to the roles."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def test_one_allocation_is_stopped_resumed_and_ended_at_once(lab: Lab, campaigns
 
 
 def test_a_dry_run_of_one_allocation_asks_slurm_and_queues_nothing(lab: Lab, campaigns: Path) -> None:
-    said = hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--dry-run").stdout
-    assert "to start at" in said
+    printed = hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--dry-run").stdout
+    assert "to start at" in printed
     assert lab.run("squeue", "-h") == ""
     assert list(campaigns.iterdir()) == []

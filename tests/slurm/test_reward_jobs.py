@@ -1,4 +1,4 @@
-"""Reward jobs on a real Slurm: there while there is work, gone after it, and nothing is lost with one."""
+"""The reward jobs on a real Slurm: they run while there is work and end after it, and nothing is lost with one."""
 
 import os
 import signal
@@ -22,19 +22,19 @@ ENV_NODES = {"env1", "env2", "env3"}
 
 
 def slow(seconds: float) -> tuple[str, ...]:
-    """Settings of a reward that takes so long for each trajectory."""
+    """Return the settings of a reward that takes this long for each trajectory."""
     reward = "domains.lake.reward=tests.support.odd_rewards:after"
     return ("-s", reward, "-s", f"domains.lake.reward_options.seconds={seconds}")
 
 
 @pytest.fixture
 def our_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Campaigns find the tests' own rewards."""
+    """Let campaigns find the rewards of the tests."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
 def reward_jobs(lab: Lab, *states: str) -> dict[str, str]:
-    """Nodes of the jobs on the preemptible partition, by id; of all that Slurm still knows, or in these states."""
+    """Return the nodes of the jobs on the preemptible partition, by id; of all jobs, or of those in these states."""
     rows = [row.split("|") for row in lab.run("squeue", "-h", "-o", "%A|%T|%N", "--partition=preempt").splitlines()]
     return {id: node for id, state, node in rows if not states or state in states}
 
@@ -44,22 +44,22 @@ def events(run: CampaignDir, name: str) -> list[dict[str, Any]]:
 
 
 def ended(run: CampaignDir) -> str:
-    """How the campaign's job ended; reward jobs take their time to start where much runs beside them."""
+    """Return how the campaign's job ended; reward jobs start slowly on a busy machine."""
     until(run.job(0).outcome.exists, what="the job has ended", timeout_s=400)
     return str(outcome(run)["outcome"])
 
 
 def is_scored(run: CampaignDir) -> Callable[[], bool]:
-    """Whether all that was played has been scored."""
+    """Return a check that every played segment has been scored."""
     spools = [SegmentListing(run.spool(name)) for name in ("rollouts", "scored")]
     return lambda: len({frozenset(spool.name_set()) for spool in spools}) == 1
 
 
 def driver_of(run: CampaignDir, job: int = 0) -> int:
-    """The driver's process: it beats in the name of the job's driver."""
+    """Return the driver's process."""
     mark = f"hpcrl.job.driver\0{run.root}\0{job}\0".encode()
     found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is(entry, mark)]
-    return max(found, key=lambda pid: (read_start_ticks(pid) or 0, pid))  # the guardian began before it
+    return max(found, key=lambda pid: (read_start_ticks(pid) or 0, pid))  # the guardian started before it
 
 
 def _is(entry: Path, mark: bytes) -> bool:
@@ -69,7 +69,7 @@ def _is(entry: Path, mark: bytes) -> bool:
         return False
 
 
-def test_a_reward_job_comes_with_the_work_and_goes_after_it(lab: Lab, campaigns: Path, our_code: None) -> None:
+def test_a_reward_job_starts_with_the_work_and_ends_after_it(lab: Lab, campaigns: Path, our_code: None) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "e", *ELASTIC, *slow(0.02), "-s", "rollout.mode=sync")
     run = CampaignDir(campaigns / "e")
     until(lambda: bool(reward_jobs(lab)), what="a reward job is there")
@@ -83,27 +83,25 @@ def test_a_reward_job_comes_with_the_work_and_goes_after_it(lab: Lab, campaigns:
     assert not [fault for fault in events(run, "fault") if fault["what"] == "reward"]
 
 
-def test_a_reward_job_without_work_is_gone_while_the_campaign_goes_on(
-    lab: Lab, campaigns: Path, our_code: None
-) -> None:
+def test_a_reward_job_without_work_ends_while_the_campaign_continues(lab: Lab, campaigns: Path, our_code: None) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "i", *ELASTIC, *slow(0.01), "-s", "train.num_steps=1000")
     run = CampaignDir(campaigns / "i")
     until(lambda: len(events(run, "scored")) > 0, what="a segment was scored")
     trainer = [event for event in events(run, "worker-started") if event["role"] == "train"]
     os.kill(trainer[-1]["pid"], signal.SIGSTOP)  # nothing is consumed any more, so that in the end nothing is played
     try:
-        until(is_scored(run), what="all is scored")
+        until(is_scored(run), what="every segment is scored")
         until(lambda: not reward_jobs(lab), what="no reward job is left", timeout_s=60)
         assert not run.job(0).outcome.exists()
         assert snapshot("i")["state"] == "running"
     finally:
         os.kill(trainer[-1]["pid"], signal.SIGCONT)
     num = len(steps(run))
-    until(lambda: len(steps(run)) > num + 2, what="training goes on, with a reward job that came back")
+    until(lambda: len(steps(run)) > num + 2, what="training continues, with a new reward job")
     hpcrl("stop", "--now", "i")
 
 
-def test_what_a_preempted_reward_job_had_begun_is_scored_all_the_same(
+def test_a_segment_of_a_preempted_reward_job_is_still_scored(
     lab: Lab, campaigns: Path, our_code: None, tmp_path: Path
 ) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "p", *ELASTIC, *slow(0.1))

@@ -1,4 +1,4 @@
-"""What tests of whole campaigns share: run the command line, wait for facts, count what is left."""
+"""Helpers for tests of whole campaigns: run the command line, wait for conditions, find leftover processes."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import read_json
 
 SMALL = ("-s", "train.num_steps=4", "-s", "train.groups_per_step=2", "-s", "rollout.group_size=4")
-"""A campaign that only shows that everything meets; it learns nothing."""
+"""Settings of a small campaign that runs every part; it learns nothing."""
 
 
 def hpcrl(*arguments: str, check: bool = True, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
@@ -31,13 +31,13 @@ def hpcrl(*arguments: str, check: bool = True, timeout_s: float = 240.0) -> subp
 
 
 def snapshot(name: str) -> dict[str, Any]:
-    """`hpcrl monitor NAME --json`."""
+    """Return the output of `hpcrl monitor NAME --json`."""
     value: dict[str, Any] = json.loads(hpcrl("monitor", name, "--json").stdout)
     return value
 
 
 def until(fact: Callable[[], bool], *, what: str, timeout_s: float = 120.0) -> None:
-    """Wait until something holds."""
+    """Wait until a condition holds."""
     deadline = time.monotonic() + timeout_s
     while not fact():
         assert time.monotonic() < deadline, f"still not so after {timeout_s:g} s: {what}"
@@ -45,12 +45,12 @@ def until(fact: Callable[[], bool], *, what: str, timeout_s: float = 120.0) -> N
 
 
 def steps(run: CampaignDir) -> list[dict[str, Any]]:
-    """The training steps so far."""
+    """Return the training steps so far."""
     return [event for event in read_events(run.events) if event["event"] == "step"]
 
 
 def outcome(run: CampaignDir, job: int = 0) -> dict[str, Any]:
-    """How a job's driver ended, once it has."""
+    """Wait for the end of a job's driver and return its outcome."""
     path = run.job(job).outcome
     until(path.exists, what=f"{path} exists")
     value: dict[str, Any] = read_json(path)
@@ -58,7 +58,7 @@ def outcome(run: CampaignDir, job: int = 0) -> dict[str, Any]:
 
 
 def processes_of(home: Path) -> list[str]:
-    """Every process that inherited this home: all that its campaigns started, wherever it went."""
+    """Return every process that inherited this home: all that its campaigns started, in any session."""
     mark = f"HPCRL_HOME={home}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -73,15 +73,15 @@ def processes_of(home: Path) -> list[str]:
 
 
 def driver_of(run: CampaignDir) -> int:
-    """The guardian's only child that is the driver."""
+    """Return the driver: the child of the guardian."""
     guardian = read_json(run.job(0).submission)["pid"]
     children = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
     return int(children[0])
 
 
 def last_words(campaigns: Path, *, most: int = 8) -> list[tuple[str, str]]:
-    """Of each campaign, the last lines of its logs and the last events of every kind, of what is frequent only one."""
-    told = []
+    """Return for each campaign the last lines of its logs and its last events, only one of each frequent kind."""
+    sections = []
     for run in map(CampaignDir, sorted(campaigns.glob("*"))):
         lines = [
             f"{path.name}: {line[:300]}"
@@ -96,19 +96,19 @@ def last_words(campaigns: Path, *, most: int = 8) -> list[tuple[str, str]]:
             left[event["event"]] -= 1
             if left[event["event"]] >= 0:
                 rare.insert(0, json.dumps(event)[:300])
-        told.append((f"campaign {run.name}", "\n".join(lines + rare)))
-    return told
+        sections.append((f"campaign {run.name}", "\n".join(lines + rare)))
+    return sections
 
 
 def num_consumed_groups(run: CampaignDir) -> int:
-    """Groups in the newest checkpoint's account of what was trained on."""
+    """Count the groups that the newest checkpoint has consumed."""
     newest = sorted(run.checkpoints.iterdir())[-1]
     runs = read_json(newest / "consumed.json")["runs"]
     return sum(end - start for pairs in runs.values() for start, end in pairs)
 
 
 def end_campaigns(home: Path) -> None:
-    """End whatever a test has left running in its home; nothing may be left of any campaign."""
+    """End all processes that a test has left in its home; no process of a campaign may remain."""
     for run in (home / "campaigns").iterdir():
         hpcrl("stop", "--now", run.name, check=False)
     until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)

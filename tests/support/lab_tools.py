@@ -17,19 +17,19 @@ WAIT_S = 90.0
 
 @dataclass(frozen=True)
 class Lab:
-    """A running lab, and what tests ask of it."""
+    """A running lab, with the commands that tests use."""
 
     state_dir: Path
 
     @property
     def environment(self) -> dict[str, str]:
-        """The caller's environment, pointed at this lab and at nothing else of Slurm's."""
+        """Return the caller's environment, set to use this lab and no other Slurm."""
         foreign = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SINFO", "SACCT")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         return kept | labs.make_environment(self.state_dir)
 
     def run(self, *command: str) -> str:
-        """What a command prints; a command that fails is an error that shows what it said."""
+        """Run a command and return its output; fail with its output if it fails."""
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=WAIT_S, check=False
         )
@@ -37,19 +37,19 @@ class Lab:
         return done.stdout.strip()
 
     def submit(self, folder: Path, body: str, *options: str) -> str:
-        """Submit a script that writes to `folder`/out; the job's id."""
+        """Submit a script that writes to `folder`/out; return the job's id."""
         script = folder / "job.sh"
         script.write_text(f"#!/bin/bash\n{body}\n")
         return self.run("sbatch", "--parsable", f"--output={folder}/out", f"--chdir={folder}", *options, str(script))
 
     def accounted(self, job: str, *options: str) -> list[dict[str, str]]:
-        """sacct's rows for a job, without steps."""
+        """Return the rows of sacct for a job, without steps."""
         fields = ("JobID", "State", "Partition", "NodeList", "AllocTRES")
         table = self.run("sacct", "-X", "-n", "-P", f"--format={','.join(fields)}", f"--jobs={job}", *options)
         return [dict(zip(fields, line.split("|"), strict=True)) for line in table.splitlines()]
 
     def wait_accounted(self, job: str, *states: str) -> list[dict[str, str]]:
-        """The rows, as soon as there are as many as `states` and they are in these states."""
+        """Wait until the rows have exactly these states, and return them."""
         until(lambda: sorted(row["State"].split()[0] for row in self.accounted(job)) == sorted(states))
         return self.accounted(job)
 
@@ -61,7 +61,7 @@ def until(check: Callable[[], bool]) -> None:
     """Poll; the limit only keeps a broken lab from hanging the tests."""
     deadline = time.monotonic() + WAIT_S
     while not check():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.1)
 
 
@@ -77,7 +77,7 @@ def short_dir() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def running_lab() -> Iterator[Lab]:
-    """A lab as shipped, gone afterwards."""
+    """Start a lab as shipped; remove it afterwards."""
     with short_dir() as folder:
         labs.up(folder / "lab")
         try:

@@ -1,4 +1,4 @@
-"""The couriers' step is started again alone, within a budget; then versions go by files."""
+"""The couriers' step is restarted alone, a limited number of times; then versions are sent by files."""
 
 import importlib.util
 import sys
@@ -28,29 +28,29 @@ SAY = """
 import sys, time
 from pathlib import Path
 from hpcrl.campaign_dir.paths import JobDir
-from hpcrl.weights.couriers.protocol import Standing
-where = JobDir(Path(sys.argv[1])).couriers(sys.argv[2].removeprefix("--life="))
+from hpcrl.weights.couriers.protocol import CourierStatus
+where = JobDir(Path(sys.argv[1])).courier_status(sys.argv[2].removeprefix("--life="))
 """
 SERVE = (
     SAY
     + """
-Standing(ready=True, reason='all here').write(where)
+CourierStatus(ready=True, reason='all here').write(where)
 for _ in range(6000):
-    Standing.beat(where)
+    CourierStatus.touch(where)
     time.sleep(0.1)
 """
 )
-MUTE = SAY + "Standing(ready=True, reason='all here').write(where); time.sleep(600)"
+MUTE = SAY + "CourierStatus(ready=True, reason='all here').write(where); time.sleep(600)"
 SERVE_AND_GIVE_UP = (
     SAY
     + """
-Standing(ready=True, reason='all here').write(where)
+CourierStatus(ready=True, reason='all here').write(where)
 time.sleep(1)
-Standing(ready=False, reason='rank 2 on n2 is stuck').write(where); sys.exit(1)
+CourierStatus(ready=False, reason='rank 2 on n2 is stuck').write(where); sys.exit(1)
 """
 )
-GIVE_UP = SAY + "Standing(ready=False, reason='rank 2 on n2 is stuck').write(where); sys.exit(1)"
-HOPELESS = SAY + "Standing(ready=False, reason='a world of 1', hopeless=True).write(where); sys.exit(1)"
+GIVE_UP = SAY + "CourierStatus(ready=False, reason='rank 2 on n2 is stuck').write(where); sys.exit(1)"
+HOPELESS = SAY + "CourierStatus(ready=False, reason='a world of 1', hopeless=True).write(where); sys.exit(1)"
 CRASH = "import sys; sys.exit('ImportError: no libmpi')"
 
 
@@ -63,17 +63,17 @@ def job(tmp_path: Path) -> JobDir:
 
 @pytest.fixture
 def started(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CourierSupervisor]]:
-    """Ends what a test has started."""
+    """End what a test has started."""
     monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(module, "MIN_RESTART_INTERVAL_S", 0.0)
-    begun: list[CourierSupervisor] = []
-    yield begun
-    for couriers in begun:
+    started: list[CourierSupervisor] = []
+    yield started
+    for couriers in started:
         couriers._end_step()
 
 
-def start(begun: list[CourierSupervisor], job: JobDir, *programs: str) -> CourierSupervisor:
-    """A ladder of these programs."""
+def start(started: list[CourierSupervisor], job: JobDir, *programs: str) -> CourierSupervisor:
+    """Start couriers with these programs as their fallback order."""
     names: tuple[TransportName, ...] = ("mpi", "tcp")
     ways = [
         TransportCommand(transport=name, command=[sys.executable, "-c", program, str(job.root)])
@@ -82,17 +82,17 @@ def start(begun: list[CourierSupervisor], job: JobDir, *programs: str) -> Courie
     couriers = CourierSupervisor(
         job=job, weights=make_private_dir(job.root / "weights"), commands=ways, transport=FILES
     )
-    begun.append(couriers)
+    started.append(couriers)
     couriers.start()
     return couriers
 
 
-def serving(couriers: CourierSupervisor, rung: TransportName = "mpi") -> None:
-    until(lambda: couriers.poll() is None and couriers.transport.rung == rung, what=f"the rung is {rung}", timeout_s=60)
+def serving(couriers: CourierSupervisor, name: TransportName = "mpi") -> None:
+    until(lambda: couriers.poll() is None and couriers.transport.rung == name, what=f"{name} is in use", timeout_s=60)
 
 
 def failures(couriers: CourierSupervisor, *, number: int) -> list[str]:
-    """What goes wrong next, so many times."""
+    """Return the next failures, this many."""
     seen: list[str] = []
 
     def more() -> bool:
@@ -104,7 +104,7 @@ def failures(couriers: CourierSupervisor, *, number: int) -> list[str]:
     return seen
 
 
-def test_the_rung_is_mpi_once_they_serve(started: list[CourierSupervisor], job: JobDir) -> None:
+def test_the_transport_is_mpi_once_couriers_serve(started: list[CourierSupervisor], job: JobDir) -> None:
     couriers = start(started, job, SERVE)
     serving(couriers)
     assert couriers.transport.reason == "all here"
@@ -131,19 +131,23 @@ def test_a_step_that_ends_at_once_is_started_again_only_after_a_while(
     assert couriers.is_running
 
 
-def test_a_step_that_ends_without_a_word_is_quoted(started: list[CourierSupervisor], job: JobDir) -> None:
+def test_the_last_line_of_a_step_that_ends_without_a_reason_is_quoted(
+    started: list[CourierSupervisor], job: JobDir
+) -> None:
     couriers = start(started, job, CRASH)
     assert failures(couriers, number=1) == ["the step of the couriers ended with code 1: ImportError: no libmpi"]
 
 
-def test_a_rung_that_never_served_is_left_for_the_next_one(started: list[CourierSupervisor], job: JobDir) -> None:
+def test_a_transport_that_never_served_is_replaced_by_the_next_one(
+    started: list[CourierSupervisor], job: JobDir
+) -> None:
     couriers = start(started, job, CRASH, SERVE)
     failures(couriers, number=MAX_TRIES)
     serving(couriers, "tcp")
     assert couriers.is_running
 
 
-def test_ways_past_a_lost_node_are_gone_at_once_also_after_they_were_given_up(
+def test_couriers_without_a_lost_node_start_at_once_even_after_they_were_abandoned(
     started: list[CourierSupervisor], job: JobDir
 ) -> None:
     couriers = start(started, job, SERVE, CRASH)
@@ -164,7 +168,7 @@ def test_ways_past_a_lost_node_are_gone_at_once_also_after_they_were_given_up(
     serving(couriers)
 
 
-def test_without_the_lost_node_every_rung_is_tried_again(started: list[CourierSupervisor], job: JobDir) -> None:
+def test_without_the_lost_node_every_transport_is_tried_again(started: list[CourierSupervisor], job: JobDir) -> None:
     couriers = start(started, job, HOPELESS, HOPELESS)
     failures(couriers, number=2)
     assert not couriers.is_running
@@ -177,7 +181,7 @@ def test_without_the_lost_node_every_rung_is_tried_again(started: list[CourierSu
     serving(couriers, "mpi")
 
 
-def test_a_rung_that_does_not_come_to_serve_without_the_lost_node_is_left_for_the_next_one(
+def test_a_transport_that_never_serves_without_the_lost_node_is_replaced_by_the_next_one(
     started: list[CourierSupervisor], job: JobDir
 ) -> None:
     couriers = start(started, job, SERVE)
@@ -193,7 +197,7 @@ def test_a_rung_that_does_not_come_to_serve_without_the_lost_node_is_left_for_th
     serving(couriers, "tcp")
 
 
-def test_what_would_fail_again_is_not_tried_again(started: list[CourierSupervisor], job: JobDir) -> None:
+def test_a_hopeless_transport_is_not_tried_again(started: list[CourierSupervisor], job: JobDir) -> None:
     couriers = start(started, job, HOPELESS, HOPELESS)
     assert failures(couriers, number=2) == ["a world of 1", "a world of 1"]
     assert not couriers.is_running
@@ -212,10 +216,10 @@ def test_couriers_that_served_have_a_larger_budget_and_then_versions_go_by_files
     assert couriers.is_running
     failures(couriers, number=1)
     assert not couriers.is_running
-    assert couriers.rung == Transport(rung="files", reason="rank 2 on n2 is stuck")
+    assert couriers.transport == Transport(rung="files", reason="rank 2 on n2 is stuck")
 
 
-def test_couriers_that_were_given_up_are_tried_again_a_few_times(
+def test_abandoned_couriers_are_tried_again_a_few_times(
     started: list[CourierSupervisor], job: JobDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RETRY_INTERVAL_S", 0.0)
@@ -230,12 +234,12 @@ def test_couriers_that_were_given_up_are_tried_again_a_few_times(
     assert not couriers.is_running
 
 
-def test_what_an_earlier_life_says_late_is_not_heard(started: list[CourierSupervisor], job: JobDir) -> None:
+def test_a_late_status_of_an_earlier_incarnation_is_ignored(started: list[CourierSupervisor], job: JobDir) -> None:
     couriers = start(started, job, SERVE_AND_GIVE_UP)
     serving(couriers)
     earlier = couriers.incarnation
     failures(couriers, number=1)
-    CourierStatus(ready=False, reason="of an earlier life", hopeless=True).write(job.courier_status(earlier))
+    CourierStatus(ready=False, reason="of an earlier incarnation", hopeless=True).write(job.courier_status(earlier))
     assert failures(couriers, number=1) == ["rank 2 on n2 is stuck"]
     assert couriers.is_running
 
@@ -249,7 +253,7 @@ def test_couriers_that_have_served_long_have_their_whole_budget(
     assert couriers.is_running
 
 
-def test_couriers_that_do_not_come_up_are_given_up(
+def test_couriers_that_do_not_connect_are_abandoned(
     started: list[CourierSupervisor], job: JobDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "STARTUP_TIMEOUT_S", 0.1)
@@ -263,7 +267,7 @@ def carried(couriers: CourierSupervisor, version: int) -> None:
     )
 
 
-def test_versions_go_by_couriers_again_once_they_bring_what_an_engine_missed(
+def test_couriers_are_used_again_once_they_deliver_a_later_version(
     started: list[CourierSupervisor], job: JobDir
 ) -> None:
     couriers = start(started, job, SERVE)
@@ -287,7 +291,7 @@ def test_versions_go_by_couriers_again_once_they_bring_what_an_engine_missed(
             couriers.poll()
 
 
-def test_couriers_that_are_gone_are_started_again_though_their_step_does_not_end(
+def test_silent_couriers_are_restarted_though_their_step_does_not_end(
     started: list[CourierSupervisor], job: JobDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SILENCE_TIMEOUT_S", 0.5)
@@ -300,13 +304,14 @@ def test_couriers_that_are_gone_are_started_again_though_their_step_does_not_end
     assert couriers.transport.rung == "mpi"
 
 
-def test_every_beat_of_the_couriers_is_heard(started: list[CourierSupervisor], job: JobDir) -> None:
+def test_every_heartbeat_of_the_couriers_is_seen(started: list[CourierSupervisor], job: JobDir) -> None:
     couriers = start(started, job, SERVE)
     serving(couriers)
     for _ in range(3):
-        heard = couriers._beat_changed_at
+        changed_at = couriers._beat_changed_at
         until(
-            lambda heard=heard: couriers.poll() is None and couriers._beat_changed_at > heard, what="a beat was heard"
+            lambda changed_at=changed_at: couriers.poll() is None and couriers._beat_changed_at > changed_at,
+            what="a heartbeat was seen",
         )
 
 
@@ -319,7 +324,7 @@ def test_every_beat_of_the_couriers_is_heard(started: list[CourierSupervisor], j
         (MpiConfig(flavour="mpich"), ["tcp"], "mpi4py is not installed"),
     ],
 )
-def test_what_keeps_mpi_from_being_tried_is_said(
+def test_the_reason_why_mpi_is_not_tried_is_reported(
     mpi: MpiConfig, above: list[str], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)

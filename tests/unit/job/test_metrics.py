@@ -1,4 +1,4 @@
-"""Figures of the events, and the reader that gives them to sinks."""
+"""The figures of events, and the metrics process that sends them to sinks."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ STEP = {
 
 
 class Shelf:
-    """A sink that keeps what it is given, until it breaks."""
+    """A sink that keeps all figures, until it fails."""
 
     def __init__(self, *, breaks_at: int = -1) -> None:
         self.shown: list[tuple[int, dict[str, float]]] = []
@@ -71,13 +71,13 @@ def trainer(run: CampaignDir) -> EventLog:
 
 
 def feeder(run, **makers):
-    told = []
-    made = MetricsFeeder(run, makers, emit=told.append)
+    reported = []
+    made = MetricsFeeder(run, makers, emit=reported.append)
     made.open()
-    return made, told
+    return made, reported
 
 
-def test_a_step_gives_numbers_under_headings_and_leaves_out_what_is_none():
+def test_a_step_has_figures_under_headings_and_none_is_left_out():
     figures = extract_figures(StepFinished(time=7.0, step=3, **STEP))
     assert (figures.step, figures.time) == (3, 7.0)
     assert figures.values == {
@@ -90,14 +90,16 @@ def test_a_step_gives_numbers_under_headings_and_leaves_out_what_is_none():
 
 
 def test_an_evaluation_is_shown_at_its_version_and_other_events_are_not_shown():
-    told = EvaluationFinished(number=2, version=20, reward_mean=0.25, num_episodes=4, num_faults=1, domains={"a": 0.25})
-    assert extract_figures(told).values == {
+    reported = EvaluationFinished(
+        number=2, version=20, reward_mean=0.25, num_episodes=4, num_faults=1, domains={"a": 0.25}
+    )
+    assert extract_figures(reported).values == {
         "evaluation/reward_mean": 0.25,
         "evaluation/num_episodes": 4,
         "evaluation/num_faults": 1,
         "evaluation/reward_mean/a": 0.25,
     }
-    assert extract_figures(told).step == 20
+    assert extract_figures(reported).step == 20
     assert extract_figures(EpisodesCounted()) is None
 
 
@@ -110,7 +112,7 @@ def test_every_figure_of_the_issue_is_in_a_step_event_and_under_a_heading():
     assert {"is_ratio_p05", "is_ratio_p50", "is_ratio_p95", "tokens_per_s"} <= fields
 
 
-def test_a_reader_goes_on_where_the_last_one_left_off(run):
+def test_a_reader_continues_where_the_last_one_stopped(run):
     log, first, second = trainer(run), Shelf(), Shelf()
     log.emit(StepFinished(step=1, **STEP))
     one, _ = feeder(run, shelf=lambda: first)
@@ -122,7 +124,7 @@ def test_a_reader_goes_on_where_the_last_one_left_off(run):
     assert [step for step, _ in second.shown] == [2]
 
 
-def test_steps_that_a_resume_went_back_behind_are_taken_back(run):
+def test_steps_after_the_checkpoint_of_a_resume_are_withdrawn(run):
     log, shelf = trainer(run), Shelf()
     made, _ = feeder(run, shelf=lambda: shelf)
     for step in (1, 2, 3):
@@ -133,36 +135,36 @@ def test_steps_that_a_resume_went_back_behind_are_taken_back(run):
     assert [step for step, _ in shelf.shown] == [1, 2]
 
 
-def test_a_sink_that_fails_is_told_of_and_the_others_go_on(run):
+def test_a_sink_that_fails_is_reported_and_the_others_continue(run):
     def never():
         raise ImportError("no such package")
 
     log, bad, good = trainer(run), Shelf(breaks_at=2), Shelf()
-    made, told = feeder(run, missing=never, bad=lambda: bad, good=lambda: good)
+    made, reported = feeder(run, missing=never, bad=lambda: bad, good=lambda: good)
     for step in (1, 2, 3):
         log.emit(StepFinished(step=step, **STEP))
         made.feed()
     made.close()
     assert [step for step, _ in good.shown] == [1, 2, 3]
     assert [step for step, _ in bad.shown] == [1]
-    assert [fault.detail.split()[0] for fault in told] == ["missing", "bad"]
+    assert [fault.detail.split()[0] for fault in reported] == ["missing", "bad"]
     assert good.calls[-1] == "close"
     assert "close" not in bad.calls
 
 
-def test_tensorboard_shows_what_was_learned_and_not_what_was_taken_back(run):
+def test_tensorboard_shows_no_withdrawn_steps(run):
     pytest.importorskip("tensorboard")
     from hpcrl.job.metrics_export import make_sink_factories
 
     log = trainer(run)
-    made, told = feeder(run, **make_sink_factories(MetricsConfig(tensorboard=True), campaign=run))
+    made, reported = feeder(run, **make_sink_factories(MetricsConfig(tensorboard=True), campaign=run))
     for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3)):
         log.emit(StepFinished(step=step, reward_mean=reward))
     log.emit(TrainingResumed(step=1, version=4))
     log.emit(StepFinished(step=2, reward_mean=0.9))
     made.feed()
     made.close()
-    assert told == []
+    assert reported == []
     assert shown_in(run.metrics / "tensorboard") == {1: 0.1, 2: 0.9}
 
 
@@ -192,17 +194,17 @@ def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_a
     assert b"reward/reward_mean" in stored[0].read_bytes()
 
 
-def test_a_reader_that_cannot_live_is_begun_anew_a_few_times_and_then_let_be(run):
+def test_a_reader_that_always_fails_is_restarted_a_few_times_only(run):
     faults = []
     place = WorkerPlace(run, run.job(0), "here")
     reporter = MetricsProcess(place, metrics=WANTED, emit=lambda fault: faults.append(fault.detail))
     run.recipe.write_text("{}")  # it cannot even read what it is asked to do
 
-    def given_up() -> bool:
+    def is_abandoned() -> bool:
         reporter.keep_running()
         return len(faults) == MAX_RESTARTS + 1
 
-    until(given_up, what="the reader was begun a few times", timeout_s=240)
+    until(is_abandoned, what="the reader was started a few times", timeout_s=240)
     for _ in range(3):
         reporter.keep_running()
         time.sleep(0.1)
@@ -230,7 +232,7 @@ def test_a_package_that_is_missing_is_refused_before_anything_is_queued(setting,
     assert f"pip install 'hpcrl[{extra}]'".encode() in done.stdout
 
 
-def test_what_was_read_is_on_record_only_after_it_was_given(run):
+def test_the_position_is_recorded_only_after_figures_were_sent(run):
     class Slow(Shelf):
         def flush(self):
             assert not (run.metrics / "read.json").exists()

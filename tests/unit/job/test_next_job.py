@@ -1,4 +1,4 @@
-"""The job that follows another: when there is one, what it is told, and when it has nothing to do."""
+"""The job that follows another: when there is one, and when it has nothing to do."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def asked() -> lifecycle.CampaignRequest:
 
 @pytest.fixture
 def run(home: Path, tmp_path: Path, asked: lifecycle.CampaignRequest) -> CampaignDir:
-    """A campaign whose first job is there."""
+    """A campaign with a first job."""
     made = CampaignDir(make_private_dir(tmp_path / "c"))
     lifecycle._write_description(made, asked)
     lifecycle._make_job_dir(made, 0)
@@ -33,7 +33,7 @@ def run(home: Path, tmp_path: Path, asked: lifecycle.CampaignRequest) -> Campaig
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Slurm as programs that write down how they are called."""
+    """Fakes of Slurm's commands that record how they are called."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, answer in (("sbatch", "echo 4712"), ("scancel", "true")):
@@ -57,7 +57,7 @@ def checkpointed(run: CampaignDir, number: int) -> None:
     EventLog(run.events / f"{number:03d}-train-0.jsonl", job=number).emit(CheckpointSaved(step=1))
 
 
-def test_one_job_waits_behind_another_as_often_as_the_recipe_says(
+def test_jobs_follow_one_another_up_to_the_number_in_the_recipe(
     run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest
 ) -> None:
     assert follow(run, 0, asked) == "4712"
@@ -69,7 +69,7 @@ def test_one_job_waits_behind_another_as_often_as_the_recipe_says(
     assert follow(run, 2, asked) is None, "three in a row"
 
 
-def test_what_slurm_refuses_leaves_nothing_and_may_be_tried_again(
+def test_a_refused_job_leaves_nothing_and_may_be_tried_again(
     run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest
 ) -> None:
     works = (slurm / "sbatch").read_text()
@@ -81,7 +81,7 @@ def test_what_slurm_refuses_leaves_nothing_and_may_be_tried_again(
     assert follow(run, 0, asked) == "4712"
 
 
-def test_a_job_that_waits_is_taken_back_and_forgotten(
+def test_a_waiting_job_is_cancelled_and_its_files_removed(
     run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest
 ) -> None:
     next_job.cancel_next_job(run, run.job(0))
@@ -92,7 +92,7 @@ def test_a_job_that_waits_is_taken_back_and_forgotten(
     assert run.job_numbers() == [0]
 
 
-def test_a_job_that_a_person_submitted_is_never_taken_back(run: CampaignDir, slurm: Path) -> None:
+def test_a_job_that_a_user_submitted_is_never_cancelled(run: CampaignDir, slurm: Path) -> None:
     lifecycle._make_job_dir(run, 1)
     next_job.cancel_next_job(run, run.job(0))
     assert run.job_numbers() == [0, 1]
@@ -109,7 +109,7 @@ def test_a_job_that_a_person_submitted_is_never_taken_back(run: CampaignDir, slu
         ("failed", True, None),
     ],
 )
-def test_a_campaign_goes_on_where_there_is_more_to_do_and_something_comes_of_it(
+def test_a_campaign_continues_if_there_is_more_to_do_and_progress(
     run: CampaignDir, outcome: str, with_checkpoint: bool, ends: str | None
 ) -> None:
     if with_checkpoint:
@@ -121,9 +121,7 @@ def test_a_campaign_goes_on_where_there_is_more_to_do_and_something_comes_of_it(
 def test_jobs_that_are_killed_are_followed_until_two_in_a_row_made_no_checkpoint(run: CampaignDir) -> None:
     assert next_job.campaign_outcome(run, run.job(0)) is None
     make_private_dir(run.job(1).root)
-    assert next_job.campaign_outcome(run, run.job(1)) is None, (
-        "a person submitted it, and may have mended what was wrong"
-    )
+    assert next_job.campaign_outcome(run, run.job(1)) is None, "a user submitted it, and may have fixed the cause"
     run.job(1).chain_marker.write_text("1")
     assert next_job.campaign_outcome(run, run.job(1)) == (
         "failed",
@@ -135,11 +133,11 @@ def test_jobs_that_are_killed_are_followed_until_two_in_a_row_made_no_checkpoint
     assert next_job.campaign_outcome(run, run.job(1)) == ("stopped", "a user asked for it (hpcrl stop)")
 
 
-def test_a_job_that_begins_though_there_is_nothing_to_do_ends_at_once(run: CampaignDir) -> None:
+def test_a_job_that_starts_with_nothing_to_do_ends_at_once(run: CampaignDir) -> None:
     ended(run, 0, "done", "every training step was made")
     make_private_dir(run.job(1).logs)
     run.job(1).chain_marker.write_text("1")
     subprocess.run([sys.executable, "-m", "hpcrl.job.driver", str(run.root), "1"], check=True, timeout=60)
-    told = json.loads(run.job(1).outcome.read_text())
-    assert (told["outcome"], told["reason"]) == ("done", "every training step was made")
+    recorded = json.loads(run.job(1).outcome.read_text())
+    assert (recorded["outcome"], recorded["reason"]) == ("done", "every training step was made")
     assert not (run.events / "001-train-0.jsonl").exists()

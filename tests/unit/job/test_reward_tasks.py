@@ -1,4 +1,4 @@
-"""Where reward tasks run, and when reward jobs begin and end."""
+"""Reward tasks, and when reward jobs start and end."""
 
 from concurrent.futures import Future
 
@@ -17,39 +17,39 @@ def scale(**changed):
     return RewardJobScaler(**({"max_jobs": 2, "idle_s": 20.0, "patience_s": 60.0} | changed))
 
 
-def test_work_begins_a_job_and_much_work_begins_more_up_to_the_most():
-    assert scale().look(waiting=1, jobs=0, now=0) == "begin"
-    assert scale().look(waiting=SEGMENTS_PER_JOB, jobs=1, now=0) is None
-    assert scale().look(waiting=SEGMENTS_PER_JOB + 1, jobs=1, now=0) == "begin"
-    assert scale().look(waiting=1000, jobs=2, now=0) is None
+def test_work_starts_a_job_and_much_work_starts_more_up_to_the_limit():
+    assert scale().decide(waiting=1, jobs=0, now=0) == "begin"
+    assert scale().decide(waiting=SEGMENTS_PER_JOB, jobs=1, now=0) is None
+    assert scale().decide(waiting=SEGMENTS_PER_JOB + 1, jobs=1, now=0) == "begin"
+    assert scale().decide(waiting=1000, jobs=2, now=0) is None
 
 
 def test_jobs_end_after_they_have_been_idle_and_not_before():
     rule = scale()
-    assert rule.look(waiting=0, jobs=1, now=100) is None
-    assert rule.look(waiting=0, jobs=1, now=119) is None
-    assert rule.look(waiting=0, jobs=1, now=120) == "end"
+    assert rule.decide(waiting=0, jobs=1, now=100) is None
+    assert rule.decide(waiting=0, jobs=1, now=119) is None
+    assert rule.decide(waiting=0, jobs=1, now=120) == "end"
 
 
 def test_work_in_between_counts_as_not_idle():
     rule = scale()
-    rule.look(waiting=0, jobs=1, now=100)
-    rule.look(waiting=3, jobs=1, now=110)
-    assert rule.look(waiting=0, jobs=1, now=121) is None
+    rule.decide(waiting=0, jobs=1, now=100)
+    rule.decide(waiting=3, jobs=1, now=110)
+    assert rule.decide(waiting=0, jobs=1, now=121) is None
 
 
 def test_without_jobs_there_is_nothing_to_end():
     rule = scale()
-    rule.look(waiting=0, jobs=0, now=0)
-    assert rule.look(waiting=0, jobs=0, now=1000) is None
+    rule.decide(waiting=0, jobs=0, now=0)
+    assert rule.decide(waiting=0, jobs=0, now=1000) is None
 
 
 class ManagerLost(Exception):
-    """As Parsl's."""
+    """The error of a lost worker, with Parsl's name for it."""
 
 
 class Workers:
-    """Reward workers that do nothing until they are told to."""
+    """Reward workers that do nothing until a test asks them to."""
 
     def __init__(self):
         self.tasks = []
@@ -107,24 +107,24 @@ def make(run, spent, events):
 
 def test_a_sealed_segment_becomes_one_task(make):
     workers, scoring = Workers(), make()
-    scoring.tend(workers)
-    scoring.tend(workers)
+    scoring.poll(workers)
+    scoring.poll(workers)
     assert [(segment, elastic) for segment, elastic, _ in workers.tasks] == [(SEGMENT, True)]
     assert workers.jobs == 1
 
 
-def test_without_reward_jobs_all_is_scored_on_spare_cores(make):
+def test_without_reward_jobs_every_segment_is_scored_on_spare_cores(make):
     workers = Workers()
     make(elastic=False).tend(workers)
     assert [(segment, elastic) for segment, elastic, _ in workers.tasks] == [(SEGMENT, False)]
     assert workers.jobs == 0
 
 
-def test_what_a_preempted_job_lost_is_scored_again_and_costs_no_attempt(make, spent, events):
+def test_a_segment_of_a_preempted_job_is_scored_again_and_costs_no_attempt(make, spent, events):
     workers, scoring = Workers(), make()
-    scoring.tend(workers)
+    scoring.poll(workers)
     workers.tasks[0][2].set_exception(ManagerLost("gone"))
-    scoring.tend(workers)
+    scoring.poll(workers)
     assert len(workers.tasks) == 2
     assert spent == []
     assert isinstance(events[-1], FaultReported)
@@ -132,27 +132,27 @@ def test_what_a_preempted_job_lost_is_scored_again_and_costs_no_attempt(make, sp
 
 def test_a_task_that_fails_costs_an_attempt(make, spent):
     workers, scoring = Workers(), make()
-    scoring.tend(workers)
+    scoring.poll(workers)
     workers.tasks[0][2].set_exception(RuntimeError("no"))
-    scoring.tend(workers)
+    scoring.poll(workers)
     assert spent == [f"the scoring of {SEGMENT}"]
 
 
-def test_what_no_reward_job_takes_goes_to_spare_cores(make):
+def test_a_segment_that_no_reward_job_takes_goes_to_spare_cores(make):
     workers, scoring = Workers(), make(patience_s=1e-9)
-    scoring.tend(workers)
+    scoring.poll(workers)
     scoring.scaled_at = 0.0
-    scoring.tend(workers)
+    scoring.poll(workers)
     assert [elastic for _, elastic, _ in workers.tasks] == [True, False]
 
 
-def test_no_job_is_held_while_there_is_no_work(make, run):
+def test_reward_jobs_end_without_work(make, run):
     (run.spool("scored") / SEGMENT).touch()
     workers, scoring = Workers(), make(idle_s=1e-9)
     workers.jobs = 1
-    scoring.tend(workers)
+    scoring.poll(workers)
     scoring.scaled_at = 0.0
-    scoring.tend(workers)
+    scoring.poll(workers)
     assert (workers.tasks, workers.jobs) == ([], 0)
 
 
@@ -165,7 +165,7 @@ def test_reward_jobs_go_to_the_preemptible_partition():
     assert "--partition=preempt" in plan.reward_jobs.slurm_flags
 
 
-def test_a_site_without_one_falls_back_to_spare_cores_and_says_so():
+def test_a_site_without_one_falls_back_to_spare_cores_and_reports_it():
     plan = make_plan(load_recipe("quickstart", settings=ELASTIC), load_site("perlmutter", settings=("account=m1",)))
     assert plan.reward_jobs is None
     assert any("no preemptible CPU partition" in fallback for fallback in plan.fallbacks)

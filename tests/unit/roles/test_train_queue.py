@@ -1,4 +1,4 @@
-"""The trainer's stock: what env hosts are told is settled, and what leaves the spools after which checkpoint."""
+"""The trainer's queue: which trajectories are settled, and which segments leave the spools after which checkpoint."""
 
 from types import SimpleNamespace
 
@@ -37,12 +37,12 @@ def context(tmp_path, monkeypatch):
         make_private_dir(run.spool(name))
     recipe = load_recipe("quickstart", settings=(f"rollout.group_size={GROUP}", "train.groups_per_step=1"))
     recipe = msgspec.structs.replace(recipe, spool=SpoolConfig(retire_after_s=0.0))
-    return SimpleNamespace(run=run, recipe=recipe, events=Events())
+    return SimpleNamespace(campaign=run, recipe=recipe, events=Events())
 
 
 def play(context, group, *, version=0, num=GROUP):
-    """A group is played, sealed and scored; returns the name of its segment."""
-    writer = DiskSpoolWriter(context.run.spool("rollouts"), producer=f"000-env-{group}")
+    """Play, seal and score a group; return the name of its segment."""
+    writer = DiskSpoolWriter(context.campaign.spool("rollouts"), producer=f"000-env-{group}")
     for index in range(num):
         writer.append(
             Trajectory(
@@ -63,40 +63,42 @@ def play(context, group, *, version=0, num=GROUP):
             )
         )
     writer.flush()
-    (name,) = [name for name in list_segments(context.run.spool("rollouts")) if name.startswith(f"000-env-{group}-")]
+    (name,) = [
+        name for name in list_segments(context.campaign.spool("rollouts")) if name.startswith(f"000-env-{group}-")
+    ]
     return score(context, name)
 
 
 def score(context, name):
-    source, target = context.run.spool("rollouts") / name, context.run.spool("scored")
+    source, target = context.campaign.spool("rollouts") / name, context.campaign.spool("scored")
     derive_segment(source, target, lambda one: msgspec.structs.replace(one, reward=1.0))
     return name
 
 
 def train(context, stock, consumed, *, version=0):
-    """One step on whatever there is."""
+    """Make one step on all that is available."""
     choice = stock.choose(version=version)
     consumed.update(one.id for one in choice.chosen)
-    stock.trained(version=1)
+    stock.mark_trained(version=1)
     return choice
 
 
 def save(context, number, *, stock):
-    """A checkpoint that knows of everything until now; only the newest is kept."""
+    """Make a checkpoint that covers everything so far; only the newest is kept."""
     stock.note_settled()
-    make_private_dir(context.run.checkpoints)
-    for old in context.run.checkpoints.iterdir():
+    make_private_dir(context.campaign.checkpoints)
+    for old in context.campaign.checkpoints.iterdir():
         old.rmdir()
-    path = context.run.checkpoints / f"{number:06d}-step-{number:06d}"
+    path = context.campaign.checkpoints / f"{number:06d}-step-{number:06d}"
     path.mkdir()
     return path
 
 
 def settled(context):
-    return read_json(context.run.settled)["num"]
+    return read_json(context.campaign.settled)["num"]
 
 
-def test_what_is_trained_on_is_settled_when_the_step_is_made(context):
+def test_a_batch_is_settled_when_its_step_is_made(context):
     consumed = ConsumedTrajectories()
     stock = TrainQueue(context, consumed=consumed)
     play(context, 0)
@@ -106,29 +108,29 @@ def test_what_is_trained_on_is_settled_when_the_step_is_made(context):
     assert settled(context) == GROUP
 
 
-def test_who_reads_what_is_settled_knows_from_which_version_on(context):
+def test_the_settled_count_comes_with_its_version(context):
     consumed = ConsumedTrajectories()
     stock = TrainQueue(context, consumed=consumed)
     play(context, 0)
     train(context, stock, consumed)
-    assert read_json(context.run.settled) == {"num": GROUP, "version": 1}
+    assert read_json(context.campaign.settled) == {"num": GROUP, "version": 1}
 
 
-def test_a_step_waits_for_what_its_version_would_make_too_old_and_its_batch_stays(context):
+def test_a_step_waits_while_its_version_would_make_episodes_too_old_and_its_batch_stays(context):
     stock = TrainQueue(context, consumed=ConsumedTrajectories())
-    make_private_dir(context.run.task_blocks)
-    telling = HoldWriter(context.run.word(0))
-    telling.write(0, now=0.0)
+    make_private_dir(context.campaign.task_blocks)
+    hold_writer = HoldWriter(context.campaign.hold(0))
+    hold_writer.write(0, now=0.0)
     play(context, 0)
     choice = stock.choose(version=0)
     assert choice.chosen == []
     assert len(choice.rest) == GROUP
     assert settled(context) == 0
-    telling.write(1, now=0.0)
+    hold_writer.write(1, now=0.0)
     assert len(stock.choose(version=0).chosen) == GROUP
 
 
-def test_what_is_gathered_while_a_step_runs_is_chosen_as_if_it_were_read_then(context):
+def test_trajectories_gathered_during_a_step_are_chosen_as_if_read_after_it(context):
     play(context, 0)
     gathered, plain = (TrainQueue(context, consumed=ConsumedTrajectories()) for _ in range(2))
     gathered.gather()
@@ -141,7 +143,7 @@ def test_what_is_gathered_while_a_step_runs_is_chosen_as_if_it_were_read_then(co
     assert [one.id for one in mine.chosen] == [f"lake/1/{index}" for index in range(GROUP)]
 
 
-def test_what_is_gathered_or_guessed_at_is_not_settled(context):
+def test_gathered_and_previewed_trajectories_are_not_settled(context):
     stock = TrainQueue(context, consumed=ConsumedTrajectories())
     play(context, 0)
     stock.gather()
@@ -152,7 +154,7 @@ def test_what_is_gathered_or_guessed_at_is_not_settled(context):
     assert stock._reader.finished_segments(stock._waiting) == []  # no checkpoint takes it for done
 
 
-def test_what_waits_for_its_group_is_not_settled_and_what_is_stale_is(context):
+def test_waiting_trajectories_are_not_settled_and_stale_ones_are(context):
     stock = TrainQueue(context, consumed=ConsumedTrajectories())
     play(context, 0, num=GROUP - 1)
     stock.choose(version=0)
@@ -161,7 +163,7 @@ def test_what_waits_for_its_group_is_not_settled_and_what_is_stale_is(context):
     assert settled(context) == GROUP - 1
 
 
-def test_a_trainer_that_comes_back_counts_what_its_checkpoint_consumed(context):
+def test_a_restarted_trainer_counts_what_its_checkpoint_consumed(context):
     consumed = ConsumedTrajectories()
     consumed.add("lake/0/0")
     play(context, 0)
@@ -171,7 +173,7 @@ def test_a_trainer_that_comes_back_counts_what_its_checkpoint_consumed(context):
     assert settled(context) == GROUP
 
 
-def test_used_segments_leave_the_spools_and_the_accounts_stay_even(context):
+def test_used_segments_leave_the_spools_and_the_counts_stay_right(context):
     consumed = ConsumedTrajectories()
     stock = TrainQueue(context, consumed=consumed)
     play(context, 0)
@@ -181,56 +183,56 @@ def test_used_segments_leave_the_spools_and_the_accounts_stay_even(context):
     stock.mark_covered(save(context, 1, stock=stock))
     stock.retire(version=1)
     stock.close()
-    assert count_spool_trajectories(context.run.spool("archive")) == GROUP
+    assert count_spool_trajectories(context.campaign.spool("archive")) == GROUP
     assert (
-        count_spool_trajectories(context.run.spool("rollouts"))
-        == count_spool_trajectories(context.run.spool("scored"))
+        count_spool_trajectories(context.campaign.spool("rollouts"))
+        == count_spool_trajectories(context.campaign.spool("scored"))
         == 1
     )
     assert settled(context) == 0
-    (told,) = context.events.of(SegmentsRetired)
-    assert (told.num, told.num_segments) == (GROUP, 1)
+    (retired,) = context.events.of(SegmentsRetired)
+    assert (retired.num, retired.num_segments) == (GROUP, 1)
 
 
-def test_nothing_leaves_while_an_older_checkpoint_is_kept(context):
+def test_no_segment_leaves_while_an_older_checkpoint_is_kept(context):
     consumed = ConsumedTrajectories()
     stock = TrainQueue(context, consumed=consumed)
     save(context, 1, stock=stock)
     play(context, 0)
     train(context, stock, consumed)
-    newest = context.run.checkpoints / "000002-step-000002"
+    newest = context.campaign.checkpoints / "000002-step-000002"
     newest.mkdir()
     stock.mark_covered(newest)
     stock.retire(version=1)
     stock.close()
-    assert count_spool_trajectories(context.run.spool("scored")) == GROUP
+    assert count_spool_trajectories(context.campaign.spool("scored")) == GROUP
 
 
-def test_a_retirement_that_fails_is_told_and_training_goes_on(context, monkeypatch):
+def test_a_retirement_that_fails_is_reported_and_training_continues(context, monkeypatch):
     consumed = ConsumedTrajectories()
     stock = TrainQueue(context, consumed=consumed)
     play(context, 0)
     train(context, stock, consumed)
     stock.mark_covered(save(context, 1, stock=stock))
-    context.run.spool("archive").rmdir()
-    context.run.spool("archive").write_text("in the way")
+    context.campaign.spool("archive").rmdir()
+    context.campaign.spool("archive").write_text("in the way")
     stock.retire(version=1)
     stock.close()
     (fault,) = context.events.of(FaultReported)
     assert "could not be retired" in fault.detail
-    assert count_spool_trajectories(context.run.spool("rollouts")) == GROUP
+    assert count_spool_trajectories(context.campaign.spool("rollouts")) == GROUP
 
 
 def test_a_damaged_segment_is_scored_again_and_not_a_third_time(context):
     stock = TrainQueue(context, consumed=ConsumedTrajectories())
     name = play(context, 0)
-    place = context.run.spool("scored") / name
+    place = context.campaign.spool("scored") / name
     for _ in range(2):
         place.write_bytes(b"rot")
         announce_changes(place.parent, added=[name])
         assert stock.choose(version=0).chosen == []
-        if (context.run.spool("rollouts") / name).exists():
+        if (context.campaign.spool("rollouts") / name).exists():
             score(context, name)
-    assert list_segments(context.run.spool("rollouts")) == []
-    assert (context.run.spool("rollouts") / "quarantine" / name).exists()
+    assert list_segments(context.campaign.spool("rollouts")) == []
+    assert (context.campaign.spool("rollouts") / "quarantine" / name).exists()
     assert len(context.events.of(FaultReported)) == 3

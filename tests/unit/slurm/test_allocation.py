@@ -1,4 +1,4 @@
-"""Steps of the two layouts: what stands before a command, and whose nodes are whose."""
+"""The steps of the two layouts: the srun words before a command, and the nodes of each component."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,7 +16,7 @@ COMMAND = ["python", "courier.py"]
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Slurm that knows when jobs end."""
+    """Answer as a Slurm that knows when jobs end."""
 
     def ask(command: list[str]) -> str:
         return "2026-11-20T12:00:00\n" if command[0] == "squeue" else ""
@@ -45,7 +45,7 @@ def in_one(answers: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str
     return read
 
 
-def test_nodes_of_one_allocation_are_dealt_in_order(in_one: Callable[[str, str], JobAllocation]) -> None:
+def test_nodes_of_one_allocation_are_distributed_in_order(in_one: Callable[[str, str], JobAllocation]) -> None:
     assert in_one("gpu[1-4]", "gpu1").nodes == [["gpu1"], ["gpu2"], ["gpu3"], ["gpu4"]]
 
 
@@ -89,7 +89,7 @@ def test_steps_over_components_name_their_het_groups(answers: None, monkeypatch:
     assert (option(joined, "het-group"), option(joined, "nodelist")) == ("1,2,3", None)
 
 
-def test_where_nodes_are_lost_a_step_over_components_says_who_is_left_in_each() -> None:
+def test_after_a_node_loss_a_step_over_components_names_the_nodes_left_in_each() -> None:
     nodes = [["env1"], ["prefill1", "prefill2"], ["decode1"], ["train1"]]
     allocation = (
         JobAllocation(job_id="123", end_time=0.0, nodes=nodes, het=True)
@@ -111,7 +111,7 @@ def test_a_job_without_the_planned_components_is_refused(answers: None, monkeypa
         read_allocation(planned("lab"))
 
 
-def test_what_slurm_says_of_the_batch_step_does_not_leak_into_others() -> None:
+def test_variables_of_the_batch_step_do_not_leak_into_others() -> None:
     kept = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST_HET_GROUP_1": "a", "SLURMD_NODENAME": "a", "PATH": "/bin"}
     gone = {"SLURM_JOB_NODELIST": "a", "SLURM_NTASKS_PER_NODE": "1", "SBATCH_X": "1", "CUDA_VISIBLE_DEVICES": "0"}
     environ = kept | gone

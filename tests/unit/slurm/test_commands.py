@@ -1,4 +1,4 @@
-"""The one place that runs Slurm's commands: what a command inherits, and what its answers become."""
+"""Slurm's commands: the environment that they inherit, and the errors that they become."""
 
 import subprocess
 from pathlib import Path
@@ -11,7 +11,7 @@ from hpcrl.slurm.commands import ask_slurm, expand_nodes, limited_command, run_s
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Commands that print their environment, in a job that has variables of its own."""
+    """Commands that print their environment."""
     for name in ("sbatch", "squeue"):
         (tmp_path / name).write_text("#!/bin/sh\nenv\n")
         (tmp_path / name).chmod(0o700)

@@ -1,4 +1,4 @@
-"""Slurm's answers, from the two text formats as real commands printed them and from fake programs on PATH."""
+"""The state of jobs, from text that real commands printed and from fake programs on PATH."""
 
 import time
 from pathlib import Path
@@ -27,13 +27,13 @@ ENDED = """\
 
 
 class FakeSlurm:
-    """squeue and sacct on a PATH of their own, and what they shall say."""
+    """Fakes of squeue and sacct, alone on PATH, with answers that a test sets."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.env = {"PATH": f"{FAKES}:/usr/bin:/bin", "FAKE_SLURM": str(directory)}
 
-    def say(self, command: str, **files: str) -> None:
+    def answer(self, command: str, **files: str) -> None:
         for suffix, text in files.items():
             (self.directory / f"{command}.{suffix}").write_text(text)
 
@@ -47,9 +47,9 @@ def slurm(tmp_path: Path) -> FakeSlurm:
     return FakeSlurm(tmp_path)
 
 
-def test_all_jobs_are_asked_for_by_one_squeue_and_the_rest_by_one_sacct(slurm: FakeSlurm) -> None:
-    slurm.say("squeue", out=QUEUE)
-    slurm.say("sacct", out=ENDED)
+def test_one_squeue_asks_for_all_jobs_and_one_sacct_for_the_rest(slurm: FakeSlurm) -> None:
+    slurm.answer("squeue", out=QUEUE)
+    slurm.answer("sacct", out=ENDED)
 
     states = query_job_states(["12", "9", "20", "21", "12"], env=slurm.env)
 
@@ -63,14 +63,14 @@ def test_all_jobs_are_asked_for_by_one_squeue_and_the_rest_by_one_sacct(slurm: F
 
 
 def test_sacct_is_not_asked_when_squeue_knows_all(slurm: FakeSlurm) -> None:
-    slurm.say("squeue", out=QUEUE)
+    slurm.answer("squeue", out=QUEUE)
 
     query_job_states(["12", "9"], env=slurm.env)
 
     assert slurm.calls("sacct") == []
 
 
-def test_nothing_is_asked_for_no_jobs(slurm: FakeSlurm) -> None:
+def test_slurm_is_not_asked_about_no_jobs(slurm: FakeSlurm) -> None:
     assert query_job_states([], env=slurm.env) == {}
     assert slurm.calls("squeue") == []
 
@@ -90,7 +90,7 @@ def test_components_come_in_order_whatever_squeue_prints_first() -> None:
     assert [part.index for part in parse_queue("\n".join(reversed(QUEUE.splitlines())))["9"].components] == [0, 1]
 
 
-def test_a_waiting_job_says_why_in_words_and_when_slurm_thinks_it_starts() -> None:
+def test_a_waiting_job_has_its_reason_in_words_and_slurms_estimate_of_its_start() -> None:
     job = parse_queue(QUEUE)["15"]
 
     assert job.state == "pending"
@@ -98,7 +98,7 @@ def test_a_waiting_job_says_why_in_words_and_when_slurm_thinks_it_starts() -> No
     assert job.start == time.mktime((2026, 11, 20, 12, 0, 0, 0, 0, -1))
 
 
-def test_components_that_wait_for_different_reasons_say_so_by_partition() -> None:
+def test_components_that_wait_for_different_reasons_give_them_by_partition() -> None:
     text = "9+0|9|PENDING|env|N/A|N/A||Resources\n9+1|10|PENDING|gpu|N/A|N/A||QOSMaxJobsPerUserLimit\n"
 
     job = parse_queue(text)["9"]
@@ -110,11 +110,11 @@ def test_components_that_wait_for_different_reasons_say_so_by_partition() -> Non
     assert job.start is None
 
 
-def test_a_cancelled_job_does_not_say_why_it_once_waited() -> None:
+def test_a_cancelled_job_does_not_give_the_reason_why_it_waited() -> None:
     assert parse_queue("8|8|CANCELLED|env|2026-11-20T10:00:00|2026-11-20T10:00:00||BeginTime\n")["8"].reason == ""
 
 
-def test_a_failed_job_says_so_and_sacct_knows_its_exit_code() -> None:
+def test_a_failed_job_is_failed_and_sacct_knows_its_exit_code() -> None:
     assert (
         parse_queue("8|8|FAILED|env|N/A|N/A|env0|NonZeroExitCode\n")["8"].reason == "it ended with a non-zero exit code"
     )
@@ -122,15 +122,17 @@ def test_a_failed_job_says_so_and_sacct_knows_its_exit_code() -> None:
 
 
 def test_squeue_that_lists_none_of_the_jobs_is_an_answer(slurm: FakeSlurm) -> None:
-    slurm.say("squeue", err="slurm_load_jobs error: Invalid job id specified\n", code="1")
-    slurm.say("sacct", out=ENDED)
+    slurm.answer("squeue", err="slurm_load_jobs error: Invalid job id specified\n", code="1")
+    slurm.answer("sacct", out=ENDED)
 
     assert query_job_states(["20"], env=slurm.env)["20"].state == "cancelled"
 
 
-def test_no_answer_is_unknown_and_says_why(slurm: FakeSlurm) -> None:
-    slurm.say("squeue", err="slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n", code="1")
-    slurm.say("sacct", err="sacct: error: Problem talking to the database: Connection refused\n", code="1")
+def test_a_job_without_an_answer_is_unknown_with_the_reason(slurm: FakeSlurm) -> None:
+    slurm.answer(
+        "squeue", err="slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n", code="1"
+    )
+    slurm.answer("sacct", err="sacct: error: Problem talking to the database: Connection refused\n", code="1")
 
     status = query_job_states(["12"], env=slurm.env)["12"]
 
@@ -138,13 +140,13 @@ def test_no_answer_is_unknown_and_says_why(slurm: FakeSlurm) -> None:
     assert status.reason == "squeue: slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 
 
-def test_a_job_that_nobody_knows_is_unknown(slurm: FakeSlurm) -> None:
+def test_a_job_that_slurm_does_not_know_is_unknown(slurm: FakeSlurm) -> None:
     assert query_job_states(["77"], env=slurm.env)["77"].reason == "neither squeue nor sacct knows it"
 
 
-def test_disabled_accounting_leaves_what_squeue_says(slurm: FakeSlurm) -> None:
-    slurm.say("squeue", out=QUEUE)
-    slurm.say("sacct", err="Slurm accounting storage is disabled\n", code="1")
+def test_with_disabled_accounting_the_answer_of_squeue_stands(slurm: FakeSlurm) -> None:
+    slurm.answer("squeue", out=QUEUE)
+    slurm.answer("sacct", err="Slurm accounting storage is disabled\n", code="1")
 
     states = query_job_states(["12", "20"], env=slurm.env)
 
@@ -154,8 +156,8 @@ def test_disabled_accounting_leaves_what_squeue_says(slurm: FakeSlurm) -> None:
 
 
 def test_sacct_is_not_believed_about_jobs_that_run(slurm: FakeSlurm) -> None:
-    slurm.say("squeue", err="slurm_load_jobs error: Unable to contact slurm controller\n", code="1")
-    slurm.say("sacct", out=ENDED)
+    slurm.answer("squeue", err="slurm_load_jobs error: Unable to contact slurm controller\n", code="1")
+    slurm.answer("sacct", out=ENDED)
 
     states = query_job_states(["20", "30"], env=slurm.env)
 
@@ -164,7 +166,7 @@ def test_sacct_is_not_believed_about_jobs_that_run(slurm: FakeSlurm) -> None:
 
 
 def test_a_command_that_hangs_is_ended_with_its_children_and_its_jobs_are_unknown(slurm: FakeSlurm) -> None:
-    slurm.say("squeue", sleep="100", out=QUEUE)
+    slurm.answer("squeue", sleep="100", out=QUEUE)
 
     status = query_job_states(["12"], env=slurm.env, timeout_s=0.5)["12"]
 
@@ -173,7 +175,7 @@ def test_a_command_that_hangs_is_ended_with_its_children_and_its_jobs_are_unknow
     assert read_start_ticks(int((slurm.directory / "squeue.pid").read_text())) is None
 
 
-def test_a_missing_squeue_is_an_error_with_the_cure(slurm: FakeSlurm) -> None:
+def test_a_missing_squeue_is_an_error_with_a_fix(slurm: FakeSlurm) -> None:
     with pytest.raises(SlurmError, match=r"squeue cannot be run .*PATH=/nowhere.*load its Slurm module"):
         query_job_states(["12"], env={"PATH": "/nowhere"})
 
@@ -184,7 +186,7 @@ def test_a_missing_sacct_is_accounting_that_is_off(slurm: FakeSlurm, tmp_path: P
     (only_squeue / "squeue").symlink_to(FAKES / "squeue")
     for tool in ("basename", "cat", "sleep", "sh"):
         (only_squeue / tool).symlink_to(f"/bin/{tool}" if Path(f"/bin/{tool}").exists() else f"/usr/bin/{tool}")
-    slurm.say("squeue", out=QUEUE)
+    slurm.answer("squeue", out=QUEUE)
 
     states = query_job_states(["12", "20"], env={**slurm.env, "PATH": str(only_squeue)})
 
@@ -192,8 +194,8 @@ def test_a_missing_sacct_is_accounting_that_is_off(slurm: FakeSlurm, tmp_path: P
     assert states["20"].state == "unknown"
 
 
-def test_what_is_no_job_id_never_reaches_slurm(slurm: FakeSlurm) -> None:
-    slurm.say("squeue", out=QUEUE)
+def test_text_that_is_not_a_job_id_never_reaches_slurm(slurm: FakeSlurm) -> None:
+    slurm.answer("squeue", out=QUEUE)
 
     states = query_job_states(["--help", "12", ""], env=slurm.env)
 
@@ -203,7 +205,7 @@ def test_what_is_no_job_id_never_reaches_slurm(slurm: FakeSlurm) -> None:
 
 
 def test_variables_that_change_what_slurm_prints_are_kept_from_it(slurm: FakeSlurm) -> None:
-    slurm.say("squeue", out=QUEUE)
+    slurm.answer("squeue", out=QUEUE)
 
     query_job_states(
         ["12", "20"], env={**slurm.env, "SQUEUE_FORMAT": "%A", "SACCT_FORMAT": "State", "SLURM_TIME_FORMAT": "%s"}
@@ -217,7 +219,7 @@ def test_variables_that_change_what_slurm_prints_are_kept_from_it(slurm: FakeSlu
 @pytest.mark.parametrize(
     "text", ["", "\n\n", "garbage", "12|RUNNING", "|||||||", "é+0|1|2|3|4|5|6|7", "12+x|1|2|3|4|5|6|7"]
 )
-def test_garbage_from_slurm_is_no_job(text: str) -> None:
+def test_garbage_from_slurm_is_not_a_job(text: str) -> None:
     assert parse_queue(text) == {}
     assert parse_ended(text) == {}
 
@@ -259,7 +261,7 @@ def test_the_state_of_a_job_follows_from_its_components(states: list[str], whole
         ("", ""),
     ],
 )
-def test_reasons_are_told_in_plain_words_and_unknown_ones_passed_on(reason: str, words: str) -> None:
+def test_reasons_become_plain_words_and_unknown_ones_stay(reason: str, words: str) -> None:
     assert explain_reason(reason).startswith(words)
 
 
