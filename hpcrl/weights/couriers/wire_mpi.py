@@ -23,12 +23,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mpi4py
-from mpi4py import MPI
 
 from hpcrl.system.processes import die_with_parent
 from hpcrl.weights.couriers.link import NAP_RANGE_S, DoneCheck, MessageTag
 from hpcrl.weights.couriers.protocol import NoWorldError
 from hpcrl.weights.window.shm_cleanup import remove_orphan_mpi
+
+mpi4py.rc.initialize = False  # only under the watchdog
+mpi4py.rc.finalize = False  # it would wait for ranks that may be gone
+from mpi4py import MPI  # noqa: E402
 
 MAX_VALUE_NBYTES = 900
 """With the longest key and the step's name, this still makes a command that Slurm can read."""
@@ -71,9 +74,6 @@ def _relay_lines(mpich: int, slurm: int) -> None:
                 data = _MAX_VALUE_FIELD.sub(lambda found: b"%d" % min(int(found[0]), MAX_VALUE_NBYTES), data)
             os.write(other[fd], data)
 
-
-mpi4py.rc.initialize = False  # only under the watchdog
-mpi4py.rc.finalize = False  # it would wait for ranks that may be gone
 
 DATA_TAG = max(MessageTag) + 1
 NAME_BYTES = 256
