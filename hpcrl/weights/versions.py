@@ -111,7 +111,9 @@ def read_manifest(directory: Path, version: int) -> VersionManifest:
         manifest = msgspec.json.decode(path.read_bytes(), type=VersionManifest)
     except FileNotFoundError:
         available = ", ".join(map(str, list_versions(directory))) or "none"
-        raise WeightsError(f"version {version} is not in {directory} (there: {available}): load the newest") from None
+        raise WeightsError(
+            f"version {version} is not in {directory} (available: {available}): load the newest"
+        ) from None
     except msgspec.DecodeError as error:
         raise WeightsError(f"{path} is damaged ({error}): remove {path.parent}") from None
     if manifest.version != version:

@@ -73,7 +73,7 @@ class WindowStore:
     def read_version(self, version: int) -> Iterator[Tensors]:
         window = self._open_current()
         if window is None:
-            raise WeightsError(f"version {version} is not here (there: none): {self._key.path} does not exist")
+            raise WeightsError(f"version {version} is not available: {self._key.path} does not exist")
         with window.read_version(version) as slot:
             yield view_tensors(slot, window.layout)
 

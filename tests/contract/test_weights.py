@@ -83,7 +83,7 @@ def test_versions_never_go_back(store: WeightStore, version: int) -> None:
 
 def test_loading_an_unknown_version_lists_those_that_are_there(store: WeightStore) -> None:
     store.publish(weights(), WeightVersion(version=2, step=1))
-    with pytest.raises(WeightsError, match=r"version 9 .*there: 2"):
+    with pytest.raises(WeightsError, match=r"version 9 .*available: 2"):
         store.load(9)
 
 

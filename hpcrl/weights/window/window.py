@@ -328,7 +328,7 @@ class Window:
             if (state := self._heads.read(slot)) is not None and state.version == version:
                 return state
         available = ", ".join(map(str, self.versions())) or "none"
-        raise WeightsError(f"version {version} is not in {self.path} (there: {available}): read the newest")
+        raise WeightsError(f"version {version} is not in {self.path} (available: {available}): read the newest")
 
     def _manifest_of(self, state: SlotState) -> VersionManifest:
         known = self._manifest

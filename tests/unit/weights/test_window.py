@@ -114,7 +114,7 @@ def test_versions_never_go_back(run: CampaignDir, version: int) -> None:
 
 def test_a_version_that_is_not_there_is_refused_with_those_that_are(run: CampaignDir) -> None:
     put(made(run), 3)
-    with pytest.raises(WeightsError, match=r"version 2 is not in .*there: 3"), opened(run).read_version(2):
+    with pytest.raises(WeightsError, match=r"version 2 is not in .*available: 3"), opened(run).read_version(2):
         pass
 
 
