@@ -1,4 +1,4 @@
-"""What every Engine promises, on the embedded and the simulated engine, in this process and behind the HTTP door."""
+"""The contract of every InferenceEngine, on the embedded and the simulated engine, in this process and over HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -23,13 +23,13 @@ from hpcrl.testing.memory import MemoryStore
 Opened = Callable[[], AbstractAsyncContextManager[InferenceEngine]]
 PROMPT = [2, 45, 78, 5, 36, 3]
 PLACES = 8
-"""Requests that each of these engines serves at once."""
+"""The most requests that each of these engines runs at once."""
 CONTEXT = 2048
-"""Of each of these engines."""
+"""The context length of each of these engines."""
 LONG = 2000
-"""Tokens of a turn in the middle of which something is to happen."""
+"""The number of tokens of a turn in which something is to happen midway."""
 TRIES = 5
-"""How often that is tried: where others use the machine too, a turn may be over before."""
+"""The number of attempts: on a shared machine a turn may be over too early."""
 
 
 @asynccontextmanager
@@ -102,7 +102,7 @@ async def num_made(engine: InferenceEngine) -> int:
 
 
 async def until_running(engine: InferenceEngine, *, since: int = 0) -> None:
-    """Until tokens are made, beyond the first `since` of its life."""
+    """Wait until the engine has generated more than `since` tokens."""
     while await num_made(engine) <= since:
         await asyncio.sleep(0.001)
 
@@ -169,12 +169,12 @@ def test_a_request_id_in_use_is_refused(opened: Opened) -> None:
         return first, second
 
     first, second = on(opened, body)
-    assert first.finish_reason == "aborted", "it had gone on until then"
+    assert first.finish_reason == "aborted", "it ran until then"
     assert isinstance(second, EngineError)
     assert "served already" in str(second)
 
 
-def test_an_aborted_request_answers_with_what_it_has(opened: Opened) -> None:
+def test_an_aborted_request_returns_its_tokens_so_far(opened: Opened) -> None:
     async def body(engine: InferenceEngine) -> Completion:
         for _ in range(TRIES):
             before = await num_made(engine)
@@ -192,11 +192,13 @@ def test_an_aborted_request_answers_with_what_it_has(opened: Opened) -> None:
 
 
 def test_aborting_an_unknown_request_does_nothing(opened: Opened) -> None:
-    on(opened, lambda engine: engine.abort("nobody"))
+    on(opened, lambda engine: engine.abort("unknown"))
 
 
-async def takes_the_rest_along(engine: InferenceEngine, leave: Callable[[InferenceEngine], Awaitable[None]]) -> None:
-    """Whoever leaves a long turn."""
+async def check_request_is_aborted(
+    engine: InferenceEngine, leave: Callable[[InferenceEngine], Awaitable[None]]
+) -> None:
+    """Check that a long turn ends early after `leave`."""
     for _ in range(TRIES):
         before = await num_made(engine)
         await leave(engine)
@@ -207,14 +209,14 @@ async def takes_the_rest_along(engine: InferenceEngine, leave: Callable[[Inferen
     assert 0 < made < LONG
 
 
-def test_a_caller_that_goes_away_takes_its_request_with_it(opened: Opened) -> None:
+def test_the_request_of_a_caller_that_is_cancelled_is_aborted(opened: Opened) -> None:
     async def go_away(engine: InferenceEngine) -> None:
         before = await num_made(engine)
         lost = asyncio.create_task(engine.generate(ask("lost", max_new_tokens=LONG)))
         await until_running(engine, since=before)
         lost.cancel()
 
-    on(opened, lambda engine: takes_the_rest_along(engine, go_away))
+    on(opened, lambda engine: check_request_is_aborted(engine, go_away))
 
 
 def test_more_requests_than_the_batch_holds_are_all_answered(opened: Opened) -> None:
@@ -241,7 +243,7 @@ def test_decoding_from_handed_over_kv_gives_the_tokens_of_one_engine(opened: Ope
     assert decoded.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
 
 
-def test_a_handle_answers_once_and_then_the_prompt_is_computed_anew(opened: Opened) -> None:
+def test_a_handle_answers_once_and_then_the_prompt_is_recomputed(opened: Opened) -> None:
     async def body(engine: InferenceEngine) -> Any:
         handle = await engine.prefill(ask("prefill"))
         return [await engine.generate(ask(f"decode-{n}", kv=handle)) for n in range(2)]
@@ -264,7 +266,7 @@ def test_kv_of_another_version_or_of_another_prompt_is_not_used(opened: Opened) 
         assert answer.token_ids == alone.token_ids
 
 
-def test_an_idle_engine_says_so(opened: Opened) -> None:
+def test_an_idle_engine_reports_no_requests(opened: Opened) -> None:
     async def body(engine: InferenceEngine) -> Any:
         await engine.generate(ask())
         return await engine.load_figures()
@@ -273,7 +275,7 @@ def test_an_idle_engine_says_so(opened: Opened) -> None:
     assert (figures.version, figures.num_running, figures.num_waiting, figures.num_generated_tokens) == (0, 0, 0, 6)
 
 
-def test_an_engine_at_work_tells_how_much_kv_its_requests_hold(opened: Opened) -> None:
+def test_a_busy_engine_reports_how_much_kv_its_requests_hold(opened: Opened) -> None:
     async def body(engine: InferenceEngine) -> int:
         turn = asyncio.create_task(engine.generate(ask(max_new_tokens=LONG)))
         held = 0
@@ -287,68 +289,68 @@ def test_an_engine_at_work_tells_how_much_kv_its_requests_hold(opened: Opened) -
     assert on(opened, body) > 0
 
 
-async def told(engine: InferenceEngine, request: GenerateRequest) -> list[CompletionChunk]:
-    return [piece async for piece in engine.stream(request)]
+async def streamed(engine: InferenceEngine, request: GenerateRequest) -> list[CompletionChunk]:
+    return [chunk async for chunk in engine.stream(request)]
 
 
-def test_a_stream_tells_in_pieces_what_would_have_been_answered(opened: Opened) -> None:
+def test_a_stream_has_the_same_answer_in_chunks(opened: Opened) -> None:
     async def body(engine: InferenceEngine) -> tuple[Completion, list[CompletionChunk]]:
         whole = await engine.generate(ask("whole", seed=3, max_new_tokens=60))
-        return whole, await told(engine, ask("told", seed=3, max_new_tokens=60))
+        return whole, await streamed(engine, ask("streamed", seed=3, max_new_tokens=60))
 
-    whole, pieces = on(opened, body)
-    assert len(pieces) > 1
-    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-    for piece in pieces:
-        assert len(piece.token_ids) == len(piece.logprobs) == len(piece.versions)
-    assert join_chunks(pieces).token_ids == whole.token_ids
-    assert join_chunks(pieces).versions == whole.versions
-    assert join_chunks(pieces).logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+    whole, chunks = on(opened, body)
+    assert len(chunks) > 1
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    for chunk in chunks:
+        assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.versions)
+    assert join_chunks(chunks).token_ids == whole.token_ids
+    assert join_chunks(chunks).versions == whole.versions
+    assert join_chunks(chunks).logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
 def test_a_stream_ends_with_the_stop_token(opened: Opened) -> None:
     async def body(engine: InferenceEngine) -> tuple[Completion, list[CompletionChunk]]:
         free = await engine.generate(ask("free", max_new_tokens=20))
-        return free, await told(engine, ask("told", max_new_tokens=20, stop_token_ids=[free.token_ids[5]]))
+        return free, await streamed(engine, ask("streamed", max_new_tokens=20, stop_token_ids=[free.token_ids[5]]))
 
-    free, pieces = on(opened, body)
-    assert pieces[-1].finish_reason == "stop"
-    assert join_chunks(pieces).token_ids == free.token_ids[: free.token_ids.index(free.token_ids[5]) + 1]
+    free, chunks = on(opened, body)
+    assert chunks[-1].finish_reason == "stop"
+    assert join_chunks(chunks).token_ids == free.token_ids[: free.token_ids.index(free.token_ids[5]) + 1]
 
 
-def test_who_stops_listening_in_the_middle_of_a_stream_takes_the_request_with_him(opened: Opened) -> None:
-    async def stop_listening(engine: InferenceEngine) -> None:
-        async with aclosing(engine.stream(ask(max_new_tokens=LONG))) as pieces:
-            async for _ in pieces:
+def test_a_request_whose_stream_is_closed_midway_is_aborted(opened: Opened) -> None:
+    async def close_early(engine: InferenceEngine) -> None:
+        async with aclosing(engine.stream(ask(max_new_tokens=LONG))) as chunks:
+            async for _ in chunks:
                 break
 
     async def body(engine: InferenceEngine) -> None:
-        await takes_the_rest_along(engine, stop_listening)
+        await check_request_is_aborted(engine, close_early)
         assert len((await engine.generate(ask(max_new_tokens=4))).token_ids) == 4  # the name is free again
 
     on(opened, body)
 
 
-def test_a_stream_that_is_aborted_says_so(opened: Opened) -> None:
+def test_a_stream_that_is_aborted_ends_with_that_reason(opened: Opened) -> None:
     async def body(engine: InferenceEngine) -> list[CompletionChunk]:
         for _ in range(TRIES):
-            pieces = []
-            async for piece in engine.stream(ask(max_new_tokens=LONG)):
-                pieces.append(piece)
-                if len(pieces) == 1:
+            chunks = []
+            async for chunk in engine.stream(ask(max_new_tokens=LONG)):
+                chunks.append(chunk)
+                if len(chunks) == 1:
                     await engine.abort("r")
-            if len(join_chunks(pieces).token_ids) < LONG:
+            if len(join_chunks(chunks).token_ids) < LONG:
                 break
-        return pieces
+        return chunks
 
-    pieces = on(opened, body)
-    assert pieces[-1].finish_reason == "aborted"
-    assert 0 < len(join_chunks(pieces).token_ids) < LONG
+    chunks = on(opened, body)
+    assert chunks[-1].finish_reason == "aborted"
+    assert 0 < len(join_chunks(chunks).token_ids) < LONG
 
 
 def test_a_stream_of_a_request_that_makes_no_sense_is_refused(opened: Opened) -> None:
     with pytest.raises(EngineError, match="2000 prompt tokens and 49 new ones"):
-        on(opened, lambda engine: told(engine, ask(token_ids=[5] * 2000, max_new_tokens=49)))
+        on(opened, lambda engine: streamed(engine, ask(token_ids=[5] * 2000, max_new_tokens=49)))
 
 
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-9}])
@@ -374,13 +376,13 @@ def test_where_all_places_are_taken_the_smaller_number_goes_first(opened: Opened
             ended, all_waited = await _order(engine, name=f"{attempt}")
             if all_waited:
                 return ended
-        raise AssertionError("never were all places taken for long enough to ask for one more")
+        raise AssertionError("the engine was never full for long enough to send more requests")
 
     assert on(opened, body) == ["urgent", "middle", "patient"]
 
 
 async def _order(engine: InferenceEngine, *, name: str) -> tuple[list[str], bool]:
-    """Who was answered first of three that come, in the wrong order, to a full engine; and whether it was full."""
+    """Send three requests in the wrong order to a full engine; returns who was answered first, and if it was full."""
     ended: list[str] = []
 
     async def turn(kind: str, priority: int, num: int) -> None:
@@ -403,5 +405,5 @@ async def _order(engine: InferenceEngine, *, name: str) -> tuple[list[str], bool
     return [kind for kind in ended if not kind.startswith("long")], was_full
 
 
-def test_an_engine_tells_how_many_it_serves_at_once(opened: Opened) -> None:
+def test_an_engine_reports_how_many_requests_it_runs_at_once(opened: Opened) -> None:
     assert on(opened, lambda engine: engine.load_figures()).num_places == PLACES

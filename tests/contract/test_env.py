@@ -1,4 +1,4 @@
-"""What every environment that ships must do, plain and async alike."""
+"""The contract of every shipped environment, plain and async alike."""
 
 import asyncio
 import math
@@ -13,7 +13,7 @@ from hpcrl.envs.base import Step, adapt_env
 from hpcrl.envs.gymnasium_text import Blackjack, FrozenLake, Taxi
 
 MAX_OBSERVATION = 20
-"""Characters: ten turns must fit into a tiny model's context with room to spare."""
+"""A number of characters: ten turns must fit into a tiny model's context with room to spare."""
 
 
 class PlainLake:
@@ -76,7 +76,7 @@ def test_an_environment_can_be_used_again(make):
     assert play(env, ACTIONS, seed=3) == once
 
 
-def test_two_environments_do_not_meet(make):
+def test_two_environments_are_independent(make):
     async def run():
         one, other = adapt_env(make()), adapt_env(make())
         first = await one.reset(3)
@@ -97,7 +97,7 @@ def test_closing_before_the_first_reset_is_allowed(make):
 @given(actions=st.lists(st.sampled_from(ACTIONS) | st.text(max_size=30), max_size=12), seed=st.integers(0, 2**31 - 1))
 @settings(max_examples=15, deadline=None)
 @pytest.mark.parametrize("name", ENVS)
-def test_whatever_the_model_says_is_an_ordinary_step(name, actions, seed):
+def test_any_text_of_the_model_is_an_ordinary_step(name, actions, seed):
     first, steps = play(adapt_env(ENVS[name]()), actions, seed=seed)
     assert isinstance(first, str)
     for step in steps:

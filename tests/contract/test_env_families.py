@@ -1,4 +1,4 @@
-"""The adapters, with the real packages: the same seed is the same task, and an episode ends as the package says."""
+"""The adapters, with the real packages: the same seed is the same task, and episodes end as in the package."""
 
 import asyncio
 import importlib.util
@@ -15,13 +15,13 @@ def needs(package):
     return pytest.mark.skipif(missing, reason=f"needs the package {package}")
 
 
-def play(env, say, *, seed=3, turns=40):
-    """The observations and the steps of an episode in which `say(observation)` is answered."""
+def play(env, act, *, seed=3, turns=40):
+    """Return the observations and the steps of an episode whose actions are `act(observation)`."""
 
     async def run():
         seen, steps = [await env.reset(seed)], []
         while len(steps) < turns and not (steps and steps[-1].done):
-            steps.append(await env.step(say(seen[-1])))
+            steps.append(await env.step(act(seen[-1])))
             seen.append(steps[-1].observation)
         await env.close()
         return seen, steps
@@ -29,8 +29,8 @@ def play(env, say, *, seed=3, turns=40):
     return asyncio.run(run())
 
 
-def alone_and_beside_another(make, say):
-    """An episode on its own, and the same one in turns with another of another seed."""
+def alone_and_beside_another(make, act):
+    """Return an episode alone, and the same one interleaved with one of another seed."""
 
     async def run():
         one, other = make(), make()
@@ -38,11 +38,11 @@ def alone_and_beside_another(make, say):
         await other.reset(4)
         while len(steps) < 40 and not (steps and steps[-1].done):
             random.random()
-            steps.append(await one.step(say(seen[-1])))
+            steps.append(await one.step(act(seen[-1])))
             seen.append(steps[-1].observation)
         return seen, steps
 
-    return play(make(), say), asyncio.run(run())
+    return play(make(), act), asyncio.run(run())
 
 
 @needs("reasoning_gym")
@@ -61,7 +61,7 @@ class TestReasoningGym:
         assert seen[0].startswith("Calculate")
         assert [(step.reward, step.done) for step in steps] == [(1.0, True)]
 
-    def test_an_answer_may_stand_in_tags(self):
+    def test_an_answer_may_be_in_tags(self):
         from hpcrl.envs.reasoning_gym import extract_answer
 
         assert extract_answer("so <answer>1</answer> no, <answer> 12\n</answer>.") == "12"
@@ -78,7 +78,7 @@ class TestReasoningGym:
         assert once == again
         assert once[0] != other[0]
 
-    def test_a_task_that_there_is_not_is_refused(self):
+    def test_an_unknown_task_is_refused(self):
         with pytest.raises(ConfigError, match="no_such_task"):
             self.make(task="no_such_task")
 
@@ -107,7 +107,7 @@ class TestTextArena:
         alone, beside = alone_and_beside_another(self.make, self.first_move)
         assert alone == beside
 
-    def test_opponents_that_draw_play_other_games_for_other_seeds(self):
+    def test_random_opponents_play_other_games_for_other_seeds(self):
         games = {str(play(self.make(), self.first_move, seed=seed)) for seed in range(6)}
         assert len(games) > 1
 
@@ -119,7 +119,7 @@ class TestTextArena:
         _, steps = play(self.make(game="GuessTheNumber-v0-train", num_players=1), lambda _: "[7]")
         assert steps[-1].done
 
-    def test_a_game_that_there_is_not_is_refused(self):
+    def test_an_unknown_game_is_refused(self):
         with pytest.raises(ConfigError, match="NoSuchGame"):
             self.make(game="NoSuchGame-v0")
 
@@ -144,24 +144,24 @@ class TestGem:
         alone, beside = alone_and_beside_another(self.make, lambda _: "\\boxed{3}")
         assert alone == beside
 
-    def test_an_id_that_there_is_not_is_refused(self):
+    def test_an_unknown_id_is_refused(self):
         with pytest.raises(ConfigError, match="no:such"):
             self.make(id="no:such")
 
 
 def echo_and_stop(**options):
-    """A two-turn environment of verifiers: the reward is whether the last thing said is the answer."""
+    """Return a two-turn environment of verifiers, whose reward is 1 if the last message is the answer."""
     import verifiers
     from datasets import Dataset
 
     class Twice(verifiers.MultiTurnEnv):
         async def env_response(self, messages, state, **kwargs):
-            return [{"role": "user", "content": f"you said {messages[-1]['content']}; again?"}]
+            return [{"role": "user", "content": f"you sent {messages[-1]['content']}; again?"}]
 
     def right(completion, answer, **kwargs):
         return float(completion[-1]["content"] == answer)
 
-    rows = Dataset.from_list([{"question": f"say {word}", "answer": word} for word in ("red", "blue")])
+    rows = Dataset.from_list([{"question": f"answer {word}", "answer": word} for word in ("red", "blue")])
     return Twice(max_turns=2, dataset=rows, rubric=verifiers.Rubric(funcs=[right]), **options)
 
 
@@ -173,10 +173,10 @@ class TestVerifiers:
         return Verifiers(id="tests.contract.test_env_families:echo_and_stop")
 
     def test_an_episode_is_scored_by_its_rubric(self):
-        said = iter(["green", "blue"])
-        seen, steps = play(self.make(), lambda _: next(said), seed=1)
-        assert "say blue" in seen[0]
-        assert steps[0].observation == "you said green; again?"
+        words = iter(["green", "blue"])
+        seen, steps = play(self.make(), lambda _: next(words), seed=1)
+        assert "answer blue" in seen[0]
+        assert steps[0].observation == "you sent green; again?"
         assert [(step.reward, step.done) for step in steps] == [(0.0, False), (1.0, True)]
 
     def test_a_wrong_answer_earns_nothing(self):
@@ -188,17 +188,17 @@ class TestVerifiers:
 class TestOpenEnv:
     @pytest.fixture
     def url(self):
-        """A real OpenEnv server in a thread, with an environment of ours."""
+        """Run a real OpenEnv server in a thread, with an environment defined here."""
         import socket
         import threading
 
         import uvicorn
         from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
-        class Say(Action):
+        class Message(Action):
             message: str
 
-        class Heard(Observation):
+        class Text(Observation):
             text: str = ""
 
         class Countdown(Environment):
@@ -208,11 +208,11 @@ class TestOpenEnv:
 
             def reset(self, seed=None, **kwargs):
                 self._left = 1 + (seed or 0) % 3
-                return Heard(text=f"{self._left} left", done=False)
+                return Text(text=f"{self._left} left", done=False)
 
             def step(self, action, **kwargs):
                 self._left -= 1
-                return Heard(text=f"{action.message}: {self._left} left", reward=0.5, done=self._left == 0)
+                return Text(text=f"{action.message}: {self._left} left", reward=0.5, done=self._left == 0)
 
             @property
             def state(self):
@@ -222,7 +222,7 @@ class TestOpenEnv:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         server = uvicorn.Server(
-            uvicorn.Config(create_app(Countdown, Say, Heard), host="127.0.0.1", port=port, log_level="error")
+            uvicorn.Config(create_app(Countdown, Message, Text), host="127.0.0.1", port=port, log_level="error")
         )
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
@@ -239,7 +239,7 @@ class TestOpenEnv:
         assert seen == ["2 left", "tick: 1 left", "tick: 0 left"]
         assert [(step.reward, step.done) for step in steps] == [(0.5, False), (0.5, True)]
 
-    def test_a_field_that_the_server_does_not_give_is_named(self, url):
+    def test_a_field_that_the_server_does_not_send_is_named(self, url):
         from hpcrl.envs.openenv import OpenEnv
 
         with pytest.raises(RuntimeError, match=r"no 'words'; it has .*text"):

@@ -1,4 +1,4 @@
-"""Environments that do what environments should not."""
+"""Good and misbehaving environments for tests."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from hpcrl.envs.base import Step
 
 
 class Echo:
-    """A good one: says back what it hears."""
+    """A good environment, which returns each action as the observation."""
 
     def reset(self, seed):
         return f"s{seed}"
@@ -23,7 +23,7 @@ class Echo:
 
 
 class AsyncEcho:
-    """The same, written with async methods."""
+    """The same with async methods."""
 
     async def reset(self, seed):
         return f"s{seed}"
@@ -36,7 +36,7 @@ class AsyncEcho:
 
 
 class Bad(Echo):
-    """Misbehaves in the call `where`, in the way `how`; `note` is a directory for what a test wants to know."""
+    """An environment that misbehaves in the call `where` in the way `how`, and reports in the directory `note`."""
 
     def __init__(self, where, how, note="."):
         self.note = Path(note)
@@ -52,7 +52,7 @@ class Bad(Echo):
             time.sleep(1)
 
     def forks(self):
-        """A daemon in a session of its own and a child that holds our descriptors, both deaf to SIGTERM; then hang."""
+        """Start a daemon in its own session and a child with our descriptors, both deaf to SIGTERM; then hang."""
         code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
         daemon = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
         child = os.fork()
@@ -78,7 +78,7 @@ class Bad(Echo):
         return "done shouting"
 
     def dies(self):
-        print("I cannot go on", flush=True)
+        print("I cannot go on", flush=True)  # noqa: T201 - its last output
         os._exit(7)
 
     def leaves(self):

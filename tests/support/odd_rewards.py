@@ -1,4 +1,4 @@
-"""Rewards that take their time, and rewards that fail."""
+"""Reward functions that are slow, and some that fail."""
 
 import time
 
@@ -6,14 +6,14 @@ from hpcrl.spool.record import Trajectory
 
 
 def after(trajectory: Trajectory, *, seconds: float) -> float:
-    """1, after a while: so that a test can act while a reward is being given."""
+    """Return 1 after a while, so that a test can act while a reward is being computed."""
     del trajectory
     time.sleep(seconds)
     return 1.0
 
 
 def of_every_other_group(trajectory: Trajectory) -> float:
-    """Fails for one member of every other group."""
+    """Fail for one member of every other group."""
     domain, group, index = trajectory.id.split("/")
     del domain
     if int(group) % 2 and int(index) == 0:

@@ -1,4 +1,4 @@
-"""Real vLLM engines for tests: each behind its door, on an event loop of its own that lives as long as they do."""
+"""Real vLLM engines for tests, each behind its HTTP server, on an event loop that runs as long as they do."""
 
 import asyncio
 import threading
@@ -31,7 +31,7 @@ UP_S = 600.0
 
 @dataclass
 class Behind:
-    """An engine and its door."""
+    """An engine and the endpoint of its HTTP server."""
 
     engine: VllmEngine
     endpoint: EngineEndpoint
@@ -39,7 +39,7 @@ class Behind:
 
 @dataclass
 class Place:
-    """A campaign directory with weights in a window, and the loop that its engines live on."""
+    """A campaign directory with weights in a window, and the event loop of its engines."""
 
     root: Path
     model: Path
@@ -53,7 +53,7 @@ class Place:
         self.window = WindowStore(make_window_key(self.run, node="here"), job=self.job)
 
     def do(self, work: Coroutine[Any, Any, T], *, timeout_s: float = UP_S) -> T:
-        """Run something on the engines' loop."""
+        """Run a coroutine on the engines' loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
     def launch(self, name: str) -> VllmLaunch:
@@ -61,7 +61,7 @@ class Place:
             model=self.model,
             log=self.job.log(name),
             dtype="float32",
-            max_model_len=CONTEXT if name == "first" else None,  # the one that the contract is tried on
+            max_model_len=CONTEXT if name == "first" else None,  # the contract is tested on the first
             max_batch=8,
             kv_connector=OUR_CONNECTOR,
             kv_dir=self.job.kv,
@@ -70,7 +70,7 @@ class Place:
 
     @contextmanager
     def engines(self, *names: str) -> Iterator[list[Behind]]:
-        """Engines with these names, started at the same time."""
+        """Start engines with these names at the same time, and end them after the block."""
         stack = AsyncExitStack()
         try:
             yield self.do(self._start(stack, names))
@@ -92,7 +92,7 @@ class Place:
 
 @contextmanager
 def place(root: Path, model: Path) -> Iterator[Place]:
-    """A place whose loop runs in a thread until the block ends."""
+    """Yield a place whose loop runs in a thread until the block ends."""
     there = Place(root=root, model=model)
     thread = threading.Thread(target=there.loop.run_forever, name="engines", daemon=True)
     thread.start()
@@ -107,7 +107,7 @@ def place(root: Path, model: Path) -> Iterator[Place]:
 
 
 class Newcomer(RemoteEngine):
-    """An engine that others have used, as one that comes to it now sees it: it has generated nothing yet."""
+    """A used engine that counts its generated tokens from 0 again, as a new one does."""
 
     def __init__(self, endpoint: EngineEndpoint, session: aiohttp.ClientSession) -> None:
         super().__init__(endpoint, session)
@@ -121,17 +121,17 @@ class Newcomer(RemoteEngine):
 
 
 TIE = 1e-3
-"""Two logits this close, in units of their spread, are one: engines sum in different orders."""
+"""Two logits this close, in units of their spread, count as equal: engines sum in different orders."""
 
 
-def greedy(model: Any, prompt: list[int], said: list[int]) -> list[int]:
-    """What transformers says after the prompt and each beginning of `said`: the same tokens, if that was greedy too.
+def greedy(model: Any, prompt: list[int], answer: list[int]) -> list[int]:
+    """Return transformers' next token after the prompt and each prefix of `answer`: `answer`, if that is greedy too.
 
-    Of tokens that tie, it is the one that was said.
+    Of tokens that tie, it is the one in `answer`.
     """
     with torch.inference_mode():
-        logits_QV = model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
-    said_Q = torch.tensor(said)
-    behind_Q = logits_QV.amax(-1) - logits_QV.gather(-1, said_Q[:, None])[:, 0]
+        logits_QV = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    answer_Q = torch.tensor(answer)
+    behind_Q = logits_QV.amax(-1) - logits_QV.gather(-1, answer_Q[:, None])[:, 0]
     tied_Q = behind_Q < TIE * logits_QV.std(-1)
-    return list(torch.where(tied_Q, said_Q, logits_QV.argmax(-1)).tolist())
+    return list(torch.where(tied_Q, answer_Q, logits_QV.argmax(-1)).tolist())

@@ -1,7 +1,7 @@
 """Two real vLLM engines that the whole suite shares, since each takes half a minute to start.
 
-The first keeps the weights of the model directory, version 0, and lives as long as the suite. The second is the one
-that weights are tried on, and that is killed: so the files have an order, in which each finds it as it needs it.
+The first keeps the weights of the model directory, version 0, and runs as long as the suite. The second gets new
+weights and is killed in the end: so the files have an order, in which each finds it in the state that it needs.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ ORDER = ("test_vllm_contract", "test_vllm_handover", "test_vllm_bad_input", "tes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here needs vLLM and time to start it."""
+    """Mark all tests here: they need vLLM, and time to start it."""
     here = Path(__file__).parent
     missing = importlib.util.find_spec("vllm") is None
     for item in items:
@@ -32,9 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Deep enough that a long turn takes many seconds: there is time to do something in the middle of it.
+    """Make a model so deep that a long turn takes many seconds, so that a test can act in the middle of it.
 
-    A server that is told of tokens faster than it can pass them on answers nothing else meanwhile.
+    A server whose engine generates tokens faster than it can send them answers no other request meanwhile.
     """
     from hpcrl.config.recipe import TinyModel
     from hpcrl.models.tiny import make_tiny_model

@@ -1,6 +1,6 @@
-"""What clients and engines get wrong, with a real vLLM server at the end: an error in OpenAI's form, or another engine.
+"""Errors of clients and engines with a real vLLM server: an error in OpenAI's form, or a retry on another engine.
 
-Whatever it was, the server has nothing left to do for it afterwards.
+In every case the server has no work left for the request afterwards.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ Ask = Callable[..., Awaitable[tuple[int, Any]]]
 async def program(
     model: Path, endpoints: list[EngineEndpoint], directory: Path, *, ends: bool = True
 ) -> AsyncIterator[tuple[str, str, Ask]]:
-    """An agent program's way to these engines: the URL, its api key, and a function that asks.
+    """Yield an agent program's access to these engines: the URL, its API key, and a function that sends a request.
 
-    Unless the model `ends` its answers, only what they may be long does.
+    Unless the model `ends` its answers, they end only at their maximal length.
     """
     for endpoint in endpoints:
         announce_endpoint(directory, endpoint)
@@ -76,7 +76,7 @@ async def figures(behind: "Behind") -> LoadFigures:
 
 
 async def at_rest(behind: "Behind") -> bool:
-    """The server has nothing to do, as soon as it has let go of what it had."""
+    """Wait until the server has released its requests."""
     async with asyncio.timeout(60):
         while (found := await figures(behind)).num_running or found.num_waiting:
             await asyncio.sleep(0.05)
@@ -94,20 +94,20 @@ async def at_rest(behind: "Behind") -> bool:
     ],
     ids=["wrong-token", "malformed-json", "unknown-model", "prompt-too-long", "nonsense"],
 )
-def test_a_client_that_asks_wrongly_is_told_so_and_then_served(
+def test_an_invalid_request_is_an_error_and_the_next_one_is_served(
     pair: "list[Behind]", slow_model_dir: Path, tmp_path: Path, asked: dict[str, Any], status: int, code: str
 ) -> None:
     async def body() -> None:
         async with program(slow_model_dir, [pair[0].endpoint], tmp_path) as (_, _, ask):
-            told, answer = await ask(**asked)
-            assert (told, answer["error"]["code"]) == (status, code)
+            seen, answer = await ask(**asked)
+            assert (seen, answer["error"]["code"]) == (status, code)
             assert (await ask())[0] == 200
             assert await at_rest(pair[0])
 
     asyncio.run(body())
 
 
-def test_a_client_that_hangs_up_in_mid_stream_leaves_nothing_behind(
+def test_a_client_that_disconnects_in_mid_stream_leaves_no_request_behind(
     pair: "list[Behind]", slow_model_dir: Path, tmp_path: Path
 ) -> None:
     async def body() -> None:
@@ -118,11 +118,11 @@ def test_a_client_that_hangs_up_in_mid_stream_leaves_nothing_behind(
                 asked = {"model": "hpcrl", "messages": QUESTION, "stream": True, "max_tokens": 400}
                 async with client.post(url, json=asked) as answer:
                     assert (await answer.content.readany()).startswith(b"data: ")
-                    assert (await figures(pair[0])).num_running, "something is still being said"
+                    assert (await figures(pair[0])).num_running, "the request is still running"
                     answer.close()
                 assert await at_rest(pair[0])
                 after = await figures(pair[0])
-                assert after.num_generated_tokens < before.num_generated_tokens + 400, "it was not said to its end"
+                assert after.num_generated_tokens < before.num_generated_tokens + 400, "it was not generated to its end"
             assert (await ask())[0] == 200
 
     asyncio.run(body())
@@ -173,7 +173,7 @@ def test_a_worker_is_reached_with_its_own_token_only(pair: "list[Behind]") -> No
 
 @asynccontextmanager
 async def moody(mood: str) -> AsyncIterator[EngineEndpoint]:
-    """A worker that tells its load as an idle one does, and fails at everything else."""
+    """Serve a worker that reports the load of an idle one, and fails at everything else."""
     load = {"version": 0, "num_running": 0, "num_waiting": 0, "num_generated_tokens": 0, "free_kv_tokens": 10**6}
 
     async def answer(http: web.Request) -> web.Response:

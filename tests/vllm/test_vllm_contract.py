@@ -1,4 +1,4 @@
-"""What every Engine promises, kept by vLLM behind our door: the suite in tests/contract, on a real server."""
+"""The contract of every InferenceEngine, in tests/contract, on a real vLLM server behind our HTTP server."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""What `hpcrl export` writes, served by vLLM: it says each token with the log-prob that the trainer gives it."""
+"""An export of `hpcrl export` served by vLLM: its log-probabilities are those of the trainer."""
 
 from pathlib import Path
 
@@ -19,13 +19,13 @@ from hpcrl.trainers.torch import TorchTrainer
 from tests.support.served import place
 
 PROMPT = [2, 45, 78, 5, 36, 3]
-NUM_SAID = 24
+NUM_TOKENS = 24
 CLOSE = 1e-3
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> tuple[TorchTrainer, Path]:
-    """A trainer that has moved far from where it began, and its model as it is exported."""
+    """Return a trainer far from its initial weights, and its exported model."""
     torch.set_num_threads(1)
     run = CampaignDir(tmp_path / "trained")
     run.root.mkdir()
@@ -40,9 +40,9 @@ def trained(tmp_path: Path) -> tuple[TorchTrainer, Path]:
     return trainer, tmp_path / "exported"
 
 
-def episode(token_ids: list[int], *, index: int = 0, begins: int = 6) -> Trajectory:
-    """An episode in which the model said everything from `begins` on."""
-    said = np.arange(len(token_ids)) >= begins
+def episode(token_ids: list[int], *, index: int = 0, start: int = 6) -> Trajectory:
+    """Return an episode in which the model generated all tokens from `start`."""
+    generated = np.arange(len(token_ids)) >= start
     return Trajectory(
         id=f"t/0/{index}",
         group="t/0",
@@ -56,15 +56,15 @@ def episode(token_ids: list[int], *, index: int = 0, begins: int = 6) -> Traject
         turns=[],
         reward=float(index % 2),
         token_ids=np.array(token_ids, np.int32),
-        logprobs=np.where(said, -4.6, 0.0).astype(np.float32),
+        logprobs=np.where(generated, -4.6, 0.0).astype(np.float32),
         versions=np.zeros(len(token_ids), np.int32),
-        loss_mask=said,
+        loss_mask=generated,
     )
 
 
-def trainers_logprobs(trainer: TorchTrainer, said: Completion) -> list[float]:
-    told = episode([*PROMPT, *said.token_ids], begins=len(PROMPT))
-    rows, _ = make_rows([told], credits=[[0.0]], max_length=trainer.max_length)
+def trainers_logprobs(trainer: TorchTrainer, answer: Completion) -> list[float]:
+    trajectory = episode([*PROMPT, *answer.token_ids], start=len(PROMPT))
+    rows, _ = make_rows([trajectory], credits=[[0.0]], max_length=trainer.max_length)
     with torch.no_grad():
         logprobs_N = trainer._logprobs(make_packed_batches(rows, tokens_per_micro_batch=512)[0])
     return list(logprobs_N.tolist())
@@ -73,9 +73,11 @@ def trainers_logprobs(trainer: TorchTrainer, said: Completion) -> list[float]:
 def test_vllm_loads_the_export_and_agrees_with_the_trainer(trained: tuple[TorchTrainer, Path], tmp_path: Path) -> None:
     trainer, exported = trained
     with place(tmp_path / "campaign", exported) as there, there.engines("exported") as found:
-        request = GenerateRequest(request_id="a", token_ids=PROMPT, max_new_tokens=NUM_SAID, temperature=1.0)
-        said = there.do(found[0].engine.generate(request))
-    assert len(said.token_ids) > 4
-    assert said.logprobs == pytest.approx(trainers_logprobs(trainer, said), abs=CLOSE)
-    began = TorchTrainer(tmp_path / "trained" / "model", TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0))
-    assert said.logprobs != pytest.approx(trainers_logprobs(began, said), abs=0.1)  # it is not the model of the start
+        request = GenerateRequest(request_id="a", token_ids=PROMPT, max_new_tokens=NUM_TOKENS, temperature=1.0)
+        answer = there.do(found[0].engine.generate(request))
+    assert len(answer.token_ids) > 4
+    assert answer.logprobs == pytest.approx(trainers_logprobs(trainer, answer), abs=CLOSE)
+    initial = TorchTrainer(
+        tmp_path / "trained" / "model", TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0)
+    )
+    assert answer.logprobs != pytest.approx(trainers_logprobs(initial, answer), abs=0.1)  # not the initial model

@@ -1,4 +1,4 @@
-"""KV from one vLLM engine to another: the same tokens as from one, and honest about where the KV came from."""
+"""KV from one vLLM engine to another: the same tokens as from one, with a correct report of the KV's origin."""
 
 import asyncio
 import resource
@@ -66,7 +66,7 @@ def test_a_prompt_of_one_token_has_nothing_to_hand_over(pair: "list[Behind]") ->
     assert len(on_both(pair, body).token_ids) == NUM
 
 
-def test_many_hand_overs_at_once_of_the_same_prompt_do_not_disturb_each_other(pair: "list[Behind]") -> None:
+def test_many_handovers_at_once_of_the_same_prompt_do_not_disturb_each_other(pair: "list[Behind]") -> None:
     prompt = [2, *range(20, 60), 3]
 
     async def body(prefill: RemoteEngine, decode: RemoteEngine) -> Any:
@@ -81,7 +81,7 @@ def test_many_hand_overs_at_once_of_the_same_prompt_do_not_disturb_each_other(pa
     assert any(answer.remote_prefill for answer in answers)
 
 
-def test_what_was_fetched_is_gone_from_the_directory(pair: "list[Behind]", vllm_place: "Place") -> None:
+def test_fetched_kv_is_removed_from_the_directory(pair: "list[Behind]", vllm_place: "Place") -> None:
     before = set(vllm_place.job.kv.iterdir())
     prompt = [2, 90, 80, 70, 60, 3]
     assert on_both(pair, lambda prefill, decode: handed_over(prefill, decode, prompt)).remote_prefill
@@ -89,14 +89,14 @@ def test_what_was_fetched_is_gone_from_the_directory(pair: "list[Behind]", vllm_
 
 
 @pytest.mark.parametrize("damage", ["cut", "swapped"])
-def test_damaged_kv_is_computed_anew_and_not_counted(pair: "list[Behind]", vllm_place: "Place", damage: str) -> None:
+def test_damaged_kv_is_recomputed_and_not_counted(pair: "list[Behind]", vllm_place: "Place", damage: str) -> None:
     prompt = [2, 33, 44, 55, 66, 77, 3, 3 if damage == "cut" else 4]
 
     async def body(prefill: RemoteEngine, decode: RemoteEngine) -> Any:
         handle = await prefill.prefill(ask("prefill", prompt))
         path = next(vllm_place.job.kv.glob(f"{_name(handle)}*"))
         data = bytearray(path.read_bytes())
-        if damage == "cut":  # its header still reads well
+        if damage == "cut":  # its header is still readable
             path.write_bytes(data[:-64])
         else:
             other = await prefill.prefill(ask("other", prompt[::-1]))
@@ -120,12 +120,12 @@ def test_a_handle_that_names_a_file_elsewhere_is_not_followed(pair: "list[Behind
     assert len(answer.token_ids) == NUM
 
 
-def test_without_a_directory_prefill_says_so_and_decode_goes_on_alone(
+def test_without_a_directory_prefill_fails_and_decode_continues_alone(
     pair: "list[Behind]", vllm_place: "Place"
 ) -> None:
     kv = vllm_place.job.kv
     aside = kv.rename(kv.with_name("kv-aside"))
-    kv.touch()  # whoever they are: root could write into any directory
+    kv.touch()  # a file, since root could write into any directory
     try:
 
         async def body(prefill: RemoteEngine, decode: RemoteEngine) -> Completion:
@@ -140,7 +140,7 @@ def test_without_a_directory_prefill_says_so_and_decode_goes_on_alone(
     assert on_both(pair, lambda prefill, decode: handed_over(prefill, decode, PROMPTS[0][::-1])).remote_prefill
 
 
-def test_where_the_directory_is_full_prefill_says_so_and_decode_goes_on_alone(pair: "list[Behind]") -> None:
+def test_with_a_full_directory_prefill_fails_and_decode_continues_alone(pair: "list[Behind]") -> None:
     prompt = [2, *range(10, 90), 3] * 4
     prefills = [psutil.Process(pair[0].engine.server.pid), *psutil.Process(pair[0].engine.server.pid).children(True)]
     limit = pair[0].engine.server.launch.log.stat().st_size + LOG_GROWTH
@@ -151,7 +151,7 @@ def test_where_the_directory_is_full_prefill_says_so_and_decode_goes_on_alone(pa
             await prefill.prefill(ask("prefill", prompt))
         return await decode.generate(ask("decode", prompt))
 
-    for process in prefills:  # a file that must not grow is refused as one for which there is no room
+    for process in prefills:  # a file size limit fails a write as a full disk does
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
         assert len(on_both(pair, body).token_ids) == NUM

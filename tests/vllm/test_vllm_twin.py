@@ -1,4 +1,4 @@
-"""A twin takes weights while its model is in use, changes places with it, and gives back what the model had."""
+"""A twin gets weights while its model is in use, swaps them in, and releases the old ones."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ CONFIG = SimpleNamespace(dtype=torch.float32)
 
 
 class Tied(torch.nn.Module):
-    """The same matrix at both ends, as in small language models, and something that is made of it after loading."""
+    """A model with tied embeddings, as small language models have, and an attribute that is set after loading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_after_the_change_the_model_computes_with_the_new_weights(model: Tied, n
     assert model.head.weight is model.embed.weight
 
 
-def test_what_the_model_had_is_kept_until_it_is_let_go(model: Tied) -> None:
+def test_the_old_weights_are_kept_until_they_are_released(model: Tied) -> None:
     old = model.middle.weight.data_ptr()
     twin = filled(model, weights(1))
     twin.take_over()

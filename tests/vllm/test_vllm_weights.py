@@ -1,4 +1,4 @@
-"""New weights in a running vLLM engine: exact, recorded per token, and refused when something is wrong with them."""
+"""New weights in a running vLLM engine: exact, recorded per token, and refused if they are damaged or do not fit."""
 
 import asyncio
 from pathlib import Path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PROMPT = [2, 45, 78, 5, 36, 3]
 LONG = 1500
-"""Tokens of a turn that is still going on when an update has come through."""
+"""The number of tokens of a turn that is still running after an update."""
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -32,7 +32,7 @@ def updated(pair: "list[Behind]") -> "Behind":
 
 @pytest.fixture
 def version(updated: "Behind", vllm_place: "Place") -> int:
-    """The next one; a file with the last may have been refused."""
+    """Return the next version; a file with the last may have been refused."""
     newest = FileStore(vllm_place.run.weights).newest()
     return max(updated.engine.version, newest.version if newest else 0) + 1
 
@@ -48,7 +48,7 @@ def ask(name: str, **changes: Any) -> GenerateRequest:
 
 
 def stir(model: Any, *, seed: int) -> dict[str, torch.Tensor]:
-    """Change every weight of the model; returns them all."""
+    """Change every weight of the model, and return them all."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -56,10 +56,10 @@ def stir(model: Any, *, seed: int) -> dict[str, torch.Tensor]:
     return collect_parameters(model)
 
 
-def test_a_turn_goes_on_through_an_update_and_every_token_has_its_version(
+def test_a_turn_continues_through_an_update_and_every_token_has_its_version(
     vllm_place: "Place", updated: "Behind", model: Any, version: int
 ) -> None:
-    """The first update of this engine: before it, it has the weights of the model directory."""
+    """Run the first update of this engine, which has the weights of the model directory before."""
     engine = updated.engine
     before = load_model(vllm_place.model, device="cpu")
     vllm_place.window.publish(stir(model, seed=version), WeightVersion(version=version, step=version))
@@ -79,30 +79,30 @@ def test_a_turn_goes_on_through_an_update_and_every_token_has_its_version(
     assert answer.versions == [0] * switch + [version] * (LONG - switch)
     assert switch >= 10
     assert answer.token_ids[:switch] == greedy(before, PROMPT, answer.token_ids[:switch])
-    said = greedy(model, PROMPT, answer.token_ids)
-    assert answer.token_ids[switch:] == said[switch:], "from the switch on, as if all had been computed anew"
+    expected = greedy(model, PROMPT, answer.token_ids)
+    assert answer.token_ids[switch:] == expected[switch:], "after the switch, as if all had been recomputed"
 
 
-def test_a_stream_tells_the_version_of_each_piece_through_an_update(
+def test_a_stream_has_the_version_of_each_chunk_through_an_update(
     vllm_place: "Place", updated: "Behind", model: Any, version: int
 ) -> None:
     engine, old = updated.engine, updated.engine.version
     vllm_place.window.publish(stir(model, seed=version), WeightVersion(version=version, step=version))
 
     async def body() -> list[int]:
-        told: list[int] = []
+        versions: list[int] = []
         loading = None
-        async for piece in engine.stream(ask("streamed", max_new_tokens=LONG)):
-            told += piece.versions
-            if loading is None and len(told) >= 10:
+        async for chunk in engine.stream(ask("streamed", max_new_tokens=LONG)):
+            versions += chunk.versions
+            if loading is None and len(versions) >= 10:
                 loading = asyncio.create_task(engine.load_version(version))
         assert loading is not None
         await loading
-        return told
+        return versions
 
-    told = vllm_place.do(body())
-    assert len(told) == LONG
-    assert set(told) == {old, version}
+    versions = vllm_place.do(body())
+    assert len(versions) == LONG
+    assert set(versions) == {old, version}
 
 
 def test_new_requests_are_answered_by_the_new_weights_as_by_transformers(
@@ -117,7 +117,9 @@ def test_new_requests_are_answered_by_the_new_weights_as_by_transformers(
     assert set(answer.versions) == {version}
 
 
-def test_kv_of_the_version_before_is_not_used(vllm_place: "Place", updated: "Behind", model: Any, version: int) -> None:
+def test_kv_of_the_previous_version_is_not_used(
+    vllm_place: "Place", updated: "Behind", model: Any, version: int
+) -> None:
     engine, old = updated.engine, updated.engine.version
     handle = vllm_place.do(engine.prefill(ask("prefill")))
     assert handle.version == old
@@ -183,7 +185,7 @@ def test_a_version_that_cannot_be_loaded_is_named_and_the_old_one_stays(
     assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
 
 
-def test_the_engine_goes_on_when_weights_come_by_files(
+def test_the_engine_continues_when_weights_come_as_files(
     vllm_place: "Place", updated: "Behind", model: Any, version: int
 ) -> None:
     engine, store = updated.engine, FileStore(vllm_place.run.weights)

@@ -1,4 +1,4 @@
-"""Virtual time: asyncio code as it is, on a clock that jumps."""
+"""Virtual time: unchanged asyncio code on a clock that jumps."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import pytest
 from hpcrl.engines.sim.clock import StuckLoopError, run_virtual
 
 
-def test_sleeping_moves_the_clock_by_what_was_slept():
+def test_sleeping_moves_the_clock_by_that_time():
     async def main():
         await asyncio.sleep(3600)
         return asyncio.get_running_loop().time()
@@ -54,7 +54,7 @@ def test_an_error_of_work_for_a_thread_is_raised_where_it_is_awaited():
     run_virtual(main())
 
 
-def test_a_program_in_which_everybody_waits_is_told_so():
+def test_a_program_in_which_every_task_waits_is_stopped_by_an_error():
     async def main():
         await asyncio.sleep(5)
         await asyncio.Event().wait()

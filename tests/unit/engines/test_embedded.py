@@ -1,4 +1,4 @@
-"""The embedded engine's numbers: exact in any company, across weights, from handed-over and from kept KV."""
+"""The embedded engine's numbers: exact in any batch, across weights, from handed-over and from kept KV."""
 
 import asyncio
 import random
@@ -59,7 +59,7 @@ def on(engine: EmbeddedEngine, body: Callable[[], Awaitable[Any]]) -> Any:
 
 @torch.inference_mode()
 def reference(model: Any, prompt: list[int], answer: list[int], *, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities of every next token, by one plain forward pass over the whole sequence."""
+    """Return log-probabilities of every next token from one plain forward pass over the whole sequence."""
     logits_TV = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits_TV / (temperature or 1.0), dim=-1)
 
@@ -70,7 +70,7 @@ def scored(model: Any, prompt: list[int], answer: list[int], *, temperature: flo
 
 
 async def staggered(engine: EmbeddedEngine, requests: list[GenerateRequest]) -> list[Completion]:
-    """All requests, a few more after each step or so."""
+    """Run all requests, starting a few more after each step or so."""
 
     async def later(request: GenerateRequest, turns: int) -> Completion:
         for _ in range(turns):
@@ -113,7 +113,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company(model: Any) -> None:
     assert [answer.token_ids for answer in in_company] == [answer.token_ids for answer in one_by_one]
 
 
-def test_the_next_turn_computes_only_what_is_new(model: Any) -> None:
+def test_the_next_turn_computes_only_its_new_tokens(model: Any) -> None:
     widths: list[int] = []
     model.base_model.register_forward_pre_hook(
         lambda _, __, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -188,7 +188,7 @@ def test_new_weights_in_mid_generation_are_recorded_per_token(model: Any, tiny_m
         assert answer.logprobs == pytest.approx(before[:switch] + after[switch:], abs=1e-4)
 
 
-def test_weights_that_do_not_fit_are_refused_and_generation_goes_on_with_the_old(model: Any) -> None:
+def test_weights_that_do_not_fit_are_refused_and_generation_continues_with_the_old(model: Any) -> None:
     store = MemoryStore()
     store.publish(
         {name: tensor for name, tensor in collect_parameters(model).items() if "lm_head" not in name},
@@ -254,7 +254,7 @@ def test_weights_overwritten_while_they_are_copied_are_never_generated_with(mode
     assert set(on(engine, body).versions) == {0, 2}
 
 
-def test_generation_goes_on_with_the_new_weights_where_they_lie_while_they_are_copied(
+def test_generation_continues_with_the_new_weights_in_the_store_while_they_are_copied(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = MemoryStore()
@@ -312,7 +312,7 @@ def test_requests_dropped_between_an_update_and_the_next_step_leave_the_others_r
         assert answer.logprobs[switch:] == pytest.approx(wanted[switch:], abs=1e-4)
 
 
-def test_damaged_weights_fail_requests_and_good_ones_mend_the_engine(model: Any) -> None:
+def test_damaged_weights_fail_requests_and_good_ones_repair_the_engine(model: Any) -> None:
     store = MemoryStore()
     good = another(model, scale=1.0)
     store.publish({name: tensor * float("nan") for name, tensor in good.items()}, WeightVersion(version=1, step=1))
@@ -415,7 +415,7 @@ def test_requests_can_be_aborted_while_the_engine_is_paused(model: Any) -> None:
     assert waiting.token_ids == []
 
 
-def test_an_engine_that_cannot_step_fails_every_request_and_says_why(model: Any) -> None:
+def test_an_engine_that_cannot_step_fails_every_request_with_the_reason(model: Any) -> None:
     def out_of_memory(*_: object) -> None:
         raise RuntimeError("out of memory")
 
@@ -435,7 +435,7 @@ def test_an_engine_that_cannot_step_fails_every_request_and_says_why(model: Any)
         assert "out of memory" in str(answer)
 
 
-def test_stopping_the_engine_fails_what_is_left(model: Any) -> None:
+def test_stopping_the_engine_fails_its_requests(model: Any) -> None:
     engine = EmbeddedEngine(model, store=MemoryStore())
 
     async def run() -> None:
@@ -466,7 +466,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"garbage", pack_kv(RowKv(token_ids=[1], kv_KHTD=torch.zeros(4, 1, 1, 32), version=0))]
 )
-def test_kv_that_is_damaged_or_foreign_is_computed_anew(model: Any, data: bytes) -> None:
+def test_kv_that_is_damaged_or_foreign_is_recomputed(model: Any, data: bytes) -> None:
     async def fetch(_: KvHandle) -> bytes:
         return data
 
@@ -477,7 +477,7 @@ def test_kv_that_is_damaged_or_foreign_is_computed_anew(model: Any, data: bytes)
     assert answer.logprobs == pytest.approx(scored(model, ask().token_ids, answer.token_ids), abs=1e-4)
 
 
-def test_kv_of_another_shape_is_computed_anew(model: Any) -> None:
+def test_kv_of_another_shape_is_recomputed(model: Any) -> None:
     foreign = RowKv(token_ids=ask().token_ids[:-1], kv_KHTD=torch.zeros(8, 1, 5, 32), version=0)
 
     async def fetch(_: KvHandle) -> bytes:
@@ -488,7 +488,7 @@ def test_kv_of_another_shape_is_computed_anew(model: Any) -> None:
     assert not on(engine, lambda: engine.generate(ask(kv=handle))).remote_prefill
 
 
-def test_kv_that_weights_overtake_on_its_way_is_computed_anew(model: Any) -> None:
+def test_kv_that_weights_overtake_on_its_way_is_recomputed(model: Any) -> None:
     store = MemoryStore()
     store.publish(another(model, scale=1.5), WeightVersion(version=1, step=1))
 

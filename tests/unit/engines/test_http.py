@@ -1,4 +1,4 @@
-"""The HTTP door of an engine: who may pass, what it says to nonsense, and what its other end makes of silence."""
+"""The HTTP server of an engine and its client: access, invalid requests, and servers that do not answer."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -30,7 +30,7 @@ ROUTES = [("POST", "/generate"), ("POST", "/prefill"), ("POST", "/abort"), ("GET
 
 
 class Scripted:
-    """An engine that does as its request's id says."""
+    """An engine whose behaviour is chosen by the id of a request."""
 
     def __init__(self) -> None:
         self.started, self.gone = asyncio.Event(), asyncio.Event()
@@ -65,7 +65,7 @@ class Scripted:
         return b"kv" * 50 if name == "abc" else None
 
 
-def behind_door(body: Callable[[Scripted, str, aiohttp.ClientSession], Awaitable[Any]]) -> Any:
+def on_server(body: Callable[[Scripted, str, aiohttp.ClientSession], Awaitable[Any]]) -> Any:
     async def run() -> Any:
         engine = Scripted()
         url, runner = await serve_over_http(engine, host="127.0.0.1", token="right")
@@ -92,7 +92,7 @@ def test_no_route_answers_without_the_token(method: str, path: str, header: str 
         async with session.request(method, url + path, headers=headers) as answer:
             return answer.status
 
-    assert behind_door(body) == 401
+    assert on_server(body) == 401
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_body_that_cannot_be_read_is_answered_400_with_one_line(sent: bytes) -
         async with session.post(url + "/generate", data=sent, headers=headers) as answer:
             return answer.status, await answer.json()
 
-    status, answer = behind_door(body)
+    status, answer = on_server(body)
     assert status == 400
     assert list(answer) == ["error"]
     assert answer["error"].startswith("the body is not a valid GenerateRequest")
@@ -117,24 +117,24 @@ def test_an_unknown_route_is_answered_404() -> None:
         async with session.get(url + "/other", headers={"Authorization": "Bearer right"}) as answer:
             return answer.status
 
-    assert behind_door(body) == 404
+    assert on_server(body) == 404
 
 
-def test_what_the_engine_refuses_is_an_engine_error_with_its_words() -> None:
+def test_a_refusal_of_the_engine_is_an_engine_error_with_its_message() -> None:
     async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> None:
         await remote(url, session).generate(msgspec.structs.replace(REQUEST, request_id="refuse"))
 
     with pytest.raises(EngineError, match=r"000-decode-1 .* answered 422: too long: 513 tokens"):
-        behind_door(body)
+        on_server(body)
 
 
-def test_a_bug_in_the_engine_shows_the_client_nothing_of_it() -> None:
+def test_a_bug_in_the_engine_is_not_shown_to_the_client() -> None:
     async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> tuple[int, str]:
         data = msgspec.json.encode(msgspec.structs.replace(REQUEST, request_id="bug"))
         async with session.post(url + "/generate", data=data, headers={"Authorization": "Bearer right"}) as answer:
             return answer.status, await answer.text()
 
-    status, text = behind_door(body)
+    status, text = on_server(body)
     assert status == 500
     assert "secret" not in text
     assert "Traceback" not in text
@@ -147,15 +147,15 @@ def test_a_client_that_hangs_up_takes_its_request_with_it() -> None:
         asked.cancel()
         await asyncio.wait_for(engine.gone.wait(), timeout=30)
 
-    behind_door(body)
+    on_server(body)
 
 
-def test_a_handle_points_to_the_door_and_brings_the_kv() -> None:
+def test_a_handle_points_to_the_server_and_fetches_the_kv() -> None:
     async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> tuple[str, KvHandle, bytes]:
         handle = await remote(url, session).prefill(REQUEST)
         return url, handle, await make_kv_fetcher(session)(handle)
 
-    url, handle, data = behind_door(body)
+    url, handle, data = on_server(body)
     assert (handle.url, handle.token) == (f"{url}/kv/abc", "right")
     assert data == b"kv" * 50
 
@@ -175,7 +175,7 @@ def test_kv_that_cannot_be_fetched_is_an_engine_error(change: dict[str, str], co
         await make_kv_fetcher(session)(msgspec.structs.replace(handle, **change))
 
     with pytest.raises(EngineError, match=complaint):
-        behind_door(body)
+        on_server(body)
 
 
 def test_kv_that_is_gone_or_too_large_is_an_engine_error() -> None:
@@ -186,7 +186,7 @@ def test_kv_that_is_gone_or_too_large_is_an_engine_error() -> None:
         with pytest.raises(EngineError, match="answered 404"):
             await make_kv_fetcher(session)(msgspec.structs.replace(handle, url=f"{url}/kv/other"))
 
-    behind_door(body)
+    on_server(body)
 
 
 def test_a_worker_that_is_gone_is_an_engine_error_that_names_it() -> None:
@@ -194,11 +194,11 @@ def test_a_worker_that_is_gone_is_an_engine_error_that_names_it() -> None:
         await remote("http://127.0.0.1:9", session).load_figures()
 
     with pytest.raises(EngineError, match=r"000-decode-1 at http://127\.0\.0\.1:9/load did not answer"):
-        behind_door(body)
+        on_server(body)
 
 
 @pytest.mark.parametrize("answered", [b"<html>", b"{}"])
-def test_an_answer_that_is_no_answer_is_an_engine_error(answered: bytes) -> None:
+def test_an_invalid_answer_is_an_engine_error(answered: bytes) -> None:
     async def run() -> None:
         app = web.Application()
 
@@ -228,7 +228,7 @@ def test_an_address_that_cannot_be_listened_on_is_an_engine_error() -> None:
 
 
 class Full(Scripted):
-    """Has no room for anything."""
+    """An engine without room for any request."""
 
     def __init__(self, status: int) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class Full(Scripted):
 
 
 @pytest.mark.parametrize("status", [503, 429])
-def test_a_turn_that_one_door_has_no_room_for_is_served_behind_another(tmp_path: Path, status: int) -> None:
+def test_a_turn_that_one_engine_has_no_room_for_is_served_by_another(tmp_path: Path, status: int) -> None:
     async def run() -> tuple[Completion, int, dict[str, int]]:
         full, free = Full(status), Scripted()
         async with AsyncExitStack() as stack:
@@ -274,7 +274,7 @@ def test_malformed_json_reaches_no_engine_on_any_route(path: str, sent: bytes) -
         async with session.post(url + path, data=sent, headers={"Authorization": "Bearer right"}) as http:
             return http.status, await http.json()
 
-    status, answered = behind_door(body)
+    status, answered = on_server(body)
     assert status == 400
     assert list(answered) == ["error"]
     assert "\n" not in answered["error"]

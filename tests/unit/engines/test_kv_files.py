@@ -1,4 +1,4 @@
-"""KV left in a directory: its names, and that the directory stays small."""
+"""KV files in a directory: their names, and the limit on its size."""
 
 import os
 import time
@@ -15,7 +15,7 @@ def test_a_new_name_is_a_name_and_new() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "..", "a" * 21, "a" * 23, "../" + "a" * 19, "a" * 21 + "\n", None, 7])
-def test_what_could_point_elsewhere_is_no_name(name: object) -> None:
+def test_a_name_that_could_point_elsewhere_is_refused(name: object) -> None:
     assert not is_handover_name(name)
 
 
@@ -30,7 +30,7 @@ def left(directory: Path, *, age_s: float, size: int = 10) -> Path:
     return path
 
 
-def test_what_is_old_goes_and_what_is_new_stays(tmp_path: Path) -> None:
+def test_old_files_are_removed_and_new_ones_stay(tmp_path: Path) -> None:
     old, new = left(tmp_path, age_s=500), left(tmp_path, age_s=0)
     assert prune_directory(tmp_path, max_bytes=1000, ttl_s=100) == 1
     assert not old.exists()

@@ -1,4 +1,4 @@
-"""The simulated engine in virtual time: how long its turns take, and what its KV cache saves."""
+"""The simulated engine in virtual time: the duration of its turns, and the effect of its KV cache."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ LARGE = {
     "intermediate_size": 28672,
     "vocab_size": 128256,
 }
-"""70 billion weights."""
+"""A model of 70 billion weights."""
 
 
 def ask(name="r", num_prompt=1000, num_new=20, **fields):
@@ -37,7 +37,7 @@ def on(body, **settings):
     return run_virtual(run())
 
 
-def test_a_turn_takes_what_the_cost_model_says():
+def test_a_turn_takes_the_time_of_the_cost_model():
     async def body(engine, loop):
         await engine.generate(ask())
         return loop.time()
@@ -47,7 +47,7 @@ def test_a_turn_takes_what_the_cost_model_says():
     assert on(body) == pytest.approx(prefill + steps, rel=1e-6)
 
 
-def test_time_goes_as_fast_as_its_scale_says():
+def test_time_runs_at_the_speed_of_its_scale():
     async def body(engine, loop):
         await engine.generate(ask())
         return loop.time()
@@ -55,7 +55,7 @@ def test_time_goes_as_fast_as_its_scale_says():
     assert on(body, time_scale=0.01) == pytest.approx(on(body) / 100)
 
 
-def test_a_later_turn_of_a_trajectory_computes_only_what_is_new():
+def test_a_later_turn_of_a_trajectory_computes_only_its_new_tokens():
     async def body(engine, loop):
         first = await engine.generate(ask("a", trajectory="t"))
         history = [7] * 1000 + first.token_ids
@@ -67,7 +67,7 @@ def test_a_later_turn_of_a_trajectory_computes_only_what_is_new():
     assert on(body) == 999 + 49
 
 
-def test_kv_is_given_up_when_running_turns_need_the_room():
+def test_kv_is_evicted_when_running_turns_need_the_room():
     async def body(engine, loop):
         await engine.generate(ask("a", trajectory="t"))
         most = PACE.kv_tokens - 10
@@ -138,14 +138,14 @@ def test_versions_do_not_go_back():
     on(body)
 
 
-def test_nothing_is_said_while_the_engine_is_paused():
+def test_no_token_is_generated_while_the_engine_is_paused():
     async def body(engine, loop):
         await engine.pause()
         turn = asyncio.create_task(engine.generate(ask()))
         await asyncio.sleep(100)
-        said = engine.batch.num_generated
+        num_generated = engine.batch.num_generated
         await engine.resume()
-        return said, len((await turn).token_ids)
+        return num_generated, len((await turn).token_ids)
 
     assert on(body) == (0, 20)
 
@@ -169,7 +169,7 @@ def test_an_engine_of_a_campaign_takes_the_models_words_and_the_pace_of_the_hard
     assert twice == pytest.approx(slow / 2)
 
 
-def test_a_model_that_does_not_say_how_large_it_is_is_refused_with_the_cure(tiny_model_dir, tmp_path):
+def test_a_model_of_unknown_size_is_refused_with_a_hint(tiny_model_dir, tmp_path):
     config = tmp_path / "config.json"
     config.write_text("{}")
     with pytest.raises(EngineError, match=r"config.json cannot be estimated .* set engine.sim.config"):

@@ -1,4 +1,4 @@
-"""How vLLM's KV connectors are told where to find each other."""
+"""The configuration by which vLLM's KV connectors find each other."""
 
 import json
 from pathlib import Path
@@ -27,8 +27,8 @@ NIXL_SAYS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host"
 def config_of(connector: str, **changes: object) -> dict[str, object]:
     launch = VllmLaunch(model=HERE, log=HERE, kv_connector=connector, **changes)  # type: ignore[arg-type]
     given = build_command(launch, scratch=HERE)
-    told: dict[str, object] = json.loads(given[given.index("--kv-transfer-config") + 1])
-    return told
+    config: dict[str, object] = json.loads(given[given.index("--kv-transfer-config") + 1])
+    return config
 
 
 @pytest.mark.parametrize(
@@ -40,38 +40,38 @@ def config_of(connector: str, **changes: object) -> dict[str, object]:
         ("MultiConnector", {"connectors": [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}]}),
     ],
 )
-def test_a_connector_of_vllms_own_is_what_vllm_takes(connector: str, options: dict[str, object]) -> None:
-    """Read by vLLM's own words, where it is installed."""
-    told = config_of(connector, kv_options=options, kv_address=ADDRESS)
-    assert (told["kv_connector"], told["kv_connector_extra_config"]) == (connector, options)
+def test_the_configuration_of_a_vllm_connector_is_accepted_by_vllm(connector: str, options: dict[str, object]) -> None:
+    """Parse it with vLLM's own class, where vLLM is installed."""
+    config = config_of(connector, kv_options=options, kv_address=ADDRESS)
+    assert (config["kv_connector"], config["kv_connector_extra_config"]) == (connector, options)
     vllm = pytest.importorskip("vllm.config.kv_transfer")
-    read = vllm.KVTransferConfig(**told)
+    read = vllm.KVTransferConfig(**config)
     assert read.is_kv_producer
     assert read.is_kv_consumer
 
 
 def test_ours_names_its_directory_and_where_the_version_is() -> None:
-    told = config_of(OUR_CONNECTOR, kv_dir=Path("/job/kv"))
-    assert told["kv_connector_extra_config"] == {"directory": "/job/kv", "version_file": "/scratch/version"}
+    config = config_of(OUR_CONNECTOR, kv_dir=Path("/job/kv"))
+    assert config["kv_connector_extra_config"] == {"directory": "/job/kv", "version_file": "/scratch/version"}
 
 
-def test_engines_on_one_node_listen_on_ports_of_their_own_where_others_reach_them() -> None:
+def test_engines_on_one_node_listen_on_different_ports_that_others_reach() -> None:
     given = build_connector_env(ADDRESS)
     assert (given["VLLM_NIXL_SIDE_CHANNEL_HOST"], given["VLLM_NIXL_SIDE_CHANNEL_PORT"]) == ("10.0.0.7", "6001")
     assert (given["VLLM_HOST_IP"], given["VLLM_MOONCAKE_BOOTSTRAP_PORT"]) == ("10.0.0.7", "6001")
 
 
-def test_an_engine_that_nobody_fetches_from_stays_on_loopback() -> None:
+def test_an_engine_without_an_address_stays_on_loopback() -> None:
     assert build_connector_env(None) == {"VLLM_HOST_IP": "127.0.0.1"}
 
 
-def test_what_an_engine_says_of_its_kv_is_what_the_other_is_told() -> None:
+def test_the_parameters_from_one_engine_are_given_to_the_other() -> None:
     answer = {"kv_transfer_params": NIXL_SAYS}
     transfer = read_transfer_params("NixlConnector", answer, name="n", address=ADDRESS)
     assert make_fetch_params(transfer) == NIXL_SAYS
 
 
-def test_mooncake_is_told_who_has_the_kv_and_which() -> None:
+def test_the_parameters_of_mooncake_name_the_engine_and_the_transfer() -> None:
     transfer = read_transfer_params("MooncakeConnector", {}, name="n", address=ADDRESS)
     assert make_leave_params("n")["transfer_id"] == "n"
     assert make_fetch_params(transfer) == {

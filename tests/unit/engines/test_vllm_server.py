@@ -1,4 +1,4 @@
-"""The life of a vLLM server as we see it, with a program that poses as one: started, ill, silent, gone."""
+"""The supervision of a vLLM server, with a fake one: it starts, fails, hangs, and ends."""
 
 import asyncio
 import dataclasses
@@ -34,7 +34,7 @@ REQUEST = GenerateRequest(request_id="r", token_ids=[1, 2], max_new_tokens=1)
 
 @pytest.fixture
 def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where temporary directories are made; short, since sockets lie in them."""
+    """Make temporary directories under a short path, since they hold sockets."""
     with tempfile.TemporaryDirectory(prefix="hv-", dir="/tmp") as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)
         yield Path(directory)
@@ -68,7 +68,7 @@ def test_an_answer_of_the_server_is_a_completion(launch: VllmLaunch) -> None:
         ("empty", "asked for one token"),
     ],
 )
-def test_a_server_that_does_not_come_up_is_an_engine_error_that_says_why(
+def test_a_server_that_does_not_come_up_is_an_engine_error_with_the_reason(
     launch: VllmLaunch, monkeypatch: pytest.MonkeyPatch, behaviour: str, complaint: str
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", behaviour)
@@ -76,7 +76,9 @@ def test_a_server_that_does_not_come_up_is_an_engine_error_that_says_why(
         with_engine(launch, lambda engine: engine.generate(REQUEST))
 
 
-def test_a_server_that_is_never_well_is_given_up(launch: VllmLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_passes_a_health_check_is_an_engine_error(
+    launch: VllmLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAKE_VLLM", "unwell")
     with pytest.raises(EngineError, match="vLLM was not up after 3 s"):
         with_engine(_changed(launch, start_timeout_s=3.0), lambda engine: engine.generate(REQUEST))
@@ -115,7 +117,7 @@ def test_a_caller_that_goes_away_has_its_request_aborted_at_a_silent_server(
     with_engine(launch, body)
 
 
-def test_a_server_that_is_killed_fails_what_it_serves_and_the_engine(
+def test_a_server_that_is_killed_fails_its_requests_and_the_engine(
     launch: VllmLaunch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", "hangs")
@@ -147,7 +149,7 @@ def test_nothing_of_a_server_is_left_when_its_engine_ends(
     assert not list(scratch.iterdir())
 
 
-def test_the_server_listens_in_a_directory_that_nobody_else_can_enter(launch: VllmLaunch, scratch: Path) -> None:
+def test_the_server_listens_in_a_directory_that_no_other_user_can_enter(launch: VllmLaunch, scratch: Path) -> None:
     async def body(_: VllmEngine) -> int:
         (own,) = scratch.iterdir()
         assert stat.S_ISSOCK((own / "s").stat().st_mode)

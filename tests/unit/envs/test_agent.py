@@ -44,8 +44,8 @@ def bubblewrap_works() -> bool:
 needs_bubblewrap = pytest.mark.skipif(not bubblewrap_works(), reason="needs bubblewrap and user namespaces")
 
 
-class Says:
-    """A model that says one word for ever, or fails."""
+class OneWordModel:
+    """A model that always generates the same word, or fails."""
 
     def __init__(self, template, word="=2<eos>", *, error=None):
         self.template, self.word, self.error = template, word, error
@@ -63,12 +63,12 @@ def template(tiny_model_dir):
 
 
 def play(template, code, *, sandbox="none", newest=lambda: 0, error=None, retries=0, limits=None, **options):
-    """The trajectory of a program made of `code`."""
+    """Run a program made of `code` and return its trajectory."""
     command = ["python", "-c", ASK + code]
     bounds = {"max_turns": 4, "max_new_tokens": 8, "context_length": 64, "max_lag": 1, "env_retries": retries}
 
     async def run():
-        async with asyncio.timeout(240), ModelProxy(Says(template, error=error), template=template) as proxy:
+        async with asyncio.timeout(240), ModelProxy(OneWordModel(template, error=error), template=template) as proxy:
             return await run_program(
                 TASK,
                 index=0,
@@ -118,7 +118,7 @@ def test_a_program_that_fails_is_a_fault_and_never_scored(template, code, why):
 def test_a_program_that_cannot_be_found_is_a_fault(template):
     async def run():
         program = AgentProgram(command=["no-such-program"], sandbox="none")
-        async with ModelProxy(Says(template), template=template) as proxy:
+        async with ModelProxy(OneWordModel(template), template=template) as proxy:
             await program.run(1, proxy.model_access("t"))
 
     with pytest.raises(EnvFault, match="no-such-program"):
@@ -149,7 +149,7 @@ def test_children_left_behind_are_ended(template, tmp_path):
     assert not is_alive(int(mark.read_text()), read_start_ticks(int(mark.read_text())))
 
 
-def test_a_gigabyte_of_output_hurts_nobody(template):
+def test_a_gigabyte_of_output_does_no_harm(template):
     code = "ask('a')\nfor _ in range(1024): sys.stdout.write('x' * (1 << 20))\nprint()\nprint(1)"
     trajectory = play(template, code)
     assert (trajectory.status, trajectory.turns[-1].reward) == ("done", 1.0)
@@ -168,11 +168,11 @@ def test_an_engine_that_fails_a_program_is_a_policy_fault(template):
 
 def test_a_stale_episode_ends_its_program(template):
     asked = iter([0, 0, 2])
-    began = time.monotonic()
+    started_s = time.monotonic()
     trajectory = play(template, "ask('a')\nimport time\ntime.sleep(600)", newest=lambda: next(asked, 2))
     assert trajectory.status == "aborted-stale"
     assert len(trajectory.turns) == 1
-    assert time.monotonic() - began < 200
+    assert time.monotonic() - started_s < 200
 
 
 def test_a_program_that_used_up_its_turns_is_truncated(template):
@@ -180,7 +180,7 @@ def test_a_program_that_used_up_its_turns_is_truncated(template):
     assert play(template, code, limits={"max_turns": 1}).status == "truncated"
 
 
-def test_a_fault_begins_the_program_anew(template, tmp_path):
+def test_a_fault_restarts_the_program(template, tmp_path):
     mark = tmp_path / "been"
     first = f"if not os.path.exists({str(mark)!r}):\n    open({str(mark)!r}, 'w')\n    raise SystemExit(1)\n"
     code = f"ask('a')\n{first}print(1)"
@@ -193,7 +193,7 @@ def test_cancelling_ends_the_program(template, tmp_path):
     code = f"open({str(mark)!r}, 'w').write(str(os.getpid()))\nimport time\ntime.sleep(600)"
 
     async def run():
-        async with ModelProxy(Says(template), template=template) as proxy:
+        async with ModelProxy(OneWordModel(template), template=template) as proxy:
             program = AgentProgram(command=["python", "-c", ASK + code], sandbox="none")
             running = asyncio.create_task(program.run(1, proxy.model_access("t")))
             async with asyncio.timeout(120):
@@ -225,7 +225,7 @@ def test_a_sandbox_hides_files_processes_network_and_environment(template, tmp_p
     assert trajectory.turns[-1].reward == 0.0
 
 
-def test_code_without_walls_runs_only_if_asked_for(monkeypatch):
+def test_code_without_a_sandbox_runs_only_if_that_is_allowed(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("hpcrl.envs.isolation.sandbox._find_bubblewrap_problem", lambda: "bwrap is not installed")
     with pytest.raises(EnvFault, match='sandbox = "none"'):
@@ -271,7 +271,7 @@ def test_bad_options_are_refused(options):
         make_program("hpcrl.envs.agent:AgentProgram", options, what="domains.x.env")
 
 
-def test_a_program_is_told_from_other_environments():
+def test_a_program_is_distinguished_from_other_environments():
     assert is_program("hpcrl.envs.agent:AgentProgram")
     assert not is_program("hpcrl.envs.arithmetic:Arithmetic")
     assert not is_program("no.such:Thing")

@@ -1,4 +1,4 @@
-"""What the shipped environments ask and pay."""
+"""The tasks and rewards of the shipped environments."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ SMALL = {"map": ["SFF", "FHF", "FFG"], "show": "position"}
 
 
 def play(env, actions, *, seed=0):
-    """The first observation, and the steps up to the end of the episode."""
+    """Return the first observation, and the steps up to the end of the episode."""
 
     async def run():
         steps = []
@@ -110,7 +110,7 @@ class TestFrozenLake:
         assert any(steps(1) != steps(seed) for seed in range(2, 6))
 
     @pytest.mark.parametrize(
-        ("options", "said"),
+        ("options", "message"),
         [
             ({"map": "5x5"}, "4x4, 8x8, random"),
             ({"map": ["SF", "FFG"]}, "rows must have one length"),
@@ -123,13 +123,13 @@ class TestFrozenLake:
             ({"show": "all"}, "'lake' or 'position'"),
         ],
     )
-    def test_bad_options_are_refused_with_the_cure(self, options, said):
-        with pytest.raises(ConfigError, match=said):
+    def test_bad_options_are_refused_with_a_hint(self, options, message):
+        with pytest.raises(ConfigError, match=message):
             FrozenLake(**options)
 
 
 class TestTaxi:
-    def test_an_observation_tells_place_errand_and_open_ways(self):
+    def test_an_observation_shows_place_errand_and_open_ways(self):
         first, _ = play(Taxi(), "", seed=4)
         assert first == "d5 Y>R RU"
 
@@ -143,7 +143,7 @@ class TestTaxi:
         _, steps = play(Taxi(), "UULLLDDP", seed=4)
         assert steps[-1].observation == "a5 *>R U"
 
-    def test_picking_up_nobody_changes_nothing(self):
+    def test_picking_up_without_a_passenger_changes_nothing(self):
         first, (step,) = play(Taxi(), "P", seed=4)
         assert step == Step(observation=first, reward=0.0, done=False)
 
@@ -165,16 +165,16 @@ class TestArithmetic:
         assert step == Step(observation="wrong", reward=0.2, done=True)
         assert correct(recorded([step])) == 0
 
-    def test_the_calculator_answers_and_the_episode_goes_on(self):
+    def test_the_calculator_answers_and_the_episode_continues(self):
         _, (step,) = play(Arithmetic(), ["calc (2+3)*4"])
         assert step == Step(observation="20", reward=0.0, done=False)
 
-    def test_without_a_calculator_a_call_is_no_answer(self):
+    def test_without_a_calculator_a_call_is_not_an_answer(self):
         _, (step,) = play(Arithmetic(calculator=False), ["calc 1+1"])
         assert step == Step(observation="say =3", reward=-0.05, done=False)
 
     @pytest.mark.parametrize("action", ["", "hello", "5*3", "1.5", "calc 1/0", "calc", "=--3"])
-    def test_what_is_neither_call_nor_answer_costs_the_turn(self, action):
+    def test_text_that_is_neither_call_nor_answer_costs_the_turn(self, action):
         _, (step,) = play(Arithmetic(), [action])
         assert step.reward == -0.05
         assert not step.done
@@ -207,7 +207,7 @@ class TestArithmetic:
             assert evaluate_expression(expression) == python
 
     @given(st.text(max_size=80) | st.text(alphabet="0123456789+-*() ", max_size=80))
-    def test_the_calculator_answers_anything_or_says_why_not(self, expression):
+    def test_the_calculator_answers_anything_with_a_number_or_a_reason(self, expression):
         try:
             answer = str(evaluate_expression(expression))
         except ValueError as error:
@@ -221,7 +221,7 @@ class TestMaking:
         assert play(env, "D")[0] == "a1"
 
     @pytest.mark.parametrize(
-        ("name", "options", "said"),
+        ("name", "options", "message"),
         [
             ("no_such_module:Env", {}, "importing no_such_module failed"),
             ("hpcrl.envs.arithmetic:Arithmetics", {}, "has no 'Arithmetics'; it has .*Arithmetic"),
@@ -230,8 +230,8 @@ class TestMaking:
             ("builtins:dict", {}, "builtins:dict has no reset and no step and no close"),
         ],
     )
-    def test_an_environment_that_cannot_be_made_is_a_config_error(self, name, options, said):
-        with pytest.raises(ConfigError, match=said):
+    def test_an_environment_that_cannot_be_made_is_a_config_error(self, name, options, message):
+        with pytest.raises(ConfigError, match=message):
             make_env(name, options, what="domains.x.env")
 
     def test_plain_and_async_methods_do_not_mix(self):
@@ -248,7 +248,7 @@ class TestMaking:
 
 
 class Plain:
-    """A plain environment that notes the thread it runs in."""
+    """A plain environment that records the thread it runs in."""
 
     def __init__(self):
         self.threads = set()
@@ -274,7 +274,7 @@ class Plain:
 
 
 class TestPlainEnvironments:
-    def test_calls_run_in_one_thread_of_their_own(self):
+    def test_calls_run_in_one_separate_thread(self):
         plain = Plain()
         assert play(adapt_env(plain), ["a", "b"], seed=5)[0] == "5"
         assert len(plain.threads) == 1
@@ -298,7 +298,7 @@ class TestPlainEnvironments:
         with pytest.raises(RuntimeError, match=r"SystemExit|StopIteration"):
             play(adapt_env(Plain()), [action])
 
-    def test_closing_passes_by_a_step_that_hangs(self):
+    def test_closing_does_not_wait_for_a_step_that_hangs(self):
         plain = Plain()
 
         async def run():

@@ -1,4 +1,4 @@
-"""Environments in processes of their own, good ones and bad ones."""
+"""Environments in separate processes, good ones and bad ones."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ async def started(name="Echo", limits=SMALL, **options):
 
 
 def played(make, *calls):
-    """What each call gave; the environment is closed whatever happens."""
+    """Return the results of the calls; the environment is closed in any case."""
 
     async def run():
         env = await make
@@ -42,7 +42,7 @@ def fault(make, *calls):
 
 
 def is_gone(pid):
-    """Whether a process has ended; a zombie that nobody has looked at yet has ended too."""
+    """Return whether a process has ended; a zombie that has not been reaped has ended too."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -85,7 +85,7 @@ def test_closing_ends_the_process_group():
 
 @pytest.mark.parametrize("where", ["reset", "step"])
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("raises", "ZeroDivisionError: the world ended"),
         ("wrong_type", "returned int"),
@@ -95,17 +95,17 @@ def test_closing_ends_the_process_group():
         ("grows", "MemoryError"),
     ],
 )
-def test_what_goes_wrong_in_an_environment_is_a_fault_with_its_name(where, how, said):
-    message = fault(started("Bad", where=where, how=how), reset, step)
-    assert message.startswith("tests.support.bad_envs:Bad: ")
-    assert said in message
+def test_a_failure_of_an_environment_is_a_fault_with_its_name(where, how, message):
+    seen = fault(started("Bad", where=where, how=how), reset, step)
+    assert seen.startswith("tests.support.bad_envs:Bad: ")
+    assert message in seen
 
 
-def test_a_reward_that_is_no_number_does_not_pass_the_wire():
+def test_a_reward_that_is_not_a_number_is_refused():
     assert "protocol" in fault(started("Bad", where="step", how="wrong_reward"), step)
 
 
-def test_an_observation_without_end_is_refused():
+def test_an_endless_observation_is_refused():
     assert "cannot be sent" in fault(started("Bad", where="step", how="endless"), step)
 
 
@@ -114,7 +114,7 @@ def test_an_environment_that_spins_is_ended_by_its_cpu_limit():
     assert "SIGXCPU" in fault(started("Bad", limits, where="step", how="spins"), step)
 
 
-def test_one_that_cannot_be_made_is_a_fault():
+def test_an_environment_that_cannot_be_made_is_a_fault():
     assert "importing no_such_module failed" in fault(ProcessEnv.start("no_such_module:Env", {}, limits=SMALL))
 
 
@@ -134,7 +134,7 @@ def test_a_hung_environment_is_killed_with_all_that_it_started(tmp_path):
     assert [pid for pid in pids if not is_gone(pid)] == []
 
 
-def test_an_environment_does_not_outlive_its_host(tmp_path):
+def test_an_environment_does_not_outlive_its_env_worker(tmp_path):
     host = os.fork()
     if host == 0:
 
@@ -153,7 +153,7 @@ def test_an_environment_does_not_outlive_its_host(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
-def test_an_environment_inside_walls_plays_as_it_would_outside():
+def test_an_environment_in_a_sandbox_plays_as_it_would_outside():
     make = ProcessEnv.start("hpcrl.envs.arithmetic:Arithmetic", {}, limits=SMALL, sandbox="bubblewrap")
     first, answered = played(make, reset, lambda env: env.step("calc 2*3"))
     assert first.endswith("=?")
@@ -161,7 +161,7 @@ def test_an_environment_inside_walls_plays_as_it_would_outside():
 
 
 @pytest.mark.parametrize("module", ["hpcrl.envs.isolation.child", "hpcrl.envs.repair", "hpcrl.envs.arithmetic"])
-def test_a_process_of_an_environment_loads_nothing_heavy_of_ours(module):
+def test_a_process_of_an_environment_imports_no_heavy_packages(module):
     heavy = "{'numpy', 'torch', 'aiohttp', 'h5py', 'transformers', 'parsl'}"
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LONG_S)

@@ -1,4 +1,4 @@
-"""Rewards that come from elsewhere: a judge behind an endpoint, a real test run."""
+"""Rewards from outside the environment: a judge behind an endpoint, a real test run."""
 
 import asyncio
 import json
@@ -13,15 +13,15 @@ from hpcrl.envs.repair import BROKEN_FUNCTIONS, Repair, draw_broken_function, me
 from hpcrl.errors import ConfigError
 from tests.support.trajectories import trajectory
 
-walls = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
 
 @pytest.fixture
 def endpoint():
-    """An endpoint that gives the answers it is given, one after the other; None is a failure of its own."""
+    """Serve the listed answers, one after the other; None is an error of the server."""
     answers, asked = [], []
 
-    class Door(BaseHTTPRequestHandler):
+    class Endpoint(BaseHTTPRequestHandler):
         def do_POST(self):
             asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             answer = answers.pop(0)
@@ -33,7 +33,7 @@ def endpoint():
         def log_message(self, *_):
             pass
 
-    server = HTTPServer(("127.0.0.1", 0), Door)
+    server = HTTPServer(("127.0.0.1", 0), Endpoint)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/v1", answers, asked
@@ -44,7 +44,7 @@ def endpoint():
 
 def test_a_judge_is_shown_the_conversation_and_asked_for_a_number(endpoint):
     url, answers, asked = endpoint
-    answers.append("I would say 7.5")
+    answers.append("My score is 7.5")
     assert judge(trajectory(), text="hello there", url=url, model="m") == 0.75
     assert asked[0]["model"] == "m"
     assert "hello there" in asked[0]["messages"][0]["content"]
@@ -74,7 +74,7 @@ def test_the_last_number_is_the_score(answer, score):
     assert read_score(answer, highest=10) == score
 
 
-@walls
+@needs_bubblewrap
 class TestRepair:
     def play(self, *actions, seed=3):
         async def run():
@@ -84,12 +84,12 @@ class TestRepair:
 
         return asyncio.run(run())
 
-    def test_what_is_run_is_really_run(self):
+    def test_code_is_really_run(self):
         (step,) = self.play("run print(6 * 7)")
         assert (step.observation, step.done) == ("42", False)
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_the_mended_function_passes_and_the_broken_one_does_not(self, seed):
+    def test_the_fixed_function_passes_and_the_broken_one_does_not(self, seed):
         fault = draw_broken_function(seed)
         assert [step.reward for step in self.play(f"fix {fault.right}", seed=seed)] == [1.0]
         assert [step.reward for step in self.play(f"fix {fault.broken}", seed=seed)] == [0.0]
@@ -98,11 +98,11 @@ class TestRepair:
         (step,) = self.play("rm -rf /")
         assert (step.reward, step.done) == (-0.05, False)
 
-    def test_the_reward_function_runs_the_tests_on_what_was_handed_in_last(self):
+    def test_the_reward_function_runs_the_tests_on_the_last_submission(self):
         played = trajectory()
         right = draw_broken_function(played.seed).right
         assert mended(played, text=f"fix nonsense<|x|> fix {right}<|end|>", sandbox="auto") == 1
-        assert mended(played, text="I give up", sandbox="auto") == 0
+        assert mended(played, text="I cannot do it", sandbox="auto") == 0
 
     def test_code_does_not_reach_the_network_or_our_files(self, tmp_path):
         (tmp_path / "secret").write_text("x")
@@ -110,15 +110,15 @@ class TestRepair:
         assert not run_python(f"open({str(tmp_path / 'secret')!r})")[0]
 
     def test_output_without_end_is_cut(self):
-        ended_well, said = run_python("while True: print('x' * 1000)")
+        ended_well, output = run_python("while True: print('x' * 1000)")
         assert not ended_well
-        assert len(said) <= 400
+        assert len(output) <= 400
 
     def test_memory_without_end_is_refused(self):
         assert "MemoryError" in run_python("x = bytearray(1 << 31)")[1]
 
 
-@walls
+@needs_bubblewrap
 def test_every_task_of_the_repair_domain_can_be_solved_and_is_not_solved_yet():
     for fault in BROKEN_FUNCTIONS:
         assert run_python(f"{fault.right}\n{fault.tests}") == (True, "")
