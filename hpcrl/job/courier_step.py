@@ -35,19 +35,19 @@ from hpcrl.weights.couriers.protocol import CourierStatus
 from hpcrl.weights.versions import Transport, TransportName, find_newest_version, read_transport, write_transport
 
 STARTUP_TIMEOUT_S = 180.0
-"""How long the couriers may take to connect to each other; they stop trying before that."""
+"""The time that couriers may take to connect to each other; they stop trying before that."""
 STEADY_AFTER_S = 60.0
 """Couriers that served this long are healthy: earlier failures no longer count."""
 MAX_RESTARTS = 5
-"""How often in a row couriers that have served are restarted."""
+"""The most restarts in a row of couriers that have served."""
 MAX_TRIES = 2
-"""How often a transport that has never served is tried."""
+"""The most tries of a transport that has never served."""
 MAX_RETURNS = 3
-"""How often in a job couriers are used again after files."""
+"""The most returns in a job from files to couriers."""
 RETRY_INTERVAL_S = 60.0
 """After this long with files, abandoned couriers are tried again; each further time after four times as long."""
 END_TIMEOUT_S = 15.0
-"""How long a step may take to end after one of its ranks has stopped serving."""
+"""The time that a step may take to end after one of its ranks has stopped serving."""
 SILENCE_TIMEOUT_S = 30.0
 """Couriers without a heartbeat for this long are lost, even if their step has not ended: srun may hang."""
 POLL_INTERVAL_S = 0.5
@@ -104,11 +104,11 @@ class CourierSupervisor:
     _next_poll: float = 0.0
     _last_beat: float = 0.0
     _beat_changed_at: float = 0.0
-    """When the heartbeat was last seen to change."""
+    """The time at which the heartbeat was last seen to change."""
     _failures: int = 0
     _has_served: bool = False
     _start_at: float = math.inf
-    """When an ended step is restarted."""
+    """The time at which an ended step is restarted."""
     _returns_left: int = MAX_RETURNS
     _version_at_request: int | None = None
     """The newest version when an engine was seen to have asked for files."""

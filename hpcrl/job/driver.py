@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 LONG_LIVED_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env")
 MAX_RESTARTS = 3
-"""How often one worker (or the trainer, a worker pool, the scoring of one segment) is restarted in a job."""
+"""The most restarts in a job of one worker (or the trainer, a worker pool, the scoring of one segment)."""
 POLL_INTERVAL_S = 0.1
 TERM_GRACE_S = 20.0
 """Time to drain after SIGTERM: Slurm kills 30 s after it."""

@@ -27,7 +27,7 @@ from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendan
 from hpcrl.weights.window.file import unlink_recorded_windows
 
 CLOSE_GRACE_S = 10.0
-"""How long processes may take to end."""
+"""The time that processes may take to end."""
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 

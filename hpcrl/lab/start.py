@@ -48,7 +48,7 @@ class LabRecord:
 
 
 class LabStartup:
-    """One start of the lab. Every daemon is recorded as soon as it is started, so that `down` always finds it."""
+    """The start of a lab. Every daemon is recorded as soon as it is started, so that `down` always finds it."""
 
     def __init__(self, lab: LabDir, *, cluster: LabCluster) -> None:
         self.lab = lab

@@ -31,7 +31,7 @@ BEAT_INTERVAL_S = 2.0
 
 @dataclass
 class WorkerContext:
-    """One worker of one role in one job."""
+    """The context of one worker of one role in one job."""
 
     campaign: CampaignDir
     job: JobDir

@@ -47,7 +47,7 @@ DEFAULT_SIMULATED_GPU = "h100"
 POLL_INTERVAL_S = 0.1
 FAULT_PAUSE_S = 1.0
 MAX_BEHIND_S = 30.0
-"""How long an engine may lag behind a version that exists before it asks for files."""
+"""The time that an engine may lag behind a published version before it asks for files."""
 
 
 class WorkerEngine(ServedEngine, UpdatableEngine, Protocol):

@@ -28,11 +28,11 @@ from pathlib import Path
 from hpcrl.errors import SlurmError
 
 COMMAND_TIMEOUT_S = float(os.environ.get("HPCRL_SLURM_TIMEOUT_S", "40"))
-"""How long one Slurm command may take to answer; a caller that only displays the answer may set less."""
+"""The time that one Slurm command may take to answer; a caller that only displays the answer may set less."""
 TIMED_OUT = 124
 """The exit code of coreutils' timeout; `run_slurm` uses it too for a command that did not answer."""
 MAX_NODES = 100_000
-"""No machine has more nodes in one range: a longer range is garbage."""
+"""The most nodes in one range of a node list: a longer range is garbage."""
 
 _SETTINGS = ("SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
 """Variables with these prefixes act as options of a command."""

@@ -90,12 +90,12 @@ class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one component of a job; a plain job has one component, with index 0."""
 
     id: str
-    """Its separate id, without `+`: component 1 of job 123 may be 124."""
+    """The component's own id, without `+`: component 1 of job 123 may be 124."""
     index: int
     state: str
     partition: str
     nodes: str = ""
-    """In Slurm's notation: `gpu[01-02]`; empty before the job starts."""
+    """The nodes in Slurm's notation: `gpu[01-02]`; empty before the job starts."""
     reason: str = ""
     """Slurm's name for why it waits or ended; empty if there is none."""
     start: float | None = None

@@ -115,7 +115,7 @@ def test_a_sealed_segment_becomes_one_task(make):
 
 def test_without_reward_jobs_every_segment_is_scored_on_spare_cores(make):
     workers = Workers()
-    make(elastic=False).tend(workers)
+    make(elastic=False).poll(workers)
     assert [(segment, elastic) for segment, elastic, _ in workers.tasks] == [(SEGMENT, False)]
     assert workers.jobs == 0
 
