@@ -39,7 +39,7 @@ WAIT_S = 180.0
 
 @dataclass
 class Fleet:
-    """One courier per node; the first node, or the first few, are the trainer's."""
+    """The couriers, one per node; the first node, or the first few, are the trainer's."""
 
     run: CampaignDir
     nodes: tuple[str, ...]

@@ -49,7 +49,7 @@ class ShardOrigin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorSlot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One tensor, or one box of it, and its offset."""
+    """A tensor, or one box of it, and its offset."""
 
     name: str
     dtype: str

@@ -58,7 +58,7 @@ class RankMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardStore:
-    """One rank's end of its node's window; the first rank there creates it with the first version."""
+    """The end of a node's window for one rank; the first rank there creates it with the first version."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ class MessageTag(IntEnum):
 
 
 class ByteChunk(NamedTuple):
-    """One bucket of a transfer."""
+    """A bucket of a transfer."""
 
     data: memoryview
     source: int | None = None

@@ -85,7 +85,7 @@ class PartSender:
         """Hold the part of a version while it is sent."""
         window = self._newest_window()
         if window is None or window.layout != part.layout:
-            raise WeightsError(f"version {version} is no longer in {self._key.path}: the newest is sent instead")
+            raise WeightsError(f"version {version} is not in {self._key.path} any more: the newest is sent instead")
         return window.read_unchecked(version)
 
     def _newest_window(self) -> Window | None:

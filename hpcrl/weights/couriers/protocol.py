@@ -139,7 +139,7 @@ class NoRoomError(WeightsError):
 
 
 class RankLostError(WeightsError):
-    """Another rank is lost, which ends this run of the couriers."""
+    """A rank is lost, which ends this run of the couriers."""
 
 
 class RankStuckError(RankLostError):

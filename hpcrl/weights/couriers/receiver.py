@@ -327,7 +327,7 @@ class VersionReceiver:
         self._connection.send_update(self._source.rank, MessageTag.REPORT, self._encode_report())
 
     def _exit_process(self) -> NoReturn:
-        """Remove the window, which is no longer needed, and exit."""
+        """Remove the window, which is not needed any more, and exit."""
         for thread in self._threads:
             thread.shutdown(cancel_futures=True)
         if self._window is not None:

@@ -55,7 +55,7 @@ class WriteTicket(NamedTuple):
 
 @dataclass
 class Window:
-    """One end of a window; each slot has the `layout`."""
+    """An end of a window; each slot has the `layout`."""
 
     path: Path
     layout: TensorLayout
@@ -228,7 +228,7 @@ class Window:
         lease = self._lease(file.JOINT_WRITE_LOCKS[ticket.slot], exclusive=False, wait_s=LEASE_TIMEOUT_S)
         try:
             if lease is None or self._heads.generation(ticket.slot) != ticket.generation - 1:
-                raise WeightsError(f"version {ticket.version} in {self.path} is no longer being written: join the next")
+                raise WeightsError(f"version {ticket.version} in {self.path} is not being written now: join the next")
             yield self._bytes_of(ticket.slot)
         finally:
             self._release(lease)

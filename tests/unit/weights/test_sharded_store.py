@@ -308,7 +308,7 @@ def test_a_slot_is_not_given_away_while_a_rank_still_fills_it(
     with part.joint_write(turn), pytest.raises(WeightsError, match="a rank still fills slot 0"):
         writer.start_version(1, step=1)
     writer.start_version(1, step=1)
-    with pytest.raises(WeightsError, match="is no longer being written"), part.joint_write(turn):
+    with pytest.raises(WeightsError, match="is not being written now"), part.joint_write(turn):
         pass
 
 
