@@ -96,7 +96,7 @@ class CourierSupervisor:
     """The transport in use."""
     incarnation: str = ""
     _num_useless: int = 0
-    """The number of commands that never served and are not tried again on these nodes."""
+    """The number of commands that proved useless and are not tried again on these nodes."""
     _process: "subprocess.Popen[bytes] | None" = None
     _started_at: float = 0.0
     _patient_until: float = 0.0
@@ -172,7 +172,7 @@ class CourierSupervisor:
             self._version_at_request = None
 
     def _fall_back(self, reason: str, *, permanently: bool) -> None:
-        """Use files for now; then start the next transport if this one never served, else retry this one later."""
+        """Use files for now; start the next transport if this one is useless, else retry this one later."""
         self.transport = Transport(rung="files", reason=reason)
         self._failures = 0
         if permanently:
