@@ -70,7 +70,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     """A waiting request with a smaller number goes first."""
     keep_kv_s: float = 0.0
-    """For how long after this turn its KV should be kept: the trajectory's next turn is likely to come by then."""
+    """The time to keep the KV of this turn: the trajectory's next turn is likely to come by then."""
 
 
 MAX_TOP_LOGPROBS = 20
@@ -87,7 +87,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     remote_prefill: bool = False
     """True if the handed-over KV was used."""
     top: list[dict[int, float]] = []
-    """For each token, if requested: the likeliest tokens at its position with their log-probabilities."""
+    """The likeliest tokens at each token's position with their log-probabilities, if requested."""
 
 
 class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):

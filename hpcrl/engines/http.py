@@ -45,7 +45,7 @@ SHORT_TIMEOUT_S = 30.0
 STATUS_FULL = 503
 """The status of a request that may be sent to another engine."""
 KV_FETCH_TIMEOUT_S = 20.0
-"""After this the engine that decodes computes the prompt itself."""
+"""The time limit of a fetch; the engine that decodes then computes the prompt itself."""
 
 
 class ServedEngine(TokenGenerator, TokenStreamer, Protocol):

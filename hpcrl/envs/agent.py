@@ -38,7 +38,7 @@ from hpcrl.errors import ConfigError, EnvFault
 INSIDE_PORT = 8000
 """The port of the model on the loopback of a sandbox, which is private to it."""
 END_GRACE_S = 5.0
-"""How long a program's launcher may take to end all that it started."""
+"""The time limit of a launcher for ending all that it started."""
 INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 """The only variables that a program in a sandbox inherits."""
 _LAUNCHER_CODE = (

@@ -113,7 +113,7 @@ class ModelAccess(msgspec.Struct, frozen=True, kw_only=True):
     """The address of the model for a program, by OpenAI's API."""
 
     url: str
-    """On loopback; ends in /v1."""
+    """A URL on loopback that ends in /v1."""
     socket: str
     """The same as a socket file, for sandboxes without a network."""
     api_key: str

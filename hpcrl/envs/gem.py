@@ -1,4 +1,7 @@
-"""The environments of GEM (gem-llm), by their ids."""
+"""The environments of GEM (gem-llm), by their ids.
+
+Gem  one environment
+"""
 
 from typing import Any
 

@@ -129,7 +129,7 @@ class SimEngine:
         self._request_loop = RequestLoop(LoopHooks(can_step=self._can_step, step=self._step, drop=self._drop))
         self._handover_store: dict[str, _SimKv] = {}
         self._late_s = 0.0
-        """By how much the last step took longer than it should."""
+        """The lateness of the last timer."""
 
     async def __aenter__(self) -> Self:
         self._request_loop.start()

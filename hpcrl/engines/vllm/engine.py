@@ -1,5 +1,9 @@
 """The vLLM engine: an InferenceEngine and UpdatableEngine with its own vLLM server (hpcrl.engines.vllm.server).
 
+    VllmEngine  the engine
+    GENERATE_ROUTE, SWITCH_ROUTE, HANDLE_URL_PREFIX  names
+    UPDATE_TIMEOUT_S, SHORT_TIMEOUT_S, ABORT_RETRY_INTERVAL_S, KV_TTL_S, MAX_KV_BYTES  limits
+
 Token ids go in and token ids come out; vLLM reports which version of the weights generated each. Between pause and
 resume the caches are reset and running requests are recomputed, so no token attends to keys and values of other
 weights. KV is handed over by vLLM's connectors, or by ours (hpcrl.engines.vllm.kv_files_connector).

@@ -40,7 +40,7 @@ HEALTH_TIMEOUT_S = 60.0
 """The time limit of one health check."""
 MAX_SILENCES = 3
 STEP_TIMEOUT_S = 1800.0
-"""How long vLLM waits for a step of its worker processes; its default of 300 s is too short on a crowded machine."""
+"""vLLM's time limit for a step of its worker processes; its default of 300 s is too short on a crowded machine."""
 END_GRACE_S = 15.0
 MAX_SCRATCH_BYTES = 68
 """The path of a socket has at most 107 bytes, and vLLM's sockets have names of 36."""

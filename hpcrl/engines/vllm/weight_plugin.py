@@ -52,7 +52,7 @@ log = logging.getLogger("vllm.hpcrl")
 
 @dataclass
 class VersionInitInfo(WeightTransferInitInfo):
-    """Where versions are, which one is going to be loaded, and where to report that it can be."""
+    """The place of the versions, the version to prepare, and the path of the answer."""
 
     campaign: str
     job: int

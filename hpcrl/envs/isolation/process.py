@@ -45,9 +45,9 @@ MAX_KEPT_BYTES = 2000
 SINGLE_THREAD_VARIABLES = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 """Many such processes share a node: numpy's threads, with buffers for every core, would fill their limit at once."""
 CLOSE_TIMEOUT_S = 2.0
-"""How long an environment may take to close."""
+"""The time limit of an environment for closing."""
 REAP_TIMEOUT_S = 5.0
-"""How long its keeper may take to end all processes that are left."""
+"""The time limit of its keeper for ending all processes that are left."""
 
 
 class ProcessLimits(msgspec.Struct, frozen=True, kw_only=True):
