@@ -198,7 +198,7 @@ def test_asking_for_the_newest_version_imports_nothing_heavy() -> None:
     [
         (lambda w: w.pop("bias"), "lack tensor 'bias'"),
         (lambda w: w.update(more=torch.ones(1)), "hold tensor 'more'"),
-        (lambda w: w.update(weight=torch.ones(3, 2)), r"'weight' has shape \(3, 2\), the model wants \(2, 3\)"),
+        (lambda w: w.update(weight=torch.ones(3, 2)), r"'weight' has shape \(3, 2\), the model needs \(2, 3\)"),
         (lambda w: w.update(weight=torch.ones(2, 3).half()), "'weight' is torch.float16"),
     ],
 )

@@ -99,7 +99,7 @@ class CourierStatus(msgspec.Struct, frozen=True, kw_only=True):
     """True once every rank is there and the sender serves."""
     reason: str
     hopeless: bool = False
-    """They would fail again: do not restart them."""
+    """The couriers would fail again: do not restart them."""
     carried: int | None = None
     """The newest version that every node has; None before the first."""
 
