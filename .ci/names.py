@@ -66,12 +66,12 @@ def main(args: list[str]) -> int:
         ("class names in several modules", sum(len(where) > 1 for where in classes.values()), 0, ""),
         ("modules with one importer, under 120 lines", percent(len(small), len(content)), 8, "%"),
         ("modules in the root", len(list(PACKAGE.glob("*.py"))), 3, ""),
+        ("dialect words in code and docs", sum(words.values()), 99, ""),
     ]
     missed = False
     for label, value, bar, unit in rows:
         missed |= value > bar
         print(f"{label:<44} {value:4}{unit:1}  at most {bar}{unit}{'   MISSED' if value > bar else ''}")
-    print(f"{'dialect words in code and docs':<44} {sum(words.values()):4}   goal: under 100 (--words lists them)")
     print(f"{'dialect words in tests and benches':<44} {sum(test_words.values()):4}")
     return int(missed)
 
