@@ -10,6 +10,8 @@ hetstep       one allocation on one partition, its nodes split among the roles: 
 local         one machine without a scheduler
 """
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,7 +23,7 @@ from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.plan.components import PLACED_ROLES
 from hpcrl.plan.demand import compute_node_needs, compute_role_demand
 from hpcrl.plan.partitions import PartitionChoice, choose_partition, evaluate_partition
-from hpcrl.plan.sizing import with_chosen_workers, with_single_workers
+from hpcrl.plan.sizing import list_worker_numbers, with_single_workers
 
 JobLayout = Literal["hetjob", "hetstep", "local"]
 
@@ -112,12 +114,19 @@ def _best_partition_each(recipe: Recipe, site: Site, *, layout: JobLayout, reaso
         except PlanError:
             return False
 
-    recipe, sizes = with_chosen_workers(recipe, gpus=gpus, fits=fits)
+    recipe, sizes = _find_most_workers(list_worker_numbers(recipe, gpus=gpus), fits)
     choices = _choose_partitions(recipe, site, one_machine=on_one_machine)
     refusal = _explain_memory_refusal(recipe, choices, site)
     if refusal is not None:
         raise PlanError(refusal)
     return JobPlacement(layout=layout, reason=reason, recipe=recipe, sizes=sizes, choices=choices, warnings=[])
+
+
+def _find_most_workers(
+    numbers: list[tuple[Recipe, list[str]]], fits: Callable[[Recipe], bool]
+) -> tuple[Recipe, list[str]]:
+    """Return the first of these that fits, by bisection: fewer workers fit wherever more do; else the last."""
+    return numbers[bisect_left(numbers[:-1], True, key=lambda number: fits(number[0]))]
 
 
 def _choose_partitions(recipe: Recipe, site: Site, *, one_machine: bool) -> dict[RoleName, PartitionChoice]:
@@ -166,9 +175,10 @@ def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> Job
         return not isinstance(_choose_nodes_in(label, smaller, site), str)
 
     try:
-        recipe, sizes = with_chosen_workers(recipe, gpus=_find_engine_gpus(one_each, site), fits=fits)
+        numbers = list_worker_numbers(recipe, gpus=_find_engine_gpus(one_each, site))
     except PlanError as error:  # only about this partition: another may fit
         return f"{label}: {error}"
+    recipe, sizes = _find_most_workers(numbers, fits)
     choices = _choose_nodes_in(label, recipe, site)
     if isinstance(choices, str):
         return choices

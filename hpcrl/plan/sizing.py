@@ -1,6 +1,6 @@
 """Choose the number of prefill and decode workers where the recipe leaves it open. Pure.
 
-    with_chosen_workers    the recipe with both numbers, as far as there is room for them, and the reasons
+    list_worker_numbers    the recipe with both numbers filled in, from the most that could be used down to one of each
     with_single_workers    the recipe with one worker of each
     compute_average_turn, AverageTurn    the average turn of the recipe's domains
 
@@ -8,8 +8,6 @@ Both numbers follow from one signal, the tokens that can be decoded in a second,
 decode workers to hold all running episodes, and enough prefill workers to compute the prompts of their turns.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
@@ -50,18 +48,15 @@ def with_single_workers(recipe: Recipe) -> Recipe:
     return _limit_workers(recipe, [], most=1)[0]
 
 
-def with_chosen_workers(
-    recipe: Recipe, *, gpus: dict[RoleName, str | None], fits: Callable[[Recipe], bool]
-) -> tuple[Recipe, list[str]]:
-    """Fill in the numbers that the recipe leaves at 0. `gpus` is the GPU type that each role gets.
+def list_worker_numbers(recipe: Recipe, *, gpus: dict[RoleName, str | None]) -> list[tuple[Recipe, list[str]]]:
+    """Fill in the numbers that the recipe leaves at 0; `gpus` is the GPU type that each role gets.
 
-    If not all workers that could be used fit, both roles get fewer, in the same ratio.
+    The first has all workers that could be used, and its reasons; each of the next has fewer of both roles, in the same
+    ratio; the last has one of each.
     """
     demands = _find_worker_demands(recipe, gpus)
     largest = max((demand.num for demand in demands), default=1)
-    downwards = range(largest, 1, -1)
-    tried = bisect_left(downwards, True, key=lambda most: fits(_limit_workers(recipe, demands, most=most)[0]))
-    return _limit_workers(recipe, demands, most=largest - tried)
+    return [_limit_workers(recipe, demands, most=most) for most in range(largest, 0, -1)]
 
 
 def compute_average_turn(recipe: Recipe) -> AverageTurn:
