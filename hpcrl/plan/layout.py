@@ -23,7 +23,7 @@ from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.plan.components import PLACED_ROLES
 from hpcrl.plan.demand import compute_node_needs, compute_role_demand
 from hpcrl.plan.partitions import PartitionChoice, choose_partition, evaluate_partition
-from hpcrl.plan.sizing import list_worker_numbers, with_single_workers
+from hpcrl.plan.sizing import WorkerNumbers, find_worker_numbers, with_single_workers
 
 JobLayout = Literal["hetjob", "hetstep", "local"]
 
@@ -114,7 +114,7 @@ def _best_partition_each(recipe: Recipe, site: Site, *, layout: JobLayout, reaso
         except PlanError:
             return False
 
-    recipe, sizes = _find_most_workers(list_worker_numbers(recipe, gpus=gpus), fits)
+    recipe, sizes = _find_most_workers(find_worker_numbers(recipe, gpus=gpus), fits)
     choices = _choose_partitions(recipe, site, one_machine=on_one_machine)
     refusal = _explain_memory_refusal(recipe, choices, site)
     if refusal is not None:
@@ -122,11 +122,11 @@ def _best_partition_each(recipe: Recipe, site: Site, *, layout: JobLayout, reaso
     return JobPlacement(layout=layout, reason=reason, recipe=recipe, sizes=sizes, choices=choices, warnings=[])
 
 
-def _find_most_workers(
-    numbers: list[tuple[Recipe, list[str]]], fits: Callable[[Recipe], bool]
-) -> tuple[Recipe, list[str]]:
-    """Return the first of these that fits, by bisection: fewer workers fit wherever more do; else the last."""
-    return numbers[bisect_left(numbers[:-1], True, key=lambda number: fits(number[0]))]
+def _find_most_workers(numbers: WorkerNumbers, fits: Callable[[Recipe], bool]) -> tuple[Recipe, list[str]]:
+    """Fill in the most workers that fit, by bisection: fewer fit wherever more do; else one of each."""
+    downwards = range(numbers.largest, 1, -1)
+    tried = bisect_left(downwards, True, key=lambda most: fits(numbers.limit(most)[0]))
+    return numbers.limit(numbers.largest - tried)
 
 
 def _choose_partitions(recipe: Recipe, site: Site, *, one_machine: bool) -> dict[RoleName, PartitionChoice]:
@@ -175,7 +175,7 @@ def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> Job
         return not isinstance(_choose_nodes_in(label, smaller, site), str)
 
     try:
-        numbers = list_worker_numbers(recipe, gpus=_find_engine_gpus(one_each, site))
+        numbers = find_worker_numbers(recipe, gpus=_find_engine_gpus(one_each, site))
     except PlanError as error:  # only about this partition: another may fit
         return f"{label}: {error}"
     recipe, sizes = _find_most_workers(numbers, fits)

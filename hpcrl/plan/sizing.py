@@ -1,7 +1,7 @@
 """Choose the number of prefill and decode workers where the recipe leaves it open. Pure.
 
-    list_worker_numbers    the recipe with both numbers filled in, from the most that could be used down to one of each
-    with_single_workers    the recipe with one worker of each
+    find_worker_numbers, WorkerNumbers   both numbers as far as they could be used, and the recipe with fewer of each
+    with_single_workers                  the recipe with one worker of each
     compute_average_turn, AverageTurn    the average turn of the recipe's domains
 
 Both numbers follow from one signal, the tokens that can be decoded in a second, as HeteroScale sizes its pools: enough
@@ -43,20 +43,39 @@ class _WorkerDemand:
         return f"{self.role} has {num} workers{less}: {self.why}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerNumbers:
+    """The numbers of workers that a recipe could use where it leaves them at 0."""
+
+    recipe: Recipe
+    demands: list[_WorkerDemand]
+
+    @property
+    def largest(self) -> int:
+        """The larger of the two numbers."""
+        return max((demand.num for demand in self.demands), default=1)
+
+    def limit(self, most: int) -> tuple[Recipe, list[str]]:
+        """Fill both numbers in, scaled down in the same ratio until the larger one is `most`, and give the reasons."""
+        nums = {demand.role: ceil(demand.num * most / self.largest) for demand in self.demands}
+        asked, replace = self.recipe.resources, msgspec.structs.replace
+        resources = replace(
+            asked,
+            prefill=replace(asked.prefill, num_workers=asked.prefill.num_workers or nums.get("prefill", 1)),
+            decode=replace(asked.decode, num_workers=asked.decode.num_workers or nums.get("decode", 1)),
+        )
+        reasons = [demand.describe(nums[demand.role]) for demand in self.demands]
+        return replace(self.recipe, resources=resources), reasons
+
+
 def with_single_workers(recipe: Recipe) -> Recipe:
-    """Set open numbers to one worker: where sizing starts, and what it returns if it lacks the facts."""
-    return _limit_workers(recipe, [], most=1)[0]
+    """Set open numbers to one worker: where sizing starts, and what remains where facts are missing."""
+    return WorkerNumbers(recipe=recipe, demands=[]).limit(1)[0]
 
 
-def list_worker_numbers(recipe: Recipe, *, gpus: dict[RoleName, str | None]) -> list[tuple[Recipe, list[str]]]:
-    """Fill in the numbers that the recipe leaves at 0; `gpus` is the GPU type that each role gets.
-
-    The first has all workers that could be used, and its reasons; each of the next has fewer of both roles, in the same
-    ratio; the last has one of each.
-    """
-    demands = _find_worker_demands(recipe, gpus)
-    largest = max((demand.num for demand in demands), default=1)
-    return [_limit_workers(recipe, demands, most=most) for most in range(largest, 0, -1)]
+def find_worker_numbers(recipe: Recipe, *, gpus: dict[RoleName, str | None]) -> WorkerNumbers:
+    """Compute the numbers that the recipe leaves at 0; `gpus` is the GPU type that each role gets."""
+    return WorkerNumbers(recipe=recipe, demands=_find_worker_demands(recipe, gpus))
 
 
 def compute_average_turn(recipe: Recipe) -> AverageTurn:
@@ -125,16 +144,3 @@ def _estimate_role_speed(recipe: Recipe, role: RoleName, gpus: dict[RoleName, st
         gpu, shape=guess_model_shape(num_params), tp=max(1, getattr(recipe.resources, role).gpus_per_worker)
     )
     return found if found.kv_tokens else None
-
-
-def _limit_workers(recipe: Recipe, demands: list[_WorkerDemand], *, most: int) -> tuple[Recipe, list[str]]:
-    """Fill in the demands, scaled down in the same ratio until the larger one is `most`."""
-    largest = max((demand.num for demand in demands), default=1)
-    nums = {demand.role: ceil(demand.num * most / largest) for demand in demands}
-    asked, replace = recipe.resources, msgspec.structs.replace
-    resources = replace(
-        asked,
-        prefill=replace(asked.prefill, num_workers=asked.prefill.num_workers or nums.get("prefill", 1)),
-        decode=replace(asked.decode, num_workers=asked.decode.num_workers or nums.get("decode", 1)),
-    )
-    return replace(recipe, resources=resources), [demand.describe(nums[demand.role]) for demand in demands]
