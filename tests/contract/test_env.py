@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hpcrl.envs.arithmetic import Arithmetic
 from hpcrl.envs.base import Step, adapt_env
 from hpcrl.envs.gymnasium_text import Blackjack, FrozenLake, Taxi
+from tests.support.episodes import play
 
 MAX_OBSERVATION = 20
 """A number of characters: ten turns must fit into a tiny model's context with room to spare."""
@@ -49,20 +50,6 @@ ACTIONS = ["L", "D", "R", "U", "P", "X", "", "?", "calc 1+2", "= 3", "\n\x00\u00
 @pytest.fixture(params=ENVS, ids=lambda name: name.replace(" ", "-"))
 def make(request):
     return ENVS[request.param]
-
-
-def play(env, actions, *, seed):
-    async def run():
-        steps = []
-        first = await env.reset(seed)
-        for action in actions:
-            steps.append(await env.step(action))
-            if steps[-1].done:
-                break
-        await env.close()
-        return first, steps
-
-    return asyncio.run(run())
 
 
 def test_the_same_seed_and_actions_give_the_same_episode(make):

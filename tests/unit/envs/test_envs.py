@@ -15,24 +15,9 @@ from hpcrl.envs.base import Step, adapt_env, env_reward, make_env
 from hpcrl.envs.gymnasium_text import INVALID_COST, FrozenLake, Taxi, goal_and_way, success
 from hpcrl.errors import ConfigError
 from hpcrl.spool.record import EpisodeTurn, Trajectory
+from tests.support.episodes import play
 
 SMALL = {"map": ["SFF", "FHF", "FFG"], "show": "position"}
-
-
-def play(env, actions, *, seed=0):
-    """Return the first observation, and the steps up to the end of the episode."""
-
-    async def run():
-        steps = []
-        first = await env.reset(seed)
-        for action in actions:
-            steps.append(await env.step(action))
-            if steps[-1].done:
-                break
-        await env.close()
-        return first, steps
-
-    return asyncio.run(run())
 
 
 def recorded(steps):

@@ -4,36 +4,21 @@ import errno
 import itertools
 import os
 
-import numpy as np
 import pytest
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool import hdf5
 from hpcrl.spool.listing import list_segments
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.record import COLUMNS, EpisodeTurn, Trajectory, pack_trajectory
+from hpcrl.spool.record import COLUMNS, pack_trajectory
 from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
+from tests.support import spools
 from tests.support.disks import largest_file
 
 
 def trajectory(number=0, num_tokens=500):
-    return Trajectory(
-        id=f"math/{number}/0",
-        group=f"math/{number}",
-        domain="math",
-        seed=number,
-        status="done",
-        producer="000-env-0",
-        created=0.0,
-        start_version=0,
-        end_version=0,
-        turns=[EpisodeTurn(start=0, end=num_tokens)],
-        token_ids=np.arange(num_tokens, dtype=np.int32),
-        logprobs=np.zeros(num_tokens, np.float32),
-        versions=np.zeros(num_tokens, np.int32),
-        loss_mask=np.ones(num_tokens, np.bool_),
-    )
+    return spools.trajectory(f"math/{number}/0", num_tokens, seed=number)
 
 
 def exact(trajectories):

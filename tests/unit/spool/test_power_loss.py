@@ -6,8 +6,9 @@ import numpy as np
 
 from hpcrl.spool.listing import list_segments
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.record import EpisodeTurn, Trajectory, pack_trajectory
+from hpcrl.spool.record import pack_trajectory
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
+from tests.support import spools
 from tests.support.recorded_disk import Recording, acknowledged, after_power_loss
 
 NUM_CUTS = 300
@@ -15,21 +16,12 @@ NUM_CUTS = 300
 
 def trajectory(number):
     num_tokens = 50 + number * 37 % 400
-    return Trajectory(
-        id=f"math/{number}/0",
-        group=f"math/{number}",
-        domain="math",
+    return spools.trajectory(
+        f"math/{number}/0",
+        num_tokens,
         seed=number,
-        status="done",
-        producer="000-env-0",
-        created=0.0,
-        start_version=0,
-        end_version=0,
-        turns=[EpisodeTurn(start=0, end=num_tokens)],
         token_ids=np.arange(num_tokens, dtype=np.int32) + number,
         logprobs=np.full(num_tokens, -number, np.float32),
-        versions=np.zeros(num_tokens, np.int32),
-        loss_mask=np.ones(num_tokens, np.bool_),
     )
 
 

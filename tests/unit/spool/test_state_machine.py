@@ -5,7 +5,6 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -13,32 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.spool.listing import count_spool_trajectories, list_segments
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.record import EpisodeTurn, Trajectory
 from hpcrl.spool.retention import SettledSegments, SpoolDirs, recover_retirement, retire_segments
 from hpcrl.spool.segment import read_segment
 from hpcrl.spool.writer import DiskSpoolWriter, derive_segment
+from tests.support.spools import trajectory
 
 NUM_KEPT = 2
 """The number of checkpoints that are kept."""
-
-
-def trajectory(name):
-    return Trajectory(
-        id=name,
-        group=name.rpartition("/")[0],
-        domain="math",
-        seed=1,
-        status="done",
-        producer="env",
-        created=0.0,
-        start_version=0,
-        end_version=0,
-        turns=[EpisodeTurn(start=0, end=1)],
-        token_ids=np.zeros(1, np.int32),
-        logprobs=np.zeros(1, np.float32),
-        versions=np.zeros(1, np.int32),
-        loss_mask=np.ones(1, np.bool_),
-    )
 
 
 def scored(one):
@@ -75,14 +55,14 @@ class Campaign(RuleBasedStateMachine):
     @rule(producer=st.sampled_from(["env-0", "env-1"]), num=st.integers(1, 3))
     def write(self, producer, num):
         for _ in range(num):
-            self.writers[producer].append(trajectory(f"math/{self.num_sent}/0"))
+            self.writers[producer].append(trajectory(f"math/{self.num_sent}/0", 1, producer="env"))
             self.num_sent += 1
 
     @rule(producer=st.sampled_from(["env-0", "env-1"]), number=st.integers(0, 30))
     def write_again(self, producer, number):
         """Write an episode again, as a retry does whose first run was stored after all."""
         if number < self.num_sent:
-            self.writers[producer].append(trajectory(f"math/{number}/0"))
+            self.writers[producer].append(trajectory(f"math/{number}/0", 1, producer="env"))
 
     @rule(producer=st.sampled_from(["env-0", "env-1"]))
     def seal(self, producer):
