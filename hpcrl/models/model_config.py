@@ -33,7 +33,7 @@ class ModelLimits(NamedTuple):
 def read_model_config(path: Path) -> ModelDescription:
     """Read one config.json."""
     config = read_json(path)
-    fields = config | config.get("text_config", {})
+    fields = config | (config.get("text_config") or {})
     context_length, vocabulary_size = fields.get("max_position_embeddings"), fields.get("vocab_size")
     return ModelDescription(
         context_length=None if context_length is None else int(context_length),

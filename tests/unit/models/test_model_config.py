@@ -38,6 +38,10 @@ def test_a_language_model_inside_another_model_is_read(tmp_path: Path) -> None:
     assert (config.fields["hidden_size"], config.fields["tie_word_embeddings"]) == (64, True)
 
 
+def test_a_nested_configuration_that_is_null_is_left_out(tmp_path: Path) -> None:
+    assert read_context_length(write(tmp_path, PLAIN | {"text_config": None}), max_model_len=None) == 512
+
+
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
