@@ -10,6 +10,8 @@ The protocols are small, so that a caller depends only on what it uses:
 and these are the values they exchange:
 
     GenerateRequest                   one turn of one trajectory
+    OutputStructure                   what the text of its answer must be: a sequence of parts
+    ExactText, JsonValue, FreeText, PartChoice  the parts
     Completion, CompletionChunk       its answer, whole or in chunks
     convert_to_chunk, join_chunks     from one to the other
     KvHandle, FetchKv                 the KV of a remote prefill, and how it is fetched
@@ -39,6 +41,44 @@ class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of a vLLM KV connector for the receiving engine; the URL then starts with "vllm:"."""
 
 
+class ExactText(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
+    """The part of an answer that is exactly this text; names of special tokens in it stand for these tokens."""
+
+    text: str
+
+
+class JsonValue(msgspec.Struct, frozen=True, kw_only=True, tag="json"):
+    """The part of an answer that is JSON of this JSON Schema; `{"type": "object"}` is any object."""
+
+    schema: dict[str, Any]
+
+
+class FreeText(msgspec.Struct, frozen=True, kw_only=True, tag="free"):
+    """The part of an answer that is any text up to and including `until`: reasoning, or an argument without quotes."""
+
+    until: str
+
+
+class PartChoice(msgspec.Struct, frozen=True, kw_only=True, tag="choice"):
+    """The part of an answer that is one of several sequences of parts, such as the calls of several tools."""
+
+    alternatives: list[list["OutputPart"]]
+    """An empty sequence among them makes the choice optional."""
+    may_repeat: bool = False
+    """True: one or more of them, in any order."""
+    separator: str = ""
+    """The text between two of them."""
+
+
+OutputPart = ExactText | JsonValue | FreeText | PartChoice
+
+
+class OutputStructure(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer must be: these parts, and then a stop token. All other tokens have probability 0."""
+
+    parts: list[OutputPart]
+
+
 LOCAL_URL_PREFIX = "local:"
 """A handle with this URL prefix points into the engine that made it; a server replaces it with its own address."""
 FetchKv = Callable[[KvHandle], Awaitable[bytes]]
@@ -63,6 +103,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Sample from this number of likeliest tokens; 0: from all."""
     top_logprobs: int = 0
     """The number of likeliest tokens to report at each position, at most MAX_TOP_LOGPROBS."""
+    structure: OutputStructure | None = None
+    """What the text of the answer must be; log-probabilities are of the tokens that this allows."""
+    num_answered: int = 0
+    """The last tokens of `token_ids` that are the answer so far, if another engine has begun it: the structure
+    continues after them."""
     kv: KvHandle | None = None
     trajectory: str = ""
     """The same for all turns of a trajectory; engines may keep KV under it. "" belongs to none."""
