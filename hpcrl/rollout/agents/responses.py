@@ -3,69 +3,19 @@
 AnswerForm, ChatForm, TextForm  the form of answers, chunks and log-probabilities for the two kinds of request
 make_header, make_usage         the fields that every response has
 extract_message                 the answer as a client will send it back
-ToolFormat, ToolCall            how a model writes tool calls, and one such call
-HermesFormat, HERMES            JSON between two tags, as Hermes and Qwen models write them
 JsonObject                      a decoded JSON object
 """
 
+import itertools
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hpcrl.engines.base import CompletionChunk
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents.requests import ChatRequest, TextRequest
-
-OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A tool call: a function's name with arguments."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-class ToolFormat(Protocol):
-    """A protocol for the tool calls in generated text; a model that writes them differently needs its own."""
-
-    def parse(self, text: str) -> tuple[str, list[ToolCall]]: ...
-
-    def stable_length(self, text: str) -> int: ...
-
-
-class HermesFormat:
-    """The form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, repeated as needed, after any text."""
-
-    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Return the text before the first call, and the calls; one malformed call makes the whole answer text."""
-        before, *pieces = text.split(OPEN_TAG)
-        calls = [_parse_call(piece.partition(CLOSE_TAG)[0]) for piece in pieces]
-        good = [call for call in calls if call is not None]
-        return (before.rstrip(), good) if pieces and len(good) == len(calls) else (text, [])
-
-    def stable_length(self, text: str) -> int:
-        """Return how much of a growing text can be sent, as it cannot become part of a call."""
-        if OPEN_TAG in text:
-            text = text[: text.index(OPEN_TAG)]
-        held = next((size for size in range(len(OPEN_TAG) - 1, 0, -1) if text.endswith(OPEN_TAG[:size])), 0)
-        return len(text[: len(text) - held].rstrip())
-
-
-HERMES = HermesFormat()
-
-
-def _parse_call(text: str) -> ToolCall | None:
-    try:
-        call = json.loads(text)
-        name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-    return ToolCall(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
-
+from hpcrl.rollout.agents.tool_parsers import ContentText, ToolCall, ToolParser, parse_answer
 
 JsonObject = dict[str, Any]
 
@@ -100,13 +50,18 @@ class ChatForm:
 
     kind = "chat.completion"
 
-    def __init__(self, api_request: ChatRequest, *, template: ChatTemplate, tools: ToolFormat) -> None:
+    def __init__(self, api_request: ChatRequest, *, template: ChatTemplate, tools: ToolParser) -> None:
         self._sends_logprobs = bool(api_request.logprobs)
-        self._tools = tools if api_request.tools and api_request.tool_choice != "none" else None
+        self._parser = tools
+        self._tools = (api_request.tools or []) if api_request.tool_choice != "none" else []
         self._template = template
 
     def stable_length(self, text: str) -> int:
-        return len(text) if self._tools is None else self._tools.stable_length(text)
+        if not self._tools:
+            return len(text)
+        pieces = self._parser.make_reader(self._tools).feed(text)
+        before_calls = itertools.takewhile(lambda piece: isinstance(piece, ContentText), pieces)
+        return sum(len(piece.text) for piece in before_calls if isinstance(piece, ContentText))
 
     def choice(
         self, index: int, *, text: str, finish_reason: str, parts: Sequence[CompletionChunk], name: str
@@ -144,7 +99,10 @@ class ChatForm:
         return [_make_delta(index, delta, logprobs=self._logprobs([part])), last]
 
     def _parse_calls(self, text: str) -> tuple[str, list[ToolCall]]:
-        return (text, []) if self._tools is None else self._tools.parse(text)
+        if not self._tools:
+            return text, []
+        content, _, calls = parse_answer(self._parser.make_reader(self._tools), text)
+        return content, calls
 
     def _logprobs(self, parts: Sequence[CompletionChunk]) -> JsonObject | None:
         if not self._sends_logprobs:

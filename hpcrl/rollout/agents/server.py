@@ -38,8 +38,9 @@ from hpcrl.rollout.agents.requests import (
     normalise_messages,
     parse_body,
 )
-from hpcrl.rollout.agents.responses import HERMES, AnswerForm, ChatForm, TextForm, ToolFormat
+from hpcrl.rollout.agents.responses import AnswerForm, ChatForm, TextForm
 from hpcrl.rollout.agents.session import ProgramSession
+from hpcrl.rollout.agents.tool_parsers import HERMES, ToolParser
 from hpcrl.rollout.turn import StreamingGenerator
 
 MAX_BODY_BYTES = 64 << 20
@@ -58,7 +59,7 @@ class ModelProxy:
         policy: StreamingGenerator,
         *,
         template: ChatTemplate,
-        tools: ToolFormat = HERMES,
+        tools: ToolParser = HERMES,
         model: str = DEFAULT_MODEL,
     ) -> None:
         self.url = ""
