@@ -101,6 +101,9 @@ class EpisodesCounted(CampaignEvent, frozen=True, kw_only=True, tag="episodes"):
     evicted: NonNegativeCount = 0
     by_domain: dict[str, dict[str, int]] = {}
     """Ended episodes by domain and status."""
+    token_fates: dict[str, dict[str, int]] = {}
+    """Tokens generated in ended episodes, by domain and what became of them: `trained` if they were left to training,
+    else the reason: a status (`aborted-stale`, ...), or why a turn is masked (`spool.record.MASK_REASONS`)."""
 
 
 class CurriculumUpdated(CampaignEvent, frozen=True, kw_only=True, tag="curriculum"):
@@ -210,6 +213,8 @@ class StepFinished(CampaignEvent, frozen=True, kw_only=True, tag="step"):
     imbalance: float | None = None
     tokens_per_s: float | None = None
     times: dict[str, float] = {}
+    num_rows: NonNegativeCount | None = None
+    too_long_tokens: dict[str, int] = {}
     mfu: float | None = None
     """Share of the trainer GPUs' peak FLOP/s that the step used; None without GPUs."""
     wait_s: float | None = None
@@ -222,6 +227,8 @@ class StaleDropped(CampaignEvent, frozen=True, kw_only=True, tag="stale"):
     num: NonNegativeCount
     version: NonNegativeCount = 0
     """The version that they were too old for."""
+    token_counts: dict[str, int] = {}
+    """Tokens that would have been trained, by domain."""
 
 
 class EvaluationFinished(CampaignEvent, frozen=True, kw_only=True, tag="evaluation"):

@@ -1,6 +1,7 @@
 """The record of one episode: a trajectory, exact to the token.
 
     EpisodeTurn                  one turn of an episode
+    ConversationRow              one conversation of an episode that has several
     TrajectoryFacts              the facts of the episode besides its tokens; stored as JSON
     Trajectory                   the facts and the per-token columns
     PackedTrajectory             a trajectory in the form that is stored
@@ -11,7 +12,9 @@
     SCHEMA_MAJOR, SCHEMA_MINOR    the version of the schema
 
 Shape: `token_ids` is the input and the output of the model, in order; the other per-token columns have the same
-length. `loss_mask` is True for tokens that the model generated; `logprobs` and `versions` are 0 elsewhere.
+length. `loss_mask` is True for tokens that the model generated and that are trained; `logprobs` and `versions` are 0
+where the model generated nothing. An episode with several conversations has `rows`, whose tokens are stored one after
+another without what a row shares with an earlier one: `hpcrl.spool.rows` puts them together.
 
 Schema: a newer minor version may add facts (of the episode or of a turn); a reader that does not know them keeps
 them in `extra` and writes them back. A new column or a new status needs a new major version.
@@ -19,6 +22,7 @@ them in `extra` and writes them back. A new column or a new status needs a new m
 
 import json
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,25 +34,44 @@ from numpy.typing import NDArray
 from hpcrl.errors import SpoolError
 from hpcrl.spool.status import EpisodeStatus
 
-SCHEMA_MAJOR = 1
+SCHEMA_MAJOR = 2
 SCHEMA_MINOR = 0
 
 TRAINABLE: frozenset[EpisodeStatus] = frozenset({"done", "truncated"})
+
+MASK_REASONS = {
+    "choice": "the environment trains another conversation (`trains`)",
+    "sampling": "it was not sampled as training assumes",
+}
+"""The reasons why a turn is not trained."""
 
 
 class EpisodeTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A turn: the model generates, the environment steps."""
 
     start: int
-    """Index in `token_ids` of the first token that the model generated in this turn."""
+    """Index in the columns of the first token that the model generated in this turn."""
     end: int
     """Index after the last one that it generated."""
     reward: float = 0.0
     generate_s: float = 0.0
     step_s: float = 0.0
     remote_prefill: bool = False
+    masked: str = ""
+    """The reason why its tokens are not trained, one of `MASK_REASONS`; empty if they are."""
     extra: dict[str, Any] = {}
     """Facts of a newer minor schema version, kept as they came."""
+
+
+class ConversationRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A conversation: the first tokens of an earlier row, then its own, which start where the row before ends."""
+
+    end: int
+    """Index in the columns after its last own token."""
+    parent: int = -1
+    """The row with which it shares its first tokens; -1 if with none."""
+    shares: int = 0
+    """The number of tokens that it shares."""
 
 
 class TrajectoryFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +92,9 @@ class TrajectoryFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Version of the weights when it started; staleness counts from here."""
     end_version: int
     turns: list[EpisodeTurn]
+    """The turns, in the order in which they were answered."""
+    rows: list[ConversationRow] = []
+    """The conversations; empty if the columns are one."""
     reset_s: float = 0.0
     reward: float | None = None
     """The reward; None until scored."""
@@ -123,6 +149,8 @@ def pack_trajectory(trajectory: Trajectory) -> PackedTrajectory:
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise SpoolError(f"trajectory {trajectory.id!r} has columns of unequal length {lengths}: one entry per token")
+    if trajectory.rows:
+        _check_rows(trajectory)
     return PackedTrajectory(id=trajectory.id, facts=_encode_facts(trajectory), columns=columns)
 
 
@@ -147,6 +175,27 @@ def attach_columns(facts: TrajectoryFacts, columns: Mapping[str, NDArray[Any]]) 
     """Return the trajectory with these facts and columns."""
     fields: dict[str, Any] = {**msgspec.structs.asdict(facts), **columns}
     return Trajectory(**fields)
+
+
+def _check_rows(trajectory: Trajectory) -> None:
+    """Refuse rows that do not divide the columns, or share what is not there, and turns across their borders."""
+    lengths: list[int] = []
+    start = 0
+    for number, row in enumerate(trajectory.rows):
+        available = lengths[row.parent] if 0 <= row.parent < number else 0
+        if row.end < start or not -1 <= row.parent < number or not 0 <= row.shares <= available:
+            raise SpoolError(
+                f"trajectory {trajectory.id!r}: row {number} is {row}: it must end at {start} or later, and share at "
+                f"most the {available} tokens of an earlier row"
+            )
+        lengths.append(row.shares + row.end - start)
+        start = row.end
+    if start != len(trajectory):
+        raise SpoolError(f"trajectory {trajectory.id!r}: its rows end at {start}, its columns at {len(trajectory)}")
+    ends = [row.end for row in trajectory.rows]
+    for turn in trajectory.turns:
+        if not 0 <= turn.start <= turn.end <= start or bisect_right(ends, turn.start) < bisect_left(ends, turn.end):
+            raise SpoolError(f"trajectory {trajectory.id!r}: a turn from {turn.start} to {turn.end} is in no row")
 
 
 def _check_column(trajectory: Trajectory, name: str) -> NDArray[Any]:

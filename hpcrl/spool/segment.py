@@ -313,10 +313,10 @@ def _parse_index(path: Path, block: bytes) -> _SegmentIndex:
     if _hash_buffers([line]).encode() != checksum:
         raise ValueError("the index does not match its checksum")
     major, minor = msgspec.json.decode(line, type=dict[str, Any])["schema"]
-    if major != SCHEMA_MAJOR:
+    if major not in range(1, SCHEMA_MAJOR + 1):
         raise SpoolError(
             f"cannot read segment {str(path)!r}: written with schema {major}.{minor}, "
-            f"this hpcrl reads {SCHEMA_MAJOR}.x: use the version of hpcrl that wrote it, or a newer one"
+            f"this hpcrl reads 1.x to {SCHEMA_MAJOR}.x: use the version of hpcrl that wrote it, or a newer one"
         )
     return msgspec.json.decode(line, type=_SegmentIndex)
 

@@ -80,6 +80,10 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The model tokens per second."""
     times: dict[str, float] = {}
     """The seconds of the step's stages: deal, rows, learn."""
+    num_rows: int = 0
+    """The conversations trained on: a trajectory may have several."""
+    too_long_tokens: dict[str, int] = {}
+    """The generated tokens in rows that the model could not read, by domain."""
 
 
 class WritableState(Protocol):

@@ -76,11 +76,12 @@ LINES = [
             replaced=0,
             evicted=0,
             by_domain={"lake": {"done": 2}},
+            token_fates={"lake": {"trained": 30}},
         ),
         "episodes",
         '"running": 1, "done": 2, "truncated": 0, "aborted_stale": 0, "aborted_redundant": 0, "env_fault": 0, '
         '"policy_fault": 0, "num_tokens": 30, "turns": 4, "remote_prefills": 3, "groups_lost": 0, "replaced": 0, '
-        '"evicted": 0, "by_domain": {"lake": {"done": 2}}',
+        '"evicted": 0, "by_domain": {"lake": {"done": 2}}, "token_fates": {"lake": {"trained": 30}}',
     ),
     (CurriculumUpdated(weights={"lake": 0.5}), "curriculum", '"weights": {"lake": 0.5}'),
     (
@@ -146,6 +147,8 @@ LINES = [
             imbalance=1.0,
             tokens_per_s=45.0,
             times={"learn": 1.5, "publish": 0.1},
+            num_rows=9,
+            too_long_tokens={"lake": 5},
             mfu=None,
             wait_s=0.4,
         ),
@@ -156,10 +159,14 @@ LINES = [
         '"is_ratio_mean": 1.0, "is_truncated_fraction": 0.0, "kl": 0.01, "entropy": 1.5, "step_s": 2.0, '
         '"kl_reference": null, "is_ratio_p05": 0.9, "is_ratio_p50": 1.0, "is_ratio_p95": 1.1, '
         '"value_loss": null, "learning_rate": 1e-05, "length_mean": 11.0, "length_max": 12, "lags": {"0": 6, '
-        '"1": 2}, "imbalance": 1.0, "tokens_per_s": 45.0, "times": {"learn": 1.5, "publish": 0.1}, "mfu": null, '
-        '"wait_s": 0.4',
+        '"1": 2}, "imbalance": 1.0, "tokens_per_s": 45.0, "times": {"learn": 1.5, "publish": 0.1}, "num_rows": 9, '
+        '"too_long_tokens": {"lake": 5}, "mfu": null, "wait_s": 0.4',
     ),
-    (StaleDropped(num=2, version=5), "stale", '"num": 2, "version": 5'),
+    (
+        StaleDropped(num=2, version=5, token_counts={"lake": 8}),
+        "stale",
+        '"num": 2, "version": 5, "token_counts": {"lake": 8}',
+    ),
     (
         EvaluationFinished(
             number=0,
