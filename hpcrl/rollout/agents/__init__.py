@@ -1,11 +1,17 @@
-"""The OpenAI API that agent programs call.
+"""The model's API that agent programs call: OpenAI's three forms and Anthropic's.
 
-server        HTTP and API keys
-requests      request bodies and error responses
-responses     chat and text forms
-tool_parsers  tool calls in generated text, by family of models
-generation    choices, stop strings, streaming
-session       one attempt of an episode
-recording     the tree of recorded turns
-program       runs an agent program as an episode
+server         HTTP and API keys
+requests       the internal form of a call, into which every form is translated
+answers        the internal form of an answer
+chat_form      /v1/chat/completions
+text_form      /v1/completions
+responses_form, response_items  /v1/responses
+messages_form  /v1/messages
+token_routes   /tokenize
+answer_parser  which parsers read an answer
+tool_parsers   tool calls in generated text, by family of models
+generation     choices, stop strings, streaming
+session        one attempt of an episode
+recording      the tree of recorded turns
+program        runs an agent program as an episode
 """

@@ -1,7 +1,7 @@
 """Generate the answer to one call of an agent program: all of its choices, whole or streamed, each recorded.
 
 CompletionCall     a request with its prompt and the form of its answers
-merge_choices      streams the chunks of all choices as they arrive
+merge_choices      streams the parts of all choices as they arrive
 gather_or_cancel   awaits several calls; if one fails, the others are cancelled
 PartialAnswer      one choice so far: turns token ids into text, cut at the client's stop strings
 stream_answer      generates a turn into a PartialAnswer; closing it ends the request in the engine
@@ -20,10 +20,20 @@ import msgspec
 
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, convert_to_chunk, join_chunks
 from hpcrl.models.chat_template import ChatTemplate
+from hpcrl.rollout.agents.answer_parser import AnswerParser
+from hpcrl.rollout.agents.answers import (
+    AnswerDelta,
+    ModelAnswer,
+    ModelPiece,
+    NamedCall,
+    TokenUsage,
+    join_pieces,
+    name_calls,
+)
 from hpcrl.rollout.agents.recording import TurnPrompt
-from hpcrl.rollout.agents.requests import ChatRequest, TextRequest, normalise_messages
-from hpcrl.rollout.agents.responses import AnswerForm, extract_message, make_header, make_usage
+from hpcrl.rollout.agents.requests import ModelCall
 from hpcrl.rollout.agents.session import ProgramSession
+from hpcrl.rollout.agents.tool_parsers import TextReader
 from hpcrl.rollout.episode import loop_time
 from hpcrl.rollout.turn import StreamingGenerator, generate_turn, stream_turn
 
@@ -31,11 +41,17 @@ from hpcrl.rollout.turn import StreamingGenerator, generate_turn, stream_turn
 class PartialAnswer:
     """One choice of an answer while it is generated."""
 
-    def __init__(self, template: ChatTemplate, *, stops: Sequence[str], hidden_ids: Collection[int]) -> None:
+    def __init__(
+        self, template: ChatTemplate, *, stops: Sequence[str], hidden_ids: Collection[int], marks: Collection[str] = ()
+    ) -> None:
         self.text = ""
         """The text of the answer so far that the client may see."""
         self.finish_reason: str | None = None
+        self.stop_text: str | None = None
+        """The stop that ended the answer."""
         self._template = template
+        self._mark_texts = {template.mark_ids[mark]: mark for mark in marks if mark in template.mark_ids}
+        """The special tokens that are part of the text."""
         self.stops = stops
         self._hidden_ids = frozenset(hidden_ids)
         self.chunks: list[CompletionChunk] = []
@@ -56,13 +72,13 @@ class PartialAnswer:
     def add_completion(self, completion: Completion) -> None:
         """Add a whole answer that needs no search for stops, and decode it at once."""
         self.chunks.append(convert_to_chunk(completion))
-        self.text = self._decoded = self._template.decode(self._visible_ids(completion.token_ids))
+        self.text = self._decoded = self._decode_all(completion.token_ids)
         self.finish_reason = "stop" if completion.finish_reason == "stop" else "length"
 
     def add_chunk(self, chunk: CompletionChunk) -> CompletionChunk:
         """Add the next chunk, return it cut at the first stop, and extend `text` by what is certain now."""
         for position, token in enumerate(chunk.token_ids):
-            self._decoded += self._decode_next(self._visible_ids([token]))
+            self._decoded += self._mark_texts.get(token) or self._decode_next(self._visible_ids([token]))
             if (end := self._find_stop()) is not None:
                 chunk = _cut_chunk(chunk, position + 1)
                 self.chunks.append(chunk)
@@ -78,19 +94,29 @@ class PartialAnswer:
 
     def _finish_text(self) -> None:
         """Decode the whole text, which may end in an incomplete character, as a decoder of all tokens would."""
-        decoded = self._template.decode(self._visible_ids(join_chunks(self.chunks).token_ids))
+        decoded = self._decode_all(join_chunks(self.chunks).token_ids)
         self.text = self._decoded = decoded if decoded.startswith(self._decoded) else self._decoded
         if (end := self._find_stop()) is not None:
             self.text, self.finish_reason = self._decoded[:end], "stop"
+
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        texts, start = [], 0
+        for position, token in enumerate(token_ids) if self._mark_texts else ():
+            if token in self._mark_texts:
+                texts += [self._template.decode(self._visible_ids(token_ids[start:position])), self._mark_texts[token]]
+                start = position + 1
+        return "".join([*texts, self._template.decode(self._visible_ids(token_ids[start:]))])
 
     def _visible_ids(self, token_ids: Sequence[int]) -> list[int]:
         return [token for token in token_ids if token not in self._hidden_ids]
 
     def _find_stop(self) -> int | None:
         """Return where the first stop starts, or None if none was generated."""
-        found = [self._decoded.find(stop, max(0, self._num_searched - len(stop))) for stop in self.stops]
+        found = [(self._decoded.find(stop, max(0, self._num_searched - len(stop))), stop) for stop in self.stops]
         self._num_searched = len(self._decoded)
-        return min((position for position in found if position >= 0), default=None)
+        end, stop = min(((position, stop) for position, stop in found if position >= 0), default=(None, None))
+        self.stop_text = stop
+        return end
 
     def _num_withheld(self) -> int:
         return max((_overlap_length(self._decoded, stop) for stop in self.stops), default=0)
@@ -131,107 +157,110 @@ class CompletionCall:
         self,
         *,
         session: ProgramSession,
-        api_request: ChatRequest | TextRequest,
+        call: ModelCall,
         prompt: TurnPrompt,
-        form: AnswerForm,
         policy: StreamingGenerator,
         template: ChatTemplate,
+        parser: AnswerParser,
     ) -> None:
-        self.session, self.api_request = session, api_request
-        self._form = form
-        self._prompt = prompt
-        self._policy, self._template = policy, template
-        self._requests = session.make_requests(api_request, prompt, stop_token_ids=template.stop_token_ids)
+        self.session = session
+        self._call, self._prompt = call, prompt
+        self._policy, self._template, self._parser = policy, template, parser
+        self._requests = session.make_requests(call, prompt, stop_token_ids=template.stop_token_ids)
         self._num_generated = 0
-        self.name = f"{form.kind.partition('.')[0]}-{secrets.token_hex(12)}"
-        self.header = make_header(form.kind, name=self.name, model=api_request.model)
+        self._name = secrets.token_hex(12)
 
     @property
     def num_choices(self) -> int:
         return len(self._requests)
 
     @property
-    def chunk_kind(self) -> str:
-        return f"{self._form.kind}.chunk" if isinstance(self.api_request, ChatRequest) else self._form.kind
+    def usage(self) -> TokenUsage:
+        """The token counts so far."""
+        return TokenUsage(num_prompt=len(self._requests[0].token_ids), num_generated=self._num_generated)
 
-    def usage(self) -> dict[str, Any]:
-        return make_usage(num_prompt=len(self._requests[0].token_ids), num_generated=self._num_generated)
-
-    async def complete(self, index: int) -> dict[str, Any]:
+    async def complete(self, index: int) -> ModelAnswer:
         """Generate one choice as a whole and record it."""
-        request, answer, started_at = self._requests[index], self._new_answer(), loop_time()
-        if answer.stops:
-            async for _ in stream_answer(self._policy, request, answer):
+        request, partial, started_at = self._requests[index], self._new_answer(), loop_time()
+        if partial.stops:
+            async for _ in stream_answer(self._policy, request, partial):
                 pass
         else:
-            answer.add_completion(await generate_turn(self._policy, request))
-        return self._record_choice(request, index, answer, started_at=started_at)
+            partial.add_completion(await generate_turn(self._policy, request))
+        reader = self._new_reader()
+        found = [*reader.feed(partial.text), *reader.finish()]
+        pieces = name_calls(found, choice_id=self._choice_id(index), num_before=0)
+        answer = _make_answer(index, partial, pieces)
+        self._record_answer(request, partial, answer, started_at=started_at)
+        return answer
 
-    async def stream(self, index: int) -> AsyncGenerator[dict[str, Any], None]:
-        """Stream the chunks of one choice, which is recorded before its last chunk is sent."""
-        request, answer, started_at, num_sent = self._requests[index], self._new_answer(), loop_time(), 0
-        opening_chunks = self._form.opening_chunks(index)
-        async with contextlib.aclosing(stream_answer(self._policy, request, answer)) as parts:
+    async def stream(self, index: int) -> AsyncGenerator[AnswerDelta | ModelAnswer, None]:
+        """Stream the parts of one choice, which is recorded before its last part is sent, and then the whole."""
+        request, partial, started_at = self._requests[index], self._new_answer(), loop_time()
+        reader, num_read, pieces, num_calls = self._new_reader(), 0, list[ModelPiece](), 0
+        async with contextlib.aclosing(stream_answer(self._policy, request, partial)) as parts:
             async for part in parts:
-                for chunk in opening_chunks:
-                    yield chunk
-                opening_chunks = []
-                if answer.finish_reason is None:
-                    yield self._form.chunk(index, text=answer.text, num_sent=num_sent, part=part)
-                    num_sent = max(num_sent, self._form.stable_length(answer.text))
-                    continue
-                self._record_choice(request, index, answer, started_at=started_at)
-                for chunk in self._form.closing_chunks(
-                    index,
-                    text=answer.text,
-                    num_sent=num_sent,
-                    finish_reason=answer.finish_reason,
-                    part=part,
-                    name=self._choice_id(index),
-                ):
-                    yield chunk
+                found = reader.feed(partial.text[num_read:])
+                num_read = len(partial.text)
+                found += reader.finish() if partial.finish_reason is not None else []
+                named = name_calls(found, choice_id=self._choice_id(index), num_before=num_calls)
+                num_calls += sum(isinstance(piece, NamedCall) for piece in named)
+                pieces += named
+                if partial.finish_reason is not None:
+                    answer = _make_answer(index, partial, pieces)
+                    self._record_answer(request, partial, answer, started_at=started_at)
+                yield AnswerDelta(index=index, pieces=named, part=part)
+        yield answer
 
-    def _record_choice(
-        self, request: GenerateRequest, index: int, partial: PartialAnswer, *, started_at: float
-    ) -> dict[str, Any]:
+    def _record_answer(
+        self, request: GenerateRequest, partial: PartialAnswer, answer: ModelAnswer, *, started_at: float
+    ) -> None:
         completion = partial.completion
-        choice = self._form.choice(
-            index,
-            text=partial.text,
-            finish_reason=partial.finish_reason or "length",
-            parts=partial.chunks,
-            name=self._choice_id(index),
-        )
-        message = extract_message(choice)
         self.session.recording.record_answer(
             self._prompt,
             completion,
-            answer=normalise_messages([message])[0] if message else None,
+            answer=answer.message if self._call.text is None else None,
             is_trained=self.session.can_train(request),
             started_at=started_at,
             generate_s=loop_time() - started_at,
         )
         self.session.fault = ""
         self._num_generated += len(completion.token_ids)
-        return choice
+
+    def _new_reader(self) -> TextReader:
+        return self._parser.make_reader(self._call, self._prompt)
 
     def _new_answer(self) -> PartialAnswer:
+        call = self._call
         return PartialAnswer(
-            self._template, stops=self.api_request.stops, hidden_ids=self.api_request.stop_token_ids or ()
+            self._template,
+            stops=call.stops,
+            hidden_ids=call.stop_token_ids,
+            marks=self._parser.marks if call.text is None else (),
         )
 
     def _choice_id(self, index: int) -> str:
-        return f"{self.name.rpartition('-')[2]}_{index}"
+        return f"{self._name}/{index}"
 
 
-async def merge_choices(call: CompletionCall) -> AsyncGenerator[dict[str, Any], None]:
-    """Stream the chunks of all choices as they arrive."""
+def _make_answer(index: int, partial: PartialAnswer, pieces: Sequence[ModelPiece]) -> ModelAnswer:
+    return ModelAnswer(
+        index=index,
+        pieces=join_pieces(pieces),
+        finish_reason=partial.finish_reason or "length",
+        stop_text=partial.stop_text,
+        parts=partial.chunks,
+    )
+
+
+async def merge_choices(call: CompletionCall) -> AsyncGenerator[AnswerDelta | ModelAnswer, None]:
+    """Stream the parts of all choices as they arrive."""
     if call.num_choices == 1:
         async with contextlib.aclosing(call.stream(0)) as chunks:
             async for chunk in chunks:
                 yield chunk
         return
-    queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+    queue: asyncio.Queue[AnswerDelta | ModelAnswer | None] = asyncio.Queue()
 
     async def fill(index: int) -> None:
         async with contextlib.aclosing(call.stream(index)) as chunks:

@@ -7,6 +7,7 @@ fault of the environment; a program that is stale or cancelled is ended at once.
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 from hpcrl.envs.base import ModelAccess, ProgramEnv
 from hpcrl.errors import EnvFault, HpcrlError
@@ -61,9 +62,15 @@ async def run_program(
         start_version=session.start_version,
         started_at=started_at,
         ended_at=loop_time(),
-        extra={"fault": fault, "attempts": attempt + 1} if fault else {},
+        extra=_describe_attempts(session, fault=fault, num_attempts=attempt + 1),
     )
     return session.recording.trajectory(facts, reward=reward or 0.0, choice=session.trained_conversation)
+
+
+def _describe_attempts(session: ProgramSession, *, fault: str, num_attempts: int) -> dict[str, Any]:
+    """Return what the record keeps about the attempts and their requests."""
+    faults = {"fault": fault, "attempts": num_attempts} if fault else {}
+    return faults | ({"ignored_fields": session.ignored_fields} if session.ignored_fields else {})
 
 
 async def _run_attempt(

@@ -346,4 +346,29 @@ def _chain_keys(messages: Sequence[ChatMessage]) -> Iterator[bytes]:
 
 
 def _extend_key(before: bytes, message: ChatMessage) -> bytes:
-    return hashlib.blake2b(before + msgspec.json.encode(message, order="deterministic"), digest_size=16).digest()
+    known = msgspec.json.encode(_identify_message(message), order="deterministic")
+    return hashlib.blake2b(before + known, digest_size=16).digest()
+
+
+def _identify_message(message: ChatMessage) -> ChatMessage:
+    """Return what every client keeps of a message: some leave out thoughts, trim texts or rename tool calls."""
+    kept = {name: value for name, value in message.items() if name not in ("reasoning_content", "tool_call_id")}
+    if message["role"] == "assistant":
+        kept["content"] = message["content"].strip()
+    if "tool_calls" in message:
+        calls = [call["function"] for call in message["tool_calls"]]
+        kept["tool_calls"] = [[call["name"], _unify_numbers(call["arguments"])] for call in calls]
+    return kept
+
+
+def _unify_numbers(value: Any) -> Any:
+    """Return a JSON value in which 1.0 is 1, as JavaScript writes it."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [_unify_numbers(item) for item in value]
+        case dict():
+            return {name: _unify_numbers(item) for name, item in value.items()}
+        case _:
+            return value

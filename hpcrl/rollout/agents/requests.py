@@ -1,15 +1,20 @@
-"""Requests of the OpenAI API that are supported, and the errors for those that are not. Pure.
+"""One internal form of a call of the model, into which every form of request is translated. Pure.
 
-ChatRequest, TextRequest, RewardRequest   the bodies; an unknown field is rejected by name
-StreamOptions, ResponseFormat             parts of them
-parse_body                                decodes a body, or raises an ApiError that names the bad field
-normalise_messages                        messages as a chat template needs them
-ApiError                                  an error in OpenAI's form, with its status
+ModelCall             a call, whichever form it came in
+SamplingFields        the sampling that the program asks for
+parse_body            decodes a body, or raises an ApiError that names the bad field
+list_unknown_fields   the names in a body that a form does not know
+refuse_fields         refuses the fields that this model cannot obey
+normalise_messages    messages as a chat template needs them
+read_text             the text of a content, given as text or as parts
+read_call             one tool call in that form
+choose_tools          the tools that may be called, and those of which one must be
+ApiError              an error with its status; each form of API has its own body for it
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -19,13 +24,16 @@ from hpcrl.engines.base import MAX_TOP_LOGPROBS
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
-Probability = Annotated[float, Meta(gt=0, le=1)]
-Zero = Annotated[float, Meta(ge=0, le=0)]
+JsonObject = dict[str, Any]
+"""A decoded JSON object."""
+PositiveCount = Annotated[int, Meta(ge=1)]
 NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+NumTops = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+StopTexts = str | Annotated[list[str], Meta(max_length=MAX_STOPS)]
 
 
 class ApiError(Exception):
-    """An error response in OpenAI's form; clients retry only after status 408, 409, 429 and 5xx."""
+    """An error response; clients retry only after status 408, 409, 429 and 5xx."""
 
     def __init__(
         self,
@@ -40,140 +48,193 @@ class ApiError(Exception):
         self.status = status
         self.error = {"message": message, "type": kind, "param": param, "code": code}
 
-    @property
-    def body(self) -> bytes:
-        return msgspec.json.encode({"error": self.error})
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampling that a program asks for; a client sends null for what it does not set."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    seed: int | None = None
+    min_p: float | None = None
+    """Ignored with the recipe's sampling, like the fields below; engines cannot do them."""
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def unsupported_fields(self) -> list[str]:
+        """Return the names of the fields that would change the distribution in a way that engines cannot."""
+        neutral = {"min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
+        return [name for name, value in neutral.items() if getattr(self, name) not in (None, value)]
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text"]
-
-
-class _SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields that both kinds have in common. OpenAI's clients send null for a field that is not set."""
+class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of the model, whichever form it came in."""
 
     model: str
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Probability | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    """An extension that most open servers support; OpenAI's API lacks it."""
-    seed: int | None = None
-    n: NumChoices | None = None
-    stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOPS)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    presence_penalty: Zero | None = None
-    frequency_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
-    user: Any = None
-    """Ignored, like the fields below: they do not affect the answer."""
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The strings that end an answer."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(text for text in given if text)
+    messages: list[JsonObject] = []
+    """A conversation, as a chat template needs it."""
+    text: str | list[int] | None = None
+    """A plain text or its ids, instead of a conversation."""
+    tools: list[JsonObject] | None = None
+    """Function tools, in the form of OpenAI's chat API, which chat templates expect."""
+    must_call: tuple[str, ...] = ()
+    """The answer must be a call of one of these tools; none: the model decides."""
+    output_schema: JsonObject | None = None
+    """A JSON schema that the text of the answer must obey."""
+    template_kwargs: JsonObject = {}
+    """What the program passes to the chat template, such as `enable_thinking`."""
+    max_tokens: int | None = None
+    sampling: SamplingFields = SamplingFields()
+    num_choices: int = 1
+    stops: tuple[str, ...] = ()
+    """The texts that end an answer."""
+    stop_token_ids: tuple[int, ...] = ()
+    top_logprobs: int = 0
+    stream: bool = False
+    ignored_fields: tuple[str, ...] = ()
+    """The fields of the request that no form of the API here knows."""
 
 
-class ChatRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /v1/chat/completions."""
-
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Any = None
-    response_format: ResponseFormat | None = None
-
-
-class TextRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /v1/completions, for one prompt."""
-
-    prompt: str | list[int]
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    echo: Literal[False] | None = None
-    best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
-
-
-class RewardRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /v1/hpcrl/reward."""
-
-    reward: float
-
-
-R = TypeVar("R", ChatRequest, TextRequest, RewardRequest)
-_UNKNOWN_FIELD = re.compile(r"unknown field `(?P<name>[^`]+)`")
+R = TypeVar("R", bound=msgspec.Struct)
 _INVALID_FIELD = re.compile(r"at `\$\.(?P<name>[A-Za-z_]+)")
 _MISSING_FIELD = re.compile(r"required field `(?P<name>[^`]+)`")
 
 
-def parse_body(body: bytes, kind: type[R]) -> R:
-    """Decode a request; raise an ApiError that names what is wrong with it."""
+def parse_body(body: bytes, kind: type[R]) -> tuple[R, JsonObject]:
+    """Decode a request; return it with the object that was sent, or raise an ApiError that names what is wrong."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        sent = msgspec.json.decode(body)
+        return msgspec.convert(sent, type=kind), sent
     except msgspec.ValidationError as error:
-        raise _make_refusal(str(error)) from None
+        place = _MISSING_FIELD.search(str(error)) or _INVALID_FIELD.search(str(error))
+        raise ApiError(400, str(error), code="invalid_value", param=place["name"] if place else None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the request body is not valid JSON: {error}", code="invalid_json") from None
 
 
-def _make_refusal(why: str) -> ApiError:
-    if (unknown := _UNKNOWN_FIELD.search(why)) is not None:
-        name = unknown["name"]
-        return ApiError(400, f"{name!r} is not supported: leave it out", code="unsupported_parameter", param=name)
-    place = _MISSING_FIELD.search(why) or _INVALID_FIELD.search(why)
-    return ApiError(400, why, code="invalid_value", param=place["name"] if place else None)
+def list_unknown_fields(sent: JsonObject, kind: type[msgspec.Struct], *, known: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the fields with a value that are neither the struct's nor known to change no answer."""
+    names = {field.encode_name for field in msgspec.structs.fields(kind)}
+    return tuple(name for name, value in sent.items() if value is not None and name not in names and name not in known)
 
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+def refuse_fields(sent: JsonObject, names: Collection[str]) -> None:
+    """Refuse a request in which one of these fields has a value: without it, the answer would mean something else."""
+    for name in names:
+        if sent.get(name) not in (None, False):
+            raise ApiError(400, f"{name!r} is not supported: leave it out", code="unsupported_parameter", param=name)
 
 
-def normalise_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+# ---- messages
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_PART_TEXTS = ("text", "refusal")
+
+
+def normalise_messages(messages: Sequence[JsonObject]) -> list[JsonObject]:
     """Return messages in a form to render and compare: contents as text, arguments as objects, no nulls."""
     return [_normalise_message(message, place=f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _normalise_message(message: dict[str, Any], *, place: str) -> dict[str, Any]:
+def _normalise_message(message: JsonObject, *, place: str) -> JsonObject:
     role = message.get("role")
     if role not in _ROLES:
         raise ApiError(400, f"{place}.role is {role!r}: it must be one of {', '.join(_ROLES)}", param="messages")
-    plain: dict[str, Any] = {"role": role, "content": _join_text(message.get("content"), place=place)}
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [_normalise_call(call, place=place) for call in message["tool_calls"]]
+    content = message.get("content")
+    plain: JsonObject = {"role": "tool" if role == "function" else role, "content": read_text(content, place=place)}
+    if role == "assistant":
+        plain |= _normalise_answer(message, place=place)
     plain |= {name: str(message[name]) for name in ("name", "tool_call_id") if message.get(name) is not None}
     return plain
 
 
-def _join_text(content: Any, *, place: str) -> str:
+def _normalise_answer(message: JsonObject, *, place: str) -> JsonObject:
+    """Return the parts that only the model's messages have."""
+    plain: JsonObject = {}
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(reasoning, str) and reasoning:
+        plain["reasoning_content"] = reasoning
+    if isinstance(refusal := message.get("refusal"), str) and not message.get("content"):
+        plain["content"] = refusal
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ApiError(400, f"{place}.tool_calls is not a list", param="messages", code="invalid_value")
+    if message.get("function_call"):
+        calls = [{"function": message["function_call"]}]
+    if calls:
+        plain["tool_calls"] = [_normalise_call(call, place=f"{place}.tool_calls") for call in calls]
+    return plain
+
+
+def read_text(content: Any, *, place: str) -> str:
+    """Return the text of a content, which is a text or a list of parts; refuse a part that is not text."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = content if isinstance(content, list) else [content]
-    if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in parts):
-        raise ApiError(400, f"{place}.content has a part that is not text: this model reads text", param="messages")
-    return "".join(part["text"] for part in parts)
+    return "".join(_read_part(part, place=place) for part in (content if isinstance(content, list) else [content]))
 
 
-def _normalise_call(call: Any, *, place: str) -> dict[str, Any]:
+def _read_part(part: Any, *, place: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping):
+        for name in _PART_TEXTS:
+            if isinstance(text := part.get(name), str):
+                return text
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    why = f"{place}.content has a part of type {kind!r}: this model reads text"
+    raise ApiError(400, why, param=place.partition("[")[0], code="invalid_value")
+
+
+def _normalise_call(call: Any, *, place: str) -> JsonObject:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ApiError(400, f"{place} has one that is not a function call", param="messages", code="invalid_value")
+    return read_call(function.get("name"), function.get("arguments"), call_id=call.get("id"), place=place)
+
+
+def read_call(name: Any, arguments: Any, *, call_id: Any, place: str) -> JsonObject:
+    """Return a tool call with its arguments as an object, which clients send as JSON."""
     try:
-        function = call["function"]
-        name, arguments = str(function["name"]), function.get("arguments") or {}
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ApiError(
-            400, f"{place}.tool_calls has one that is not a function call: {error!r}", param="messages"
-        ) from None
-    return {"id": str(call.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}
+        decoded = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+    except ValueError:
+        decoded = arguments  # it was generated, and the model sees what it wrote
+    if not isinstance(name, str) or not isinstance(decoded, dict | list | str | int | float | None):
+        why = f"{place} has one that is not a function call: it needs a name and arguments"
+        raise ApiError(400, why, param=place.partition("[")[0], code="invalid_value")
+    return {"id": str(call_id or ""), "type": "function", "function": {"name": name, "arguments": decoded}}
+
+
+# ---- tools
+
+ToolMode = Literal["auto", "none", "required"]
+
+
+def choose_tools(
+    tools: Sequence[JsonObject] | None, mode: ToolMode, *, named: Collection[str] | None = None
+) -> tuple[list[JsonObject] | None, tuple[str, ...]]:
+    """Return the tools that the model sees, and those of which it must call one; `named` are the only ones allowed."""
+    names = [tool["function"]["name"] for tool in tools or []]
+    for name in named or ():
+        if name not in names:
+            known = ", ".join(names) or "none"
+            raise ApiError(400, f"tool_choice names {name!r}, the tools are: {known}", param="tool_choice")
+    if mode == "required" and not names:
+        raise ApiError(400, 'tool_choice = "required" needs tools', param="tool_choice", code="invalid_value")
+    if mode == "none" or not tools:
+        return None, ()
+    if mode == "required":
+        return list(tools), tuple(name for name in names if named is None or name in named)
+    return [tool for tool in tools if named is None or tool["function"]["name"] in named], ()
+
+
+def make_tool(function: Any, *, place: str) -> JsonObject:
+    """Return a function tool as chat templates expect it."""
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ApiError(400, f"{place} has one without a name: only function tools can be called", param="tools")
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict | None):
+        raise ApiError(400, f"{place}: the parameters of {function['name']!r} are not a JSON schema", param="tools")
+    kept = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": kept}

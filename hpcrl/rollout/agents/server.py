@@ -1,11 +1,15 @@
-"""Serve the model under OpenAI's API to the agent programs of an env worker, on loopback and on a socket file.
+"""Serve the model to the agent programs of an env worker, on loopback and on a socket file, by the APIs they know.
 
-    ModelProxy        POST /v1/chat/completions /v1/completions, GET /v1/models, POST /v1/hpcrl/reward
+    ModelProxy        POST /v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/messages/count_tokens
+                      /tokenize /detokenize /v1/hpcrl/reward, GET /v1/models
     ModelProxy.open   opens a session; its token is the program's API key, which identifies its calls
     DEFAULT_MODEL     the name of the model
+    ANY_MODEL         the alias that stands for every name
 
-All prompts and answers are recorded in the program's session with their exact tokens (hpcrl.rollout.agents.recording).
-A client that disconnects ends its request in the engine. Every error is reported in OpenAI's form.
+Each form is read into one internal call (requests.py), which is answered in one way (generation.py) and sent in the
+form of the request: chat_form.py, text_form.py, responses_form.py, messages_form.py. All prompts and answers are
+recorded in the program's session with their exact tokens (hpcrl.rollout.agents.recording). A client that disconnects
+ends its request in the engine. Every error has the form of the API that was called.
 """
 
 import asyncio
@@ -17,7 +21,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -28,27 +32,39 @@ from aiohttp import web
 from hpcrl.envs.base import ModelAccess
 from hpcrl.errors import ConfigError, EngineAnswerError, EngineError
 from hpcrl.models.chat_template import ChatTemplate
+from hpcrl.rollout.agents import messages_form
+from hpcrl.rollout.agents.answer_parser import AnswerParser
+from hpcrl.rollout.agents.answers import AnswerForm, ModelAnswer, encode_event
+from hpcrl.rollout.agents.chat_form import ChatForm
 from hpcrl.rollout.agents.generation import CompletionCall, gather_or_cancel, merge_choices
+from hpcrl.rollout.agents.messages_form import MessagesForm
 from hpcrl.rollout.agents.recording import TurnPrompt
-from hpcrl.rollout.agents.requests import (
-    ApiError,
-    ChatRequest,
-    RewardRequest,
-    TextRequest,
-    normalise_messages,
-    parse_body,
-)
-from hpcrl.rollout.agents.responses import AnswerForm, ChatForm, TextForm
+from hpcrl.rollout.agents.requests import ApiError, JsonObject, ModelCall, parse_body
+from hpcrl.rollout.agents.responses_form import ResponsesForm
 from hpcrl.rollout.agents.session import ProgramSession
-from hpcrl.rollout.agents.tool_parsers import HERMES, ToolParser
+from hpcrl.rollout.agents.text_form import TextForm
+from hpcrl.rollout.agents.token_routes import detokenize, list_prompt_ids, tokenize
 from hpcrl.rollout.turn import StreamingGenerator
 
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 32 << 20
+MAX_LOOP_BYTES = 256 << 10
+"""The size of a body up to which its prompt is made in the event loop; that of a larger one is made in a thread."""
 DEFAULT_MODEL = "hpcrl"
 """The name of the model, unless a domain sets another."""
+ANY_MODEL = "*"
+"""The alias that stands for every name."""
 MODELS_PATH = "/v1/models"
+MESSAGES_PATH = "/v1/messages"
 JSON_HEADERS = {"Content-Type": "application/json"}
 RouteHandler = Callable[[web.BaseRequest, ProgramSession], Awaitable[web.StreamResponse]]
+ReportIgnored = Callable[[ProgramSession, str], None]
+"""Report a field of requests that was ignored, once for each episode."""
+
+
+class RewardRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /v1/hpcrl/reward."""
+
+    reward: float
 
 
 class ModelProxy:
@@ -59,20 +75,30 @@ class ModelProxy:
         policy: StreamingGenerator,
         *,
         template: ChatTemplate,
-        tools: ToolParser = HERMES,
+        parser: AnswerParser | None = None,
         model: str = DEFAULT_MODEL,
+        aliases: Collection[str] = (),
+        report_ignored: ReportIgnored | None = None,
     ) -> None:
         self.url = ""
         self.socket_path = Path()
         """The same API on a socket file, for sandboxes without network."""
         self._policy = policy
         self.template = template
-        self._tools = tools
-        self._model = model
+        self._parser = parser or AnswerParser()
+        self._model, self._aliases = model, tuple(aliases)
+        self._report_ignored = report_ignored
         self._sessions: dict[bytes, ProgramSession] = {}
         self._routes: dict[tuple[str, str], RouteHandler] = {
             ("POST", "/v1/chat/completions"): self._chat,
             ("POST", "/v1/completions"): self._text,
+            ("POST", "/v1/responses"): self._responses,
+            ("POST", MESSAGES_PATH): self._messages,
+            ("POST", f"{MESSAGES_PATH}/count_tokens"): self._count_tokens,
+            ("POST", "/tokenize"): self._tokenize,
+            ("POST", "/v1/tokenize"): self._tokenize,
+            ("POST", "/detokenize"): self._detokenize,
+            ("POST", "/v1/detokenize"): self._detokenize,
             ("GET", MODELS_PATH): self._models,
             ("POST", "/v1/hpcrl/reward"): self._reward,
         }
@@ -117,120 +143,134 @@ class ModelProxy:
     # ---- routes
 
     async def _chat(self, http: web.BaseRequest, session: ProgramSession) -> web.StreamResponse:
-        api_request = parse_body(await http.read(), ChatRequest)
-        self._admit(session, api_request.model)
-        tools = api_request.tools if api_request.tool_choice != "none" else None
-        try:
-            prompt = session.recording.chat_prompt(normalise_messages(api_request.messages), tools=tools)
-        except ConfigError as error:
-            raise ApiError(400, str(error), param="messages", code="invalid_value") from None
-        form = ChatForm(api_request, template=self.template, tools=self._tools)
-        return await self._answer_call(http, session, api_request, prompt, form)
+        form = ChatForm(await http.read(), template=self.template)
+        return await self._answer_call(http, session, form)
 
     async def _text(self, http: web.BaseRequest, session: ProgramSession) -> web.StreamResponse:
-        api_request = parse_body(await http.read(), TextRequest)
-        self._admit(session, api_request.model)
-        prompt = session.recording.text_prompt(api_request.prompt)
-        ids = prompt.token_ids()
-        if not ids or not 0 <= min(ids) <= max(ids) < self.template.vocabulary_size:
-            known = self.template.vocabulary_size - 1
-            raise ApiError(400, f"the prompt needs tokens, all in 0..{known}", param="prompt", code="invalid_value")
-        return await self._answer_call(
-            http, session, api_request, prompt, TextForm(api_request, template=self.template)
-        )
+        form = TextForm(await http.read(), template=self.template)
+        return await self._answer_call(http, session, form)
+
+    async def _responses(self, http: web.BaseRequest, session: ProgramSession) -> web.StreamResponse:
+        form = ResponsesForm(await http.read(), template=self.template, memory=session.responses)
+        return await self._answer_call(http, session, form)
+
+    async def _messages(self, http: web.BaseRequest, session: ProgramSession) -> web.StreamResponse:
+        return await self._answer_call(http, session, MessagesForm(await http.read()))
+
+    async def _count_tokens(self, http: web.BaseRequest, _: ProgramSession) -> web.Response:
+        call = MessagesForm(await http.read()).call
+        return _json_response({"input_tokens": len(await asyncio.to_thread(list_prompt_ids, call, self.template))})
+
+    async def _tokenize(self, http: web.BaseRequest, session: ProgramSession) -> web.Response:
+        length = session.limits.context_length
+        body = await http.read()
+        return _json_response(await asyncio.to_thread(tokenize, body, self.template, context_length=length))
+
+    async def _detokenize(self, http: web.BaseRequest, _: ProgramSession) -> web.Response:
+        return _json_response(detokenize(await http.read(), self.template))
 
     async def _models(self, _: web.BaseRequest, __: ProgramSession) -> web.Response:
-        return _json_response({"object": "list", "data": [self._model_card()]})
+        names = [self._model, *(alias for alias in self._aliases if alias != ANY_MODEL)]
+        cards = [_make_card(name) for name in names]
+        pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return _json_response({"object": "list", "data": cards, **pages})
 
     async def _one_model(self, http: web.BaseRequest, _: ProgramSession) -> web.Response:
-        self._check_model(http.path.removeprefix(MODELS_PATH + "/"))
-        return _json_response(self._model_card())
+        name = http.path.removeprefix(MODELS_PATH + "/")
+        self._check_model(name)
+        return _json_response(_make_card(name))
 
     async def _reward(self, http: web.BaseRequest, session: ProgramSession) -> web.Response:
-        reward = parse_body(await http.read(), RewardRequest).reward
+        reward = parse_body(await http.read(), RewardRequest)[0].reward
         if not math.isfinite(reward):
             raise ApiError(400, f"reward is {reward}: it must be a finite number", param="reward")
         session.reward = reward
         return _json_response({"reward": reward})
 
-    def _admit(self, session: ProgramSession, model: str) -> None:
-        self._check_model(model)
-        session.admit()
-
     def _check_model(self, model: str) -> None:
-        if model != self._model:
-            why = f"the model {model!r} does not exist: use {self._model!r}"
+        if model != self._model and model not in self._aliases and ANY_MODEL not in self._aliases:
+            names = " or ".join(repr(name) for name in (self._model, *self._aliases))
+            why = f"the model {model!r} does not exist: use {names}, or add it to rollout.model_aliases in the recipe"
             raise ApiError(404, why, code="model_not_found", param="model")
-
-    def _model_card(self) -> dict[str, Any]:
-        return {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "hpcrl"}
 
     # ---- answers
 
     async def _answer_call(
-        self,
-        http: web.BaseRequest,
-        session: ProgramSession,
-        api_request: ChatRequest | TextRequest,
-        prompt: TurnPrompt,
-        form: AnswerForm,
+        self, http: web.BaseRequest, session: ProgramSession, form: AnswerForm
     ) -> web.StreamResponse:
+        self._check_model(form.call.model)
+        session.admit()
+        for name in session.note_ignored_fields(form.call.ignored_fields):
+            if self._report_ignored is not None:
+                self._report_ignored(session, name)
         call = CompletionCall(
             session=session,
-            api_request=api_request,
-            prompt=prompt,
-            form=form,
+            call=form.call,
+            prompt=await self._make_prompt(session, form.call, num_bytes=http.content_length),
             policy=self._policy,
             template=self.template,
+            parser=self._parser,
         )
         task = asyncio.current_task()
         assert task is not None
         session.calls.add(task)  # so that closing the session ends it
         try:
-            if api_request.stream:
-                return await self._stream_call(http, call)
-            choices = await gather_or_cancel([call.complete(index) for index in range(call.num_choices)])
+            if form.call.stream:
+                return await self._stream_call(http, form, call)
+            answers = await gather_or_cancel([call.complete(index) for index in range(call.num_choices)])
         finally:
             session.calls.discard(task)
         session.check_staleness()
-        return _json_response({**call.header, "choices": choices, "usage": call.usage()})
+        return _json_response(form.make_response(answers, call.usage))
 
-    async def _stream_call(self, http: web.BaseRequest, call: CompletionCall) -> web.StreamResponse:
-        """Send server-sent events; the status is sent with the first chunk, so that a failure before it has its own."""
+    async def _make_prompt(self, session: ProgramSession, call: ModelCall, *, num_bytes: int | None) -> TurnPrompt:
+        """Make the prompt; in a thread if it takes so long that other calls would wait for it."""
+        make_prompt = partial(_make_prompt, session, call)
+        if num_bytes is not None and num_bytes <= MAX_LOOP_BYTES:
+            return make_prompt()
+        return await asyncio.to_thread(make_prompt)
+
+    async def _stream_call(self, http: web.BaseRequest, form: AnswerForm, call: CompletionCall) -> web.StreamResponse:
+        """Send server-sent events; the status is sent with the first, so that a failure before it has its own."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        answers: list[ModelAnswer] = []
         try:
-            async with contextlib.aclosing(merge_choices(call)) as chunks:
-                async for chunk in chunks:
+            async with contextlib.aclosing(merge_choices(call)) as items:
+                async for item in items:
                     if not response.prepared:
                         await response.prepare(http)
-                    await response.write(_encode_event({**call.header, "object": call.chunk_kind, "choices": [chunk]}))
+                        await _send_events(response, form.open_events(call.usage))
+                    if isinstance(item, ModelAnswer):
+                        answers.append(item)
+                        await _send_events(response, form.end_events(item))
+                    else:
+                        await _send_events(response, form.delta_events(item))
         except EngineError as error:
             if not response.prepared:
                 raise
-            await response.write(_encode_event({"error": self._record_engine_failure(call.session, error).error}))
+            await _send_events(response, [form.error_event(_record_engine_failure(call.session, error))])
         else:
             call.session.check_staleness()
-            if call.api_request.stream_options is not None and call.api_request.stream_options.include_usage:
-                last = {**call.header, "object": call.chunk_kind, "choices": [], "usage": call.usage()}
-                await response.write(_encode_event(last))
-            await response.write(b"data: [DONE]\n\n")
+            await _send_events(response, form.close_events(answers, call.usage))
+            await response.write(form.stream_end)
         return response
 
     # ---- dispatch
 
     async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
-        """Dispatch a request with a valid token; every response, errors included, has OpenAI's form."""
+        """Dispatch a request with a valid token; every response, errors included, has the form of its API."""
         try:
             session = self._find_session(http)
             await _request_body(http)
-            try:
-                return await self._find_route(http)(http, session)
-            except EngineError as error:
-                return _error_response(self._record_engine_failure(session, error))
+            return await self._find_route(http)(http, session)
+        except EngineError as error:
+            return _error_response(http, _record_engine_failure(session, error))
         except ApiError as error:
-            return _error_response(error)
+            return _error_response(http, error)
+        except RecursionError:
+            return _error_response(http, ApiError(400, "the request body is nested too deeply", code="invalid_value"))
         except web.HTTPException as error:
-            return _error_response(ApiError(error.status, error.text or error.reason))
+            return _error_response(http, ApiError(error.status, error.text or error.reason))
 
     def _find_route(self, http: web.BaseRequest) -> RouteHandler:
         path = http.path
@@ -244,17 +284,40 @@ class ModelProxy:
     def _find_session(self, http: web.BaseRequest) -> ProgramSession:
         """Return the session that the request's API key belongs to."""
         scheme, _, token = http.headers.get("Authorization", "").partition(" ")
-        session = self._sessions.get(_hash_token(token)) if scheme == "Bearer" else None
+        session = None
+        for key in (token if scheme.lower() == "bearer" else "", http.headers.get("x-api-key", "")):
+            session = session or self._sessions.get(_hash_token(key))
         if session is None:
             why = "no running program has this API key: use the one that it receives as OPENAI_API_KEY"
             raise ApiError(401, why, code="invalid_api_key")
         return session
 
-    def _record_engine_failure(self, session: ProgramSession, error: EngineError) -> ApiError:
-        session.fault = str(error)
-        if isinstance(error, EngineAnswerError):
-            return ApiError(502, str(error), code="engine_answer", kind="server_error")
-        return ApiError(503, str(error), code="engine_unavailable", kind="server_error")
+
+def _make_prompt(session: ProgramSession, call: ModelCall) -> TurnPrompt:
+    if call.text is not None:
+        return session.recording.text_prompt(call.text)
+    try:
+        return session.recording.chat_prompt(call.messages, tools=call.tools)
+    except ConfigError as error:
+        raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+
+
+def _make_card(name: str) -> JsonObject:
+    """Return the description of the model under a name, as both OpenAI's and Anthropic's clients read it."""
+    made = {"created": int(time.time()), "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    return {"id": name, "object": "model", "type": "model", "display_name": name, "owned_by": "hpcrl", **made}
+
+
+def _record_engine_failure(session: ProgramSession, error: EngineError) -> ApiError:
+    session.fault = str(error)
+    if isinstance(error, EngineAnswerError):
+        return ApiError(502, str(error), code="engine_answer", kind="server_error")
+    return ApiError(503, str(error), code="engine_unavailable", kind="server_error")
+
+
+async def _send_events(response: web.StreamResponse, events: Iterable[JsonObject]) -> None:
+    if encoded := b"".join(encode_event(event) for event in events):
+        await response.write(encoded)
 
 
 async def _request_body(http: web.BaseRequest) -> None:
@@ -273,9 +336,6 @@ def _json_response(value: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), headers=JSON_HEADERS)
 
 
-def _error_response(error: ApiError) -> web.Response:
-    return web.Response(status=error.status, body=error.body, headers=JSON_HEADERS)
-
-
-def _encode_event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+def _error_response(http: web.BaseRequest, error: ApiError) -> web.Response:
+    body = messages_form.encode_error(error) if http.path.startswith(MESSAGES_PATH) else {"error": error.error}
+    return web.Response(status=error.status, body=msgspec.json.encode(body), headers=JSON_HEADERS)

@@ -13,11 +13,14 @@ import msgspec
 
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.rollout.agents.recording import ConversationChoice, ConversationRecording, TurnPrompt
-from hpcrl.rollout.agents.requests import ApiError, ChatRequest, TextRequest
+from hpcrl.rollout.agents.requests import ApiError, ModelCall, SamplingFields
+from hpcrl.rollout.agents.responses_form import ResponseMemory
 from hpcrl.rollout.episode import EpisodeLimits
 from hpcrl.rollout.tasks import stable_hash
 from hpcrl.spool.ids import make_request_id
 
+MAX_IGNORED_FIELDS, MAX_FIELD_CHARS = 32, 64
+"""The most names of ignored fields that an episode remembers, and how much of each."""
 SamplingSource = Literal["recipe", "program"]
 """The source of temperature, top_p and top_k; turns not sampled as in the recipe are recorded but not trained on."""
 
@@ -48,6 +51,9 @@ class ProgramSession:
     """Set when the program is to be ended early."""
     calls: "set[asyncio.Task[Any]]" = field(default_factory=set)
     num_calls: int = 0
+    ignored_fields: list[str] = field(default_factory=list)
+    """The names of fields that its requests had and that were ignored, each once."""
+    responses: ResponseMemory = field(default_factory=ResponseMemory)
 
     def admit(self) -> None:
         """Admit a call and count it, or raise an ApiError."""
@@ -74,63 +80,59 @@ class ProgramSession:
         for call in self.calls:
             call.cancel()
 
+    def note_ignored_fields(self, names: Sequence[str]) -> list[str]:
+        """Remember the fields of a request that were ignored; return those that are new in this episode."""
+        room = MAX_IGNORED_FIELDS - len(self.ignored_fields)
+        new = [
+            name for name in dict.fromkeys(name[:MAX_FIELD_CHARS] for name in names) if name not in self.ignored_fields
+        ]
+        self.ignored_fields += new[:room]
+        return new[:room]
+
     def make_requests(
-        self, api_request: ChatRequest | TextRequest, prompt: TurnPrompt, *, stop_token_ids: Sequence[int]
+        self, call: ModelCall, prompt: TurnPrompt, *, stop_token_ids: Sequence[int]
     ) -> list[GenerateRequest]:
         """Make the engine requests, one for each choice; raise ApiError if the prompt leaves no room for an answer."""
-        token_ids, stops = prompt.token_ids(), [*stop_token_ids, *(api_request.stop_token_ids or ())]
-        return [
-            self._make_request(api_request, token_ids, choice=choice, stops=stops)
-            for choice in range(api_request.n or 1)
-        ]
-
-    def _make_request(
-        self, api_request: ChatRequest | TextRequest, token_ids: list[int], *, choice: int, stops: list[int]
-    ) -> GenerateRequest:
-        limits = self.limits
+        token_ids, limits = prompt.token_ids(), self.limits
         room = limits.context_length - len(token_ids)
         if room < 1:
             self.is_truncated = True
             most = limits.context_length
             why = f"the prompt has {len(token_ids)} tokens, this model's maximum context length is {most}: shorten it"
             raise ApiError(400, why, code="context_length_exceeded", param="messages")
-        num_requested = (
-            getattr(api_request, "max_completion_tokens", None) or api_request.max_tokens or limits.max_new_tokens
-        )
         request = GenerateRequest(
-            request_id=make_request_id(self.name, f"{self.num_calls}.{choice}"),
+            request_id=make_request_id(self.name, f"{self.num_calls}.0"),
             token_ids=token_ids,
-            max_new_tokens=min(num_requested, limits.max_new_tokens, room),
+            max_new_tokens=min(call.max_tokens or limits.max_new_tokens, limits.max_new_tokens, room),
             temperature=limits.temperature,
-            seed=stable_hash(self.seed, self.name, self.num_calls, choice, api_request.seed, bits=63),
-            stop_token_ids=stops,
-            top_logprobs=_requested_top_logprobs(api_request),
+            stop_token_ids=[*stop_token_ids, *call.stop_token_ids],
+            top_logprobs=call.top_logprobs,
             trajectory=self.trajectory,
             domain=self.domain,
         )
-        return (
-            request if self.sampling == "recipe" else self._with_program_sampling(request, api_request, choice=choice)
-        )
+        if self.sampling == "program":
+            request = self._with_program_sampling(request, call.sampling)
+        return [self._make_choice_request(request, call, choice=choice) for choice in range(call.num_choices)]
 
-    def _with_program_sampling(
-        self, request: GenerateRequest, api_request: ChatRequest | TextRequest, *, choice: int
-    ) -> GenerateRequest:
+    def _make_choice_request(self, request: GenerateRequest, call: ModelCall, *, choice: int) -> GenerateRequest:
+        asked = call.sampling.seed
+        seed = stable_hash(self.seed, self.name, self.num_calls, choice, asked, bits=63)
+        if self.sampling == "program" and asked is not None:
+            seed = stable_hash(asked, choice, bits=63)
+        request_id = make_request_id(self.name, f"{self.num_calls}.{choice}")
+        return msgspec.structs.replace(request, request_id=request_id, seed=seed)
+
+    def _with_program_sampling(self, request: GenerateRequest, sampling: SamplingFields) -> GenerateRequest:
+        for name in sampling.unsupported_fields():
+            why = f'{name} = {getattr(sampling, name)}: engines cannot do it; leave it out, or use sampling = "recipe"'
+            raise ApiError(400, why, code="unsupported_parameter", param=name)
         return msgspec.structs.replace(
             request,
-            temperature=self.limits.temperature if api_request.temperature is None else api_request.temperature,
-            top_p=api_request.top_p or 1.0,
-            top_k=max(api_request.top_k or 0, 0),
-            seed=request.seed if api_request.seed is None else stable_hash(api_request.seed, choice, bits=63),
+            temperature=self.limits.temperature if sampling.temperature is None else sampling.temperature,
+            top_p=sampling.top_p or 1.0,
+            top_k=1 if sampling.top_p == 0 else max(sampling.top_k or 0, 0),
         )
 
     def can_train(self, request: GenerateRequest) -> bool:
         """Return whether the request is sampled as training assumes."""
         return (request.temperature, request.top_p, request.top_k) == (self.limits.temperature, 1.0, 0)
-
-
-def _requested_top_logprobs(api_request: ChatRequest | TextRequest) -> int:
-    if isinstance(api_request, TextRequest):
-        return api_request.logprobs or 0
-    if api_request.top_logprobs and not api_request.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs = true", param="top_logprobs", code="invalid_value")
-    return api_request.top_logprobs or 0

@@ -2,90 +2,22 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
 
 import aiohttp
+import openai
 import pytest
 
-from hpcrl.engines.base import Completion, CompletionChunk
 from hpcrl.errors import EngineAnswerError, EngineError
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents import server as proxy_module
-from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.episode import EpisodeLimits
+from tests.support.scripted import CALL, LIMITS, QUESTION, TOOLS, opened
 from tests.support.sessions import session_of
-
-openai = pytest.importorskip("openai")
-LIMITS = EpisodeLimits(max_turns=8, max_new_tokens=64, context_length=128, max_lag=1)
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-QUESTION = [{"role": "user", "content": "1+1=?"}]
-
-
-class Scripted:
-    """Generates these words, one per request; an exception is raised, None hangs, a list is streamed in chunks."""
-
-    def __init__(self, template, *words):
-        self.template = template
-        self.words = list(words)
-        self.requests = []
-        self.hung = asyncio.Event()
-        self.ended = asyncio.Event()
-
-    def part(self, text, *, finish_reason=None):
-        ids = self.template.encode(text)
-        tops = [{token: -0.5, 0: -3.0} for token in ids] if self.requests[-1].top_logprobs else []
-        return CompletionChunk(
-            token_ids=ids,
-            logprobs=[-0.5] * len(ids),
-            versions=[0] * len(ids),
-            finish_reason=finish_reason,
-            top=tops,
-        )
-
-    async def generate(self, request):
-        parts = [part async for part in self.stream(request)]
-        return Completion(
-            token_ids=[token for part in parts for token in part.token_ids],
-            logprobs=[logprob for part in parts for logprob in part.logprobs],
-            versions=[version for part in parts for version in part.versions],
-            finish_reason=parts[-1].finish_reason,
-            top=[top for part in parts for top in part.top],
-        )
-
-    async def stream(self, request):
-        self.requests.append(request)
-        word = self.words.pop(0)
-        try:
-            for piece in word[:-1] if isinstance(word, list) else []:
-                yield self.part(piece)
-            match word[-1] if isinstance(word, list) else word:
-                case None:
-                    self.hung.set()
-                    await asyncio.Event().wait()
-                case Exception() as error:
-                    raise error
-                case last:
-                    yield self.part(last, finish_reason="stop" if last.endswith("<eos>") else "length")
-        finally:
-            self.ended.set()
 
 
 @pytest.fixture
 def template(tiny_model_dir):
     return load_chat_template(tiny_model_dir)
-
-
-@asynccontextmanager
-async def opened(template, *words, **changed):
-    """Yield a client with its session, policy and proxy."""
-    policy = Scripted(template, *words)
-    session = session_of(template, **({"limits": LIMITS} | changed))
-    async with ModelProxy(policy, template=template) as proxy:
-        client = openai.AsyncOpenAI(base_url=proxy.url, api_key=proxy.open(session), max_retries=0)
-        client.session, client.policy, client.proxy = session, policy, proxy
-        async with client:
-            yield client
 
 
 def chat(client, **changed):
@@ -230,13 +162,12 @@ def test_the_recipe_decides_how_training_data_is_sampled(template):
     [
         ({"model": "gpt"}, 404, "model_not_found", "model"),
         ({"messages": [{"role": "user", "content": "x" * 200}]}, 400, "context_length_exceeded", "messages"),
-        ({"extra_body": {"guided_json": {}}}, 400, "unsupported_parameter", "guided_json"),
-        ({"response_format": {"type": "json_object"}}, 400, "invalid_value", "response_format"),
-        ({"presence_penalty": 1.0}, 400, "invalid_value", "presence_penalty"),
+        ({"extra_body": {"guided_regex": "a+"}}, 400, "unsupported_parameter", "guided_regex"),
+        ({"response_format": {"type": "grammar"}}, 400, "invalid_value", "response_format"),
         ({"temperature": -1}, 400, "invalid_value", "temperature"),
         ({"messages": []}, 400, "invalid_value", "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, 400, None, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "invalid_value", "messages"),
         ({"tool_choice": "required"}, 400, "invalid_value", "tool_choice"),
         ({"top_logprobs": 3}, 400, "invalid_value", "top_logprobs"),
     ],

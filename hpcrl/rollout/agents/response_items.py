@@ -1,0 +1,155 @@
+"""Translate the items of OpenAI's responses: those that a program sends, and those that it receives. Pure.
+
+read_items   the messages that items stand for; the model's neighbouring items are one message
+OutputItems  the items of one response, made piece by piece with the events of a stream
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hpcrl.rollout.agents.answers import ModelPiece, NamedCall, make_id
+from hpcrl.rollout.agents.requests import ApiError, JsonObject, normalise_messages, read_call, read_text
+from hpcrl.rollout.agents.tool_parsers import ContentText, ReasoningText
+
+
+def read_items(items: Sequence[JsonObject], *, known: Mapping[str, JsonObject]) -> list[JsonObject]:
+    """Return the messages that the items stand for; an item may be a reference to one of the known ones."""
+    messages: list[JsonObject] = []
+    answer: JsonObject | None = None
+    for index, given in enumerate(items):
+        place = f"input[{index}]"
+        item = _resolve_item(given, known=known, place=place)
+        part = _read_model_item(item, place=place)
+        if part is None:
+            answer = None
+            messages.append(_read_other_item(item, place=place))
+        elif answer is None or (part.get("content") and answer["content"] and "tool_calls" not in answer):
+            answer = {"role": "assistant", "content": "", **part}
+            messages.append(answer)
+        else:
+            for name, value in part.items():
+                answer[name] = answer[name] + value if name in answer else value
+    return messages
+
+
+def _resolve_item(item: JsonObject, *, known: Mapping[str, JsonObject], place: str) -> JsonObject:
+    if item.get("type") != "item_reference":
+        return item
+    found = known.get(str(item.get("id")))
+    if found is None:
+        raise ApiError(400, f"{place} refers to {item.get('id')!r}: this episode has had no such item", param="input")
+    return found
+
+
+def _read_model_item(item: JsonObject, *, place: str) -> JsonObject | None:
+    """Return the part of the model's message that an item is, or None if it is not the model's."""
+    match item:
+        case {"type": "reasoning"}:
+            texts = [*(item.get("content") or ()), *(item.get("summary") or ())]
+            thought = read_text(item.get("content") or item.get("summary"), place=place) if texts else ""
+            return {"reasoning_content": thought} if thought else {}
+        case {"type": "function_call"}:
+            call = read_call(item.get("name"), item.get("arguments"), call_id=item.get("call_id"), place=place)
+            return {"tool_calls": [call]}
+        case {"role": "assistant"}:
+            return {"content": read_text(item.get("content"), place=place)}
+    return None
+
+
+def _read_other_item(item: JsonObject, *, place: str) -> JsonObject:
+    match item:
+        case {"type": "function_call_output"}:
+            result = read_text(item.get("output"), place=place)
+            return {"role": "tool", "content": result, "tool_call_id": str(item.get("call_id", ""))}
+        case {"role": str(), "type": "message"} | {"role": str()}:
+            return normalise_messages([{"role": item["role"], "content": item.get("content")}])[0]
+    why = f"{place} has the type {item.get('type')!r}: this model reads messages, reasoning and function calls"
+    raise ApiError(400, why, param="input", code="invalid_value")
+
+
+class OutputItems:
+    """The items of one response; each method yields the events of a stream that belong to the change."""
+
+    def __init__(self) -> None:
+        self.items: list[JsonObject] = []
+        self._kind: type[ModelPiece] | None = None
+        """The kind of the last item while it is open."""
+        self._texts: list[str] = []
+
+    def add_piece(self, piece: ModelPiece) -> Iterator[JsonObject]:
+        """Add what was generated next: it continues the open item, or opens another."""
+        if isinstance(piece, NamedCall):
+            yield from self.close()
+            yield from self._add_call(piece)
+            return
+        if type(piece) is not self._kind:
+            yield from self.close()
+            yield from self._open_text(type(piece))
+        self._texts.append(piece.text)
+        if piece.text:
+            yield self._text_event("delta", delta=piece.text)
+
+    def _open_text(self, kind: type[Any]) -> Iterator[JsonObject]:
+        self._kind, self._texts = kind, []
+        if kind is ReasoningText:
+            opened = {"id": make_id("rs_"), "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+        else:
+            opened = {"id": make_id("msg_"), "type": "message", "role": "assistant", "content": []}
+            opened["status"] = "in_progress"
+        self.items.append(opened)
+        yield {"type": "response.output_item.added", "output_index": self._index, "item": dict(opened)}
+        yield {"type": "response.content_part.added", **self._place, "part": self._make_part("")}
+
+    def close(self) -> Iterator[JsonObject]:
+        """Complete the open item, if there is one."""
+        if self._kind is None:
+            return
+        text = "".join(self._texts)
+        part, item = self._make_part(text), self.items[-1]
+        item |= {"content": [part], "status": "completed"}
+        yield self._text_event("done", text=text)
+        yield {"type": "response.content_part.done", **self._place, "part": part}
+        yield {"type": "response.output_item.done", "output_index": self._index, "item": item}
+        self._kind = None
+
+    def _add_call(self, call: NamedCall) -> Iterator[JsonObject]:
+        item = {"id": make_id("fc_"), "type": "function_call", "call_id": call.id, "name": call.name}
+        self.items.append(item)
+        place = {"item_id": item["id"], "output_index": self._index}
+        opened = {**item, "arguments": "", "status": "in_progress"}
+        yield {"type": "response.output_item.added", "output_index": self._index, "item": opened}
+        arguments = call.encoded_arguments
+        yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
+        yield {
+            "type": "response.function_call_arguments.done",
+            **place,
+            "name": call.name,
+            "arguments": arguments,
+        }
+        item |= {"arguments": arguments, "status": "completed"}
+        yield {"type": "response.output_item.done", "output_index": self._index, "item": item}
+
+    def set_logprobs(self, entries: Iterable[JsonObject]) -> None:
+        """Put the log-probabilities of all tokens into the first text."""
+        for item in self.items:
+            if item["type"] == "message":
+                item["content"][0]["logprobs"] = list(entries)
+                return
+
+    @property
+    def _index(self) -> int:
+        return len(self.items) - 1
+
+    @property
+    def _place(self) -> JsonObject:
+        return {"item_id": self.items[-1]["id"], "output_index": self._index, "content_index": 0}
+
+    def _make_part(self, text: str) -> JsonObject:
+        if self._kind is ReasoningText:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _text_event(self, step: str, **fields: str) -> JsonObject:
+        if self._kind is ContentText:
+            return {"type": f"response.output_text.{step}", **self._place, **fields, "logprobs": []}
+        return {"type": f"response.reasoning_text.{step}", **self._place, **fields}

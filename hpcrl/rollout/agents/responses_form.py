@@ -1,0 +1,241 @@
+"""Translate POST /v1/responses, OpenAI's newer form, in which a program may refer to earlier responses. Pure.
+
+ResponsesRequest  the body
+ResponsesForm     one request, and the responses to it
+ResponseMemory    what the earlier responses of an episode contained
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from hpcrl.models.chat_template import ChatTemplate
+from hpcrl.rollout.agents import chat_form
+from hpcrl.rollout.agents.answers import AnswerDelta, LogprobEntries, ModelAnswer, TokenUsage, make_id
+from hpcrl.rollout.agents.chat_form import read_schema
+from hpcrl.rollout.agents.requests import (
+    ApiError,
+    JsonObject,
+    ModelCall,
+    NumTops,
+    PositiveCount,
+    SamplingFields,
+    choose_tools,
+    list_unknown_fields,
+    make_tool,
+    parse_body,
+    refuse_fields,
+)
+from hpcrl.rollout.agents.response_items import OutputItems, read_items
+from hpcrl.rollout.agents.tool_parsers import ContentText
+
+IGNORED_FIELDS = chat_form.IGNORED_FIELDS | {"truncation", "max_tool_calls", "stream_options", "context_management"}
+"""Fields that programs may send and that change no answer here."""
+REFUSED_FIELDS = ("background", "conversation", "prompt")
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class TextOptions(msgspec.Struct, frozen=True):
+    """What the text of the answer must be."""
+
+    format: JsonObject | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True):
+    """How much the model thinks."""
+
+    effort: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body."""
+
+    model: str
+    input: str | list[JsonObject] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
+    max_output_tokens: PositiveCount | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_logprobs: NumTops | None = None
+    include: list[str] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    stream: bool | None = None
+    metadata: JsonObject | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+
+@dataclass(kw_only=True)
+class ResponseMemory:
+    """What the earlier responses of an episode contained."""
+
+    conversations: dict[str, list[JsonObject]] = field(default_factory=dict)
+    """The messages up to and including each response, by its id; instructions hold for one call only."""
+    items: dict[str, JsonObject] = field(default_factory=dict)
+    """The items of all responses, by their ids."""
+
+
+class ResponsesForm:
+    """One request, and the responses to it."""
+
+    stream_end = b""
+
+    def __init__(self, body: bytes, *, template: ChatTemplate, memory: ResponseMemory) -> None:
+        request, sent = parse_body(body, ResponsesRequest)
+        refuse_fields(sent, REFUSED_FIELDS)
+        self._request, self._memory = request, memory
+        self._messages = _read_conversation(request, memory)
+        self.call = _make_call(
+            request, self._messages, ignored=list_unknown_fields(sent, ResponsesRequest, known=IGNORED_FIELDS)
+        )
+        self._entries = LogprobEntries(template) if _LOGPROBS in (request.include or ()) else None
+        self._id = make_id("resp_")
+        self._created_at = int(time.time())
+        self._output = OutputItems()
+        self._num_events = 0
+
+    def make_response(self, answers: Sequence[ModelAnswer], usage: TokenUsage) -> JsonObject:
+        (answer,) = answers
+        for piece in answer.pieces:
+            list(self._output.add_piece(piece))
+        list(self.end_events(answer))
+        return self._describe(answer=answer, usage=usage)
+
+    def open_events(self, usage: TokenUsage) -> Iterable[JsonObject]:
+        opened = self._describe(answer=None, usage=None)
+        return self._number([{"type": f"response.{step}", "response": opened} for step in ("created", "in_progress")])
+
+    def delta_events(self, delta: AnswerDelta) -> Iterable[JsonObject]:
+        return self._number(event for piece in delta.pieces for event in self._output.add_piece(piece))
+
+    def end_events(self, answer: ModelAnswer) -> Iterable[JsonObject]:
+        if not answer.calls and not answer.content:  # what is sent back must contain a message
+            yield from self._number(self._output.add_piece(ContentText("")))
+        yield from self._number(self._output.close())
+        if self._entries is not None:
+            self._output.set_logprobs(self._entries.list_entries(answer.parts))
+        self._memory.conversations[self._id] = [*self._messages, answer.message]
+        self._memory.items |= {item["id"]: item for item in self._output.items}
+
+    def close_events(self, answers: Sequence[ModelAnswer], usage: TokenUsage) -> Iterable[JsonObject]:
+        (answer,) = answers
+        response = self._describe(answer=answer, usage=usage)
+        return self._number([{"type": f"response.{response['status']}", "response": response}])
+
+    def error_event(self, error: ApiError) -> JsonObject:
+        why = {"code": error.error["code"], "message": error.error["message"], "param": error.error["param"]}
+        return {"type": "error", **why, "sequence_number": self._num_events}
+
+    def _number(self, events: Iterable[JsonObject]) -> Iterable[JsonObject]:
+        for event in events:
+            yield {**event, "sequence_number": self._num_events}
+            self._num_events += 1
+
+    def _describe(self, *, answer: ModelAnswer | None, usage: TokenUsage | None) -> JsonObject:
+        """Return the response as it is now."""
+        request = self._request
+        is_cut = answer is not None and answer.finish_reason == "length"
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created_at,
+            "status": "in_progress" if answer is None else "incomplete" if is_cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": request.model,
+            "output": [] if answer is None else self._output.items,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": request.previous_response_id,
+            "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
+            "store": True,
+            "temperature": request.temperature,
+            "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_p": request.top_p,
+            "truncation": "disabled",
+            "usage": usage and _make_usage(usage, num_reasoning=0),
+        }
+
+
+def _read_conversation(request: ResponsesRequest, memory: ResponseMemory) -> list[JsonObject]:
+    """Return the messages of the request and of the response that it continues."""
+    before: list[JsonObject] = []
+    if (name := request.previous_response_id) is not None:
+        if name not in memory.conversations:
+            why = f"previous_response_id is {name!r}: this episode has had no such response"
+            raise ApiError(400, why, param="previous_response_id", code="previous_response_not_found")
+        before = memory.conversations[name]
+    if isinstance(request.input, str):
+        return [*before, {"role": "user", "content": request.input}]
+    messages = [*before, *read_items(request.input or (), known=memory.items)]
+    if not messages:
+        raise ApiError(400, "input is missing: give a text or items", param="input", code="invalid_value")
+    return messages
+
+
+def _make_call(request: ResponsesRequest, messages: list[JsonObject], *, ignored: tuple[str, ...]) -> ModelCall:
+    tools, must_call = _read_tools(request)
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        kwargs.setdefault("reasoning_effort", request.reasoning.effort)
+    system = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    return ModelCall(
+        model=request.model,
+        messages=[*system, *messages],
+        tools=tools,
+        must_call=must_call,
+        output_schema=read_schema(request.text.format if request.text else None, param="text.format"),
+        template_kwargs=kwargs,
+        max_tokens=request.max_output_tokens,
+        sampling=SamplingFields(temperature=request.temperature, top_p=request.top_p),
+        top_logprobs=request.top_logprobs or 0,
+        stream=bool(request.stream),
+        ignored_fields=ignored,
+    )
+
+
+def _read_tools(request: ResponsesRequest) -> tuple[list[JsonObject] | None, tuple[str, ...]]:
+    """Return the tools that the model sees, and those of which it must call one."""
+    tools = [_read_tool(tool) for tool in request.tools or []]
+    match request.tool_choice:
+        case None | "auto":
+            return choose_tools(tools, "auto")
+        case "none" | "required" as mode:
+            return choose_tools(tools, mode)
+        case {"type": "function", "name": str(name)}:
+            return choose_tools(tools, "required", named=[name])
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(listed)}:
+            return choose_tools(tools, mode, named=[str(tool.get("name")) for tool in listed])
+    why = f'tool_choice is {request.tool_choice!r}: it must be "auto", "none", "required" or name a function'
+    raise ApiError(400, why, param="tool_choice", code="invalid_value")
+
+
+def _read_tool(tool: JsonObject) -> JsonObject:
+    if tool.get("type") != "function":
+        why = f"tools has one of type {tool.get('type')!r}: only functions of the program can be called"
+        raise ApiError(400, why, param="tools", code="invalid_value")
+    function: Any = {name: tool.get(name) for name in ("name", "description", "parameters", "strict")}
+    return make_tool(function, place="tools")
+
+
+def _make_usage(usage: TokenUsage, *, num_reasoning: int) -> JsonObject:
+    return {
+        "input_tokens": usage.num_prompt,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": usage.num_generated,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
+        "total_tokens": usage.num_prompt + usage.num_generated,
+    }

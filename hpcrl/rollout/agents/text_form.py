@@ -1,0 +1,136 @@
+"""Translate POST /v1/completions, OpenAI's form for plain text. Pure.
+
+TextRequest  the body
+TextForm     one request, and the responses to it
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from hpcrl.engines.base import CompletionChunk
+from hpcrl.models.chat_template import ChatTemplate
+from hpcrl.rollout.agents.answers import AnswerDelta, ModelAnswer, TokenUsage, make_id
+from hpcrl.rollout.agents.chat_form import (
+    IGNORED_FIELDS,
+    REFUSED_FIELDS,
+    CommonFields,
+    make_usage,
+    read_sampling,
+    read_stops,
+)
+from hpcrl.rollout.agents.requests import (
+    ApiError,
+    JsonObject,
+    ModelCall,
+    NumTops,
+    list_unknown_fields,
+    parse_body,
+    refuse_fields,
+)
+
+
+class TextRequest(CommonFields, frozen=True, kw_only=True):
+    """The body, for one prompt."""
+
+    prompt: str | list[Any]
+    logprobs: NumTops | None = None
+    echo: Literal[False] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
+
+
+class TextForm:
+    """One request, and the responses to it."""
+
+    stream_end = b"data: [DONE]\n\n"
+
+    def __init__(self, body: bytes, *, template: ChatTemplate) -> None:
+        request, sent = parse_body(body, TextRequest)
+        refuse_fields(sent, [*REFUSED_FIELDS, "suffix", "response_format"])
+        self.call = ModelCall(
+            model=request.model,
+            text=_read_prompt(request.prompt, vocabulary_size=template.vocabulary_size),
+            max_tokens=request.max_tokens,
+            sampling=read_sampling(request),
+            num_choices=request.n or 1,
+            stops=read_stops(request.stop),
+            stop_token_ids=tuple(request.stop_token_ids or ()),
+            top_logprobs=request.logprobs or 0,
+            stream=bool(request.stream),
+            ignored_fields=list_unknown_fields(sent, TextRequest, known=IGNORED_FIELDS),
+        )
+        self._sends_logprobs = request.logprobs is not None
+        self._sends_usage = request.sends_usage
+        self._template = template
+        self._header = {
+            "id": make_id("cmpl-"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": request.model,
+        }
+
+    def make_response(self, answers: Sequence[ModelAnswer], usage: TokenUsage) -> JsonObject:
+        choices = [
+            self._make_choice(answer.index, answer.content, parts=answer.parts, finish_reason=answer.finish_reason)
+            for answer in answers
+        ]
+        return {**self._header, "choices": choices, "usage": make_usage(usage)}
+
+    def open_events(self, usage: TokenUsage) -> Iterable[JsonObject]:
+        return ()
+
+    def delta_events(self, delta: AnswerDelta) -> Iterable[JsonObject]:
+        text = "".join(getattr(piece, "text", "") for piece in delta.pieces)
+        yield {**self._header, "choices": [self._make_choice(delta.index, text, parts=[delta.part])]}
+
+    def end_events(self, answer: ModelAnswer) -> Iterable[JsonObject]:
+        yield {
+            **self._header,
+            "choices": [self._make_choice(answer.index, "", parts=(), finish_reason=answer.finish_reason)],
+        }
+
+    def close_events(self, answers: Sequence[ModelAnswer], usage: TokenUsage) -> Iterable[JsonObject]:
+        if self._sends_usage:
+            yield {**self._header, "choices": [], "usage": make_usage(usage)}
+
+    def error_event(self, error: ApiError) -> JsonObject:
+        return {"error": error.error}
+
+    def _make_choice(
+        self, index: int, text: str, *, parts: Sequence[CompletionChunk], finish_reason: str | None = None
+    ) -> JsonObject:
+        return {"index": index, "text": text, "logprobs": self._make_logprobs(parts), "finish_reason": finish_reason}
+
+    def _make_logprobs(self, parts: Sequence[CompletionChunk]) -> JsonObject | None:
+        if not self._sends_logprobs:
+            return None
+        decode_token = self._template.decode_token
+        tokens = [decode_token(token) for part in parts for token in part.token_ids]
+        offsets, offset = [], 0
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [logprob for part in parts for logprob in part.logprobs],
+            "top_logprobs": [{decode_token(t): p for t, p in top.items()} for part in parts for top in part.top]
+            or None,
+            "text_offset": offsets,
+        }
+
+
+def _read_prompt(prompt: str | list[Any], *, vocabulary_size: int) -> str | list[int]:
+    """Return the text or the ids; a list of one prompt is that prompt."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        if 0 <= min(prompt) <= max(prompt) < vocabulary_size:
+            return prompt
+        why = f"the prompt has token ids outside of 0..{vocabulary_size - 1}"
+    else:
+        why = "prompt must be one text or one list of token ids, and not empty"
+    raise ApiError(400, why, param="prompt", code="invalid_value")
