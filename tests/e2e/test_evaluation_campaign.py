@@ -32,8 +32,10 @@ def test_held_out_tasks_are_evaluated_every_few_versions_and_never_trained_on(ca
         "evaluation.temperature=0",
     )
     best = ("-s", "train.checkpoint_every_steps=1", "-s", "train.keep_best=1", "-s", "train.keep_checkpoints=1")
-    hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "e", *SMALL, *settings, *best)
+    mode = ("-s", "rollout.mode=one-step-off")
+    hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "e", *SMALL, *settings, *best, *mode)
     run, seen = CampaignDir(campaigns / "e"), snapshot("e")
+    assert max(step["lag_max"] for step in steps(run)) <= 1
     reported = evaluations(run)
     assert [event["number"] for event in reported] == list(range(len(reported)))
     versions = [event["version"] for event in reported]

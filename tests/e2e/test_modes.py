@@ -1,33 +1,44 @@
-"""The batch modes: a campaign completes, even if rewards fail."""
+"""The sync mode where things fail: a campaign completes without some rewards and without its weight window."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.system.files import make_private_dir
+from hpcrl.system.network import current_node
+from hpcrl.weights.versions import list_versions
+from hpcrl.weights.window.file import make_window_key
 from tests.support.campaigns import SMALL, hpcrl, snapshot, steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("own_code")]
 
 
-@pytest.mark.parametrize(("mode", "most"), [("sync", 0), ("one-step-off", 1)])
-def test_a_batch_mode_completes_though_rewards_fail(campaigns: Path, mode: str, most: int) -> None:
+def events_of(run: CampaignDir, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run.events) if event["event"] == name]
+
+
+def test_a_sync_campaign_completes_though_rewards_fail_and_weights_go_by_files(campaigns: Path, tmp_path: Path) -> None:
     """Each batch also has a spare group."""
-    failing = (
-        "-s",
-        "domains.lake.reward=tests.support.odd_rewards:of_every_other_group",
-        "-s",
-        f"rollout.mode={mode}",
-        "-s",
-        "rollout.spare_groups=1",
-    )
-    hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", mode, *SMALL, *failing)
-    run = CampaignDir(campaigns / mode)
-    assert snapshot(mode)["state"] == "done"
+    failing = ("-s", "domains.lake.reward=tests.support.odd_rewards:of_every_other_group")
+    mode = ("-s", "rollout.mode=sync", "-s", "rollout.spare_groups=1")
+    run = CampaignDir(make_private_dir(campaigns) / "f")
+    in_the_way = make_window_key(run, node=current_node()).path
+    in_the_way.symlink_to(tmp_path)  # as if another user had taken the name
+    try:
+        hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "f", *SMALL, *failing, *mode)
+    finally:
+        in_the_way.unlink()
+    assert snapshot("f")["state"] == "done"
     made = steps(run)
     assert [step["num_trajectories"] for step in made] == [8] * 4
-    assert max(step["lag_max"] for step in made) <= most
-    faults = [event["id"] for event in read_events(run.events) if event["event"] == "fault"]
+    assert max(step["lag_max"] for step in made) == 0
+    faults = [event["id"] for event in events_of(run, "fault")]
     assert faults, "rewards failed"
     assert all(int(name.split("/")[1]) % 2 for name in faults)
+    assert [event["rung"] for event in events_of(run, "rung")] == ["window", "files"]
+    assert "another user has this name" in events_of(run, "rung")[-1]["reason"]
+    assert list_versions(run.weights)[-1] == 4
+    assert {event["version"] for event in events_of(run, "loaded")} & {1, 2, 3, 4}

@@ -10,7 +10,7 @@ from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.rollout.routing.role_switch import read_switched_roles
 from hpcrl.spool.record import EpisodeTurn
 from hpcrl.spool.segment import read_segment
-from tests.support.campaigns import SMALL, hpcrl, snapshot, steps, until
+from tests.support.campaigns import SMALL, hpcrl, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -59,19 +59,9 @@ def recipe(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_simulated_campaign_transfers_kv_and_loads_the_versions(campaigns: Path, recipe: str) -> None:
-    hpcrl("submit", recipe, "--site", "local", "--watch", "--name", "sim", *SMALL)
-    run = CampaignDir(campaigns / "sim")
-    assert snapshot("sim")["state"] == "done"
-    assert [step["num_trajectories"] for step in steps(run)] == [8] * 4
-    assert any(turn.remote_prefill for turn in turns(run))
-    assert any("-prefill-" in (route["prefill"] or "") for route in routes(run))
-    newest = {event["role"]: event["version"] for event in read_events(run.events) if event["event"] == "loaded"}
-    assert set(newest) == {"prefill", "decode"}
-    assert max(newest.values()) >= 1
-
-
-def test_turns_go_to_the_hardware_of_their_domain_and_a_worker_switches_roles(campaigns: Path, recipe: str) -> None:
+def test_turns_go_to_the_hardware_of_their_domain_with_their_kv_and_a_worker_switches_roles(
+    campaigns: Path, recipe: str
+) -> None:
     """These turns have prompts of a few tokens: one prefill worker is enough, and decode lacks one."""
     sizing = ("-s", "router.sizing=auto", "-s", "train.num_steps=100000")
     hpcrl("submit", recipe, "--site", "local", "--name", "flip", *SMALL, *sizing)
@@ -85,6 +75,13 @@ def test_turns_go_to_the_hardware_of_their_domain_and_a_worker_switches_roles(ca
     (changed,) = read_switched_roles(run.switched_roles)
     assert "-prefill-" in changed
     until(lambda: any(route["decode"] == changed for route in routes(run)), what=f"{changed} decodes")
+    hpcrl("stop", "--now", "flip")
+    assert {step["num_trajectories"] for step in steps(run)} == {8}
+    assert any(turn.remote_prefill for turn in turns(run))
+    assert any("-prefill-" in (route["prefill"] or "") for route in routes(run))
+    newest = {event["role"]: event["version"] for event in read_events(run.events) if event["event"] == "loaded"}
+    assert set(newest) == {"prefill", "decode"}
+    assert max(newest.values()) >= 1
 
 
 def routes(run: CampaignDir) -> list[dict[str, Any]]:

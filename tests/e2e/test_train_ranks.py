@@ -1,4 +1,4 @@
-"""Whole campaigns with two trainer ranks: they publish and save together, and are exported as one model."""
+"""A whole campaign with two trainer ranks: killed while they prefetch, resumed, and exported as one model."""
 
 import os
 import signal
@@ -19,34 +19,33 @@ from tests.support.campaigns import (
     snapshot,
     steps,
     until,
+    windows_of,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-TWO = ("-s", "resources.train.num_workers=2", "-s", 'train.sharding="full"', "-s", "train.checkpoint_every_steps=2")
+TWO = ("-s", "resources.train.num_workers=2", "-s", 'train.sharding="full"', "-s", "train.checkpoint_every_steps=1")
 
 
-def test_two_ranks_train_publish_and_save_together(home: Path, tmp_path: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "two", *SMALL, *TWO)
-    run = CampaignDir(home / "campaigns" / "two")
-    assert snapshot("two")["state"] == "done"
+def test_two_ranks_killed_with_their_driver_resume_train_every_group_once_and_save_one_model(
+    campaigns: Path, home: Path, tmp_path: Path
+) -> None:
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "two", *SMALL, *TWO, "-s", "train.num_steps=6")
+    run = CampaignDir(campaigns / "two")
+    until(lambda: len(steps(run)) >= 2, what="two steps were made", timeout_s=240)
+    assert windows_of(run)
+    os.kill(driver_of(run), signal.SIGKILL)
+    assert "killed by signal 9" in outcome(run)["reason"]
+    until(lambda: not processes_of(home), what="no process is left", timeout_s=60)
+    assert not windows_of(run)
+    assert snapshot("two")["state"] == "failed"
+    hpcrl("resume", "two", "--watch")
+    seen = snapshot("two")
+    assert (seen["state"], seen["step"], len(seen["jobs"])) == ("done", 6, 2)
+    assert num_consumed_groups(run) == 6 * 2  # a group that is trained on twice counts once
     events = list(read_events(run.events))
-    assert [event["rung"] for event in events if event["event"] == "rung"] == ["window"]
-    assert {event["version"] for event in events if event["event"] == "published"} >= {0, 1, 2, 3, 4}
+    assert [event["rung"] for event in events if event["event"] == "rung"] == ["window", "window"]
+    assert {event["version"] for event in events if event["event"] == "published"} >= set(range(7))
     newest = sorted(run.checkpoints.iterdir())[-1]
     assert len(list(newest.glob("state-*.safetensors"))) == 2
     hpcrl("export", "two", "--hf", str(tmp_path / "model"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.model_type == "qwen2"
-
-
-def test_two_ranks_killed_while_they_prefetch_train_on_every_group_once(home: Path) -> None:
-    every = ("-s", "train.num_steps=6", "-s", "train.checkpoint_every_steps=1")
-    hpcrl("submit", "quickstart", "--site", "local", "--name", "k", *SMALL, *TWO, *every)
-    run = CampaignDir(home / "campaigns" / "k")
-    until(lambda: len(steps(run)) >= 2, what="two steps were made", timeout_s=240)
-    os.kill(driver_of(run), signal.SIGKILL)
-    assert "killed by signal 9" in outcome(run)["reason"]
-    until(lambda: not processes_of(home), what="nothing is left", timeout_s=60)
-    hpcrl("resume", "k", "--watch")
-    seen = snapshot("k")
-    assert (seen["state"], seen["step"], len(seen["jobs"])) == ("done", 6, 2)
-    assert num_consumed_groups(run) == 6 * 2  # a group that is trained on twice counts once

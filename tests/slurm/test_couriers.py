@@ -10,7 +10,7 @@ from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.testing.nodes import courier_pids, processes
 from hpcrl.weights.versions import list_versions, read_transport
-from tests.support.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
+from tests.support.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -24,74 +24,53 @@ def transports(run: CampaignDir) -> list[object]:
     return [event["rung"] for event in named(run, "rung")]
 
 
-def test_one_mpi_world_over_the_components_carries_every_version(lab: Lab, campaigns: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "m", *SMALL)
-    run = CampaignDir(campaigns / "m")
-    assert snapshot("m")["state"] == "done"
-    assert transports(run) == ["files", "mpi"]
-    carried = named(run, "courier")
-    assert carried
-    for event in carried:
-        assert event["node"] == "train1"
-        assert event["to"] == ["prefill1", "decode1"]
-        assert event["bytes"] > 0  # type: ignore[operator]
-        assert "wall_s" in event
-    where = {event["node"] for event in named(run, "loaded")}
-    assert where == {"prefill1", "decode1"}
-    assert not [path for path in Path("/dev/shm").iterdir() if f"-{run.name}-" in path.name]
-
-
-@pytest.mark.parametrize(
-    ("setting", "reason"),
-    [
-        ("site.mpi.srun_type=none", "a world of 1 where 3 ranks were started"),
-        ("site.mpi.flavour=none", "the site has no MPI"),
-    ],
-)
-def test_a_campaign_whose_mpi_does_not_work_uses_tcp(lab: Lab, campaigns: Path, setting: str, reason: str) -> None:
-    more = ("-s", setting, "-s", "train.num_steps=100000")
+def test_a_campaign_whose_mpi_does_not_work_uses_tcp(lab: Lab, campaigns: Path) -> None:
+    more = ("-s", "site.mpi.srun_type=none", "-s", "train.num_steps=100000")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "t", *SMALL, *more)
     run = CampaignDir(campaigns / "t")
     until(lambda: len(named(run, "courier")) > 1, what="versions were carried", timeout_s=300)
     assert transports(run)[-1] == "tcp"
     assert "mpi" not in transports(run)
-    assert any(reason in str(event["reason"]) for event in named(run, "rung"))
+    assert any("a world of 1 where 3 ranks were started" in str(event["reason"]) for event in named(run, "rung"))
     assert {event["node"] for event in named(run, "courier")} == {"train1"}
     hpcrl("stop", "t", "--now")
 
 
-def test_a_site_without_couriers_uses_files(lab: Lab, campaigns: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "f", *SMALL, "-s", "site.mpi.couriers=false")
-    run = CampaignDir(campaigns / "f")
-    assert snapshot("f")["state"] == "done"
-    assert transports(run) == ["files"]
-    assert {event["node"] for event in named(run, "loaded")} == {"prefill1", "decode1"}
-
-
-@pytest.mark.parametrize(("number", "node"), [(signal.SIGKILL, "decode1"), (signal.SIGSTOP, "prefill1")])
-def test_couriers_are_restarted_alone(lab: Lab, campaigns: Path, number: int, node: str) -> None:
+def test_couriers_are_restarted_alone(lab: Lab, campaigns: Path, home: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "r", *SMALL, "-s", "train.num_steps=100000")
     run = CampaignDir(campaigns / "r")
-    until(lambda: bool(named(run, "courier")), what="a version was carried")
-    os.kill(courier_pids(run)[node], number)
-    until(lambda: bool(named(run, "worker-restarted")), what="the couriers were started again")
-    before = len(named(run, "courier"))
-    made = len(steps(run))
-    until(lambda: len(named(run, "courier")) > before + 3, what="versions are carried again")
-    assert len(steps(run)) > made
+    for number, node in ((signal.SIGKILL, "decode1"), (signal.SIGSTOP, "prefill1")):
+        carried = len(named(run, "courier"))
+        until(lambda carried=carried: len(named(run, "courier")) > carried, what="a version was carried")
+        restarted = len(named(run, "worker-restarted"))
+        os.kill(courier_pids(run)[node], number)
+        until(
+            lambda restarted=restarted: len(named(run, "worker-restarted")) > restarted,
+            what="the couriers were started again",
+        )
+        carried, made = len(named(run, "courier")), len(steps(run))
+        until(
+            lambda carried=carried: len(named(run, "courier")) > carried + 3,
+            what=f"versions are carried after {number}",
+        )
+        assert len(steps(run)) > made
     assert {event["of"] for event in named(run, "worker-failed")} == {"couriers"}
-    if number == signal.SIGSTOP:
-        [fault] = [event for event in named(run, "fault") if event.get("at") == node][:1]
-        assert {"rank", "bucket", "bytes"} <= fault.keys()
+    [fault] = [event for event in named(run, "fault") if event.get("at") == "prefill1"][:1]
+    assert {"rank", "bucket", "bytes"} <= fault.keys()
     transport = read_transport(run.weights)
     assert transport is not None
     assert transport.rung == "mpi"
     hpcrl("stop", "r", "--now")
+    until(lambda: not processes_of(home), what="no process is left", timeout_s=60)
+    assert snapshot("r")["state"] == "stopped"
 
 
-def test_a_trainer_on_two_nodes_sends_from_both_also_after_one_was_killed(lab: Lab, campaigns: Path) -> None:
+def test_a_trainer_on_two_nodes_sends_from_both_after_one_was_killed_and_in_the_next_job(
+    lab: Lab, campaigns: Path
+) -> None:
     ranks = ("-s", "resources.train.num_workers=2", "-s", "resources.train.gpus_per_worker=4")
     sharded = ("-s", 'train.sharding="full"', "-s", "train.checkpoint_every_steps=2", "-s", "train.num_steps=100000")
+    ranks += ("-s", "job.num_jobs=2")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "s", *SMALL, *ranks, *sharded)
     run = CampaignDir(campaigns / "s")
     until(lambda: len(named(run, "courier")) > 2, what="versions were carried", timeout_s=240)
@@ -99,14 +78,25 @@ def test_a_trainer_on_two_nodes_sends_from_both_also_after_one_was_killed(lab: L
     until(lambda: bool(named(run, "worker-restarted")), what="the trainer is started again", timeout_s=240)
     before = len(named(run, "courier"))
     until(lambda: len(named(run, "courier")) > before + 2, what="versions are carried again", timeout_s=240)
+    assert named(run, "follower"), "a second job waits"
     hpcrl("stop", "s")
     assert outcome(run)["outcome"] == "stopped"
+    until(lambda: lab.run("squeue", "-h") == "", what="the job that waited was cancelled")
+    assert (snapshot("s")["state"], run.job_numbers()) == ("stopped", [0])
+    assert max(int(str(event["version"])) for event in named(run, "published")) in list_versions(run.weights)
+    made, before = steps(run)[-1]["step"], len(named(run, "courier"))
+    hpcrl("resume", "s")
+    until(lambda: len(named(run, "courier")) > before + 1, what="the next job carries versions", timeout_s=240)
+    hpcrl("stop", "s", "--now")
+    assert outcome(run, 1)["outcome"] == "stopped"
+    numbers = [step["step"] for step in steps(run)]
+    assert numbers[-1] > made
+    assert numbers == sorted(set(numbers)), "no step was lost or made twice"
     carried = named(run, "courier")
     assert {(event["node"], *event["sources"], *event["to"]) for event in carried} == {  # type: ignore[misc]
         ("train1", "train1", "train2", "prefill1", "decode1")
     }
     versions = [int(str(event["version"])) for event in carried]
     assert versions == sorted(set(versions))
-    assert max(int(str(event["version"])) for event in named(run, "published")) in list_versions(run.weights)
-    assert transports(run) == ["files", "mpi"]
+    assert transports(run) == ["files", "mpi"] * 2
     assert not [path for path in Path("/dev/shm").iterdir() if f"-{run.name}-" in path.name]

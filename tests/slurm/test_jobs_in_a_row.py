@@ -61,23 +61,3 @@ def test_a_campaign_continues_after_its_walltime_and_after_a_kill(lab: Lab, camp
     assert run.job_numbers() == [0, 1, 2], "three in a row"
     states = [job["state"] for job in snapshot("n")["jobs"]]
     assert states == ["drained", "failed", "stopped"]
-
-
-def test_nothing_waits_behind_a_campaign_that_is_done(lab: Lab, campaigns: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "d", "--watch", *SMALL, "-s", "job.num_jobs=2")
-    run = CampaignDir(campaigns / "d")
-    assert follower(run, job=0)
-    until(lambda: lab.run("squeue", "-h") == "", what="the queue is empty")
-    assert (snapshot("d")["state"], run.job_numbers()) == ("done", [0])
-
-
-def test_stopping_a_campaign_cancels_the_job_that_waits(lab: Lab, campaigns: Path) -> None:
-    hpcrl(
-        "submit", "quickstart", "--site", "lab", "--name", "s", "-s", "train.num_steps=100000", "-s", "job.num_jobs=2"
-    )
-    run = CampaignDir(campaigns / "s")
-    follower(run, job=0)
-    hpcrl("stop", "s")
-    assert outcome(run)["outcome"] == "stopped"
-    until(lambda: lab.run("squeue", "-h") == "", what="the queue is empty")
-    assert (snapshot("s")["state"], run.job_numbers()) == ("stopped", [0])

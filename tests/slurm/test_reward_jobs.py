@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 ELASTIC = (*SMALL, "-s", "reward.placement=elastic", "-s", "reward.idle_s=3", "-s", "reward.patience_s=300")
 ENV_NODES = {"env1", "env2", "env3"}
+NO_MPI = ("-s", "site.mpi.flavour=none")
 
 
 def slow(seconds: float) -> tuple[str, ...]:
@@ -69,22 +70,20 @@ def _is(entry: Path, mark: bytes) -> bool:
         return False
 
 
-def test_a_reward_job_starts_with_the_work_and_ends_after_it(lab: Lab, campaigns: Path, our_code: None) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "e", *ELASTIC, *slow(0.02), "-s", "rollout.mode=sync")
-    run = CampaignDir(campaigns / "e")
-    until(lambda: bool(reward_jobs(lab)), what="a reward job is there")
-    assert ended(run) == "done"
-    until(lambda: not reward_jobs(lab), what="no reward job is left", timeout_s=60)
-    scored_on = {(event["partition"], event["node"]) for event in events(run, "scored")}
-    assert {partition for partition, _ in scored_on} == {"preempt"}
-    assert {node for _, node in scored_on} <= ENV_NODES
-    started = [event for event in events(run, "worker-started") if event["role"] == "env"]
-    assert {event["node"] for event in started} <= ENV_NODES
-    assert not [fault for fault in events(run, "fault") if fault["what"] == "reward"]
-
-
 def test_a_reward_job_without_work_ends_while_the_campaign_continues(lab: Lab, campaigns: Path, our_code: None) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "i", *ELASTIC, *slow(0.01), "-s", "train.num_steps=1000")
+    hpcrl(
+        "submit",
+        "quickstart",
+        "--site",
+        "lab",
+        "--name",
+        "i",
+        *ELASTIC,
+        *slow(0.01),
+        "-s",
+        "train.num_steps=1000",
+        *NO_MPI,
+    )
     run = CampaignDir(campaigns / "i")
     until(lambda: len(events(run, "scored")) > 0, what="a segment was scored")
     trainer = [event for event in events(run, "worker-started") if event["role"] == "train"]
@@ -99,12 +98,18 @@ def test_a_reward_job_without_work_ends_while_the_campaign_continues(lab: Lab, c
     num = len(steps(run))
     until(lambda: len(steps(run)) > num + 2, what="training continues, with a new reward job")
     hpcrl("stop", "--now", "i")
+    assert not [fault for fault in events(run, "fault") if fault["what"] == "reward"]
+    scored_on = {(event["partition"], event["node"]) for event in events(run, "scored")}
+    assert {partition for partition, _ in scored_on} == {"preempt"}
+    assert {node for _, node in scored_on} <= ENV_NODES
+    assert [event["rung"] for event in events(run, "rung")][-1] == "tcp"
+    assert any("the site has no MPI" in str(event["reason"]) for event in events(run, "rung"))
 
 
 def test_a_segment_of_a_preempted_reward_job_is_still_scored(
     lab: Lab, campaigns: Path, our_code: None, tmp_path: Path
 ) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "p", *ELASTIC, *slow(0.1))
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "p", *ELASTIC, *slow(0.1), "-s", "rollout.mode=sync")
     run = CampaignDir(campaigns / "p")
     until(lambda: bool(events(run, "scored")) and bool(reward_jobs(lab, "RUNNING")), what="a reward job is at work")
     victim, node = next(iter(reward_jobs(lab, "RUNNING").items()))
@@ -115,6 +120,7 @@ def test_a_segment_of_a_preempted_reward_job_is_still_scored(
     assert lab.accounted(victim, "-D")[0]["State"].startswith("PREEMPTED")
     assert ended(run) == "done"
     lab.run("scancel", taker)
+    until(lambda: not reward_jobs(lab), what="no reward job is left", timeout_s=60)
     made = [step["step"] for step in steps(run)]
     assert made == [1, 2, 3, 4]
     scored = [event["segment"] for event in events(run, "scored")]

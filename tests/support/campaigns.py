@@ -13,6 +13,8 @@ from typing import Any
 from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import read_json
+from hpcrl.system.network import current_node
+from hpcrl.weights.window.file import make_window_key
 
 SMALL = ("-s", "train.num_steps=4", "-s", "train.groups_per_step=2", "-s", "rollout.group_size=4")
 """Settings of a small campaign that runs every part; it learns nothing."""
@@ -72,11 +74,17 @@ def processes_of(home: Path) -> list[str]:
     return found
 
 
-def driver_of(run: CampaignDir) -> int:
-    """Return the driver: the child of the guardian."""
-    guardian = read_json(run.job(0).submission)["pid"]
+def driver_of(run: CampaignDir, job: int = 0) -> int:
+    """Return the driver of a job: the child of the guardian."""
+    guardian = read_json(run.job(job).submission)["pid"]
     children = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
     return int(children[0])
+
+
+def windows_of(run: CampaignDir) -> list[str]:
+    """Return the weight windows of a campaign on this node."""
+    path = make_window_key(run, node=current_node()).path
+    return [found.name for found in path.parent.glob(f"{path.name}*")]
 
 
 def last_words(campaigns: Path, *, most: int = 8) -> list[tuple[str, str]]:
@@ -108,7 +116,8 @@ def num_consumed_groups(run: CampaignDir) -> int:
 
 
 def end_campaigns(home: Path) -> None:
-    """End all processes that a test has left in its home; no process of a campaign may remain."""
+    """End all processes that a test has left in its home; no process and no window of a campaign may remain."""
     for run in (home / "campaigns").iterdir():
         hpcrl("stop", "--now", run.name, check=False)
     until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)
+    assert [run.name for run in (home / "campaigns").iterdir() if windows_of(CampaignDir(run))] == []
