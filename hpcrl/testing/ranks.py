@@ -1,62 +1,76 @@
-"""Run several ranks of a trainer, each in a process: `run_ranks(size, function, *args)`."""
+"""Run several ranks of a trainer, each in a process: `run_ranks(size, function, *args)`.
+
+The ranks are forked from a server that has imported the heavy packages once.
+
+run_ranks     call a function on each rank
+RANK_SERVER   the server, for other processes that train
+"""
 
 import importlib
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
-RANK_VARIABLES = {
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "MASTER_ADDR": "127.0.0.1",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
+RANK_SERVER = multiprocessing.get_context("forkserver")
+RANK_SERVER.set_forkserver_preload(
+    ["hpcrl.trainers.torch", "transformers.models.qwen2.modeling_qwen2", "hpcrl.trainers.megatron.trainer"]
+)
+RANK_VARIABLES = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def run_ranks(size: int, function: str, *args: Any, timeout_s: float = 240) -> list[Any]:
     """Call `function` (`module:name`) with a World and `args` on each rank; return the results, all plain JSON."""
     with tempfile.TemporaryDirectory() as scratch:
-        meeting = Path(scratch) / "meeting.json"
-        processes = []
-        for rank in range(size):
-            variables = os.environ | RANK_VARIABLES | {"RANK": str(rank), "WORLD_SIZE": str(size)}
-            variables["LOCAL_RANK"] = str(rank)
-            command = [sys.executable, "-m", "hpcrl.testing.ranks", str(meeting), f"{scratch}/{rank}.json", function]
-            processes.append(
-                subprocess.Popen(
-                    [*command, json.dumps(args)],
-                    env=variables,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
+        folder = Path(scratch)
+        shared = os.environ | RANK_VARIABLES | {"WORLD_SIZE": str(size)}
+        processes = [
+            RANK_SERVER.Process(
+                target=_run_rank,
+                args=(folder, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, function, json.dumps(args)),
             )
+            for rank in range(size)
+        ]
+        deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.start()
         try:
-            outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
         finally:
             for process in processes:
                 process.kill()
+                process.join()
         for rank, process in enumerate(processes):
-            if process.returncode:
-                raise RuntimeError(f"rank {rank} of {function}:\n{outputs[rank][-4000:]}")
-        return [json.loads((Path(scratch) / f"{rank}.json").read_text()) for rank in range(size)]
+            if process.exitcode:
+                output = (folder / f"{rank}.log").read_text(errors="replace")
+                raise RuntimeError(f"rank {rank} of {function} ended with {process.exitcode}:\n{output[-4000:]}")
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
-def main() -> None:
+def _run_rank(folder: Path, environ: dict[str, str], function: str, args: str) -> None:
     """Join the other ranks, call the function, write its result as JSON."""
+    import torch
+
+    os.environ.update(environ)
+    rank = environ["RANK"]
+    with (folder / f"{rank}.log").open("ab") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    torch.set_num_threads(1)
     from hpcrl.trainers.world import join_world, leave_world
 
-    meeting, result_file, function, args = sys.argv[1:5]
-    world = join_world(Path(meeting))
-    module, _, name = function.partition(":")
-    result = getattr(importlib.import_module(module), name)(world, *json.loads(args))
-    Path(result_file).write_text(json.dumps(result))
+    try:
+        world = join_world(folder / "meeting.json")
+        module, _, name = function.partition(":")
+        result = getattr(importlib.import_module(module), name)(world, *json.loads(args))
+    except BaseException:
+        traceback.print_exc()
+        raise
+    (folder / f"{rank}.json").write_text(json.dumps(result))
     leave_world(world)
-
-
-if __name__ == "__main__":
-    main()

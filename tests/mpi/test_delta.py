@@ -20,11 +20,16 @@ LAYOUT = TensorLayout.pack([("embed", "bfloat16", (1 << 20, 16)), ("norm", "floa
 CHANGED = 5000
 
 
-@pytest.fixture(params=["mpi", "tcp"])
+ON_BOTH_WIRES = pytest.mark.parametrize("three_nodes", ["mpi", "tcp"], indirect=True)
+"""For tests of what a wire does; the protocol above it is the same on both."""
+
+
+@pytest.fixture
 def three_nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
-    if request.param == "mpi":
+    wire = getattr(request, "param", "mpi")
+    if wire == "mpi":
         request.getfixturevalue("needs_mpi")
-    with fleet(tmp_path / "campaign", "n0", "n1", "n2", silent_s=6.0, wire=request.param, codec="delta") as couriers:
+    with fleet(tmp_path / "campaign", "n0", "n1", "n2", silent_s=6.0, wire=wire, codec="delta") as couriers:
         yield couriers
 
 
@@ -62,6 +67,7 @@ def up_to(number: int, couriers: Fleet) -> Window:
     return window
 
 
+@ON_BOTH_WIRES
 def test_only_what_has_changed_is_sent_and_every_bit_arrives(three_nodes: Fleet) -> None:
     up_to(3, three_nodes)
     check(three_nodes, 3)
@@ -95,6 +101,7 @@ def damage(couriers: Fleet, node: str) -> None:
             memory[len(memory) - end - mmap.PAGESIZE * 2] ^= 1
 
 
+@ON_BOTH_WIRES
 def test_a_base_that_is_not_what_it_was_is_detected_and_the_version_is_sent_in_full(three_nodes: Fleet) -> None:
     window = up_to(2, three_nodes)
     damage(three_nodes, "n2")

@@ -24,13 +24,18 @@ ROWS, COLUMNS = split_tensor(EMBED, axis=0, num_shards=2), split_tensor(OUT, axi
 HELD: list[list[TensorShard]] = [[ROWS[0], COLUMNS[0]], [ROWS[1], COLUMNS[1], make_whole_shard(NORM)]]
 
 
-@pytest.fixture(params=["mpi", "tcp"])
+ON_BOTH_WIRES = pytest.mark.parametrize("two_and_two", ["mpi", "tcp"], indirect=True)
+"""For tests of what a wire does; the protocol above it is the same on both."""
+
+
+@pytest.fixture
 def two_and_two(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     """The trainer's two nodes and two others; their couriers do not run yet."""
-    if request.param == "mpi":
+    wire = getattr(request, "param", "mpi")
+    if wire == "mpi":
         request.getfixturevalue("needs_mpi")
     nodes = ("n0", "n1", "n2", "n3")
-    with fleet(tmp_path / "campaign", *nodes, silent_s=6.0, wire=request.param, num_sources=2) as couriers:
+    with fleet(tmp_path / "campaign", *nodes, silent_s=6.0, wire=wire, num_sources=2) as couriers:
         yield couriers
 
 
@@ -77,6 +82,7 @@ def start_third_version(couriers: Fleet, trainer: list[Window]) -> None:
     assert couriers.newest("n2") == 2
 
 
+@ON_BOTH_WIRES
 def test_every_node_gets_the_whole_from_the_nodes_with_its_parts(two_and_two: Fleet) -> None:
     up_to_two(two_and_two)
     for node in two_and_two.receivers:
@@ -100,7 +106,8 @@ def test_a_version_is_sent_only_once_every_node_of_the_trainer_has_its_part(two_
     check(two_and_two, "n3", 3)
 
 
-@pytest.mark.parametrize("killed", ["n0", "n1", "n3"])
+@ON_BOTH_WIRES
+@pytest.mark.parametrize("killed", ["n1", "n3"])
 def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_version_again(
     two_and_two: Fleet, killed: str
 ) -> None:
@@ -117,6 +124,7 @@ def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_versio
     check(two_and_two, "n3", 4)
 
 
+@ON_BOTH_WIRES
 def test_a_contributor_that_stops_answering_is_named_with_its_bucket(two_and_two: Fleet) -> None:
     trainer = up_to_two(two_and_two)
     with two_and_two.reading("n2", 1):
@@ -177,6 +185,7 @@ def test_a_node_of_the_trainer_that_holds_nothing_is_not_a_source(two_and_two: F
     assert event["sources"] == [f"n{giving}"]
 
 
+@ON_BOTH_WIRES
 def test_bytes_of_a_part_that_change_on_the_way_are_never_seen(two_and_two: Fleet) -> None:
     trainer = up_to_two(two_and_two)
     publish(trainer[0], 3)

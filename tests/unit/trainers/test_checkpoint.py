@@ -1,7 +1,6 @@
 """Checkpoints: complete or absent, whatever happens while they are written."""
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -20,6 +19,7 @@ from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.spool.record import Trajectory
+from hpcrl.testing.ranks import RANK_SERVER
 from hpcrl.trainers.checkpoint import (
     PendingCheckpoint,
     commit_checkpoint,
@@ -319,11 +319,9 @@ def model_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def start_child(model_dir):
     """Start a child that trains into a directory, forked from a server that has already imported torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hpcrl.trainers.torch", "transformers.models.qwen2.modeling_qwen2"])
 
     def start(directory, acknowledged):
-        child = context.Process(target=train_and_save, args=(str(model_dir), str(directory), str(acknowledged)))
+        child = RANK_SERVER.Process(target=train_and_save, args=(str(model_dir), str(directory), str(acknowledged)))
         child.start()
         return child
 

@@ -1,6 +1,5 @@
 """A trainer of several ranks fills one window: real processes connected by gloo."""
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ import torch.distributed
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import WeightsError
+from hpcrl.testing.ranks import RANK_SERVER
 from hpcrl.weights import sharded_store as shards_module
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import TensorLayout, TensorShard, make_whole_shard, split_tensor
@@ -25,8 +25,6 @@ from hpcrl.weights.window.file import WindowKey, unlink_recorded_windows
 from hpcrl.weights.window.window import Window
 from hpcrl.weights.window_store import WindowStore
 
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["hpcrl.weights.sharded_store"])
 HIDDEN, KV = 64, 16
 LAYOUT = TensorLayout.pack(
     [
@@ -111,9 +109,9 @@ def ranks(work: Work, run: CampaignDir, world: int, *, num_answers: int | None =
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    answers = SERVER.Queue()
+    answers = RANK_SERVER.Queue()
     processes = [
-        SERVER.Process(target=rank_of, args=(work, run.root, rank, world, port, answers)) for rank in range(world)
+        RANK_SERVER.Process(target=rank_of, args=(work, run.root, rank, world, port, answers)) for rank in range(world)
     ]
     for process in processes:
         process.start()
