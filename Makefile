@@ -16,6 +16,9 @@ demo: $(VENV)/.local
 FAST := tests/unit tests/contract tests/golden
 SLOW := tests/mpi tests/slurm tests/e2e tests/vllm tests/gpu bench
 
+# A campaign starts some thirty processes: each would compile the package again.
+test test-fast: export PYTHONDONTWRITEBYTECODE =
+
 test: $(VENV)/.dev $(VENV)/.vllm
 	bash jobs/lab/packages.sh
 	$(BIN)/python -m pytest $(FAST) --numprocesses auto --dist loadfile --durations 20

@@ -13,8 +13,16 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.support.served import Behind, Place
+    from tests.support.trained import TrainedModel
 
-ORDER = ("test_vllm_contract", "test_vllm_handover", "test_vllm_bad_input", "test_vllm_weights", "test_vllm_elsewhere")
+ORDER = (
+    "test_vllm_export",
+    "test_vllm_contract",
+    "test_vllm_handover",
+    "test_vllm_bad_input",
+    "test_vllm_weights",
+    "test_vllm_elsewhere",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,17 +39,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a model so deep that a long turn takes many seconds, so that a test can act in the middle of it.
+def trained(tmp_path_factory: pytest.TempPathFactory) -> "TrainedModel":
+    """Train a model so deep that a long turn takes many seconds, so that a test can act in the middle of it.
 
     A server whose engine generates tokens faster than it can send them answers no other request meanwhile.
     """
-    from hpcrl.config.recipe import TinyModel
-    from hpcrl.models.tiny import make_tiny_model
+    from tests.support.trained import train_and_export
 
-    directory = tmp_path_factory.mktemp("slow") / "model"
-    make_tiny_model(directory, TinyModel(num_layers=24, context_length=4096), seed=0)
-    return directory
+    return train_and_export(tmp_path_factory.mktemp("slow"))
+
+
+@pytest.fixture(scope="session")
+def slow_model_dir(trained: "TrainedModel") -> Path:
+    """The export of the trained model, which all servers load."""
+    return trained.exported
 
 
 @pytest.fixture(scope="session")
