@@ -35,6 +35,7 @@ OPEN_MPI = (
 )
 """Settings that Open MPI needs: CI runs as root, with more nodes than cores. MPICH ignores them."""
 WAIT_S = 180.0
+STOP_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -106,8 +107,13 @@ class Fleet:
         until(lambda: not self.alive(), what="the step has ended")
 
     def stop(self) -> None:
+        """End the step: mpiexec first, which then removes its files."""
         if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_TIMEOUT_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
     def pids(self) -> dict[str, int]:

@@ -26,7 +26,7 @@ MIN_MPI_AGE_S = 5.0
 LEDGER_MAGIC = b"hpcrlLG1"
 _SEGMENT_NAME = re.compile(r"(?:psm_|sem\.mp-)[\w.-]+")
 """Names that Python's multiprocessing gives to its memory and its semaphores."""
-_MAPPING_LINE = re.compile(r"\S+ \S+ \S+ \S+ (\d+)\s+(/\S+)")
+_MAPPING_LINE = re.compile(r"\S+ \S+ \S+ \S+ (\d+)\s+(/\S+)(?: \(deleted\))?")
 
 
 def remove_orphans(directory: Path = SHARED_MEMORY) -> list[str]:
@@ -102,10 +102,19 @@ class SegmentLedger:
 
 
 def _list_mapped_segments(pid: int, directory: Path) -> Iterator[str]:
-    """Yield a line for each segment that a process has mapped: its name and its inode."""
-    for found in _read_mappings(Path(f"/proc/{pid}/maps")):
-        if Path(found[2]).parent == directory and _SEGMENT_NAME.fullmatch(Path(found[2]).name):
-            yield f"{Path(found[2]).name} {found[1]}"
+    """Yield a line for each segment that a process has mapped: its name and its inode.
+
+    The process that made a semaphore has it mapped under a temporary name, which is gone; the inode is the same.
+    """
+    maps = _read_mappings(Path(f"/proc/{pid}/maps"))
+    if not (inodes := {found[1] for found in maps if Path(found[2]).parent == directory}):
+        return
+    with os.scandir(directory) as entries:
+        yield from (
+            f"{entry.name} {entry.inode()}"
+            for entry in entries
+            if str(entry.inode()) in inodes and _SEGMENT_NAME.fullmatch(entry.name)
+        )
 
 
 def _read_mappings(maps: Path) -> Iterator[re.Match[str]]:

@@ -1,0 +1,78 @@
+"""A deep model that was trained, saved and exported, for the servers that load the export.
+
+TrainedModel       its trainer and its directories
+train_and_export   makes one
+compute_logprobs   the log-probabilities of a trainer for an answer
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import TinyModel, TrainConfig
+from hpcrl.learn.batch import make_packed_batches, make_rows
+from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.models.tiny import make_tiny_model
+from hpcrl.spool.record import Trajectory
+from hpcrl.trainers.checkpoint import save_checkpoint
+from hpcrl.trainers.export import export_model
+from hpcrl.trainers.torch import TorchTrainer
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trainer far from its initial weights."""
+
+    trainer: TorchTrainer
+    initial: Path
+    """The model before training."""
+    exported: Path
+
+
+def train_and_export(directory: Path) -> TrainedModel:
+    """Train for two steps, save a checkpoint and export it."""
+    torch.set_num_threads(1)
+    run = CampaignDir(directory / "trained")
+    run.root.mkdir()
+    make_tiny_model(run.model, TinyModel(num_layers=24, context_length=4096), seed=0)
+    trainer = TorchTrainer(run.model, TrainConfig(num_steps=2, groups_per_step=1, learning_rate=1e-2), seed=0)
+    rng = np.random.default_rng(0)
+    for step in (1, 2):
+        episodes = [make_episode(rng.integers(0, 90, 40).tolist(), index=index) for index in range(4)]
+        assert trainer.train_step(episodes, step=step, version=step).skipped is None
+    save_checkpoint(run.checkpoints, step=2, version=2, trainer=trainer, consumed=ConsumedTrajectories())
+    export_model(run, directory / "exported")
+    return TrainedModel(trainer=trainer, initial=run.model, exported=directory / "exported")
+
+
+def make_episode(token_ids: list[int], *, index: int = 0, start: int = 6) -> Trajectory:
+    """Return an episode in which the model generated all tokens from `start`."""
+    generated = np.arange(len(token_ids)) >= start
+    return Trajectory(
+        id=f"t/0/{index}",
+        group="t/0",
+        domain="t",
+        seed=0,
+        status="done",
+        producer="000-env-0",
+        created=0.0,
+        start_version=0,
+        end_version=0,
+        turns=[],
+        reward=float(index % 2),
+        token_ids=np.array(token_ids, np.int32),
+        logprobs=np.where(generated, -4.6, 0.0).astype(np.float32),
+        versions=np.zeros(len(token_ids), np.int32),
+        loss_mask=generated,
+    )
+
+
+def compute_logprobs(trainer: TorchTrainer, prompt: list[int], answer: list[int]) -> list[float]:
+    trajectory = make_episode([*prompt, *answer], start=len(prompt))
+    rows, _ = make_rows([trajectory], credits=[[0.0]], max_length=trainer.max_length)
+    with torch.no_grad():
+        logprobs_N = trainer._logprobs(make_packed_batches(rows, tokens_per_micro_batch=512)[0])
+    return list(logprobs_N.tolist())
