@@ -7,7 +7,9 @@
     ContentText, ReasoningText  the two kinds of text
     parse_answer     reads a whole text
     BlockParser      the families that write each call between two marks
-    HERMES           JSON between two tags, as Hermes and Qwen models write them
+    PlainReader      all text is content
+    ContentSpacer    content without the space around calls
+    make_call        a call of decoded values, if it is one; decode_json decodes them
 
 A malformed call is content, exactly as it was generated; other calls of the same answer are still calls. Reading is
 linear in the text, and never raises.
@@ -84,11 +86,13 @@ ParseBlock = Callable[[str, ToolSchemas], list[ToolCall] | None]
 class BlockParser:
     """The form of a family that writes its calls in blocks: from an opening mark to a closing one, in any text.
 
-    A block also ends where another starts, and where the text ends.
+    A block also ends where the text ends, and before an opening that is not listed after its own.
     """
 
     openings: tuple[str, ...]
-    closings: tuple[str, ...]
+    closings: tuple[str, ...] = ()
+    frames: tuple[str, ...] = ()
+    """Marks around all calls, which belong to no text."""
     parse_block: ParseBlock
     marks: Collection[str] = ()
 
@@ -101,15 +105,20 @@ class _BlockReader:
 
     def __init__(self, parser: BlockParser, tools: ToolSchemas) -> None:
         self._parser, self._tools = parser, tools
-        self._opening = _match_any(parser.openings)
-        self._ending = _match_any([*parser.openings, *parser.closings])
-        self._prefixes = {mark[:size] for mark in parser.openings for size in range(1, len(mark))}
-        self._overlap = max(map(len, [*parser.openings, *parser.closings])) - 1
+        outside = [*parser.openings, *parser.frames]
+        self._opening = _match_any(outside)
+        self._endings = {
+            mark: _match_any([*parser.openings[: number + 1], *parser.frames, *parser.closings])
+            for number, mark in enumerate(parser.openings)
+        }
+        self._ending = self._opening
+        self._prefixes = {mark[:size] for mark in outside for size in range(1, len(mark))}
+        self._overlap = max(map(len, [*outside, *parser.closings])) - 1
         self._tail = ""
         """The end of the text so far, which may be the start of a mark."""
         self._block: list[str] | None = None
         """The open block, without the tail."""
-        self._content = _ContentSpacer()
+        self._content = ContentSpacer()
 
     def feed(self, text: str) -> list[AnswerPiece]:
         pieces: list[AnswerPiece] = []
@@ -123,7 +132,11 @@ class _BlockReader:
                     self._tail = text[end:]
                     return pieces
                 pieces += self._content.add(text[start : found.start()])
-                self._block, start, position = [], found.start(), found.end()
+                if found[0] in self._parser.frames:
+                    start = position = found.end()
+                else:
+                    self._ending = self._endings[found[0]]
+                    self._block, start, position = [], found.start(), found.end()
             else:
                 found = self._ending.search(text, position)
                 if found is None:
@@ -131,7 +144,7 @@ class _BlockReader:
                     self._block.append(text[start:end])
                     self._tail = text[end:]
                     return pieces
-                end = found.start() if found[0] in self._parser.openings else found.end()
+                end = found.end() if found[0] in self._parser.closings else found.start()
                 pieces += self._close_block(text[start:end])
                 start = position = end
 
@@ -154,12 +167,14 @@ class _BlockReader:
         return next((size for size in sizes if text[len(text) - size :] in self._prefixes), 0)
 
 
-class _ContentSpacer:
+class ContentSpacer:
     """The content of an answer, without the space around its calls."""
 
     def __init__(self) -> None:
         self._space: list[str] = []
         self._has_calls = False
+        self.follows_call = False
+        """True after a call, until there is more content."""
 
     def add(self, text: str) -> list[AnswerPiece]:
         stripped = text.rstrip()
@@ -167,34 +182,33 @@ class _ContentSpacer:
             self._space += [text] if text else []
             return []
         shown = "".join([*self._space, stripped])
-        self._space = [text[len(stripped) :]]
+        self._space, self.follows_call = [text[len(stripped) :]], False
         return [ContentText(shown)]
 
     def skip_space(self) -> None:
         """Leave out the space before a call."""
-        self._space, self._has_calls = [], True
+        self._space, self._has_calls, self.follows_call = [], True, True
 
     def finish(self) -> list[AnswerPiece]:
         space = "".join(self._space)
         return [ContentText(space)] if space and not self._has_calls else []
 
 
+class PlainReader:
+    """The reader of answers in which all text is content."""
+
+    def feed(self, text: str) -> list[AnswerPiece]:
+        return [ContentText(text)] if text else []
+
+    def finish(self) -> list[AnswerPiece]:
+        return []
+
+
 def _match_any(marks: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
 
 
-# ---- the families
-
-
-def _parse_hermes(block: str, _: ToolSchemas) -> list[ToolCall] | None:
-    call = _make_call(_decode_json(block.removeprefix("<tool_call>").removesuffix("</tool_call>")))
-    return None if call is None else [call]
-
-
-HERMES = BlockParser(openings=("<tool_call>",), closings=("</tool_call>",), parse_block=_parse_hermes)
-
-
-def _decode_json(text: str) -> Any:
+def decode_json(text: str) -> Any:
     """Return a decoded value, or None if it is not valid JSON."""
     try:
         return json.loads(text)
@@ -202,9 +216,20 @@ def _decode_json(text: str) -> Any:
         return None
 
 
-def _make_call(value: Any) -> ToolCall | None:
-    """Return the call that a decoded object is, or None."""
+def make_call(name: Any, arguments: Any) -> ToolCall | None:
+    """Return the call with this name and these arguments, or None if a client could not be sent it."""
+    if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict):
+        return None
+    try:
+        json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):  # not a number, half a surrogate pair, an integer too long to print
+        return None
+    return ToolCall(name.strip(), arguments)
+
+
+def make_json_call(value: Any) -> ToolCall | None:
+    """Return the call that a decoded object is, or None; its arguments may be called parameters, as in a schema."""
     if not isinstance(value, dict):
         return None
-    name, arguments = value.get("name"), value.get("arguments", {})
-    return ToolCall(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
+    arguments = value.get("arguments", value.get("parameters"))
+    return make_call(value.get("name"), {} if arguments is None else arguments)
