@@ -362,7 +362,8 @@ class LlamaParser:
 class _LlamaReader:
     """The reader of LlamaParser."""
 
-    _OPENING = re.compile(r"\{|;|" + re.escape(_PYTHON_TAG))
+    _OPENING = re.compile(r"\{|" + re.escape(_PYTHON_TAG))
+    _AFTER_CALL = re.compile(_OPENING.pattern + "|;")
 
     def __init__(self) -> None:
         self._content = ContentSpacer()
@@ -395,7 +396,7 @@ class _LlamaReader:
 
     def _read_content(self, text: str, position: int, pieces: list[AnswerPiece]) -> int:
         """Read up to the next object; return where it starts, or the end of the text."""
-        while (found := self._OPENING.search(text, position)) is not None:
+        while (found := self._find_opening(text, position)) is not None:
             pieces += self._content.add(text[position : found.start()])
             position = found.end()
             if found[0] == _PYTHON_TAG:
@@ -418,6 +419,9 @@ class _LlamaReader:
         pieces += self._content.add(text[position:end])
         self._tail = text[end:]
         return len(text)
+
+    def _find_opening(self, text: str, position: int) -> re.Match[str] | None:
+        return (self._AFTER_CALL if self._content.follows_call else self._OPENING).search(text, position)
 
     def _close_object(self) -> list[AnswerPiece]:
         text, self._object = "".join(self._object or ()), None
