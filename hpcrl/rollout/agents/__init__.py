@@ -9,7 +9,8 @@ responses_form, response_items  /v1/responses
 messages_form  /v1/messages
 token_routes   /tokenize
 answer_parser  which parsers read an answer
-tool_parsers   tool calls in generated text, by family of models
+tool_parsers, tool_families  tool calls in generated text, by family of models
+reasoning_parsers  thoughts in generated text, by family
 generation     choices, stop strings, streaming
 session        one attempt of an episode
 recording      the tree of recorded turns

@@ -156,7 +156,7 @@ def test_a_call_is_sent_as_soon_as_it_is_complete():
 
 
 FRAGMENTS = st.sampled_from(
-    [*SAMPLES, "<tool_call>", "</tool_call>", "<function=", "{", "}", '"', "\\", ";", "[", "add(", '{"name"', "\n", " ", *"<|`["]
+    [*SAMPLES, "<tool_call>", "</tool_call>", "<function=", "add(", '{"name"', *'{}[]"\\; \n<|`']
     + [mark for parser in TOOL_PARSERS.values() for mark in parser.marks]
 )  # fmt: skip
 TEXTS = st.lists(st.one_of(FRAGMENTS, st.text(max_size=8)), max_size=8).map("".join)
@@ -183,8 +183,8 @@ def test_an_odd_schema_of_a_tool_is_no_failure(schema):
         assert call.name == "add"
 
 
-ENDLESS = ["<tool_call>", "{", '{"name"', '{"name":"', "<", " ", "[TOOL_CALLS]", BEGIN, "functools[", "[f(", ";",
-           "<parameter=", "```tool_code\n", "<|tool_call>call:a{b", "a", "\\", "<|start|>", "<|python_tag|>"]  # fmt: skip
+ENDLESS = ["<tool_call>", "{", '{"name"', '{"name":"', "<", " ", "[TOOL_CALLS]", BEGIN, "functools[", "[f(", ";", "a",
+           "<parameter=", "```tool_code\n", "<|tool_call>call:a{b", "\\", "<|start|>", "<|python_tag|>"]  # fmt: skip
 
 
 def count_steps(family, text, size):
