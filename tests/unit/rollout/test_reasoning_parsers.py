@@ -24,7 +24,7 @@ TABLE = [
     ("think", QWEN_PROMPT, " 2", "", " 2"),
     ("think", QWEN_PROMPT, "<thin", "", "<thin"),
     ("think", QWEN_PROMPT, "<think>cut of", "cut of", ""),
-    ("think", QWEN_PROMPT + "<think>", "cut </thi", "cut </thi", ""),
+    ("think", QWEN_PROMPT + "<think>", "cut </th", "cut </th", ""),
     ("think", QWEN_PROMPT, f"<think>{CALL}</think>x", CALL, "x"),
     ("magistral", "[/INST]", "[THINK]Hm.[/THINK]2", "Hm.", "2"),
     ("gemma", "<|turn>model\n", "<|channel>thought\nHm.\n<channel|>2", "Hm.", "2"),
