@@ -24,6 +24,8 @@ from hpcrl.campaign import directory
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
 from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.site import Site, load_site
+from hpcrl.config.toml import find_toml
+from hpcrl.envs.task_set import import_task_set
 from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.plan.plan import Plan, make_plan
 from hpcrl.slurm import submit as slurm
@@ -49,7 +51,9 @@ def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> C
     """Load recipe and site, and make the plan; settings are `key=value` of the recipe, `site.key=value` of the site."""
     site_settings = tuple(s.removeprefix("site.") for s in settings if s.startswith("site."))
     recipe_settings = tuple(s for s in settings if not s.startswith("site."))
-    loaded_recipe = _resolve_model_path(load_recipe(recipe, settings=recipe_settings))
+    loaded_recipe = _resolve_task_paths(
+        _resolve_model_path(load_recipe(recipe, settings=recipe_settings)), beside=find_toml("recipes", recipe).parent
+    )
     loaded_site = load_site(site, settings=site_settings)
     return CampaignRequest(recipe=loaded_recipe, site=loaded_site, plan=make_plan(loaded_recipe, loaded_site))
 
@@ -60,6 +64,24 @@ def _resolve_model_path(recipe: Recipe) -> Recipe:
         return recipe
     path = Path(recipe.model.path).expanduser().absolute()
     return msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, path=str(path)))
+
+
+def _resolve_task_paths(recipe: Recipe, *, beside: Path) -> Recipe:
+    """Make the paths of task sets absolute: a file beside the recipe, else one in the current directory."""
+
+    def resolve(path: str) -> str:
+        near = beside / Path(path).expanduser()
+        return str((near if near.is_file() else Path(path).expanduser()).absolute())
+
+    def resolve_all(paths: str | list[str] | None) -> str | list[str] | None:
+        return [resolve(path) for path in paths] if isinstance(paths, list) else paths and resolve(paths)
+
+    domains = dict(recipe.domains)
+    for name, domain in recipe.domains.items():
+        if (tasks := domain.task_set) is not None:
+            found = {"path": resolve_all(tasks.path), "held_out_path": resolve_all(tasks.held_out_path)}
+            domains[name] = msgspec.structs.replace(domain, tasks=msgspec.structs.replace(tasks, **found))
+    return msgspec.structs.replace(recipe, domains=domains)
 
 
 def preview_script(request: CampaignRequest, *, name: str) -> str:
@@ -86,11 +108,11 @@ def submit(request: CampaignRequest, *, name: str | None = None) -> CampaignDir:
 def dry_run(request: CampaignRequest) -> str:
     """Check everything that submission checks, and let Slurm test the script; leave no files. Return Slurm's answer."""
     check_request(request)
-    if request.site.scheduler == "local":
-        return "no test by a scheduler: the site has none"
     campaign = directory.reserve_campaign(None, stem=request.recipe.name, site=request.site)
     try:
         _write_description(campaign, request)
+        if request.site.scheduler == "local":
+            return "no test by a scheduler: the site has none"
         job = _make_job_dir(campaign, 0)
         publish_file(job.script, preview_script(request, name=campaign.name), mode=0o700)
         return slurm.check_script(job.script, site=request.site)
@@ -331,8 +353,17 @@ def _write_description(campaign: CampaignDir, request: CampaignRequest) -> None:
     for path, value in ((campaign.recipe, request.recipe), (campaign.site, request.site)):
         publish_file(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
     publish_file(campaign.plan, request.plan.to_json())
+    _import_task_sets(campaign, request.recipe)
     named = {"name": campaign.name, "recipe": request.recipe.name, "site": request.site.name}
     publish_json(campaign.manifest, {**named, "created": time.time(), "exports": _shell_exports()})
+
+
+def _import_task_sets(campaign: CampaignDir, recipe: Recipe) -> None:
+    """Copy the rows of the domains' task sets into the campaign."""
+    for name, domain in recipe.domains.items():
+        if domain.task_set is not None:
+            make_private_dir(campaign.tasks)
+            import_task_set(domain.task_set, domain=name, directory=campaign.tasks, only_held_out=domain.held_out)
 
 
 def _campaign_folders(campaign: CampaignDir) -> list[Path]:

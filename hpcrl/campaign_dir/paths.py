@@ -26,8 +26,10 @@ CAMPAIGN/
     events/: JSON lines, one file a process
     endpoints/: one file an engine worker, 0600 (it contains the token)
     model/: architecture and tokenizer, in the format of transformers
+    tasks/: the rows of each domain's task set, and where each row is
     task-blocks/: one file per block of task numbers that an env worker reserved, such as 0-3
         0-under-way.jsonl: the running groups of env worker 0
+        0-rows.json: how far env worker 0 has come in each domain's rows
         0-word.json: the version up to which training may go without making these too old
     spools/rollouts|scored|archive/: trajectories as played, with rewards, and after training
     weights/: versions of the weights
@@ -118,6 +120,15 @@ class CampaignDir:
     @property
     def task_blocks(self) -> Path:
         return self.root / "task-blocks"
+
+    @property
+    def tasks(self) -> Path:
+        """The rows of the domains' task sets."""
+        return self.root / "tasks"
+
+    def task_progress(self, env_index: int) -> Path:
+        """The rows that env worker `env_index` has used of each domain's task set."""
+        return self.root / "task-blocks" / f"{env_index}-rows.json"
 
     def journal(self, env_index: int) -> Path:
         """The running groups of env worker `env_index`, whatever job it runs in."""

@@ -47,6 +47,24 @@ class ModelConfig(ConfigTable, frozen=True, kw_only=True):
     """Number of weights (not in billions), from which a plan estimates memory and workers; it does not read `path`."""
 
 
+class TaskSetConfig(ConfigTable, frozen=True, kw_only=True):
+    """The data files whose rows are a domain's tasks (docs/environments.md)."""
+
+    path: str | Annotated[list[str], Meta(min_length=1)]
+    """JSON lines (.jsonl) or Parquet (.parquet), or several such files; beside the recipe, else in the current
+    directory. `hpcrl submit` copies the rows into the campaign."""
+    rows: tuple[CountOrZero, CountOrZero] | None = None
+    """The first row to use, and the one after the last; the default is all of them."""
+    shuffle: bool = True
+    """Another order in each epoch, by the recipe's seed; false: the order of the file."""
+    epochs: CountOrZero = 0
+    """How often each row is used, after which the domain ends; 0: as often as training needs."""
+    held_out_rows: CountOrZero = 0
+    """The number of rows that only evaluations use, spread evenly over the file."""
+    held_out_path: str | Annotated[list[str], Meta(min_length=1)] | None = None
+    """Files whose rows only evaluations use, in place of `held_out_rows`."""
+
+
 class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     """A kind of task: its environment, its reward, its limits."""
 
@@ -65,6 +83,8 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     """With isolation: CPU time that the environment may use in an episode."""
     weight: Annotated[float, Meta(gt=0)] = 1.0
     """Share of the tasks that come from this domain, relative to the others."""
+    tasks: str | TaskSetConfig | None = None
+    """The rows that are its tasks, given to the environment: a file, or a table; without them a task is a seed."""
     held_out: bool = False
     """True for a domain that is only evaluated ([evaluation]), never trained on."""
     max_turns: Count = 16
@@ -81,6 +101,11 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     """Limit of the whole episode: all its attempts, including generation."""
     env_retries: CountOrZero = 2
     """Restarts of an episode after infrastructure faults."""
+
+    @property
+    def task_set(self) -> TaskSetConfig | None:
+        """The table of `tasks`, also if only a file is given."""
+        return TaskSetConfig(path=self.tasks) if isinstance(self.tasks, str) else self.tasks
 
 
 class RolloutConfig(ConfigTable, frozen=True, kw_only=True):

@@ -1,6 +1,8 @@
 """Environments. These modules are public: recipes name their classes.
 
 base            the protocol of an environment, and adapters to it
+task_set        the rows of a domain's task set, on disk
+parquet_rows    the rows of a Parquet file
 pool            environments that are prepared before they are needed
 check           check the user code of a recipe before it is submitted
 random_state    separate random generators for an environment

@@ -2,11 +2,12 @@
 
     AgentProgram    run the command once for each episode, in a sandbox
     find_reward     find the reward in the output of a program
-    INSIDE_PORT, END_GRACE_S, INHERITED_VARIABLES  constants
+    INSIDE_PORT, MAX_VARIABLE_CHARS, END_GRACE_S, INHERITED_VARIABLES  constants
 
 The program finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, and its task as one JSON object
-on standard input and in HPCRL_TASK. Its reward is the last line that it prints, as a number or as {"reward": number},
-or what it posts to $OPENAI_BASE_URL/hpcrl/reward.
+on standard input and in HPCRL_TASK: `seed`, the option `task`, and the fields of a row if the domain has `tasks`. Its
+reward is the last line that it prints, as a number or as {"reward": number}, or what it posts to
+$OPENAI_BASE_URL/hpcrl/reward.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcrl.envs.base import ModelAccess
+from hpcrl.envs.base import ModelAccess, TaskFields
 from hpcrl.envs.isolation.program_launcher import ProgramLaunch, ProgramResult
 from hpcrl.envs.isolation.sandbox import (
     SandboxChoice,
@@ -37,6 +38,8 @@ from hpcrl.errors import ConfigError, EnvFault
 
 INSIDE_PORT = 8000
 """The port of the model on the loopback of a sandbox, which is private to it."""
+MAX_VARIABLE_CHARS = 100_000
+"""A longer task is only on standard input: Linux allows no variable of more than 128 KiB."""
 END_GRACE_S = 5.0
 """The time limit of a launcher for ending all that it started."""
 INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
@@ -104,25 +107,28 @@ class AgentProgram:
             "file_bytes": int(file_gib * 2**30),
         }
 
-    async def run(self, seed: int, access: ModelAccess) -> float | None:
+    async def run(self, seed: int, access: ModelAccess, task: TaskFields | None = None) -> float | None:
         """Run the program and return its reward, or None if it printed none; raises EnvFault if it fails."""
         kind = await asyncio.to_thread(choose_sandbox, self._sandbox, image=self._image)
         workdir = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="hpcrl-agent-"))
         try:
-            launch = self._make_launch(seed, access, kind=kind, workdir=workdir)
+            launch = self._make_launch({"seed": seed, **self._task, **(task or {})}, access, kind=kind, workdir=workdir)
             result = await self._run_launcher(launch, access, kind=kind, workdir=workdir)
         finally:
             await asyncio.to_thread(shutil.rmtree, workdir, ignore_errors=True)
         return _read_reward(result)
 
-    def _make_launch(self, seed: int, access: ModelAccess, *, kind: SandboxKind, workdir: Path) -> ProgramLaunch:
-        task = json.dumps({"seed": seed, **self._task})
+    def _make_launch(
+        self, fields: TaskFields, access: ModelAccess, *, kind: SandboxKind, workdir: Path
+    ) -> ProgramLaunch:
+        task = json.dumps(fields)
+        in_variable = {"HPCRL_TASK": task} if len(task) < MAX_VARIABLE_CHARS else {}
         url = access.url if kind == "none" else f"http://127.0.0.1:{INSIDE_PORT}/v1"
         model = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": access.api_key, "OPENAI_MODEL": access.model}
         return ProgramLaunch(
             command=self._command,
             task=task,
-            environment={**_build_environment(kind, workdir), **self._environment, **model, "HPCRL_TASK": task},
+            environment={**_build_environment(kind, workdir), **self._environment, **model, **in_variable},
             forward_port=0 if kind == "none" else INSIDE_PORT,
             socket=access.socket,
             **self._limits,

@@ -1,10 +1,12 @@
 """The protocol of an environment: text in, text and a reward out, with plain or async methods.
 
     Env, Step                    an environment, and its answer to one action
+    TaskFields, TaskEnv          one row of a domain's task set, and an environment that is reset to it
     ProgramEnv, ModelAccess      an environment that calls the model itself, and how it reaches it
     RewardFunction, env_reward   the score of a trajectory, and the default one
     make_env, make_env_in_thread, make_program, construct_env  make one by its name in a recipe
     adapt_env, is_program        its async form, and its kind
+    check_task_parameter         refuse an environment that cannot be given a row of a task set
     OwnThread                    a thread for code that blocks
 
 An environment is a class that the recipe names as `package.module:Name`, made with the domain's `options`. Any
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+TaskFields = dict[str, Any]
+"""The fields of one row of a domain's task set, by name; the values are those of JSON."""
 
 
 class OwnThread:
@@ -98,7 +102,10 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Env(Protocol):
-    """One environment, used for one episode at a time."""
+    """One environment, used for one episode at a time.
+
+    In a domain with `tasks`, `reset` is called as reset(seed, task=fields), with the fields of one row.
+    """
 
     async def reset(self, seed: int) -> str:
         """Start the task of `seed` and return the first observation. The same seed is the same task."""
@@ -124,7 +131,7 @@ class ModelAccess(msgspec.Struct, frozen=True, kw_only=True):
 class ProgramEnv(Protocol):
     """An environment that calls the model itself: an agent program, used for one episode.
 
-    It is recognised by its method `run`.
+    It is recognised by its method `run`, which in a domain with `tasks` is called as run(seed, access, task=fields).
     """
 
     sampling: Literal["recipe", "program"]
@@ -132,8 +139,25 @@ class ProgramEnv(Protocol):
     trains: Literal["longest", "last"]
     """The conversation to train on: the one with the most generated tokens, or the one continued last."""
 
-    async def run(self, seed: int, access: ModelAccess) -> float | None:
+    async def run(self, seed: int, access: ModelAccess, **task: TaskFields) -> float | None:
         """Do the task of `seed`; returns the reward, or None if it was posted. Cancelling ends all of it."""
+
+
+class TaskEnv:
+    """An environment bound to one row of its domain's task set: its `reset` needs only the seed."""
+
+    def __init__(self, env: Any, task: TaskFields) -> None:
+        self._env = env
+        self._task = task
+
+    async def reset(self, seed: int) -> str:
+        return cast(str, await self._env.reset(seed, task=self._task))
+
+    async def step(self, action: str) -> Step:
+        return cast(Step, await self._env.step(action))
+
+    async def close(self) -> None:
+        await self._env.close()
 
 
 RewardFunction = Callable[["Trajectory"], float | dict[str, float]]
@@ -195,6 +219,20 @@ def is_program(name: str) -> bool:
         return False
 
 
+def check_task_parameter(env: Any) -> None:
+    """Raise ConfigError for an environment or program that does not accept the fields of a row."""
+    is_run = callable(getattr(env, "run", None))
+    method = env.run if is_run else env.reset
+    try:
+        inspect.signature(method).bind(*[None] * (2 if is_run else 1), task={})
+    except TypeError:
+        needed = "run(seed, access, task)" if is_run else "reset(seed, task)"
+        raise ConfigError(
+            f"{type(env).__module__}:{type(env).__qualname__} cannot be given the rows of a task set: it needs "
+            f"{needed}, where `task` is a dict with the fields of a row; or remove the domain's `tasks`"
+        ) from None
+
+
 def _check_methods(env: Any) -> bool:
     """Raise ConfigError for anything but an environment; returns True for an async one."""
     if inspect.iscoroutinefunction(getattr(env, "run", None)):
@@ -224,8 +262,9 @@ class _ThreadedEnv:
         self._env = env
         self._thread = thread
 
-    async def reset(self, seed: int) -> str:
-        return await self._thread.call(self._env.reset, seed)
+    async def reset(self, seed: int, task: TaskFields | None = None) -> str:
+        given = {} if task is None else {"task": task}
+        return await self._thread.call(partial(self._env.reset, seed, **given))
 
     async def step(self, action: str) -> Step:
         return await self._thread.call(self._env.step, action)

@@ -15,7 +15,7 @@ import msgspec
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.user_code import load_code
-from hpcrl.envs.base import make_env
+from hpcrl.envs.base import check_task_parameter, construct_env
 from hpcrl.errors import ConfigError
 
 
@@ -25,9 +25,11 @@ def main() -> int:
     try:
         for name, domain in recipe.domains.items():
             load_code(domain.reward, what=f"domains.{name}.reward")
-            make_env(domain.env, domain.options, what=f"domains.{name}.env")
+            env = construct_env(domain.env, domain.options, what=f"domains.{name}.env")
+            if domain.task_set is not None:
+                check_task_parameter(env)
             if more := recipe.evaluation.options.get(name):
-                make_env(domain.env, {**domain.options, **more}, what=f"evaluation.options.{name}")
+                construct_env(domain.env, {**domain.options, **more}, what=f"evaluation.options.{name}")
         _check_curriculum(recipe)
         check_packages(recipe)
         _check_pipeline(recipe)

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 
 from hpcrl.config.recipe import DomainConfig
-from hpcrl.envs.base import Env, Step, make_env_in_thread
+from hpcrl.envs.base import Env, Step, TaskEnv, TaskFields, make_env_in_thread
 from hpcrl.envs.isolation.process import ProcessEnv, ProcessLimits
 from hpcrl.envs.isolation.sandbox import SandboxChoice
 from hpcrl.errors import EnvFault
@@ -71,24 +71,24 @@ class EnvPool:
         self._starting = asyncio.Semaphore(max_starting)
         self._discarding: set[asyncio.Task[None]] = set()
 
-    def prepare(self, seed: int, *, count: int) -> None:
+    def prepare(self, seed: int, *, count: int, task: TaskFields | None = None) -> None:
         """Start to make `count` environments, or fewer if slots are short, and reset them to the task of `seed`."""
         if self._slots is not None:
             count = self._slots.reserve(count)
-        self._ready[seed] += [asyncio.create_task(self._prepare_env(seed)) for _ in range(count)]
+        self._ready[seed] += [asyncio.create_task(self._prepare_env(seed, task)) for _ in range(count)]
 
-    async def take(self, seed: int) -> Env:
+    async def take(self, seed: int, task: TaskFields | None = None) -> Env:
         """Return a prepared environment for the task of `seed`, else a new one; raises EnvFault if making it failed."""
         waiting = self._ready.get(seed)
         if not waiting:
-            return await self._make_env()
-        task = waiting.popleft()
+            return await self._make_env(task)
+        preparing = waiting.popleft()
         if not waiting:
             del self._ready[seed]
         try:
-            env = await asyncio.shield(task)
+            env = await asyncio.shield(preparing)
         except asyncio.CancelledError:
-            self._discard(task)
+            self._discard(preparing)
             raise
         except BaseException:
             self._release_slot()
@@ -98,8 +98,8 @@ class EnvPool:
 
     def forget(self, seed: int) -> None:
         """Discard the environments that are still prepared for this task."""
-        for task in self._ready.pop(seed, ()):
-            self._discard(task)
+        for preparing in self._ready.pop(seed, ()):
+            self._discard(preparing)
 
     async def close(self) -> None:
         """End all environments that were not taken."""
@@ -107,17 +107,18 @@ class EnvPool:
             self.forget(seed)
         await asyncio.gather(*self._discarding)
 
-    async def _make_env(self) -> Env:
+    async def _make_env(self, task: TaskFields | None) -> Env:
         """Make a new one; its time limit starts when its turn has come."""
         async with self._starting:
             try:
                 async with asyncio.timeout(self._create_timeout_s):
-                    return await self._make()
+                    env = await self._make()
+                return env if task is None else TaskEnv(env, task)
             except TimeoutError:
                 raise EnvFault(f"making the environment: no answer in {self._create_timeout_s:g} s") from None
 
-    async def _prepare_env(self, seed: int) -> "_PreparedEnv":
-        env = await self._make_env()
+    async def _prepare_env(self, seed: int, task: TaskFields | None) -> "_PreparedEnv":
+        env = await self._make_env(task)
         try:
             async with asyncio.timeout(self._reset_timeout_s):
                 return _PreparedEnv(env, seed=seed, first=await env.reset(seed))

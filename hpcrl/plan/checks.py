@@ -21,6 +21,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_trainer(recipe)
     _check_isolation(recipe)
     _check_evaluation(recipe)
+    _check_tasks(recipe)
     _check_pipeline(recipe)
 
 
@@ -132,6 +133,26 @@ def _check_evaluation(recipe: Recipe) -> None:
         raise PlanError(
             f"evaluation.patience_s = {evaluation.patience_s:g} is not less than job.stall_timeout_min = "
             f"{recipe.job.stall_timeout_min:g}: the job would be ended as stalled; lower the first or raise the second"
+        )
+
+
+def _check_tasks(recipe: Recipe) -> None:
+    """Check that some domain never ends, and that evaluations of a domain with tasks have rows of their own."""
+    trained = {name: domain for name, domain in recipe.domains.items() if not domain.held_out}
+    if all(domain.task_set is not None and domain.task_set.epochs for domain in trained.values()):
+        raise PlanError(
+            f"domains.{next(iter(trained))}.tasks.epochs is set, and so every domain ends before the campaign does: "
+            "remove it from one domain, and end the campaign by train.num_steps "
+            "(one epoch is rows / train.groups_per_step)"
+        )
+    for name in (recipe.evaluation.domains or list(recipe.domains)) if recipe.evaluation.every_versions else ():
+        domain = recipe.domains[name]
+        tasks = domain.task_set
+        if tasks is None or domain.held_out or tasks.held_out_rows or tasks.held_out_path is not None:
+            continue
+        raise PlanError(
+            f"domains.{name}.tasks has no rows that only evaluations use: set held_out_rows or held_out_path, "
+            "or leave the domain out of evaluation.domains"
         )
 
 

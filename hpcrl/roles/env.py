@@ -21,7 +21,7 @@ from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.engines.base import Completion, InferenceEngine
 from hpcrl.engines.http import RemoteEngine, make_client_session
-from hpcrl.envs.base import Env
+from hpcrl.envs.base import Env, TaskEnv
 from hpcrl.envs.pool import open_env
 from hpcrl.errors import SpoolError
 from hpcrl.learn.evaluations import EvaluationStore
@@ -43,6 +43,7 @@ from hpcrl.rollout.rewards import load_reward, to_reward_parts
 from hpcrl.rollout.routing.factory import make_router
 from hpcrl.rollout.routing.router import Router
 from hpcrl.rollout.task_queue import TaskQueue
+from hpcrl.rollout.task_sets import TaskSets
 from hpcrl.rollout.tasks import AgentTask, TaskStream, stable_hash
 from hpcrl.spool.listing import SegmentListing, count_trajectories
 from hpcrl.spool.record import Trajectory
@@ -127,13 +128,21 @@ class EnvWorker:
             producer=context.name,
         )
         self.worker = EnvWorkerId(context.index, context.role_plan.num_workers)
+        self.task_sets = TaskSets(
+            context.recipe,
+            self.worker,
+            directory=context.campaign.tasks,
+            progress=context.campaign.task_progress(context.index),
+        )
         self.task_queue = TaskQueue(
             context.recipe.domains,
             tasks=TaskStream(
                 self.worker,
                 recipe_seed=context.recipe.seed,
                 start=reserve_block(context.campaign.task_blocks, env_index=context.index) * TASKS_PER_BLOCK,
+                rows=self.task_sets,
             ),
+            read_fields=self.task_sets.read_fields,
             budget=FaultBudget(max_fault_share=rollout.max_env_faults),
             groups_ahead=rollout.groups_ahead,
             episodes_per_group=rollout.episodes_per_group,
@@ -163,6 +172,7 @@ class EnvWorker:
             self._continue_evaluation()
             self._write_hold()
             await self._seal(self.rollouts.writer.flush_due)
+            self.task_sets.save_due(now=loop_time())
             self.reporter.report_due(now=loop_time())
             await asyncio.sleep(POLL_INTERVAL_S)
         for task in self.episodes.values():
@@ -172,6 +182,7 @@ class EnvWorker:
             await self.evaluator.close()
         await self.task_queue.close()
         await self._seal(self.rollouts.writer.close)
+        self.task_sets.save()
         self.reporter.report()
         self.journal.close()
 
@@ -234,6 +245,7 @@ class EnvWorker:
             self.in_flight.drop(episode)
             self.groups.record_abort(task.group, episode)
             self.task_queue.discard_envs(task)
+            self.task_sets.return_task(task)
             self.journal.record_end(episode, running=self.groups.ledger.running)
             return
         finally:
@@ -245,7 +257,12 @@ class EnvWorker:
         """Play an episode for training."""
         domain = self.context.recipe.domains[task.domain]
         return await self.player.play(
-            domain, task, index, make_env=lambda: self.task_queue.take_env(task), limits=self.player.limits(domain)
+            domain,
+            task,
+            index,
+            make_env=lambda: self.task_queue.take_env(task),
+            limits=self.player.limits(domain),
+            read_fields=lambda: self.task_sets.read_fields(task),
         )
 
     async def play_held_out(self, task: AgentTask, index: int, name: str, domain: DomainConfig) -> Trajectory:
@@ -256,10 +273,21 @@ class EnvWorker:
         try:
             async with self.task_queue.reserve_slot(msgspec.structs.replace(task, domain=name)):
                 return await self.player.play(
-                    domain, task, index, make_env=lambda: self.open_env(name, domain), limits=limits
+                    domain,
+                    task,
+                    index,
+                    make_env=lambda: self._open_held_out(task, name, domain),
+                    limits=limits,
+                    read_fields=lambda: self.task_sets.read_fields(task),
                 )
         finally:
             self.router.forget(task.episode(index))
+
+    async def _open_held_out(self, task: AgentTask, name: str, domain: DomainConfig) -> Env:
+        """Make an environment for an episode of an evaluation."""
+        fields = self.task_sets.read_fields(task)
+        env = await self.open_env(name, domain)
+        return env if fields is None else TaskEnv(env, fields)
 
     def _record_result(self, task: AgentTask, trajectory: Trajectory) -> None:
         outcome = self.groups.end(trajectory, newest=self.version)
@@ -277,6 +305,7 @@ class EnvWorker:
             self.journal.record_start([task.episode(index) for index in outcome.start])
             self._start_episodes(task, outcome.start)
         if outcome.released or outcome.is_lost:
+            self.task_sets.finish_task(task)
             self.task_queue.discard_envs(task)
 
     def _cancel_spare_groups(self, outcome: GroupOutcome) -> list[str]:

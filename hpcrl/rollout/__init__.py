@@ -6,6 +6,8 @@ player        an episode or an agent program, as the domain requires
 groups        groups of episodes and how they ended
 admission     how many groups may start
 tasks         seeds, numbers and domains of tasks
+task_sets     the rows of domains with `tasks`
+row_order     the order in which rows are used
 task_queue    the next task, with environments prepared ahead
 fault_budget  how many faults of an environment are tolerated
 curriculum    weights of domains, by a user's function

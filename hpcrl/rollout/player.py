@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from hpcrl.config.recipe import DomainConfig, Recipe
-from hpcrl.envs.base import Env, is_program, make_program
+from hpcrl.envs.base import Env, TaskFields, is_program, make_program
 from hpcrl.rollout.agents.program import run_program
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.episode import ConversationLayout, EpisodeLimits, run_episode
@@ -34,6 +34,7 @@ class EpisodePlayer:
         *,
         make_env: Callable[[], Awaitable[Env]],
         limits: EpisodeLimits,
+        read_fields: Callable[[], TaskFields | None] = lambda: None,
     ) -> Trajectory:
         """Play an episode to its end and return its trajectory."""
         if is_program(domain.env):
@@ -42,6 +43,7 @@ class EpisodePlayer:
                 task,
                 index=index,
                 make_program=lambda: make_program(domain.env, domain.options, what=f"the environment of {task.domain}"),
+                read_fields=read_fields,
                 proxy=self.proxy,
                 limits=limits,
                 newest_version=self.newest_version,

@@ -5,18 +5,22 @@ Tasks are drawn a little ahead, so that their environments are made and reset wh
 environment in a separate process also needs a slot, since the memory that the plan gives the worker is limited.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 
 from hpcrl.config.recipe import DomainConfig
-from hpcrl.envs.base import Env, is_program
+from hpcrl.envs.base import Env, TaskFields, is_program
 from hpcrl.envs.pool import EnvPool, EnvSlots, open_env
+from hpcrl.errors import EnvFault
 from hpcrl.hardware.memory_model import num_env_places
 from hpcrl.rollout.fault_budget import FaultBudget
 from hpcrl.rollout.tasks import AgentTask, TaskStream
 
+ReadFields = Callable[[AgentTask], TaskFields | None]
+"""Reads the row of a task, or returns None for a task that is a seed; raises EnvFault."""
 MAX_STARTING_PER_CPU = 2
 """Environments of a domain that are made at once, for each CPU: more would only slow each other down."""
 
@@ -35,14 +39,17 @@ class TaskQueue:
         cpus: int,
         mem_gib: float,
         open_env: Callable[[str, DomainConfig], Awaitable[Env]] = open_env,
+        read_fields: ReadFields = lambda task: None,
     ) -> None:
         """Set up the pools of `domains`.
 
-        `cpus` and `mem_gib` are those of the worker with its environments; `open_env` makes an environment.
+        `cpus` and `mem_gib` are those of the worker with its environments; `open_env` makes an environment;
+        `read_fields` reads the row of a task.
         """
         self.program_domains = {name for name, domain in domains.items() if is_program(domain.env)}
         """Domains whose environment is an agent program; those are never prepared ahead."""
         self._domains = domains
+        self._read_fields = read_fields
         self._tasks = tasks
         self._budget = budget
         self._groups_ahead = groups_ahead
@@ -85,7 +92,7 @@ class TaskQueue:
 
     async def take_env(self, task: AgentTask) -> Env:
         """Take an environment for one episode of a task."""
-        return await self._pools[task.domain].take(task.seed)
+        return await self._pools[task.domain].take(task.seed, self._read_fields(task))
 
     def discard_envs(self, task: AgentTask) -> None:
         """Discard the environments of a task of which no more episodes will start."""
@@ -106,11 +113,20 @@ class TaskQueue:
 
     def _prefetch_tasks(self, open_domains: set[str]) -> None:
         """Draw tasks of domains that may start, at least one, and prepare their environments."""
-        weights = {name: weight for name, weight in self._weights.items() if name in open_domains and weight > 0}
         num_prefetched = sum(task.domain in open_domains for task in self._prefetched)
-        while weights and num_prefetched < max(self._groups_ahead, 1):
+        while num_prefetched < max(self._groups_ahead, 1) and (weights := self._current_weights(open_domains)):
             task = self._tasks.draw(weights)
             self._prefetched.append(task)
             num_prefetched += 1
             if self._groups_ahead and task.domain not in self.program_domains:
-                self._pools[task.domain].prepare(task.seed, count=self._episodes_per_group)
+                with contextlib.suppress(EnvFault):  # each of its episodes ends with this fault
+                    fields = self._read_fields(task)
+                    self._pools[task.domain].prepare(task.seed, count=self._episodes_per_group, task=fields)
+
+    def _current_weights(self, open_domains: set[str]) -> dict[str, float]:
+        """Return the weights of the domains that have tasks and may start."""
+        return {
+            name: weight
+            for name, weight in self._weights.items()
+            if name in open_domains and weight > 0 and not self._tasks.is_ended(name)
+        }

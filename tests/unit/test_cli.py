@@ -266,3 +266,31 @@ def test_the_users_own_code_is_found_in_the_job_as_it_was_at_submission(
     hpcrl("submit", "quickstart", "--site", "perlmutter", *own)
     script = next((home / "campaigns" / "quickstart-1" / "jobs" / "000").glob("*_submission.sh"))
     assert f"export PYTHONPATH='{code}'" in script.read_text()
+
+
+ROWS_RECIPE = """
+name = "rows"
+extends = "quickstart"
+[domains.lake]
+env = "tests.support.row_envs:{env}"
+tasks = "rows.jsonl"
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "line", "expected"),
+    [
+        ("Question", '{"question": "1+1", "answer":', "rows.jsonl', line 2 is not a JSON object"),
+        ("OnlySeeds", '{"question": "1+1", "answer": "2"}', "OnlySeeds cannot be given the rows of a task set"),
+    ],
+)
+def test_a_task_set_that_cannot_be_used_is_refused(
+    home: Path, tmp_path: Path, env: str, line: str, expected: str
+) -> None:
+    """The file is found beside the recipe."""
+    (tmp_path / "rows.toml").write_text(ROWS_RECIPE.format(env=env))
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n' + line + "\n")
+    message = refused("submit", str(tmp_path / "rows.toml"), "--site", "local", "--dry-run")
+    assert expected in message
+    assert len(message.splitlines()) == 1
+    assert nothing_left(home)

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpcrl.envs.base import Step, construct_env
+from hpcrl.envs.base import Step, check_task_parameter, construct_env
 from hpcrl.envs.isolation.wire import Act, Close, EnvAnswer, EnvRequest, Make, Reset, encode_message, receive_request
 from hpcrl.errors import HpcrlError
 from hpcrl.system.exit_codes import encode_exit_code
@@ -77,14 +77,17 @@ def _make_limited_env(request: Make) -> Any:
     resource.setrlimit(resource.RLIMIT_CPU, (request.cpu_s, request.cpu_s + 5))
     with contextlib.suppress(OSError):  # some sandboxes do not allow it
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT))
-    return construct_env(request.env, request.options, what="env")
+    env = construct_env(request.env, request.options, what="env")
+    if request.has_tasks:
+        check_task_parameter(env)
+    return env
 
 
 def _handle_request(runner: asyncio.Runner, env: Any, request: EnvRequest) -> EnvAnswer:
     """Call the environment; plain methods run here, in the main thread, where signals work too."""
     match request:
-        case Reset(seed=seed):
-            observation = _await_result(runner, env.reset(seed))
+        case Reset(seed=seed, task=task):
+            observation = _await_result(runner, env.reset(seed) if task is None else env.reset(seed, task=task))
             if not isinstance(observation, str):
                 return EnvAnswer(error=f"reset returned {type(observation).__name__}: it must return text")
             return EnvAnswer(observation=observation)

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import msgspec
 
-from hpcrl.envs.base import Step
+from hpcrl.envs.base import Step, TaskFields
 from hpcrl.envs.isolation.sandbox import SandboxChoice, SandboxSpec, choose_sandbox, list_readable_paths, wrap_command
 from hpcrl.envs.isolation.wire import (
     HEADER_BYTES,
@@ -76,14 +76,26 @@ class ProcessEnv:
 
     @classmethod
     async def start(
-        cls, name: str, options: dict[str, Any], *, limits: ProcessLimits, sandbox: SandboxChoice = "none"
+        cls,
+        name: str,
+        options: dict[str, Any],
+        *,
+        limits: ProcessLimits,
+        sandbox: SandboxChoice = "none",
+        has_tasks: bool = False,
     ) -> "ProcessEnv":
         """Start the process, in a sandbox if `sandbox` is not "none", and make the environment in it."""
         env = cls(*await asyncio.to_thread(_start_keeper, sandbox), name=name)
         try:
             await env._open_streams()
             await env._request_answer(
-                Make(env=name, options=options, memory_bytes=limits.memory_bytes, cpu_s=limits.cpu_s)
+                Make(
+                    env=name,
+                    options=options,
+                    memory_bytes=limits.memory_bytes,
+                    cpu_s=limits.cpu_s,
+                    has_tasks=has_tasks,
+                )
             )
         except BaseException:
             env._kill()
@@ -96,8 +108,8 @@ class ProcessEnv:
         """The id of the keeper and of the process group of both processes."""
         return self._process.pid
 
-    async def reset(self, seed: int) -> str:
-        return (await self._request_answer(Reset(seed=seed))).observation
+    async def reset(self, seed: int, task: TaskFields | None = None) -> str:
+        return (await self._request_answer(Reset(seed=seed, task=task))).observation
 
     async def step(self, action: str) -> Step:
         answer = await self._request_answer(Act(action=action))

@@ -30,10 +30,14 @@ class Make(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     options: dict[str, Any]
     memory_bytes: int
     cpu_s: int
+    has_tasks: bool = False
+    """It will be given rows of a task set, and is refused if it does not accept them."""
 
 
-class Reset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Reset(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     seed: int
+    task: dict[str, Any] | None = None
+    """The fields of a row of the domain's task set, if it has one."""
 
 
 class Act(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from hpcrl.envs.base import ModelAccess, ProgramEnv
+from hpcrl.envs.base import ModelAccess, ProgramEnv, TaskFields
 from hpcrl.errors import EnvFault, HpcrlError
 from hpcrl.rollout.agents.recording import ConversationRecording, EpisodeFacts
 from hpcrl.rollout.agents.server import ModelProxy
@@ -27,6 +27,7 @@ async def run_program(
     index: int,
     make_program: Callable[[], ProgramEnv],
     proxy: ModelProxy,
+    read_fields: Callable[[], TaskFields | None] = lambda: None,
     limits: EpisodeLimits,
     newest_version: Callable[[], int],
     producer: str,
@@ -47,7 +48,7 @@ async def run_program(
             start_version=newest_version(),
         )
         started_at = loop_time()
-        reward, problem = await _run_attempt(make_program, session, proxy, seconds=end - loop_time())
+        reward, problem = await _run_attempt(make_program, session, proxy, read_fields, seconds=end - loop_time())
         status = _final_status(session, reward)
         fault = problem or fault
         if status != "env-fault" or loop_time() >= end:
@@ -74,13 +75,19 @@ def _describe_attempts(session: ProgramSession, *, fault: str, num_attempts: int
 
 
 async def _run_attempt(
-    make_program: Callable[[], ProgramEnv], session: ProgramSession, proxy: ModelProxy, *, seconds: float
+    make_program: Callable[[], ProgramEnv],
+    session: ProgramSession,
+    proxy: ModelProxy,
+    read_fields: Callable[[], TaskFields | None],
+    *,
+    seconds: float,
 ) -> tuple[float | None, str]:
     """Run the program once; return its reward, or None and the fault."""
     token = proxy.open(session)
     try:
         async with asyncio.timeout(seconds):
-            printed_reward = await _await_program(make_program(), session, proxy.model_access(token))
+            program, access, fields = make_program(), proxy.model_access(token), read_fields()
+            printed_reward = await _await_program(program, session, access, fields)
     except TimeoutError:
         return None, f"{session.name}: no end in episode_timeout_s = {session.limits.episode_timeout_s:g} s"
     except HpcrlError as error:
@@ -97,10 +104,12 @@ async def _run_attempt(
     return reward, ""
 
 
-async def _await_program(program: ProgramEnv, session: ProgramSession, access: ModelAccess) -> float | None:
+async def _await_program(
+    program: ProgramEnv, session: ProgramSession, access: ModelAccess, fields: TaskFields | None
+) -> float | None:
     """Await the program until it ends or the session stops it."""
     session.sampling, session.trained_conversation = program.sampling, program.trains
-    running = asyncio.ensure_future(program.run(session.seed, access))
+    running = asyncio.ensure_future(program.run(session.seed, access, **({} if fields is None else {"task": fields})))
     stop_waiter = asyncio.ensure_future(session.stop_event.wait())
     try:
         await asyncio.wait({running, stop_waiter}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,178 @@
+"""The rows of a domain's task set: copied into the campaign at submission, read one at a time in the job.
+
+    import_task_set   copy the rows of a domain's files; refuse what is not a row
+    TaskRows          the rows of one split of a domain, on disk
+    TaskSplit         "train" or "held-out"
+    MAX_ROW_BYTES     the limit of one row
+
+A campaign has its own copy, DOMAIN.jsonl, so that it is not touched by what becomes of the files. The places of the
+rows of each split are in DOMAIN.train.index and DOMAIN.held-out.index, 16 bytes a row: a row is read with two small
+reads, and no process holds the rows or the index in memory.
+"""
+
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import msgspec
+
+from hpcrl.config.recipe import TaskSetConfig
+from hpcrl.errors import ConfigError, EnvFault
+
+TaskSplit = Literal["train", "held-out"]
+MAX_ROW_BYTES = 8 << 20
+"""A message to an environment in another process has at most twice this."""
+_PLACE_FORMAT = struct.Struct("<QQ")
+_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+def import_task_set(config: TaskSetConfig, *, domain: str, directory: Path, only_held_out: bool = False) -> None:
+    """Copy the rows of a domain's files to `directory`; raises ConfigError for files that cannot be used."""
+    what = f"domains.{domain}.tasks"
+    first, end = config.rows or (0, None)
+    if end is not None and end <= first:
+        raise ConfigError(
+            f"{what}.rows = [{first}, {end}] has no rows: the second number is the one after the last row"
+        )
+    with (directory / f"{domain}.jsonl").open("xb") as out:
+        rows = _copy_rows(_iterate_files(config.path, what=f"{what}.path"), out, first=first, end=end)
+        held_out_files = config.held_out_path or []
+        held_out = _copy_rows(_iterate_files(held_out_files, what=f"{what}.held_out_path"), out, first=0, end=None)
+        out.flush()
+        os.fsync(out.fileno())
+    if not len(rows):
+        chosen = "" if config.rows is None else f" in rows = [{first}, {end}]"
+        raise ConfigError(f"{what}.path = {config.path!r} has no rows{chosen}: a row is a line with a JSON object")
+    if config.held_out_path is not None and not len(held_out):
+        raise ConfigError(f"{what}.held_out_path = {config.held_out_path!r} has no rows")
+    if only_held_out:
+        rows, held_out = _RowPlaces(), held_out if len(held_out) else rows
+    elif config.held_out_rows:
+        if config.held_out_rows >= len(rows):
+            raise ConfigError(
+                f"{what}.held_out_rows = {config.held_out_rows} leaves nothing to train on: there are {len(rows)} rows"
+            )
+        rows, held_out = rows.split_evenly(config.held_out_rows)
+    for split, places in (("train", rows), ("held-out", held_out)):
+        (directory / f"{domain}.{split}.index").write_bytes(places.to_bytes())
+
+
+class TaskRows:
+    """The rows of one split of a domain, in a campaign's directory."""
+
+    def __init__(self, directory: Path, *, domain: str, split: TaskSplit) -> None:
+        self._rows = directory / f"{domain}.jsonl"
+        self._index = directory / f"{domain}.{split}.index"
+        self._num_rows: int | None = None
+
+    def __len__(self) -> int:
+        """Return the number of rows; raises EnvFault if they cannot be read."""
+        if self._num_rows is None:
+            try:
+                self._num_rows = self._index.stat().st_size // _PLACE_FORMAT.size
+            except OSError as error:
+                raise EnvFault(f"the campaign's task rows cannot be read: {error}") from error
+        return self._num_rows
+
+    def read_row(self, number: int) -> dict[str, Any]:
+        """Return the fields of a row; raises EnvFault if it cannot be read."""
+        try:
+            start, size = _PLACE_FORMAT.unpack(
+                _read_range(self._index, number * _PLACE_FORMAT.size, _PLACE_FORMAT.size)
+            )
+            return _decoder.decode(_read_range(self._rows, start, size))
+        except (OSError, struct.error, msgspec.MsgspecError) as error:
+            raise EnvFault(f"row {number} of {self._rows} cannot be read: {error}") from error
+
+
+class _RowPlaces:
+    """The start and the size of each row in a file."""
+
+    def __init__(self) -> None:
+        self._starts = array("Q")
+        self._sizes = array("Q")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def add(self, start: int, size: int) -> None:
+        self._starts.append(start)
+        self._sizes.append(size)
+
+    def split_evenly(self, num_held_out: int) -> "tuple[_RowPlaces, _RowPlaces]":
+        """Return the rows to train on and `num_held_out` others, which are spread evenly."""
+        kept, held_out, total = _RowPlaces(), _RowPlaces(), len(self)
+        for number, place in enumerate(zip(self._starts, self._sizes, strict=True)):
+            is_held_out = (number + 1) * num_held_out // total > number * num_held_out // total
+            (held_out if is_held_out else kept).add(*place)
+        return kept, held_out
+
+    def to_bytes(self) -> bytes:
+        return b"".join(map(_PLACE_FORMAT.pack, self._starts, self._sizes))
+
+
+def _copy_rows(rows: Iterator[bytes], out: BinaryIO, *, first: int, end: int | None) -> _RowPlaces:
+    places, start = _RowPlaces(), out.tell()
+    for row in islice(rows, first, end):
+        out.write(row + b"\n")
+        places.add(start, len(row))
+        start += len(row) + 1
+    return places
+
+
+def _iterate_files(paths: str | list[str], *, what: str) -> Iterator[bytes]:
+    """Yield the rows of the files as lines of JSON."""
+    for path in [paths] if isinstance(paths, str) else paths:
+        try:
+            yield from _iterate_parquet(path, what) if path.endswith(".parquet") else _iterate_lines(path, what)
+        except OSError as error:
+            raise ConfigError(f"{what} = {path!r} cannot be read: {error.strerror or error}") from error
+
+
+def _iterate_lines(path: str, what: str) -> Iterator[bytes]:
+    """Yield the lines that have a row; raises ConfigError for a line that is not a JSON object."""
+    if not path.endswith((".jsonl", ".ndjson")):
+        raise ConfigError(f"{what} = {path!r}: the name must end in .jsonl (a JSON object a line) or .parquet")
+    with Path(path).open("rb") as lines:
+        number = 0
+        while line := lines.readline(MAX_ROW_BYTES + 1):
+            number += 1
+            row = line.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else line.strip()
+            if row:
+                yield _check_row(row, f"{what} = {path!r}, line {number}")
+
+
+def _iterate_parquet(path: str, what: str) -> Iterator[bytes]:
+    from hpcrl.envs.parquet_rows import iterate_parquet
+
+    for number, row in enumerate(iterate_parquet(path, what=what)):
+        try:
+            encoded = msgspec.json.encode(row)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{what} = {path!r}, row {number}: {error}") from error
+        yield _check_row(encoded, f"{what} = {path!r}, row {number}")
+
+
+def _check_row(row: bytes, where: str) -> bytes:
+    if len(row) > MAX_ROW_BYTES:
+        raise ConfigError(f"{where} is longer than {MAX_ROW_BYTES >> 20} MiB: put large data into files, and name them")
+    try:
+        _decoder.decode(row)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} is not a JSON object ({error}): {row[:60]!r}; correct or remove it") from None
+    return row
+
+
+def _read_range(path: Path, start: int, size: int) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = os.pread(fd, size, start)
+    finally:
+        os.close(fd)
+    if len(data) != size:
+        raise OSError(f"the file has fewer than {start + size} bytes")
+    return data
