@@ -45,6 +45,12 @@ class ModelConfig(ConfigTable, frozen=True, kw_only=True):
     tiny: TinyModel | None = None
     num_params: Annotated[int, Meta(ge=10**6, le=10**13)] | None = None
     """Number of weights (not in billions), from which a plan estimates memory and workers; it does not read `path`."""
+    chat_template: str | None = None
+    """A file with a Jinja template that is used in place of the model's own chat template."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as enable_thinking = false; requests of agent programs may change them."""
+    system: str | None = None
+    """The system message of conversations that have none."""
 
 
 class TaskSetConfig(ConfigTable, frozen=True, kw_only=True):

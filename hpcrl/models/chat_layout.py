@@ -5,27 +5,32 @@
     ChatLayout.next_turn   ids to append after the generated ones
     load_chat_layout       the layout of a model
     load_chat_template     its whole template (hpcrl.models.chat_template)
+    load_text_decoder      only ids to text, which needs no template
 
 Generated ids are never decoded and tokenised again: a prompt is the previous prompt, the generated ids, and
 `next_turn`. An observation cannot forge a mark: "<eos>" in it is five ordinary characters.
 
+The layout is what the template writes around placeholders: before and after an observation, and between an answer and
+the next observation. Whatever it would make of the answers themselves, such as leaving out old thoughts, does not
+count: they stay as generated. A `<think>` that opens every answer is part of the prompt.
+
 tokenizer.json and the template are read without transformers, which would import torch in every env worker.
 """
 
-import json
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from hpcrl.config.recipe import ModelConfig
 from hpcrl.errors import ConfigError
-from hpcrl.models.chat_template import ChatTemplate, tokenize_text
+from hpcrl.models.chat_template import ChatTemplate
+from hpcrl.models.jinja_template import SETTINGS_FILE, compile_template, read_template_text
+from hpcrl.models.message_form import find_message_form
 from hpcrl.system.files import read_json
 
 _USER_1, _AGENT_1, _USER_2 = "Observation one.", "Answer one.", "Observation two."
@@ -33,78 +38,163 @@ _USER_1, _AGENT_1, _USER_2 = "Observation one.", "Answer one.", "Observation two
 
 @dataclass(frozen=True, kw_only=True)
 class ChatLayout:
-    """The layout of one tokenizer; a special token closes each turn of the model."""
+    """The layout of one template."""
 
-    tokenizer: Any
+    template: ChatTemplate
     before_first: tuple[int, ...]
-    close_id: int
-    """The token that ends the model's turn; normally the model generates it."""
+    closing: tuple[int, ...]
+    """The ids that end the model's turn in the history; normally the model generates the last of them."""
     before_next: tuple[int, ...]
-    """The ids between `close_id` and a later observation."""
+    """The ids between the end of the model's turn and a later observation."""
     after_observation: tuple[int, ...]
     """The ids between an observation and the model's turn."""
-    stop_token_ids: tuple[int, ...]
+
+    @property
+    def close_id(self) -> int | None:
+        return self.template.close_id
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return self.template.stop_token_ids
 
     def first_turn(self, observation: str) -> list[int]:
-        return [*self.before_first, *self._encode(observation), *self.after_observation]
+        return [*self.before_first, *self.template.encode_text(observation), *self.after_observation]
 
     def next_turn(self, observation: str, *, generated: Sequence[int]) -> list[int]:
         """Close the model's turn, unless its last `generated` token did, add the observation and open the next turn."""
-        closing = () if generated and generated[-1] == self.close_id else (self.close_id,)
-        return [*closing, *self.before_next, *self._encode(observation), *self.after_observation]
+        closing = () if generated and generated[-1] in self.template.close_ids else self.closing
+        return [*closing, *self.before_next, *self.template.encode_text(observation), *self.after_observation]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of generated ids, without marks."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    def _encode(self, text: str) -> list[int]:
-        return tokenize_text(self.tokenizer, text)
+        return self.template.decode(token_ids)
 
 
-def load_chat_layout(model_dir: Path) -> ChatLayout:
-    """Load the layout from the tokenizer and the chat template in `model_dir`."""
-    tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
-    settings = _load_settings(model_dir / "tokenizer_config.json")
-    marks = {name: _mark_text(value) for name, value in settings.items() if name.endswith("_token")}
-    head, tail, between = _split_layout(_read_template_text(model_dir, settings), marks, source=model_dir)
-
-    def encode(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    closing = encode(between)
-    if not closing or closing[0] not in tokenizer.get_added_tokens_decoder():
+def load_chat_layout(model_dir: Path, config: ModelConfig | None = None) -> ChatLayout:
+    """Load the layout from the tokenizer and the chat template in `model_dir`, as the recipe's [model] changes it."""
+    template, pieces = _load_template(model_dir, config or ModelConfig())
+    if pieces.tail != pieces.later_tail:
         raise ConfigError(
-            f"{model_dir}: its chat template ends a turn by {between!r}: this must start with a special token"
+            f"{template.source}: its chat template opens the first answer by {pieces.tail!r} and a later one by "
+            f"{pieces.later_tail!r}: an environment needs one that opens all alike; set model.chat_template to another"
         )
-    eos = tokenizer.token_to_id(marks.get("eos_token", ""))
-    layout = ChatLayout(
-        tokenizer=tokenizer,
-        before_first=encode(head),
-        close_id=closing[0],
-        before_next=closing[1:],
-        after_observation=encode(tail),
-        stop_token_ids=tuple(dict.fromkeys([closing[0], closing[0] if eos is None else eos])),
+    head = template.render([{"role": "user", "content": _USER_1}]).partition(_USER_1)[0]
+    return ChatLayout(
+        template=template,
+        before_first=tuple(template.encode(head)),
+        closing=tuple(template.encode(pieces.closing)),
+        before_next=tuple(template.encode(pieces.between)),
+        after_observation=tuple(template.encode(pieces.tail)),
     )
+
+
+def load_chat_template(model_dir: Path, config: ModelConfig | None = None) -> ChatTemplate:
+    """Load the template in `model_dir`, as the recipe's [model] changes it, for conversations of any form."""
+    return _load_template(model_dir, config or ModelConfig())[0]
+
+
+def load_text_decoder(model_dir: Path) -> Callable[[Sequence[int]], str]:
+    """Load a function from ids to text without marks."""
+    tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
+    return lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+class _LayoutPieces(NamedTuple):
+    """The texts that a template writes around observations and answers."""
+
+    tail: str
+    later_tail: str
+    """The text after a later observation; a layout needs it to be the same."""
+    closing: str
+    """The end of an answer in the history, up to its mark if it has one."""
+    between: str
+    """The text from there to the next observation."""
+    close_mark: str
+    """The special token that ends an answer in the history, or ""."""
+    stop_mark: str
+    """The one at which the model stops: `close_mark`, or one that only ends the last answer of a conversation."""
+
+
+def _load_template(model_dir: Path, config: ModelConfig) -> tuple[ChatTemplate, _LayoutPieces]:
+    tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
+    settings = _load_json(model_dir / SETTINGS_FILE)
+    source = Path(config.chat_template).expanduser() if config.chat_template else model_dir
+    text = _read_template_file(source) if config.chat_template else read_template_text(model_dir, settings)
+    marks = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    names = {name: _mark_text(value) for name, value in settings.items() if name.endswith("_token")}
+    eos_id = tokenizer.token_to_id(names.get("eos_token", ""))
+    declared = [*(() if eos_id is None else (eos_id,)), *_read_stop_ids(model_dir / "generation_config.json")]
     tokenizer.encode_special_tokens = True  # from here on a mark in a text is text
-    return layout
-
-
-def load_chat_template(model_dir: Path) -> ChatTemplate:
-    """Load the template in `model_dir`, for conversations of any form."""
-    layout = load_chat_layout(model_dir)
-    settings = _load_settings(model_dir / "tokenizer_config.json")
-    added = layout.tokenizer.get_added_tokens_decoder().items()
-    marks = {token.content: number for number, token in added if token.special}
-    return ChatTemplate(
-        tokenizer=layout.tokenizer,
-        compiled=_compile_template(_read_template_text(model_dir, settings), source=model_dir),
+    template = ChatTemplate(
+        tokenizer=tokenizer,
+        compiled=compile_template(text, source=source),
         mark_ids=marks,
-        mark_pattern=re.compile("(" + "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) + ")"),
-        mark_names={name: _mark_text(value) for name, value in settings.items() if name.endswith("_token")},
-        close_id=layout.close_id,
-        stop_token_ids=layout.stop_token_ids,
-        source=model_dir,
+        mark_pattern=re.compile(f"({'|'.join(map(re.escape, sorted(marks, key=len, reverse=True))) or '(?!)'})"),
+        mark_names=names,
+        source=source,
+        kwargs=config.chat_template_kwargs,
     )
+    pieces = _split_layout(template, declared)
+    stops = dict.fromkeys([*([marks[pieces.stop_mark]] if pieces.stop_mark else []), *declared])
+    if not stops:
+        raise ConfigError(
+            f"{source}: no token ends an answer of this model: name one in eos_token_id of generation_config.json"
+        )
+    return replace(
+        template,
+        close_id=marks.get(pieces.close_mark),
+        close_ids=frozenset(marks[mark] for mark in (pieces.close_mark, pieces.stop_mark) if mark),
+        stop_token_ids=tuple(stops),
+        form=find_message_form(template.render_adapted),
+        system=config.system,
+    ), pieces
+
+
+def _split_layout(template: ChatTemplate, declared: Collection[int]) -> _LayoutPieces:
+    """Render conversations of placeholders, and cut them at their contents."""
+    first, longer = _render_contents(template, _USER_1), _render_contents(template, _USER_1, _AGENT_1, _USER_2)
+    _, found_first, tail = first.partition(_USER_1)
+    opening, found_answer, rest = longer.partition(_USER_1)[2].partition(_AGENT_1)
+    gap, found_next, later_tail = rest.partition(_USER_2)
+    if not (found_first and found_answer and found_next):
+        raise ConfigError(
+            f"{template.source}: its chat template leaves a message out ({longer!r} has to contain {_USER_1!r}, "
+            f"{_AGENT_1!r} and {_USER_2!r}, in this order): set model.chat_template to another"
+        )
+    if opening != tail and first == _render_contents(template, _USER_1, opens_answer=False):
+        raise ConfigError(
+            f"{template.source}: its chat template does not open an answer (an answer follows {opening!r}, and a "
+            f"prompt ends in {tail!r}): it needs add_generation_prompt; set model.chat_template to another"
+        )
+    try:
+        final = _render_contents(template, _USER_1, _AGENT_1, opens_answer=False).partition(_AGENT_1)[2]
+    except ConfigError:  # some accept only conversations that end in a user's message
+        final = ""
+    known = [mark for mark, number in template.mark_ids.items() if number in declared]
+    stop = _first_mark(gap, known)
+    final_stop = "" if stop else _first_mark(final, known)
+    close_mark = stop or _first_mark(gap, template.mark_ids)
+    closing, mark, between = gap.partition(close_mark) if close_mark else ("", "", gap)
+    return _LayoutPieces(
+        tail=tail,
+        later_tail=later_tail,
+        closing=closing + mark,
+        between=between,
+        close_mark=close_mark,
+        stop_mark=final_stop or close_mark,
+    )
+
+
+def _render_contents(template: ChatTemplate, *contents: str, opens_answer: bool = True) -> str:
+    roles = ("user", "assistant") * len(contents)
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    return template.render_adapted(messages, opens_answer=opens_answer)
+
+
+def _first_mark(text: str, marks: Iterable[str]) -> str:
+    """Return the mark that is found first in the text, the longest of those; "" if there is none."""
+    found = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark)) >= 0]
+    return min(found)[2] if found else ""
 
 
 def _load_tokenizer(path: Path) -> Any:
@@ -117,75 +207,28 @@ def _load_tokenizer(path: Path) -> Any:
         raise ConfigError(f"{path} is not a valid tokenizer: {error}") from error
 
 
-def _load_settings(path: Path) -> dict[str, Any]:
+def _load_json(path: Path) -> dict[str, Any]:
     try:
         return dict(read_json(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): save the model's tokenizer again") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): save the model again") from error
 
 
-def _read_template_text(model_dir: Path, settings: dict[str, Any]) -> str:
-    path = model_dir / "chat_template.jinja"
-    template = path.read_text() if path.is_file() else settings.get("chat_template")
-    if isinstance(template, list):  # several templates, by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    if not isinstance(template, str):
-        raise ConfigError(f"{model_dir} has no chat template: write one to {path}")
-    return template
+def _read_template_file(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.chat_template = {str(path)!r} cannot be read: {error}") from error
+
+
+def _read_stop_ids(path: Path) -> list[int]:
+    """Return the ids at which the model's generation_config.json stops; there may be none or many."""
+    ids = _load_json(path).get("eos_token_id") if path.is_file() else None
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(isinstance(number, int) and number >= 0 for number in listed):
+        raise ConfigError(f"{path}: eos_token_id = {ids!r}: it must be a token id, or a list of them")
+    return listed
 
 
 def _mark_text(mark: Any) -> str:
     return str(mark["content"] if isinstance(mark, dict) else mark or "")
-
-
-def _split_layout(template: str, marks: dict[str, str], *, source: Path) -> tuple[str, str, str]:
-    """Render two conversations, of which one must start with the other, and cut them at their contents.
-
-    Return the text before the first observation, after an observation, and between an answer and an observation.
-    """
-    first = _render_conversation(template, marks, _USER_1, source=source)
-    longer = _render_conversation(template, marks, _USER_1, _AGENT_1, _USER_2, source=source)
-    head, found_1, tail = first.partition(_USER_1)
-    rest = longer.removeprefix(first + _AGENT_1)
-    between, found_2, last_tail = rest.partition(_USER_2)
-    if not found_1 or not found_2 or rest == longer or last_tail != tail:
-        raise ConfigError(
-            f"{source}: its chat template does not keep a conversation as it was when a turn is added "
-            f"({first!r}, then {longer!r}): use one that only appends"
-        )
-    return head, tail, between
-
-
-def _render_conversation(template: str, marks: dict[str, str], *contents: str, source: Path) -> str:
-    roles = ("user", "assistant") * len(contents)
-    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
-    compiled = _compile_template(template, source=source)
-    try:
-        return compiled.render(messages=messages, add_generation_prompt=True, **marks)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"{source}: its chat template cannot be rendered: {error}") from error
-
-
-def _compile_template(template: str, *, source: Path) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _raise_template_error
-    environment.filters["tojson"] = _to_json
-    try:
-        compiled = environment.from_string(template)
-        compiled.globals = dict(
-            compiled.globals
-        )  # a plain dict: it is copied for every rendering, and jinja's ChainMap is slow
-        return compiled
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"{source}: its chat template cannot be rendered: {error}") from error
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """Encode JSON as transformers does: jinja's own filter escapes < and > for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_template_error(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -1,23 +1,27 @@
 """A model's chat template for whole conversations, as an OpenAI client sends them: roles, tools, tool calls.
 
-ChatTemplate               a tokenizer and its template
-ChatTemplate.render        the text of a conversation, up to where the model starts to generate
-ChatTemplate.encode        its ids; a mark counts only where the template wrote it, not in a message
-ChatTemplate.make_decoder  ids to text chunk by chunk, never half a character
-tokenize_text              a plain text to ids
-GUARD_CHARACTER            put into marks that messages contain
+ChatTemplate                a tokenizer and its template
+ChatTemplate.render         the text of a conversation, up to where the model starts to generate
+ChatTemplate.render_after   the text that follows an answer of the model, if the template keeps that answer
+ChatTemplate.encode         the ids of a text; a mark counts only where the template wrote it, not in a message
+ChatTemplate.make_decoder   ids to text chunk by chunk, never half a character
+RenderedTurn                what render_after returns
+tokenize_text               a plain text to ids
+GUARD_CHARACTER             put into marks that messages contain
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from tokenizers.decoders import DecodeStream
 
 from hpcrl.errors import ConfigError
+from hpcrl.models.message_form import STUB_TEXT, STUB_THOUGHT, Message, MessageForm, has_thought
 
 GUARD_CHARACTER = "\ufdd0"
 """The character put into a mark in a message, so that it does not count; Unicode reserves it as a noncharacter."""
@@ -29,6 +33,17 @@ def tokenize_text(tokenizer: Any, text: str) -> list[int]:
     """Tokenize a text in half the time of the tokenizer's `encode`, which also computes offsets."""
     (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return list(encoded.ids)
+
+
+class RenderedTurn(NamedTuple):
+    """A conversation in which an answer of the model is followed by new messages."""
+
+    messages: list[Message]
+    """The messages as rendered; the answer is a placeholder."""
+    rendered: str
+    """The whole text."""
+    end: int
+    """The position in `rendered` where the placeholder ends, before anything that closes the turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +58,108 @@ class ChatTemplate:
     """The pattern of a mark, which is its only group."""
     mark_names: Mapping[str, str]
     """The template's names of some marks, such as `eos_token`."""
-    close_id: int
-    """The token that ends the model's turn."""
-    stop_token_ids: tuple[int, ...]
     source: Path
+    close_id: int | None = None
+    """The token that ends the model's turn in the history; None if it is no special token."""
+    close_ids: frozenset[int] = frozenset()
+    """The generated tokens after which a turn is closed already: gpt-oss generates another than its history has."""
+    stop_token_ids: tuple[int, ...] = ()
+    form: MessageForm = field(default_factory=MessageForm)
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template that the recipe sets."""
+    system: str | None = None
+    """The system message of conversations that have none."""
     remembered_ids: dict[str, list[int]] = field(default_factory=dict)
     """The ids of the short texts that the template writes between marks: every conversation has them."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> str:
-        """Render a conversation as the model receives it; ConfigError if the template refuses it."""
-        guarded, guarded_tools = self._guard_all(list(messages)), self._guard_all(tools)
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render a conversation as the model receives it; ConfigError if the template refuses it.
+
+        `template_kwargs` are variables of the template for this conversation; they override those of the recipe.
+        """
+        if self.system is not None and not any(m.get("role") in ("system", "developer") for m in messages):
+            messages = [{"role": "system", "content": self.system}, *messages]
+        return self.render_adapted(self.form.adapt(messages), tools=tools, template_kwargs=template_kwargs)
+
+    def render_adapted(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        opens_answer: bool = True,
+    ) -> str:
+        """Render messages that have the template's form already."""
+        variables = {**self.mark_names, **self.kwargs, **(template_kwargs or {})}
+        variables |= {"messages": self._guard_all(list(messages)), "tools": self._guard_all(tools) or None}
         try:
-            return self.compiled.render(
-                messages=guarded, tools=guarded_tools, add_generation_prompt=True, **self.mark_names
-            )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+            return self.compiled.render({**variables, "add_generation_prompt": opens_answer})
+        except Exception as error:  # a template is a program, and may raise anything
             raise ConfigError(f"{self.source}: its chat template refuses this conversation: {error}") from error
+
+    def render_after(
+        self,
+        before: str,
+        messages: Sequence[Message],
+        *,
+        answer: Message,
+        answer_text: str,
+        new: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RenderedTurn | None:
+        """Render `messages`, an answer, and new messages; None unless the template keeps all of it as it was.
+
+        `before` is the text of `messages` up to the answer, `answer` its message and `answer_text` the text that was
+        generated, special tokens included. What the template writes around the answer is what counts: the answer is
+        rendered as a placeholder, so that the result never depends on a newline that the model chose.
+        """
+        thought = has_thought(answer_text)
+        forms = [answer, {**answer, "tool_calls": None}] if answer.get("tool_calls") else [answer]
+        for form in forms:
+            stub = self.form.stub(form, has_thought=thought)
+            kept = [*messages, stub, *new]
+            try:
+                rendered = self.render(kept, tools=tools, template_kwargs=template_kwargs)
+            except ConfigError:  # it may accept the client's own form of the answer
+                continue
+            end = self._find_answer_end(rendered, before, stub, answer_text=answer_text, has_thought=thought)
+            if end is not None:
+                return RenderedTurn(messages=kept, rendered=rendered, end=end)
+        return None
+
+    def _find_answer_end(
+        self, rendered: str, before: str, stub: Message, *, answer_text: str, has_thought: bool
+    ) -> int | None:
+        """Return where the placeholder ends; None if the text before it changed or its thought was left out."""
+        if not rendered.startswith(before):
+            return None
+        start = len(before)
+        if stub.get("tool_calls"):
+            ends = [place for mark in self._stop_marks if (place := rendered.find(mark, start)) >= 0]
+            end = min(ends, default=-1)
+        else:
+            end = rendered.find(STUB_TEXT, start)
+        if end < 0 or (has_thought and rendered.find(STUB_THOUGHT, start, end) < 0):
+            return None
+        if stub.get("tool_calls"):
+            return end
+        opening = rendered[start:end].partition(STUB_THOUGHT)[0].strip()
+        return end + len(STUB_TEXT) if answer_text.lstrip().startswith(opening) else None
+
+    @cached_property
+    def _stop_marks(self) -> tuple[str, ...]:
+        return tuple(text for text, number in self.mark_ids.items() if number in self.stop_token_ids)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(self.mark_ids.values())
 
     def guard(self, text: str) -> str:
         """Return the text as `render` puts it into a conversation."""
@@ -82,6 +183,14 @@ class ChatTemplate:
                 self.remembered_ids[piece] = known
         return known
 
+    def drop_closing(self, after: Sequence[int], generated: Sequence[int]) -> list[int]:
+        """Return the ids that follow an answer without those that close it, if its last generated token did."""
+        place = next((place for place, token in enumerate(after) if token in self._special_ids), None)
+        if place is None or not generated or generated[-1] not in self.stop_token_ids:
+            return list(after)
+        is_closed = after[place] == generated[-1] or (after[place] == self.close_id and generated[-1] in self.close_ids)
+        return list(after[place + 1 :] if is_closed else after)
+
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of a plain text, in which nothing is a mark."""
         return tokenize_text(self.tokenizer, text) if text else []
@@ -90,9 +199,13 @@ class ChatTemplate:
         """Return the text of generated ids, without marks."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Return the text of generated ids, with marks."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
     def decode_token(self, token_id: int) -> str:
         """Return the text of one token, also of a mark."""
-        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+        return self.decode_all([token_id])
 
     def make_decoder(self) -> Callable[[Sequence[int]], str]:
         """Make a function from the next ids to the text that is certain by then."""

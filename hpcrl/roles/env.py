@@ -76,12 +76,13 @@ async def _run_env_worker(context: WorkerContext) -> None:
             env_worker = EnvWorker(
                 context,
                 router=router,
-                layout=load_chat_layout(context.campaign.model),
+                layout=load_chat_layout(context.campaign.model, context.recipe.model),
                 rollouts=_open_disk_spool(context),
             )
             async with contextlib.AsyncExitStack() as stack:
                 if env_worker.task_queue.program_domains:
-                    proxy = ModelProxy(env_worker.policy, template=load_chat_template(context.campaign.model))
+                    template = load_chat_template(context.campaign.model, context.recipe.model)
+                    proxy = ModelProxy(env_worker.policy, template=template)
                     env_worker.player.proxy = await stack.enter_async_context(proxy)
                 await env_worker.run_until_drained()
 

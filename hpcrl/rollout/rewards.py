@@ -12,7 +12,7 @@ from pathlib import Path
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.config.user_code import load_code
 from hpcrl.envs.base import RewardFunction
-from hpcrl.models.chat_layout import load_chat_layout
+from hpcrl.models.chat_layout import load_text_decoder
 
 
 def load_reward(name: str, domain: DomainConfig, *, model: Path) -> RewardFunction:
@@ -35,4 +35,4 @@ def to_reward_parts(value: float | dict[str, float]) -> dict[str, float]:
 
 @functools.cache
 def _load_decoder(model: Path) -> Callable[[list[int]], str]:
-    return load_chat_layout(model).decode
+    return load_text_decoder(model)

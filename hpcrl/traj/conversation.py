@@ -15,8 +15,10 @@ import msgspec
 import numpy as np
 
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import ModelConfig
 from hpcrl.errors import HpcrlError
 from hpcrl.spool.record import EpisodeTurn, Trajectory
+from hpcrl.system.files import read_json
 
 
 class ChatExchange(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +57,7 @@ class TokenDecoder:
         if self.chat is None:
             return ""
         try:
-            text = self.chat.tokenizer.decode([token_id], skip_special_tokens=False)
+            text: str = self.chat.template.decode_token(token_id)
         except (OverflowError, TypeError, ValueError):
             return "?"
         return repr(text)[1:-1]
@@ -66,8 +68,9 @@ class TokenDecoder:
             return self.decode_text(token_ids)
         before = self.chat.before_first if is_first else self.chat.before_next
         ids = list(token_ids)
-        if not is_first and ids[:1] == [self.chat.close_id]:
-            ids = ids[1:]
+        closing = tuple(self.chat.closing)
+        if not is_first and tuple(ids[: len(closing)]) == closing:
+            ids = ids[len(closing) :]
         if tuple(ids[: len(before)]) == tuple(before):
             ids = ids[len(before) :]
         after = tuple(self.chat.after_observation)
@@ -81,11 +84,17 @@ def load_token_decoder(campaign: CampaignDir) -> TokenDecoder:
     try:
         from hpcrl.models.chat_layout import load_chat_layout
 
-        return TokenDecoder(load_chat_layout(campaign.model))
+        return TokenDecoder(load_chat_layout(campaign.model, _read_model_config(campaign)))
     except ImportError as error:
         return TokenDecoder(None, f"{error.name} is missing: pip install 'hpcrl[local]'")
-    except (HpcrlError, OSError, ValueError, KeyError, TypeError) as error:
+    except (HpcrlError, msgspec.MsgspecError, OSError, ValueError, KeyError, TypeError) as error:
         return TokenDecoder(None, str(error))
+
+
+def _read_model_config(campaign: CampaignDir) -> ModelConfig:
+    """Read [model] of the campaign's recipe, whose other tables may be those of another version of hpcrl."""
+    recipe = read_json(campaign.recipe) if campaign.recipe.is_file() else {}
+    return msgspec.convert(recipe.get("model", {}), ModelConfig)
 
 
 def build_conversation(trajectory: Trajectory, decoder: TokenDecoder) -> list[ChatExchange]:

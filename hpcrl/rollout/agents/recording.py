@@ -16,15 +16,15 @@ several answers to one request, and templates that leave old thoughts out of the
 import hashlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from hpcrl.engines.base import Completion
-from hpcrl.errors import ConfigError, EngineAnswerError
+from hpcrl.errors import EngineAnswerError
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.spool.record import EpisodeTurn, Trajectory
 from hpcrl.spool.status import EpisodeStatus
@@ -46,8 +46,8 @@ class TurnPrompt:
     """The ids that follow the parent's."""
     rendered: str
     """The whole prompt as text, to check whether a later request starts with it."""
-    messages: list[ChatMessage] = field(default_factory=list)
-    """The messages as rendered: answers of the model are the text that it generated."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The messages as rendered: answers of the model that are continued are placeholders."""
     key: bytes = b""
     """A hash of the client's messages."""
 
@@ -75,6 +75,8 @@ class RecordedTurn:
     completion: Completion
     text: str
     """The generated text, without special tokens."""
+    answer: ChatMessage | None
+    """The answer as the client received it; None for one that is no message."""
     is_trained: bool
     """False if it was not sampled as training assumes."""
     started_at: float
@@ -114,14 +116,26 @@ class ConversationRecording:
 
     # ---- prompts
 
-    def chat_prompt(self, messages: Sequence[ChatMessage], *, tools: Sequence[Any] | None) -> TurnPrompt:
-        """Make the prompt of a conversation; raise ConfigError if the template cannot render it."""
+    def chat_prompt(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Any] | None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> TurnPrompt:
+        """Make the prompt of a conversation; raise ConfigError if the template cannot render it.
+
+        `template_kwargs` are the request's own variables of the template.
+        """
         keys = list(_chain_keys(messages))
         for count in range(len(messages), 0, -1):
-            for turn in reversed(self._answers.get(keys[count - 1], ())):
-                if (prompt := self._continue_turn(turn, messages[count:], tools=tools, key=keys[-1])) is not None:
+            if turns := self._answers.get(keys[count - 1]):
+                new = messages[count:]
+                prompt = self._continue_turn(turns[-1], new, tools=tools, template_kwargs=template_kwargs, key=keys[-1])
+                if prompt is not None:
                     return prompt
-        rendered = self._template.render(messages, tools=tools)
+                break  # what the template changes of this turn it changes of earlier ones too
+        rendered = self._template.render(messages, tools=tools, template_kwargs=template_kwargs)
         new_token_ids = self._template.encode(rendered)
         return TurnPrompt(
             parent=None, new_token_ids=new_token_ids, rendered=rendered, messages=list(messages), key=keys[-1]
@@ -146,22 +160,32 @@ class ConversationRecording:
         return TurnPrompt(parent=None, new_token_ids=prompt, rendered="")
 
     def _continue_turn(
-        self, turn: RecordedTurn, new: Sequence[ChatMessage], *, tools: Sequence[Any] | None, key: bytes
+        self,
+        turn: RecordedTurn,
+        new: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Any] | None,
+        template_kwargs: Mapping[str, Any] | None,
+        key: bytes,
     ) -> TurnPrompt | None:
         """Return the prompt that continues a turn, or None if the template renders that turn differently."""
-        template = self._template
-        messages = [*turn.prompt.messages, {"role": "assistant", "content": turn.text}, *new]
-        try:
-            rendered = template.render(messages, tools=tools)
-        except ConfigError:  # it may accept the client's own form of the answer
+        assert turn.answer is not None, "it was found by its answer"
+        generated = turn.completion.token_ids
+        kept = self._template.render_after(
+            turn.prompt.rendered,
+            turn.prompt.messages,
+            answer=turn.answer,
+            answer_text=self._template.decode_all(generated),
+            new=new,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        )
+        if kept is None:
             return None
-        before = turn.prompt.rendered + template.guard(turn.text)
-        if not rendered.startswith(before):
-            return None
-        new_token_ids = template.encode(rendered[len(before) :])
-        if new_token_ids[:1] == [template.close_id] and turn.completion.token_ids[-1:] == [template.close_id]:
-            new_token_ids = new_token_ids[1:]
-        return TurnPrompt(parent=turn, new_token_ids=new_token_ids, rendered=rendered, messages=messages, key=key)
+        new_token_ids = self._template.drop_closing(self._template.encode(kept.rendered[kept.end :]), generated)
+        return TurnPrompt(
+            parent=turn, new_token_ids=new_token_ids, rendered=kept.rendered, messages=kept.messages, key=key
+        )
 
     # ---- answers
 
@@ -186,6 +210,7 @@ class ConversationRecording:
             prompt=prompt,
             completion=completion,
             text=self._template.decode(completion.token_ids),
+            answer=answer,
             is_trained=is_trained,
             started_at=started_at,
             generate_s=generate_s,

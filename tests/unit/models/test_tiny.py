@@ -152,9 +152,9 @@ def test_a_template_in_the_tokenizer_settings_is_found(tmp_path: Path) -> None:
     ("template", "complaint"),
     [
         (None, "has no chat template"),
-        ("{{ messages[-1]['content'] }}", "only appends"),
-        ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", "special token"),
-        ("{% for m in messages %}", "cannot be rendered"),
+        ("{{ messages[-1]['content'] }}", "leaves a message out"),
+        (CHATML.partition("{% if add_generation_prompt %}")[0], "does not open an answer"),
+        ("{% for m in messages %}", "cannot be compiled"),
         ("{{ raise_exception('no system role') }}", "no system role"),
     ],
 )

@@ -22,7 +22,7 @@ FACTS = EpisodeFacts(
 )
 THINKING = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<agent>"
-    "{{ m['content'].split('!')[-1] if not loop.last else m['content'] }}<eos>"
+    "{{ m['content'].split('</think>')[-1] if not loop.last else m['content'] }}<eos>"
     "{% else %}<user>{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<agent>{% endif %}"
 )
 
@@ -157,8 +157,8 @@ def test_a_template_that_drops_old_thoughts_makes_branches(template, tiny_model_
         | {"compiled": jinja2.Environment(autoescape=False).from_string(THINKING)}
     )
     recording = ConversationRecording(thinking)
-    record_turn(recording, thinking, [user("a")], "hm!one<eos>")
-    second = record_turn(recording, thinking, [user("a"), agent("hm!one"), user("b")], "oh!two<eos>")
+    record_turn(recording, thinking, [user("a")], "hm</think>one<eos>")
+    second = record_turn(recording, thinking, [user("a"), agent("hm</think>one"), user("b")], "oh</think>two<eos>")
     assert second.prompt.parent is None, "the model is shown another history than the one it made"
     assert "".join(map(thinking.decode_token, second.prompt.new_token_ids)) == "<user>a<agent>one<eos><user>b<agent>"
     assert len(branches_of(trajectory_of(recording))) == 1

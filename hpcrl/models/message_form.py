@@ -1,0 +1,181 @@
+"""The form in which a chat template wants messages; found out by rendering, since templates do not declare it. Pure.
+
+MessageForm            the form, and messages brought into it
+MessageForm.adapt      a client's conversation as the template accepts it
+MessageForm.stub       a placeholder with the structure of an answer
+find_message_form      try out what a template renders
+STUB_TEXT, STUB_THOUGHT  the placeholder's text and thought
+THOUGHT_MARKS          what generated text contains if it has a thought
+
+Templates differ in the roles that they render, in how often instructions may occur, in tool-call arguments as objects
+or text, in the length of the ids of tool calls, and in where they expect a thought.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from hpcrl.errors import ConfigError
+
+Message = Mapping[str, Any]
+RenderMessages = Callable[[Sequence[Message]], str]
+"""Renders messages as they are; raises ConfigError where the template refuses them."""
+STUB_TEXT, STUB_THOUGHT = "Stub-of-an-answer", "Stub-of-a-thought"
+THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
+THOUGHT_MARKS = (
+    "</think>",
+    "[/THINK]",
+    "</seed:think>",
+    "\u25c1/think\u25b7",
+    "<|channel|>analysis",
+    "<|channel>thought",
+)
+CALL_ID_LENGTH = 9
+"""The length of the ids of tool calls that Mistral's templates require."""
+_PROBES = ("First-probe", "Second-probe")
+
+
+class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
+    """The form of messages that a chat template renders."""
+
+    instructions: Literal["anywhere", "first", "in-user"] = "anywhere"
+    """Where a system message may stand: anywhere, only once and first, or as part of the first user message."""
+    has_developer: bool = False
+    """True if the role developer is rendered; else it becomes a system message."""
+    has_text_arguments: bool = False
+    """True if arguments of tool calls are joined as text, not rendered from an object."""
+    has_short_call_ids: bool = False
+    """True if the ids of tool calls need a fixed length."""
+    has_thought_fields: bool = False
+    """True if a thought is a field of a message, not part of its content."""
+
+    def adapt(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages as the template accepts them, with nothing left out."""
+        return [self._adapt_fields(message) for message in self._place_instructions(messages)]
+
+    def stub(self, answer: Message, *, has_thought: bool) -> dict[str, Any]:
+        """Return a message with the structure of `answer` and placeholders for what the model generated."""
+        calls = [
+            {
+                "id": call.get("id", ""),
+                "type": "function",
+                "function": {"name": call["function"]["name"], "arguments": {}},
+            }
+            for call in answer.get("tool_calls") or ()
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": "" if calls else STUB_TEXT}
+        if has_thought and self.has_thought_fields:
+            message |= dict.fromkeys(THOUGHT_FIELDS, STUB_THOUGHT)
+        elif has_thought:
+            message["content"] = f"<think>\n{STUB_THOUGHT}\n</think>\n\n{message['content']}"
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def _place_instructions(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if not self.has_developer:
+            messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
+        places = [place for place, m in enumerate(messages) if m.get("role") in ("system", "developer")]
+        if not places or self.instructions == "anywhere" or (self.instructions == "first" and places == [0]):
+            return messages
+        text = "\n\n".join(str(messages[place].get("content") or "") for place in places)
+        others = [m for m in messages if m.get("role") not in ("system", "developer")]
+        if self.instructions == "first":
+            return [{"role": "system", "content": text}, *others]
+        asked = next((place for place, m in enumerate(others) if m.get("role") == "user"), None)
+        if asked is None:
+            return [{"role": "user", "content": text}, *others]
+        joined = f"{text}\n\n{others[asked].get('content') or ''}"
+        return [*others[:asked], {**others[asked], "content": joined}, *others[asked + 1 :]]
+
+    def _adapt_fields(self, message: Message) -> Message:
+        changes: dict[str, Any] = {}
+        if message.get("tool_calls"):
+            changes["tool_calls"] = [self._adapt_call(call) for call in message["tool_calls"]]
+        if self.has_short_call_ids and message.get("tool_call_id") is not None:
+            changes["tool_call_id"] = _shorten_call_id(str(message["tool_call_id"]))
+        if self.has_thought_fields:
+            thought = next((message[name] for name in THOUGHT_FIELDS if isinstance(message.get(name), str)), None)
+            if thought:
+                changes |= dict.fromkeys(THOUGHT_FIELDS, thought)
+        return {**message, **changes} if changes else message
+
+    def _adapt_call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = call["function"]
+        if self.has_text_arguments and not isinstance(function.get("arguments"), str):
+            function = {**function, "arguments": json.dumps(function.get("arguments") or {}, ensure_ascii=False)}
+        if self.has_short_call_ids:
+            return {**call, "id": _shorten_call_id(str(call.get("id", ""))), "function": function}
+        return {**call, "function": function}
+
+
+def has_thought(text: str) -> bool:
+    """Return whether generated text, with its special tokens, has a thought."""
+    return any(mark in text for mark in THOUGHT_MARKS)
+
+
+def find_message_form(render: RenderMessages) -> MessageForm:
+    """Find out by rendering what a template accepts; where nothing works, the form is the plain one."""
+    form = MessageForm(instructions=_find_instructions(render), has_developer=_has_developer(render))
+    for shape in _call_shapes(form):
+        if _renders(render, shape.adapt(_tool_conversation()), _PROBES[1]):
+            form = shape
+            break
+    return msgspec.structs.replace(form, has_thought_fields=_has_thought_fields(render, form))
+
+
+def _find_instructions(render: RenderMessages) -> Literal["anywhere", "first", "in-user"]:
+    first, second = ({"role": "system", "content": text} for text in _PROBES)
+    user, answer = {"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}
+    if not _renders(render, [first, user], _PROBES[0]):
+        return "in-user"
+    several = _renders(render, [first, second, user], *_PROBES)
+    return "anywhere" if several and _renders(render, [first, user, answer, second, user], *_PROBES) else "first"
+
+
+def _has_developer(render: RenderMessages) -> bool:
+    system, developer = {"role": "system", "content": _PROBES[0]}, {"role": "developer", "content": _PROBES[1]}
+    user = {"role": "user", "content": "A question."}
+    return _renders(render, [developer, user], _PROBES[1]) and _renders(render, [system, developer, user], *_PROBES)
+
+
+def _call_shapes(form: MessageForm) -> Iterator[MessageForm]:
+    for is_short in (False, True):
+        for is_text in (False, True):
+            yield msgspec.structs.replace(form, has_short_call_ids=is_short, has_text_arguments=is_text)
+
+
+def _has_thought_fields(render: RenderMessages, form: MessageForm) -> bool:
+    form = msgspec.structs.replace(form, has_thought_fields=True)
+    user, *_, tool = _tool_conversation()
+    answer, call = (form.stub(message, has_thought=True) for message in (_ANSWER, _tool_conversation()[1]))
+    return any(
+        _renders(render, form.adapt(messages), STUB_THOUGHT) for messages in ([user, call, tool], [user, answer])
+    )
+
+
+_ANSWER = {"role": "assistant", "content": "An answer."}
+
+
+def _tool_conversation() -> list[Message]:
+    call = {"id": "call_of_a_probe", "type": "function", "function": {"name": _PROBES[0], "arguments": {"x": 1}}}
+    return [
+        {"role": "user", "content": "A question."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": _PROBES[1], "name": _PROBES[0], "tool_call_id": "call_of_a_probe"},
+    ]
+
+
+def _renders(render: RenderMessages, messages: Sequence[Message], *texts: str) -> bool:
+    try:
+        rendered = render(messages)
+    except ConfigError:
+        return False
+    return all(text in rendered for text in texts)
+
+
+def _shorten_call_id(name: str) -> str:
+    if len(name) == CALL_ID_LENGTH and name.isalnum():
+        return name
+    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()[:CALL_ID_LENGTH]
