@@ -1,7 +1,9 @@
 """The contents of a model directory.
 
-chat_layout    turns as tokens, derived from the chat template
-chat_template  renders and tokenizes conversations
-model_config   config.json: context, vocabulary, shape
-tiny           a tiny model that learns in seconds
+chat_layout     turns as tokens, derived from the chat template
+chat_template   renders and tokenizes conversations
+jinja_template  compiles templates in transformers' dialect of Jinja
+message_form    what a template accepts of messages, found out by rendering
+model_config    config.json: context, vocabulary, shape
+tiny            a tiny model that learns in seconds
 """

@@ -239,13 +239,12 @@ def test_text_without_controls_stays_as_it_is():
 
 def test_untrusted_text_is_printed_escaped(spools, monkeypatch, capsys):
     class Chat:
-        before_first = before_next = after_observation = ()
-        close_id = 1
+        before_first = before_next = after_observation = closing = ()
 
         def decode(self, token_ids):
             return UNTRUSTED
 
-        tokenizer = type("T", (), {"decode": lambda self, ids, skip_special_tokens: UNTRUSTED})()
+        template = type("T", (), {"decode_token": lambda self, token_id: UNTRUSTED})()
 
     hostile = trajectory(producer="\x1b[1m", extra={"fault\x1b": UNTRUSTED, "list": [UNTRUSTED]})
     spools.add("scored", msgspec.structs.replace(hostile, id="\x1b[0mlake\n/0/0"))
