@@ -297,7 +297,7 @@ def _make_prompt(session: ProgramSession, call: ModelCall) -> TurnPrompt:
     if call.text is not None:
         return session.recording.text_prompt(call.text)
     try:
-        return session.recording.chat_prompt(call.messages, tools=call.tools)
+        return session.recording.chat_prompt(call.messages, tools=call.tools, template_kwargs=call.template_kwargs)
     except ConfigError as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from None
 

@@ -32,7 +32,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 def list_prompt_ids(call: ModelCall, template: ChatTemplate) -> list[int]:
     """Return the ids of a call's prompt."""
     try:
-        return template.encode(template.render(call.messages, tools=call.tools))
+        return template.encode(template.render(call.messages, tools=call.tools, template_kwargs=call.template_kwargs))
     except ConfigError as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from None
 
