@@ -5,9 +5,11 @@ __main__      the commands, in an interpreter that has h5py
 history       every trajectory of a campaign, each once
 listing       `ls`
 conversation  turns as text
+messages      their input as messages with roles
 show          `show`
 stats         `stats`
 export        `export`
 parquet       its Parquet form
+inspect_log   its form for inspect-ai's viewer
 verify        `verify`
 """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.campaign_dir.paths import SPOOLS
 from hpcrl.spool.status import STATUSES
 
-FORMATS = ("parquet", "jsonl", "hf")
+FORMATS = ("parquet", "jsonl", "hf", "inspect")
 DEFAULT_LIMIT = 20
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ def _add_stats(commands: "SubcommandParsers") -> None:
 def _add_export(commands: "SubcommandParsers") -> None:
     export = commands.add_parser("export", help="write trajectories for other tools")
     export.add_argument("campaign", metavar="CAMPAIGN")
-    export.add_argument("target", metavar="TARGET", type=Path, help="a file (parquet, jsonl) or a directory (hf)")
+    export.add_argument(
+        "target", metavar="TARGET", type=Path, help="a file (parquet, jsonl) or a directory (hf, inspect)"
+    )
     export.add_argument("--format", choices=FORMATS, help="default: by the suffix of TARGET; without a suffix, hf")
     export.add_argument("--force", action="store_true", help="replace an existing export")
     _add_filters(export)

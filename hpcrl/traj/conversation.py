@@ -1,28 +1,35 @@
-"""Turn a trajectory into a conversation: the input and the output of the model, turn by turn.
+"""Turn a trajectory into its conversations: the input and the output of the model, turn by turn.
 
-TokenDecoder         turns token ids into text
+TokenDecoder         turns token ids into text, and input into messages
 load_token_decoder   loads the campaign's tokenizer, or notes why there is none
 ChatExchange         the input and the output of one turn
-build_conversation   makes the exchanges of a trajectory
+build_conversation   makes the exchanges of one row
+find_main_row        the row that generated most
 chat_messages        the exchanges as messages with role and content
+restore_rows         gives rows to a record of the first schema, which kept some conversations among its facts
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import ModelConfig
 from hpcrl.errors import HpcrlError
-from hpcrl.spool.record import EpisodeTurn, Trajectory
+from hpcrl.spool.record import COLUMNS, ConversationRow, EpisodeTurn, Trajectory
+from hpcrl.spool.rows import PlacedTurn, RowColumns, expand_row, list_placed_turns
 from hpcrl.system.files import read_json
+
+if TYPE_CHECKING:
+    from hpcrl.traj.messages import MessageSplitter
 
 
 class ChatExchange(msgspec.Struct, frozen=True, kw_only=True):
-    """The input and the output of the model in one turn. `turn` is None if the turn was not completed."""
+    """The input and the output of the model in one turn. Indices count from the first token of the row."""
 
     saw: str
     said: str
@@ -32,8 +39,16 @@ class ChatExchange(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the first token of the output."""
     end: int
     turn: EpisodeTurn | None
+    """None if the turn was not completed."""
     versions: tuple[int, int] | None
     """The first and the last version that generated the output."""
+    number: int | None = None
+    """The index of the turn in the record."""
+    is_closed: bool = False
+    """Whether a special token ends the output, so that the model itself ended its turn."""
+    messages: list[dict[str, str]] = []
+    """The input as messages; what the template writes before the answer is `opening`."""
+    opening: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,7 @@ class TokenDecoder:
     chat: Any
     missing_reason: str = ""
     """The reason for a missing tokenizer."""
+    splitter: "MessageSplitter | None" = None
 
     def decode_text(self, token_ids: Sequence[int]) -> str:
         if self.chat is not None:
@@ -78,13 +94,27 @@ class TokenDecoder:
             ids = ids[: -len(after)]
         return self.decode_text(ids)
 
+    def is_mark(self, token_id: int) -> bool:
+        return self.splitter is not None and token_id in self.splitter.mark_texts
+
+    def input_messages(self, ids: NDArray[np.int32], *, start: int, end: int) -> tuple[list[dict[str, str]], str]:
+        """Return the messages in the input of one turn, and what the template wrote before the answer."""
+        if self.splitter is None:
+            text = self.observation_text(ids[start:end].tolist(), is_first=start == 0)
+            return [{"role": "user", "content": text}], ""
+        if start > 0 and self.is_mark(int(ids[start - 1])):
+            start -= 1  # the mark that closed the last answer is part of what the template writes between messages
+        return self.splitter.split_messages(ids[start:end].tolist())
+
 
 def load_token_decoder(campaign: CampaignDir) -> TokenDecoder:
     """Load the tokenizer in the campaign's model directory."""
     try:
         from hpcrl.models.chat_layout import load_chat_layout
+        from hpcrl.traj.messages import make_message_splitter
 
-        return TokenDecoder(load_chat_layout(campaign.model, _read_model_config(campaign)))
+        layout = load_chat_layout(campaign.model, _read_model_config(campaign))
+        return TokenDecoder(layout, splitter=make_message_splitter(layout.template))
     except ImportError as error:
         return TokenDecoder(None, f"{error.name} is missing: pip install 'hpcrl[local]'")
     except (HpcrlError, msgspec.MsgspecError, OSError, ValueError, KeyError, TypeError) as error:
@@ -97,36 +127,55 @@ def _read_model_config(campaign: CampaignDir) -> ModelConfig:
     return msgspec.convert(recipe.get("model", {}), ModelConfig)
 
 
-def build_conversation(trajectory: Trajectory, decoder: TokenDecoder) -> list[ChatExchange]:
-    """Return the exchange of every turn, and of one that was started after the last."""
+def build_conversation(
+    trajectory: Trajectory, decoder: TokenDecoder, *, row: int = 0, turns: Sequence[PlacedTurn] | None = None
+) -> list[ChatExchange]:
+    """Return the exchange of every turn of a row, and of one that was started after the last.
+
+    `turns` are those of the row, for callers that have listed them for all rows.
+    """
+    turns = list_placed_turns(trajectory)[row] if turns is None else turns
+    columns = expand_row(trajectory, row)
     exchanges, position = [], 0
-    for turn in trajectory.turns:
+    for placed in turns:
         exchanges.append(
-            _build_exchange(trajectory, decoder, turn, start=position, output_start=turn.start, end=turn.end)
+            _build_exchange(columns, decoder, placed, turn=trajectory.turns[placed.number], start=position)
         )
-        position = turn.end
-    if position < len(trajectory):
-        generated_indices = np.flatnonzero(trajectory.loss_mask[position:])
-        output_start = position + int(generated_indices[0]) if len(generated_indices) else len(trajectory)
-        exchanges.append(
-            _build_exchange(trajectory, decoder, None, start=position, output_start=output_start, end=len(trajectory)),
-        )
+        position = placed.end
+    if position < len(columns):
+        generated_indices = np.flatnonzero(columns.loss_mask[position:])
+        output_start = position + int(generated_indices[0]) if len(generated_indices) else len(columns)
+        unfinished = PlacedTurn(-1, output_start, len(columns))
+        exchanges.append(_build_exchange(columns, decoder, unfinished, turn=None, start=position))
     return exchanges
 
 
 def _build_exchange(
-    trajectory: Trajectory, decoder: TokenDecoder, turn: EpisodeTurn | None, *, start: int, output_start: int, end: int
+    columns: RowColumns, decoder: TokenDecoder, placed: PlacedTurn, *, turn: EpisodeTurn | None, start: int
 ) -> ChatExchange:
-    ids = trajectory.token_ids
-    generating_versions = trajectory.versions[output_start:end][trajectory.loss_mask[output_start:end]]
+    ids = columns.token_ids
+    versions = columns.versions[placed.start : placed.end]
+    messages, opening = decoder.input_messages(ids, start=start, end=placed.start)
     return ChatExchange(
-        saw=decoder.observation_text(ids[start:output_start].tolist(), is_first=start == 0),
-        said=decoder.decode_text(ids[output_start:end].tolist()),
+        saw=decoder.observation_text(ids[start : placed.start].tolist(), is_first=start == 0),
+        said=decoder.decode_text(ids[placed.start : placed.end].tolist()),
         start=start,
-        said_from=output_start,
-        end=end,
+        said_from=placed.start,
+        end=placed.end,
         turn=turn,
-        versions=(int(generating_versions[0]), int(generating_versions[-1])) if len(generating_versions) else None,
+        versions=(int(versions[0]), int(versions[-1])) if len(versions) else None,
+        number=placed.number if turn is not None else None,
+        is_closed=placed.end > placed.start and decoder.is_mark(int(ids[placed.end - 1])),
+        messages=messages,
+        opening=opening,
+    )
+
+
+def find_main_row(turns_by_row: Sequence[Sequence[PlacedTurn]]) -> int:
+    """Return the row with the most generated tokens; of equal ones, the last."""
+    return max(
+        range(len(turns_by_row)),
+        key=lambda row: (sum(turn.end - turn.start for turn in turns_by_row[row]), row),
     )
 
 
@@ -134,7 +183,57 @@ def chat_messages(exchanges: Sequence[ChatExchange]) -> list[dict[str, str]]:
     """Return the exchanges as messages, the form that chat models are trained with."""
     message_list = []
     for exchange in exchanges:
-        message_list.append({"role": "user", "content": exchange.saw})
+        message_list += exchange.messages
         if exchange.end > exchange.said_from:
-            message_list.append({"role": "assistant", "content": exchange.said})
+            message_list.append({"role": "assistant", "content": exchange.opening + exchange.said})
     return message_list
+
+
+class _StoredBranch(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation as records of the first schema kept it, without the tokens that it shares with the trained one."""
+
+    shares: int
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    loss_mask: list[bool]
+    turns: list[EpisodeTurn]
+
+
+def restore_rows(trajectory: Trajectory) -> Trajectory:
+    """Return the record with the conversations that it keeps among its facts as rows; none of them is trained."""
+    if trajectory.rows or "branches" not in trajectory.extra:
+        return trajectory
+    try:
+        branches = msgspec.convert(trajectory.extra["branches"], list[_StoredBranch])
+    except msgspec.ValidationError:  # a fact of that name with another meaning
+        return trajectory
+    if any(not 0 <= branch.shares <= len(trajectory) for branch in branches):
+        return trajectory
+    rows, turns, end = [ConversationRow(end=len(trajectory))], list(trajectory.turns), len(trajectory)
+    for branch in branches:
+        move = end - branch.shares
+        end += len(branch.token_ids)
+        rows.append(ConversationRow(end=end, parent=0, shares=branch.shares))
+        turns += [
+            msgspec.structs.replace(turn, start=turn.start + move, end=turn.end + move, masked="choice")
+            for turn in branch.turns
+        ]
+    return msgspec.structs.replace(
+        trajectory,
+        rows=rows,
+        turns=turns,
+        extra={name: value for name, value in trajectory.extra.items() if name != "branches"},
+        **_join_columns(trajectory, branches),
+    )
+
+
+def _join_columns(trajectory: Trajectory, branches: Sequence[_StoredBranch]) -> Mapping[str, Any]:
+    columns = {
+        name: np.concatenate(
+            [getattr(trajectory, name), *(np.asarray(getattr(branch, name), dtype) for branch in branches)]
+        )
+        for name, dtype in COLUMNS.items()
+    }
+    columns["loss_mask"][len(trajectory) :] = False
+    return columns

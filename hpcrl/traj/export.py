@@ -1,4 +1,4 @@
-"""Export trajectories: as Parquet, JSON lines, or a directory that `datasets.load_dataset` reads.
+"""Export trajectories: as Parquet, JSON lines, a directory for `datasets.load_dataset`, or logs for `inspect view`.
 
     export_trajectories   `hpcrl traj export`
     build_export_row      a trajectory as a row, without its token columns
@@ -9,6 +9,7 @@ the first rows contain: lists of records instead of mappings with free keys, and
 One segment is in memory at a time, and the target is complete or absent.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -17,18 +18,26 @@ from typing import IO, Any
 
 import msgspec
 
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import SpoolError
 from hpcrl.spool.record import COLUMNS, EpisodeTurn, Trajectory
+from hpcrl.spool.rows import list_placed_turns, list_spans
 from hpcrl.system.exit_codes import EXIT_FAILED
 from hpcrl.system.files import remove_path, staged_path, sync_directory
 from hpcrl.system.terminal import print_to_stderr
-from hpcrl.traj.conversation import TokenDecoder, build_conversation, chat_messages, load_token_decoder
+from hpcrl.traj.conversation import (
+    TokenDecoder,
+    build_conversation,
+    chat_messages,
+    find_main_row,
+    load_token_decoder,
+)
 from hpcrl.traj.history import TrajectoryHistory, TrajectorySelection
 
 
 def build_export_row(trajectory: Trajectory, decoder: TokenDecoder) -> dict[str, Any]:
     """Return the row of a trajectory, without its token columns."""
-    message_list = chat_messages(build_conversation(trajectory, decoder)) if decoder.chat is not None else []
+    conversations = _row_messages(trajectory, decoder)
     return {
         "id": trajectory.id,
         "group": trajectory.group,
@@ -37,8 +46,12 @@ def build_export_row(trajectory: Trajectory, decoder: TokenDecoder) -> dict[str,
         "status": trajectory.status,
         "reward": trajectory.reward,
         "reward_parts": [{"name": name, "value": value} for name, value in trajectory.reward_parts.items()],
-        "messages": message_list,
+        "messages": conversations[find_main_row(list_placed_turns(trajectory))],
         "turns": [_turn_fields(turn) for turn in trajectory.turns],
+        "rows": [
+            {"end": row.end, "parent": row.parent, "shares": row.shares, "messages": messages}
+            for row, messages in zip(trajectory.rows, conversations, strict=False)
+        ],
         "num_tokens": len(trajectory),
         "start_version": trajectory.start_version,
         "end_version": trajectory.end_version,
@@ -55,6 +68,16 @@ def encode_json_line(trajectory: Trajectory, decoder: TokenDecoder) -> bytes:
     return msgspec.json.encode({**build_export_row(trajectory, decoder), **columns}) + b"\n"
 
 
+def _row_messages(trajectory: Trajectory, decoder: TokenDecoder) -> list[list[dict[str, str]]]:
+    """Return the messages of each row; without a tokenizer there are none."""
+    if decoder.chat is None:
+        return [[] for _ in list_spans(trajectory)]
+    return [
+        chat_messages(build_conversation(trajectory, decoder, row=row, turns=turns))
+        for row, turns in enumerate(list_placed_turns(trajectory))
+    ]
+
+
 def _turn_fields(turn: EpisodeTurn) -> dict[str, Any]:
     return {name: getattr(turn, name) for name in EpisodeTurn.__struct_fields__ if name != "extra"}
 
@@ -65,6 +88,7 @@ def _encode_extra(trajectory: Trajectory) -> str:
 
 
 STDOUT = Path("-")
+DIRECTORY_FORMATS = ("hf", "inspect")
 MARKER_NAME = "hpcrl-export.json"
 MAX_SHARD_TOKENS = 64 << 20
 """The tokens of one file: about a GiB of columns before compression."""
@@ -76,7 +100,7 @@ def export_trajectories(
 ) -> int:
     """Write the selected trajectories; exit code 1 if some are missing because a segment could not be read."""
     kind = kind or _choose_format(target)
-    write = _choose_writer(kind)
+    write = _choose_writer(kind, history.campaign)
     _check_target(target, kind=kind, force=force)
     decoder = load_token_decoder(history.campaign)
     if decoder.missing_reason:
@@ -115,12 +139,14 @@ def _choose_format(target: Path) -> str:
     try:
         return _FORMAT_BY_SUFFIX[target.suffix.lower()]
     except KeyError:
-        raise SpoolError(f"{target.name!r} has no known suffix: add --format parquet, jsonl or hf") from None
+        raise SpoolError(f"{target.name!r} has no known suffix: add --format parquet, jsonl, hf or inspect") from None
 
 
-def _choose_writer(kind: str) -> Callable[[Path, Iterable[Trajectory], TokenDecoder], None]:
+def _choose_writer(kind: str, campaign: CampaignDir) -> Callable[[Path, Iterable[Trajectory], TokenDecoder], None]:
     if kind == "jsonl":
         return _write_lines
+    if kind == "inspect":
+        return functools.partial(_write_inspect_directory, campaign=campaign)
     try:
         from hpcrl.traj import parquet
     except ModuleNotFoundError as error:
@@ -150,9 +176,9 @@ def _check_target(target: Path, *, kind: str, force: bool) -> None:
         return
     if not force:
         raise SpoolError(f"{str(target)!r} exists: choose another name, or replace it with --force")
-    if kind != "hf" and target.is_dir():
+    if kind not in DIRECTORY_FORMATS and target.is_dir():
         raise SpoolError(f"{str(target)!r} is a directory, and {kind} is one file: choose another name")
-    if kind == "hf" and not (target.is_dir() and (target / MARKER_NAME).is_file()):
+    if kind in DIRECTORY_FORMATS and not (target.is_dir() and (target / MARKER_NAME).is_file()):
         raise SpoolError(f"{str(target)!r} is not an export of hpcrl (it has no {MARKER_NAME}): it is not replaced")
 
 
@@ -171,6 +197,15 @@ def _write_all(out: IO[bytes], trajectories: Iterable[Trajectory], decoder: Toke
     for trajectory in trajectories:
         out.write(encode_json_line(trajectory, decoder))
     out.flush()
+
+
+def _write_inspect_directory(
+    target: Path, trajectories: Iterable[Trajectory], decoder: TokenDecoder, *, campaign: CampaignDir
+) -> None:
+    from hpcrl.traj.inspect_log import write_inspect_logs
+
+    with _StagedDirectory(target) as temporary:
+        write_inspect_logs(temporary, trajectories, decoder, campaign=campaign, marker_name=MARKER_NAME)
 
 
 class _StagedDirectory(staged_path):

@@ -25,6 +25,7 @@ from hpcrl.spool.ids import get_group, parse_episode_id
 from hpcrl.spool.listing import count_trajectories, list_segments
 from hpcrl.spool.record import TRAINABLE, Trajectory, TrajectoryFacts
 from hpcrl.spool.segment import Segment, read_segment
+from hpcrl.traj.conversation import restore_rows
 
 
 class TrajectorySelection(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,7 +181,7 @@ class TrajectoryHistory:
     def _iter_trajectories(self, location: SegmentLocation, segment: Segment) -> Iterator[Trajectory]:
         for index in range(len(segment)):
             try:
-                yield segment[index]
+                yield restore_rows(segment[index])
             except SpoolError as error:  # facts are parsed one by one; the others may be intact
                 self.problems[location.path] = str(error)
 

@@ -32,7 +32,11 @@ _TURN_TYPE = pa.struct(
         ("generate_s", pa.float64()),
         ("step_s", pa.float64()),
         ("remote_prefill", pa.bool_()),
+        ("masked", pa.string()),
     ]
+)
+_ROW_TYPE = pa.struct(
+    [("end", pa.int32()), ("parent", pa.int32()), ("shares", pa.int32()), ("messages", pa.list_(_MESSAGE_TYPE))]
 )
 TRAJECTORY_SCHEMA = pa.schema(
     [
@@ -45,6 +49,7 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("reward_parts", pa.list_(_REWARD_PART_TYPE)),
         ("messages", pa.list_(_MESSAGE_TYPE)),
         ("turns", pa.list_(_TURN_TYPE)),
+        ("rows", pa.list_(_ROW_TYPE)),
         ("num_tokens", pa.int64()),
         ("start_version", pa.int64()),
         ("end_version", pa.int64()),
