@@ -27,7 +27,8 @@ from typing import Any
 import msgspec
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.rollout.agents.tool_parsers import HERMES, parse_answer
+from hpcrl.rollout.agents.tool_families import HERMES
+from hpcrl.rollout.agents.tool_parsers import parse_answer
 from hpcrl.spool.ids import parse_episode_id
 from hpcrl.spool.record import MASK_REASONS, TRAINABLE, Trajectory
 from hpcrl.spool.rows import RowSpan, count_by_fate, list_placed_turns, list_spans

@@ -80,7 +80,7 @@ def make_message_splitter(template: ChatTemplate) -> MessageSplitter | None:
     roles: dict[str, str] = {}
     for sequence in ROLE_SEQUENCES:
         for gap, role in _list_gaps(template, sequence):
-            if gap and roles.get(gap) != "user":  # templates that write several roles alike write users
+            if gap.strip() and roles.get(gap) != "user":  # templates that write several roles alike write users
                 roles[gap] = role
     texts = [gap for gap in roles if not _has_message_inside(gap, roles)]
     if not texts:
