@@ -3,6 +3,7 @@
 base            requests, completions and the protocols of an engine
 http            the HTTP server of an engine, and its client
 request_checks  limits that are checked before a request is queued
+structure       what the text of an answer must be, as a grammar
 request_loop    requests that are queued, stepped and cancelled
 embedded        a torch model in this process
 sim             a simulated engine in virtual time

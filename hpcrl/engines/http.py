@@ -147,7 +147,7 @@ async def _append_error(chunks: AsyncIterator[CompletionChunk]) -> AsyncIterator
 async def _decode_body(http: web.Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(await http.read(), type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise web.HTTPBadRequest(text=f"the body is not a valid {kind.__name__.strip('_')}: {error}") from None
 
 

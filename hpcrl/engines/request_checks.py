@@ -36,6 +36,10 @@ def check_request(request: GenerateRequest, *, max_new_tokens: int, context_leng
         )
     elif not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
         wrong = f"top_logprobs is {request.top_logprobs}: it must be 0 to {MAX_TOP_LOGPROBS}"
+    elif not 0 <= request.num_answered < num_prompt:
+        wrong = f"num_answered is {request.num_answered} of {num_prompt} tokens: at least one is before the answer"
+    elif request.structure is not None and not request.stop_token_ids:
+        wrong = "it has a structure and no stop_token_ids: name the token that ends a structured answer"
     if wrong is not None:
         raise EngineError(f"request {request.request_id!r}: {wrong}")
 

@@ -78,6 +78,7 @@ def _remaining_request(request: GenerateRequest, chunks: list[CompletionChunk], 
         token_ids=[*request.token_ids, *generated],
         max_new_tokens=request.max_new_tokens - len(generated),
         seed=stable_hash(request.seed, attempt, bits=63),
+        num_answered=request.num_answered + len(generated),
     )
 
 

@@ -1,6 +1,8 @@
 """The contract of every InferenceEngine, on the embedded and the simulated engine, in this process and over HTTP."""
 
 import asyncio
+import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any
@@ -10,14 +12,25 @@ import pytest
 
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.config.recipe import TinyModel
-from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, InferenceEngine, join_chunks
+from hpcrl.engines.base import (
+    Completion,
+    CompletionChunk,
+    ExactText,
+    GenerateRequest,
+    InferenceEngine,
+    JsonValue,
+    OutputPart,
+    OutputStructure,
+    PartChoice,
+    join_chunks,
+)
 from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.engines.http import RemoteEngine, make_client_session, make_kv_fetcher, serve_over_http
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.errors import EngineError
 from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
-from hpcrl.models.tiny import make_tiny_model
+from hpcrl.models.tiny import CHARACTERS, MARKS, make_tiny_model
 from hpcrl.testing.memory import MemoryStore
 
 Opened = Callable[[], AbstractAsyncContextManager[InferenceEngine]]
@@ -81,6 +94,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(params=[in_process, over_http, simulated, simulated_over_http])
 def opened(request: pytest.FixtureRequest, model: Any) -> Opened:
+    return lambda: request.param(model)
+
+
+@pytest.fixture(params=[in_process, over_http])
+def honouring(request: pytest.FixtureRequest, model: Any) -> Opened:
+    """Return the engines that hold answers to their structures; the simulated one only checks the structures."""
     return lambda: request.param(model)
 
 
@@ -407,3 +426,106 @@ async def _order(engine: InferenceEngine, *, name: str) -> tuple[list[str], bool
 
 def test_an_engine_reports_how_many_requests_it_runs_at_once(opened: Opened) -> None:
     assert on(opened, lambda engine: engine.load_figures()).num_places == PLACES
+
+
+# ---- structured answers
+
+STOP = MARKS.index("<eos>")
+ANY = {"type": "object"}
+CALL = {
+    "type": "object",
+    "properties": {
+        "tool": {"enum": ["add", "divide"]},
+        "sure": {"type": "boolean"},
+        "numbers": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["tool", "sure"],
+    "additionalProperties": False,
+}
+
+
+def structured(*parts: OutputPart, request_id: str = "r", **changes: Any) -> GenerateRequest:
+    changes = {"max_new_tokens": 500, "stop_token_ids": [STOP]} | changes
+    return ask(request_id, structure=OutputStructure(parts=list(parts)), **changes)
+
+
+def read_text(token_ids: list[int]) -> str:
+    return "".join([*MARKS, *CHARACTERS][token] for token in token_ids)
+
+
+def is_call(text: str) -> bool:
+    """Return whether a text is JSON of the schema."""
+    call = json.loads(text)
+    return (
+        call["tool"] in ("add", "divide")
+        and isinstance(call["sure"], bool)
+        and all(0 <= number <= 99 for number in call.get("numbers", []))
+        and call.keys() <= {"tool", "sure", "numbers"}
+    )
+
+
+def test_a_structured_answer_is_json_of_its_schema(honouring: Opened) -> None:
+    async def body(engine: InferenceEngine) -> list[Completion]:
+        asked = [structured(JsonValue(schema=CALL), request_id=f"r{seed}", seed=seed) for seed in range(4)]
+        return await asyncio.gather(*(engine.generate(request) for request in asked))
+
+    for answer in on(honouring, body):
+        assert answer.finish_reason == "stop"
+        assert is_call(read_text(answer.token_ids).removesuffix("<eos>"))
+
+
+def test_a_structured_answer_may_be_one_of_several_repeated_calls(honouring: Opened) -> None:
+    calls = [[ExactText(text=f"<{name}>"), JsonValue(schema=CALL), ExactText(text=f"</{name}>")] for name in "ab"]
+    choice = PartChoice(alternatives=calls, may_repeat=True, separator="\n; ")
+    answer = on(honouring, lambda engine: engine.generate(structured(choice, max_new_tokens=1500)))
+    found = re.findall(r"(?:^|\n; )<(a|b)>(.*?)</\1>", text := read_text(answer.token_ids), re.DOTALL)
+    assert answer.finish_reason == "stop"
+    assert found
+    assert all(is_call(call) for _, call in found)
+    assert sum(len(call) + len("<a></a>") for _, call in found) + 3 * (len(found) - 1) == len(text) - len("<eos>")
+
+
+def test_a_structured_answer_is_cut_at_its_maximal_length(honouring: Opened) -> None:
+    async def body(engine: InferenceEngine) -> tuple[Completion, list[CompletionChunk]]:
+        whole = await engine.generate(structured(JsonValue(schema=CALL), seed=2))
+        return whole, await streamed(engine, structured(JsonValue(schema=CALL), seed=2, max_new_tokens=9))
+
+    whole, chunks = on(honouring, body)
+    assert chunks[-1].finish_reason == "length"
+    assert join_chunks(chunks).token_ids == whole.token_ids[:9]
+
+
+def test_a_structured_answer_continues_what_another_engine_has_begun(honouring: Opened) -> None:
+    async def body(engine: InferenceEngine) -> list[str]:
+        whole = (await engine.generate(structured(JsonValue(schema=CALL)))).token_ids
+        texts = []
+        for num in (1, 9, len(whole) - 1):
+            begun = structured(JsonValue(schema=CALL), token_ids=PROMPT + whole[:num], num_answered=num, seed=num)
+            texts.append(read_text(whole[:num] + (await engine.generate(begun)).token_ids))
+        return texts
+
+    assert all(is_call(text.removesuffix("<eos>")) for text in on(honouring, body))
+
+
+@pytest.mark.parametrize(
+    ("schema", "changes", "complaint"),
+    [
+        ({"not": {}}, {}, "Unimplemented keys.*not"),
+        ({"type": "integer", "minimum": 3, "maximum": 1}, {}, "minimum .3. is greater than maximum .1."),
+        ({"enum": ["x" * 300_000]}, {}, "300.* bytes of JSON"),
+        (ANY, {"stop_token_ids": []}, "no stop_token_ids"),
+        (ANY, {"num_answered": len(PROMPT)}, "num_answered is 6 of 6"),
+    ],
+)
+def test_a_structure_that_cannot_be_served_is_refused_in_one_line_and_others_go_on(
+    opened: Opened, schema: dict[str, Any], changes: dict[str, Any], complaint: str
+) -> None:
+    async def body(engine: InferenceEngine) -> Any:
+        bad = structured(JsonValue(schema=schema), request_id="bad", **changes)
+        return await asyncio.gather(engine.generate(bad), engine.generate(ask()), return_exceptions=True)
+
+    error, answer = on(opened, body)
+    assert isinstance(error, EngineError)
+    assert re.search(complaint, str(error))
+    assert "\n" not in str(error)
+    assert len(answer.token_ids) == 6

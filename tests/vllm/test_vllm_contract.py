@@ -30,3 +30,8 @@ def opened(pair: "list[Behind]") -> "Opened":
             yield engine
 
     return arrive
+
+
+@pytest.fixture
+def honouring(opened: "Opened") -> "Opened":
+    return opened

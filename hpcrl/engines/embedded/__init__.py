@@ -4,5 +4,6 @@ engine    the engine
 batch     the requests that run together
 kv_slots  the KV of running requests
 kv_cache  KV that is kept between turns
+grammar   the tokens that the structure of an answer allows
 sampling  sample the next token of every request
 """

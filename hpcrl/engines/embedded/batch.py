@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hpcrl.engines.base import FinishReason
+from hpcrl.engines.embedded.grammar import AnswerMatcher, mask_logits
 from hpcrl.engines.embedded.kv_cache import PrefixCache, RowKv
 from hpcrl.engines.embedded.kv_slots import KvSlots, probe_kv_shape
 from hpcrl.engines.embedded.sampling import compute_logprobs, find_likeliest, sample_tokens
@@ -44,6 +45,8 @@ class RunningRequest:
     top_k: int = 0
     top_logprobs: int = 0
     keep_kv_s: float = 0.0
+    matcher: AnswerMatcher | None = None
+    """The state of its structure."""
     kv: RowKv | None = None
     """Before the row joins: KV to start with. After a row of 0 new tokens has left: its result."""
     logprobs: list[float] = field(default_factory=list)
@@ -63,6 +66,8 @@ class RunningRequest:
             self.failure = f"version {version} of the weights gives log-probability {logprob}: it is damaged"
             return
         self.token_ids.append(token_id)
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
         self.logprobs.append(logprob)
         if self.top_logprobs:
             self.top.append(top)
@@ -202,7 +207,8 @@ class RunningBatch:
             self._sample_rows(rows, logits_BV)
 
     def _sample_rows(self, rows: list[RunningRequest], logits_BV: torch.Tensor) -> None:
-        """Sample a token for each row."""
+        """Sample a token for each row; a row fails if its structure allows none."""
+        problems = mask_logits(logits_BV, [row.matcher for row in rows])
         logprobs_BV = compute_logprobs(
             logits_BV,
             temperatures=[row.temperature for row in rows],
@@ -216,8 +222,10 @@ class RunningBatch:
             positions=[len(row.token_ids) for row in rows],
         )
         tops = find_likeliest(logprobs_BV, [row.top_logprobs for row in rows])
-        for row, token_id, logprob, top in zip(rows, token_ids, logprobs, tops, strict=True):
-            row.accept(token_id, logprob=logprob, version=self.version, top=top)
+        for row, token_id, logprob, top, problem in zip(rows, token_ids, logprobs, tops, problems, strict=True):
+            row.failure = problem
+            if not problem:
+                row.accept(token_id, logprob=logprob, version=self.version, top=top)
         self.num_generated += len(rows)
 
     def _forward(self, module: Any, first: int, ids_BQ: torch.Tensor, columns_BQ: torch.Tensor) -> Any:

@@ -30,6 +30,7 @@ from hpcrl.engines.base import (
     join_chunks,
 )
 from hpcrl.engines.embedded.batch import RunningBatch, RunningRequest
+from hpcrl.engines.embedded.grammar import GrammarCompiler
 from hpcrl.engines.embedded.kv_cache import HandoverStore, RowKv, pack_kv, unpack_kv
 from hpcrl.engines.request_checks import check_asks_for_tokens, check_tokenizer_fits
 from hpcrl.engines.request_loop import LoopHooks, RequestLoop
@@ -71,6 +72,9 @@ class EmbeddedEngine:
         handover_ttl_s: float = 60.0,
     ) -> None:
         self._batch = RunningBatch(model, version=version, prefix_bytes=prefix_bytes)
+        self._compiler = GrammarCompiler(
+            Path(model.name_or_path) / "tokenizer.json", vocabulary=self._batch.vocabulary_size
+        )
         self._store = store
         self._max_batch = max_batch
         self._fetch_kv = fetch_kv
@@ -102,13 +106,13 @@ class EmbeddedEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         check_asks_for_tokens(request)
         row = self._admit_request(request, max_new_tokens=request.max_new_tokens)
-        await self._request_loop.finish(row, request, prepare=partial(self._prepare_kv, row, request))
+        await self._request_loop.finish(row, request, prepare=partial(self._prepare_row, row, request))
         return join_chunks([_make_chunk(row, 0, _count_generated(row))])
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         check_asks_for_tokens(request)
         row = self._admit_request(request, max_new_tokens=request.max_new_tokens)
-        prepare = partial(self._prepare_kv, row, request)
+        prepare = partial(self._prepare_row, row, request)
         return self._request_loop.stream(
             row, request, count_generated=_count_generated, make_chunk=_make_chunk, prepare=prepare
         )
@@ -202,7 +206,9 @@ class EmbeddedEngine:
             keep_kv_s=request.keep_kv_s,
         )
 
-    async def _prepare_kv(self, row: RunningRequest, request: GenerateRequest) -> None:
+    async def _prepare_row(self, row: RunningRequest, request: GenerateRequest) -> None:
+        if request.structure is not None:
+            row.matcher = await asyncio.to_thread(self._compiler.compile, request)
         row.kv = await self._take_handed_over_kv(request.kv) if request.kv else None
 
     async def _take_handed_over_kv(self, handle: KvHandle) -> RowKv | None:

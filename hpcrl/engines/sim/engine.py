@@ -6,8 +6,8 @@
     LINK_BYTES_PER_S, MIN_TOP_P, MAX_LATENESS_S  constants of the simulation
 
 It has continuous batching with chunked prefill, a bounded KV cache, KV kept between the turns of a trajectory, and a
-queue by priority. It takes the time from its event loop: on the loop of hpcrl.engines.sim.clock, an hour of a fleet
-takes seconds.
+queue by priority. The structure of an answer is checked, but its tokens are as random as all others. The time is that
+of its event loop: on the loop of hpcrl.engines.sim.clock, an hour of a fleet takes seconds.
 """
 
 import asyncio
@@ -36,6 +36,7 @@ from hpcrl.engines.base import (
 from hpcrl.engines.request_checks import check_asks_for_tokens, check_tokenizer_fits
 from hpcrl.engines.request_loop import LoopHooks, RequestLoop
 from hpcrl.engines.sim.batch import SimBatch, SimRequest, draw_reply
+from hpcrl.engines.structure import check_structure
 from hpcrl.errors import EngineError, EngineRefusedError, WeightsError
 from hpcrl.hardware.cost_model import WorkerSpeed, estimate_speed, read_model_shape
 from hpcrl.hardware.gpus import GPU_CATALOGUE
@@ -228,6 +229,8 @@ class SimEngine:
             context_length=settings.context_length,
             vocabulary=settings.vocabulary,
         )
+        if request.structure is not None:
+            check_structure(request.structure)
         num_tokens = len(request.token_ids) + max_new_tokens
         if num_tokens > self._worker_speed.kv_tokens:
             raise EngineError(

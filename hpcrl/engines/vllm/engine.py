@@ -24,6 +24,7 @@ import msgspec
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, KvHandle, LoadFigures
 from hpcrl.engines.request_checks import check_asks_for_tokens, check_request
+from hpcrl.engines.structure import read_token_names, write_grammar
 from hpcrl.engines.vllm import kv_connectors, kv_files
 from hpcrl.engines.vllm.protocol import build_sampling_params, parse_chunk, parse_completion, parse_metrics
 from hpcrl.engines.vllm.server import VllmLaunch, VllmServer
@@ -100,7 +101,8 @@ class VllmEngine:
         check_asks_for_tokens(request)
         with self._track_request(request, max_new_tokens=request.max_new_tokens) as name:
             transfer = self._read_handover(request.kv)
-            answer = await self.server.post(GENERATE_ROUTE, self._body(request, name=name, transfer=transfer))
+            body = await self._make_body(request, name=name, transfer=transfer)
+            answer = await self.server.post(GENERATE_ROUTE, body)
         used = _count_handed_over(answer, request.kv) if transfer else 0
         return parse_completion(answer, num_top=request.top_logprobs, remote_prefill=used > 0)
 
@@ -110,7 +112,7 @@ class VllmEngine:
         streamed_versions: list[int] = []
         with self._track_request(request, max_new_tokens=request.max_new_tokens) as name:
             transfer = self._read_handover(request.kv)
-            body = self._body(request, name=name, transfer=transfer) | {"stream": True}
+            body = await self._make_body(request, name=name, transfer=transfer) | {"stream": True}
             async with contextlib.aclosing(self.server.stream(GENERATE_ROUTE, body)) as events:
                 async for event in events:
                     chunk = parse_chunk(event, num_top=request.top_logprobs)
@@ -129,10 +131,18 @@ class VllmEngine:
         kv_name = kv_files.make_handover_name()
         leave = kv_connectors.make_leave_params(kv_name)
         greedy = msgspec.structs.replace(
-            request, temperature=0.0, max_new_tokens=1, stop_token_ids=[], top_logprobs=0, top_p=1.0, top_k=0
+            request,
+            temperature=0.0,
+            max_new_tokens=1,
+            stop_token_ids=[],
+            top_logprobs=0,
+            top_p=1.0,
+            top_k=0,
+            structure=None,
         )
         with self._track_request(greedy, max_new_tokens=1) as name:
-            answer = await self.server.post(GENERATE_ROUTE, self._body(greedy, name=name, transfer=leave))
+            body = await self._make_body(greedy, name=name, transfer=leave)
+            answer = await self.server.post(GENERATE_ROUTE, body)
         done = parse_completion(answer, num_top=0, remote_prefill=False)
         transfer = kv_connectors.read_transfer_params(connector, answer, name=kv_name, address=self._launch.kv_address)
         if done.finish_reason == "aborted":
@@ -256,15 +266,27 @@ class VllmEngine:
             serving.ended.set()
             del self._served_requests[request.request_id]
 
-    def _body(self, request: GenerateRequest, *, name: str, transfer: dict[str, Any] | None) -> dict[str, Any]:
+    async def _make_body(
+        self, request: GenerateRequest, *, name: str, transfer: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        grammar = await asyncio.to_thread(self._write_grammar, request) if request.structure else None
         body = {
             "request_id": name,
             "token_ids": request.token_ids,
-            "sampling_params": build_sampling_params(request, max_new_tokens=request.max_new_tokens),
+            "sampling_params": build_sampling_params(request, max_new_tokens=request.max_new_tokens, grammar=grammar),
             "cache_salt": f"version {self.version}",
             "priority": request.priority,
         }
         return body if transfer is None else body | {"kv_transfer_params": transfer}
+
+    def _write_grammar(self, request: GenerateRequest) -> str:
+        assert request.structure is not None
+        return write_grammar(
+            request.structure,
+            token_names=read_token_names(self._launch.model / "tokenizer.json"),
+            stop_token_ids=request.stop_token_ids,
+            answered=request.token_ids[len(request.token_ids) - request.num_answered :],
+        )
 
     def _read_handover(self, handle: KvHandle | None) -> dict[str, Any] | None:
         """Return vLLM's parameters for a handle; None if it is of another version or another kind of engine."""

@@ -25,9 +25,12 @@ CLAMPED_LOGPROB = -9998.0
 """vLLM writes -9999 where a log-probability is not finite."""
 
 
-def build_sampling_params(request: GenerateRequest, *, max_new_tokens: int) -> dict[str, Any]:
+def build_sampling_params(
+    request: GenerateRequest, *, max_new_tokens: int, grammar: str | None = None
+) -> dict[str, Any]:
     """Return the sampling parameters of a request; without the model's defaults, as the trainer assumes."""
-    return {
+    structure = {} if grammar is None else {"structured_outputs": {"grammar": grammar}}
+    return structure | {
         "max_tokens": max_new_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
@@ -83,9 +86,10 @@ async def read_events(content: AsyncIterable[bytes]) -> AsyncIterator[Any]:
 
 
 def _parse_likeliest(entries: list[dict[str, Any]], num: int) -> dict[int, float]:
-    """Return the `num` likeliest entries; vLLM puts the sampled token before them."""
+    """Return the `num` likeliest entries that can be sampled; vLLM puts the sampled token before them."""
     ranked = sorted(entries, key=lambda entry: -float(entry["logprob"]))[:num]
-    return {int(entry["token_id"]): float(entry["logprob"]) for entry in ranked}
+    found = {int(entry["token_id"]): float(entry["logprob"]) for entry in ranked}
+    return {token: logprob for token, logprob in found.items() if logprob > CLAMPED_LOGPROB}
 
 
 def _expand_versions(spans: list[dict[str, Any]]) -> list[int]:

@@ -86,6 +86,7 @@ def build_command(launch: VllmLaunch, *, scratch: Path) -> list[str]:
     args += ["--scheduling-policy", "priority", "--max-logprobs", str(MAX_TOP_LOGPROBS + 1)]
     args += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     args += ["--disable-uvicorn-access-log", "--weight-transfer-config", '{"backend": "hpcrl"}']
+    args += ["--structured-outputs-config", '{"backend": "guidance"}']  # it reads our grammars
     if launch.max_model_len is not None:
         args += ["--max-model-len", str(launch.max_model_len)]
     if launch.kv_connector is not None:

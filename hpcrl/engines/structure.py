@@ -1,0 +1,224 @@
+"""What the text of an answer must be, as a grammar: the same one in every engine that honours it.
+
+    check_structure   refuse a structure that no engine can serve, before it is sent
+    write_grammar     a request's structure as a grammar of llguidance, in Lark's form
+    read_answered     the tokens in its first line, with which another engine has begun the answer
+    read_token_names  the tokens of a model that have a name in texts, such as <|im_end|>
+    raise_matcher_error  report what is wrong with a matcher of llguidance
+    MAX_STRUCTURE_BYTES, MAX_STRUCTURE_DEPTH, MAX_ALTERNATIVES, MAX_ITEMS  bounds
+
+The grammar ends with a stop token of the request. JSON is written with any white space between its values and with
+the properties of an object in the order of the schema; `oneOf` is read as `anyOf`. A keyword that llguidance cannot
+hold an answer to is refused with its name; annotations such as `title` are ignored, as JSON Schema demands.
+"""
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from hpcrl.engines.base import ExactText, FreeText, JsonValue, OutputPart, OutputStructure, PartChoice
+from hpcrl.errors import EngineError
+
+MAX_STRUCTURE_BYTES = 256 << 10
+"""A structure in JSON: the schemas of about a hundred tools."""
+MAX_STRUCTURE_DEPTH = 64
+"""Values within values, in a structure and its schemas together."""
+MAX_ALTERNATIVES = 256
+MAX_ITEMS = 10_000
+"""The largest minItems or maxItems: an array takes memory for each of its items before the first is generated."""
+_JSON_OPTIONS = {"coerce_one_of": True}
+_NUM_REMEMBERED = 128
+
+
+def check_structure(structure: OutputStructure) -> None:
+    """Raise EngineError, with one line, if no engine can serve the structure; it may take a second, at most once."""
+    _check_bounds(structure)
+    _check_grammar(write_grammar(structure, token_names={}, stop_token_ids=()))
+
+
+def write_grammar(
+    structure: OutputStructure,
+    *,
+    token_names: Mapping[str, int],
+    stop_token_ids: Sequence[int],
+    answered: Sequence[int] = (),
+) -> str:
+    """Return the grammar of an answer that ends with one of the stop tokens; raises EngineError.
+
+    Names of tokens in texts stand for these tokens. The tokens that are `answered` already are in a comment of the
+    first line, which `read_answered` reads.
+    """
+    _check_bounds(structure)
+    writer = _GrammarWriter(token_names, stop_token_ids)
+    start = writer.add_sequence(structure.parts)
+    lines = [f"{_ANSWERED_PREFIX}{','.join(map(str, answered))}", f"start: {start} {writer.write_end()}".rstrip()]
+    return "\n".join([*lines, *writer.rules]) + "\n"
+
+
+_ANSWERED_PREFIX = "// answered: "
+
+
+def read_answered(grammar: str) -> list[int]:
+    """Return the tokens that `write_grammar` was told of as answered; other grammars have none."""
+    first, _, _ = grammar.partition("\n")
+    return [int(token) for token in first.removeprefix(_ANSWERED_PREFIX).split(",") if token.isdecimal()]
+
+
+@functools.lru_cache(maxsize=8)
+def read_token_names(tokenizer: Path) -> Mapping[str, int]:
+    """Return the tokens of a tokenizer.json that a chat template writes by name; raises EngineError."""
+    try:
+        added = Tokenizer.from_file(str(tokenizer)).get_added_tokens_decoder()
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise EngineError(f"a structured answer needs the tokenizer {tokenizer}: {error}") from error
+    return {
+        token.content: number for number, token in added.items() if token.special or _looks_like_mark(token.content)
+    }
+
+
+def _looks_like_mark(text: str) -> bool:
+    """Return whether a token is a mark like </think>, not a run of spaces."""
+    return (text[:1], text[-1:]) in (("<", ">"), ("[", "]"))
+
+
+# ---- bounds
+
+
+def _check_bounds(structure: OutputStructure) -> None:
+    """Raise EngineError if the structure is too large to be compiled."""
+    if not structure.parts:
+        raise EngineError("the structure of the answer has no parts: leave it out, or give at least one")
+    for value, depth in _walk_values(msgspec.structs.asdict(structure)):
+        if depth > MAX_STRUCTURE_DEPTH:
+            raise EngineError(
+                f"the structure of the answer is nested more than {MAX_STRUCTURE_DEPTH} deep: flatten the schema"
+            )
+        if isinstance(value, PartChoice) and not 0 < len(value.alternatives) <= MAX_ALTERNATIVES:
+            raise EngineError(
+                f"a choice in the structure of the answer has {len(value.alternatives)} alternatives: "
+                f"give 1 to {MAX_ALTERNATIVES}"
+            )
+        if isinstance(value, dict):
+            _check_counts(value)
+    size = len(msgspec.json.encode(structure))
+    if size > MAX_STRUCTURE_BYTES:
+        raise EngineError(
+            f"the structure of the answer is {size} bytes of JSON: at most {MAX_STRUCTURE_BYTES} are compiled"
+        )
+
+
+def _check_counts(schema: dict[str, Any]) -> None:
+    for keyword in ("minItems", "maxItems"):
+        count = schema.get(keyword)
+        if isinstance(count, int | float) and count > MAX_ITEMS:
+            raise EngineError(f"the schema asks for {keyword} {count}: at most {MAX_ITEMS} are compiled")
+
+
+def _walk_values(root: Any) -> Iterator[tuple[Any, int]]:
+    """Yield every value with its depth, without recursion: a schema may be nested deeper than Python's stack."""
+    waiting = [(root, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        yield value, depth
+        if isinstance(value, msgspec.Struct):
+            value = msgspec.structs.asdict(value)
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        waiting += [(item, depth + 1) for item in inner]
+
+
+@functools.lru_cache(maxsize=_NUM_REMEMBERED)
+def _check_grammar(grammar: str) -> None:
+    """Raise EngineError unless some text begins to match the grammar."""
+    matcher = LLMatcher(_make_byte_tokenizer(), grammar, log_level=0)
+    matcher.compute_bitmask()
+    raise_matcher_error(matcher)
+
+
+@functools.cache
+def _make_byte_tokenizer() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def raise_matcher_error(matcher: LLMatcher) -> None:
+    """Raise EngineError with the first line of what is wrong, if something is."""
+    if not matcher.is_error():
+        return
+    lines = matcher.get_error().splitlines() or ["unknown"]
+    why = re.sub(r"^at \d+\(\d+\): ", "", lines[0])
+    if why.startswith("NoExtension"):
+        why = "no text matches it: see its $ref and enum"
+    raise EngineError(f"the structure of the answer cannot be held to: {why[:300]}")
+
+
+# ---- grammar
+
+
+class _GrammarWriter:
+    """The rules of one grammar."""
+
+    def __init__(self, token_names: Mapping[str, int], stop_token_ids: Sequence[int]) -> None:
+        self.rules: list[str] = []
+        self._token_names = token_names
+        self._stop_token_ids = sorted(set(stop_token_ids))
+        self._pattern = re.compile("|".join(map(re.escape, sorted(token_names, key=len, reverse=True))) or "(?!)")
+        self._numbers = itertools.count()
+
+    def write_end(self) -> str:
+        return f"<[{','.join(map(str, self._stop_token_ids))}]>" if self._stop_token_ids else ""
+
+    def add_sequence(self, parts: Sequence[OutputPart]) -> str:
+        """Add the rules of some parts and return what stands for all of them."""
+        return " ".join(self._add_part(part) for part in parts) or '""'
+
+    def _add_part(self, part: OutputPart) -> str:
+        match part:
+            case ExactText(text=text):
+                return " ".join(self._split_text(text)) or '""'
+            case JsonValue(schema=schema):
+                options = {key: value for key, value in schema.items() if key != "x-guidance"}
+                return self._add_rule(f": %json {json.dumps({**options, 'x-guidance': _JSON_OPTIONS})}")
+            case FreeText(until=until):
+                return self._add_free_text(until)
+            case PartChoice():
+                return self._add_choice(part)
+
+    def _add_free_text(self, until: str) -> str:
+        """Add any text up to a mark: any tokens but stop tokens if the mark starts with a token of its own."""
+        first, *rest = self._split_text(until) or [""]
+        if not first or (rest and not first.startswith("<")):
+            raise EngineError(f"free text ends at {until!r}: it must be some text, with any special token first")
+        if not first.startswith("<"):
+            return self._add_rule(rf"[lazy]: /(.|\n)*/ {first}")
+        others = ",".join(map(str, [*self._stop_token_ids, first.strip("<[]>")]))
+        return " ".join([self._add_rule(f": (<[^{others}]>)*"), first, *rest])
+
+    def _add_choice(self, choice: PartChoice) -> str:
+        sequences = [self.add_sequence(alternative) for alternative in choice.alternatives]
+        if choice.may_repeat and not all(choice.alternatives):
+            raise EngineError("an empty alternative cannot be repeated: leave it or may_repeat out")
+        one = self._add_rule(": " + " | ".join(f"({sequence})" for sequence in sequences))
+        if not choice.may_repeat:
+            return one
+        separator = " ".join(self._split_text(choice.separator))
+        return self._add_rule(f": {one} ({separator} {one})*")
+
+    def _split_text(self, text: str) -> list[str]:
+        """Return the pieces of a text: strings, and tokens by their ids."""
+        pieces, start = [], 0
+        for found in self._pattern.finditer(text):
+            pieces += [json.dumps(text[start : found.start()]), f"<[{self._token_names[found.group()]}]>"]
+            start = found.end()
+        return [piece for piece in [*pieces, json.dumps(text[start:])] if piece != '""']
+
+    def _add_rule(self, definition: str) -> str:
+        name = f"p{next(self._numbers)}"
+        self.rules.append(name + definition)
+        return name
