@@ -106,7 +106,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     structure: OutputStructure | None = None
     """What the text of the answer must be; log-probabilities are of the tokens that this allows."""
     num_answered: int = 0
-    """The last tokens of `token_ids` that are the answer so far, if another engine has begun it: the structure
+    """The last tokens of `token_ids` that are the answer so far, if another engine has made a part of it: the structure
     continues after them."""
     kv: KvHandle | None = None
     trajectory: str = ""

@@ -495,13 +495,13 @@ def test_a_structured_answer_is_cut_at_its_maximal_length(honouring: Opened) -> 
     assert join_chunks(chunks).token_ids == whole.token_ids[:9]
 
 
-def test_a_structured_answer_continues_what_another_engine_has_begun(honouring: Opened) -> None:
+def test_a_structured_answer_continues_what_another_engine_left_unfinished(honouring: Opened) -> None:
     async def body(engine: InferenceEngine) -> list[str]:
         whole = (await engine.generate(structured(JsonValue(schema=CALL)))).token_ids
         texts = []
         for num in (1, 9, len(whole) - 1):
-            begun = structured(JsonValue(schema=CALL), token_ids=PROMPT + whole[:num], num_answered=num, seed=num)
-            texts.append(read_text(whole[:num] + (await engine.generate(begun)).token_ids))
+            rest = structured(JsonValue(schema=CALL), token_ids=PROMPT + whole[:num], num_answered=num, seed=num)
+            texts.append(read_text(whole[:num] + (await engine.generate(rest)).token_ids))
         return texts
 
     assert all(is_call(text.removesuffix("<eos>")) for text in on(honouring, body))

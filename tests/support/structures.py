@@ -38,7 +38,7 @@ def score_masked(
     stop: int,
     temperature: float,
 ) -> list[float]:
-    """Return the log-probability of each token among those with which one of TEXTS goes on, from one forward pass."""
+    """Return the log-probability of each token among those that continue one of TEXTS, from one forward pass."""
     logits_TV = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
     whole = [[*encode(text), stop] for text in TEXTS]
     found = []

@@ -35,7 +35,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
-from hpcrl.engines.vllm.begun_answers import continue_answers
+from hpcrl.engines.vllm.answer_prefix import continue_answers
 from hpcrl.engines.vllm.weight_twin import ModelTwin
 from hpcrl.errors import WeightsError
 from hpcrl.system.files import publish_file
@@ -71,7 +71,7 @@ class VersionUpdateInfo(WeightTransferUpdateInfo):
 
 
 def register() -> None:
-    """Register the engine, and continue begun answers; vLLM calls this more than once in some processes."""
+    """Register the engine, and continue the answers of others; vLLM calls this more than once in some processes."""
     continue_answers()
     if PLUGIN_NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(PLUGIN_NAME, VersionEngine)

@@ -1,4 +1,4 @@
-"""Structured answers that another engine has begun: their tokens are in the prompt, where vLLM's grammars do not look.
+"""Structured answers whose first tokens are in the prompt, from another engine: vLLM's grammars do not see them there.
 
 continue_answers  make vLLM's grammars start after these tokens; for hpcrl.engines.vllm.weight_plugin
 """
@@ -23,6 +23,6 @@ def _compile_grammar(self: Any, request_type: Any, grammar_spec: str, *args: Any
     """Compile a grammar and advance it over the tokens named in it."""
     grammar = _original(self, request_type, grammar_spec, *args, **options)
     answered = read_answered(grammar_spec)
-    if answered and not grammar.accept_tokens("begun before", answered):
+    if answered and not grammar.accept_tokens("answered", answered):
         raise ValueError(f"the {len(answered)} tokens of the answer so far do not match its structure")
     return grammar
