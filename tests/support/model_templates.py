@@ -351,7 +351,7 @@ FAMILIES: dict[str, ModelFamily] = {
         plain=(),
         bos="<s>",
         eos="</s>",
-        call='[TOOL_CALLS][{{"name": "{name}", "arguments": {arguments}}}]',
+        call='[TOOL_CALLS][{{"name": "{name}", "arguments": {arguments}, "id": "abcdef012"}}]',
         end="</s>",
     ),
     "Gemma-3": ModelFamily(

@@ -1,0 +1,232 @@
+"""Templates with the structure of current families: layouts, what they accept of messages, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config.recipe import ModelConfig
+from hpcrl.errors import ConfigError
+from hpcrl.models.chat_layout import load_chat_layout, load_chat_template
+from hpcrl.models.chat_template import ChatTemplate
+from tests.support.model_templates import FAMILIES, ModelFamily, save_family
+
+WITHOUT_TOOLS = ("Gemma-3", "Phi-4")
+USER, RULES = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be kind."}
+LAYOUTS = {
+    "Qwen2.5": "<|im_start|>user\nU1<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+    "<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n",
+    "Qwen3": "<|im_start|>user\nU1<|im_end|>\n<|im_start|>assistant\n<think>\nmm\n</think>\n\nyes<|im_end|>\n"
+    "<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n",
+    "Qwen3, no thinking": "<|im_start|>user\nU1<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    "yes<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    "Qwen3-2507 thinking": "<|im_start|>user\nU1<|im_end|>\n<|im_start|>assistant\n<think>\nmm\n</think>\n\n"
+    "yes<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n<think>\n",
+    "Mistral-Small": "<s>[SYSTEM_PROMPT]Today is DATE[/SYSTEM_PROMPT][INST]U1[/INST]yes</s>[INST]U2[/INST]",
+    "Gemma-3": "<bos><start_of_turn>user\nU1<end_of_turn>\n<start_of_turn>model\nyes<end_of_turn>\n"
+    "<start_of_turn>user\nU2<end_of_turn>\n<start_of_turn>model\n",
+    "DeepSeek-R1": "<|begin_of_sentence|><|User|>U1<|Assistant|><think>\nmm\n</think>\n\nyes<|end_of_sentence|>"
+    "<|User|>U2<|Assistant|><think>\n",
+    "GLM-4.5": "[gMASK]<sop><|user|>\nU1<|assistant|>\n<think>mm</think>\nyes<|user|>\nU2<|assistant|>",
+    "gpt-oss": "<|start|>system<|message|>Current date: DATE\nReasoning: medium<|end|><|start|>user<|message|>U1<|end|>"
+    "<|start|>assistant<|channel|>analysis<|message|>mm<|end|><|start|>assistant<|channel|>final<|message|>yes<|return|>"
+    "<|start|>user<|message|>U2<|end|><|start|>assistant",
+    "Phi-4": "<|im_start|>user<|im_sep|>U1<|im_end|><|im_start|>assistant<|im_sep|>yes<|im_end|>"
+    "<|im_start|>user<|im_sep|>U2<|im_end|><|im_start|>assistant<|im_sep|>",
+}
+LAYOUTS["Qwen3-2507 instruct"], LAYOUTS["Qwen3.5"] = LAYOUTS["Qwen2.5"], LAYOUTS["Qwen3-2507 thinking"]
+LAYOUTS["Qwen3.5, no thinking"] = LAYOUTS["Qwen3, no thinking"]
+LAYOUTS["DeepSeek-V3"] = LAYOUTS["DeepSeek-R1"].replace("<think>\nmm\n</think>\n\n", "").replace("<think>\n", "")
+LAYOUTS["Llama-3.1, 3.3"] = (
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: DAY\n\n<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nU1<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    "yes<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nU2<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def one_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    days = {"%Y-%m-%d": "DATE", "%d %b %Y": "DAY"}
+    monkeypatch.setattr("hpcrl.models.jinja_template._format_now", days.__getitem__)
+
+
+def config_of(family: ModelFamily, **more: Any) -> ModelConfig:
+    return ModelConfig(chat_template_kwargs=dict(family.kwargs), **more)
+
+
+def load(tmp_path: Path, name: str, **more: Any) -> ChatTemplate:
+    return load_chat_template(save_family(tmp_path / "m", FAMILIES[name]), config_of(FAMILIES[name], **more))
+
+
+def save_template(tmp_path: Path, template: str) -> Path:
+    """Save Qwen's tokenizer with another template."""
+    directory = save_family(tmp_path / "m", FAMILIES["Qwen2.5"])
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_layout_of_a_family_keeps_every_generated_token(tmp_path: Path, name: str) -> None:
+    family = FAMILIES[name]
+    layout = load_chat_layout(save_family(tmp_path, family), config_of(family))
+    generated = layout.template.encode(family.say("yes"))
+    ids = [*layout.first_turn("U1"), *generated, *layout.next_turn("U2", generated=generated)]
+    assert layout.template.decode_all(ids) == LAYOUTS[name]
+    first = layout.first_turn("U1")
+    assert ids[len(first) : len(first) + len(generated)] == generated
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_first_turn_has_the_ids_of_the_whole_rendering(tmp_path: Path, name: str) -> None:
+    family = FAMILIES[name]
+    layout = load_chat_layout(save_family(tmp_path, family), config_of(family))
+    assert layout.first_turn("What now?") == layout.template.encode(
+        layout.template.render([{"role": "user", "content": "What now?"}])
+    )
+
+
+def test_all_stops_of_the_generation_config_stop(tmp_path: Path) -> None:
+    template = load(tmp_path, "Llama-3.1, 3.3")
+    assert [template.decode_token(token) for token in template.stop_token_ids] == [
+        "<|eot_id|>",
+        "<|end_of_text|>",
+        "<|eom_id|>",
+    ]
+
+
+def test_the_end_of_an_analysis_is_no_stop_of_gpt_oss(tmp_path: Path) -> None:
+    template = load(tmp_path, "gpt-oss")
+    stops = {template.decode_token(token) for token in template.stop_token_ids}
+    assert stops == {"<|return|>", "<|call|>", "<|endoftext|>"}
+
+
+def test_one_stop_that_is_no_list_is_read(tmp_path: Path) -> None:
+    directory = save_family(tmp_path, FAMILIES["Qwen2.5"])
+    (directory / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert 7 in load_chat_template(directory).stop_token_ids
+
+
+@pytest.mark.parametrize("stops", ['"x"', '["x"]', "[-1]", "[1.5]"])
+def test_stops_that_are_no_ids_are_refused(tmp_path: Path, stops: str) -> None:
+    directory = save_family(tmp_path, FAMILIES["Qwen2.5"])
+    (directory / "generation_config.json").write_text(f'{{"eos_token_id": {stops}}}')
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        load_chat_template(directory)
+
+
+def test_a_template_whose_close_is_plain_text_works(tmp_path: Path) -> None:
+    directory = save_template(
+        tmp_path,
+        "{% for m in messages %}{{ 'Bot: ' if m.role == 'assistant' else 'You: ' }}{{ m.content }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}Bot: {% endif %}",
+    )
+    layout = load_chat_layout(directory)
+    generated = layout.template.encode("yes")
+    ids = [*layout.first_turn("U1"), *generated, *layout.next_turn("U2", generated=generated)]
+    assert layout.template.decode_all(ids) == "You: U1\n\nBot: yes\n\nYou: U2\n\nBot: "
+    assert layout.close_id is None
+
+
+@pytest.mark.parametrize("place", ["file", "text", "list", "dict", "additional"])
+def test_a_template_is_found_wherever_transformers_saves_it(tmp_path: Path, place: str) -> None:
+    directory = save_family(tmp_path, FAMILIES["Phi-4"])
+    expected = load_chat_template(directory).render([USER])
+    text = FAMILIES["Phi-4"].template
+    if place != "file":
+        (directory / "chat_template.jinja").unlink()
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": text}]
+    stored = {"text": text, "list": named, "dict": {"tool_use": "no", "default": text}}
+    if place in stored:
+        (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": stored[place]}))
+    if place == "additional":
+        (directory / "additional_chat_templates").mkdir()
+        (directory / "additional_chat_templates" / "default.jinja").write_text(text)
+    assert load_chat_template(directory).render([USER]) == expected
+
+
+def test_the_recipe_replaces_template_variables_and_system_message(tmp_path: Path) -> None:
+    other = tmp_path / "other.jinja"
+    other.write_text(FAMILIES["Qwen3"].template)
+    config = ModelConfig(chat_template=str(other), chat_template_kwargs={"enable_thinking": False}, system="Be brief.")
+    layout = load_chat_layout(save_family(tmp_path / "m", FAMILIES["Qwen2.5"]), config)
+    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert layout.template.render([USER]) == expected + "<think>\n\n</think>\n\n"
+    assert layout.template.decode_all(layout.first_turn("Hi")) == expected + "<think>\n\n</think>\n\n"
+    assert layout.template.render([USER], template_kwargs={"enable_thinking": True}) == expected
+    assert "Be brief." not in layout.template.render([RULES, USER])
+    assert "Be brief." not in layout.template.render([{**RULES, "role": "developer"}, USER])
+
+
+def test_a_template_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.chat_template = .*none\.jinja"):
+        load_chat_template(save_family(tmp_path, FAMILIES["Phi-4"]), ModelConfig(chat_template="/none.jinja"))
+
+
+# ---- what a template accepts
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "developer", "content": "Rule one."}, USER],
+        [RULES, {"role": "developer", "content": "Rule one."}, USER],
+        [{"role": "developer", "content": "Rule one."}, RULES, USER],
+        [RULES, USER, {"role": "assistant", "content": "Hm."}, {"role": "developer", "content": "Rule one."}, USER],
+    ],
+)
+def test_instructions_reach_every_model(tmp_path: Path, name: str, messages: list[Any]) -> None:
+    rendered = load(tmp_path, name).render(messages)
+    assert "Rule one." in rendered
+    assert ("Be kind." in rendered) == (RULES in messages)
+
+
+def test_instructions_are_part_of_the_question_where_there_is_no_system_role(tmp_path: Path) -> None:
+    text = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template = load_chat_template(save_template(tmp_path, text + FAMILIES["Gemma-3"].template))
+    assert template.render([RULES, USER]).startswith("<start_of_turn>user\nBe kind.\n\nHi")
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_TOOLS])
+def test_tool_calls_and_results_reach_every_model_that_has_tools(tmp_path: Path, name: str) -> None:
+    call = {"id": "call_0123456789abcdef_0", "type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "a wall", "tool_call_id": call["id"]},
+    ]
+    rendered = load(tmp_path, name).render(messages, tools=[{"type": "function", "function": {"name": "look"}}])
+    assert "look" in rendered
+    assert "a wall" in rendered
+
+
+# ---- bad templates
+
+BAD = {
+    "{{ raise_exception('never') }}": "never",
+    "{{ 1 // 0 }}": "refuses this conversation",
+    "{{ messages.nothing.more }}": "refuses this conversation",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "refuses this conversation",
+    "{% for i in range(10 ** 9) %}x{% endfor %}": "refuses this conversation",
+    "{% for m in messages %}<|im_start|>{% endfor %}": "leaves a message out",
+    "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}": "leaves a message out",
+    "{% for m in messages %}<|im_start|>{{ m.role + m.content }}<|im_end|>{% endfor %}": "does not open an answer",
+    "{{ messages[0].content.__class__.__mro__ }}": "refuses this conversation",
+    "{% if %}": "cannot be compiled",
+}
+
+
+@pytest.mark.parametrize("template", BAD)
+def test_a_bad_template_is_refused_with_one_line(tmp_path: Path, template: str) -> None:
+    with pytest.raises(ConfigError, match=BAD[template]) as refused:
+        load_chat_template(save_template(tmp_path, template))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_without_any_stop_is_refused(tmp_path: Path) -> None:
+    family = ModelFamily(template="{% for m in messages %}{{ m.content }}\n{% endfor %}", special=(), eos="")
+    with pytest.raises(ConfigError, match="no token ends an answer"):
+        load_chat_template(save_family(tmp_path, family))

@@ -1,0 +1,143 @@
+"""Recording with the templates of current families: which turns are continued, and that all prompts are exact."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config.recipe import ModelConfig
+from hpcrl.engines.base import Completion
+from hpcrl.models.chat_layout import load_chat_template
+from hpcrl.models.chat_template import ChatTemplate
+from hpcrl.rollout.agents.recording import ConversationRecording, RecordedTurn
+from tests.support.model_templates import FAMILIES, save_family
+
+RULES, QUESTION = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Where to?"}
+AGAIN = {"role": "user", "content": "And now?"}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+CALL = {"id": "abcdef012", "type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
+CALLED, TOLD = {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "assistant", "content": "Left."}
+RESULT = {"role": "tool", "content": "a wall", "tool_call_id": CALL["id"]}
+CONTINUES = {  # after a tool's result, after the user's next question
+    "Qwen2.5": (True, True),
+    "Qwen3": (True, False),
+    "Qwen3, no thinking": (False, False),
+    "Qwen3-2507 instruct": (True, True),
+    "Qwen3-2507 thinking": (True, False),
+    "Qwen3.5": (True, False),
+    "Qwen3.5, no thinking": (True, False),
+    "Llama-3.1, 3.3": (True, True),
+    "Mistral-Small": (True, False),
+    "DeepSeek-V3": (True, True),
+    "DeepSeek-R1": (True, False),
+    "GLM-4.5": (True, False),
+    "gpt-oss": (True, False),
+}
+
+
+def load(tmp_path: Path, name: str) -> ChatTemplate:
+    config = ModelConfig(chat_template_kwargs=dict(FAMILIES[name].kwargs))
+    return load_chat_template(save_family(tmp_path, FAMILIES[name]), config)
+
+
+def record(
+    recording: ConversationRecording,
+    template: ChatTemplate,
+    messages: list[Any],
+    said: str,
+    *,
+    answer: Any,
+    **more: Any,
+) -> RecordedTurn:
+    """Record the answer `said`, special tokens included, which the client receives as `answer`."""
+    prompt = recording.chat_prompt(messages, tools=more.pop("tools", None), **more)
+    ids = template.encode(said)
+    completion = Completion(token_ids=ids, logprobs=[-1.0] * len(ids), versions=[1] * len(ids), finish_reason="stop")
+    return recording.record_answer(prompt, completion, answer=answer, is_trained=True, started_at=0.0, generate_s=0.0)
+
+
+def thinking(template: ChatTemplate, name: str, message: Any) -> Any:
+    """Return an answer as a client that keeps thoughts sends it."""
+    if not FAMILIES[name].thought:
+        return message
+    if template.form.has_thought_fields:
+        return {**message, "reasoning_content": "mm"}
+    return {**message, "content": "<think>\nmm\n</think>\n\n"} if "tool_calls" in message else message
+
+
+@pytest.mark.parametrize("name", CONTINUES)
+def test_each_prompt_of_a_tool_conversation_is_what_a_server_would_render(tmp_path: Path, name: str) -> None:
+    """The answers are written as the template writes them, so that rendering all of it anew gives the same ids."""
+    family, template = FAMILIES[name], load(tmp_path, name)
+    recording = ConversationRecording(template)
+    messages = [RULES, QUESTION]
+    first = record(recording, template, messages, family.say_call("look", {"x": 1}), answer=CALLED, tools=TOOLS)
+    messages = [*messages, CALLED, RESULT]
+    second = record(recording, template, messages, family.say("Left."), answer=TOLD, tools=TOOLS)
+    third = recording.chat_prompt([*messages, TOLD, AGAIN], tools=TOOLS)
+    called, told = (thinking(template, name, message) for message in (CALLED, TOLD))
+    wanted = [[RULES, QUESTION], [RULES, QUESTION, called, RESULT], [RULES, QUESTION, called, RESULT, told, AGAIN]]
+    for prompt, conversation in zip((first.prompt, second.prompt, third), wanted, strict=True):
+        expected = template.encode(template.render(conversation, tools=TOOLS))
+        assert template.decode_all(prompt.token_ids()) == template.decode_all(expected)
+        assert prompt.token_ids() == expected
+    assert (second.prompt.parent is first, third.parent is second) == CONTINUES[name]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "<think>\nmm\n</think>\nLeft.<|im_end|>",
+        "<think>\nmm\n\n</think>\n\n\nLeft.\n<|im_end|>",
+        "<think></think>Left.<|im_end|>",
+        "<think>\n\n</think>\n\nLeft.<|im_end|>",
+        "<think>mm</think>Left.<|endoftext|>",
+        "<think>\nmm\n</think>\n\nLeft.",
+    ],
+)
+def test_a_newline_that_the_model_chose_does_not_start_a_branch(tmp_path: Path, said: str) -> None:
+    template = load(tmp_path, "Qwen3")
+    recording = ConversationRecording(template)
+    turn = record(recording, template, [QUESTION], said, answer=CALLED)
+    prompt = recording.chat_prompt([QUESTION, CALLED, RESULT], tools=None)
+    assert prompt.parent is turn
+    assert prompt.token_ids()[: len(turn.token_ids())] == turn.token_ids()
+    added = template.decode_all(prompt.new_token_ids)
+    assert added.count("<|im_end|>") == (1 if said.endswith("<|im_end|>") else 2), added
+
+
+def test_an_answer_that_the_template_trims_is_continued(tmp_path: Path) -> None:
+    template = load(tmp_path, "Llama-3.1, 3.3")
+    recording = ConversationRecording(template)
+    turn = record(recording, template, [QUESTION], "Left.\n\n<|eot_id|>", answer={**TOLD, "content": "Left.\n\n"})
+    assert recording.chat_prompt([QUESTION, TOLD, AGAIN], tools=None).parent is turn
+
+
+def test_a_long_tool_loop_of_a_thinking_model_is_one_conversation(tmp_path: Path) -> None:
+    family, template = FAMILIES["Qwen3"], load(tmp_path, "Qwen3")
+    recording = ConversationRecording(template)
+    messages: list[Any] = [QUESTION]
+    for number in range(8):
+        said = family.say_call("look", {"x": 1}, thought="m" * number)
+        record(recording, template, messages, said, answer=CALLED)
+        messages = [*messages, CALLED, RESULT]
+    assert len(recording.leaves()) == 1
+
+
+def test_a_request_may_switch_thinking_off(tmp_path: Path) -> None:
+    template = load(tmp_path, "Qwen3")
+    recording = ConversationRecording(template)
+    prompt = recording.chat_prompt([QUESTION], tools=None, template_kwargs={"enable_thinking": False})
+    assert template.decode_all(prompt.token_ids()).endswith("<think>\n\n</think>\n\n")
+
+
+def test_a_huge_message_is_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = load(tmp_path, "Qwen2.5")
+    recording = ConversationRecording(template)
+    huge = {"role": "user", "content": "a word <|im_end|> and another " * 10_000}
+    turn = record(recording, template, [huge], "Left.<|im_end|>", answer=TOLD)
+    encoded: list[str] = []
+    encode = ChatTemplate.encode
+    monkeypatch.setattr(ChatTemplate, "encode", lambda self, text: [encoded.append(text), encode(self, text)][1])
+    assert recording.chat_prompt([huge, TOLD, AGAIN], tools=None).parent is turn
+    assert max(map(len, encoded)) < 200
