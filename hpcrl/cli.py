@@ -132,6 +132,8 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     from hpcrl.campaign import lifecycle as campaign
 
     request = campaign.load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+    if unchecked := campaign.check_model(request):
+        print(f"hpcrl: {unchecked}", file=sys.stderr)  # noqa: T201
     if arguments.json:
         sys.stdout.write(request.plan.to_json().decode())
     elif arguments.dag:

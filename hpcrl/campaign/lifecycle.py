@@ -5,7 +5,8 @@ preview_script, dry_run, submit                 before and at submission
 resume, stop_gracefully, stop_now               later
 final_summary                                   the text at the end
 read_submission, read_site                      recorded facts of a job and a campaign
-CHECK_TIMEOUT_S, STOP_TIMEOUT_S                 limits of checking user code and of stopping a job
+check_model                                     the part of check_request that is about the model
+CHECK_TIMEOUT_S, MODEL_CHECK_TIMEOUT_S, STOP_TIMEOUT_S  limits of checking user code and model, of stopping a job
 """
 
 import os
@@ -21,6 +22,7 @@ from typing import TypeVar
 import msgspec
 
 from hpcrl.campaign import directory
+from hpcrl.campaign.model_check import MISSING_PACKAGE
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
 from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.site import Site, load_site
@@ -35,6 +37,7 @@ from hpcrl.system.processes import is_alive
 
 T = TypeVar("T")
 CHECK_TIMEOUT_S = 120
+MODEL_CHECK_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 30.0
 
 
@@ -51,23 +54,18 @@ def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> C
     """Load recipe and site, and make the plan; settings are `key=value` of the recipe, `site.key=value` of the site."""
     site_settings = tuple(s.removeprefix("site.") for s in settings if s.startswith("site."))
     recipe_settings = tuple(s for s in settings if not s.startswith("site."))
-    loaded_recipe = _resolve_task_paths(
-        _resolve_model_path(load_recipe(recipe, settings=recipe_settings)), beside=find_toml("recipes", recipe).parent
+    loaded_recipe = _resolve_paths(
+        load_recipe(recipe, settings=recipe_settings), beside=find_toml("recipes", recipe).parent
     )
     loaded_site = load_site(site, settings=site_settings)
     return CampaignRequest(recipe=loaded_recipe, site=loaded_site, plan=make_plan(loaded_recipe, loaded_site))
 
 
-def _resolve_model_path(recipe: Recipe) -> Recipe:
-    """Make the model's path absolute: a relative path would mean another directory on the workers' nodes."""
-    if recipe.model.path is None:
-        return recipe
-    path = Path(recipe.model.path).expanduser().absolute()
-    return msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, path=str(path)))
+def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
+    """Make paths absolute, as a relative one would mean another directory on the workers' nodes.
 
-
-def _resolve_task_paths(recipe: Recipe, *, beside: Path) -> Recipe:
-    """Make the paths of task sets absolute: a file beside the recipe, else one in the current directory."""
+    A file is looked for beside the recipe, then in the current directory.
+    """
 
     def resolve(path: str) -> str:
         near = beside / Path(path).expanduser()
@@ -81,7 +79,12 @@ def _resolve_task_paths(recipe: Recipe, *, beside: Path) -> Recipe:
         if (tasks := domain.task_set) is not None:
             found = {"path": resolve_all(tasks.path), "held_out_path": resolve_all(tasks.held_out_path)}
             domains[name] = msgspec.structs.replace(domain, tasks=msgspec.structs.replace(tasks, **found))
-    return msgspec.structs.replace(recipe, domains=domains)
+    model = msgspec.structs.replace(
+        recipe.model,
+        path=recipe.model.path and str(Path(recipe.model.path).expanduser().absolute()),
+        chat_template=recipe.model.chat_template and resolve(recipe.model.chat_template),
+    )
+    return msgspec.structs.replace(recipe, model=model, domains=domains)
 
 
 def preview_script(request: CampaignRequest, *, name: str) -> str:
@@ -128,7 +131,41 @@ def check_request(request: CampaignRequest) -> None:
     if request.site.scheduler == "slurm":
         slurm.require_slurm(request.site)
         slurm.make_site_environment(request.site)
+    if unchecked := check_model(request):
+        raise ConfigError(unchecked)
     _check_user_code(request)
+
+
+def check_model(request: CampaignRequest) -> str:
+    """Check the model with the interpreter of the jobs; raise ConfigError, or return a note on what was not checked."""
+    path = request.recipe.model.path
+    if path is not None and not Path(path).is_dir():
+        return f"model.path = {path!r} is not on this machine, so the model is not checked"
+    if path is None and request.recipe.model.chat_template is None:
+        return ""
+    command = [choose_python(request.site), "-m", "hpcrl.campaign.model_check"]
+    try:
+        completed = subprocess.run(
+            command,
+            input=msgspec.json.encode(request.recipe),
+            capture_output=True,
+            check=False,
+            timeout=MODEL_CHECK_TIMEOUT_S,
+        )
+    except OSError as error:
+        return f"the model is not checked: the site's python {command[0]!r} cannot be run here ({error.strerror})"
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"model.path = {path!r}: its chat template did not render a short conversation in "
+            f"{MODEL_CHECK_TIMEOUT_S} s: set model.chat_template to one that ends"
+        ) from error
+    message = " ".join(completed.stdout.decode(errors="replace").splitlines())
+    if completed.returncode == MISSING_PACKAGE:
+        return f"the model is not checked: {command[0]} lacks the package {message}: pip install 'hpcrl[local]' there"
+    if completed.returncode:
+        lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["its check ended without a message"]
+        raise ConfigError(f"recipe {request.recipe.name!r}: {message or lines[-1]}")
+    return ""
 
 
 def _check_user_code(request: CampaignRequest) -> None:

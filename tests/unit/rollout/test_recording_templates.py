@@ -58,7 +58,7 @@ def record(
 
 def thinking(template: ChatTemplate, name: str, message: Any) -> Any:
     """Return an answer as a client that keeps thoughts sends it."""
-    if not FAMILIES[name].thought:
+    if not FAMILIES[name].thought or message["role"] != "assistant":
         return message
     if template.form.has_thought_fields:
         return {**message, "reasoning_content": "mm"}
@@ -75,9 +75,9 @@ def test_each_prompt_of_a_tool_conversation_is_what_a_server_would_render(tmp_pa
     messages = [*messages, CALLED, RESULT]
     second = record(recording, template, messages, family.say("Left."), answer=TOLD, tools=TOOLS)
     third = recording.chat_prompt([*messages, TOLD, AGAIN], tools=TOOLS)
-    called, told = (thinking(template, name, message) for message in (CALLED, TOLD))
-    wanted = [[RULES, QUESTION], [RULES, QUESTION, called, RESULT], [RULES, QUESTION, called, RESULT, told, AGAIN]]
-    for prompt, conversation in zip((first.prompt, second.prompt, third), wanted, strict=True):
+    wanted = [[RULES, QUESTION], [RULES, QUESTION, CALLED, RESULT], [RULES, QUESTION, CALLED, RESULT, TOLD, AGAIN]]
+    for prompt, sent in zip((first.prompt, second.prompt, third), wanted, strict=True):
+        conversation = sent if prompt.parent is None else [thinking(template, name, message) for message in sent]
         expected = template.encode(template.render(conversation, tools=TOOLS))
         assert template.decode_all(prompt.token_ids()) == template.decode_all(expected)
         assert prompt.token_ids() == expected

@@ -1,0 +1,84 @@
+"""Check a recipe's model without torch: `python -m hpcrl.campaign.model_check < recipe.json`.
+
+    check_model      raise ConfigError for what would refuse the model only in the job
+    main             the same as a command: the refusal is on standard output
+    MISSING_PACKAGE  the exit code if a package is missing here, whose name is then on standard output
+
+It is a separate process with limits on time and memory, since a chat template is a program that may run without end.
+"""
+
+import resource
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import ConfigError, HpcrlError
+
+MISSING_PACKAGE = 3
+MAX_MEMORY_BYTES = 4 << 30
+GENERATING_MODELS = ("ForCausalLM", "ForConditionalGeneration")
+"""The ends of the names of architectures that generate text."""
+
+
+def main() -> int:
+    recipe = msgspec.json.decode(sys.stdin.buffer.read(), type=Recipe)
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    try:
+        check_model(recipe)
+    except HpcrlError as error:
+        sys.stdout.write(str(error))
+        return 2
+    except ModuleNotFoundError as error:
+        sys.stdout.write(str(error.name))
+        return MISSING_PACKAGE
+    return 0
+
+
+def check_model(recipe: Recipe) -> None:
+    """Check architecture, context length and chat template; those of a tiny model are known to be good."""
+    from hpcrl.models.chat_layout import load_chat_layout
+    from hpcrl.models.model_config import read_context_length, read_model_config
+
+    if recipe.model.path is None:
+        if recipe.model.chat_template is not None:
+            raise ConfigError("model.chat_template needs model.path: a tiny model has a template already")
+        return
+    path = Path(recipe.model.path)
+    try:
+        fields = read_model_config(path / "config.json").fields
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path / 'config.json'} is not a model's configuration: {error}") from error
+    read_context_length(path, max_model_len=recipe.engine.max_model_len)
+    _check_architecture(recipe, fields)
+    load_chat_layout(path, recipe.model)
+
+
+def _check_architecture(recipe: Recipe, fields: dict[str, Any]) -> None:
+    names = fields.get("architectures") or []
+    if names and not any(str(name).endswith(GENERATING_MODELS) for name in names):
+        raise ConfigError(
+            f"model.path = {recipe.model.path!r} is a {', '.join(map(str, names))}, which generates no text: choose a "
+            f"model whose architecture ends in {' or '.join(GENERATING_MODELS)}"
+        )
+    if recipe.train.trainer != "megatron":
+        return
+    from hpcrl.trainers.megatron.weight_names import check_parallelism, read_model_dims
+
+    defaults = {"tie_word_embeddings": False, "num_key_value_heads": fields.get("num_attention_heads")}
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    try:
+        dims = read_model_dims(
+            SimpleNamespace(**{**defaults, **fields, "rope_parameters": {**rope, "rope_type": rope_type}})
+        )
+    except AttributeError as error:
+        raise ConfigError(f"{recipe.model.path}/config.json lacks a field: {error}") from error
+    check_parallelism(dims, num_tp=recipe.train.tensor_parallel, num_pp=recipe.train.pipeline_parallel)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What would refuse a model in the job is refused on the login node, in one line and without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.campaign import lifecycle
+from hpcrl.campaign.model_check import check_model
+from hpcrl.errors import ConfigError, HpcrlError
+from tests.support.model_templates import FAMILIES, save_family
+
+NEVER_ENDS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_family(tmp_path / "model", FAMILIES["Qwen3"])
+
+
+def request_of(model: Path, *settings: str) -> lifecycle.CampaignRequest:
+    return lifecycle.load_request("quickstart", site="local", settings=(f'model.path="{model}"', *settings))
+
+
+def change_config(model: Path, **changes: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_current_families_are_accepted(tmp_path: Path, home: Path, name: str) -> None:
+    check_model(request_of(save_family(tmp_path / "m", FAMILIES[name])).recipe)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "problem"),
+    [
+        ({"architectures": ["BertForMaskedLM"]}, (), "BertForMaskedLM, which generates no text"),
+        ({"max_position_embeddings": None}, (), r"set engine\.max_model_len"),
+        ({"model_type": "glm4_moe"}, ('train.trainer="megatron"',), "glm4_moe"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ('train.trainer="megatron"',), "yarn"),
+        ({}, ('train.trainer="megatron"',), "lacks a field"),
+        ({}, ('model.chat_template="none.jinja"',), r"none\.jinja"),
+    ],
+)
+def test_a_model_that_a_job_would_refuse_is_refused(
+    model: Path, home: Path, changes: Any, settings: tuple[str, ...], problem: str
+) -> None:
+    change_config(model, **changes)
+    with pytest.raises(HpcrlError, match=problem) as refused:
+        check_model(request_of(model, *settings).recipe)
+    assert "\n" not in str(refused.value)
+
+
+def test_parallelism_that_does_not_divide_the_model_is_refused(model: Path, home: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    change_config(model, **sizes, num_key_value_heads=2)
+    check_model(request_of(model, 'train.trainer="megatron"').recipe)
+    parallel = ("train.pipeline_parallel=2", "resources.train.num_workers=2")
+    with pytest.raises(HpcrlError, match=r"train\.pipeline_parallel = 2"):
+        check_model(request_of(model, 'train.trainer="megatron"', *parallel).recipe)
+
+
+def test_submission_refuses_a_bad_template_and_leaves_no_campaign(model: Path, home: Path) -> None:
+    (model / "chat_template.jinja").write_text("{{ raise_exception('not today') }}")
+    with pytest.raises(ConfigError, match=r"recipe 'quickstart': .*not today"):
+        lifecycle.submit(request_of(model))
+    assert not list(home.glob("campaigns/*"))
+
+
+def test_a_template_that_never_ends_is_refused(model: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "MODEL_CHECK_TIMEOUT_S", 1)
+    (model / "chat_template.jinja").write_text(NEVER_ENDS)
+    with pytest.raises(ConfigError, match=r"set model\.chat_template to one that ends"):
+        lifecycle.check_model(request_of(model))
+
+
+def test_a_template_that_takes_all_memory_is_refused(model: Path, home: Path) -> None:
+    (model / "chat_template.jinja").write_text("{{ ('x' * 10 ** 11)|length }}")
+    with pytest.raises(ConfigError, match="refuses this conversation"):
+        lifecycle.check_model(request_of(model))
+
+
+def test_a_model_on_another_machine_is_planned_with_a_note(tmp_path: Path, home: Path) -> None:
+    assert "is not on this machine" in lifecycle.check_model(request_of(tmp_path / "elsewhere"))
+
+
+def test_a_template_file_beside_the_recipe_is_found(model: Path, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(FAMILIES["Qwen3"].template)
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        f'extends = "quickstart"\nname = "mine"\n[model]\npath = "{model}"\nchat_template = "chat.jinja"\n'
+    )
+    loaded = lifecycle.load_request(str(recipe), site="local").recipe
+    assert loaded.model.chat_template == str(tmp_path / "chat.jinja")
+    check_model(loaded)
+
+
+def test_the_check_imports_no_torch(model: Path, home: Path) -> None:
+    modules = "hpcrl.models.chat_layout, hpcrl.models.model_config, hpcrl.trainers.megatron.weight_names"
+    heavy = (
+        f"import sys, {modules}; print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
