@@ -112,6 +112,14 @@ class CurriculumUpdated(CampaignEvent, frozen=True, kw_only=True, tag="curriculu
     weights: dict[str, float]
 
 
+class ParsersChosen(CampaignEvent, frozen=True, kw_only=True, tag="parsers"):
+    """An env worker chose how answers to agent programs are read (docs/agents.md)."""
+
+    tool_parser: str
+    reasoning_parser: str
+    reason: str = ""
+
+
 class TurnRouted(CampaignEvent, frozen=True, kw_only=True, tag="route"):
     """The router's decision about one turn; a sample of them is written."""
 

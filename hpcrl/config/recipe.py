@@ -183,6 +183,23 @@ class SimulatedEngineConfig(ConfigTable, frozen=True, kw_only=True):
         return [named] if isinstance(named, str) else named
 
 
+AUTO_PARSER, VLLM_PARSER_PREFIX = "auto", "vllm:"
+TOOL_PARSER_NAMES = (
+    "hermes",
+    "qwen3-coder",
+    "glm",
+    "deepseek",
+    "mistral",
+    "gpt-oss",
+    "llama",
+    "pythonic",
+    "gemma",
+    "phi",
+    "none",
+)
+REASONING_PARSER_NAMES = ("think", "magistral", "gemma", "gpt-oss", "none")
+
+
 class EngineConfig(ConfigTable, frozen=True, kw_only=True):
     """The inference engine that serves prefill and decode."""
 
@@ -203,6 +220,11 @@ class EngineConfig(ConfigTable, frozen=True, kw_only=True):
     """With vLLM: the time a server may take until it can generate."""
     vllm_args: list[str] = []
     """With vLLM: further arguments of its server."""
+    tool_parser: str = AUTO_PARSER
+    """How tool calls of agent programs are found in generated text: a family of models (docs/agents.md), "none", or
+    "vllm:NAME" for one of vLLM's parsers; auto: by the model's chat template."""
+    reasoning_parser: str = AUTO_PARSER
+    """How thoughts are found, likewise."""
     sim: SimulatedEngineConfig = SimulatedEngineConfig()
 
 

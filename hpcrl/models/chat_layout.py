@@ -132,6 +132,7 @@ def _load_template(model_dir: Path, config: ModelConfig) -> tuple[ChatTemplate, 
         mark_pattern=re.compile(f"({'|'.join(map(re.escape, sorted(marks, key=len, reverse=True))) or '(?!)'})"),
         mark_names=names,
         source=source,
+        text=text,
         kwargs=config.chat_template_kwargs,
     )
     pieces = _split_layout(template, declared)

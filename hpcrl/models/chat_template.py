@@ -59,6 +59,8 @@ class ChatTemplate:
     mark_names: Mapping[str, str]
     """The template's names of some marks, such as `eos_token`."""
     source: Path
+    text: str = ""
+    """The template itself."""
     close_id: int | None = None
     """The token that ends the model's turn in the history; None if it is no special token."""
     close_ids: frozenset[int] = frozenset()

@@ -4,8 +4,21 @@ check_recipe             raise a PlanError for the first conflict, with a fix
 find_megatron_conflict   the first setting that trainer "megatron" does not support
 """
 
+from collections.abc import Collection
+
 from hpcrl.config.pipeline import check_user_nodes
-from hpcrl.config.recipe import ROLES, EngineConfig, Recipe, SimulatedEngineConfig, TrainConfig, WorkerResources
+from hpcrl.config.recipe import (
+    AUTO_PARSER,
+    REASONING_PARSER_NAMES,
+    ROLES,
+    TOOL_PARSER_NAMES,
+    VLLM_PARSER_PREFIX,
+    EngineConfig,
+    Recipe,
+    SimulatedEngineConfig,
+    TrainConfig,
+    WorkerResources,
+)
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
@@ -171,6 +184,8 @@ def _check_engine(recipe: Recipe) -> None:
             'has one process: set it to 1, or choose backend = "vllm"'
         )
     _check_simulated(engine)
+    _check_parser("engine.tool_parser", engine.tool_parser, TOOL_PARSER_NAMES)
+    _check_parser("engine.reasoning_parser", engine.reasoning_parser, REASONING_PARSER_NAMES)
     for role in ("prefill", "decode"):
         gpus = getattr(recipe.resources, role).gpus_per_worker
         if gpus % engine.pipeline_parallel:
@@ -184,6 +199,14 @@ def _check_engine(recipe: Recipe) -> None:
                 f"model.tiny.num_heads = {tiny.num_heads} cannot be divided among the {per_stage} GPUs of a {role} "
                 f"worker's stage: lower resources.{role}.gpus_per_worker"
             )
+
+
+def _check_parser(setting: str, name: str, names: Collection[str]) -> None:
+    if name not in (AUTO_PARSER, *names) and not (
+        name.startswith(VLLM_PARSER_PREFIX) and name.removeprefix(VLLM_PARSER_PREFIX)
+    ):
+        known = ", ".join([AUTO_PARSER, *names])
+        raise PlanError(f"{setting} = {name!r} is not known: choose one of {known}, or {VLLM_PARSER_PREFIX}NAME")
 
 
 def _check_simulated(engine: EngineConfig) -> None:

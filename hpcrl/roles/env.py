@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
-from hpcrl.campaign_dir.events import CurriculumUpdated, FaultReported
+from hpcrl.campaign_dir.events import CurriculumUpdated, FaultReported, ParsersChosen
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.engines.base import Completion, InferenceEngine
@@ -26,9 +26,12 @@ from hpcrl.envs.pool import open_env
 from hpcrl.errors import SpoolError
 from hpcrl.learn.evaluations import EvaluationStore
 from hpcrl.models.chat_layout import load_chat_layout, load_chat_template
+from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.models.model_config import read_context_length
 from hpcrl.roles.context import WorkerContext
 from hpcrl.rollout.admission import AdmissionControl, compute_share
+from hpcrl.rollout.agents.answer_parser import AnswerParser
+from hpcrl.rollout.agents.parser_choice import choose_parsers, make_answer_parser
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.curriculum import Curriculum
 from hpcrl.rollout.episode import ConversationLayout, loop_time
@@ -82,9 +85,21 @@ async def _run_env_worker(context: WorkerContext) -> None:
             async with contextlib.AsyncExitStack() as stack:
                 if env_worker.task_queue.program_domains:
                     template = load_chat_template(context.campaign.model, context.recipe.model)
-                    proxy = ModelProxy(env_worker.policy, template=template)
+                    proxy = ModelProxy(env_worker.policy, template=template, parser=_choose_parser(context, template))
                     env_worker.player.proxy = await stack.enter_async_context(proxy)
                 await env_worker.run_until_drained()
+
+
+def _choose_parser(context: WorkerContext, template: ChatTemplate) -> AnswerParser:
+    """Choose how answers are read; one worker reports it."""
+    choice = choose_parsers(template.text, context.recipe.engine)
+    if context.index == 0:
+        context.events.emit(
+            ParsersChosen(
+                tool_parser=choice.tool_parser, reasoning_parser=choice.reasoning_parser, reason=choice.reason
+            )
+        )
+    return make_answer_parser(choice)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ tool calls and results are written, which roles it renders. The texts of the fam
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +99,12 @@ _QWEN_CALLS = """\
 {{- '\n' if content or not loop.first else '' }}
 {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}{{ call.function.arguments | tojson }}
 {{- '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"""
+_QWEN35_CALLS = """\
+{%- for call in m.tool_calls or [] %}
+{{- ('\n\n' if content else '') if loop.first else '\n' }}{{ '<tool_call>\n<function=' + call.function.name + '>\n' }}
+{%- for name, value in call.function.arguments.items() %}
+{{- '<parameter=' + name + '>\n' + value|string + '\n</parameter>\n' }}{% endfor %}
+{{- '</function>\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"""
 _QWEN_SPLIT = """\
 {%- set content = m.content or '' %}{% set thought = '' %}
 {%- if m.reasoning_content is string %}{% set thought = m.reasoning_content %}
@@ -106,7 +113,7 @@ _QWEN_SPLIT = """\
 {%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"""
 
 
-def _qwen(assistant: str, *, opening: str, before: str = "", others: str = "") -> str:
+def _qwen(assistant: str, *, opening: str, before: str = "", others: str = "", calls: str = _QWEN_CALLS) -> str:
     return (
         _QWEN_TOOLS
         + before
@@ -115,7 +122,7 @@ def _qwen(assistant: str, *, opening: str, before: str = "", others: str = "") -
         + (others or "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}")
         + "{%- elif m.role == 'assistant' %}"
         + assistant
-        + _QWEN_CALLS
+        + calls
         + "{%- elif m.role == 'tool' %}"
         + _QWEN_TOOL_RESULT
         + "{%- endif %}{%- endfor %}"
@@ -156,8 +163,13 @@ _CHATML: dict[str, Any] = {
 _THOUGHT, _THOUGHT_REST = "<think>\n{}\n</think>\n\n", "{}\n</think>\n\n"
 _QWEN3 = _qwen(_QWEN3_ASSISTANT, opening=_NO_THINK, before=_QWEN_LAST_QUERY)
 _QWEN35 = _qwen(
-    _QWEN35_ASSISTANT, opening=_QWEN35_OPENING, before=_QWEN_LAST_QUERY + _QWEN35_NO_QUERY, others=_QWEN35_OTHERS
+    _QWEN35_ASSISTANT,
+    opening=_QWEN35_OPENING,
+    before=_QWEN_LAST_QUERY + _QWEN35_NO_QUERY,
+    others=_QWEN35_OTHERS,
+    calls=_QWEN35_CALLS,
 )
+_QWEN35_CALL = "<tool_call>\n<function={name}>\n<parameter=x>\n{x}\n</parameter>\n</function>\n</tool_call>"
 
 # ---- others
 
@@ -220,7 +232,13 @@ _GEMMA = """\
 {{- m['content']|trim + '<end_of_turn>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
 
-_DEEPSEEK = """\
+
+def _with_bars(text: str) -> str:
+    """Return the text with DeepSeek's marks: their bars and spaces are characters of their own."""
+    return re.sub(r"<\|(\w+)\|>", lambda mark: f"<\uff5c{mark[1]}\uff5c>".replace("_", "\u2581"), text)
+
+
+_DEEPSEEK = _with_bars("""\
 {%- set ns = namespace(rules='', is_tool=false, is_output_first=true) %}
 {%- for m in messages %}{% if m.role == 'system' %}{% set ns.rules = ns.rules + m.content %}{% endif %}{% endfor %}
 {{- bos_token + ns.rules }}
@@ -229,8 +247,9 @@ _DEEPSEEK = """\
 {%- elif m.role == 'assistant' and m.tool_calls %}{% set ns.is_tool = false %}{{ '<|Assistant|>' + (m.content or '') }}
 {{- '<|tool_calls_begin|>' }}
 {%- for call in m.tool_calls %}
-{{- '<|tool_call_begin|>function<|tool_sep|>' + call['function']['name'] + '\n' + call['function']['arguments'] }}
-{{- '<|tool_call_end|>' }}{% endfor %}{{ '<|tool_calls_end|><|end_of_sentence|>' }}
+{{- '<|tool_call_begin|>function<|tool_sep|>' + call['function']['name'] }}
+{{- '\n```json\n' + call['function']['arguments'] + '\n```<|tool_call_end|>' }}
+{%- endfor %}{{ '<|tool_calls_end|><|end_of_sentence|>' }}
 {%- elif m.role == 'assistant' %}
 {%- if ns.is_tool %}{{ '<|tool_outputs_end|>' + m.content + '<|end_of_sentence|>' }}{% set ns.is_tool = false %}
 {%- else %}{% set content = m.content.split('</think>')[-1] if drops_thoughts else m.content %}
@@ -240,7 +259,7 @@ _DEEPSEEK = """\
 {{- '<|tool_output_begin|>' + m.content + '<|tool_output_end|>' }}{% endif %}
 {%- endfor %}
 {%- if ns.is_tool %}{{ '<|tool_outputs_end|>' }}{% endif %}
-{%- if add_generation_prompt and not ns.is_tool %}{{ '<|Assistant|>' + opening }}{% endif %}"""
+{%- if add_generation_prompt and not ns.is_tool %}{{ '<|Assistant|>' + opening }}{% endif %}""")
 
 _GLM = """\
 [gMASK]<sop>{% if tools %}<|system|>
@@ -258,7 +277,8 @@ _GLM = """\
 {{- '\n<think>' + (thought.strip() if loop.index0 > ns.last else '') + '</think>' }}
 {%- if content.strip() %}{{ '\n' + content.strip() }}{% endif %}
 {%- for call in m.tool_calls or [] %}{{ '\n<tool_call>' + call.function.name }}
-{%- for name, value in call.function.arguments.items() %}{{ '\n<arg>' + name + '=' + value|string }}{% endfor %}
+{%- for name, value in call.function.arguments.items() %}
+{{- '\n<arg_key>' + name + '</arg_key>\n<arg_value>' + value|string + '</arg_value>' }}{% endfor %}
 {{- '\n</tool_call>' }}{% endfor %}
 {%- elif m.role == 'tool' %}
 {{- '<|observation|>' if loop.first or messages[loop.index0 - 1].role != 'tool' else '' }}
@@ -308,16 +328,21 @@ _PHI = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"""
 
 _DEEPSEEK_MARKS: dict[str, Any] = {
-    "special": (
-        *("<|begin_of_sentence|>", "<|end_of_sentence|>", "<|User|>", "<|Assistant|>"),
-        *(f"<|tool_{name}|>" for name in ("calls_begin", "calls_end", "call_begin", "call_end", "sep")),
-        *(f"<|tool_{name}|>" for name in ("outputs_begin", "outputs_end", "output_begin", "output_end")),
+    "special": tuple(
+        _with_bars(f"<|{name}|>")
+        for name in (
+            *("begin_of_sentence", "end_of_sentence", "User", "Assistant"),
+            *("tool_calls_begin", "tool_calls_end", "tool_call_begin", "tool_call_end", "tool_sep"),
+            *("tool_outputs_begin", "tool_outputs_end", "tool_output_begin", "tool_output_end"),
+        )
     ),
-    "bos": "<|begin_of_sentence|>",
-    "eos": "<|end_of_sentence|>",
-    "end": "<|end_of_sentence|>",
-    "call": "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>{name}\n{arguments}<|tool_call_end|>"
-    "<|tool_calls_end|>",
+    "bos": _with_bars("<|begin_of_sentence|>"),
+    "eos": _with_bars("<|end_of_sentence|>"),
+    "end": _with_bars("<|end_of_sentence|>"),
+    "call": _with_bars(
+        "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>{name}\n```json\n{arguments}\n```<|tool_call_end|>"
+        "<|tool_calls_end|>"
+    ),
 }
 _LLAMA_MARKS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>")
 _MISTRAL_MARKS = ("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]")
@@ -333,8 +358,10 @@ FAMILIES: dict[str, ModelFamily] = {
         thought=_THOUGHT_REST,
         **_CHATML,
     ),
-    "Qwen3.5": ModelFamily(template=_QWEN35, thought=_THOUGHT_REST, **_CHATML),
-    "Qwen3.5, no thinking": ModelFamily(template=_QWEN35, kwargs={"enable_thinking": False}, **_CHATML),
+    "Qwen3.5": ModelFamily(template=_QWEN35, thought=_THOUGHT_REST, call=_QWEN35_CALL, **_CHATML),
+    "Qwen3.5, no thinking": ModelFamily(
+        template=_QWEN35, kwargs={"enable_thinking": False}, call=_QWEN35_CALL, **_CHATML
+    ),
     "Llama-3.1, 3.3": ModelFamily(
         template=_LLAMA,
         special=(*_LLAMA_MARKS, "<|eom_id|>", "<|eot_id|>"),
@@ -377,7 +404,7 @@ FAMILIES: dict[str, ModelFamily] = {
         eos="<|endoftext|>",
         stops=("<|endoftext|>", "<|user|>", "<|observation|>"),
         thought="\n<think>{}</think>\n",
-        call="<tool_call>{name}\n<arg>x={x}\n</tool_call>",
+        call="<tool_call>{name}\n<arg_key>x</arg_key>\n<arg_value>{x}</arg_value>\n</tool_call>",
         end="<|user|>",
         end_call="<|observation|>",
     ),

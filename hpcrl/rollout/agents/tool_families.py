@@ -63,14 +63,14 @@ def _deepseek_mark(words: str) -> str:
     return f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")
 
 
-_CALL_BEGIN, _CALL_SEPARATOR, _CALL_END = map(_deepseek_mark, ("tool call begin", "tool sep", "tool call end"))
+CALL_BEGIN, _CALL_SEPARATOR, _CALL_END = map(_deepseek_mark, ("tool call begin", "tool sep", "tool call end"))
 _DEEPSEEK_FRAMES = (_deepseek_mark("tool calls begin"), _deepseek_mark("tool calls end"))
 
 
 def _parse_deepseek(block: str, _: ToolSchemas) -> list[ToolCall] | None:
-    body = block.removeprefix(_CALL_BEGIN).removesuffix(_CALL_END)
+    body = block.removeprefix(CALL_BEGIN).removesuffix(_CALL_END)
     name, _mark, arguments = body.partition(_CALL_SEPARATOR)
-    if name.strip() == "function" and arguments.rstrip().endswith("```"):  # V3 and R1: a type, and a fence
+    if name.strip() == "function" and not arguments.lstrip().startswith("{"):  # V3 and R1: a type, and a fence
         name, _line, arguments = arguments.partition("\n")
         arguments = arguments.strip().removeprefix("```json").removesuffix("```")
     return _all_calls([make_call(name, decode_json(arguments))])
@@ -529,11 +529,11 @@ TOOL_PARSERS: Mapping[str, ToolParser] = {
     ),
     "glm": BlockParser(openings=("<tool_call>",), closings=("</tool_call>",), parse_block=_parse_glm),
     "deepseek": BlockParser(
-        openings=(_CALL_BEGIN,),
+        openings=(CALL_BEGIN,),
         closings=(_CALL_END,),
         frames=_DEEPSEEK_FRAMES,
         parse_block=_parse_deepseek,
-        marks=(_CALL_BEGIN, _CALL_SEPARATOR, _CALL_END, *_DEEPSEEK_FRAMES),
+        marks=(CALL_BEGIN, _CALL_SEPARATOR, _CALL_END, *_DEEPSEEK_FRAMES),
     ),
     "mistral": BlockParser(
         openings=("[TOOL_CALLS]",), parse_block=_parse_mistral, marks=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")

@@ -22,6 +22,7 @@ from hpcrl.campaign_dir.events import (
     JobStarted,
     LayoutChosen,
     NextJobQueued,
+    ParsersChosen,
     RewardJobsScaled,
     RungChanged,
     SegmentScored,
@@ -82,6 +83,11 @@ LINES = [
         '"running": 1, "done": 2, "truncated": 0, "aborted_stale": 0, "aborted_redundant": 0, "env_fault": 0, '
         '"policy_fault": 0, "num_tokens": 30, "turns": 4, "remote_prefills": 3, "groups_lost": 0, "replaced": 0, '
         '"evicted": 0, "by_domain": {"lake": {"done": 2}}, "token_fates": {"lake": {"trained": 30}}',
+    ),
+    (
+        ParsersChosen(tool_parser="hermes", reasoning_parser="think", reason="tool calls by the recipe"),
+        "parsers",
+        '"tool_parser": "hermes", "reasoning_parser": "think", "reason": "tool calls by the recipe"',
     ),
     (CurriculumUpdated(weights={"lake": 0.5}), "curriculum", '"weights": {"lake": 0.5}'),
     (

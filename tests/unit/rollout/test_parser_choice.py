@@ -1,0 +1,117 @@
+"""The choice of parsers by a chat template, and tool loops of families with the parsers that are chosen."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from hpcrl.config.recipe import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, EngineConfig, ModelConfig
+from hpcrl.models.chat_layout import load_chat_template
+from hpcrl.rollout.agents.parser_choice import choose_parsers, make_answer_parser
+from hpcrl.rollout.agents.reasoning_parsers import REASONING_PARSERS
+from hpcrl.rollout.agents.server import ModelProxy
+from hpcrl.rollout.agents.tool_families import TOOL_PARSERS
+from hpcrl.rollout.episode import EpisodeLimits
+from tests.support.model_templates import FAMILIES, save_family
+from tests.support.scripted import Scripted
+from tests.support.sessions import session_of
+
+openai = pytest.importorskip("openai")
+CHOICES = {
+    "Qwen2.5": ("hermes", "none"),
+    "Qwen3": ("hermes", "think"),
+    "Qwen3, no thinking": ("hermes", "think"),
+    "Qwen3-2507 instruct": ("hermes", "none"),
+    "Qwen3-2507 thinking": ("hermes", "think"),
+    "Qwen3.5": ("qwen3-coder", "think"),
+    "Qwen3.5, no thinking": ("qwen3-coder", "think"),
+    "Llama-3.1, 3.3": ("llama", "none"),
+    "Mistral-Small": ("mistral", "none"),
+    "Gemma-3": ("gemma", "none"),
+    "DeepSeek-V3": ("deepseek", "think"),  # the template of the tests is one for V3 and R1
+    "DeepSeek-R1": ("deepseek", "think"),
+    "GLM-4.5": ("glm", "think"),
+    "gpt-oss": ("gpt-oss", "gpt-oss"),
+    "Phi-4": ("hermes", "none"),  # whose template writes no calls
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}},
+    }
+]
+LIMITS = EpisodeLimits(max_turns=8, max_new_tokens=64, context_length=4096, max_lag=1)
+
+
+@pytest.mark.parametrize(("name", "parsers"), CHOICES.items())
+def test_the_template_of_a_family_decides_its_parsers(name, parsers):
+    choice = choose_parsers(FAMILIES[name].template, EngineConfig())
+    assert (choice.tool_parser, choice.reasoning_parser) == parsers
+
+
+def test_the_recipe_overrides_the_template():
+    engine = EngineConfig(tool_parser="pythonic", reasoning_parser="none")
+    choice = choose_parsers(FAMILIES["Qwen3"].template, engine)
+    assert choice == ("pythonic", "none", "tool calls by the recipe, thoughts by the recipe")
+
+
+def test_a_template_without_marks_gets_the_default():
+    choice = choose_parsers("{{ messages }}", EngineConfig())
+    assert choice[:2] == ("hermes", "none")
+    assert "default" in choice.reason
+
+
+def test_the_names_that_a_recipe_may_give_are_those_of_the_parsers():
+    assert set(TOOL_PARSER_NAMES) == set(TOOL_PARSERS)
+    assert set(REASONING_PARSER_NAMES) == set(REASONING_PARSERS)
+
+
+WITHOUT_CALLS = {"Gemma-3", "Phi-4"}
+"""Families whose templates write no calls."""
+WITHOUT_EMPTY_THOUGHTS = {"Qwen3, no thinking"}
+"""Families whose prompts end with empty thoughts that the history leaves out: every turn starts a conversation."""
+UNOPENED_THOUGHTS = {"DeepSeek-R1"}
+"""Families whose prompts open no thoughts after a tool's result."""
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_CALLS])
+def test_a_tool_loop_of_a_family_continues_the_recorded_turns(tmp_path, name):
+    family = FAMILIES[name]
+
+    async def run():
+        template = load_chat_template(save_family(tmp_path, family), model_config(family))
+        later = replace(family, thought="") if name in UNOPENED_THOUGHTS else family
+        words = [family.say_call("look", {"x": 1}), later.say_call("look", {"x": 2}), later.say("Done.")]
+        session = session_of(template, limits=LIMITS)
+        parser = make_answer_parser(choose_parsers(template.text, EngineConfig()))
+        policy = Scripted(template, *words)
+        async with ModelProxy(policy, template=template, parser=parser) as proxy:
+            client = openai.AsyncOpenAI(base_url=proxy.url, api_key=proxy.open(session), max_retries=0)
+            async with client:
+                return await loop(client), session.recording
+
+    (seen, answer), recording = asyncio.run(run())
+    assert seen == [("look", {"x": 1}), ("look", {"x": 2})]
+    assert answer == "Done."
+    parents = [turn.prompt.parent for turn in recording.turns]
+    assert parents == ([None] * 3 if name in WITHOUT_EMPTY_THOUGHTS else [None, *recording.turns[:2]])
+
+
+def model_config(family):
+    return ModelConfig(chat_template_kwargs=dict(family.kwargs))
+
+
+async def loop(client):
+    """Call tools for as long as the model does; return the calls and the last answer."""
+    messages, seen = [{"role": "user", "content": "Look twice."}], []
+    for _ in range(5):
+        answer = await client.chat.completions.create(model="hpcrl", messages=messages, tools=TOOLS)
+        message = answer.choices[0].message
+        if not message.tool_calls:
+            return seen, message.content
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls:
+            seen.append((call.function.name, json.loads(call.function.arguments)))
+            messages.append({"role": "tool", "content": "5", "tool_call_id": call.id})
+    raise AssertionError(messages)
