@@ -308,6 +308,22 @@ def test_shipped_sites_load(site: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        (
+            'engine.tool_parser="qwen"',
+            "engine.tool_parser = 'qwen' is not known: choose one of auto, hermes, qwen3-coder",
+        ),
+        ('engine.tool_parser="vllm:"', "or vllm:NAME"),
+        ('engine.reasoning_parser="hermes"', "choose one of auto, think, magistral"),
+    ],
+)
+def test_a_parser_that_is_not_known_is_refused_with_the_list(setting: str, complaint: str) -> None:
+    with pytest.raises(PlanError, match=complaint):
+        make_plan(load_recipe("quickstart", settings=(setting,)), load_site("lab"))
+
+
+@pytest.mark.parametrize(
     ("settings", "complaint"),
     [
         (("engine.pipeline_parallel=2",), "has one process"),
