@@ -30,8 +30,7 @@ from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.models.model_config import read_context_length
 from hpcrl.roles.context import WorkerContext
 from hpcrl.rollout.admission import AdmissionControl, compute_share
-from hpcrl.rollout.agents.answer_parser import AnswerParser
-from hpcrl.rollout.agents.parser_choice import choose_parsers, make_answer_parser
+from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.curriculum import Curriculum
 from hpcrl.rollout.episode import ConversationLayout, loop_time
@@ -99,7 +98,7 @@ def _choose_parser(context: WorkerContext, template: ChatTemplate) -> AnswerPars
                 tool_parser=choice.tool_parser, reasoning_parser=choice.reasoning_parser, reason=choice.reason
             )
         )
-    return make_answer_parser(choice)
+    return AnswerParser.from_choice(choice)
 
 
 @dataclass(frozen=True, kw_only=True)

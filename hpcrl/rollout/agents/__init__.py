@@ -9,7 +9,6 @@ responses_form, response_items  /v1/responses
 messages_form  /v1/messages
 token_routes   /tokenize
 answer_parser  which parsers read an answer
-parser_choice  the parsers of a model, by its chat template
 tool_parsers, tool_families  tool calls in generated text, by family of models
 reasoning_parsers  thoughts in generated text, by family
 generation     choices, stop strings, streaming

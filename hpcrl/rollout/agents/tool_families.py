@@ -174,7 +174,7 @@ def _convert_argument(text: str, schema: Any) -> Any:
 
 
 def _list_types(schema: Any) -> set[str]:
-    """Return the names of the types that a schema allows; none if it does not say."""
+    """Return the names of the types that a schema allows; none if it names none."""
     if not isinstance(schema, dict):
         return set()
     choices = [schema, *_as_list(schema.get("anyOf")), *_as_list(schema.get("oneOf"))]
@@ -326,7 +326,7 @@ class JsonScanner:
         self._is_text = self._is_escaped = False
 
     def find_end(self, text: str, position: int) -> int | None:
-        """Return the position after the object, or None if it goes on; `position` is where the last call ended."""
+        """Return the position after the object, or None if it is open; `position` is where the last call ended."""
         if self._is_escaped and position < len(text):
             position, self._is_escaped = position + 1, False
         while (found := self._TOKEN.search(text, position)) is not None:

@@ -8,7 +8,7 @@ import pytest
 
 from hpcrl.config.recipe import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, EngineConfig, ModelConfig
 from hpcrl.models.chat_layout import load_chat_template
-from hpcrl.rollout.agents.parser_choice import choose_parsers, make_answer_parser
+from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers
 from hpcrl.rollout.agents.reasoning_parsers import REASONING_PARSERS
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.agents.tool_families import TOOL_PARSERS
@@ -84,7 +84,7 @@ def test_a_tool_loop_of_a_family_continues_the_recorded_turns(tmp_path, name):
         later = replace(family, thought="") if name in UNOPENED_THOUGHTS else family
         words = [family.say_call("look", {"x": 1}), later.say_call("look", {"x": 2}), later.say("Done.")]
         session = session_of(template, limits=LIMITS)
-        parser = make_answer_parser(choose_parsers(template.text, EngineConfig()))
+        parser = AnswerParser.from_choice(choose_parsers(template.text, EngineConfig()))
         policy = Scripted(template, *words)
         async with ModelProxy(policy, template=template, parser=parser) as proxy:
             client = openai.AsyncOpenAI(base_url=proxy.url, api_key=proxy.open(session), max_retries=0)
