@@ -1,65 +1,94 @@
-"""An agent program as an environment: any command that calls a model by OpenAI's API and reports its reward.
+"""An agent program as an environment: any command that calls a model by OpenAI's API and is given a reward.
 
-    AgentProgram    run the command once for each episode, in a sandbox
+    AgentProgram    run the command once for each episode, in a sandbox, and then its judge in another
     find_reward     find the reward in the output of a program
-    INSIDE_PORT, MAX_VARIABLE_CHARS, END_GRACE_S, INHERITED_VARIABLES  constants
+    fill_template   put the fields of a task into a text
+    INSIDE_PORT, INSIDE_WORKDIR, INSIDE_HOME, MAX_VARIABLE_CHARS, END_GRACE_S, INHERITED_VARIABLES,
+    NUM_RESERVED_TASKS, MIN_PROCESSES  constants
 
 The program finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, and its task as one JSON object
 on standard input and in HPCRL_TASK: `seed`, the option `task`, and the fields of a row if the domain has `tasks`. Its
-reward is the last line that it prints, as a number or as {"reward": number}, or what it posts to
-$OPENAI_BASE_URL/hpcrl/reward.
+reward is what its judge says; without a judge the last line that it prints, as a number or as {"reward": number}; or
+what it posts, if posts_reward allows that.
 """
 
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from hpcrl.envs.base import ModelAccess, TaskFields
+from hpcrl.envs.isolation.images import ImageCache, find_image_problem, open_image
 from hpcrl.envs.isolation.program_launcher import ProgramLaunch, ProgramResult
 from hpcrl.envs.isolation.sandbox import (
     SandboxChoice,
     SandboxKind,
     SandboxSpec,
     choose_sandbox,
+    find_disk_problem,
+    find_task_problem,
     list_readable_paths,
     wrap_command,
+    wrap_with_disks,
 )
+from hpcrl.envs.isolation.supervisor import EpisodeOutcome, EpisodeStages, Stage
 from hpcrl.errors import ConfigError, EnvFault
 
 INSIDE_PORT = 8000
 """The port of the model on the loopback of a sandbox, which is private to it."""
+INSIDE_WORKDIR = "/episode/work"
+INSIDE_HOME = "/episode/home"
+"""The same in every sandbox, so that the prompts of a group's episodes are the same."""
 MAX_VARIABLE_CHARS = 100_000
 """A longer task is only on standard input: Linux allows no variable of more than 128 KiB."""
 END_GRACE_S = 5.0
-"""The time limit of a launcher for ending all that it started."""
+"""The time limit of a supervisor for ending all that it started, and for starting it."""
 INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 """The only variables that a program in a sandbox inherits."""
-_LAUNCHER_CODE = (
-    "import sys; sys.path.insert(0, {root!r}); from hpcrl.envs.isolation.program_launcher import main; sys.exit(main())"
+NUM_RESERVED_TASKS = 64
+"""The kernel allows a few more tasks than max_processes, so that the supervisor sees the excess and says so."""
+MIN_PROCESSES = 32
+"""A sandbox and a program have a dozen tasks of their own."""
+_START_CODE = (
+    "import sys; sys.path.insert(0, {root!r}); from hpcrl.envs.isolation.{module} import main; sys.exit(main())"
 )
+_ROOT = Path(__file__).resolve().parents[2]
+_FIELD = re.compile(r"\{(\w+)\}")
+_log = logging.getLogger(__name__)
 
 
 class AgentProgram:
     """An environment that runs `command` for each episode.
 
-    command       a list; `python` is the one that runs hpcrl
+    command       a list; `python` is the one that runs hpcrl, or that of the image
     task          added to the task, beside the seed
     environment   variables to set
     sandbox       auto (apptainer if there is an image, else bubblewrap), apptainer, bubblewrap, or none
-    image         the image for apptainer
+    image         the image for apptainer: a file, or one of a registry such as docker://name; {field} is a task's field
+    image_cache, image_cache_gib  the directory of a node for images of registries, and its size
+    directory     a directory whose content is copied to the working directory; {field} is a task's field
     readable      paths that the program may read in the sandbox, such as that of its code
     timeout_s     for the whole program
-    memory_gib, cpu_s, file_gib    limits of each of its processes: data, CPU time, size of a file
+    judge         a command that is run after the program has ended, in a new sandbox with the same working directory
+    judge_readable  paths that only the judge may read
+    judge_fields  fields of the task that only the judge is given
+    judge_reward  printed: the reward is the last line of the judge; exit-code: it is 1 if the judge ends with 0, else 0
+    judge_timeout_s  for the judge
+    posts_reward  allow the program to post its reward, with a key of its own that it reads from a descriptor
+    cpu_s         CPU time of each of its processes
+    max_processes, max_memory_mb, max_disk_mb  limits of a sandbox as a whole: processes and threads, memory, files
     sampling      recipe: temperature and the like are the recipe's, so that every turn can be trained on; program: as
                   the program requests, and turns sampled differently from the recipe are not trained on
     trains        longest or last: which of its conversations is trained on, if there are several
@@ -73,98 +102,316 @@ class AgentProgram:
         environment: dict[str, str] | None = None,
         sandbox: SandboxChoice = "auto",
         image: str | None = None,
+        image_cache: str | None = None,
+        image_cache_gib: float = 50.0,
+        directory: str | None = None,
         readable: Sequence[str] = (),
         timeout_s: float = 600.0,
-        memory_gib: float = 4.0,
+        judge: Sequence[str] | None = None,
+        judge_readable: Sequence[str] = (),
+        judge_fields: Sequence[str] = (),
+        judge_reward: Literal["printed", "exit-code"] = "printed",
+        judge_timeout_s: float = 600.0,
+        posts_reward: bool = False,
         cpu_s: int = 3600,
-        file_gib: float = 4.0,
+        max_processes: int = 1024,
+        max_memory_mb: int = 8192,
+        max_disk_mb: int = 8192,
         sampling: Literal["recipe", "program"] = "recipe",
         trains: Literal["longest", "last"] = "longest",
     ) -> None:
-        if isinstance(command, str) or not command:
-            raise ConfigError(f"AgentProgram: command = {command!r}: give a list, such as ['python', 'agent.py']")
+        for name, given in (("command", command), ("judge", judge)):
+            if isinstance(given, str) or given == [] or not all(isinstance(part, str) for part in given or ()):
+                raise ConfigError(f"AgentProgram: {name} = {given!r}: give a list, such as ['python', '{name}.py']")
         for name, value, known in (
             ("sandbox", sandbox, ("auto", "apptainer", "bubblewrap", "none")),
+            ("judge_reward", judge_reward, ("printed", "exit-code")),
             ("sampling", sampling, ("recipe", "program")),
             ("trains", trains, ("longest", "last")),
         ):
             if value not in known:
                 raise ConfigError(f"AgentProgram: {name} = {value!r}: it must be one of {', '.join(known)}")
-        if min(timeout_s, memory_gib, cpu_s, file_gib) <= 0:
-            raise ConfigError("AgentProgram: timeout_s, memory_gib, cpu_s and file_gib must be above 0")
+        for name, number, least in (
+            ("timeout_s", timeout_s, 1e-3),
+            ("judge_timeout_s", judge_timeout_s, 1e-3),
+            ("cpu_s", cpu_s, 1),
+            ("max_processes", max_processes, MIN_PROCESSES),
+            ("max_memory_mb", max_memory_mb, 64),
+            ("max_disk_mb", max_disk_mb, 1),
+            ("image_cache_gib", image_cache_gib, 0),
+        ):
+            if not number >= least:
+                raise ConfigError(f"AgentProgram: {name} = {number!r}: it must be {least:g} or more")
+        if judge is None and (judge_readable or judge_fields):
+            raise ConfigError("AgentProgram: judge_readable and judge_fields need a judge: set `judge` to its command")
+        if judge is not None and posts_reward:
+            raise ConfigError("AgentProgram: posts_reward = true with a judge: the reward is the judge's, remove one")
         self.sampling = sampling
         self.trains = trains
-        self._command = [sys.executable if part == "python" else part for part in command[:1]] + list(command[1:])
+        self.problem = ""
+        """How the program ended, if not well; with a judge that alone is no fault."""
+        self._command = tuple(command)
         self._task = task or {}
         self._environment = environment or {}
         self._sandbox: SandboxChoice = sandbox
         self._image = image
-        self._readable = tuple(readable)
+        self._images = ImageCache(directory=image_cache, max_gib=image_cache_gib)
+        self._directory = directory
+        self._readable = _make_absolute(readable)
+        self._judge = None if judge is None else tuple(judge)
+        self._judge_readable = _make_absolute(judge_readable)
+        self._judge_fields = frozenset(judge_fields)
+        self._judge_reward = judge_reward
         self._timeout_s = timeout_s
-        self._limits = {
-            "memory_bytes": int(memory_gib * 2**30),
-            "cpu_s": int(cpu_s),
-            "file_bytes": int(file_gib * 2**30),
-        }
+        self._judge_timeout_s = judge_timeout_s
+        self._posts_reward = posts_reward
+        self._cpu_s = int(cpu_s)
+        self._max_processes = int(max_processes)
+        self._max_memory_mb = int(max_memory_mb)
+        self._max_disk_mb = int(max_disk_mb)
+        self._check_judge_files()
+
+    def check(self, task: TaskFields | None = None) -> None:
+        """Raise ConfigError for an image or a directory that is known not to be there, also those of a task.
+
+        Without a task those that depend on its fields are not known.
+        """
+        known = {"seed": 0, **self._task, **(task or {})}
+        for name, template, problem in (
+            ("image", self._image, find_image_problem),
+            ("directory", self._directory, _find_directory_problem),
+        ):
+            if template is None or (task is None and not set(_FIELD.findall(template)) <= set(self._task)):
+                continue
+            try:
+                found = problem(fill_template(template, known, what=name))
+            except EnvFault as fault:
+                found = str(fault)
+            if found:
+                raise ConfigError(found)
 
     async def run(self, seed: int, access: ModelAccess, task: TaskFields | None = None) -> float | None:
         """Run the program and return its reward, or None if it printed none; raises EnvFault if it fails."""
-        kind = await asyncio.to_thread(choose_sandbox, self._sandbox, image=self._image)
-        workdir = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="hpcrl-agent-"))
-        try:
-            launch = self._make_launch({"seed": seed, **self._task, **(task or {})}, access, kind=kind, workdir=workdir)
-            result = await self._run_launcher(launch, access, kind=kind, workdir=workdir)
-        finally:
-            await asyncio.to_thread(shutil.rmtree, workdir, ignore_errors=True)
-        return _read_reward(result)
+        fields = {"seed": seed, **self._task, **(task or {})}
+        image = directory = None
+        if self._image is not None:
+            image = fill_template(self._image, fields, what="image")
+        if self._directory is not None:
+            directory = str(Path(fill_template(self._directory, fields, what="directory")).absolute())
+            if problem := await asyncio.to_thread(_find_directory_problem, directory):
+                raise EnvFault(problem)
+        kind = await asyncio.to_thread(choose_sandbox, self._sandbox, image=image)
+        async with contextlib.AsyncExitStack() as stack:
+            if kind == "apptainer" and image is not None:
+                image = await stack.enter_async_context(open_image(image, self._images))
+            root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="hpcrl-agent-"))  # 0700
+            stack.push_async_callback(asyncio.to_thread, _remove_tree, root)
+            boxes = _SandboxFactory(kind=kind, image=image, root=root)
+            stages = [self._make_program_stage(boxes, fields, access)]
+            if self._judge is not None:
+                stages.append(self._make_judge_stage(boxes, fields))
+            return self._read_outcome(await self._supervise(stages, boxes, directory=directory))
 
-    def _make_launch(
-        self, fields: TaskFields, access: ModelAccess, *, kind: SandboxKind, workdir: Path
-    ) -> ProgramLaunch:
-        task = json.dumps(fields)
-        in_variable = {"HPCRL_TASK": task} if len(task) < MAX_VARIABLE_CHARS else {}
-        url = access.url if kind == "none" else f"http://127.0.0.1:{INSIDE_PORT}/v1"
-        model = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": access.api_key, "OPENAI_MODEL": access.model}
-        return ProgramLaunch(
-            command=self._command,
-            task=task,
-            environment={**_build_environment(kind, workdir), **self._environment, **model, **in_variable},
-            forward_port=0 if kind == "none" else INSIDE_PORT,
+    def _make_program_stage(self, boxes: "_SandboxFactory", fields: TaskFields, access: ModelAccess) -> Stage:
+        shown = json.dumps({name: value for name, value in fields.items() if name not in self._judge_fields})
+        forwarded = boxes.kind != "none"
+        url = f"http://127.0.0.1:{INSIDE_PORT}/v1" if forwarded else access.url
+        launch = ProgramLaunch(
+            command=boxes.resolve_python(self._command),
+            task=shown,
+            environment={
+                **self._environment,
+                **boxes.task_variables(shown),
+                **{"OPENAI_BASE_URL": url, "OPENAI_API_KEY": access.api_key, "OPENAI_MODEL": access.model},
+            },
+            forward_port=INSIDE_PORT if forwarded else 0,
             socket=access.socket,
-            **self._limits,
+            reward_key=access.reward_key if self._posts_reward else "",
+            **self._process_limits(boxes),
+        )
+        return boxes.make_stage(
+            "program",
+            launch,
+            readable=(str(Path(access.socket).parent), *self._readable),
+            environment=_build_environment(boxes.kind),
+            timeout_s=self._timeout_s,
+            timeout_name="timeout_s",
         )
 
-    async def _run_launcher(
-        self, launch: ProgramLaunch, access: ModelAccess, *, kind: SandboxKind, workdir: Path
-    ) -> ProgramResult:
-        seen = list_readable_paths(str(Path(access.socket).parent), *self._readable)
-        spec = SandboxSpec(kind=kind, workdir=str(workdir), readable=seen, image=self._image)
-        root = str(Path(__file__).resolve().parents[2])
+    def _make_judge_stage(self, boxes: "_SandboxFactory", fields: TaskFields) -> Stage:
+        assert self._judge is not None
+        task = json.dumps(fields)
+        launch = ProgramLaunch(
+            command=boxes.resolve_python(self._judge),
+            task=task,
+            environment=boxes.task_variables(task),
+            **self._process_limits(boxes),
+        )
+        return boxes.make_stage(
+            "judge",
+            launch,
+            readable=(*self._readable, *self._judge_readable),
+            environment=_build_environment("bubblewrap" if boxes.kind == "none" else boxes.kind),
+            timeout_s=self._judge_timeout_s,
+            timeout_name="judge_timeout_s",
+        )
+
+    def _process_limits(self, boxes: "_SandboxFactory") -> dict[str, Any]:
+        return {
+            "memory_bytes": self._max_memory_mb << 20,
+            "cpu_s": self._cpu_s,
+            "file_bytes": self._max_disk_mb << 20,
+            "max_tasks": self._max_processes + NUM_RESERVED_TASKS if boxes.counts_tasks else 0,
+        }
+
+    async def _supervise(
+        self, stages: Sequence[Stage], boxes: "_SandboxFactory", *, directory: str | None
+    ) -> EpisodeOutcome:
+        """Run the stages in a process of their own; raises EnvFault if that fails."""
+        disks = [str(boxes.root / stage.name) for stage in stages]
+        episode = EpisodeStages(
+            stages=[asdict(stage) for stage in stages],
+            directories=boxes.directories,
+            copied_from=directory or "",
+            max_processes=self._max_processes,
+            max_memory_mb=self._max_memory_mb,
+            max_disk_mb=self._max_disk_mb,
+            disks=disks,
+            has_fixed_disks=boxes.has_fixed_disks,
+        )
+        command = [sys.executable, "-I", "-S", "-c", _START_CODE.format(root=str(_ROOT), module="supervisor")]
+        if boxes.has_fixed_disks:
+            for disk in disks:
+                await asyncio.to_thread(Path(disk).mkdir, mode=0o700)
+            command = wrap_with_disks(command, disks, max_mb=self._max_disk_mb)
         process = await asyncio.create_subprocess_exec(
-            *wrap_command([sys.executable, "-I", "-S", "-c", _LAUNCHER_CODE.format(root=root)], spec),
+            *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=_build_environment(kind, workdir),
-            cwd=workdir,
             start_new_session=True,
         )
         try:
-            async with asyncio.timeout(self._timeout_s):
-                output, errors = await process.communicate(json.dumps(asdict(launch)).encode())
-        except TimeoutError:
-            raise EnvFault(f"{self._name}: still running after timeout_s = {self._timeout_s:g} s") from None
+            output, errors = await process.communicate(json.dumps(asdict(episode)).encode())
         finally:
-            await _end_launcher(process)
+            await _end_supervisor(process)
         try:
-            return ProgramResult(**json.loads(output))
+            return EpisodeOutcome(**json.loads(output))
         except (ValueError, TypeError):
             why = errors.decode(errors="replace").strip()[-300:]
-            raise EnvFault(f"{self._name}: its sandbox ({kind}) ended with {process.returncode}: {why}") from None
+            raise EnvFault(f"{self._name}: its supervisor ended with {process.returncode}: {why}") from None
+
+    def _read_outcome(self, outcome: EpisodeOutcome) -> float | None:
+        """Return the reward; raises EnvFault for stages that failed."""
+        if outcome.fault:
+            raise EnvFault(f"{self._name}: {outcome.fault}")
+        program, *judged = (ProgramResult(**result) for result in outcome.results)
+        self.problem = _describe_end(program, "program")
+        if not judged:
+            if self.problem:
+                raise EnvFault(self.problem)
+            return find_reward(program.output)
+        (judge,) = judged
+        if self._judge_reward == "exit-code" and judge.was_started:
+            return float(judge.exit_code == 0)
+        if problem := _describe_end(judge, "judge"):
+            raise EnvFault(problem)
+        last_line = judge.output.strip().rpartition("\n")[2]
+        if (reward := find_reward(last_line)) is None:
+            raise EnvFault(f"the last line of the judge is {last_line[-100:]!r}: it must be the reward, a number")
+        return reward
+
+    def _check_judge_files(self) -> None:
+        """Raise ConfigError for files of the judge that the program could read too."""
+        for path in self._judge_readable:
+            for shown in (*list_readable_paths(), *self._readable):
+                if Path(path).is_relative_to(shown):
+                    raise ConfigError(
+                        f"AgentProgram: judge_readable has {path!r}, which the program can read too, as part of "
+                        f"{shown!r}: move it elsewhere"
+                    )
 
     @property
     def _name(self) -> str:
-        return " ".join(self._command)[:120]
+        return " ".join(" ".join(self._command).split())[:120]
+
+
+class _SandboxFactory:
+    """What the sandboxes of one episode have in common."""
+
+    def __init__(self, *, kind: SandboxKind, image: str | None, root: Path) -> None:
+        self.kind = kind
+        self.root = root
+        self.has_fixed_disks = kind == "bubblewrap" and not find_disk_problem()
+        self.counts_tasks = kind == "bubblewrap" and not find_task_problem()
+        self.directories = [str(root / "program" / "work")]
+        self._image = image
+        _warn_of_limits(kind)
+
+    def task_variables(self, task: str) -> dict[str, str]:
+        """Return the variables with the task, if it is not too long, and with the program's directory."""
+        workdir = self.directories[0] if self.kind == "none" else INSIDE_WORKDIR
+        return {"HPCRL_WORKDIR": workdir, **({"HPCRL_TASK": task} if len(task) < MAX_VARIABLE_CHARS else {})}
+
+    def resolve_python(self, command: Sequence[str]) -> list[str]:
+        """Return the command with the interpreter that `python` stands for."""
+        ours = "python3" if self.kind == "apptainer" else sys.executable
+        return [ours if command[0] == "python" else command[0], *command[1:]]
+
+    def make_stage(
+        self,
+        name: str,
+        launch: ProgramLaunch,
+        *,
+        readable: tuple[str, ...],
+        environment: dict[str, str],
+        timeout_s: float,
+        timeout_name: str,
+    ) -> Stage:
+        """Make the stage `name`, with directories of its own beside the working directory.
+
+        The program starts in the working directory. A judge does not: what the program left there must not be what
+        Python imports.
+        """
+        work, own = self.directories[0], self.root / name
+        home, temporary, memory = (str(own / part) for part in ("home", "tmp", "shm"))
+        self.directories += [home, temporary, memory]
+        places = ((work, INSIDE_WORKDIR), (home, INSIDE_HOME), (temporary, "/tmp"), (memory, "/dev/shm"))
+        start_code = _START_CODE.format(root=str(_ROOT), module="program_launcher")
+        launcher = self.resolve_python(["python", "-I", "-S", "-c", start_code])
+        directories = {"HOME": home, "TMPDIR": temporary} if self.kind == "none" else {"HOME": INSIDE_HOME}
+        spec = SandboxSpec(
+            kind=self.kind,
+            workdir=INSIDE_WORKDIR if name == "program" else INSIDE_HOME,
+            writable=places,
+            readable=_list_image_paths(readable) if self.kind == "apptainer" else list_readable_paths(*readable),
+            image=self._image,
+        )
+        return Stage(
+            name=name,
+            command=wrap_command(launcher, spec),
+            launch=asdict(launch),
+            environment={**environment, **directories},
+            cwd=work if name == "program" else home,
+            timeout_s=timeout_s,
+            timeout_name=timeout_name,
+        )
+
+
+def fill_template(template: str, fields: TaskFields, *, what: str) -> str:
+    """Replace each {field} by the task's value; raises EnvFault for a field that is missing or is no part of a path."""
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in fields:
+            raise EnvFault(f"{what} = {template!r}: the task has no field {name!r}; it has {', '.join(sorted(fields))}")
+        value = fields[name]
+        is_plain = isinstance(value, str | int) and str(value).isprintable() and ".." not in str(value).split("/")
+        if not is_plain or not str(value):
+            raise EnvFault(f"{what} = {template!r}: the task's {name} = {value!r:.100} cannot be part of a path")
+        return str(value)
+
+    return _FIELD.sub(replace, template)
 
 
 def find_reward(output: str) -> float | None:
@@ -176,17 +423,17 @@ def find_reward(output: str) -> float | None:
             if isinstance(reward, bool) or not isinstance(reward, int | float):
                 continue
             if not math.isfinite(reward):
-                raise EnvFault(f"the program reported the reward {reward}: it must be a finite number")
+                raise EnvFault(f"the reported reward is {reward}: it must be a finite number")
             return float(reward)
     return None
 
 
-def _read_reward(result: ProgramResult) -> float | None:
-    """Return the reward; raises EnvFault for a program that failed, even if it printed one."""
-    if result.exit_code != 0:
-        how = f"ended with code {result.exit_code}" if result.exit_code > 0 else _describe_signal(-result.exit_code)
-        raise EnvFault(f"the program {how}: {result.errors.strip()[-300:]}")
-    return find_reward(result.output)
+def _describe_end(result: ProgramResult, name: str) -> str:
+    """Return how a stage failed; "" if it did not."""
+    if result.exit_code == 0:
+        return ""
+    how = f"ended with code {result.exit_code}" if result.exit_code > 0 else _describe_signal(-result.exit_code)
+    return f"the {name} {how}: {' '.join(result.errors.split())[-300:]}"
 
 
 def _describe_signal(number: int) -> str:
@@ -196,17 +443,55 @@ def _describe_signal(number: int) -> str:
         return f"was killed by signal {number}"
 
 
-def _build_environment(kind: SandboxKind, workdir: Path) -> dict[str, str]:
-    """Return the program's environment: all of ours without a sandbox, else only what it needs."""
+@cache
+def _warn_of_limits(kind: SandboxKind) -> None:
+    """Report once which limits of this kind of sandbox are watched and not enforced by the kernel."""
+    if kind == "bubblewrap":
+        problems = {"max_disk_mb": find_disk_problem(), "max_processes": find_task_problem()}
+    else:
+        problems = dict.fromkeys(("max_disk_mb", "max_processes"), f'sandbox = "{kind}"')
+    for name, problem in problems.items():
+        if problem:
+            _log.warning("%s is watched and not enforced by the kernel on this node: %s", name, problem)
+
+
+def _build_environment(kind: SandboxKind) -> dict[str, str]:
+    """Return the environment of a launcher: all of ours without a sandbox, else only what it needs."""
+    if kind == "apptainer":  # the rest is the image's
+        return {"PYTHONUNBUFFERED": "1", "PATH": os.environ.get("PATH", os.defpath)}
     known = (
         os.environ if kind == "none" else {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
     )
     path = os.pathsep.join([str(Path(sys.executable).parent), known.get("PATH", os.defpath)])
-    return {**known, "PATH": path, "HOME": str(workdir), "TMPDIR": str(workdir), "PYTHONUNBUFFERED": "1"}
+    return {**known, "PATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-async def _end_launcher(process: asyncio.subprocess.Process) -> None:
-    """End the launcher, which ends the program and all that it started; it leads a separate session."""
+def _list_image_paths(readable: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths to show in an image, which has its own Python: hpcrl's launcher, and those given."""
+    return tuple(dict.fromkeys([str(_ROOT / "hpcrl"), *readable]))
+
+
+def _make_absolute(paths: Sequence[str]) -> tuple[str, ...]:
+    return tuple(str(Path(path).absolute()) for path in paths)
+
+
+def _find_directory_problem(directory: str) -> str:
+    return "" if Path(directory).is_dir() else f"directory = {directory!r}: there is no such directory"
+
+
+def _remove_tree(root: Path) -> None:
+    """Remove a directory, with folders that a program made unreadable."""
+    shutil.rmtree(root, ignore_errors=True)
+    if root.exists():
+        for folder, names, _ in os.walk(root):
+            for name in names:
+                if not (path := Path(folder, name)).is_symlink():
+                    path.chmod(0o700)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+async def _end_supervisor(process: asyncio.subprocess.Process) -> None:
+    """End the supervisor, which ends the program and all that it started; it leads a separate session."""
     if process.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError):

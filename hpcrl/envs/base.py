@@ -126,6 +126,8 @@ class ModelAccess(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str
     """A key for this program only."""
     model: str
+    reward_key: str = ""
+    """The key that posts its reward; that of the model cannot."""
 
 
 class ProgramEnv(Protocol):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 MIN_RESTART_INTERVAL_S = 3.0
@@ -14,6 +15,7 @@ The cause may be temporary, and restarting at once would only repeat the failure
 """
 
 PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -39,6 +41,11 @@ def adopt_orphans() -> None:
 def die_with_parent(sig: signal.Signals = signal.SIGTERM) -> None:
     """Ask the kernel to signal this process when its parent ends."""
     _prctl(PR_SET_PDEATHSIG, sig)
+
+
+def protect_memory() -> None:
+    """Hide this process's memory and descriptors from other processes of the same user; not inherited by programs."""
+    _prctl(PR_SET_DUMPABLE, 0)
 
 
 def list_descendants() -> list[int]:
@@ -78,7 +85,7 @@ def end_group(process: "subprocess.Popen[bytes]", *, grace_s: float) -> None:
 def wait_for_descendants(*, timeout_s: float) -> None:
     """Give every descendant of this process time to end by itself."""
     deadline = time.monotonic() + timeout_s
-    while (_reap_child() or list_descendants()) and time.monotonic() < deadline:
+    while (_reap_children() or list_descendants()) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -87,11 +94,20 @@ def end_descendants(*, grace_s: float) -> int:
     first = list_descendants()
     _signal_all(first, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while _reap_child() or list_descendants() or _reap_child():  # one that ends in between is still to be reaped
+    while _reap_children() or list_descendants() or _reap_children():  # one that ends in between is still to be reaped
         if time.monotonic() > deadline:
-            _signal_all(list_descendants(), signal.SIGKILL)
+            _kill_all()
         time.sleep(0.05)
     return len(first)
+
+
+def _kill_all() -> None:
+    """Kill all descendants; they are stopped first, so that none starts another meanwhile."""
+    stopped: set[int] = set()
+    while started := set(list_descendants()) - stopped:
+        _signal_all(sorted(started), signal.SIGSTOP)
+        stopped |= started
+    _signal_all(list_descendants(), signal.SIGKILL)
 
 
 def _signal_all(pids: list[int], sig: signal.Signals) -> None:
@@ -102,13 +118,13 @@ def _signal_all(pids: list[int], sig: signal.Signals) -> None:
             continue
 
 
-def _reap_child() -> bool:
-    """Reap one ended child; return False if there is none."""
-    try:
-        pid, _ = os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return False
-    return pid != 0
+def _reap_children() -> bool:
+    """Reap all children that have ended; return False if there was none."""
+    has_reaped = False
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            has_reaped = True
+    return has_reaped
 
 
 def _is_zombie(pid: int) -> bool:

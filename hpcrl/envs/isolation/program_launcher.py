@@ -5,29 +5,36 @@
     ProgramLaunch  the program and its limits
     ProgramResult  its exit code and output
     PipeTail       the end of a pipe's output
-    MAX_KEPT_BYTES, END_GRACE_S, DRAIN_TIMEOUT_S  limits
+    MAX_KEPT_BYTES, END_GRACE_S, REWARD_KEY_VARIABLE, NICENESS  constants
 
 It imports little, since it starts with every episode. Output is drained as it is written and only its end is kept, so
-that a gigabyte of it needs no memory.
+that a gigabyte of it needs no memory. What is printed after the program's end is not its output.
 """
 
+import fcntl
 import json
 import os
 import resource
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import IO
 
-from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants
+from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, protect_memory
 
 MAX_KEPT_BYTES = 1 << 16
 END_GRACE_S = 0.5
-DRAIN_TIMEOUT_S = 2.0
+NICENESS = 10
+"""Programs run behind their supervisor, so that it can still end one that starts processes without end."""
+REWARD_KEY_VARIABLE = "HPCRL_REWARD_KEY_FD"
+"""The variable with the number of the descriptor from which a program reads its reward key, once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +47,15 @@ class ProgramLaunch:
     memory_bytes: int
     cpu_s: int
     file_bytes: int
+    max_tasks: int = 0
+    """The processes and threads of the sandbox, where the kernel counts them separately; 0: no limit."""
     environment: dict[str, str] = field(default_factory=dict)
     """Added to the inherited environment; not on a command line, which other users could read."""
     forward_port: int = 0
     """The port on loopback that is forwarded to `socket`, by which the program calls the model. 0: it needs none."""
     socket: str = ""
+    reward_key: str = ""
+    """Sent to the program on a descriptor of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +68,7 @@ class ProgramResult:
     """The end of its standard output."""
     errors: str
     num_output_bytes: int
+    was_started: bool = True
 
 
 class PipeTail:
@@ -66,19 +78,32 @@ class PipeTail:
         self.num_bytes = 0
         self._pipe = pipe
         self._kept = b""
-        self._thread = threading.Thread(target=self._drain, daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()
+        self._is_open = True
+        threading.Thread(target=self._drain, daemon=True).start()
 
-    def text(self) -> str:
-        """Return the end of the output once the pipe is closed, or after DRAIN_TIMEOUT_S."""
-        self._thread.join(DRAIN_TIMEOUT_S)
-        return self._kept[-MAX_KEPT_BYTES:].decode(errors="replace")
+    def close(self) -> str:
+        """Return the end of what has been written until now; what comes later is not read."""
+        with self._lock:
+            num_waiting = struct.unpack("i", fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4)))[0]
+            while num_waiting > 0 and self._is_open:
+                num_waiting -= self._read(num_waiting)
+            self._is_open = False
+        return self._kept.decode(errors="replace")
 
     def _drain(self) -> None:
-        with suppress(OSError, ValueError):
-            while data := os.read(self._pipe.fileno(), 1 << 18):
-                self.num_bytes += len(data)
-                self._kept = (self._kept + data)[-MAX_KEPT_BYTES:]
+        while self._is_open:
+            select.select([self._pipe], [], [])
+            with self._lock:
+                if self._is_open and select.select([self._pipe], [], [], 0.0)[0]:
+                    self._read(1 << 18)
+
+    def _read(self, max_bytes: int) -> int:
+        data = os.read(self._pipe.fileno(), max_bytes)
+        self.num_bytes += len(data)
+        self._kept = (self._kept + data)[-MAX_KEPT_BYTES:]
+        self._is_open = bool(data)
+        return len(data)
 
 
 def run_program(launch: ProgramLaunch) -> ProgramResult:
@@ -88,13 +113,21 @@ def run_program(launch: ProgramLaunch) -> ProgramResult:
             target=_forward_connections, args=(_open_listener(launch.forward_port), launch.socket), daemon=True
         ).start()
     _set_limits(launch)
+    environment = {**os.environ, **launch.environment}
+    descriptors = []
+    if launch.reward_key:
+        descriptors = [_open_key(launch.reward_key)]
+        environment[REWARD_KEY_VARIABLE] = str(descriptors[0])
     process = subprocess.Popen(
         launch.command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, **launch.environment},
+        env=environment,
+        pass_fds=descriptors,
     )
+    for descriptor in descriptors:
+        os.close(descriptor)
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -103,20 +136,33 @@ def run_program(launch: ProgramLaunch) -> ProgramResult:
         process.stdin.write(launch.task.encode())
         process.stdin.close()
     exit_code = process.wait()
-    end_descendants(grace_s=END_GRACE_S)
-    return ProgramResult(
-        exit_code=exit_code, output=output.text(), errors=errors.text(), num_output_bytes=output.num_bytes
+    result = ProgramResult(
+        exit_code=exit_code, output=output.close(), errors=errors.close(), num_output_bytes=output.num_bytes
     )
+    end_descendants(grace_s=END_GRACE_S)
+    return result
+
+
+def _open_key(key: str) -> int:
+    """Return a descriptor from which a key can be read once."""
+    reading, writing = os.pipe()
+    os.write(writing, key.encode())
+    os.close(writing)
+    return reading
 
 
 def main() -> int:
     adopt_orphans()
     die_with_parent()
+    protect_memory()
+    os.nice(NICENESS)
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         result = run_program(ProgramLaunch(**json.loads(sys.stdin.buffer.read())))
     except OSError as error:
-        result = ProgramResult(exit_code=127, output="", errors=f"cannot be run: {error}", num_output_bytes=0)
+        result = ProgramResult(
+            exit_code=127, output="", errors=f"cannot be run: {error}", num_output_bytes=0, was_started=False
+        )
     sys.stdout.write(json.dumps(asdict(result)))
     return 0
 
@@ -127,12 +173,13 @@ def _exit_on_signal(*_: object) -> None:
 
 
 def _set_limits(launch: ProgramLaunch) -> None:
-    """Limit this process and all its descendants, each separately."""
+    """Limit this process and all its descendants: each separately, but the tasks together."""
     limits = (
         (resource.RLIMIT_DATA, launch.memory_bytes),
         (resource.RLIMIT_CPU, launch.cpu_s),
         (resource.RLIMIT_FSIZE, launch.file_bytes),
         (resource.RLIMIT_CORE, 0),
+        *([(resource.RLIMIT_NPROC, launch.max_tasks)] if launch.max_tasks else []),
     )
     for what, most in limits:
         _, hard = resource.getrlimit(what)

@@ -9,6 +9,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from hpcrl.envs.base import ModelAccess, ProgramEnv, TaskFields
 from hpcrl.errors import EnvFault, HpcrlError
 from hpcrl.rollout.agents.recording import ConversationRecording, EpisodeFacts
@@ -86,7 +88,8 @@ async def _run_attempt(
     token = proxy.open(session)
     try:
         async with asyncio.timeout(seconds):
-            program, access, fields = make_program(), proxy.model_access(token), read_fields()
+            access = msgspec.structs.replace(proxy.model_access(token), reward_key=session.reward_key)
+            program, fields = make_program(), read_fields()
             printed_reward = await _await_program(program, session, access, fields)
     except TimeoutError:
         return None, f"{session.name}: no end in episode_timeout_s = {session.limits.episode_timeout_s:g} s"
@@ -97,8 +100,12 @@ async def _run_attempt(
     reward = printed_reward if session.reward is None else session.reward
     if session.is_stale:
         return reward, ""
+    problem = getattr(program, "problem", "")
     if not session.recording.turns:
-        return None, session.fault or f"{session.name}: the program never called the model"
+        why = f", {problem}" if problem else ""
+        return None, session.fault or f"{session.name}: the program never called the model{why}"
+    if problem and session.fault:  # it ended because no engine answered: what it left is not judged
+        return None, session.fault
     if reward is None:
         return None, session.fault or f"{session.name}: the program neither printed nor posted a reward"
     return reward, ""

@@ -55,6 +55,7 @@ ANY_MODEL = "*"
 """The alias that stands for every name."""
 MODELS_PATH = "/v1/models"
 MESSAGES_PATH = "/v1/messages"
+REWARD_PATH = "/v1/hpcrl/reward"
 JSON_HEADERS = {"Content-Type": "application/json"}
 RouteHandler = Callable[[web.BaseRequest, ProgramSession], Awaitable[web.StreamResponse]]
 ReportIgnored = Callable[[ProgramSession, str], None]
@@ -89,6 +90,8 @@ class ModelProxy:
         self._model, self._aliases = model, tuple(aliases)
         self._report_ignored = report_ignored
         self._sessions: dict[bytes, ProgramSession] = {}
+        self._rewarded_sessions: dict[bytes, ProgramSession] = {}
+        """By the keys that post rewards, which reach no model; those of the model post no reward."""
         self._routes: dict[tuple[str, str], RouteHandler] = {
             ("POST", "/v1/chat/completions"): self._chat,
             ("POST", "/v1/completions"): self._text,
@@ -100,7 +103,7 @@ class ModelProxy:
             ("POST", "/detokenize"): self._detokenize,
             ("POST", "/v1/detokenize"): self._detokenize,
             ("GET", MODELS_PATH): self._models,
-            ("POST", "/v1/hpcrl/reward"): self._reward,
+            ("POST", REWARD_PATH): self._reward,
         }
         self._runner: web.ServerRunner | None = None
 
@@ -128,6 +131,7 @@ class ModelProxy:
         """Admit a session's program; return its API key."""
         token = secrets.token_urlsafe(32)
         self._sessions[_hash_token(token)] = session
+        self._rewarded_sessions[_hash_token(session.reward_key)] = session
         return token
 
     def model_access(self, token: str) -> ModelAccess:
@@ -138,6 +142,7 @@ class ModelProxy:
         """Close the session with this token, and cancel its running calls."""
         session = self._sessions.pop(_hash_token(token), None)
         if session is not None:
+            del self._rewarded_sessions[_hash_token(session.reward_key)]
             session.close()
 
     # ---- routes
@@ -284,9 +289,14 @@ class ModelProxy:
     def _find_session(self, http: web.BaseRequest) -> ProgramSession:
         """Return the session that the request's API key belongs to."""
         scheme, _, token = http.headers.get("Authorization", "").partition(" ")
+        posts_reward = http.path == REWARD_PATH
+        sessions = self._rewarded_sessions if posts_reward else self._sessions
         session = None
         for key in (token if scheme.lower() == "bearer" else "", http.headers.get("x-api-key", "")):
-            session = session or self._sessions.get(_hash_token(key))
+            session = session or sessions.get(_hash_token(key))
+        if session is None and posts_reward:
+            why = "this key cannot post a reward: only the one that a program with posts_reward = true reads can"
+            raise ApiError(403, why, code="not_a_reward_key")
         if session is None:
             why = "no running program has this API key: use the one that it receives as OPENAI_API_KEY"
             raise ApiError(401, why, code="invalid_api_key")

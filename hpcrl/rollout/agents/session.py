@@ -5,8 +5,10 @@ SamplingSource   whose sampling parameters apply
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -40,6 +42,8 @@ class ProgramSession:
     start_version: int
     sampling: SamplingSource = "recipe"
     trained_conversation: ConversationChoice = "longest"
+    reward_key: str = field(default_factory=partial(secrets.token_urlsafe, 32))
+    """The key that posts the reward; the program is given it only if its reward is to be posted."""
     reward: float | None = None
     """The reward posted by the program."""
     is_stale: bool = False

@@ -7,79 +7,19 @@ import time
 
 import pytest
 
-from hpcrl.engines.base import Completion
 from hpcrl.envs.agent import AgentProgram, find_reward
 from hpcrl.envs.base import is_program, make_program
 from hpcrl.envs.isolation.sandbox import SandboxSpec, choose_sandbox, wrap_command
 from hpcrl.errors import ConfigError, EngineError, EnvFault
 from hpcrl.models.chat_layout import load_chat_template
-from hpcrl.rollout.agents.program import run_program
 from hpcrl.rollout.agents.server import ModelProxy
-from hpcrl.rollout.episode import EpisodeLimits
-from hpcrl.rollout.tasks import AgentTask
 from hpcrl.system.processes import is_alive, read_start_ticks
-
-TASK = AgentTask(domain="sums", number=1, seed=5)
-ASK = """
-import json, os, sys, urllib.request
-task = json.loads(sys.stdin.read())
-def post(path, body):
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    url = os.environ["OPENAI_BASE_URL"] + path
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
-        return json.load(answer)
-def ask(text):
-    messages = [{"role": "user", "content": text}]
-    return post("/chat/completions", {"model": os.environ["OPENAI_MODEL"], "messages": messages})
-"""
-
-
-def bubblewrap_works() -> bool:
-    try:
-        return choose_sandbox("bubblewrap", image=None) == "bubblewrap"
-    except EnvFault:
-        return False
-
-
-needs_bubblewrap = pytest.mark.skipif(not bubblewrap_works(), reason="needs bubblewrap and user namespaces")
-
-
-class OneWordModel:
-    """A model that always generates the same word, or fails."""
-
-    def __init__(self, template, word="=2<eos>", *, error=None):
-        self.template, self.word, self.error = template, word, error
-
-    async def generate(self, request):
-        if self.error is not None:
-            raise self.error
-        ids = self.template.encode(self.word)
-        return Completion(token_ids=ids, logprobs=[-1.0] * len(ids), versions=[0] * len(ids), finish_reason="stop")
+from tests.support.programs import ASK, OneWordModel, needs_bubblewrap, play
 
 
 @pytest.fixture
 def template(tiny_model_dir):
     return load_chat_template(tiny_model_dir)
-
-
-def play(template, code, *, sandbox="none", newest=lambda: 0, error=None, retries=0, limits=None, **options):
-    """Run a program made of `code` and return its trajectory."""
-    command = ["python", "-c", ASK + code]
-    bounds = {"max_turns": 4, "max_new_tokens": 8, "context_length": 64, "max_lag": 1, "env_retries": retries}
-
-    async def run():
-        async with asyncio.timeout(240), ModelProxy(OneWordModel(template, error=error), template=template) as proxy:
-            return await run_program(
-                TASK,
-                index=0,
-                make_program=lambda: AgentProgram(command=command, sandbox=sandbox, **options),
-                proxy=proxy,
-                limits=EpisodeLimits(**(bounds | {"first_pause_s": 0.001} | (limits or {}))),
-                newest_version=newest,
-                producer="000-env-0",
-            )
-
-    return asyncio.run(run())
 
 
 @pytest.mark.parametrize("sandbox", ["none", pytest.param("bubblewrap", marks=needs_bubblewrap)])
@@ -92,9 +32,25 @@ def test_a_program_is_an_episode(template, sandbox):
     assert (trajectory.id, trajectory.group, trajectory.seed) == ("sums/1/0", "sums/1", 5)
 
 
-def test_a_reward_can_be_posted(template):
-    trajectory = play(template, "ask('a')\npost('/hpcrl/reward', {'reward': 0.25})\nprint('bye')")
-    assert (trajectory.status, trajectory.turns[-1].reward) == ("done", 0.25)
+def test_a_reward_can_be_posted_with_the_key_that_is_read_once(template):
+    code = (
+        "ask('a')\nkey = os.read(int(os.environ['HPCRL_REWARD_KEY_FD']), 100).decode()\n"
+        "assert not os.read(int(os.environ['HPCRL_REWARD_KEY_FD']), 100)\n"
+        "os.environ['OPENAI_API_KEY'] = key\npost('/hpcrl/reward', {'reward': 0.25})\nprint('bye')"
+    )
+    trajectory = play(template, code, posts_reward=True)
+    assert (trajectory.extra, trajectory.status, trajectory.turns[-1].reward) == ({}, "done", 0.25)
+
+
+def test_the_key_of_the_model_posts_no_reward(template):
+    code = (
+        "ask('a')\nassert 'HPCRL_REWARD_KEY_FD' not in os.environ\n"
+        "try:\n    post('/hpcrl/reward', {'reward': 1})\n"
+        "except urllib.error.HTTPError as error:\n    assert error.code == 403 and b'posts_reward' in error.read()\n"
+        "    print(0.0)"
+    )
+    trajectory = play(template, code)
+    assert (trajectory.extra, trajectory.status, trajectory.turns[-1].reward) == ({}, "done", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +88,9 @@ def test_a_program_that_hangs_is_ended_with_all_its_children(template, tmp_path)
         "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
         f"open({str(mark)!r}, 'w').write(f'{{child.pid}} {{os.getpid()}}')\ntime.sleep(600)"
     )
-    trajectory = play(template, code, timeout_s=20.0)
+    trajectory = play(template, code, timeout_s=3.0)
     assert trajectory.status == "env-fault"
-    assert "timeout_s = 20 s" in trajectory.extra["fault"]
+    assert "timeout_s = 3 s" in trajectory.extra["fault"]
     for pid in map(int, mark.read_text().split()):
         assert not is_alive(pid, read_start_ticks(pid))
 
@@ -156,7 +112,7 @@ def test_a_gigabyte_of_output_does_no_harm(template):
 
 
 def test_memory_is_limited(template):
-    trajectory = play(template, "ask('a')\nhoard = bytearray(1 << 30)\nprint(1)", memory_gib=0.25)
+    trajectory = play(template, "ask('a')\nhoard = bytearray(1 << 30)\nprint(1)", max_memory_mb=256)
     assert trajectory.status == "env-fault"
     assert "MemoryError" in trajectory.extra["fault"]
 
@@ -277,6 +233,6 @@ def test_a_program_is_distinguished_from_other_environments():
     assert not is_program("no.such:Thing")
 
 
-def test_the_interpreter_is_ours():
-    program = AgentProgram(command=["python", "x.py"])
-    assert program._command == [sys.executable, "x.py"]
+def test_the_interpreter_is_ours(template):
+    trajectory = play(template, f"ask('a')\nprint(float(sys.executable == {sys.executable!r}))")
+    assert trajectory.turns[-1].reward == 1.0

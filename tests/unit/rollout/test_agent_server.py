@@ -279,7 +279,7 @@ def test_calls_beyond_max_turns_are_refused(template):
         ("completions", b'{"model": "hpcrl", "prompt": [1000000]}', 400, "invalid_value"),
         ("embeddings", b"{}", 404, None),
         ("models", b"{}", 405, None),
-        ("hpcrl/reward", b'{"reward": "much"}', 400, "invalid_value"),
+        ("hpcrl/reward", b'{"reward": "much"}', 403, "not_a_reward_key"),
     ],
 )
 def test_nonsense_is_refused_in_openais_form(template, path, data, status, code):

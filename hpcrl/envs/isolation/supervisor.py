@@ -1,0 +1,253 @@
+"""Run the stages of one episode, each in its sandbox: the agent program, then its judge; end what exceeds a limit.
+
+    main             read an EpisodeStages from standard input, run them, and print an EpisodeOutcome
+    run_stages       the same with values
+    EpisodeStages    the stages of an episode, and the limits of each as a whole
+    Stage            one sandbox: its command, and what its launcher (program_launcher) runs in it
+    EpisodeOutcome   the results of the stages, or the fault that ended one
+    measure_tree     count the tasks and the memory of a process and all below it
+    WATCH_INTERVAL_S, DISK_WATCH_INTERVAL_S, MAX_DISK_WATCH_SHARE  constants
+
+The supervisor is outside the sandboxes, so that no program can end or deceive it, and imports little, since it starts
+with every episode. A stage starts when all processes of the one before have ended. Limits are enforced by the kernel
+where that is possible (hpcrl.envs.isolation.sandbox); here they are watched, which always is.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants
+
+WATCH_INTERVAL_S = 0.1
+DISK_WATCH_INTERVAL_S = 1.0
+MAX_DISK_WATCH_SHARE = 0.05
+"""The share of the time that counting the files of an episode may take."""
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One command in one sandbox."""
+
+    name: str
+    """program or judge, for messages."""
+    command: list[str]
+    """The launcher in its sandbox."""
+    launch: dict[str, Any]
+    """The ProgramLaunch that the launcher is sent."""
+    environment: dict[str, str]
+    """The launcher's whole environment."""
+    cwd: str
+    timeout_s: float
+    timeout_name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeStages:
+    """The stages of an episode, and what they may use."""
+
+    stages: list[dict[str, Any]]
+    """Each a Stage; a new one starts when all processes of the last have ended."""
+    directories: list[str]
+    """Made before, for this user only."""
+    copied_from: str = ""
+    """A directory whose content is copied to the first of `directories`; "": none."""
+    max_processes: int
+    max_memory_mb: int
+    max_disk_mb: int
+    disks: list[str]
+    """The directories whose files count."""
+    has_fixed_disks: bool
+    """True if each is a file system of max_disk_mb, so that nothing is left to watch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeOutcome:
+    """The outcome of an episode's stages."""
+
+    results: list[dict[str, Any]] = field(default_factory=list)
+    """A ProgramResult for each stage that ended by itself."""
+    fault: str = ""
+    """Why a stage did not."""
+
+
+class StageFault(Exception):
+    """A stage was ended, or could not be started."""
+
+
+def run_stages(episode: EpisodeStages) -> EpisodeOutcome:
+    """Run the stages up to the first that does not end by itself."""
+    results: list[dict[str, Any]] = []
+    try:
+        _fill_directories(episode)
+        for stage in episode.stages:
+            results.append(_run_stage(Stage(**stage), episode))
+    except StageFault as fault:
+        return EpisodeOutcome(results=results, fault=str(fault))
+    return EpisodeOutcome(results=results)
+
+
+def main() -> int:
+    adopt_orphans()
+    die_with_parent()
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    outcome = run_stages(EpisodeStages(**json.loads(sys.stdin.buffer.read())))
+    sys.stdout.write(json.dumps(asdict(outcome)))
+    return 0
+
+
+def measure_tree(pid: int) -> tuple[int, int]:
+    """Count the tasks (processes and their threads) of a process and all below it, and their bytes of memory.
+
+    Only memory of their own counts, no file; what processes share after a fork counts for each.
+    """
+    num_tasks = num_bytes = 0
+    waiting = [pid]
+    while waiting:
+        pid = waiting.pop()
+        with suppress(OSError, ValueError):  # it may have ended
+            tasks = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - called ten times a second
+            num_tasks += len(tasks)
+            num_bytes += _count_memory_bytes(pid)
+            for task in tasks:  # walking the tree costs less than reading all processes of a node
+                waiting += map(int, _read_proc(f"{pid}/task/{task}/children").split())
+    return num_tasks, num_bytes
+
+
+def _measure_unshared_bytes() -> int:
+    """Return the memory of all processes below this one; what several share counts once, as far as that is shown."""
+    total_bytes = 0
+    for pid in list_descendants():
+        with suppress(OSError, ValueError):
+            try:
+                lines = _read_proc(f"{pid}/smaps_rollup").splitlines()
+                total_bytes += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
+            except PermissionError:  # a process that protects its memory, as the launcher does
+                total_bytes += _count_memory_bytes(pid)
+    return total_bytes
+
+
+def _count_memory_bytes(pid: int) -> int:
+    resident, shared = _read_proc(f"{pid}/statm").split()[1:3]
+    return max(int(resident) - int(shared), 0) * _PAGE_BYTES
+
+
+def _fill_directories(episode: EpisodeStages) -> None:
+    for directory in episode.directories:
+        Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+    if episode.copied_from:
+        kept = "--preserve=mode,timestamps,links"  # not owners, which cannot be given here
+        copying = ["cp", "-dR", kept, "--", f"{episode.copied_from}/.", episode.directories[0]]
+        done = subprocess.run(copying, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            last = done.stderr.strip().rpartition("\n")[2][-300:]
+            raise StageFault(f"directory = {episode.copied_from!r} could not be copied: {last}")
+
+
+def _run_stage(stage: Stage, episode: EpisodeStages) -> dict[str, Any]:
+    """Run a stage to its end, or end it; then no process of it is left."""
+    try:
+        process = subprocess.Popen(
+            stage.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=stage.environment,
+            cwd=stage.cwd,
+        )
+    except OSError as error:
+        raise StageFault(f"the sandbox of the {stage.name} cannot be started: {error}") from None
+    printed: list[bytes] = []
+    sent = json.dumps(stage.launch).encode()
+    reader = threading.Thread(target=lambda: printed.extend(process.communicate(sent)), daemon=True)
+    reader.start()
+    try:
+        _watch_stage(stage, episode, process.pid, reader)
+    finally:
+        process.kill()
+        reader.join()
+        end_descendants(grace_s=0.0)
+    try:
+        result: dict[str, Any] = json.loads(printed[0])
+    except ValueError:
+        why = printed[1].decode(errors="replace").strip()[-300:]
+        raise StageFault(f"the sandbox of the {stage.name} ended with code {process.returncode}: {why}") from None
+    if result["exit_code"] != 0 and episode.has_fixed_disks and _find_full_disk(episode):
+        result["errors"] += f"\nno disk is left of max_disk_mb = {episode.max_disk_mb}"
+    return result
+
+
+def _watch_stage(stage: Stage, episode: EpisodeStages, pid: int, reader: threading.Thread) -> None:
+    """Wait for the end of a stage; raises StageFault once it exceeds a limit."""
+    deadline = time.monotonic() + stage.timeout_s
+    next_disk_watch = 0.0
+    while reader.is_alive():
+        reader.join(WATCH_INTERVAL_S)
+        if time.monotonic() > deadline:
+            raise StageFault(f"the {stage.name} was still running after {stage.timeout_name} = {stage.timeout_s:g} s")
+        num_tasks, num_bytes = measure_tree(pid)
+        if num_tasks > episode.max_processes:
+            raise StageFault(
+                f"the {stage.name} was ended: it had {num_tasks} processes and threads, "
+                f"max_processes = {episode.max_processes}"
+            )
+        max_bytes = episode.max_memory_mb << 20
+        if num_bytes > max_bytes and (num_bytes := _measure_unshared_bytes()) > max_bytes:
+            raise StageFault(
+                f"the {stage.name} was ended: its processes used {num_bytes >> 20} MiB of memory, "
+                f"max_memory_mb = {episode.max_memory_mb}"
+            )
+        if not episode.has_fixed_disks and time.monotonic() > next_disk_watch:
+            started = time.monotonic()
+            num_bytes = sum(map(_count_disk_bytes, episode.disks))
+            if num_bytes > episode.max_disk_mb << 20:
+                raise StageFault(
+                    f"the {stage.name} was ended: its files had {num_bytes >> 20} MiB, "
+                    f"max_disk_mb = {episode.max_disk_mb}"
+                )
+            took_s = time.monotonic() - started
+            next_disk_watch = time.monotonic() + max(DISK_WATCH_INTERVAL_S, took_s / MAX_DISK_WATCH_SHARE)
+
+
+def _count_disk_bytes(directory: str) -> int:
+    num_bytes, seen = 0, set()
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):
+                facts = os.lstat(f"{folder}/{name}")
+                if (key := (facts.st_dev, facts.st_ino)) not in seen:
+                    seen.add(key)
+                    num_bytes += facts.st_blocks * 512
+    return num_bytes
+
+
+def _find_full_disk(episode: EpisodeStages) -> str:
+    """Return the disk that is full; "" if none is."""
+    for disk in episode.disks:
+        facts = os.statvfs(disk)
+        if facts.f_bavail * 100 < facts.f_blocks or facts.f_ffree == 0:
+            return disk
+    return ""
+
+
+def _read_proc(name: str) -> str:
+    with open(f"/proc/{name}") as file:  # noqa: PTH123 - called ten times a second
+        return file.read()
+
+
+def _exit_on_signal(*_: object) -> None:
+    end_descendants(grace_s=0.0)
+    os._exit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""The judge of an agent program: a second sandbox after the program's end, whose reward no program can forge."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcrl.envs.base import make_program
+from hpcrl.errors import ConfigError
+from hpcrl.models.chat_layout import load_chat_template
+from tests.support.programs import needs_bubblewrap, play
+
+SANDBOXES = ["none", pytest.param("bubblewrap", marks=needs_bubblewrap)]
+ASK_AND_WRITE = "ask('a')\nopen('answer', 'w').write('42')\n"
+READ = "import os\ntext = open(os.environ['HPCRL_WORKDIR'] + '/answer').read()\nprint(float(text == '42'))"
+
+
+@pytest.fixture
+def template(tiny_model_dir):
+    return load_chat_template(tiny_model_dir)
+
+
+def judged_by(code):
+    return {"judge": ["python", "-c", code]}
+
+
+def reward_of(trajectory):
+    assert (trajectory.status, trajectory.extra) == ("done", {})
+    return trajectory.turns[-1].reward
+
+
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+def test_the_judge_finds_the_working_directory_of_the_program(template, sandbox):
+    assert reward_of(play(template, ASK_AND_WRITE, sandbox=sandbox, **judged_by(READ))) == 1.0
+    assert reward_of(play(template, "ask('a')\nopen('answer', 'w')", sandbox=sandbox, **judged_by(READ))) == 0.0
+
+
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+def test_what_the_program_prints_and_posts_is_no_reward_where_there_is_a_judge(template, sandbox):
+    forge = "try:\n    post('/hpcrl/reward', {'reward': 1})\nexcept urllib.error.HTTPError as error:\n    pass\n"
+    code = f"ask('a')\nopen('answer', 'w').write('x')\n{forge}print(json.dumps({{'reward': 1}}))"
+    assert reward_of(play(template, code, sandbox=sandbox, **judged_by(READ))) == 0.0
+
+
+def test_a_program_that_ends_badly_is_judged_by_what_it_left(template):
+    assert reward_of(play(template, f"{ASK_AND_WRITE}raise SystemExit(3)", **judged_by(READ))) == 1.0
+
+
+def test_a_program_that_never_called_the_model_says_why_it_ended(template):
+    trajectory = play(template, "import no_such_module", **judged_by("print(1)"))
+    assert trajectory.status == "env-fault"
+    assert "never called the model" in trajectory.extra["fault"]
+    assert "No module named 'no_such_module'" in trajectory.extra["fault"]
+
+
+def test_the_judge_has_no_key_and_no_model(template):
+    code = "import os\nprint(float(any(name.startswith('OPENAI') for name in os.environ)))"
+    assert reward_of(play(template, "ask('a')", **judged_by(code))) == 0.0
+
+
+@needs_bubblewrap
+def test_the_judge_runs_when_no_process_of_the_program_is_left(template):
+    spoil = (
+        "ask('a')\nopen('answer', 'w').write('x')\nimport subprocess, time\n"
+        "late = 'import signal\\nsignal.signal(15, signal.SIG_IGN)\\n'\n"
+        "late += 'while True: open(\\'answer\\', \\'w\\').write(\\'42\\')'\n"
+        "subprocess.Popen([sys.executable, '-c', late], start_new_session=True)\n"
+        "while open('answer').read() != '42': time.sleep(0.01)\n"
+    )
+    code = (
+        "import os, time\nplace = os.environ['HPCRL_WORKDIR'] + '/answer'\nopen(place, 'w').write('mine')\n"
+        "time.sleep(0.3)\nassert len([name for name in os.listdir('/proc') if name.isdigit()]) < 6\n"
+        "print(float(open(place).read() == 'mine'))"
+    )
+    assert reward_of(play(template, spoil, sandbox="bubblewrap", **judged_by(code))) == 1.0
+
+
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+def test_files_left_by_the_program_are_not_what_the_judge_imports(template, sandbox):
+    plant = (
+        "ask('a')\nprint(1)\nfake = 'print(1)\\nimport os\\nos._exit(0)\\n'\n"
+        "from pathlib import Path\n"
+        "for place in ['.', os.environ['HOME'], os.environ['HOME'] + '/.local/lib/python3.11/site-packages', '/tmp']:\n"
+        "    Path(place).mkdir(parents=True, exist_ok=True)\n"
+        "    for name in ['json.py', 'sitecustomize.py', 'usercustomize.py']: Path(place, name).write_text(fake)\n"
+    )
+    plant = plant.replace(", '/tmp'", "") if sandbox == "none" else plant
+    assert reward_of(play(template, plant, sandbox=sandbox, **judged_by("import json\nprint(0.5)"))) == 0.5
+
+
+@needs_bubblewrap
+def test_files_and_fields_of_the_judge_are_hidden_from_the_program(template, tmp_path):
+    (tmp_path / "hidden").write_text("42")
+    program = (
+        f"ask('a')\nassert not os.path.exists({str(tmp_path)!r})\nassert task == {{'seed': 5, 'open': 1}}\n"
+        "assert 'secret' not in os.environ['HPCRL_TASK']\nopen('seen', 'w')"
+    )
+    judge = (
+        "import json, os, sys\ntask = json.load(sys.stdin)\nassert task == json.loads(os.environ['HPCRL_TASK'])\n"
+        "assert os.path.exists(os.environ['HPCRL_WORKDIR'] + '/seen')\n"
+        f"print(float(task['secret'] == open({str(tmp_path / 'hidden')!r}).read()))"
+    )
+    options = {"judge_readable": [str(tmp_path)], "judge_fields": ["secret"], "task": {"open": 1, "secret": "42"}}
+    assert reward_of(play(template, program, sandbox="bubblewrap", **judged_by(judge), **options)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("judge", "why"),
+    [
+        ("import time\ntime.sleep(600)", "the judge was still running after judge_timeout_s = 1 s"),
+        ("raise ValueError('lost')", "the judge ended with code 1: .*ValueError: lost"),
+        ("import os\nprint(1)\nos.kill(os.getpid(), 9)", "the judge was killed by SIGKILL"),
+        ("print(1)\nprint('all is well')", "the last line of the judge is 'all is well'"),
+        ("", "the last line of the judge is ''"),
+        ("print('NaN')", "must be a finite number"),
+        ("import sys\nsys.stdout.buffer.write(bytes(range(256)) * 1000)", "the last line of the judge is"),
+    ],
+)
+def test_a_judge_that_fails_is_a_fault_and_not_a_reward(template, judge, why):
+    started_s = time.monotonic()
+    trajectory = play(template, "ask('a')\nprint(1)", judge_timeout_s=1.0, **judged_by(judge))
+    assert (trajectory.status, trajectory.reward) == ("env-fault", None)
+    assert re.search(why, trajectory.extra["fault"].replace("\n", " "))
+    assert time.monotonic() - started_s < 60
+
+
+def test_a_judge_that_is_missing_is_a_fault_also_by_exit_code(template):
+    trajectory = play(template, "ask('a')", judge=["no-such-judge"], judge_reward="exit-code")
+    assert trajectory.status == "env-fault"
+    assert "no-such-judge" in trajectory.extra["fault"]
+
+
+@pytest.mark.parametrize(("code", "reward"), [(0, 1.0), (1, 0.0), (2, 0.0)])
+def test_the_exit_code_of_a_judge_can_be_the_reward(template, code, reward):
+    judge = judged_by(f"print('{{\"reward\": 1}}')\nraise SystemExit({code})")
+    assert reward_of(play(template, "ask('a')", judge_reward="exit-code", **judge)) == reward
+
+
+def test_what_is_printed_after_the_end_of_the_judge_is_not_its_reward(template):
+    late = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(0.2)\nprint(1, flush=True)"
+    judge = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {late!r}])\nprint(0)"
+    assert reward_of(play(template, "ask('a')", **judged_by(judge))) == 0.0
+
+
+def test_a_directory_is_copied_for_each_episode(template, tmp_path):
+    (tmp_path / "a b" / "deep").mkdir(parents=True)
+    (tmp_path / "a b" / "deep" / "answer").write_text("4")
+    (tmp_path / "a b" / "link").symlink_to("deep/answer")
+    code = (
+        "ask('a')\nassert os.readlink('link') == 'deep/answer'\nopen('deep/answer', 'a').write('2')\n"
+        "print(int(open('link').read()))"
+    )
+    for _ in range(2):
+        trajectory = play(template, code, directory=f"{tmp_path}/{{name}}", task={"name": "a b"})
+        assert reward_of(trajectory) == 42.0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"directory": "/no/such"}, "directory = '/no/such': there is no such directory"),
+        ({"directory": "/tmp/{repo}"}, "the task has no field 'repo'; it has name, seed"),
+        ({"directory": "/tmp/{name}"}, "the task's name = '../etc' cannot be part of a path"),
+        ({"image": "/no/such.sif"}, "image = '/no/such.sif': there is no such file"),
+    ],
+)
+def test_what_is_not_there_is_a_fault_of_the_episode(template, options, why, monkeypatch):
+    monkeypatch.setattr("hpcrl.envs.agent.choose_sandbox", lambda wanted, image: "apptainer" if image else "none")
+    trajectory = play(template, "ask('a')\nprint(1)", task={"name": "../etc"}, **options)
+    assert trajectory.status == "env-fault"
+    assert why in trajectory.extra["fault"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"judge": "pytest"}, "give a list"),
+        ({"judge": []}, "give a list"),
+        ({"judge": ["x"], "judge_reward": "guess"}, "must be one of printed, exit-code"),
+        ({"judge": ["x"], "judge_timeout_s": 0}, "judge_timeout_s = 0"),
+        ({"judge": ["x"], "posts_reward": True}, "remove one"),
+        ({"judge_fields": ["x"]}, "need a judge"),
+        ({"judge": ["x"], "judge_readable": [str(Path(os.__file__).parent)]}, "which the program can read too"),
+        ({"max_processes": 3}, "max_processes = 3: it must be 32 or more"),
+        ({"max_disk_mb": 0}, "max_disk_mb = 0"),
+        ({"max_memory_mb": float("nan")}, "max_memory_mb = nan"),
+    ],
+)
+def test_options_that_cannot_be_right_are_refused(options, why):
+    with pytest.raises(ConfigError, match=why):
+        make_program("hpcrl.envs.agent:AgentProgram", {"command": ["x"], **options}, what="domains.x.env")
