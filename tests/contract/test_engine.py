@@ -512,6 +512,7 @@ def test_a_structured_answer_continues_what_another_engine_left_unfinished(honou
     [
         ({"not": {}}, {}, "Unimplemented keys.*not"),
         ({"type": "integer", "minimum": 3, "maximum": 1}, {}, "minimum .3. is greater than maximum .1."),
+        ({"$ref": "#"}, {}, "no text matches it"),
         ({"enum": ["x" * 300_000]}, {}, "300.* bytes of JSON"),
         (ANY, {"stop_token_ids": []}, "no stop_token_ids"),
         (ANY, {"num_answered": len(PROMPT)}, "num_answered is 6 of 6"),

@@ -1,11 +1,11 @@
 """A structure with a handful of answers, so that what it allows next is found by trying them all."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hpcrl.engines.base import ExactText, JsonValue, OutputStructure, PartChoice
+from hpcrl.models.tiny import CHARACTERS, MARKS
 
 TEXTS = ("yes", "no, never", 'no: "ab"', 'no: "ac"', "no: true")
 SMALL = OutputStructure(
@@ -28,16 +28,13 @@ SMALL = OutputStructure(
 )
 
 
+def encode(text: str) -> list[int]:
+    """Return the tokens of a text in a tiny model."""
+    return [len(MARKS) + CHARACTERS.index(character) for character in text]
+
+
 @torch.inference_mode()
-def score_masked(
-    model: Any,
-    prompt: list[int],
-    answer: list[int],
-    *,
-    encode: Callable[[str], list[int]],
-    stop: int,
-    temperature: float,
-) -> list[float]:
+def score_masked(model: Any, prompt: list[int], answer: list[int], *, stop: int, temperature: float) -> list[float]:
     """Return the log-probability of each token among those that continue one of TEXTS, from one forward pass."""
     logits_TV = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
     whole = [[*encode(text), stop] for text in TEXTS]

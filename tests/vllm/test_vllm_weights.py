@@ -1,6 +1,7 @@
 """New weights in a running vLLM engine: exact, recorded per token, and refused if they are damaged or do not fit."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,12 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from hpcrl.engines.base import Completion, GenerateRequest
+from hpcrl.engines.base import Completion, GenerateRequest, JsonValue, OutputStructure
 from hpcrl.engines.embedded.engine import load_model
 from hpcrl.errors import WeightsError
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.model_update import collect_parameters
 from hpcrl.weights.versions import WeightVersion, tensors_file
+from tests.contract.test_engine import STOP, read_text
 from tests.support.served import greedy
 
 if TYPE_CHECKING:
@@ -103,6 +105,33 @@ def test_a_stream_has_the_version_of_each_chunk_through_an_update(
     versions = vllm_place.do(body())
     assert len(versions) == LONG
     assert set(versions) == {old, version}
+
+
+def test_a_structured_turn_keeps_its_structure_through_an_update(
+    vllm_place: "Place", updated: "Behind", model: Any, version: int
+) -> None:
+    engine, old = updated.engine, updated.engine.version
+    vllm_place.window.publish(stir(model, seed=version), WeightVersion(version=version, step=version))
+    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 200, "maxItems": 200}
+    request = ask(
+        "structured",
+        structure=OutputStructure(parts=[JsonValue(schema=schema)]),
+        stop_token_ids=[STOP],
+        temperature=1.0,
+        max_new_tokens=LONG * 2,
+    )
+
+    async def body() -> Completion:
+        start = (await engine.load_figures()).num_generated_tokens
+        turn = asyncio.create_task(engine.generate(request))
+        while (await engine.load_figures()).num_generated_tokens < start + 10:
+            await asyncio.sleep(0.01)
+        await engine.load_version(version)
+        return await turn
+
+    answer = vllm_place.do(body())
+    assert len(json.loads(read_text(answer.token_ids).removesuffix("<eos>"))) == 200
+    assert set(answer.versions) == {old, version}
 
 
 def test_new_requests_are_answered_by_the_new_weights_as_by_transformers(

@@ -76,5 +76,5 @@ def mask_logits(logits_BV: torch.Tensor, matchers: Sequence[AnswerMatcher | None
             except EngineError as error:
                 problems[-1] = str(error)
             else:
-                logits_BV[row, ~allowed_V.to(logits_BV.device)] = -torch.inf
+                logits_BV[row].masked_fill_(~allowed_V.to(logits_BV.device), -torch.inf)
     return problems

@@ -24,7 +24,7 @@ import msgspec
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, KvHandle, LoadFigures
 from hpcrl.engines.request_checks import check_asks_for_tokens, check_request
-from hpcrl.engines.structure import read_token_names, write_grammar
+from hpcrl.engines.structure import check_structure, read_token_names, write_grammar
 from hpcrl.engines.vllm import kv_connectors, kv_files
 from hpcrl.engines.vllm.protocol import build_sampling_params, parse_chunk, parse_completion, parse_metrics
 from hpcrl.engines.vllm.server import VllmLaunch, VllmServer
@@ -281,6 +281,7 @@ class VllmEngine:
 
     def _write_grammar(self, request: GenerateRequest) -> str:
         assert request.structure is not None
+        check_structure(request.structure)
         return write_grammar(
             request.structure,
             token_names=read_token_names(self._launch.model / "tokenizer.json"),

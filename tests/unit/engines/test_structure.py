@@ -34,7 +34,7 @@ from hpcrl.rollout.turn import generate_turn, stream_turn
 from hpcrl.testing.memory import MemoryStore
 from hpcrl.weights.model_update import collect_parameters
 from hpcrl.weights.versions import WeightVersion
-from tests.support.structures import SMALL, TEXTS, score_masked
+from tests.support.structures import SMALL, TEXTS, encode, score_masked
 
 STOP = MARKS.index("<eos>")
 ANY = {"type": "object"}
@@ -74,10 +74,6 @@ def read_text(token_ids: list[int]) -> str:
     return "".join([*MARKS, *CHARACTERS][token] for token in token_ids)
 
 
-def encode(text: str) -> list[int]:
-    return [len(MARKS) + CHARACTERS.index(character) for character in text]
-
-
 # ---- the embedded engine
 
 
@@ -93,9 +89,7 @@ def test_log_probabilities_are_of_the_tokens_that_the_structure_allows(model: An
     assert len({tuple(answer.token_ids) for answer in answers}) > 1
     for request, answer in zip(requests, answers, strict=True):
         assert read_text(answer.token_ids) in [text + "<eos>" for text in TEXTS]
-        expected = score_masked(
-            model, request.token_ids, answer.token_ids, encode=encode, stop=STOP, temperature=temperature
-        )
+        expected = score_masked(model, request.token_ids, answer.token_ids, stop=STOP, temperature=temperature)
         assert answer.logprobs == pytest.approx(expected, abs=1e-4)
         assert set(answer.top[0]) == {*encode("y"), *encode("n")}
 
