@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import msgspec
 
-from hpcrl.config.recipe import Recipe
+from hpcrl.config.recipe import VLLM_PARSER_PREFIX, Recipe
 from hpcrl.config.user_code import load_code
 from hpcrl.envs.base import check_task_parameter, construct_env
 from hpcrl.errors import ConfigError
@@ -70,6 +70,15 @@ def check_packages(recipe: Recipe) -> None:
             raise ConfigError(
                 f"[metrics] needs the package {package}, which {sys.executable} does not have: "
                 f"pip install 'hpcrl[{package}]' there, or remove it from [metrics]"
+            )
+    for setting, name in (
+        ("tool_parser", recipe.engine.tool_parser),
+        ("reasoning_parser", recipe.engine.reasoning_parser),
+    ):
+        if name.startswith(VLLM_PARSER_PREFIX) and find_spec("vllm") is None:
+            raise ConfigError(
+                f"engine.{setting} = {name!r} needs the package vllm, which {sys.executable} does not have: install it "
+                "there, or name a family of models (docs/agents.md)"
             )
     if recipe.train.lora_rank and find_spec("peft") is None:
         raise ConfigError(

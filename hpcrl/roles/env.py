@@ -98,7 +98,7 @@ def _choose_parser(context: WorkerContext, template: ChatTemplate) -> AnswerPars
                 tool_parser=choice.tool_parser, reasoning_parser=choice.reasoning_parser, reason=choice.reason
             )
         )
-    return AnswerParser.from_choice(choice)
+    return AnswerParser.from_choice(choice, template, context.campaign.model)
 
 
 @dataclass(frozen=True, kw_only=True)

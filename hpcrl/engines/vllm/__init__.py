@@ -8,6 +8,7 @@ kv_connectors       configuration of KV connectors
 kv_files            names and limits of KV files
 kv_files_connector  the KV connector that uses those files
 answer_prefix       structured answers of which another engine has generated the first tokens
+parsers             vLLM's own parsers of tool calls and thoughts
 weight_plugin       new weights inside the server
 weight_route        the server's route that switches versions
 weight_twin         a second copy of the weights, filled while the first serves

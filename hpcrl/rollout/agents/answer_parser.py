@@ -1,21 +1,36 @@
 """How the text of a model is read into thoughts, content and tool calls, and what text it may be made to generate.
 
 AnswerParser    the parsers of a model: makes a reader for each answer
+VllmToolParser, VllmReasoningParser  parsers of vLLM, which read an answer once it is whole
 choose_parsers  the names of the parsers, by the chat template, unless the recipe names them
 
 The marks that a template writes are those that its model generates, by which families differ.
 """
 
-from collections.abc import Collection
+import logging
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Self
 
-from hpcrl.config.recipe import AUTO_PARSER, EngineConfig
+from hpcrl.config.recipe import AUTO_PARSER, VLLM_PARSER_PREFIX, EngineConfig
+from hpcrl.engines.vllm.parsers import ExtractCalls, ExtractThoughts, load_reasoning_parser, load_tool_parser
+from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents.reasoning_parsers import REASONING_PARSERS, ReasoningParser
 from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ModelCall
 from hpcrl.rollout.agents.tool_families import CALL_BEGIN, TOOL_PARSERS
-from hpcrl.rollout.agents.tool_parsers import AnswerPiece, ContentText, PlainReader, TextReader, ToolParser
+from hpcrl.rollout.agents.tool_parsers import (
+    AnswerPiece,
+    ContentText,
+    PlainReader,
+    ReasoningText,
+    TextReader,
+    ToolParser,
+    ToolSchemas,
+    decode_json,
+    make_call,
+)
 
 TOOL_MARKS = (
     ("<|channel|>", "gpt-oss"),
@@ -78,9 +93,18 @@ class AnswerParser:
     reasoning: ReasoningParser = REASONING_PARSERS["none"]
 
     @classmethod
-    def from_choice(cls, choice: ParserChoice) -> Self:
-        """Make the parsers that were chosen."""
-        return cls(tools=TOOL_PARSERS[choice.tool_parser], reasoning=REASONING_PARSERS[choice.reasoning_parser])
+    def from_choice(cls, choice: ParserChoice, template: ChatTemplate, model: Path) -> Self:
+        """Make the parsers that were chosen for a model; ConfigError if they are vLLM's and cannot be loaded."""
+        marks = tuple(mark for mark, token in template.mark_ids.items() if token not in template.stop_token_ids)
+        prefix, tool, reasoning = VLLM_PARSER_PREFIX, choice.tool_parser, choice.reasoning_parser
+        return cls(
+            tools=VllmToolParser(load_tool_parser(tool.removeprefix(prefix), model), marks)
+            if tool.startswith(prefix)
+            else TOOL_PARSERS[tool],
+            reasoning=VllmReasoningParser(load_reasoning_parser(reasoning.removeprefix(prefix), model), marks)
+            if reasoning.startswith(prefix)
+            else REASONING_PARSERS[reasoning],
+        )
 
     @property
     def marks(self) -> Collection[str]:
@@ -112,3 +136,60 @@ class ChainedReader:
         for piece in pieces:
             found += self._tools.feed(piece.text) if isinstance(piece, ContentText) else [piece]
         return found
+
+
+@dataclass(frozen=True)
+class VllmToolParser:
+    """A tool parser of vLLM."""
+
+    extract: ExtractCalls
+    marks: Collection[str]
+    """All special tokens: which of them it looks for is not known."""
+
+    def make_reader(self, tools: ToolSchemas) -> TextReader:
+        return WholeReader(lambda text: self._parse(text, tools))
+
+    def _parse(self, text: str, tools: ToolSchemas) -> list[AnswerPiece]:
+        content, found = self.extract(text, tools)
+        calls = [make_call(name, decode_json(arguments)) for name, arguments in found]
+        if None in calls:
+            return [ContentText(text)]
+        return [*([ContentText(content)] if content else []), *(call for call in calls if call is not None)]
+
+
+@dataclass(frozen=True)
+class VllmReasoningParser:
+    """A reasoning parser of vLLM."""
+
+    extract: ExtractThoughts
+    marks: Collection[str]
+
+    def make_reader(self, _: str) -> TextReader:
+        return WholeReader(self._parse)
+
+    def _parse(self, text: str) -> list[AnswerPiece]:
+        reasoning, content = self.extract(text)
+        return [
+            *([ReasoningText(reasoning)] if reasoning else []),
+            *([ContentText(content)] if content else []),
+        ]
+
+
+class WholeReader:
+    """A reader that returns everything once the answer is whole; what its function cannot parse is content."""
+
+    def __init__(self, parse: Callable[[str], list[AnswerPiece]]) -> None:
+        self._parse = parse
+        self._texts: list[str] = []
+
+    def feed(self, text: str) -> list[AnswerPiece]:
+        self._texts.append(text)
+        return []
+
+    def finish(self) -> list[AnswerPiece]:
+        text = "".join(self._texts)
+        try:
+            return self._parse(text) if text else []
+        except Exception:  # the parsers of others raise anything
+            logging.getLogger(__name__).warning("a parser failed: its answer is content", exc_info=True)
+            return [ContentText(text)]

@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from hpcrl.config.recipe import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, EngineConfig, ModelConfig
+from hpcrl.config.recipe import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, EngineConfig, ModelConfig, load_recipe
+from hpcrl.engines.vllm import parsers
+from hpcrl.envs import check
+from hpcrl.errors import ConfigError
 from hpcrl.models.chat_layout import load_chat_template
-from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers
+from hpcrl.rollout.agents.answer_parser import AnswerParser, WholeReader, choose_parsers
 from hpcrl.rollout.agents.reasoning_parsers import REASONING_PARSERS
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.agents.tool_families import TOOL_PARSERS
+from hpcrl.rollout.agents.tool_parsers import parse_answer
 from hpcrl.rollout.episode import EpisodeLimits
 from tests.support.model_templates import FAMILIES, save_family
 from tests.support.scripted import Scripted
@@ -84,7 +88,7 @@ def test_a_tool_loop_of_a_family_continues_the_recorded_turns(tmp_path, name):
         later = replace(family, thought="") if name in UNOPENED_THOUGHTS else family
         words = [family.say_call("look", {"x": 1}), later.say_call("look", {"x": 2}), later.say("Done.")]
         session = session_of(template, limits=LIMITS)
-        parser = AnswerParser.from_choice(choose_parsers(template.text, EngineConfig()))
+        parser = AnswerParser.from_choice(choose_parsers(template.text, EngineConfig()), template, tmp_path)
         policy = Scripted(template, *words)
         async with ModelProxy(policy, template=template, parser=parser) as proxy:
             client = openai.AsyncOpenAI(base_url=proxy.url, api_key=proxy.open(session), max_retries=0)
@@ -115,3 +119,23 @@ async def loop(client):
             seen.append((call.function.name, json.loads(call.function.arguments)))
             messages.append({"role": "tool", "content": "5", "tool_call_id": call.id})
     raise AssertionError(messages)
+
+
+def test_an_answer_that_a_foreign_parser_cannot_read_is_content():
+    def fail(text):
+        raise KeyError(text)
+
+    reader = WholeReader(fail)
+    assert parse_answer(reader, "some text") == ("some text", "", [])
+
+
+@pytest.mark.parametrize("setting", ["tool_parser", "reasoning_parser"])
+def test_a_parser_of_vllm_is_refused_where_vllm_is_not_installed(tmp_path, monkeypatch, setting):
+    for module in (check, parsers):
+        monkeypatch.setattr(module, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=f"engine.{setting} = 'vllm:hermes' needs the package vllm"):
+        check.check_packages(load_recipe("quickstart", settings=(f'engine.{setting}="vllm:hermes"',)))
+    template = load_chat_template(save_family(tmp_path, FAMILIES["Qwen3"]))
+    choice = choose_parsers(template.text, EngineConfig(**{setting: "vllm:hermes"}))
+    with pytest.raises(ConfigError, match=f"engine.{setting} = 'vllm:hermes' needs the package vllm"):
+        AnswerParser.from_choice(choice, template, tmp_path)

@@ -1,0 +1,69 @@
+"""vLLM's own parsers of tool calls and thoughts, by name: for `engine.tool_parser = "vllm:NAME"`.
+
+load_tool_parser       a function from a text to its content and its calls
+load_reasoning_parser  a function from a text to its thoughts and its content
+
+They need vLLM, torch and transformers in the process: half a gigabyte, and seconds to start. Their errors are the
+caller's, which may be any exception: they are programs of others.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hpcrl.errors import ConfigError
+
+ExtractCalls = Callable[[str, Sequence[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]
+"""From a text and the request's tools to the content and to the names of calls with their arguments in JSON."""
+ExtractThoughts = Callable[[str], tuple[str, str]]
+"""From a text to its thoughts and its content."""
+
+
+def load_tool_parser(name: str, model: Path) -> ExtractCalls:
+    """Load the tool parser of vLLM with this name for a model's tokenizer."""
+    _require_vllm(f"engine.tool_parser = 'vllm:{name}'")
+    from transformers import AutoTokenizer
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    _require_name("engine.tool_parser", name, ToolParserManager.list_registered())
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    make_parser: Any = ToolParserManager.get_tool_parser(name)
+
+    def extract(text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
+        request = ChatCompletionRequest(model="", messages=[], tools=list(tools))
+        found = make_parser(tokenizer, request.tools).extract_tool_calls(text, request)
+        calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        return found.content or "", calls
+
+    return extract
+
+
+def load_reasoning_parser(name: str, model: Path) -> ExtractThoughts:
+    """Load the reasoning parser of vLLM with this name for a model's tokenizer."""
+    _require_vllm(f"engine.reasoning_parser = 'vllm:{name}'")
+    from transformers import AutoTokenizer
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.reasoning import ReasoningParserManager
+
+    _require_name("engine.reasoning_parser", name, ReasoningParserManager.list_registered())
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    make_parser: Any = ReasoningParserManager.get_reasoning_parser(name)
+    request = ChatCompletionRequest(model="", messages=[])
+
+    def extract(text: str) -> tuple[str, str]:
+        reasoning, content = make_parser(tokenizer).extract_reasoning(text, request)
+        return reasoning or "", content or ""
+
+    return extract
+
+
+def _require_vllm(what: str) -> None:
+    if find_spec("vllm") is None:
+        raise ConfigError(f"{what} needs the package vllm, which is not installed here: install it, or name a family")
+
+
+def _require_name(setting: str, name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        raise ConfigError(f"{setting} = 'vllm:{name}' is not known to this vLLM: choose one of {', '.join(names)}")
