@@ -16,6 +16,7 @@ gem             GEM
 openenv         OpenEnv
 reasoning_gym   Reasoning Gym
 textarena       TextArena
-verifiers       verifiers
+verifiers       verifiers, played by processes of its own interpreter
+verifiers_server  such a process
 examples        environments to copy from
 """

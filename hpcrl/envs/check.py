@@ -28,6 +28,8 @@ def main() -> int:
             env = construct_env(domain.env, domain.options, what=f"domains.{name}.env")
             if domain.task_set is not None:
                 check_task_parameter(env)
+            if callable(check := getattr(env, "check", None)):
+                check()
             if more := recipe.evaluation.options.get(name):
                 construct_env(domain.env, {**domain.options, **more}, what=f"evaluation.options.{name}")
         _check_curriculum(recipe)

@@ -31,22 +31,23 @@ class OpenEnv:
         self._timeout_s = timeout_s
         self._client: GenericEnvClient | None = None
 
-    def reset(self, seed: int) -> str:
-        """Start a task; the methods are plain, and run in a separate thread, since the client blocks."""
+    async def reset(self, seed: int, task: dict[str, Any] | None = None) -> str:
+        """Start a task; the fields of a row are sent beside the seed."""
         if self._client is None:
             self._client = GenericEnvClient(self._url, message_timeout_s=self._timeout_s)
-            self._client.connect()
-        return self._text(self._client.reset(seed=seed).observation)
+            await self._client.connect()
+        result = await self._client.reset(**{"seed": seed, **(task or {})})
+        return self._text(result.observation)
 
-    def step(self, action: str) -> Step:
+    async def step(self, action: str) -> Step:
         assert self._client is not None, "reset comes first"
-        result = self._client.step({**self._action, self._action_field: action})
+        result = await self._client.step({**self._action, self._action_field: action})
         reward = 0.0 if result.reward is None else float(result.reward)
         return Step(observation=self._text(result.observation), reward=reward, done=bool(result.done))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         if self._client is not None:
-            self._client.close()
+            await self._client.close()
             self._client = None
 
     def _text(self, observation: dict[str, Any]) -> str:

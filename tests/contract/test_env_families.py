@@ -2,12 +2,17 @@
 
 import asyncio
 import importlib.util
+import json
+import os
 import random
+from pathlib import Path
 
 import pytest
 
 from hpcrl.envs.base import adapt_env
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, EnvFault
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def needs(package):
@@ -149,39 +154,122 @@ class TestGem:
             self.make(id="no:such")
 
 
-def echo_and_stop(**options):
-    """Return a two-turn environment of verifiers, whose reward is 1 if the last message is the answer."""
-    import verifiers
-    from datasets import Dataset
+VERIFIERS_PYTHON = os.environ.get("HPCRL_VERIFIERS_PYTHON", str(ROOT / ".venv-verifiers" / "bin" / "python"))
+WORDS = """
+import verifiers.v1 as vf
 
-    class Twice(verifiers.MultiTurnEnv):
-        async def env_response(self, messages, state, **kwargs):
-            return [{"role": "user", "content": f"you sent {messages[-1]['content']}; again?"}]
-
-    def right(completion, answer, **kwargs):
-        return float(completion[-1]["content"] == answer)
-
-    rows = Dataset.from_list([{"question": f"answer {word}", "answer": word} for word in ("red", "blue")])
-    return Twice(max_turns=2, dataset=rows, rubric=verifiers.Rubric(funcs=[right]), **options)
+open(__import__("os").environ["LOADED"], "a").write("loaded;")
 
 
-@needs("verifiers")
+class Words(vf.TaskData):
+    answer: str
+
+
+class WordsTask(vf.Task[Words, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def is_right(self, trace) -> float:
+        return float(trace.last_reply.strip() == self.data.answer)
+
+
+class WordsTaskset(vf.Taskset[WordsTask, vf.TasksetConfig]):
+    def load(self):
+        shots = [vf.UserMessage(content="say up"), vf.AssistantMessage(content="up")]
+        for word in ("red", "blue"):
+            prompt = [*shots, vf.UserMessage(content=f"say {word}")]
+            yield WordsTask(Words(prompt=prompt, system_prompt="Be brief.", answer=word), self.config.task)
+
+
+__all__ = ["WordsTaskset"]
+"""
+
+
+@pytest.mark.skipif(not os.access(VERIFIERS_PYTHON, os.X_OK), reason="needs a venv with verifiers (make test-envs)")
 class TestVerifiers:
-    def make(self):
+    @pytest.fixture(autouse=True)
+    def words(self, tmp_path, monkeypatch):
+        (tmp_path / "hpcrl_words.py").write_text(WORDS)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setenv("LOADED", str(tmp_path / "loaded"))
+        monkeypatch.setenv("HOME", str(tmp_path))
+
+    def make(self, **options):
         from hpcrl.envs.verifiers import Verifiers
 
-        return Verifiers(id="tests.contract.test_env_families:echo_and_stop")
+        return Verifiers(**({"taskset": "hpcrl_words", "python": VERIFIERS_PYTHON} | options))
 
-    def test_an_episode_is_scored_by_its_rubric(self):
-        words = iter(["green", "blue"])
-        seen, steps = play(self.make(), lambda _: next(words), seed=1)
-        assert "answer blue" in seen[0]
-        assert steps[0].observation == "you sent green; again?"
-        assert [(step.reward, step.done) for step in steps] == [(0.0, False), (1.0, True)]
+    def run(self, *calls, replies="red"):
+        """Return the results of runs side by side, and the requests that the model received."""
+        from aiohttp import web
 
-    def test_a_wrong_answer_earns_nothing(self):
-        _, steps = play(self.make(), lambda _: "mauve")
-        assert steps[-1].reward == 0
+        from hpcrl.envs.base import ModelAccess
+        from hpcrl.envs.verifiers import close_servers
+
+        requests = []
+
+        async def complete(request):
+            body = await request.json()
+            requests.append((request.headers["Authorization"], body))
+            message = {"role": "assistant", "content": replies}
+            chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": body["model"]}
+            choice = {"index": 0, "delta": message, "finish_reason": "stop"}
+            lines = [json.dumps({**chunk, "choices": [choice]}), "[DONE]"]
+            if not body.get("stream"):
+                whole = {"index": 0, "message": message, "finish_reason": "stop"}
+                return web.json_response({**chunk, "object": "chat.completion", "choices": [whole]})
+            text = "".join(f"data: {line}\n\n" for line in lines)
+            return web.Response(text=text, content_type="text/event-stream")
+
+        async def play_all():
+            app = web.Application()
+            app.router.add_post("/v1/chat/completions", complete)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"
+            try:
+                runs = [
+                    env.run(seed, ModelAccess(url=url, socket="", api_key=f"key-{number}", model="policy"), **task)
+                    for number, (env, seed, task) in enumerate(calls)
+                ]
+                return await asyncio.gather(*runs, return_exceptions=True)
+            finally:
+                await close_servers()
+                await runner.cleanup()
+
+        return asyncio.run(play_all()), requests
+
+    def test_episodes_share_one_task_set_and_messages_stay_messages(self, tmp_path):
+        env = self.make
+        rewards, requests = self.run(
+            (env(), 0, {}), (env(), 1, {}), (env(), 2, {}), (env(), 5, {"task": {"task": 0}}), (env(), 1, {"task": {}})
+        )
+        assert rewards[:4] == [1.0, 0.0, 1.0, 1.0]
+        assert "must have the number of a task" in str(rewards[4])
+        assert (tmp_path / "loaded").read_text() == "loaded;"
+        assert sorted(key for key, _ in requests) == [f"Bearer key-{number}" for number in range(4)]
+        shown = {json.dumps([(one["role"], one["content"]) for one in body["messages"]]) for _, body in requests}
+        first = [["system", "Be brief."], ["user", "say up"], ["assistant", "up"], ["user", "say red"]]
+        assert first in [json.loads(one) for one in shown]
+        assert len(shown) == 2
+
+    def test_the_task_set_is_checked_at_submission(self):
+        assert self.make().check() == 2
+        with pytest.raises(ConfigError, match="no_such_taskset"):
+            self.make(taskset="no_such_taskset").check()
+
+    def test_a_task_set_that_cannot_be_loaded_is_a_fault(self):
+        (fault,), _ = self.run((self.make(taskset="no_such_taskset"), 0, {}))
+        assert isinstance(fault, EnvFault)
+        assert "no_such_taskset" in str(fault)
+
+
+class TestVerifiersElsewhere:
+    def test_an_interpreter_without_verifiers_is_refused(self):
+        from hpcrl.envs.verifiers import Verifiers
+
+        with pytest.raises(ConfigError, match=r"cannot be run: No such file"):
+            Verifiers(taskset="words", python="/no/python").check()
 
 
 @needs("openenv")

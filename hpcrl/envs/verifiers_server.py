@@ -1,0 +1,111 @@
+"""Play episodes of a verifiers environment for an env worker: `python -P verifiers_server.py`, in the venv of verifiers.
+
+It imports nothing of hpcrl. Requests and answers are lines of JSON on standard input and output:
+
+    {"config": ...}                            the environment's configuration, once; answered {"num_tasks": number}
+    {"run": id, "task": number, "url", "key", "model"}   answered {"run": id, "reward": number}, or with an "error"
+    {"cancel": id}                             ends a run; not answered
+
+The task set is loaded once. A closed standard input ends the process.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.runtimes.base import Runtime
+
+SendAnswer = Callable[[dict[str, Any]], object]
+MAX_ENDLESS_TASKS = 1000
+"""The tasks that are used of a task set without end."""
+
+
+async def prepare_local_script(
+    self: Runtime, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
+) -> list[str]:
+    """Return the command that runs a harness's script with this interpreter: a node has neither uv nor a network."""
+    data = script.encode() if isinstance(script, str) else script
+    path = Path(self.scripts_dir).expanduser() / f"{hashlib.sha256(data).hexdigest()}.py"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_bytes(data)
+        temporary.rename(path)
+    return [sys.executable, "-P", str(path)]
+
+
+async def play_task(env: vf.Env, task: vf.Task, request: dict[str, Any]) -> float:
+    """Play one episode; return its reward, or raise what went wrong in it."""
+    variable = f"HPCRL_API_KEY_{request['run']}"  # verifiers hides variables with API_KEY from the agent
+    os.environ[variable] = request["key"]
+    try:
+        client = vf.EvalClientConfig(base_url=request["url"], api_key_var=variable)
+        episode = await env.run_episode(task, vf.ModelContext(model=request["model"], client=client))
+    finally:
+        del os.environ[variable]
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
+    return float(sum(trace.reward for trace in episode.traces) / len(episode.traces))
+
+
+async def answer_run(env: vf.Env, tasks: Sequence[vf.Task], request: dict[str, Any], send: SendAnswer) -> None:
+    """Play the task of a request, and answer with its reward or what went wrong."""
+    try:
+        reward = await play_task(env, tasks[request["task"] % len(tasks)], request)
+        send({"run": request["run"], "reward": reward})
+    except Exception as error:  # noqa: BLE001 - the answer reports it
+        send({"run": request["run"], "error": f"{type(error).__name__}: {error}"[:2000]})
+
+
+async def serve_requests(lines: asyncio.StreamReader, send: SendAnswer) -> None:
+    """Load the task set, then play what is requested until the input ends."""
+    config = json.loads(await lines.readline())["config"]
+    try:
+        env = vf.load_environment(vf.resolve_env_config(config))
+        tasks = list(env.taskset if env.taskset.bounded else itertools.islice(env.taskset, MAX_ENDLESS_TASKS))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the answer reports it
+        send({"error": f"{type(error).__name__}: {error}"[:2000]})
+        return
+    runs: dict[int, asyncio.Task[None]] = {}
+    async with env.serving():
+        send({"num_tasks": len(tasks)})
+        while line := await lines.readline():
+            request = json.loads(line)
+            if "cancel" in request:
+                if (run := runs.get(request["cancel"])) is not None:
+                    run.cancel()
+                continue
+            run = asyncio.create_task(answer_run(env, tasks, request, send))
+            runs[request["run"]] = run
+            run.add_done_callback(partial(_forget_run, runs, request["run"]))
+        for run in runs.values():
+            run.cancel()
+        await asyncio.gather(*runs.values(), return_exceptions=True)
+
+
+def _forget_run(runs: "dict[int, asyncio.Task[None]]", run: int, _: "asyncio.Task[None]") -> None:
+    del runs[run]
+
+
+async def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what the environment prints must not reach the answers
+    lines = asyncio.StreamReader(limit=1 << 24)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    Runtime.prepare_uv_script = prepare_local_script
+    with contextlib.suppress(BrokenPipeError):
+        await serve_requests(lines, lambda answer: answers.write(json.dumps(answer) + "\n"))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
