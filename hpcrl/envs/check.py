@@ -7,16 +7,18 @@ It is a separate process, so that the login-node side stays light and broken use
 output has only the message of the refusal; output of user code goes to standard error.
 """
 
+import asyncio
 import os
 import sys
 from importlib.util import find_spec
 
 import msgspec
 
-from hpcrl.config.recipe import VLLM_PARSER_PREFIX, Recipe
+from hpcrl.config.recipe import VLLM_PARSER_PREFIX, DomainConfig, Recipe
 from hpcrl.config.user_code import load_code
 from hpcrl.envs.base import check_task_parameter, construct_env
-from hpcrl.errors import ConfigError
+from hpcrl.envs.pool import start_process
+from hpcrl.errors import ConfigError, EnvFault
 
 
 def main() -> int:
@@ -25,13 +27,10 @@ def main() -> int:
     try:
         for name, domain in recipe.domains.items():
             load_code(domain.reward, what=f"domains.{name}.reward")
-            env = construct_env(domain.env, domain.options, what=f"domains.{name}.env")
-            if domain.task_set is not None:
-                check_task_parameter(env)
-            if callable(check := getattr(env, "check", None)):
-                check()
+            _check_environment(domain, what=f"domains.{name}.env")
             if more := recipe.evaluation.options.get(name):
-                construct_env(domain.env, {**domain.options, **more}, what=f"evaluation.options.{name}")
+                changed = msgspec.structs.replace(domain, options={**domain.options, **more})
+                _check_environment(changed, what=f"evaluation.options.{name}")
         _check_curriculum(recipe)
         check_packages(recipe)
         _check_pipeline(recipe)
@@ -42,6 +41,26 @@ def main() -> int:
         os.write(answer, f"its code ends the program with sys.exit({error.code!r}): remove that call".encode())
         return 2
     return 0
+
+
+def _check_environment(domain: DomainConfig, *, what: str) -> None:
+    """Make an environment, in its own interpreter if it has one, and call its `check` if it has one."""
+    if domain.python is not None:
+        asyncio.run(_check_elsewhere(domain, what=what))
+        return
+    env = construct_env(domain.env, domain.options, what=what)
+    if domain.tasks is not None:
+        check_task_parameter(env)
+    if callable(check := getattr(env, "check", None)):
+        check()
+
+
+async def _check_elsewhere(domain: DomainConfig, *, what: str) -> None:
+    try:
+        env = await start_process(domain)
+    except EnvFault as error:
+        raise ConfigError(f"{what}, with python = {domain.python!r}: {error}") from error
+    await env.close()
 
 
 def _take_stdout() -> int:

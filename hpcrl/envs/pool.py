@@ -3,6 +3,7 @@
     EnvPool    the environments of one domain
     EnvSlots   a bounded number of slots for environments in separate processes, whose memory is limited
     open_env   make one environment with the isolation of its domain: in this process, a separate one, or a sandbox
+    start_process  make one in a separate process
 
 An episode holds a slot for its whole time, so that no deadline runs while it waits for one. Environments made ahead
 have separate slots and never wait: else they could hold the slots that earlier episodes need to end.
@@ -10,6 +11,7 @@ have separate slots and never wait: else they could hold the slots that earlier 
 
 import asyncio
 import contextlib
+import sys
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 
@@ -45,9 +47,20 @@ async def open_env(name: str, domain: DomainConfig) -> Env:
     """Make an environment of domain `name`."""
     if domain.isolation == "none":
         return await make_env_in_thread(domain.env, domain.options, what=f"domains.{name}.env")
-    limits = ProcessLimits(memory_bytes=int(domain.env_memory_gib * 2**30), cpu_s=domain.env_cpu_s)
+    return await start_process(domain)
+
+
+async def start_process(domain: DomainConfig) -> ProcessEnv:
+    """Make an environment of a domain in a separate process."""
     sandbox: SandboxChoice = "auto" if domain.isolation == "sandbox" else "none"
-    return await ProcessEnv.start(domain.env, domain.options, limits=limits, sandbox=sandbox)
+    return await ProcessEnv.start(
+        domain.env,
+        domain.options,
+        limits=ProcessLimits(memory_bytes=int(domain.env_memory_gib * 2**30), cpu_s=domain.env_cpu_s),
+        sandbox=sandbox,
+        has_tasks=domain.tasks is not None,
+        python=domain.python or sys.executable,
+    )
 
 
 class EnvPool:

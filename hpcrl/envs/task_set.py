@@ -4,6 +4,7 @@
     TaskRows          the rows of one split of a domain, on disk
     TaskSplit         "train" or "held-out"
     MAX_ROW_BYTES     the limit of one row
+    ROWS_PER_BATCH    rows of Parquet that are read together
 
 A campaign has its own copy, DOMAIN.jsonl, so that it is not touched by what becomes of the files. The places of the
 rows of each split are in DOMAIN.train.index and DOMAIN.held-out.index, 16 bytes a row: a row is read with two small
@@ -26,6 +27,7 @@ from hpcrl.errors import ConfigError, EnvFault
 TaskSplit = Literal["train", "held-out"]
 MAX_ROW_BYTES = 8 << 20
 """A message to an environment in another process has at most twice this."""
+ROWS_PER_BATCH = 256
 _PLACE_FORMAT = struct.Struct("<QQ")
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
@@ -147,14 +149,23 @@ def _iterate_lines(path: str, what: str) -> Iterator[bytes]:
 
 
 def _iterate_parquet(path: str, what: str) -> Iterator[bytes]:
-    from hpcrl.envs.parquet_rows import iterate_parquet
-
-    for number, row in enumerate(iterate_parquet(path, what=what)):
-        try:
-            encoded = msgspec.json.encode(row)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{what} = {path!r}, row {number}: {error}") from error
-        yield _check_row(encoded, f"{what} = {path!r}, row {number}")
+    """Yield the rows of a Parquet file, of which a small part is in memory at a time."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} = {path!r} needs the package pyarrow: pip install 'hpcrl[export]', or give JSON lines"
+        ) from error
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=ROWS_PER_BATCH):
+                for row in batch.to_pylist():
+                    yield _check_row(msgspec.json.encode(row), f"{what} = {path!r}, row {number}")
+                    number += 1
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise ConfigError(f"{what} = {path!r} cannot be read as Parquet, row {number}: {error}") from error
 
 
 def _check_row(row: bytes, where: str) -> bytes:

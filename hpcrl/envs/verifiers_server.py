@@ -1,4 +1,4 @@
-"""Play episodes of a verifiers environment for an env worker: `python -P verifiers_server.py`, in the venv of verifiers.
+"""Play episodes of a verifiers environment for an env worker: `python -P verifiers_server.py`.
 
 It imports nothing of hpcrl. Requests and answers are lines of JSON on standard input and output:
 

@@ -112,6 +112,11 @@ def _check_isolation(recipe: Recipe) -> None:
     """Check that an env worker's memory holds at least one environment of each isolated domain."""
     env = recipe.resources.env
     for name, domain in recipe.domains.items():
+        if domain.python is not None and domain.isolation == "none":
+            raise PlanError(
+                f'domains.{name}.python = {domain.python!r} needs isolation = "process" or "sandbox": another '
+                "interpreter is another process"
+            )
         if domain.isolation != "none" and not memory_model.num_env_places(
             env.mem_gib_per_worker, each_gib=domain.env_memory_gib
         ):

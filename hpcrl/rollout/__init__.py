@@ -7,7 +7,6 @@ groups        groups of episodes and how they ended
 admission     how many groups may start
 tasks         seeds, numbers and domains of tasks
 task_sets     the rows of domains with `tasks`
-row_order     the order in which rows are used
 task_queue    the next task, with environments prepared ahead
 fault_budget  how many faults of an environment are tolerated
 curriculum    weights of domains, by a user's function

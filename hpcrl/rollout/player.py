@@ -37,7 +37,7 @@ class EpisodePlayer:
         read_fields: Callable[[], TaskFields | None] = lambda: None,
     ) -> Trajectory:
         """Play an episode to its end and return its trajectory."""
-        if is_program(domain.env):
+        if domain.python is None and is_program(domain.env):
             assert self.proxy is not None
             return await run_program(
                 task,

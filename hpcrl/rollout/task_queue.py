@@ -46,7 +46,9 @@ class TaskQueue:
         `cpus` and `mem_gib` are those of the worker with its environments; `open_env` makes an environment;
         `read_fields` reads the row of a task.
         """
-        self.program_domains = {name for name, domain in domains.items() if is_program(domain.env)}
+        self.program_domains = {
+            name for name, domain in domains.items() if domain.python is None and is_program(domain.env)
+        }
         """Domains whose environment is an agent program; those are never prepared ahead."""
         self._domains = domains
         self._read_fields = read_fields

@@ -17,8 +17,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.envs.base import TaskFields
 from hpcrl.envs.task_set import TaskRows
 from hpcrl.errors import EnvFault
-from hpcrl.rollout.row_order import RowOrder, RowProgress
-from hpcrl.rollout.tasks import AgentTask
+from hpcrl.rollout.tasks import AgentTask, RowOrder, RowProgress
 from hpcrl.spool.ids import is_held_out, strip_held_out
 from hpcrl.system.files import publish_file
 

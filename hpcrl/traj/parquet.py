@@ -1,4 +1,4 @@
-"""Write trajectories as Parquet. Beside hpcrl.envs.parquet_rows the only file that imports pyarrow.
+"""Write trajectories as Parquet. Beside hpcrl.envs.task_set the only file that imports pyarrow.
 
 write_shard         writes one file
 write_dataset       fills a directory of files

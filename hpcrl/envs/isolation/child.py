@@ -1,4 +1,4 @@
-"""One environment in a separate process, used over socket FD: `python -m hpcrl.envs.isolation.child FD`.
+"""One environment in a separate process, used over a socket; `process` starts it.
 
     main                  start both processes
     OOM_SCORE_ADJUSTMENT  a setting of the second
@@ -120,7 +120,3 @@ def _describe_error(error: BaseException) -> str:
     if isinstance(error, HpcrlError):
         return str(error)[:2000]
     return f"{type(error).__name__}: {error}"[:2000]
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))

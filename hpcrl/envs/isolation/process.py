@@ -50,6 +50,17 @@ REAP_TIMEOUT_S = 5.0
 """The time limit of its keeper for ending all processes that are left."""
 
 
+_CHILD_CODE = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("hpcrl", {package!r} + "/__init__.py")
+sys.modules["hpcrl"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["hpcrl"])
+from hpcrl.envs.isolation.child import main
+sys.exit(main(int(sys.argv[1])))
+"""
+"""The child finds hpcrl by its path: the packages beside it may not fit another interpreter."""
+
+
 class ProcessLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of one environment's process."""
 
@@ -83,9 +94,17 @@ class ProcessEnv:
         limits: ProcessLimits,
         sandbox: SandboxChoice = "none",
         has_tasks: bool = False,
+        python: str = sys.executable,
     ) -> "ProcessEnv":
-        """Start the process, in a sandbox if `sandbox` is not "none", and make the environment in it."""
-        env = cls(*await asyncio.to_thread(_start_keeper, sandbox), name=name)
+        """Start the process, in a sandbox if `sandbox` is not "none", and make the environment in it.
+
+        `python` is its interpreter, which needs msgspec and finds hpcrl here, and no other package of ours.
+        """
+        try:
+            started = await asyncio.to_thread(_start_keeper, sandbox, python)
+        except OSError as error:
+            raise EnvFault(f"{name}: python = {python!r} cannot be run: {error.strerror}") from error
+        env = cls(*started, name=name)
         try:
             await env._open_streams()
             await env._request_answer(
@@ -209,14 +228,17 @@ class ProcessEnv:
             shutil.rmtree(self._workdir, ignore_errors=True)
 
 
-def _start_keeper(sandbox: SandboxChoice) -> tuple["subprocess.Popen[bytes]", socket.socket, Path | None]:
+def _start_keeper(sandbox: SandboxChoice, python: str) -> tuple["subprocess.Popen[bytes]", socket.socket, Path | None]:
     """Start the keeper, which leads a new session; returns it, our end of the socket, and its directory."""
     parent_end, child_end = socket.socketpair()
-    command = [sys.executable, "-m", "hpcrl.envs.isolation.child", str(child_end.fileno())]
+    package = str(Path(__file__).resolve().parents[2])
+    command = [python, "-c", _CHILD_CODE.format(package=package), str(child_end.fileno())]
     workdir = None
     if (kind := choose_sandbox(sandbox, image=None)) != "none":
         workdir = Path(tempfile.mkdtemp(prefix="hpcrl-env-"))
-        command = wrap_command(command, SandboxSpec(kind=kind, workdir=str(workdir), readable=list_readable_paths()))
+        places = [str(path.parent.parent) for path in (Path(python), Path(python).resolve())]
+        spec = SandboxSpec(kind=kind, workdir=str(workdir), readable=list_readable_paths(*places))
+        command = wrap_command(command, spec)
     with child_end:
         process = subprocess.Popen(
             command,

@@ -6,13 +6,18 @@ import shutil
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from hpcrl.config.recipe import DomainConfig, load_recipe
 from hpcrl.envs.base import Step
+from hpcrl.envs.check import _check_environment
 from hpcrl.envs.isolation.process import ProcessEnv, ProcessLimits
-from hpcrl.errors import EnvFault
+from hpcrl.errors import ConfigError, EnvFault, PlanError
+from hpcrl.plan.checks import check_recipe
 
 LONG_S = 60.0
 SMALL = ProcessLimits(memory_bytes=512 << 20)
@@ -166,3 +171,67 @@ def test_a_process_of_an_environment_imports_no_heavy_packages(module):
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LONG_S)
     assert done.stdout.strip() == "[]"
+
+
+ELSEWHERE = """
+import sys
+
+import package_of_the_venv
+from hpcrl.envs.base import Step
+
+
+class Where:
+    def reset(self, seed):
+        try:
+            import numpy
+        except ImportError:
+            return f"{package_of_the_venv.NAME} in {sys.prefix}"
+        return "it sees the packages of the other interpreter"
+
+    def step(self, action):
+        return Step(observation="", done=True)
+
+    def close(self): ...
+"""
+
+
+@pytest.fixture
+def other_python(tmp_path, monkeypatch):
+    """Return the interpreter of a virtual environment that has msgspec, and a package that is not installed here."""
+    venv.create(tmp_path / "venv")
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "msgspec").symlink_to(Path(msgspec.__file__).parent)
+    (packages / "package_of_the_venv.py").write_text("NAME = 'the other one'")
+    (tmp_path / "where.py").write_text(ELSEWHERE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return str(tmp_path / "venv" / "bin" / "python")
+
+
+@pytest.mark.parametrize("sandbox", ["none", "bubblewrap"])
+def test_an_environment_runs_in_the_interpreter_of_its_domain(other_python, sandbox):
+    if sandbox == "bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("needs bubblewrap")
+    making = ProcessEnv.start("where:Where", {}, limits=SMALL, sandbox=sandbox, python=other_python)
+    assert played(making, reset) == [f"the other one in {Path(other_python).parents[1]}"]
+
+
+def test_the_interpreter_of_a_domain_is_used_when_a_recipe_is_checked(other_python, capfd):
+    table = {"env": "where:Where", "isolation": "process", "python": other_python}
+    _check_environment(msgspec.convert(table, DomainConfig), what="domains.a.env")
+    with pytest.raises(ConfigError, match=r"domains\.a\.env, with python = .*/none.*: No such file"):
+        _check_environment(msgspec.convert(table | {"python": "/none"}, DomainConfig), what="domains.a.env")
+    with pytest.raises(ConfigError, match="No module named 'nowhere'"):
+        _check_environment(msgspec.convert(table | {"env": "nowhere:Env"}, DomainConfig), what="domains.a.env")
+
+
+def test_an_interpreter_without_msgspec_is_named(other_python):
+    for found in Path(other_python).parents[1].glob("lib/python*/site-packages/msgspec"):
+        found.unlink()
+    message = fault(ProcessEnv.start("where:Where", {}, limits=SMALL, python=other_python), reset)
+    assert "No module named 'msgspec'" in message
+
+
+def test_an_interpreter_needs_a_process():
+    settings = ("domains.lake.python='/usr/bin/python3'",)
+    with pytest.raises(PlanError, match="needs isolation"):
+        check_recipe(load_recipe("quickstart", settings=settings))
