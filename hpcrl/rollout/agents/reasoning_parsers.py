@@ -21,7 +21,7 @@ from typing import Protocol
 from hpcrl.rollout.agents.tool_parsers import AnswerPiece, ContentText, PlainReader, ReasoningText, TextReader
 
 MAX_HEADER_CHARS = 256
-"""The longest header of a message of gpt-oss; a longer one is content."""
+"""The longest header of a message of gpt-oss, a longer one is content; and the end of a prompt that is looked at."""
 
 
 class ReasoningParser(Protocol):
@@ -44,7 +44,7 @@ class ThinkParser:
     marks: Collection[str] = ()
 
     def make_reader(self, prompt: str) -> TextReader:
-        return _ThinkReader(self, is_open=prompt.rstrip().endswith(self.opening.rstrip()))
+        return _ThinkReader(self, is_open=prompt[-MAX_HEADER_CHARS:].rstrip().endswith(self.opening))
 
 
 class _ThinkReader:

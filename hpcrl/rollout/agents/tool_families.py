@@ -9,7 +9,7 @@ gpt-oss       a message to functions.NAME                                     gp
 llama         {"name": ..., "parameters": {...}}, or <|python_tag|>           Llama-3.1, 3.2, 3.3
 pythonic      [NAME(key=value), ...]                                          Llama-4
 gemma         ```tool_code with Python calls; call:NAME{key:value}            Gemma-3, FunctionGemma, Gemma-4
-phi           <|tool_call|>[{...}]<|/tool_call|>, or functools[{...}]         Phi-4-mini
+phi           <|tool_call|>{...}<|/tool_call|>, or functools[{...}]           Phi-4-mini
 none          no calls: all text is content
 
 These are facts of the models' own templates and documents. Arguments that are written without quotes are converted to
@@ -93,8 +93,9 @@ def _parse_phi(block: str, _: ToolSchemas) -> list[ToolCall] | None:
 
 
 def _parse_call_list(text: str) -> list[ToolCall] | None:
+    """Return the calls of a list, or the only call."""
     values = decode_json(text)
-    return _all_calls([make_json_call(value) for value in values]) if isinstance(values, list) else None
+    return _all_calls([make_json_call(value) for value in (values if isinstance(values, list) else [values])])
 
 
 _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")

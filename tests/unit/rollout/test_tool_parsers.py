@@ -115,6 +115,7 @@ TABLE = [
      [ToolCall("add", {"note": "1"})]),
     ("gemma", "```python\nadd(a=1)\n```", "```python\nadd(a=1)\n```", []),
     ("phi", '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|>', "", [ADD]),
+    ("phi", '<|tool_call|>{"name": "add", "arguments": {"a": 1}}<|/tool_call|>', "", [ADD]),
     ("phi", 'functools[{"name": "add", "arguments": {"a": 1}}]', "", [ADD]),
     ("none", '<tool_call>{"name": "add"}</tool_call>', '<tool_call>{"name": "add"}</tool_call>', []),
 ]  # fmt: skip
