@@ -1,6 +1,7 @@
 """Whole campaigns on this machine, with real processes: to the end, killed, stopped, resumed."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -122,10 +123,14 @@ learning_rate = 0.1
 """
 
 
-def test_a_trainer_that_cannot_start_ends_the_job_with_the_reason(campaigns: Path, home: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")  # it only looks like a model
+def test_a_trainer_that_cannot_start_ends_the_job_with_the_reason(
+    campaigns: Path, home: Path, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, model)
+    (model / "model.safetensors").write_bytes(b"torn")  # a login node does not read weights
     recipe = tmp_path / "broken.toml"
-    recipe.write_text(BROKEN.format(model=tmp_path))
+    recipe.write_text(BROKEN.format(model=model))
     watched = hpcrl("submit", str(recipe), "--site", "local", "--name", "b", "--watch", check=False)
     assert watched.returncode == 1
     ended = outcome(CampaignDir(campaigns / "b"))
@@ -133,5 +138,5 @@ def test_a_trainer_that_cannot_start_ends_the_job_with_the_reason(campaigns: Pat
     assert "train-0 failed 4 times" in ended["reason"]
     assert "cannot be loaded" in ended["reason"]
     assert "hpcrl logs b" in watched.stdout
-    assert str(tmp_path) in hpcrl("logs", "b", "train").stdout
+    assert str(model) in hpcrl("logs", "b", "train").stdout
     until(lambda: not processes_of(home), what="no process is left", timeout_s=30)
