@@ -138,7 +138,6 @@ def _ours(world: World, spool: Path, chosen: list[Trajectory], step: int) -> lis
         received.shares[world.rank],
         fetch=lambda items: fetch_trajectories(items, spool=spool),
         train=TRAIN,
-        max_length=LENGTH,
     )
     return make_micro_batches(parts[0], tokens_per_micro_batch=TRAIN.tokens_per_micro_batch)
 
@@ -149,9 +148,7 @@ def _controller(world: World, _: Path, chosen: list[Trajectory], step: int) -> l
     by_id = {trajectory.id: trajectory for trajectory in chosen}
     packed = []
     for share in _dealt(world, chosen, step).shares:
-        parts = load_share_rows(
-            share, fetch=lambda items: [by_id[item.id] for item in items], train=TRAIN, max_length=LENGTH
-        )
+        parts = load_share_rows(share, fetch=lambda items: [by_id[item.id] for item in items], train=TRAIN)
         micros = make_micro_batches(parts[0], tokens_per_micro_batch=TRAIN.tokens_per_micro_batch)
         if world.size == 1:
             return micros

@@ -91,7 +91,7 @@ class AgentProgram:
     max_processes, max_memory_mb, max_disk_mb  limits of a sandbox as a whole: processes and threads, memory, files
     sampling      recipe: temperature and the like are the recipe's, so that every turn can be trained on; program: as
                   the program requests, and turns sampled differently from the recipe are not trained on
-    trains        longest or last: which of its conversations is trained on, if there are several
+    trains        all, longest or last: which of its conversations are trained on, if there are several
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class AgentProgram:
         max_memory_mb: int = 8192,
         max_disk_mb: int = 8192,
         sampling: Literal["recipe", "program"] = "recipe",
-        trains: Literal["longest", "last"] = "longest",
+        trains: Literal["all", "longest", "last"] = "all",
     ) -> None:
         for name, given in (("command", command), ("judge", judge)):
             if isinstance(given, str) or given == [] or not all(isinstance(part, str) for part in given or ()):
@@ -127,7 +127,7 @@ class AgentProgram:
             ("sandbox", sandbox, ("auto", "apptainer", "bubblewrap", "none")),
             ("judge_reward", judge_reward, ("printed", "exit-code")),
             ("sampling", sampling, ("recipe", "program")),
-            ("trains", trains, ("longest", "last")),
+            ("trains", trains, ("all", "longest", "last")),
         ):
             if value not in known:
                 raise ConfigError(f"AgentProgram: {name} = {value!r}: it must be one of {', '.join(known)}")

@@ -138,8 +138,8 @@ class ProgramEnv(Protocol):
 
     sampling: Literal["recipe", "program"]
     """Whose temperature, top_p and top_k are used; turns not sampled with the recipe's are not trained on."""
-    trains: Literal["longest", "last"]
-    """The conversation to train on: the one with the most generated tokens, or the one continued last."""
+    trains: Literal["all", "longest", "last"]
+    """The conversations to train on: all, the one with the most generated tokens, or the one continued last."""
 
     async def run(self, seed: int, access: ModelAccess, **task: TaskFields) -> float | None:
         """Do the task of `seed`; returns the reward, or None if it was posted. Cancelling ends all of it."""

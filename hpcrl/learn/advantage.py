@@ -133,10 +133,11 @@ def trloo(rewards_NK: Sequence[FloatArray], *, groups: Sequence[str], gamma: flo
 
 
 def compute_turn_rewards(episode: TrajectoryFacts) -> FloatArray:
-    """Return the reward of each turn; what the score adds to the environment's own rewards goes to the last turn."""
+    """Return the reward of each turn; what the score adds to the environment's own goes to the last that is trained."""
     rewards_K = np.array([turn.reward for turn in episode.turns] or [0.0], dtype=np.float64)
     total = np.nan if episode.reward is None else episode.reward
-    rewards_K[-1] += total - rewards_K.sum()
+    trained = [number for number, turn in enumerate(episode.turns) if not turn.masked]
+    rewards_K[trained[-1] if trained else -1] += total - rewards_K.sum()
     return rewards_K
 
 

@@ -2,12 +2,15 @@
 
     choose_groups        the trajectories of the next step, those that can never be used, and the rest
     GroupChoice          its result
-    make_rows            trajectories -> shifted rows, cut after the last model token
+    make_rows            trajectories -> shifted rows, one for each conversation, cut after the last model token
+    make_chosen_rows     some of the rows of one trajectory
     TrainingRow          a row
+    divide_credits       the credits of an episode's turns -> those of each row
+    divide_rewards       the same, where a row's critic is to see the rewards of the whole episode
     spread_credit        give a turn's credit to all its tokens
     credit_last_token    give it to the last one
-    compute_row_length   the length of a row, without making it
-    count_model_tokens   the number of its model tokens, without making it
+    compute_row_lengths  the lengths of a trajectory's rows, without making them
+    count_row_tokens     the numbers of their model tokens, without making them
     make_micro_batches   rows -> padded micro-batches of similar length
     make_packed_batches  rows -> micro-batches of one row each, which holds several rows in sequence
     MicroBatch           a micro-batch
@@ -30,7 +33,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.record import TRAINABLE, EpisodeTurn, Trajectory, TrajectoryFacts
+from hpcrl.spool.rows import RowColumns, expand_row, list_row_turns, list_spans
 
 
 class GroupChoice(NamedTuple):
@@ -105,11 +109,11 @@ def _is_usable(trajectory: Trajectory) -> bool:
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """A trajectory, shifted: position t predicts token t + 1. The last position predicts a model token."""
+    """A conversation, shifted: position t predicts token t + 1. The last position predicts a trained token."""
 
     inputs: NDArray[np.int32]
     mask: NDArray[np.bool_]
-    """The mask is True where the model generated the predicted token; the columns below have only these positions."""
+    """The mask is True where the predicted token is trained; the columns below have only these positions."""
     targets: NDArray[np.int32]
     behaviour: NDArray[np.float32]
     credit: NDArray[np.float32]
@@ -119,25 +123,70 @@ class TrainingRow:
         return len(self.inputs)
 
 
+CreditPlacer = Callable[[NDArray[Any], NDArray[np.intp]], NDArray[Any]]
+"""A function of the credits of a row's turns and the turn of each token; it returns the credit of each token."""
+
+
 def make_rows(
     trajectories: Sequence[Trajectory],
     *,
     credits: Sequence[Sequence[float]],
     max_length: int,
-    place_credit: Callable[[NDArray[Any], NDArray[np.intp]], NDArray[Any]] | None = None,
+    place_credit: CreditPlacer | None = None,
 ) -> tuple[list[TrainingRow], int]:
-    """Make rows of the trajectories that fit into the context of `max_length`; also return how many do not.
+    """Make the rows that fit into the context of `max_length`; also return how many do not.
 
     `credits` has one value per turn of each trajectory (one if it has no turns), and `place_credit` selects the
-    tokens of the turn that get it, by default all. Tokens after the last model token are cut; a trajectory without
+    tokens of the turn that get it, by default all. Tokens after the last model token are cut; a conversation without
     model tokens has no row.
     """
-    rows = [
-        _make_row(trajectory, np.asarray(credit, dtype=np.float32), place_credit or spread_credit)
-        for trajectory, credit in zip(trajectories, credits, strict=True)
-    ]
+    rows: list[TrainingRow] = []
+    for trajectory, credit in zip(trajectories, credits, strict=True):
+        divided = divide_credits(trajectory, np.asarray(credit, dtype=np.float32))
+        chosen = list(enumerate(divided))
+        rows += make_chosen_rows(trajectory, chosen, place_credit=place_credit or spread_credit)
     fitting = [row for row in rows if len(row) <= max_length]
     return [row for row in fitting if len(row)], len(rows) - len(fitting)
+
+
+def make_chosen_rows(
+    trajectory: Trajectory, chosen: Sequence[tuple[int, Sequence[float] | NDArray[Any]]], *, place_credit: CreditPlacer
+) -> list[TrainingRow]:
+    """Make rows of a trajectory, each given by its number and the credits of its own turns by their position."""
+    spans, turns = list_spans(trajectory), list_row_turns(trajectory)
+    return [
+        _make_row(
+            expand_row(trajectory, number, spans=spans),
+            starts=[
+                trajectory.turns[turn].start - spans[number].start + spans[number].shares for turn in turns[number]
+            ],
+            credit_K=np.asarray(credit, dtype=np.float32),
+            place_credit=place_credit,
+        )
+        for number, credit in chosen
+    ]
+
+
+def divide_credits(facts: TrajectoryFacts, credit_K: NDArray[Any]) -> list[NDArray[Any]]:
+    """Return for each row the credits of its own turns; an episode without turns has one credit."""
+    return [credit_K[turns] for turns in list_row_turns(facts)] if facts.turns else [credit_K]
+
+
+def divide_rewards(facts: TrajectoryFacts, rewards_K: NDArray[Any]) -> list[NDArray[Any]]:
+    """Return for each row the rewards of its own turns, and with them those earned in other rows later on.
+
+    A reward counts for the last turn of each row that was answered by then, so that the return of every turn is that
+    of the whole episode from there, in whichever rows it goes on.
+    """
+    if not facts.rows:
+        return divide_credits(facts, rewards_K)
+    divided = []
+    for turns in list_row_turns(facts):  # of one row, answered in the order of their positions
+        earned = np.searchsorted(turns, np.arange(len(rewards_K)), side="right") - 1
+        row_rewards = np.zeros(len(turns), dtype=rewards_K.dtype)
+        np.add.at(row_rewards, earned[earned >= 0], rewards_K[earned >= 0])
+        divided.append(row_rewards)
+    return divided
 
 
 def spread_credit(credit_K: NDArray[Any], turns_N: NDArray[np.intp]) -> NDArray[Any]:
@@ -154,35 +203,49 @@ def credit_last_token(credit_K: NDArray[Any], turns_N: NDArray[np.intp]) -> NDAr
     return placed_N
 
 
-def compute_row_length(trajectory: Trajectory) -> int:
-    """Return the length of the trajectory's row without making it; with turns, no column is read."""
-    if trajectory.turns:
-        return max(max((turn.end for turn in trajectory.turns if turn.end > turn.start), default=0) - 1, 0)
-    model_positions = np.flatnonzero(trajectory.loss_mask[1:])
-    return int(model_positions[-1]) + 1 if len(model_positions) else 0
+def compute_row_lengths(trajectory: Trajectory) -> list[int]:
+    """Return the lengths of the trajectory's rows without making them; with turns, no column is read."""
+    if not trajectory.turns:
+        rows = range(max(len(trajectory.rows), 1))
+        trained = [np.flatnonzero(expand_row(trajectory, number).loss_mask[1:]) for number in rows]
+        return [int(positions[-1]) + 1 if len(positions) else 0 for positions in trained]
+    lengths = []
+    for span, turns in zip(list_spans(trajectory), _list_trained_turns(trajectory), strict=True):
+        end = max((turn.end for turn in turns), default=span.start)
+        lengths.append(max(end - span.start + span.shares - 1, 0) if turns else 0)
+    return lengths
 
 
-def count_model_tokens(trajectory: Trajectory) -> int:
-    """Count the model tokens; with turns, no column is read."""
-    if trajectory.turns:
-        return sum(turn.end - max(turn.start, 1) for turn in trajectory.turns if turn.end > turn.start)
-    return int(np.count_nonzero(trajectory.loss_mask[1:]))
+def count_row_tokens(trajectory: Trajectory) -> list[int]:
+    """Count the model tokens of each row; with turns, no column is read. The first token of a row is not predicted."""
+    if not trajectory.turns:
+        rows = range(max(len(trajectory.rows), 1))
+        return [int(np.count_nonzero(expand_row(trajectory, number).loss_mask[1:])) for number in rows]
+    return [
+        sum(turn.end - max(turn.start, span.start + (span.shares == 0)) for turn in turns)
+        for span, turns in zip(list_spans(trajectory), _list_trained_turns(trajectory), strict=True)
+    ]
+
+
+def _list_trained_turns(trajectory: Trajectory) -> list[list[EpisodeTurn]]:
+    """Return for each row its own turns that have tokens to train on."""
+    return [
+        [turn for turn in (trajectory.turns[number] for number in own) if not turn.masked and turn.end > turn.start]
+        for own in list_row_turns(trajectory)
+    ]
 
 
 def _make_row(
-    trajectory: Trajectory,
-    credit_K: NDArray[Any],
-    place_credit: Callable[[NDArray[Any], NDArray[np.intp]], NDArray[Any]],
+    row: RowColumns, *, starts: Sequence[int], credit_K: NDArray[Any], place_credit: CreditPlacer
 ) -> TrainingRow:
-    model_positions = np.flatnonzero(trajectory.loss_mask[1:])
+    model_positions = np.flatnonzero(row.loss_mask[1:])
     end = int(model_positions[-1]) + 1 if len(model_positions) else 0
-    starts = [turn.start for turn in trajectory.turns] or [0]
-    turns_N = (np.searchsorted(starts, model_positions + 1, side="right") - 1).clip(min=0)
+    turns_N = (np.searchsorted(starts or [0], model_positions + 1, side="right") - 1).clip(min=0)
     return TrainingRow(
-        inputs=trajectory.token_ids[:end],
-        mask=trajectory.loss_mask[1 : end + 1],
-        targets=trajectory.token_ids[1:][model_positions],
-        behaviour=trajectory.logprobs[1:][model_positions],
+        inputs=row.token_ids[:end],
+        mask=row.loss_mask[1 : end + 1],
+        targets=row.token_ids[1:][model_positions],
+        behaviour=row.logprobs[1:][model_positions],
         credit=place_credit(credit_K, turns_N),
     )
 
@@ -197,13 +260,13 @@ class MicroBatch:
     behaviour_N: Tensor
     advantages_N: Tensor
     rows_N: Tensor
-    """The trajectory of each token; where rows are padded, also its row."""
+    """The training row of each token, the sequence of sequence-level losses; where rows are padded, its index."""
     positions_BT: Tensor | None = None
-    """The position within its own trajectory where rows are packed; trajectories do not attend to each other."""
+    """The position within its own row where rows are packed; they do not attend to each other."""
 
     @property
     def num_sequences(self) -> int:
-        """The number of trajectories with model tokens."""
+        """The number of training rows with model tokens."""
         return int(self.rows_N.max()) + 1 if len(self.rows_N) else 0
 
     @property

@@ -1,6 +1,6 @@
 """Distribute a training step over ranks: ids and credits, never tokens.
 
-    distribute_step       trajectories -> for every rank, the ids of each of its minibatches
+    distribute_step       trajectories -> for every rank, the rows of each of its minibatches, by id
     StepShares            a distributed step
     RankShare, ShareItem  one rank's part of it; one trajectory there
     load_share_rows       a rank's ids -> its rows, which it reads itself
@@ -20,14 +20,24 @@ differencing alone may stay a tenth above the best.
 import bisect
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 
 from hpcrl.config.recipe import TrainConfig
-from hpcrl.learn.advantage import FloatArray, group_indices
-from hpcrl.learn.batch import TrainingRow, compute_row_length, credit_last_token, make_rows, spread_credit
+from hpcrl.learn.advantage import group_indices
+from hpcrl.learn.batch import (
+    TrainingRow,
+    compute_row_lengths,
+    count_row_tokens,
+    credit_last_token,
+    divide_credits,
+    divide_rewards,
+    make_chosen_rows,
+    spread_credit,
+)
 from hpcrl.learn.pipeline import assign_credits, transform_rows
 from hpcrl.spool.record import Trajectory
 
@@ -122,11 +132,14 @@ def _sum_weights(part: list[int], weights: Sequence[float]) -> float:
 
 
 class ShareItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A trajectory in a rank's share."""
+    """A training row in a rank's share."""
 
     id: str
+    """The trajectory's."""
+    row: int = 0
+    """The number of the conversation in it."""
     credit: list[float]
-    """The advantage of each turn; with a critic, its reward."""
+    """The advantage of each of the row's own turns; with a critic, its reward."""
     segment: str = ""
     """The file of the spool that contains it."""
 
@@ -136,13 +149,16 @@ RankShare = list[list[ShareItem]]
 
 
 class StepShares(msgspec.Struct, frozen=True, kw_only=True):
-    """A training step distributed over ranks: a few bytes per trajectory."""
+    """A training step distributed over ranks: a few bytes per turn."""
 
     shares: list[RankShare]
     """The share of each rank."""
     skipped: str | None
     """The reason why no rank trains, if any."""
     num_too_long: int
+    """The rows that the model cannot read."""
+    too_long_tokens: dict[str, int]
+    """The tokens that they would have trained, by domain."""
     imbalance: float
     """The tokens of the busiest rank over the mean, in the worst minibatch."""
 
@@ -161,20 +177,43 @@ def distribute_step(
     trajectories, values = assign_credits(trajectories, train)
     if not all(np.isfinite(credit).all() for credit in values):
         return _skip_step(num_ranks, "a reward is not finite")
-    lengths = [compute_row_length(trajectory) for trajectory in trajectories]
+    lengths = [
+        (index, row, length)
+        for index, trajectory in enumerate(trajectories)
+        for row, length in enumerate(compute_row_lengths(trajectory))
+    ]
     dropped = _find_flat(trajectories) if train.flat_groups == "drop" else set()
-    kept = [index for index, length in enumerate(lengths) if 0 < length <= max_length and index not in dropped]
-    parts = split_minibatches(kept, num=train.num_minibatches, seed=seed, step=step)
+    kept = [
+        position
+        for position, (index, _, length) in enumerate(lengths)
+        if 0 < length <= max_length and index not in dropped
+    ]
+    divide = divide_rewards if train.advantage == "gae" else divide_credits
+    credits = [divide(trajectory, value) for trajectory, value in zip(trajectories, values, strict=True)]
+
+    def make_item(position: int) -> ShareItem:
+        index, row, _ = lengths[position]
+        trajectory = trajectories[index]
+        return ShareItem(id=trajectory.id, row=row, credit=credits[index][row].tolist(), segment=segment_of(trajectory))
+
     worst, shares = 1.0, [[] for _ in range(num_ranks)]  # type: float, list[RankShare]
-    for minibatch in parts:
-        weights = [float(lengths[index]) for index in minibatch]
+    for minibatch in split_minibatches(kept, num=train.num_minibatches, seed=seed, step=step):
+        weights = [float(lengths[position][2]) for position in minibatch]
         split = balance_parts(weights, num_parts=num_ranks)
         worst = max(worst, compute_imbalance(weights, split))
-        for share, positions in zip(shares, split, strict=True):
-            indices = [minibatch[position] for position in positions]
-            share.append([_make_item(trajectories[index], values[index], segment_of) for index in indices])
-    too_long = sum(length > max_length for length in lengths)
-    return StepShares(shares=shares, skipped=None, num_too_long=too_long, imbalance=round(worst, 4))
+        for share, chosen in zip(shares, split, strict=True):
+            share.append([make_item(minibatch[number]) for number in chosen])
+    too_long: Counter[str] = Counter()
+    for index, row, length in lengths:
+        if length > max_length:
+            too_long[trajectories[index].domain] += count_row_tokens(trajectories[index])[row]
+    return StepShares(
+        shares=shares,
+        skipped=None,
+        num_too_long=sum(length > max_length for _, _, length in lengths),
+        too_long_tokens=dict(too_long),
+        imbalance=round(worst, 4),
+    )
 
 
 def split_minibatches(kept: Sequence[int], *, num: int, seed: int, step: int) -> list[list[int]]:
@@ -187,19 +226,22 @@ def split_minibatches(kept: Sequence[int], *, num: int, seed: int, step: int) ->
 
 
 def load_share_rows(
-    share: RankShare,
-    *,
-    fetch: Callable[[Sequence[ShareItem]], Sequence[Trajectory]],
-    train: TrainConfig,
-    max_length: int,
+    share: RankShare, *, fetch: Callable[[Sequence[ShareItem]], Sequence[Trajectory]], train: TrainConfig
 ) -> list[list[TrainingRow]]:
     """Load the rows of each minibatch of a share; `fetch` returns the trajectories of items, in their order."""
     place_credit = credit_last_token if train.advantage == "gae" else spread_credit
     parts = []
     for items in share:
-        credit = [item.credit for item in items]
-        rows, _ = make_rows(fetch(items), credits=credit, max_length=max_length, place_credit=place_credit)
-        parts.append(transform_rows(rows, train))
+        by_id: dict[str, list[int]] = {}
+        for position, item in enumerate(items):
+            by_id.setdefault(item.id, []).append(position)
+        rows: dict[int, TrainingRow] = {}
+        fetched = fetch(items)
+        for positions in by_id.values():
+            chosen = [(items[position].row, items[position].credit) for position in positions]
+            made = make_chosen_rows(fetched[positions[0]], chosen, place_credit=place_credit)
+            rows.update(zip(positions, made, strict=True))
+        parts.append(transform_rows([rows[position] for position in range(len(items))], train))
     return parts
 
 
@@ -210,9 +252,7 @@ def _find_flat(trajectories: Sequence[Trajectory]) -> set[int]:
     return {index for group in flat for index in group}
 
 
-def _make_item(trajectory: Trajectory, credit: FloatArray, segment_of: Callable[[Trajectory], str]) -> ShareItem:
-    return ShareItem(id=trajectory.id, credit=credit.tolist(), segment=segment_of(trajectory))
-
-
 def _skip_step(num_ranks: int, reason: str) -> StepShares:
-    return StepShares(shares=[[] for _ in range(num_ranks)], skipped=reason, num_too_long=0, imbalance=1.0)
+    return StepShares(
+        shares=[[] for _ in range(num_ranks)], skipped=reason, num_too_long=0, too_long_tokens={}, imbalance=1.0
+    )

@@ -19,7 +19,7 @@ from hpcrl.config.recipe import TrainConfig
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import TrainError
 from hpcrl.learn.advantage import FloatArray, compute_advantages, compute_turn_rewards
-from hpcrl.learn.batch import TrainingRow, count_model_tokens
+from hpcrl.learn.batch import TrainingRow, count_row_tokens
 from hpcrl.spool.record import Trajectory
 
 
@@ -63,7 +63,7 @@ def compute_credits(trajectories: Sequence[Trajectory], train: TrainConfig) -> l
     """Compute the credits of the trajectories: advantages, or rewards where a critic turns them into advantages."""
     if train.advantage == "gae":
         return [compute_turn_rewards(trajectory) for trajectory in trajectories]
-    counts = [count_model_tokens(trajectory) for trajectory in trajectories]
+    counts = [sum(count_row_tokens(trajectory)) for trajectory in trajectories]
     return compute_advantages(trajectories, advantage=train.advantage, gamma=train.gamma, num_tokens_N=counts)
 
 

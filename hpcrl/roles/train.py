@@ -11,6 +11,7 @@ A checkpoint records which trajectories it has consumed.
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from hpcrl.learn.evaluations import EvaluationStore, find_version_score, is_roun
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.train_queue import TrainQueue
+from hpcrl.spool.rows import TRAINED, count_by_fate
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
 from hpcrl.system.network import find_bind_address
 from hpcrl.system.variables import TRAINER_START_VARIABLE
@@ -190,7 +192,10 @@ class TrainingLoop:
         recipe = self.context.recipe
         choice = self.train_queue.choose(version=self.version)
         if choice.stale:
-            self.context.events.emit(StaleDropped(num=len(choice.stale), version=self.version))
+            lost: Counter[str] = Counter()
+            for trajectory in choice.stale:
+                lost[trajectory.domain] += count_by_fate(trajectory)[TRAINED]
+            self.context.events.emit(StaleDropped(num=len(choice.stale), version=self.version, token_counts=dict(lost)))
         if not choice.chosen:
             return False
         wait_s = time.monotonic() - self.waiting_since

@@ -16,7 +16,8 @@ from hpcrl.rollout.routing.trajectories import with_ids
 from hpcrl.rollout.task_queue import TaskQueue
 from hpcrl.rollout.turn import StreamingGenerator
 from hpcrl.spool.ids import is_held_out
-from hpcrl.spool.record import Trajectory
+from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.rows import count_by_fate
 from hpcrl.spool.status import EpisodeStatus
 
 REPORT_INTERVAL_S = 1.0
@@ -73,12 +74,17 @@ class EpisodeReporter:
         self._agenda = agenda
         self._emit = emit
         self._by_domain: dict[str, Counter[str]] = {}
+        self._token_fates: dict[str, Counter[str]] = {}
         self._reported: EpisodesCounted | None = None
         self._reported_at = 0.0
 
     def end_episode(self, trajectory: Trajectory, status: EpisodeStatus, *, now: float) -> None:
         """Count an ending by its status and emit its fault; too many faults pause the environment for a while."""
         self._by_domain.setdefault(trajectory.domain, Counter())[status] += 1
+        fates = count_by_fate(trajectory)
+        self._token_fates.setdefault(trajectory.domain, Counter()).update(
+            fates if status in TRAINABLE else {status: fates.total()}
+        )
         fault = trajectory.extra.get("fault")
         if fault:
             self._emit(FaultReported(what=status, detail=fault, id=trajectory.id))
@@ -125,4 +131,5 @@ class EpisodeReporter:
             replaced=self._groups.num_replaced,
             evicted=self._groups.num_evicted,
             by_domain={name: dict(counter) for name, counter in self._by_domain.items()},
+            token_fates={name: dict(counter) for name, counter in self._token_fates.items()},
         )

@@ -13,6 +13,8 @@ from hpcrl.config.recipe import DomainConfig
 from hpcrl.config.user_code import load_code
 from hpcrl.envs.base import RewardFunction
 from hpcrl.models.chat_layout import load_text_decoder
+from hpcrl.spool.record import Trajectory
+from hpcrl.spool.rows import list_spans
 
 
 def load_reward(name: str, domain: DomainConfig, *, model: Path) -> RewardFunction:
@@ -22,7 +24,7 @@ def load_reward(name: str, domain: DomainConfig, *, model: Path) -> RewardFuncti
     if "text" not in inspect.signature(reward).parameters:
         return reward
     decode = _load_decoder(model)
-    return lambda trajectory: reward(trajectory, text=decode(trajectory.token_ids.tolist()))
+    return lambda trajectory: reward(trajectory, text=_decode_trajectory(trajectory, decode))
 
 
 def to_reward_parts(value: float | dict[str, float]) -> dict[str, float]:
@@ -31,6 +33,12 @@ def to_reward_parts(value: float | dict[str, float]) -> dict[str, float]:
         return {key: float(part) for key, part in (value if isinstance(value, dict) else {"reward": value}).items()}
     except (TypeError, ValueError):
         raise ValueError(f"it returned {value!r}: a reward is a number, or a dict of numbers by name") from None
+
+
+def _decode_trajectory(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> str:
+    """Return the text of an episode; what several conversations share comes once."""
+    spans = list_spans(trajectory)
+    return "\n\n".join(decode(trajectory.token_ids[span.start : span.end].tolist()) for span in spans)
 
 
 @functools.cache

@@ -22,7 +22,6 @@ them in `extra` and writes them back. A new column or a new status needs a new m
 
 import json
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +56,8 @@ class EpisodeTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     generate_s: float = 0.0
     step_s: float = 0.0
     remote_prefill: bool = False
+    row: int = 0
+    """The index in `rows` of the conversation that has it among its own tokens."""
     masked: str = ""
     """The reason why its tokens are not trained, one of `MASK_REASONS`; empty if they are."""
     extra: dict[str, Any] = {}
@@ -192,10 +193,13 @@ def _check_rows(trajectory: Trajectory) -> None:
         start = row.end
     if start != len(trajectory):
         raise SpoolError(f"trajectory {trajectory.id!r}: its rows end at {start}, its columns at {len(trajectory)}")
-    ends = [row.end for row in trajectory.rows]
+    borders = [0, *(row.end for row in trajectory.rows)]
     for turn in trajectory.turns:
-        if not 0 <= turn.start <= turn.end <= start or bisect_right(ends, turn.start) < bisect_left(ends, turn.end):
-            raise SpoolError(f"trajectory {trajectory.id!r}: a turn from {turn.start} to {turn.end} is in no row")
+        known = 0 <= turn.row < len(trajectory.rows)
+        if not known or not borders[turn.row] <= turn.start <= turn.end <= borders[turn.row + 1]:
+            raise SpoolError(
+                f"trajectory {trajectory.id!r}: a turn from {turn.start} to {turn.end} is not in its row {turn.row}"
+            )
 
 
 def _check_column(trajectory: Trajectory, name: str) -> NDArray[Any]:

@@ -4,6 +4,7 @@
     RowSpan          the place of one row
     expand_row       the per-token columns of a row, shared tokens first
     RowColumns       those columns
+    list_parts       the parts of the columns that a row consists of
     list_row_turns   the turns that each row trains
     list_placed_turns, PlacedTurn    all turns of each row, also shared ones, at their positions in it
     count_by_fate    the generated tokens that are trained, and those that are not by reason
@@ -12,8 +13,8 @@ A record stores what several rows share once, in the row that had it first. Only
 is False on the shared tokens of a row, so a generated token is in the loss of one row.
 """
 
-from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,36 +73,43 @@ def list_spans(trajectory: Trajectory) -> list[RowSpan]:
     return spans or [RowSpan(0, len(trajectory))]
 
 
-def expand_row(trajectory: Trajectory, number: int) -> RowColumns:
-    """Return the columns of a row; those of a record without rows are views."""
+def expand_row(trajectory: Trajectory, number: int, *, spans: Sequence[RowSpan] | None = None) -> RowColumns:
+    """Return the columns of a row; those of a record without rows are views. `spans` are known to who wants many."""
     if not trajectory.rows:
         names = ("token_ids", "logprobs", "versions", "loss_mask")
         return RowColumns(**{name: getattr(trajectory, name) for name in names})
-    spans = list_spans(trajectory)
-    own = slice(spans[number].start, spans[number].end)
-    before = _find_shared(spans, number)
+    parts = list_parts(list_spans(trajectory) if spans is None else spans, number)
 
     def join(column: NDArray[Any]) -> NDArray[Any]:
-        return np.concatenate([*(column[part] for part in before), column[own]])
+        return np.concatenate([column[part] for part in parts])
 
-    masked = np.zeros(spans[number].shares, np.bool_)
+    loss_mask = join(trajectory.loss_mask)
+    loss_mask[: trajectory.rows[number].shares] = False
     return RowColumns(
         token_ids=join(trajectory.token_ids),
         logprobs=join(trajectory.logprobs),
         versions=join(trajectory.versions),
-        loss_mask=np.concatenate([masked, trajectory.loss_mask[own]]),
+        loss_mask=loss_mask,
     )
+
+
+def list_parts(spans: Sequence[RowSpan], number: int) -> list[slice]:
+    """Return the parts of the columns that a row consists of, in order; the last is its own."""
+    parts: list[slice] = []
+    limit = spans[number].num_tokens
+    while number >= 0:
+        span = spans[number]
+        if limit > span.shares or not parts:
+            parts.append(slice(span.start, span.start + max(limit - span.shares, 0)))
+        limit, number = min(limit, span.shares), span.parent
+    return parts[::-1]
 
 
 def list_row_turns(facts: TrajectoryFacts) -> list[list[int]]:
     """Return for each row the indices of its own turns, by their position."""
-    by_position = sorted(range(len(facts.turns)), key=lambda number: (facts.turns[number].start, number))
-    if not facts.rows:
-        return [by_position]
-    ends = [row.end for row in facts.rows]
-    found: list[list[int]] = [[] for _ in ends]
-    for number in by_position:
-        found[bisect_left(ends, facts.turns[number].end)].append(number)
+    found: list[list[int]] = [[] for _ in range(max(len(facts.rows), 1))]
+    for number, turn in sorted(enumerate(facts.turns), key=lambda one: (one[1].start, one[0])):
+        found[turn.row].append(number)
     return found
 
 
@@ -122,15 +130,3 @@ def count_by_fate(facts: TrajectoryFacts) -> Counter[str]:
     for turn in facts.turns:
         counts[turn.masked or TRAINED] += turn.end - turn.start
     return counts
-
-
-def _find_shared(spans: list[RowSpan], number: int) -> list[slice]:
-    """Return the parts of the columns that hold the shared tokens of a row, in order."""
-    parts = []
-    limit, number = spans[number].shares, spans[number].parent
-    while limit > 0:
-        span = spans[number]
-        if limit > span.shares:
-            parts.append(slice(span.start, span.start + limit - span.shares))
-        limit, number = min(limit, span.shares), span.parent
-    return parts[::-1]

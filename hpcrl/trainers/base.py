@@ -41,7 +41,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     num_flat_groups: int
     """The groups whose episodes all have the same reward: they give no gradient."""
     num_too_long: int
-    """The trajectories longer than the model's context; they count in their group's baseline and are not trained on."""
+    """The rows longer than the model's context: they are not trained on, while their episode's reward counts."""
     num_tokens: int
     """The tokens that the model generated: the ones trained on."""
     num_padded_tokens: int
@@ -81,7 +81,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     times: dict[str, float] = {}
     """The seconds of the step's stages: deal, rows, learn."""
     num_rows: int = 0
-    """The conversations trained on: a trajectory may have several."""
+    """The training rows: a trajectory has one for each conversation."""
     too_long_tokens: dict[str, int] = {}
     """The generated tokens in rows that the model could not read, by domain."""
 

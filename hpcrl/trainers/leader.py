@@ -301,7 +301,6 @@ def _make_prefetcher(trainer: RankTrainer, *, train: TrainConfig, spool: Path) -
             share,
             fetch=lambda items: fetch_trajectories(items, spool=spool),
             train=train,
-            max_length=trainer.max_length,
         )
 
     return RowPrefetcher(read)

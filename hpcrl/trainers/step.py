@@ -120,7 +120,7 @@ def compute_learning_rate(step: int, *, train: TrainConfig, peak: float) -> floa
 
 
 def make_row_reader(
-    trajectories: Sequence[Trajectory], *, share: int, train: TrainConfig, max_length: int
+    trajectories: Sequence[Trajectory], *, share: int, train: TrainConfig
 ) -> Callable[[StepShares], list[list[TrainingRow]]]:
     """Make a `read_rows` for a rank that has all trajectories of the step itself."""
     by_id = {trajectory.id: trajectory for trajectory in trajectories}
@@ -128,7 +128,6 @@ def make_row_reader(
         dealt.shares[share],
         fetch=lambda items: [by_id[item.id] for item in items],
         train=train,
-        max_length=max_length,
     )
 
 

@@ -99,6 +99,8 @@ def build_step_metrics(
         tokens_per_s=round(learn_result.num_tokens / step_s, 1) if step_s > 0 else 0.0,
         step_s=round(step_s, 6),
         times=stopwatch.seconds,
+        num_rows=sum(len(items) for share in step_shares.shares for items in share),
+        too_long_tokens=step_shares.too_long_tokens,
     )
 
 

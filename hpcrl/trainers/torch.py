@@ -76,7 +76,7 @@ class TorchTrainer:
         return int(self._config.max_position_embeddings)
 
     def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
-        read_rows = make_row_reader(trajectories, share=self.share, train=self._train, max_length=self.max_length)
+        read_rows = make_row_reader(trajectories, share=self.share, train=self._train)
         return train_step(
             self, trajectories, train=self._train, seed=self._seed, step=step, version=version, read_rows=read_rows
         )

@@ -211,12 +211,12 @@ def restore_rows(trajectory: Trajectory) -> Trajectory:
     if any(not 0 <= branch.shares <= len(trajectory) for branch in branches):
         return trajectory
     rows, turns, end = [ConversationRow(end=len(trajectory))], list(trajectory.turns), len(trajectory)
-    for branch in branches:
+    for number, branch in enumerate(branches, start=1):
         move = end - branch.shares
         end += len(branch.token_ids)
         rows.append(ConversationRow(end=end, parent=0, shares=branch.shares))
         turns += [
-            msgspec.structs.replace(turn, start=turn.start + move, end=turn.end + move, masked="choice")
+            msgspec.structs.replace(turn, start=turn.start + move, end=turn.end + move, row=number, masked="choice")
             for turn in branch.turns
         ]
     return msgspec.structs.replace(

@@ -32,6 +32,7 @@ _TURN_TYPE = pa.struct(
         ("generate_s", pa.float64()),
         ("step_s", pa.float64()),
         ("remote_prefill", pa.bool_()),
+        ("row", pa.int32()),
         ("masked", pa.string()),
     ]
 )

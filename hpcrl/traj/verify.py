@@ -56,10 +56,11 @@ def record_error(trajectory: Trajectory, *, is_scored: bool) -> str | None:
     if trajectory.group != get_group(trajectory.id):
         return f"its id does not start with its group {trajectory.group!r}"
     position = 0
-    for index, turn in enumerate(trajectory.turns):
+    for index, turn in sorted(enumerate(trajectory.turns), key=lambda one: one[1].start):
         if not position <= turn.start <= turn.end <= len(trajectory):
             return f"turn {index + 1} is tokens {turn.start} to {turn.end} of {len(trajectory)}"
-        if not trajectory.loss_mask[turn.start : turn.end].all() or trajectory.loss_mask[position : turn.start].any():
+        mask = trajectory.loss_mask
+        if (mask[turn.start : turn.end] == bool(turn.masked)).any() or mask[position : turn.start].any():
             return f"turn {index + 1} does not fit the loss mask"
         position = turn.end
     if not np.isfinite(trajectory.logprobs[trajectory.loss_mask]).all():

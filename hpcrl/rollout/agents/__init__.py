@@ -14,5 +14,6 @@ reasoning_parsers  thoughts in generated text, by family
 generation     choices, stop strings, streaming
 session        one attempt of an episode
 recording      the tree of recorded turns
+episode_record  the record that is made of it
 program        runs an agent program as an episode
 """

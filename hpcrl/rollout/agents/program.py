@@ -13,7 +13,8 @@ import msgspec
 
 from hpcrl.envs.base import ModelAccess, ProgramEnv, TaskFields
 from hpcrl.errors import EnvFault, HpcrlError
-from hpcrl.rollout.agents.recording import ConversationRecording, EpisodeFacts
+from hpcrl.rollout.agents.episode_record import EpisodeFacts, build_record
+from hpcrl.rollout.agents.recording import ConversationRecording
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.agents.session import ProgramSession
 from hpcrl.rollout.episode import EpisodeLimits, loop_time, retry_pause_s
@@ -67,7 +68,7 @@ async def run_program(
         ended_at=loop_time(),
         extra=_describe_attempts(session, fault=fault, num_attempts=attempt + 1),
     )
-    return session.recording.trajectory(facts, reward=reward or 0.0, choice=session.trained_conversation)
+    return build_record(session.recording.turns, facts, reward=reward or 0.0, choice=session.trained_conversations)
 
 
 def _describe_attempts(session: ProgramSession, *, fault: str, num_attempts: int) -> dict[str, Any]:
@@ -115,7 +116,7 @@ async def _await_program(
     program: ProgramEnv, session: ProgramSession, access: ModelAccess, fields: TaskFields | None
 ) -> float | None:
     """Await the program until it ends or the session stops it."""
-    session.sampling, session.trained_conversation = program.sampling, program.trains
+    session.sampling, session.trained_conversations = program.sampling, program.trains
     running = asyncio.ensure_future(program.run(session.seed, access, **({} if fields is None else {"task": fields})))
     stop_waiter = asyncio.ensure_future(session.stop_event.wait())
     try:

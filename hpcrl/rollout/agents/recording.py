@@ -1,40 +1,29 @@
 """Recording of an agent program's calls, exact to the token: a tree of turns in which each leaf is a conversation.
 
-    ConversationRecording               makes prompts, records answers, builds the trajectory
+    ConversationRecording               makes prompts, records answers
     TurnPrompt, RecordedTurn            the prompt of a turn, and the turn once answered
-    ConversationBranch                  a conversation that is not trained on, stored inside the trajectory
-    branches_of                         restores those conversations as separate trajectories
-    EpisodeFacts                        the fields of the record that the episode supplies
-    ConversationChoice, ChatMessage     which conversation is trained on; a message as clients send it
+    ChatMessage                         a message as clients send it
 
 A request continues a turn if its messages start with that turn's messages and its answer, unchanged, and the chat
 template still renders that answer as generated. Then all earlier token ids are reused and only the new messages are
 tokenised. Whatever a client changed, dropped or summarised starts a branch at the last turn that it kept; so do
-several answers to one request, and templates that leave old thoughts out of the history.
+several answers to one request, and templates that leave old thoughts out of the history. The record that is made of the
+tree is built in `hpcrl.rollout.agents.episode_record`.
 """
 
 import hashlib
 import itertools
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from hpcrl.engines.base import Completion
 from hpcrl.errors import EngineAnswerError
 from hpcrl.models.chat_template import ChatTemplate
-from hpcrl.spool.record import EpisodeTurn, Trajectory
-from hpcrl.spool.status import EpisodeStatus
 
 ChatMessage = dict[str, Any]
-ConversationChoice = Literal["longest", "last"]
-"""The conversation to train on: the one with the most generated tokens (the later of equals), or the last continued.
-
-Only one is trained on, since turns that several share would count twice.
-"""
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)
@@ -90,20 +79,6 @@ class RecordedTurn:
     def path(self) -> "list[RecordedTurn]":
         """Return the turns from the first one to this."""
         return [*self.prompt.path(), self]
-
-
-class ConversationBranch(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation that is not trained on, without the tokens that it shares with the one that is."""
-
-    shares: int
-    """The number of leading tokens that are those of the trajectory."""
-    token_ids: list[int]
-    """The others."""
-    logprobs: list[float]
-    versions: list[int]
-    loss_mask: list[bool]
-    turns: list[EpisodeTurn]
-    """The turns of the branch; positions count from the first token of the whole conversation."""
 
 
 class ConversationRecording:
@@ -219,147 +194,6 @@ class ConversationRecording:
         if answer is not None:
             self._answers.setdefault(_extend_key(prompt.key, answer), []).append(turn)
         return turn
-
-    # ---- results
-
-    def leaves(self) -> list[RecordedTurn]:
-        """Return the last turns of all conversations."""
-        continued = {turn.prompt.parent for turn in self.turns}
-        return [turn for turn in self.turns if turn not in continued]
-
-    def trained_leaf(self, choice: ConversationChoice) -> RecordedTurn | None:
-        """Return the last turn of the conversation to train on."""
-        leaves = self.leaves()
-        if choice == "last":
-            return leaves[-1] if leaves else None
-        return max(leaves, key=lambda leaf: (_count_trained_tokens(leaf), leaf.number), default=None)
-
-    def trajectory(self, facts: "EpisodeFacts", *, reward: float, choice: ConversationChoice) -> Trajectory:
-        """Build the record of the episode; the last turn receives the reward."""
-        leaf = self.trained_leaf(choice)
-        path = leaf.path() if leaf else []
-        columns, turns = _make_columns(path), list(_make_turns(path, ended_at=facts.ended_at))
-        if turns:
-            turns[-1] = msgspec.structs.replace(turns[-1], reward=reward)
-        others = [
-            _make_branch(other.path(), path, ended_at=facts.ended_at) for other in self.leaves() if other is not leaf
-        ]
-        extra = dict(facts.extra)
-        if others:
-            extra["branches"] = msgspec.to_builtins(others)
-        reply_versions = [version for turn in path for version in turn.completion.versions]
-        return Trajectory(
-            id=facts.id,
-            group=facts.group,
-            domain=facts.domain,
-            seed=facts.seed,
-            status=facts.status,
-            producer=facts.producer,
-            created=time.time(),
-            start_version=min([facts.start_version, *reply_versions]),
-            end_version=reply_versions[-1] if reply_versions else facts.start_version,
-            turns=turns,
-            reset_s=max(0.0, path[0].started_at - facts.started_at) if path else 0.0,
-            extra=extra,
-            **columns,
-        )
-
-
-class EpisodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of the record that the episode supplies."""
-
-    id: str
-    group: str
-    domain: str
-    seed: int
-    status: EpisodeStatus
-    producer: str
-    start_version: int
-    started_at: float
-    """The start of its program; `reset_s` is the time from then to the first request."""
-    ended_at: float
-    extra: dict[str, Any] = {}
-
-
-def branches_of(trajectory: Trajectory) -> list[Trajectory]:
-    """Return the conversations of the episode that are not trained on; `ID~1` is the first."""
-    branches = msgspec.convert(trajectory.extra.get("branches", []), list[ConversationBranch])
-    return [_restore_branch(trajectory, branch, number=number) for number, branch in enumerate(branches, start=1)]
-
-
-def _restore_branch(trajectory: Trajectory, branch: ConversationBranch, *, number: int) -> Trajectory:
-    def column(name: str) -> Any:
-        shared = getattr(trajectory, name)[: branch.shares]
-        return np.concatenate([shared, np.array(getattr(branch, name), dtype=shared.dtype)])
-
-    return msgspec.structs.replace(
-        trajectory,
-        id=f"{trajectory.id}~{number}",
-        turns=[*(turn for turn in trajectory.turns if turn.end <= branch.shares), *branch.turns],
-        extra={"branch_of": trajectory.id, "shares": branch.shares},
-        token_ids=column("token_ids"),
-        logprobs=column("logprobs"),
-        versions=column("versions"),
-        loss_mask=column("loss_mask"),
-    )
-
-
-def _make_branch(path: list[RecordedTurn], trained_path: list[RecordedTurn], *, ended_at: float) -> ConversationBranch:
-    num_common = sum(1 for mine, theirs in zip(path, trained_path, strict=False) if mine is theirs)
-    common = sum(_count_tokens(turn) for turn in path[:num_common])
-    if num_common < len(path) and num_common < len(trained_path):
-        common += _count_common_ids(
-            path[num_common].prompt.new_token_ids, trained_path[num_common].prompt.new_token_ids
-        )
-    own = {name: column[common:].tolist() for name, column in _make_columns(path).items()}
-    turns = [turn for turn in _make_turns(path, ended_at=ended_at) if turn.start >= common]
-    return ConversationBranch(shares=common, turns=turns, **own)
-
-
-def _count_common_ids(mine: list[int], theirs: list[int]) -> int:
-    return next((n for n, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
-
-
-def _make_columns(path: list[RecordedTurn]) -> dict[str, Any]:
-    """Build the per-token columns of a conversation."""
-    ids: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    mask: list[bool] = []
-    for turn in path:
-        num_new, completion = len(turn.prompt.new_token_ids), turn.completion
-        ids += [*turn.prompt.new_token_ids, *completion.token_ids]
-        logprobs += [*([0.0] * num_new), *completion.logprobs]
-        versions += [*([0] * num_new), *completion.versions]
-        mask += [*([False] * num_new), *([turn.is_trained] * len(completion.token_ids))]
-    return {
-        "token_ids": np.array(ids, np.int32),
-        "logprobs": np.array(logprobs, np.float32),
-        "versions": np.array(versions, np.int32),
-        "loss_mask": np.array(mask, np.bool_),
-    }
-
-
-def _make_turns(path: list[RecordedTurn], *, ended_at: float) -> Iterator[EpisodeTurn]:
-    """Yield the turns' records; the time from an answer to the program's next request is the step of that turn."""
-    position = 0
-    next_starts = [*(turn.started_at for turn in path[1:]), ended_at]
-    for turn, next_started_at in zip(path, next_starts, strict=False):
-        start = position + len(turn.prompt.new_token_ids)
-        position = start + len(turn.completion.token_ids)
-        prefilled = turn.completion.remote_prefill
-        step_s = max(0.0, next_started_at - turn.started_at - turn.generate_s)
-        yield EpisodeTurn(
-            start=start, end=position, generate_s=turn.generate_s, step_s=step_s, remote_prefill=prefilled
-        )
-
-
-def _count_tokens(turn: RecordedTurn) -> int:
-    return len(turn.prompt.new_token_ids) + len(turn.completion.token_ids)
-
-
-def _count_trained_tokens(leaf: RecordedTurn) -> int:
-    return sum(len(turn.completion.token_ids) for turn in leaf.path() if turn.is_trained)
 
 
 def _chain_keys(messages: Sequence[ChatMessage]) -> Iterator[bytes]:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 from hpcrl.engines.base import GenerateRequest
-from hpcrl.rollout.agents.recording import ConversationChoice, ConversationRecording, TurnPrompt
+from hpcrl.rollout.agents.episode_record import ConversationChoice
+from hpcrl.rollout.agents.recording import ConversationRecording, TurnPrompt
 from hpcrl.rollout.agents.requests import ApiError, ModelCall, SamplingFields
 from hpcrl.rollout.agents.responses_form import ResponseMemory
 from hpcrl.rollout.episode import EpisodeLimits
@@ -41,7 +42,7 @@ class ProgramSession:
     newest_version: Callable[[], int]
     start_version: int
     sampling: SamplingSource = "recipe"
-    trained_conversation: ConversationChoice = "longest"
+    trained_conversations: ConversationChoice = "all"
     reward_key: str = field(default_factory=partial(secrets.token_urlsafe, 32))
     """The key that posts the reward; the program is given it only if its reward is to be posted."""
     reward: float | None = None

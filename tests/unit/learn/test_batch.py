@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hpcrl.learn.batch import (
     choose_groups,
-    compute_row_length,
-    count_model_tokens,
+    compute_row_lengths,
+    count_row_tokens,
     credit_last_token,
     empty_micro_batch,
     make_micro_batches,
@@ -275,8 +275,8 @@ EMPTY = trajectory(tokens=(), generated=())
 @pytest.mark.parametrize("episode", [two_turns(), trajectory(), WITHOUT_MODEL_TOKENS, EMPTY])
 def test_length_and_tokens_are_known_before_the_row_is_made(episode):
     rows, _ = make_rows([episode], credits=[[1.0] * max(len(episode.turns), 1)], max_length=9)
-    assert compute_row_length(episode) == sum(map(len, rows))
-    assert count_model_tokens(episode) == sum(len(row.targets) for row in rows)
+    assert sum(compute_row_lengths(episode)) == sum(map(len, rows))
+    assert sum(count_row_tokens(episode)) == sum(len(row.targets) for row in rows)
 
 
 def test_each_token_has_the_index_of_its_row():

@@ -133,9 +133,7 @@ def test_every_rank_transforms_its_own_rows():
     train = train_of(FIRST)
     dealt = distribute_step(trajectories, train=train, num_ranks=2, seed=0, step=1, max_length=CONTEXT)
     for share in dealt.shares:
-        parts = load_share_rows(
-            share, fetch=lambda items: [by_id[one.id] for one in items], train=train, max_length=CONTEXT
-        )
+        parts = load_share_rows(share, fetch=lambda items: [by_id[one.id] for one in items], train=train)
         assert parts[0]
         assert all(not row.credit[2:].any() for part in parts for row in part)
 
@@ -190,9 +188,7 @@ def test_a_node_on_rows_that_forgets_to_return_is_named():
     trajectories = batch(1)
     train = train_of({})
     dealt = distribute_step(trajectories, train=train, num_ranks=1, seed=0, step=1, max_length=CONTEXT)
-    rows = load_share_rows(
-        dealt.shares[0], fetch=lambda items: trajectories[: len(items)], train=train, max_length=CONTEXT
-    )[0]
+    rows = load_share_rows(dealt.shares[0], fetch=lambda items: trajectories[: len(items)], train=train)[0]
     with pytest.raises(TrainError, match=r"train\.pipeline\.weigh returned NoneType None"):
         transform_rows(rows, train_of(nodes))
 

@@ -1,13 +1,13 @@
 """The tree of turns: which are continued, which branch, and that no token id is made from text again."""
 
-import numpy as np
 import pytest
 
 from hpcrl.engines.base import Completion
 from hpcrl.errors import EngineError
 from hpcrl.models.chat_layout import load_chat_template
-from hpcrl.rollout.agents.recording import ConversationRecording, EpisodeFacts, branches_of
-from hpcrl.spool.record import pack_trajectory, parse_facts
+from hpcrl.rollout.agents.episode_record import EpisodeFacts, build_record
+from hpcrl.rollout.agents.recording import ConversationRecording
+from hpcrl.spool.rows import expand_row
 
 FACTS = EpisodeFacts(
     id="sums/1/0",
@@ -67,12 +67,20 @@ def record_turn(
     )
 
 
-def text_of(template, trajectory):
-    return "".join(map(template.decode_token, trajectory.token_ids.tolist()))
+def text_of(template, row):
+    return "".join(map(template.decode_token, row.token_ids.tolist()))
 
 
-def trajectory_of(recording, *, reward=1.0, choice="longest"):
-    return recording.trajectory(FACTS, reward=reward, choice=choice)
+def trained_text_of(template, row):
+    return "".join(map(template.decode_token, row.token_ids[row.loss_mask].tolist()))
+
+
+def trajectory_of(recording, *, reward=1.0, choice="all"):
+    return build_record(recording.turns, FACTS, reward=reward, choice=choice)
+
+
+def rows_of(trajectory):
+    return [expand_row(trajectory, number) for number in range(max(len(trajectory.rows), 1))]
 
 
 def test_a_conversation_that_continues_is_one_trajectory(recording, template):
@@ -89,7 +97,7 @@ def test_a_conversation_that_continues_is_one_trajectory(recording, template):
     assert not trajectory.logprobs[~trajectory.loss_mask].any()
     assert [(turn.end - turn.start, turn.reward) for turn in trajectory.turns] == [(3, 0.0), (3, 1.0)]
     assert (trajectory.start_version, trajectory.end_version) == (4, 5)
-    assert "branches" not in trajectory.extra
+    assert trajectory.rows == []
 
 
 def test_ids_that_no_tokenizer_would_make_are_used_again(recording, template):
@@ -116,13 +124,11 @@ def test_changed_history_is_a_branch_at_the_last_turn_kept(recording, template):
     record_turn(recording, template, [user("a"), agent("one"), user("b")], "two<eos>")
     edited = record_turn(recording, template, [user("a"), agent("one"), user("c")], "three<eos>")
     assert edited.prompt.parent is first
-    trajectory = trajectory_of(recording)
-    assert text_of(template, trajectory) == "<user>a<agent>one<eos><user>c<agent>three<eos>"
-    (branch,) = branches_of(trajectory)
-    assert text_of(template, branch) == "<user>a<agent>one<eos><user>b<agent>two<eos>"
-    assert branch.id == "sums/1/0~1"
-    assert branch.extra == {"branch_of": "sums/1/0", "shares": len("_a_one_") + 1}
-    assert [turn.end - turn.start for turn in branch.turns] == [4, 4]
+    kept, changed = rows_of(trajectory_of(recording))
+    assert text_of(template, kept) == "<user>a<agent>one<eos><user>b<agent>two<eos>"
+    assert text_of(template, changed) == "<user>a<agent>one<eos><user>c<agent>three<eos>"
+    assert trained_text_of(template, kept) == "one<eos>two<eos>"
+    assert trained_text_of(template, changed) == "three<eos>", "the turn that both share is trained once"
 
 
 def test_a_changed_answer_of_the_model_is_never_taken_for_its_own(recording, template):
@@ -137,16 +143,22 @@ def test_several_answers_to_one_request_are_branches(recording, template):
     record_turn(recording, template, prompt, "x<eos>")
     record_turn(recording, template, prompt, "yy<eos>")
     record_turn(recording, template, [*prompt, agent("x"), user("b")], "z<eos>")
-    trajectory = trajectory_of(recording)
-    assert text_of(template, trajectory) == "<user>a<agent>x<eos><user>b<agent>z<eos>"
-    assert [text_of(template, branch) for branch in branches_of(trajectory)] == ["<user>a<agent>yy<eos>"]
+    other, continued = rows_of(trajectory_of(recording))
+    assert text_of(template, continued) == "<user>a<agent>x<eos><user>b<agent>z<eos>"
+    assert text_of(template, other) == "<user>a<agent>yy<eos>"
+    assert trained_text_of(template, continued) == "x<eos>z<eos>"
+    assert trained_text_of(template, other) == "yy<eos>"
 
 
-def test_the_last_conversation_is_trained_if_that_is_wanted(recording, template):
+@pytest.mark.parametrize(("choice", "trained"), [("longest", "a long answer<eos>"), ("last", "x<eos>")])
+def test_one_conversation_is_trained_if_that_is_wanted(recording, template, choice, trained):
     record_turn(recording, template, [user("a")], "a long answer<eos>")
     record_turn(recording, template, [user("sum up")], "x<eos>")
-    assert text_of(template, trajectory_of(recording)).endswith("a long answer<eos>")
-    assert text_of(template, trajectory_of(recording, choice="last")).endswith("sum up<agent>x<eos>")
+    trajectory = trajectory_of(recording, choice=choice)
+    first, other = rows_of(trajectory)
+    assert trained_text_of(template, first) == trained
+    assert not other.loss_mask.any()
+    assert {turn.masked: turn.reward for turn in trajectory.turns} == {"": 1.0, "choice": 0.0}
 
 
 def test_a_template_that_drops_old_thoughts_makes_branches(template, tiny_model_dir):
@@ -161,7 +173,12 @@ def test_a_template_that_drops_old_thoughts_makes_branches(template, tiny_model_
     second = record_turn(recording, thinking, [user("a"), agent("hm</think>one"), user("b")], "oh</think>two<eos>")
     assert second.prompt.parent is None, "the model is shown another history than the one it made"
     assert "".join(map(thinking.decode_token, second.prompt.new_token_ids)) == "<user>a<agent>one<eos><user>b<agent>"
-    assert len(branches_of(trajectory_of(recording))) == 1
+    trajectory = trajectory_of(recording)
+    assert [trained_text_of(thinking, row) for row in rows_of(trajectory)] == [
+        "hm</think>one<eos>",
+        "oh</think>two<eos>",
+    ]
+    assert trajectory.rows[1].shares == len("_a_"), "what both show is stored once"
 
 
 def test_a_tool_call_is_continued_as_the_model_wrote_it(recording, template):
@@ -203,7 +220,7 @@ def test_turns_sampled_otherwise_are_recorded_and_not_trained(recording, templat
     record_turn(recording, template, [user("a")], "x<eos>", trained=False)
     trajectory = trajectory_of(recording)
     assert not trajectory.loss_mask.any()
-    assert [(turn.start, turn.end) for turn in trajectory.turns] == [(3, 5)]
+    assert [(turn.start, turn.end, turn.masked) for turn in trajectory.turns] == [(3, 5, "sampling")]
 
 
 def test_a_torn_completion_is_an_engine_error(recording):
@@ -211,21 +228,6 @@ def test_a_torn_completion_is_an_engine_error(recording):
     prompt = recording.chat_prompt([user("a")], tools=None)
     with pytest.raises(EngineError, match="2 tokens, 1 log-probabilities"):
         recording.record_answer(prompt, torn, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
-
-
-def test_a_record_with_branches_can_be_stored_and_read(recording, template):
-    record_turn(recording, template, [user("a")], "x<eos>")
-    record_turn(recording, template, [user("b")], "y<eos>")
-    trajectory = trajectory_of(recording)
-    packed = pack_trajectory(trajectory)
-    assert parse_facts(packed.facts).extra["branches"] == trajectory.extra["branches"]
-    (branch,) = branches_of(trajectory)
-    assert [column.dtype for column in (branch.token_ids, branch.logprobs, branch.versions, branch.loss_mask)] == [
-        np.int32,
-        np.float32,
-        np.int32,
-        np.bool_,
-    ]
 
 
 def test_an_episode_without_calls_is_an_empty_record(recording):

@@ -39,9 +39,9 @@ FORKED = {
     "rows": [ConversationRow(end=4), ConversationRow(end=6, parent=0, shares=3), ConversationRow(end=8)],
     "turns": [
         EpisodeTurn(start=1, end=2),
-        EpisodeTurn(start=7, end=8, masked="choice"),
+        EpisodeTurn(start=7, end=8, row=2, masked="choice"),
         EpisodeTurn(start=3, end=4),
-        EpisodeTurn(start=4, end=6),
+        EpisodeTurn(start=4, end=6, row=1),
     ],
 }
 
@@ -93,10 +93,23 @@ def test_records_of_the_first_schema_are_one_row():
         {"rows": [ConversationRow(end=4), ConversationRow(end=8, parent=0, shares=5)]},
         {"rows": [ConversationRow(end=4), ConversationRow(end=8, shares=1)]},
         {"rows": FORKED["rows"], "turns": [EpisodeTurn(start=3, end=5)]},
-        {"rows": FORKED["rows"], "turns": [EpisodeTurn(start=7, end=9)]},
+        {"rows": FORKED["rows"], "turns": [EpisodeTurn(start=7, end=9, row=2)]},
         {"rows": FORKED["rows"], "turns": [EpisodeTurn(start=-1, end=2)]},
+        {"rows": FORKED["rows"], "turns": [EpisodeTurn(start=7, end=8, row=3)]},
     ],
-    ids=["short", "long", "back", "itself", "negative", "too much", "no parent", "across", "outside", "before"],
+    ids=[
+        "short",
+        "long",
+        "back",
+        "itself",
+        "negative",
+        "too much",
+        "no parent",
+        "across",
+        "outside",
+        "before",
+        "no row",
+    ],
 )
 def test_rows_that_do_not_fit_the_columns_are_refused(wrong):
     with pytest.raises(SpoolError, match=r"'math/0/1': .*(row|columns)"):

@@ -45,9 +45,7 @@ def test_the_ranks_together_have_every_row_once(spooled, num_ranks, num_minibatc
     seen = []
     for share in received.shares:
         assert len(share) == num_minibatches
-        parts = load_share_rows(
-            share, fetch=lambda items: fetch_trajectories(items, spool=spool), train=train, max_length=CONTEXT
-        )
+        parts = load_share_rows(share, fetch=lambda items: fetch_trajectories(items, spool=spool), train=train)
         seen += [row.targets.tolist() for part in parts for row in part]
     expected = [episode.token_ids[1:][episode.loss_mask[1:]].tolist() for episode in episodes]
     assert sorted(seen) == sorted(expected)

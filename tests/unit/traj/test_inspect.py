@@ -126,7 +126,8 @@ class RecordBuilder:
         start = len(self.ids)
         self.ids += ids
         self.mask += [not facts.get("masked")] * len(ids)
-        self.turns.append(EpisodeTurn(start=start, end=len(self.ids), generate_s=0.5, step_s=0.25, **facts))
+        place = {"start": start, "end": len(self.ids), "row": len(self.rows)}
+        self.turns.append(EpisodeTurn(**place, generate_s=0.5, step_s=0.25, **facts))
 
     def end_row(self, **row):
         self.rows.append(ConversationRow(end=len(self.ids), **row))

@@ -1,0 +1,108 @@
+"""The rows of an agent program's episode: every generated token is trained once, as the engine generated it."""
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.rollout.agents.episode_record import build_record
+from hpcrl.spool.record import attach_columns, pack_trajectory, parse_facts
+from hpcrl.spool.rows import count_by_fate, expand_row, list_placed_turns, list_row_turns
+from tests.support.conversations import FACTS, answer, call_trees
+
+
+def generated(turns):
+    return Counter(
+        values
+        for turn in turns
+        for values in zip(turn.completion.token_ids, turn.completion.logprobs, turn.completion.versions, strict=True)
+    )
+
+
+def in_the_loss(rows):
+    columns = [(row.token_ids, row.logprobs, row.versions) for row in rows]
+    masks = [row.loss_mask for row in rows]
+    return Counter(
+        values
+        for row, mask in zip(columns, masks, strict=True)
+        for values in zip(*(column[mask].tolist() for column in row), strict=True)
+    )
+
+
+def store(turns, *, choice):
+    """Return the record as a reader gets it, and its rows."""
+    packed = pack_trajectory(build_record(turns, FACTS, reward=1.0, choice=choice))
+    record = attach_columns(parse_facts(packed.facts), packed.columns)
+    return record, [expand_row(record, number) for number in range(max(len(record.rows), 1))]
+
+
+@given(call_trees())
+def test_every_generated_token_is_in_the_loss_once(turns):
+    record, rows = store(turns, choice="all")
+    assert in_the_loss(rows) == generated(turn for turn in turns if turn.is_trained)
+    fates = count_by_fate(record)
+    assert fates["trained"] == sum(int(row.loss_mask.sum()) for row in rows)
+    assert fates["sampling"] == sum(len(turn.completion.token_ids) for turn in turns if not turn.is_trained)
+
+
+@given(call_trees(), st.sampled_from(["all", "longest", "last"]))
+def test_every_row_is_what_the_engine_saw_and_answered(turns, choice):
+    record, rows = store(turns, choice=choice)
+    continued = {turn.prompt.parent for turn in turns}
+    leaves = sorted(turn.token_ids() for turn in turns if turn not in continued)
+    assert sorted(row.token_ids.tolist() for row in rows) == (leaves or [[]])
+    for row, placed in zip(rows, list_placed_turns(record), strict=True):
+        for number, start, end in placed:
+            assert row.token_ids[:start].tolist() == turns[number].prompt.token_ids()
+            assert row.token_ids[start:end].tolist() == turns[number].completion.token_ids
+    assert sorted(itertools.chain(*list_row_turns(record))) == list(range(len(turns)))
+
+
+@given(call_trees(), st.sampled_from(["longest", "last"]))
+def test_one_conversation_is_one_row_whatever_else_was_said(turns, choice):
+    _, rows = store(turns, choice=choice)
+    assert not any(row.loss_mask.any() for row in rows[1:])
+    if turns:
+        paths = [turn.path() for turn in turns]
+        assert in_the_loss(rows) in [generated(turn for turn in path if turn.is_trained) for path in paths]
+
+
+def test_a_history_rendered_anew_for_each_turn_is_stored_once():
+    """The thoughts (7) leave the history: each prompt is the one before, the answer (8) and a new question (9)."""
+    turns, prompt = [], [5] * 200
+    for number in range(50):
+        turns.append(answer(number, None, list(prompt), [7] * 20 + [8]))
+        prompt += [8] + [9] * 3
+    record, rows = store(turns, choice="all")
+    assert len(record) == 200 + 50 * 21 + 49 * 4
+    assert [row.loss_mask.sum() for row in rows] == [21] * 50
+
+
+def test_conversations_side_by_side_share_their_beginnings_too():
+    main, sub = [1] * 100, [2] * 100
+    turns = [answer(number, None, [*(sub if number % 2 else main), number], [9]) for number in range(20)]
+    record, _ = store(turns, choice="all")
+    assert len(record) == 2 * 100 + 20 * 2
+
+
+@pytest.mark.parametrize(("choice", "rewards"), [("all", [0, 0, 1]), ("longest", [0, 1, 0]), ("last", [0, 0, 1])])
+def test_the_reward_is_that_of_the_last_turn_that_is_trained(choice, rewards):
+    turns = [answer(0, None, [1], [2, 2]), answer(1, None, [1], [3] * 3), answer(2, None, [1], [4])]
+    assert [turn.reward for turn in build_record(turns, FACTS, reward=1.0, choice=choice).turns] == rewards
+
+
+def test_a_step_lasts_until_the_request_that_continues_it():
+    first = answer(0, None, [1], [2], started_at=11.0, generate_s=1.0)
+    aside = answer(1, None, [5], [6], started_at=12.5, generate_s=1.0)
+    last = answer(2, first, [3], [4], started_at=15.0, generate_s=1.0)
+    record = build_record([first, aside, last], FACTS, reward=1.0, choice="all")
+    assert [turn.step_s for turn in record.turns] == [3.0, 1.5, 4.0]
+    assert record.reset_s == 1.0
+
+
+def test_versions_are_those_of_what_is_trained():
+    turns = [answer(2, None, [1], [2] * 9), answer(0, None, [1], [3])]
+    assert build_record(turns, FACTS, reward=1.0, choice="all").start_version == 0
+    assert build_record(turns, FACTS, reward=1.0, choice="longest").start_version == 2
