@@ -2,6 +2,7 @@
 
 run               run one env worker until the job ends
 EnvWorker         its episodes and their accounts
+choose_parser     how answers to agent programs are read
 RolloutSpool      the spool "rollouts" as an env worker uses it
 POLL_INTERVAL_S   the time between two rounds of its loop
 TASKS_PER_BLOCK   task numbers reserved for one start of an env worker
@@ -84,12 +85,12 @@ async def _run_env_worker(context: WorkerContext) -> None:
             async with contextlib.AsyncExitStack() as stack:
                 if env_worker.task_queue.program_domains:
                     template = load_chat_template(context.campaign.model, context.recipe.model)
-                    proxy = ModelProxy(env_worker.policy, template=template, parser=_choose_parser(context, template))
+                    proxy = ModelProxy(env_worker.policy, template=template, parser=choose_parser(context, template))
                     env_worker.player.proxy = await stack.enter_async_context(proxy)
                 await env_worker.run_until_drained()
 
 
-def _choose_parser(context: WorkerContext, template: ChatTemplate) -> AnswerParser:
+def choose_parser(context: WorkerContext, template: ChatTemplate) -> AnswerParser:
     """Choose how answers are read; one worker reports it."""
     choice = choose_parsers(template.text, context.recipe.engine)
     if context.index == 0:

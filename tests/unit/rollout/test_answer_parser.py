@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from hpcrl.engines.vllm import parsers
 from hpcrl.envs import check
 from hpcrl.errors import ConfigError
 from hpcrl.models.chat_layout import load_chat_template
+from hpcrl.roles.env import choose_parser
 from hpcrl.rollout.agents.answer_parser import AnswerParser, WholeReader, choose_parsers
 from hpcrl.rollout.agents.reasoning_parsers import REASONING_PARSERS
 from hpcrl.rollout.agents.server import ModelProxy
@@ -45,6 +47,7 @@ TOOLS = [
         "function": {"name": "look", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}},
     }
 ]
+QUESTION = [{"role": "user", "content": "Look twice."}]
 LIMITS = EpisodeLimits(max_turns=8, max_new_tokens=64, context_length=4096, max_lag=1)
 
 
@@ -82,33 +85,58 @@ UNOPENED_THOUGHTS = {"DeepSeek-R1"}
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_CALLS])
 def test_a_tool_loop_of_a_family_continues_the_recorded_turns(tmp_path, name):
     family = FAMILIES[name]
-
-    async def run():
-        template = load_chat_template(save_family(tmp_path, family), model_config(family))
-        later = replace(family, thought="") if name in UNOPENED_THOUGHTS else family
-        words = [family.say_call("look", {"x": 1}), later.say_call("look", {"x": 2}), later.say("Done.")]
-        session = session_of(template, limits=LIMITS)
-        parser = AnswerParser.from_choice(choose_parsers(template.text, EngineConfig()), template, tmp_path)
-        policy = Scripted(template, *words)
-        async with ModelProxy(policy, template=template, parser=parser) as proxy:
-            client = openai.AsyncOpenAI(base_url=proxy.url, api_key=proxy.open(session), max_retries=0)
-            async with client:
-                return await loop(client), session.recording
-
-    (seen, answer), recording = asyncio.run(run())
+    later = replace(family, thought="") if name in UNOPENED_THOUGHTS else family
+    words = [family.say_call("look", {"x": 1}), later.say_call("look", {"x": 2}), later.say("Done.")]
+    (seen, answer), recording = call_model(tmp_path, family, words, loop)
     assert seen == [("look", {"x": 1}), ("look", {"x": 2})]
     assert answer == "Done."
     parents = [turn.prompt.parent for turn in recording.turns]
     assert parents == ([None] * 3 if name in WITHOUT_EMPTY_THOUGHTS else [None, *recording.turns[:2]])
 
 
-def model_config(family):
-    return ModelConfig(chat_template_kwargs=dict(family.kwargs))
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_CALLS])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_the_length_limit_cut_off_is_content(tmp_path, name, stream):
+    family = FAMILIES[name]
+    called = replace(family, thought="").say_call("look", {"x": 1})
+    cut = called[: called.index("look") + 6]
+
+    async def ask(client):
+        answer = await client.chat.completions.create(model="hpcrl", messages=QUESTION, tools=TOOLS, stream=stream)
+        if not stream:
+            choice = answer.choices[0]
+            return choice.message.content, choice.message.tool_calls, choice.finish_reason
+        chunks = [chunk.choices[0] async for chunk in answer]
+        content = "".join(chunk.delta.content or "" for chunk in chunks)
+        return content, next((c.delta.tool_calls for c in chunks if c.delta.tool_calls), None), chunks[-1].finish_reason
+
+    thought = family.thought.format("Hm.")
+    (content, calls, finish_reason), _ = call_model(tmp_path, family, [thought + cut], ask)
+    assert (calls, finish_reason) == (None, "length")
+    assert "look" in content or name == "gpt-oss"  # the header of a message belongs to no text
+
+
+def call_model(directory, family, words, talk):
+    """Return the result of `talk` with a client of a model that generates these words, and what was recorded."""
+
+    async def run():
+        template = load_chat_template(
+            save_family(directory, family), ModelConfig(chat_template_kwargs=dict(family.kwargs))
+        )
+        session = session_of(template, limits=LIMITS)
+        parser = AnswerParser.from_choice(choose_parsers(template.text, EngineConfig()), template, directory)
+        async with (
+            ModelProxy(Scripted(template, *words), template=template, parser=parser) as proxy,
+            openai.AsyncOpenAI(base_url=proxy.url, api_key=proxy.open(session), max_retries=0) as client,
+        ):
+            return await talk(client), session.recording
+
+    return asyncio.run(run())
 
 
 async def loop(client):
     """Call tools for as long as the model does; return the calls and the last answer."""
-    messages, seen = [{"role": "user", "content": "Look twice."}], []
+    messages, seen = list(QUESTION), []
     for _ in range(5):
         answer = await client.chat.completions.create(model="hpcrl", messages=messages, tools=TOOLS)
         message = answer.choices[0].message
@@ -139,3 +167,19 @@ def test_a_parser_of_vllm_is_refused_where_vllm_is_not_installed(tmp_path, monke
     choice = choose_parsers(template.text, EngineConfig(**{setting: "vllm:hermes"}))
     with pytest.raises(ConfigError, match=f"engine.{setting} = 'vllm:hermes' needs the package vllm"):
         AnswerParser.from_choice(choice, template, tmp_path)
+
+
+def test_one_env_worker_reports_the_parsers_that_it_chose(tmp_path):
+    template = load_chat_template(save_family(tmp_path, FAMILIES["GLM-4.5"]))
+    events = []
+    for index in (0, 1):
+        context = SimpleNamespace(
+            index=index,
+            recipe=load_recipe("quickstart"),
+            events=SimpleNamespace(emit=events.append),
+            campaign=SimpleNamespace(model=tmp_path),
+        )
+        assert choose_parser(context, template).tools is TOOL_PARSERS["glm"]
+    (event,) = events
+    assert (event.tool_parser, event.reasoning_parser) == ("glm", "think")
+    assert "<arg_key> in the chat template" in event.reason
