@@ -60,7 +60,10 @@ class FreeText(msgspec.Struct, frozen=True, kw_only=True, tag="free"):
 
 
 class PartChoice(msgspec.Struct, frozen=True, kw_only=True, tag="choice"):
-    """The part of an answer that is one of several sequences of parts, such as the calls of several tools."""
+    """The part of an answer that is one of several sequences of parts, such as the calls of several tools.
+
+    The start of a sequence must show which one it is: a text that starts like JSON cannot be an alternative to JSON.
+    """
 
     alternatives: list[list["OutputPart"]]
     """An empty sequence among them makes the choice optional."""

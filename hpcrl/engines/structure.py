@@ -34,6 +34,10 @@ MAX_STRUCTURE_DEPTH = 64
 MAX_ALTERNATIVES = 256
 MAX_ITEMS = 10_000
 """The largest minItems or maxItems: an array takes memory for each of its items before the first is generated."""
+_JSON, _FREE = "JSON", "free text"
+_MARK_PATTERN = re.compile(r"<|\[[A-Z_]+\]")
+"""Texts that are most likely a token of their own, such as [TOOL_CALLS]."""
+_JSON_STARTS = frozenset('{["-0123456789tfn')
 _JSON_OPTIONS = {"coerce_one_of": True}
 _NUM_REMEMBERED = 128
 
@@ -176,6 +180,9 @@ class _GrammarWriter:
 
     def add_sequence(self, parts: Sequence[OutputPart]) -> str:
         """Add the rules of some parts and return what stands for all of them."""
+        for at, part in enumerate(parts):
+            if isinstance(part, PartChoice):
+                self._check_choice(part, parts[at + 1 :])
         return " ".join(self._add_part(part) for part in parts) or '""'
 
     def _add_part(self, part: OutputPart) -> str:
@@ -202,13 +209,42 @@ class _GrammarWriter:
 
     def _add_choice(self, choice: PartChoice) -> str:
         sequences = [self.add_sequence(alternative) for alternative in choice.alternatives]
-        if choice.may_repeat and not all(choice.alternatives):
-            raise EngineError("an empty alternative cannot be repeated: leave it or may_repeat out")
         one = self._add_rule(": " + " | ".join(f"({sequence})" for sequence in sequences))
         if not choice.may_repeat:
             return one
         separator = " ".join(self._split_text(choice.separator))
         return self._add_rule(f": {one} ({separator} {one})*")
+
+    def _check_choice(self, choice: PartChoice, following: Sequence[OutputPart]) -> None:
+        """Raise EngineError if its alternatives cannot be distinguished: llguidance takes the longest that fits."""
+        if choice.may_repeat and not all(choice.alternatives):
+            raise EngineError("an empty alternative cannot be repeated: leave it or may_repeat out")
+        starts = [self._find_starts([*alternative, *following])[0] for alternative in choice.alternatives]
+        seen = set().union(*starts)
+        if _FREE in seen and any(start != {_FREE} for start in starts):
+            raise EngineError("one alternative starts with free text, which may be any other: start it with a text")
+        if _JSON in seen and (like := seen.intersection(_JSON_STARTS)):
+            raise EngineError(
+                f"one alternative starts with JSON and another with the text {min(like)!r}: write both as JSON"
+            )
+
+    def _find_starts(self, parts: Sequence[OutputPart]) -> tuple[set[str], bool]:
+        """Return what an answer of these parts can start with, and whether it can be empty."""
+        starts: set[str] = set()
+        for part in parts:
+            match part:
+                case ExactText(text=text) if pieces := self._split_text(text):
+                    return starts | {pieces[0] if _MARK_PATTERN.match(text) else text[0]}, False
+                case JsonValue():
+                    return starts | {_JSON}, False
+                case FreeText():
+                    return starts | {_FREE}, False
+                case PartChoice(alternatives=alternatives):
+                    inner = [self._find_starts(alternative) for alternative in alternatives]
+                    starts = starts.union(*(found for found, _ in inner))
+                    if not any(is_empty for _, is_empty in inner):
+                        return starts, False
+        return starts, True
 
     def _split_text(self, text: str) -> list[str]:
         """Return the pieces of a text: strings, and tokens by their ids."""
