@@ -8,6 +8,7 @@ random_state    separate random generators for an environment
 isolation       environments in separate processes and sandboxes
 agent           an agent program as an environment
 arithmetic      sums
+question        one question a row
 repair          fix a Python function with a tool
 judge           a reward from a language model
 gymnasium_text  FrozenLake, Taxi and Blackjack as text

@@ -15,6 +15,7 @@ from hpcrl.config.recipe import DomainConfig, TaskSetConfig
 from hpcrl.envs.base import adapt_env, check_task_parameter
 from hpcrl.envs.isolation.process import ProcessEnv, ProcessLimits
 from hpcrl.envs.pool import EnvPool
+from hpcrl.envs.question import Question as AnsweredQuestion
 from hpcrl.envs.task_set import MAX_ROW_BYTES, TaskRows, import_task_set
 from hpcrl.errors import ConfigError, EnvFault
 from tests.support.row_envs import OnlySeeds, Question
@@ -237,3 +238,31 @@ def test_the_login_node_needs_neither_numpy_nor_pyarrow_to_copy_rows():
     code = "import sys, hpcrl.envs.task_set; print({'numpy', 'pyarrow'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "reward"),
+    [
+        (None, " 12\n", 1.0),
+        (None, "so 12", 0.0),
+        (r"-?\d+", "first 3, then 12.", 1.0),
+        (r"<answer>(.*?)</answer>", "<answer>3</answer> no, <answer> 12 </answer>", 1.0),
+        (r"<answer>(.*?)</answer>", "12", 0.0),
+        (r"(x)?12", "12", 0.0),
+    ],
+)
+def test_an_answer_is_what_the_pattern_finds_last(pattern, text, reward):
+    env = AnsweredQuestion(question="ask", pattern=pattern)
+    first, steps = asyncio.run(play_question(env, {"ask": "5+7=", "answer": 12}, text))
+    assert (first, steps.reward, steps.done) == ("5+7=", reward, True)
+
+
+async def play_question(env, row, text):
+    return await env.reset(0, task=row), await env.step(text)
+
+
+def test_a_row_without_the_field_of_the_question_is_a_fault_that_names_it():
+    with pytest.raises(RuntimeError, match="no field 'question'; it has answer, q"):
+        asyncio.run(AnsweredQuestion().reset(0, task={"q": "1+1", "answer": "2"}))
+    with pytest.raises(ConfigError, match="not a regular expression"):
+        AnsweredQuestion(pattern="(")
