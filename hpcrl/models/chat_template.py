@@ -11,7 +11,7 @@ GUARD_CHARACTER             put into marks that messages contain
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ import jinja2
 from tokenizers.decoders import DecodeStream
 
 from hpcrl.errors import ConfigError
-from hpcrl.models.message_form import STUB_TEXT, STUB_THOUGHT, Message, MessageForm, has_thought
+from hpcrl.models.message_form import STUB_TEXT, STUB_THOUGHT, Message, MessageForm, find_window, has_thought
 
 GUARD_CHARACTER = "\ufdd0"
 """The character put into a mark in a message, so that it does not count; Unicode reserves it as a noncharacter."""
@@ -71,6 +71,8 @@ class ChatTemplate:
     """Variables of the template that the recipe sets."""
     system: str | None = None
     """The system message of conversations that have none."""
+    known_windows: dict[Hashable, bool] = field(default_factory=dict)
+    """Whether a short conversation of this structure had the text of the whole one after an answer."""
     remembered_ids: dict[str, list[int]] = field(default_factory=dict)
     """The ids of the short texts that the template writes between marks: every conversation has them."""
 
@@ -115,8 +117,12 @@ class ChatTemplate:
         new: Sequence[Message],
         tools: Sequence[Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        is_checked: bool = True,
     ) -> RenderedTurn | None:
         """Render `messages`, an answer, and new messages; None unless the template keeps all of it as it was.
+
+        Without `is_checked`, only a short conversation of the same structure is rendered, if its text after an answer
+        was once found to be that of the whole conversation.
 
         `before` is the text of `messages` up to the answer, `answer` its message and `answer_text` the text that was
         generated, special tokens included. What the template writes around the answer is what counts: the answer is
@@ -126,15 +132,62 @@ class ChatTemplate:
         forms = [answer, {**answer, "tool_calls": None}] if answer.get("tool_calls") else [answer]
         for form in forms:
             stub = self.form.stub(form, has_thought=thought)
-            kept = [*messages, stub, *new]
-            try:
-                rendered = self.render(kept, tools=tools, template_kwargs=template_kwargs)
-            except ConfigError:  # it may accept the client's own form of the answer
-                continue
-            end = self._find_answer_end(rendered, before, stub, answer_text=answer_text, has_thought=thought)
-            if end is not None:
-                return RenderedTurn(messages=kept, rendered=rendered, end=end)
+            variables = {"tools": tools, "template_kwargs": template_kwargs}
+            window, structure = find_window(messages, stub, new)
+            known = (*structure, bool(tools), *sorted(template_kwargs or {}))
+            in_short = None
+            if len(window) < len(messages) and self.known_windows.get(known, True):
+                in_short = self._render_window(before, window, stub, new, answer_text=answer_text, **variables)
+            if in_short is not None and not is_checked and known in self.known_windows:
+                return RenderedTurn([*messages, stub, *new], *in_short)
+            whole = self._render_stub(before, messages, stub, new, answer_text=answer_text, **variables)
+            if in_short is not None and len(self.known_windows) < MAX_REMEMBERED_TEXTS:
+                self.known_windows[known] = whole == in_short
+            if whole is not None:
+                return RenderedTurn([*messages, stub, *new], *whole)
         return None
+
+    def _render_window(
+        self,
+        before: str,
+        window: Sequence[Message],
+        stub: Message,
+        new: Sequence[Message],
+        *,
+        answer_text: str,
+        **variables: Any,
+    ) -> tuple[str, int] | None:
+        """Return the text and the answer's end that rendering a short conversation implies for the whole one."""
+        try:
+            short_before = self.render(window, **variables)
+        except ConfigError:
+            return None
+        found = self._render_stub(short_before, window, stub, new, answer_text=answer_text, **variables)
+        if found is None:
+            return None
+        rendered, end = found
+        shift = len(before) - len(short_before)
+        return before + rendered[len(short_before) :], end + shift
+
+    def _render_stub(
+        self,
+        before: str,
+        messages: Sequence[Message],
+        stub: Message,
+        new: Sequence[Message],
+        *,
+        answer_text: str,
+        **variables: Any,
+    ) -> tuple[str, int] | None:
+        """Return the text of a conversation with a placeholder, and where that ends; None if `before` is not kept."""
+        try:
+            rendered = self.render([*messages, stub, *new], **variables)
+        except ConfigError:  # it may accept the client's own form of the answer
+            return None
+        end = self._find_answer_end(
+            rendered, before, stub, answer_text=answer_text, has_thought=has_thought(answer_text)
+        )
+        return None if end is None else (rendered, end)
 
     def _find_answer_end(
         self, rendered: str, before: str, stub: Message, *, answer_text: str, has_thought: bool

@@ -4,6 +4,7 @@ MessageForm            the form, and messages brought into it
 MessageForm.adapt      a client's conversation as the template accepts it
 MessageForm.stub       a placeholder with the structure of an answer
 find_message_form      try out what a template renders
+find_window            a short conversation with the structure of a long one
 STUB_TEXT, STUB_THOUGHT  the placeholder's text and thought
 THOUGHT_MARKS          what generated text contains if it has a thought
 
@@ -12,8 +13,9 @@ or text, in the length of the ids of tool calls, and in where they expect a thou
 """
 
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -113,6 +115,31 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
 def has_thought(text: str) -> bool:
     """Return whether generated text, with its special tokens, has a thought."""
     return any(mark in text for mark in THOUGHT_MARKS)
+
+
+def find_window(
+    messages: Sequence[Message], stub: Message, new: Sequence[Message]
+) -> tuple[list[Message], tuple[Hashable, ...]]:
+    """Return a short conversation with the structure of `messages`, and that structure with what follows.
+
+    A step is an answer with the messages after it. Of steps that differ only in their texts the first stays, and the
+    last two stay in any case; so does everything before the first answer.
+    """
+    starts = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+    head = messages[: starts[0]] if starts else messages
+    steps = [messages[start:end] for start, end in itertools.pairwise([*starts, len(messages)])]
+    kinds = [tuple(map(_describe_message, step)) for step in steps]
+    kept = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
+    places = sorted({*kept.values(), *range(max(0, len(steps) - 2), len(steps))})
+    window = [*head, *itertools.chain.from_iterable(steps[place] for place in places)]
+    return window, (*map(_describe_message, [*window, stub, *new]),)
+
+
+def _describe_message(message: Message) -> Hashable:
+    """Return what templates ask about a message besides its text."""
+    content = message.get("content")
+    thought = any(message.get(name) for name in THOUGHT_FIELDS) or (isinstance(content, str) and "</think>" in content)
+    return message.get("role"), bool(content), len(message.get("tool_calls") or ()), thought
 
 
 def find_message_form(render: RenderMessages) -> MessageForm:

@@ -15,6 +15,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -71,6 +72,11 @@ class RecordedTurn:
     started_at: float
     """The time of the request, by the clock of the episode."""
     generate_s: float
+
+    @cached_property
+    def depth(self) -> int:
+        """The number of turns from the first one to this."""
+        return 1 if self.prompt.parent is None else self.prompt.parent.depth + 1
 
     def token_ids(self) -> list[int]:
         """Return the ids of the prompt and the answer."""
@@ -154,6 +160,7 @@ class ConversationRecording:
             new=new,
             tools=tools,
             template_kwargs=template_kwargs,
+            is_checked=turn.depth & (turn.depth - 1) == 0,  # powers of two: all checks together cost as much as one
         )
         if kept is None:
             return None

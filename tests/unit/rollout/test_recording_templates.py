@@ -1,5 +1,6 @@
 """Recording with the templates of current families: which turns are continued, and that all prompts are exact."""
 
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,57 @@ def test_a_huge_message_is_tokenised_once(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(ChatTemplate, "encode", lambda self, text: [encoded.append(text), encode(self, text)][1])
     assert recording.chat_prompt([huge, TOLD, AGAIN], tools=None).parent is turn
     assert max(map(len, encoded)) < 200
+
+
+# ---- long conversations, of which only a part is rendered
+
+
+def play_long(template: ChatTemplate, name: str, *, tools: Any) -> list[RecordedTurn]:
+    """Record 24 turns: tool calls, answers, and questions of the user, in a changing order."""
+    family, recording = FAMILIES[name], ConversationRecording(template)
+    messages: list[Any] = [RULES, QUESTION]
+    for number in range(24):
+        if tools and number % 7 < 5:
+            said, answer, new = family.say_call("look", {"x": 1}), CALLED, {**RESULT, "content": f"wall {number}"}
+        else:
+            said, answer, new = family.say(f"Left {number}."), {**TOLD, "content": f"Left {number}."}, AGAIN
+        record(recording, template, messages, said, answer=answer, tools=tools)
+        messages = [*messages, answer, new]
+    return recording.turns
+
+
+def summarise(turns: list[RecordedTurn]) -> list[Any]:
+    return [(turn.prompt.token_ids(), turn.prompt.parent and turn.prompt.parent.number) for turn in turns]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rendering_a_part_gives_the_ids_of_rendering_all(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = None if name in ("Gemma-3", "Phi-4") else TOOLS
+    template = load(tmp_path, name)
+    quick = play_long(template, name, tools=tools)
+    assert any(template.known_windows.values()) == any(turn.prompt.parent for turn in quick)
+    whole = partialmethod(ChatTemplate.render_after, is_checked=True)
+    monkeypatch.setattr(
+        ChatTemplate, "render_after", lambda self, *args, is_checked, **more: whole.__get__(self)(*args, **more)
+    )
+    assert summarise(quick) == summarise(play_long(template, name, tools=tools))
+
+
+def test_a_template_that_counts_is_rendered_whole(tmp_path: Path) -> None:
+    directory = save_family(tmp_path, FAMILIES["Phi-4"])
+    counted = FAMILIES["Phi-4"].template.replace("<|im_sep|>' + m['content']", "<|im_sep|>' + loop.index|string")
+    (directory / "chat_template.jinja").write_text(counted.replace("|string", "|string + m['content']"))
+    template = load_chat_template(directory)
+    turns = play_long(template, "Phi-4", tools=None)
+    assert "<|im_sep|>48And now?" in template.decode_all(turns[-1].prompt.token_ids())
+    assert not any(template.known_windows.values())
+
+
+def test_a_template_that_changes_late_is_noticed(tmp_path: Path) -> None:
+    directory = save_family(tmp_path, FAMILIES["Phi-4"])
+    late = "{%- if messages|length > 20 %}{{ 'Long. ' }}{% endif %}"
+    (directory / "chat_template.jinja").write_text(late + FAMILIES["Phi-4"].template)
+    turns = play_long(load_chat_template(directory), "Phi-4", tools=None)
+    assert sum(turn.prompt.parent is None for turn in turns) == 2, "one row before, one from the next check on"
