@@ -4,6 +4,7 @@
     rate       requests/s through the proxy over an engine that answers at once : an aiohttp application with one route
                that answers the same bytes
     CPU        of the bare server per request : of the proxy; the same as the rate if no other process uses the cores
+    turns      p50 of a call with 200 turns of history : that of one with 10, over an engine that answers at once
 
 Calls through the proxy and direct ones take turns, one at a time. `--engine vllm` measures latency on a real vLLM
 engine, for which the bar is meant; without it the embedded engine is used. Both servers of the rate run in separate
@@ -43,6 +44,9 @@ from hpcrl.rollout.turn import StreamingGenerator
 
 BAR_LATENCY = 1.10
 BAR_RATE = 0.4
+BAR_TURNS = 3.0
+SHORT, LONG, ROUNDS = 10, 200, 8
+"""The turns of the two conversations that are compared, and the calls around each of which the median is taken."""
 NUM_TOKENS = 64
 ASKED = {"model": "hpcrl", "messages": [{"role": "user", "content": "what is 17+25? " * 8}], "max_tokens": NUM_TOKENS}
 CONCURRENT = 32
@@ -67,12 +71,17 @@ def _measure(full: bool, *, engine: str) -> list[Figure]:
         model = _model(Path(root))
         overhead, straight_ms = asyncio.run(_latency(model, engine=engine, rounds=200 if full else 40))
         through, bare, cpu = _rates(model, seconds=20.0 if full else 8.0)
+        short_s, long_s = asyncio.run(_turns(model, conversations=8 if full else 3))
     return [
         Figure(name=f"p50 latency, {engine}: proxy / straight", value=overhead, bar=BAR_LATENCY, better="lower"),
         Figure(name="p50 latency straight", value=straight_ms, unit="ms"),
         Figure(name="requests/s: proxy / bare aiohttp", value=through / bare, bar=BAR_RATE),
         Figure(name="requests/s through the proxy", value=through, unit="/s"),
         Figure(name="CPU per request: bare aiohttp / proxy", value=cpu),
+        Figure(
+            name=f"p50 of a call: {LONG} turns / {SHORT} turns", value=long_s / short_s, bar=BAR_TURNS, better="lower"
+        ),
+        Figure(name=f"p50 of a call with {LONG} turns", value=long_s * 1e3, unit="ms"),
     ]
 
 
@@ -83,8 +92,8 @@ def _model(root: Path) -> Path:
     return root / "model"
 
 
-def _session(template: ChatTemplate) -> ProgramSession:
-    limits = EpisodeLimits(max_turns=1 << 30, max_new_tokens=NUM_TOKENS, context_length=512, max_lag=1)
+def _session(template: ChatTemplate, *, context_length: int = 512) -> ProgramSession:
+    limits = EpisodeLimits(max_turns=1 << 30, max_new_tokens=NUM_TOKENS, context_length=context_length, max_lag=1)
     return ProgramSession(
         name="b/0/0",
         trajectory="b/0",
@@ -145,6 +154,27 @@ async def _compared(engine: StreamingGenerator, template: ChatTemplate, *, round
                     seconds[name].append(took)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return medians["proxy"] / medians["straight"], medians["straight"] * 1e3
+
+
+async def _turns(model: Path, *, conversations: int) -> tuple[float, float]:
+    """Return the seconds of a call in a short and in a long conversation: the medians of calls around those turns."""
+    template = load_chat_template(model)
+    seconds: dict[int, list[float]] = {SHORT: [], LONG: []}
+    async with ModelProxy(Instant(), template=template) as proxy, aiohttp.ClientSession() as client:
+        for _ in range(conversations):
+            headers = {"Authorization": f"Bearer {proxy.open(_session(template, context_length=1 << 30))}"}
+            messages: list[dict[str, Any]] = [{"role": "user", "content": "what is 17+25? " * 8}]
+            for turn in range(1, LONG + ROUNDS // 2):
+                body = json.dumps({"model": "hpcrl", "messages": messages}).encode()
+                started_at = time.perf_counter()
+                async with client.post(f"{proxy.url}/chat/completions", data=body, headers=headers) as http:
+                    answer = await http.json()
+                took = time.perf_counter() - started_at
+                for middle, taken in seconds.items():
+                    if abs(turn - middle) < ROUNDS // 2:
+                        taken.append(took)
+                messages += [answer["choices"][0]["message"], {"role": "user", "content": "a line of output\n" * 20}]
+    return statistics.median(seconds[SHORT]), statistics.median(seconds[LONG])
 
 
 async def _timed(call: Callable[[], Awaitable[None]]) -> float:

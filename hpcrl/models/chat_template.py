@@ -40,6 +40,8 @@ class RenderedTurn(NamedTuple):
 
     messages: list[Message]
     """The messages as rendered; the answer is a placeholder."""
+    window: list[Message]
+    """A short conversation with their structure."""
     rendered: str
     """The whole text."""
     end: int
@@ -117,12 +119,13 @@ class ChatTemplate:
         new: Sequence[Message],
         tools: Sequence[Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        window: Sequence[Message] = (),
         is_checked: bool = True,
     ) -> RenderedTurn | None:
         """Render `messages`, an answer, and new messages; None unless the template keeps all of it as it was.
 
         Without `is_checked`, only a short conversation of the same structure is rendered, if its text after an answer
-        was once found to be that of the whole conversation.
+        was once found to be that of the whole conversation; `window` is that of the turn before.
 
         `before` is the text of `messages` up to the answer, `answer` its message and `answer_text` the text that was
         generated, special tokens included. What the template writes around the answer is what counts: the answer is
@@ -133,18 +136,18 @@ class ChatTemplate:
         for form in forms:
             stub = self.form.stub(form, has_thought=thought)
             variables = {"tools": tools, "template_kwargs": template_kwargs}
-            window, structure = find_window(messages, stub, new)
+            window, structure = find_window(window or messages, stub, new)
             known = (*structure, bool(tools), *sorted(template_kwargs or {}))
             in_short = None
             if len(window) < len(messages) and self.known_windows.get(known, True):
                 in_short = self._render_window(before, window, stub, new, answer_text=answer_text, **variables)
             if in_short is not None and not is_checked and known in self.known_windows:
-                return RenderedTurn([*messages, stub, *new], *in_short)
+                return RenderedTurn([*messages, stub, *new], [*window, stub, *new], *in_short)
             whole = self._render_stub(before, messages, stub, new, answer_text=answer_text, **variables)
             if in_short is not None and len(self.known_windows) < MAX_REMEMBERED_TEXTS:
                 self.known_windows[known] = whole == in_short
             if whole is not None:
-                return RenderedTurn([*messages, stub, *new], *whole)
+                return RenderedTurn([*messages, stub, *new], [*window, stub, *new], *whole)
         return None
 
     def _render_window(

@@ -38,6 +38,8 @@ class TurnPrompt:
     """The whole prompt as text, to check whether a later request starts with it."""
     messages: Sequence[Mapping[str, Any]] = ()
     """The messages as rendered: answers of the model that are continued are placeholders."""
+    window: Sequence[Mapping[str, Any]] = ()
+    """A short conversation with the structure of `messages`, if they are long."""
     key: bytes = b""
     """A hash of the client's messages."""
 
@@ -94,6 +96,8 @@ class ConversationRecording:
         self.turns: list[RecordedTurn] = []
         self._template = template
         self._answers: dict[bytes, list[RecordedTurn]] = {}
+        self._last_messages: Sequence[ChatMessage] = ()
+        self._last_keys: list[bytes] = []
 
     # ---- prompts
 
@@ -108,7 +112,7 @@ class ConversationRecording:
 
         `template_kwargs` are the request's own variables of the template.
         """
-        keys = list(_chain_keys(messages))
+        keys = self._find_keys(messages)
         for count in range(len(messages), 0, -1):
             if turns := self._answers.get(keys[count - 1]):
                 new = messages[count:]
@@ -121,6 +125,15 @@ class ConversationRecording:
         return TurnPrompt(
             parent=None, new_token_ids=new_token_ids, rendered=rendered, messages=list(messages), key=keys[-1]
         )
+
+    def _find_keys(self, messages: Sequence[ChatMessage]) -> list[bytes]:
+        """Return the hash of the conversation up to each message; most are known from the request before."""
+        pairs = enumerate(zip(messages, self._last_messages, strict=False))
+        num_known = next((n for n, (now, before) in pairs if now != before), min(len(messages), len(self._last_keys)))
+        known = self._last_keys[:num_known]
+        keys = [*known, *_chain_keys(messages[num_known:], key=known[-1] if known else b"")]
+        self._last_messages, self._last_keys = list(messages), keys
+        return keys
 
     def text_prompt(self, prompt: str | list[int]) -> TurnPrompt:
         """Make the prompt of a plain completion, given as text or as ids."""
@@ -160,13 +173,19 @@ class ConversationRecording:
             new=new,
             tools=tools,
             template_kwargs=template_kwargs,
+            window=turn.prompt.window,
             is_checked=turn.depth & (turn.depth - 1) == 0,  # powers of two: all checks together cost as much as one
         )
         if kept is None:
             return None
         new_token_ids = self._template.drop_closing(self._template.encode(kept.rendered[kept.end :]), generated)
         return TurnPrompt(
-            parent=turn, new_token_ids=new_token_ids, rendered=kept.rendered, messages=kept.messages, key=key
+            parent=turn,
+            new_token_ids=new_token_ids,
+            rendered=kept.rendered,
+            messages=kept.messages,
+            window=kept.window,
+            key=key,
         )
 
     # ---- answers
@@ -203,9 +222,8 @@ class ConversationRecording:
         return turn
 
 
-def _chain_keys(messages: Sequence[ChatMessage]) -> Iterator[bytes]:
-    """Yield for each message a hash of the conversation up to it."""
-    key = b""
+def _chain_keys(messages: Sequence[ChatMessage], *, key: bytes) -> Iterator[bytes]:
+    """Yield for each message a hash of the conversation up to it; `key` is that of what comes before."""
     for message in messages:
         key = _extend_key(key, message)
         yield key
