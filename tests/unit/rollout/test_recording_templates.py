@@ -122,7 +122,7 @@ def test_a_long_tool_loop_of_a_thinking_model_is_one_conversation(tmp_path: Path
         said = family.say_call("look", {"x": 1}, thought="m" * number)
         record(recording, template, messages, said, answer=CALLED)
         messages = [*messages, CALLED, RESULT]
-    assert len(recording.leaves()) == 1
+    assert [turn.prompt.parent for turn in recording.turns] == [None, *recording.turns[:-1]]
 
 
 def test_a_request_may_switch_thinking_off(tmp_path: Path) -> None:
