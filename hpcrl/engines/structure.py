@@ -36,7 +36,7 @@ MAX_ITEMS = 10_000
 """The largest minItems or maxItems: an array takes memory for each of its items before the first is generated."""
 _JSON, _FREE = "JSON", "free text"
 _MARK_PATTERN = re.compile(r"<|\[[A-Z_]+\]")
-"""Texts that are most likely a token of their own, such as [TOOL_CALLS]."""
+"""Texts that are most likely one token, such as [TOOL_CALLS]."""
 _JSON_STARTS = frozenset('{["-0123456789tfn')
 _JSON_OPTIONS = {"coerce_one_of": True}
 _NUM_REMEMBERED = 128
@@ -112,7 +112,10 @@ def _check_bounds(structure: OutputStructure) -> None:
             )
         if isinstance(value, dict):
             _check_counts(value)
-    size = len(msgspec.json.encode(structure))
+    try:
+        size = len(msgspec.json.encode(structure))
+    except UnicodeEncodeError as error:
+        raise EngineError(f"the structure of the answer has half a character: {error}") from None
     if size > MAX_STRUCTURE_BYTES:
         raise EngineError(
             f"the structure of the answer is {size} bytes of JSON: at most {MAX_STRUCTURE_BYTES} are compiled"
@@ -198,7 +201,7 @@ class _GrammarWriter:
                 return self._add_choice(part)
 
     def _add_free_text(self, until: str) -> str:
-        """Add any text up to a mark: any tokens but stop tokens if the mark starts with a token of its own."""
+        """Add any text up to a mark: any tokens but stop tokens if the mark starts with a special token."""
         first, *rest = self._split_text(until) or [""]
         if not first or (rest and not first.startswith("<")):
             raise EngineError(f"free text ends at {until!r}: it must be some text, with any special token first")
