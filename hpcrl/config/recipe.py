@@ -143,6 +143,8 @@ class RolloutConfig(ConfigTable, frozen=True, kw_only=True):
     max_new_tokens: Count = 256
     """Tokens the model may generate in one turn."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
+    model_aliases: list[Annotated[str, Meta(min_length=1)]] = []
+    """Further names by which agent programs may ask for the model, beside the one they are given; "*" is any name."""
 
     @property
     def episodes_per_group(self) -> int:

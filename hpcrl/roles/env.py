@@ -13,10 +13,12 @@ import contextlib
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
+from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import CurriculumUpdated, FaultReported, ParsersChosen
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import DomainConfig
@@ -33,6 +35,7 @@ from hpcrl.roles.context import WorkerContext
 from hpcrl.rollout.admission import AdmissionControl, compute_share
 from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers
 from hpcrl.rollout.agents.server import ModelProxy
+from hpcrl.rollout.agents.session import ProgramSession
 from hpcrl.rollout.curriculum import Curriculum
 from hpcrl.rollout.episode import ConversationLayout, loop_time
 from hpcrl.rollout.evaluation import EvaluationHooks, EvaluationRunner
@@ -55,6 +58,8 @@ from hpcrl.weights.versions import find_newest_version
 
 POLL_INTERVAL_S = 0.1
 TASKS_PER_BLOCK = 1 << 32
+MAX_REPORTED_FIELDS = 256
+"""The most ignored fields of requests that a worker reports."""
 
 
 def run(context: WorkerContext) -> None:
@@ -85,7 +90,13 @@ async def _run_env_worker(context: WorkerContext) -> None:
             async with contextlib.AsyncExitStack() as stack:
                 if env_worker.task_queue.program_domains:
                     template = load_chat_template(context.campaign.model, context.recipe.model)
-                    proxy = ModelProxy(env_worker.policy, template=template, parser=choose_parser(context, template))
+                    proxy = ModelProxy(
+                        env_worker.policy,
+                        template=template,
+                        parser=choose_parser(context, template),
+                        aliases=context.recipe.rollout.model_aliases,
+                        report_ignored=partial(_report_ignored_field, context.events, set()),
+                    )
                     env_worker.player.proxy = await stack.enter_async_context(proxy)
                 await env_worker.run_until_drained()
 
@@ -380,6 +391,14 @@ def _make_evaluator(env_worker: EnvWorker) -> EvaluationRunner:
             oldest_version=lambda: min(env_worker.router.versions(), default=-1),
         ),
     )
+
+
+def _report_ignored_field(events: EventLog, known: set[tuple[str, str]], session: ProgramSession, name: str) -> None:
+    """Report a field of a program's requests that is ignored, once for each domain; each record has all of them."""
+    if (session.domain, name) not in known and len(known) < MAX_REPORTED_FIELDS:
+        known.add((session.domain, name))
+        detail = f"programs of domain {session.domain!r} send {name!r}, which is not known here: it is ignored"
+        events.emit(FaultReported(what="request", detail=detail, id=session.trajectory, domain=session.domain))
 
 
 def _open_disk_spool(context: WorkerContext) -> RolloutSpool:

@@ -66,11 +66,11 @@ class Scripted:
 
 
 @asynccontextmanager
-async def opened(template, *words, **changed):
+async def opened(template, *words, proxy_options=None, **changed):
     """Yield a client with its session, policy and proxy."""
     policy = Scripted(template, *words)
     session = session_of(template, **({"limits": LIMITS} | changed))
-    async with ModelProxy(policy, template=template) as proxy:
+    async with ModelProxy(policy, template=template, **(proxy_options or {})) as proxy:
         client = openai.AsyncOpenAI(base_url=proxy.url, api_key=proxy.open(session), max_retries=0)
         client.session, client.policy, client.proxy = session, policy, proxy
         async with client:

@@ -4,11 +4,11 @@ server         HTTP and API keys
 requests       the internal form of a call, into which every form is translated
 answers        the internal form of an answer
 chat_form      /v1/chat/completions
-text_form      /v1/completions
+text_form      /v1/completions, /tokenize
 responses_form, response_items  /v1/responses
 messages_form  /v1/messages
-token_routes   /tokenize
 answer_parser  which parsers read an answer
+structures     what an answer must be, as an engine needs it
 tool_parsers, tool_families  tool calls in generated text, by family of models
 reasoning_parsers  thoughts in generated text, by family
 generation     choices, stop strings, streaming

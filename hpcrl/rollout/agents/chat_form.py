@@ -3,7 +3,7 @@
 ChatRequest     the body
 ChatForm        one request, and the responses to it
 CommonFields    the fields that it shares with plain completions
-read_sampling, read_stops, read_schema, make_usage  and how they are translated
+read_sampling, read_stops, read_schema, is_named, make_usage  how they are translated
 """
 
 import time
@@ -43,7 +43,6 @@ IGNORED_FIELDS = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
         "prediction",
         "verbosity",
         "modalities",
@@ -98,6 +97,7 @@ class ChatRequest(CommonFields, frozen=True, kw_only=True):
     """The tools of an older form of the API, as is `function_call`."""
     function_call: str | JsonObject | None = None
     response_format: JsonObject | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: JsonObject | None = None
 
@@ -203,6 +203,7 @@ def _make_call(request: ChatRequest, *, ignored: tuple[str, ...]) -> ModelCall:
         messages=normalise_messages(request.messages),
         tools=tools,
         must_call=must_call,
+        may_call_several=request.parallel_tool_calls is not False and not is_named(request.tool_choice),
         output_schema=read_schema(request.response_format, param="response_format"),
         template_kwargs=kwargs,
         max_tokens=request.max_completion_tokens or request.max_tokens,
@@ -232,6 +233,11 @@ def _read_tools(request: ChatRequest) -> tuple[list[JsonObject] | None, tuple[st
             return choose_tools(tools, mode, named=[_read_tool_name(tool) for tool in listed])
     why = f'tool_choice is {choice!r}: it must be "auto", "none", "required" or name a function'
     raise ApiError(400, why, param="tool_choice", code="invalid_value")
+
+
+def is_named(choice: str | JsonObject | None) -> bool:
+    """Return whether the choice is one function, which is called once."""
+    return isinstance(choice, dict) and choice.get("type") == "function"
 
 
 def _read_tool_name(tool: Any) -> str:

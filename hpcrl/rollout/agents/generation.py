@@ -33,6 +33,7 @@ from hpcrl.rollout.agents.answers import (
 from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ModelCall
 from hpcrl.rollout.agents.session import ProgramSession
+from hpcrl.rollout.agents.structures import make_structure
 from hpcrl.rollout.agents.tool_parsers import TextReader
 from hpcrl.rollout.episode import loop_time
 from hpcrl.rollout.turn import StreamingGenerator, generate_turn, stream_turn
@@ -166,7 +167,12 @@ class CompletionCall:
         self.session = session
         self._call, self._prompt = call, prompt
         self._policy, self._template, self._parser = policy, template, parser
-        self._requests = session.make_requests(call, prompt, stop_token_ids=template.stop_token_ids)
+        self._requests = session.make_requests(
+            call,
+            prompt,
+            stop_token_ids=template.stop_token_ids,
+            structure=make_structure(call, prompt, parser),
+        )
         self._num_generated = 0
         self._name = secrets.token_hex(12)
 

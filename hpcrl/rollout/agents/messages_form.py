@@ -185,7 +185,7 @@ def encode_error(error: ApiError) -> JsonObject:
 
 def _make_call(request: MessagesRequest, *, ignored: tuple[str, ...]) -> ModelCall:
     tools, must_call = _read_tools(request)
-    config = request.output_config or OutputConfig()
+    config, choice = request.output_config or OutputConfig(), request.tool_choice or {}
     kwargs = dict(request.chat_template_kwargs or {})
     if config.effort is not None:
         kwargs.setdefault("reasoning_effort", config.effort)
@@ -194,6 +194,7 @@ def _make_call(request: MessagesRequest, *, ignored: tuple[str, ...]) -> ModelCa
         messages=read_conversation(request),
         tools=tools,
         must_call=must_call,
+        may_call_several=not choice.get("disable_parallel_tool_use") and choice.get("type") != "tool",
         output_schema=read_schema(config.format or request.output_format, param="output_config"),
         template_kwargs=kwargs,
         max_tokens=request.max_tokens,

@@ -115,8 +115,11 @@ class ConversationRecording:
         keys = self._find_keys(messages)
         for count in range(len(messages), 0, -1):
             if turns := self._answers.get(keys[count - 1]):
-                new = messages[count:]
-                prompt = self._continue_turn(turns[-1], new, tools=tools, template_kwargs=template_kwargs, key=keys[-1])
+                new, sent = messages[count:], messages[count - 1]
+                turn = max(
+                    reversed(turns), key=lambda turn: turn.answer == sent
+                )  # last, unless another was sent unchanged
+                prompt = self._continue_turn(turn, new, tools=tools, template_kwargs=template_kwargs, key=keys[-1])
                 if prompt is not None:
                     return prompt
                 break  # what the template changes of this turn it changes of earlier ones too

@@ -81,6 +81,8 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     """Function tools, in the form of OpenAI's chat API, which chat templates expect."""
     must_call: tuple[str, ...] = ()
     """The answer must be a call of one of these tools; none: the model decides."""
+    may_call_several: bool = True
+    """False: at most one call, as far as the answer must be one."""
     output_schema: JsonObject | None = None
     """A JSON schema that the text of the answer must obey."""
     template_kwargs: JsonObject = {}
@@ -95,6 +97,12 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     ignored_fields: tuple[str, ...] = ()
     """The fields of the request that no form of the API here knows."""
+
+    def count_chars(self) -> int:
+        """Count the characters that the prompt will surely have: no template leaves out what is not the model's."""
+        if self.text is not None:
+            return len(self.text) if isinstance(self.text, str) else 0
+        return sum(len(message["content"]) for message in self.messages if message["role"] != "assistant")
 
 
 R = TypeVar("R", bound=msgspec.Struct)

@@ -16,7 +16,7 @@ from msgspec import Meta
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents import chat_form
 from hpcrl.rollout.agents.answers import AnswerDelta, LogprobEntries, ModelAnswer, TokenUsage, make_id
-from hpcrl.rollout.agents.chat_form import read_schema
+from hpcrl.rollout.agents.chat_form import is_named, read_schema
 from hpcrl.rollout.agents.requests import (
     ApiError,
     JsonObject,
@@ -197,6 +197,7 @@ def _make_call(request: ResponsesRequest, messages: list[JsonObject], *, ignored
         messages=[*system, *messages],
         tools=tools,
         must_call=must_call,
+        may_call_several=request.parallel_tool_calls is not False and not is_named(request.tool_choice),
         output_schema=read_schema(request.text.format if request.text else None, param="text.format"),
         template_kwargs=kwargs,
         max_tokens=request.max_output_tokens,

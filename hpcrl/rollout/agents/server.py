@@ -42,8 +42,7 @@ from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ApiError, JsonObject, ModelCall, parse_body
 from hpcrl.rollout.agents.responses_form import ResponsesForm
 from hpcrl.rollout.agents.session import ProgramSession
-from hpcrl.rollout.agents.text_form import TextForm
-from hpcrl.rollout.agents.token_routes import detokenize, list_prompt_ids, tokenize
+from hpcrl.rollout.agents.text_form import TextForm, detokenize, list_prompt_ids, tokenize
 from hpcrl.rollout.turn import StreamingGenerator
 
 MAX_BODY_BYTES = 32 << 20
@@ -89,6 +88,7 @@ class ModelProxy:
         self._parser = parser or AnswerParser()
         self._model, self._aliases = model, tuple(aliases)
         self._report_ignored = report_ignored
+        self._longest_token = max(map(len, template.tokenizer.get_vocab()))
         self._sessions: dict[bytes, ProgramSession] = {}
         self._rewarded_sessions: dict[bytes, ProgramSession] = {}
         """By the keys that post rewards, which reach no model; those of the model post no reward."""
@@ -208,6 +208,7 @@ class ModelProxy:
         for name in session.note_ignored_fields(form.call.ignored_fields):
             if self._report_ignored is not None:
                 self._report_ignored(session, name)
+        session.check_length(form.call.count_chars() // self._longest_token + 1)
         call = CompletionCall(
             session=session,
             call=form.call,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from hpcrl.engines.base import GenerateRequest
+from hpcrl.engines.base import GenerateRequest, OutputStructure
 from hpcrl.rollout.agents.episode_record import ConversationChoice
 from hpcrl.rollout.agents.recording import ConversationRecording, TurnPrompt
 from hpcrl.rollout.agents.requests import ApiError, ModelCall, SamplingFields
@@ -94,17 +94,21 @@ class ProgramSession:
         self.ignored_fields += new[:room]
         return new[:room]
 
-    def make_requests(
-        self, call: ModelCall, prompt: TurnPrompt, *, stop_token_ids: Sequence[int]
-    ) -> list[GenerateRequest]:
-        """Make the engine requests, one for each choice; raise ApiError if the prompt leaves no room for an answer."""
-        token_ids, limits = prompt.token_ids(), self.limits
-        room = limits.context_length - len(token_ids)
-        if room < 1:
+    def check_length(self, num_tokens: int) -> None:
+        """Refuse a prompt with at least this number of tokens, if that leaves no room for an answer."""
+        most = self.limits.context_length
+        if num_tokens >= most:
             self.is_truncated = True
-            most = limits.context_length
-            why = f"the prompt has {len(token_ids)} tokens, this model's maximum context length is {most}: shorten it"
+            why = f"the prompt has {num_tokens} tokens, this model's maximum context length is {most}: shorten it"
             raise ApiError(400, why, code="context_length_exceeded", param="messages")
+
+    def make_requests(
+        self, call: ModelCall, prompt: TurnPrompt, *, stop_token_ids: Sequence[int], structure: OutputStructure | None
+    ) -> list[GenerateRequest]:
+        """Make the engine requests, one for each choice."""
+        token_ids, limits = prompt.token_ids(), self.limits
+        self.check_length(len(token_ids))
+        room = limits.context_length - len(token_ids)
         request = GenerateRequest(
             request_id=make_request_id(self.name, f"{self.num_calls}.0"),
             token_ids=token_ids,
@@ -112,6 +116,7 @@ class ProgramSession:
             temperature=limits.temperature,
             stop_token_ids=[*stop_token_ids, *call.stop_token_ids],
             top_logprobs=call.top_logprobs,
+            structure=structure,
             trajectory=self.trajectory,
             domain=self.domain,
         )

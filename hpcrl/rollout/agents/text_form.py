@@ -1,16 +1,20 @@
-"""Translate POST /v1/completions, OpenAI's form for plain text. Pure.
+"""Translate POST /v1/completions, OpenAI's form for plain text, and /tokenize and /detokenize of vLLM's server. Pure.
 
-TextRequest  the body
-TextForm     one request, and the responses to it
+TextRequest      the body of a completion
+TextForm         one request, and the responses to it
+tokenize, detokenize  a text or a conversation to ids, and back
+list_prompt_ids  the ids of a call's prompt, which is not recorded
 """
 
 import time
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from hpcrl.engines.base import CompletionChunk
+from hpcrl.errors import ConfigError
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents.answers import AnswerDelta, ModelAnswer, TokenUsage, make_id
 from hpcrl.rollout.agents.chat_form import (
@@ -27,6 +31,8 @@ from hpcrl.rollout.agents.requests import (
     ModelCall,
     NumTops,
     list_unknown_fields,
+    make_tool,
+    normalise_messages,
     parse_body,
     refuse_fields,
 )
@@ -134,3 +140,55 @@ def _read_prompt(prompt: str | list[Any], *, vocabulary_size: int) -> str | list
     else:
         why = "prompt must be one text or one list of token ids, and not empty"
     raise ApiError(400, why, param="prompt", code="invalid_value")
+
+
+# ---- tokens
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /tokenize: a text, or a conversation."""
+
+    prompt: str | None = None
+    messages: list[JsonObject] | None = None
+    tools: list[JsonObject] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /detokenize."""
+
+    tokens: list[int]
+
+
+def list_prompt_ids(call: ModelCall, template: ChatTemplate) -> list[int]:
+    """Return the ids of a call's prompt."""
+    try:
+        return template.encode(template.render(call.messages, tools=call.tools, template_kwargs=call.template_kwargs))
+    except ConfigError as error:
+        raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+
+
+def tokenize(body: bytes, template: ChatTemplate, *, context_length: int) -> JsonObject:
+    """Return the ids of a text or of a conversation."""
+    request, _ = parse_body(body, TokenizeRequest)
+    if request.messages:
+        tools = [make_tool(tool.get("function"), place="tools") for tool in request.tools or []]
+        call = ModelCall(model="", messages=normalise_messages(request.messages), tools=tools or None)
+        ids = list_prompt_ids(call, template)
+    elif request.prompt is not None:
+        ids = template.encode_text(request.prompt)
+    else:
+        raise ApiError(400, "prompt is missing: give a text, or messages", param="prompt", code="invalid_value")
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": context_length, "tokens": ids}
+    if request.return_token_strs:
+        found["token_strs"] = [template.decode_token(token) for token in ids]
+    return found
+
+
+def detokenize(body: bytes, template: ChatTemplate) -> JsonObject:
+    """Return the text of ids."""
+    request, _ = parse_body(body, DetokenizeRequest)
+    if not all(0 <= token < template.vocabulary_size for token in request.tokens):
+        why = f"tokens has ids outside of 0..{template.vocabulary_size - 1}"
+        raise ApiError(400, why, param="tokens", code="invalid_value")
+    return {"prompt": str(template.tokenizer.decode(request.tokens, skip_special_tokens=False))}

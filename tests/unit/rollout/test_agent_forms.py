@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+from threading import get_ident
 
+import aiohttp
 import anthropic
+import openai
 import pytest
 
 from hpcrl.models.chat_layout import load_chat_template
@@ -141,3 +144,275 @@ def test_a_conversation_with_a_tool_is_one_conversation_in_every_form(template, 
     (text, name, arguments, answer), turns = on(template, body, SPOKEN, "ok<eos>")
     assert (text, name, json.loads(arguments), answer) == ("so", "add", {"a": 1}, "ok")
     assert turns[1].prompt.parent is turns[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "parts"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, ["choice"]),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}}, ["choice"]),
+        ({"response_format": {"type": "json_object"}}, ["json"]),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array"}}}},
+            ["json"],
+        ),
+        ({"response_format": {"type": "json_object"}, "tools": TOOLS}, ["choice"]),
+        ({"response_format": {"type": "text"}, "tools": TOOLS, "tool_choice": "auto"}, None),
+    ],
+)
+def test_what_an_answer_must_be_is_asked_of_the_engine_and_trained(template, asked, parts):
+    async def body(client):
+        await client.chat.completions.create(model="hpcrl", messages=QUESTION, **asked)
+        return client.policy.requests[0].structure, client.session.recording.turns[0].is_trained
+
+    structure, is_trained = on(template, body, "2<eos>")
+    assert is_trained
+    kinds = None if structure is None else [part.__struct_config__.tag for part in structure.parts]
+    assert kinds == parts
+
+
+def test_the_same_structure_is_asked_for_in_every_form(template):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tool = TOOLS[0]["function"] | {"parameters": schema}
+
+    async def body(client):
+        await client.chat.completions.create(
+            model="hpcrl",
+            messages=QUESTION,
+            tools=[{"type": "function", "function": tool}],
+            tool_choice={"type": "function", "function": {"name": "add"}},
+        )
+        await client.responses.create(
+            model="hpcrl",
+            input="1+1=?",
+            tools=[{"type": "function", **tool}],
+            tool_choice={"type": "function", "name": "add"},
+        )
+        async with claude(client) as other:
+            await other.messages.create(
+                model="hpcrl",
+                max_tokens=9,
+                messages=QUESTION,
+                tools=[{"name": "add", "input_schema": schema}],
+                tool_choice={"type": "tool", "name": "add"},
+            )
+        return [request.structure for request in client.policy.requests]
+
+    chat, responses, messages = on(template, body, "a<eos>", "a<eos>", "a<eos>")
+    assert chat == responses == messages
+    (choice,) = chat.parts
+    assert choice.alternatives[0][1].schema == schema
+    assert not choice.may_repeat
+
+
+def test_unknown_fields_are_ignored_and_reported_once(template):
+    reported = []
+    options = {"report_ignored": lambda session, name: reported.append((session.name, name))}
+
+    async def body(client):
+        for _ in range(2):
+            extra = {"fancy": 1, "verbosity": "low", "top_a": 0.5, "empty": None}
+            await client.chat.completions.create(model="hpcrl", messages=QUESTION, extra_body=extra)
+        return client.session.ignored_fields
+
+    assert on(template, body, "a<eos>", "b<eos>", proxy_options=options) == ["fancy", "top_a"]
+    assert reported == [("s/0/0", "fancy"), ("s/0/0", "top_a")]
+
+
+def test_the_names_of_ignored_fields_that_an_episode_keeps_are_bounded(template):
+    async def body(client):
+        extra = {f"{number}{'x' * 1000}": 1 for number in range(100)}
+        await client.chat.completions.create(model="hpcrl", messages=QUESTION, extra_body=extra)
+        return client.session.ignored_fields
+
+    names = on(template, body, "a<eos>")
+    assert (len(names), max(map(len, names))) == (32, 64)
+
+
+PENALTIES = {"presence_penalty": 1.0, "extra_body": {"min_p": 0.1, "repetition_penalty": 1.1}}
+
+
+def test_penalties_are_the_recipes_business(template):
+    async def body(client):
+        await client.chat.completions.create(model="hpcrl", messages=QUESTION, top_p=0, **PENALTIES)
+        return client.session.recording.turns[0].is_trained
+
+    assert on(template, body, "a<eos>")
+
+
+def test_penalties_that_a_program_decides_are_refused(template):
+    async def body(client):
+        with pytest.raises(openai.BadRequestError, match=r'min_p = 0.1: engines cannot do it.*sampling = "recipe"'):
+            await client.chat.completions.create(model="hpcrl", messages=QUESTION, **PENALTIES)
+
+    on(template, body, sampling="program")
+
+
+def test_another_name_of_the_model_is_accepted_if_the_recipe_lists_it(template):
+    async def body(client):
+        listed = [card.id async for card in client.models.list()]
+        answer = await client.chat.completions.create(model="gpt-4o-mini", messages=QUESTION)
+        with pytest.raises(openai.NotFoundError, match=r"use 'hpcrl' or 'gpt-4o-mini'.*rollout.model_aliases"):
+            await client.chat.completions.create(model="gpt-4o", messages=QUESTION)
+        return listed, answer.model
+
+    options = {"aliases": ["gpt-4o-mini"]}
+    assert on(template, body, "a<eos>", proxy_options=options) == (["hpcrl", "gpt-4o-mini"], "gpt-4o-mini")
+
+
+def test_any_name_of_the_model_is_accepted_with_the_alias_for_all(template):
+    async def body(client):
+        return (await client.responses.create(model="o9", input="a")).model
+
+    assert on(template, body, "a<eos>", proxy_options={"aliases": ["*"]}) == "o9"
+
+
+def test_tokens_are_counted_without_a_turn(template):
+    async def body(client):
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+        async with claude(client) as other, aiohttp.ClientSession(client.proxy.url[:-3], headers=headers) as raw:
+            counted = (await other.messages.count_tokens(model="hpcrl", messages=QUESTION)).input_tokens
+            async with raw.post("/tokenize", json={"messages": QUESTION}) as http:
+                found = await http.json()
+            async with raw.post("/detokenize", json={"tokens": found["tokens"]}) as http:
+                text = (await http.json())["prompt"]
+        return counted, found["count"], text, client.session.num_calls
+
+    counted, count, text, num_calls = on(template, body)
+    assert counted == count == 7
+    assert (text, num_calls) == (template.render(QUESTION), 0)
+
+
+@pytest.mark.parametrize("form", ["chat", "responses", "messages"])
+def test_rules_of_the_developer_or_system_reach_the_prompt(template, form):
+    async def body(client):
+        match form:
+            case "chat":
+                rules = {"role": "developer", "content": "RULE"}
+                await client.chat.completions.create(model="hpcrl", messages=[rules, *QUESTION])
+            case "responses":
+                await client.responses.create(model="hpcrl", input=QUESTION, instructions="RULE")
+            case "messages":
+                async with claude(client) as other:
+                    rules = [{"type": "text", "text": "RULE", "cache_control": {"type": "ephemeral"}}]
+                    await other.messages.create(model="hpcrl", max_tokens=9, messages=QUESTION, system=rules)
+        return client.session.recording.turns[0].prompt.rendered
+
+    assert "RULE" in on(template, body, "a<eos>")
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+NESTED = b"[" * 900 + b"]" * 900
+BAD_BODIES = {
+    "chat-model": ("chat/completions", b'{"model": 3, "messages": [{"role": "user", "content": "a"}]}'),
+    "chat-messages": ("chat/completions", b'{"model": "hpcrl", "messages": "hi"}'),
+    "chat-message": ("chat/completions", b'{"model": "hpcrl", "messages": [3]}'),
+    "chat-content": ("chat/completions", b'{"model": "hpcrl", "messages": [{"role": "user", "content": {"a": 1}}]}'),
+    "chat-calls": (
+        "chat/completions",
+        b'{"model": "hpcrl", "messages": [{"role": "assistant", "tool_calls": [{"function": "add"}]}]}',
+    ),
+    "chat-call-list": ("chat/completions", b'{"model": "hpcrl", "messages": [{"role": "assistant", "tool_calls": 3}]}'),
+    "chat-deep": ("chat/completions", b'{"model": "hpcrl", "messages": ' + DEEP + b"}"),
+    "chat-nested": (
+        "chat/completions",
+        b'{"model": "hpcrl", "messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", '
+        b'"function": {"name": "f", "parameters": {"a": ' + NESTED + b"}}}]}",
+    ),
+    "chat-audio": (
+        "chat/completions",
+        b'{"model": "hpcrl", "messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}',
+    ),
+    "chat-tool": (
+        "chat/completions",
+        b'{"model": "hpcrl", "messages": [{"role": "user"}], "tools": [{"function": 1}]}',
+    ),
+    "chat-named": (
+        "chat/completions",
+        b'{"model": "hpcrl", "messages": [{"role": "user"}], "tools": [{"function": {"name": "f"}}], '
+        b'"tool_choice": {"type": "function", "function": {"name": "g"}}}',
+    ),
+    "responses-input": ("responses", b'{"model": "hpcrl", "input": 3}'),
+    "responses-none": ("responses", b'{"model": "hpcrl"}'),
+    "responses-item": ("responses", b'{"model": "hpcrl", "input": [{"type": "computer_call"}]}'),
+    "responses-image": (
+        "responses",
+        b'{"model": "hpcrl", "input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}',
+    ),
+    "responses-earlier": ("responses", b'{"model": "hpcrl", "input": "a", "previous_response_id": "resp_1"}'),
+    "responses-hosted": ("responses", b'{"model": "hpcrl", "input": "a", "tools": [{"type": "web_search"}]}'),
+    "messages-empty": ("messages", b'{"model": "hpcrl", "max_tokens": 9, "messages": []}'),
+    "messages-json": ("messages", b"{nonsense"),
+    "messages-role": ("messages", b'{"model": "hpcrl", "max_tokens": 9, "messages": [{"role": "king"}]}'),
+    "messages-image": (
+        "messages",
+        b'{"model": "hpcrl", "max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+    ),
+    "messages-begun": (
+        "messages",
+        b'{"model": "hpcrl", "max_tokens": 9, "messages": [{"role": "assistant", "content": "I"}]}',
+    ),
+    "text-prompts": ("completions", b'{"model": "hpcrl", "prompt": ["a", "b"]}'),
+    "text-suffix": ("completions", b'{"model": "hpcrl", "prompt": "a", "suffix": "b"}'),
+    "tokenize-none": ("tokenize", b"{}"),
+    "detokenize-outside": ("detokenize", b'{"tokens": [100000000]}'),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+def test_a_bad_body_is_refused_in_one_line_in_the_form_of_its_api(template, name):
+    path, data = BAD_BODIES[name]
+
+    async def body(client):
+        async with (
+            aiohttp.ClientSession(headers={"x-api-key": client.api_key}) as raw,
+            raw.post(f"{client.proxy.url}/{path}", data=data) as http,
+        ):
+            return http.status, await http.json()
+
+    status, refused = on(template, body)
+    assert status == 400
+    assert (refused.get("type") == "error") == (path == "messages")
+    message = refused["error"]["message"]
+    assert message
+    assert "\n" not in message
+    assert len(message) < 400
+
+
+async def post_long(client, form, *, role, num_words):
+    text = "word " * num_words
+    messages = [{"role": role, "content": text}, {"role": "user", "content": "go on"}]
+    asked = {"model": "hpcrl", "max_tokens": 9, "messages": messages, "input": messages}
+    async with (
+        aiohttp.ClientSession(headers={"x-api-key": client.api_key}) as raw,
+        raw.post(f"{client.proxy.url}/{form}", json=asked) as http,
+    ):
+        return http.status, (await http.json()).get("error", {}).get("message")
+
+
+@pytest.mark.parametrize("form", ["chat/completions", "responses", "messages"])
+def test_a_body_of_10_mb_is_refused_before_it_is_tokenised(template, form, monkeypatch):
+    monkeypatch.setattr(type(template), "encode_text", lambda *_: pytest.fail("it was tokenised"))
+
+    async def body(client):
+        return await post_long(client, form, role="user", num_words=2_000_000), client.session.is_truncated
+
+    (status, message), is_truncated = on(template, body)
+    assert (status, is_truncated) == (400, True)
+    assert "maximum context length is 4096" in message
+
+
+def test_the_prompt_of_a_long_body_is_made_beside_the_event_loop(template, monkeypatch):
+    threads = []
+    render = type(template).render
+    monkeypatch.setattr(
+        type(template), "render", lambda *given, **named: threads.append(get_ident()) or render(*given, **named)
+    )
+
+    async def body(client):
+        for num_words in (60_000, 6):
+            await post_long(client, "chat/completions", role="assistant", num_words=num_words)
+
+    on(template, body, "a<eos>")
+    assert threads[0] != get_ident()
+    assert threads[-1] == get_ident()

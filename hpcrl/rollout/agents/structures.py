@@ -1,0 +1,155 @@
+"""The text that a model must generate for `tool_choice` and `response_format`, by family of models. Pure.
+
+    make_structure  the structure of the answer to a call, or None if it is free
+    CALL_WRITERS    how each family writes a call, by the names of hpcrl.rollout.agents.tool_families
+
+An answer that must be a call has one or more calls of the allowed tools and nothing else but thoughts before them. One
+that must be JSON is that, or calls if the model may choose.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrl.engines.base import ExactText, FreeText, JsonValue, OutputPart, OutputStructure, PartChoice
+from hpcrl.rollout.agents.answer_parser import AnswerParser
+from hpcrl.rollout.agents.reasoning_parsers import ReasoningParser, ThinkParser
+from hpcrl.rollout.agents.recording import TurnPrompt
+from hpcrl.rollout.agents.requests import ApiError, JsonObject, ModelCall
+from hpcrl.rollout.agents.tool_families import TOOL_PARSERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallWriter:
+    """How a family writes calls."""
+
+    write: Callable[[str, JsonObject], list[OutputPart]]
+    """Return the parts of one call, by the tool's name and the schema of its arguments."""
+    before: str = ""
+    """The text before the first call."""
+    after: str = ""
+    separator: str = ""
+    may_repeat: bool = True
+
+    def list_parts(self, tools: list[JsonObject], *, may_repeat: bool) -> list[OutputPart]:
+        """Return the parts of an answer that calls one of these tools, or several in turn."""
+        calls = [self.write(tool["name"], tool.get("parameters") or {"type": "object"}) for tool in tools]
+        repeats = may_repeat and self.may_repeat
+        choice = PartChoice(alternatives=calls, may_repeat=repeats, separator=self.separator if repeats else "")
+        frames = [[ExactText(text=text)] if text else [] for text in (self.before, self.after)]
+        return [*frames[0], choice, *frames[1]]
+
+
+def make_structure(call: ModelCall, prompt: TurnPrompt, parser: AnswerParser) -> OutputStructure | None:
+    """Return what the answer must be for this model, whose thoughts come before it; None if it is free."""
+    tool_format = next((name for name, tools in TOOL_PARSERS.items() if tools is parser.tools), "none")
+    thoughts = _list_thoughts(prompt, parser.reasoning)
+    if call.must_call:
+        return OutputStructure(parts=[*thoughts, *_list_calls(call, tool_format, names=call.must_call)])
+    if call.output_schema is None:
+        return None
+    value = JsonValue(schema=call.output_schema)
+    if not call.tools:
+        return OutputStructure(parts=[*thoughts, value])
+    names = tuple(tool["function"]["name"] for tool in call.tools)
+    choice = PartChoice(alternatives=[_list_calls(call, tool_format, names=names), [value]])
+    return OutputStructure(parts=[*thoughts, choice])
+
+
+def _list_thoughts(prompt: TurnPrompt, parser: ReasoningParser) -> list[OutputPart]:
+    """Return the parts of an answer that are its thoughts, which the model may leave out unless they are open."""
+    if not isinstance(parser, ThinkParser):
+        return []
+    thoughts: list[OutputPart] = [FreeText(until=parser.closing), ExactText(text="\n\n")]
+    if prompt.rendered.rstrip().endswith(parser.opening.rstrip()):
+        return thoughts
+    return [PartChoice(alternatives=[[ExactText(text=parser.opening), *thoughts], []])]
+
+
+def _list_calls(call: ModelCall, tool_format: str, *, names: tuple[str, ...]) -> list[OutputPart]:
+    writer = CALL_WRITERS.get(tool_format)
+    if writer is None:
+        known = ", ".join(CALL_WRITERS)
+        why = f"a required call cannot be written in the form {tool_format!r} of this model, only in: {known}"
+        raise ApiError(400, why, param="tool_choice", code="unsupported_parameter")
+    tools = [tool["function"] for tool in call.tools or [] if tool["function"]["name"] in names]
+    return writer.list_parts(tools, may_repeat=call.may_call_several)
+
+
+# ---- the families
+
+
+def _write_json(before: str, after: str) -> Callable[[str, JsonObject], list[OutputPart]]:
+    """Return a writer of JSON arguments; NAME stands for the tool's name."""
+
+    def write(name: str, schema: JsonObject) -> list[OutputPart]:
+        named = before.replace('"NAME"', json.dumps(name, ensure_ascii=False)).replace("NAME", name)
+        return [ExactText(text=named), JsonValue(schema=schema), *([ExactText(text=after)] if after else [])]
+
+    return write
+
+
+def _write_tagged(before: str, argument: tuple[str, str], after: str) -> Callable[[str, JsonObject], list[OutputPart]]:
+    """Return a writer of arguments between tags; NAME and KEY stand for the names; optional ones may be left out."""
+
+    def write(name: str, schema: JsonObject) -> list[OutputPart]:
+        parts: list[OutputPart] = [ExactText(text=before.replace("NAME", name))]
+        properties: Mapping[str, Any] = schema.get("properties") or {}
+        for key in properties:
+            one: list[OutputPart] = [ExactText(text=argument[0].replace("KEY", key)), FreeText(until=argument[1])]
+            parts += one if key in (schema.get("required") or ()) else [PartChoice(alternatives=[one, []])]
+        return [*parts, ExactText(text=after)]
+
+    return write
+
+
+def _deepseek_mark(words: str) -> str:
+    return f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")
+
+
+CALL_WRITERS: Mapping[str, CallWriter] = {
+    "hermes": CallWriter(
+        write=_write_json('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"), separator="\n"
+    ),
+    "llama": CallWriter(write=_write_json('{"name": "NAME", "parameters": ', "}"), may_repeat=False),
+    "mistral": CallWriter(
+        write=_write_json('{"name": "NAME", "arguments": ', "}"),
+        before="[TOOL_CALLS][",
+        after="]",
+        separator=", ",
+    ),
+    "phi": CallWriter(
+        write=_write_json('{"name": "NAME", "arguments": ', "}"),
+        before="<|tool_call|>[",
+        after="]<|/tool_call|>",
+        separator=", ",
+    ),
+    "deepseek": CallWriter(
+        write=_write_json(
+            f"{_deepseek_mark('tool call begin')}NAME{_deepseek_mark('tool sep')}", _deepseek_mark("tool call end")
+        ),
+        before=_deepseek_mark("tool calls begin"),
+        after=_deepseek_mark("tool calls end"),
+    ),
+    "gpt-oss": CallWriter(
+        write=_write_json("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", ""), may_repeat=False
+    ),
+    "qwen3-coder": CallWriter(
+        write=_write_tagged(
+            "<tool_call>\n<function=NAME>\n",
+            ("<parameter=KEY>\n", "\n</parameter>\n"),
+            "</function>\n</tool_call>",
+        ),
+        separator="\n",
+    ),
+    "glm": CallWriter(
+        write=_write_tagged(
+            "<tool_call>NAME\n",
+            ("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
+            "</tool_call>",
+        ),
+        separator="\n",
+    ),
+}
+"""How each family writes a call that it must make."""
