@@ -21,7 +21,7 @@ import jinja2
 from tokenizers.decoders import DecodeStream
 
 from hpcrl.errors import ConfigError
-from hpcrl.models.message_form import STUB_TEXT, STUB_THOUGHT, Message, MessageForm, find_window, has_thought
+from hpcrl.models.message_form import STUB_TEXT, STUB_THOUGHT, Message, MessageForm, find_excerpt, has_thought
 
 GUARD_CHARACTER = "\ufdd0"
 """The character put into a mark in a message, so that it does not count; Unicode reserves it as a noncharacter."""
@@ -40,7 +40,7 @@ class RenderedTurn(NamedTuple):
 
     messages: list[Message]
     """The messages as rendered; the answer is a placeholder."""
-    window: list[Message]
+    excerpt: list[Message]
     """A short conversation with their structure."""
     rendered: str
     """The whole text."""
@@ -73,7 +73,7 @@ class ChatTemplate:
     """Variables of the template that the recipe sets."""
     system: str | None = None
     """The system message of conversations that have none."""
-    known_windows: dict[Hashable, bool] = field(default_factory=dict)
+    known_excerpts: dict[Hashable, bool] = field(default_factory=dict)
     """Whether a short conversation of this structure had the text of the whole one after an answer."""
     remembered_ids: dict[str, list[int]] = field(default_factory=dict)
     """The ids of the short texts that the template writes between marks: every conversation has them."""
@@ -119,13 +119,13 @@ class ChatTemplate:
         new: Sequence[Message],
         tools: Sequence[Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-        window: Sequence[Message] = (),
+        excerpt: Sequence[Message] = (),
         is_checked: bool = True,
     ) -> RenderedTurn | None:
         """Render `messages`, an answer, and new messages; None unless the template keeps all of it as it was.
 
         Without `is_checked`, only a short conversation of the same structure is rendered, if its text after an answer
-        was once found to be that of the whole conversation; `window` is that of the turn before.
+        was once found to be that of the whole conversation; `excerpt` is that of the turn before.
 
         `before` is the text of `messages` up to the answer, `answer` its message and `answer_text` the text that was
         generated, special tokens included. What the template writes around the answer is what counts: the answer is
@@ -136,24 +136,24 @@ class ChatTemplate:
         for form in forms:
             stub = self.form.stub(form, has_thought=thought)
             variables = {"tools": tools, "template_kwargs": template_kwargs}
-            window, structure = find_window(window or messages, stub, new)
+            excerpt, structure = find_excerpt(excerpt or messages, stub, new)
             known = (*structure, bool(tools), *sorted(template_kwargs or {}))
             in_short = None
-            if len(window) < len(messages) and self.known_windows.get(known, True):
-                in_short = self._render_window(before, window, stub, new, answer_text=answer_text, **variables)
-            if in_short is not None and not is_checked and known in self.known_windows:
-                return RenderedTurn([*messages, stub, *new], [*window, stub, *new], *in_short)
+            if len(excerpt) < len(messages) and self.known_excerpts.get(known, True):
+                in_short = self._render_excerpt(before, excerpt, stub, new, answer_text=answer_text, **variables)
+            if in_short is not None and not is_checked and known in self.known_excerpts:
+                return RenderedTurn([*messages, stub, *new], [*excerpt, stub, *new], *in_short)
             whole = self._render_stub(before, messages, stub, new, answer_text=answer_text, **variables)
-            if in_short is not None and len(self.known_windows) < MAX_REMEMBERED_TEXTS:
-                self.known_windows[known] = whole == in_short
+            if in_short is not None and len(self.known_excerpts) < MAX_REMEMBERED_TEXTS:
+                self.known_excerpts[known] = whole == in_short
             if whole is not None:
-                return RenderedTurn([*messages, stub, *new], [*window, stub, *new], *whole)
+                return RenderedTurn([*messages, stub, *new], [*excerpt, stub, *new], *whole)
         return None
 
-    def _render_window(
+    def _render_excerpt(
         self,
         before: str,
-        window: Sequence[Message],
+        excerpt: Sequence[Message],
         stub: Message,
         new: Sequence[Message],
         *,
@@ -162,10 +162,10 @@ class ChatTemplate:
     ) -> tuple[str, int] | None:
         """Return the text and the answer's end that rendering a short conversation implies for the whole one."""
         try:
-            short_before = self.render(window, **variables)
+            short_before = self.render(excerpt, **variables)
         except ConfigError:
             return None
-        found = self._render_stub(short_before, window, stub, new, answer_text=answer_text, **variables)
+        found = self._render_stub(short_before, excerpt, stub, new, answer_text=answer_text, **variables)
         if found is None:
             return None
         rendered, end = found

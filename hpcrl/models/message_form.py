@@ -4,7 +4,7 @@ MessageForm            the form, and messages brought into it
 MessageForm.adapt      a client's conversation as the template accepts it
 MessageForm.stub       a placeholder with the structure of an answer
 find_message_form      try out what a template renders
-find_window            a short conversation with the structure of a long one
+find_excerpt            a short conversation with the structure of a long one
 STUB_TEXT, STUB_THOUGHT  the placeholder's text and thought
 THOUGHT_MARKS          what generated text contains if it has a thought
 
@@ -117,7 +117,7 @@ def has_thought(text: str) -> bool:
     return any(mark in text for mark in THOUGHT_MARKS)
 
 
-def find_window(
+def find_excerpt(
     messages: Sequence[Message], stub: Message, new: Sequence[Message]
 ) -> tuple[list[Message], tuple[Hashable, ...]]:
     """Return a short conversation with the structure of `messages`, and that structure with what follows.
@@ -131,8 +131,8 @@ def find_window(
     kinds = [tuple(map(_describe_message, step)) for step in steps]
     kept = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
     places = sorted({*kept.values(), *range(max(0, len(steps) - 2), len(steps))})
-    window = [*head, *itertools.chain.from_iterable(steps[place] for place in places)]
-    return window, (*map(_describe_message, [*window, stub, *new]),)
+    excerpt = [*head, *itertools.chain.from_iterable(steps[place] for place in places)]
+    return excerpt, (*map(_describe_message, [*excerpt, stub, *new]),)
 
 
 def _describe_message(message: Message) -> Hashable:

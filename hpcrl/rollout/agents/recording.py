@@ -38,7 +38,7 @@ class TurnPrompt:
     """The whole prompt as text, to check whether a later request starts with it."""
     messages: Sequence[Mapping[str, Any]] = ()
     """The messages as rendered: answers of the model that are continued are placeholders."""
-    window: Sequence[Mapping[str, Any]] = ()
+    excerpt: Sequence[Mapping[str, Any]] = ()
     """A short conversation with the structure of `messages`, if they are long."""
     key: bytes = b""
     """A hash of the client's messages."""
@@ -176,7 +176,7 @@ class ConversationRecording:
             new=new,
             tools=tools,
             template_kwargs=template_kwargs,
-            window=turn.prompt.window,
+            excerpt=turn.prompt.excerpt,
             is_checked=turn.depth & (turn.depth - 1) == 0,  # powers of two: all checks together cost as much as one
         )
         if kept is None:
@@ -187,7 +187,7 @@ class ConversationRecording:
             new_token_ids=new_token_ids,
             rendered=kept.rendered,
             messages=kept.messages,
-            window=kept.window,
+            excerpt=kept.excerpt,
             key=key,
         )
 

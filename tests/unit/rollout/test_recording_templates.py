@@ -172,7 +172,7 @@ def test_rendering_a_part_gives_the_ids_of_rendering_all(
     tools = None if name in ("Gemma-3", "Phi-4") else TOOLS
     template = load(tmp_path, name)
     quick = play_long(template, name, tools=tools)
-    assert any(template.known_windows.values()) == any(turn.prompt.parent for turn in quick)
+    assert any(template.known_excerpts.values()) == any(turn.prompt.parent for turn in quick)
     whole = partialmethod(ChatTemplate.render_after, is_checked=True)
     monkeypatch.setattr(
         ChatTemplate, "render_after", lambda self, *args, is_checked, **more: whole.__get__(self)(*args, **more)
@@ -187,7 +187,7 @@ def test_a_template_that_counts_is_rendered_whole(tmp_path: Path) -> None:
     template = load_chat_template(directory)
     turns = play_long(template, "Phi-4", tools=None)
     assert "<|im_sep|>48And now?" in template.decode_all(turns[-1].prompt.token_ids())
-    assert not any(template.known_windows.values())
+    assert not any(template.known_excerpts.values())
 
 
 def test_a_template_that_changes_late_is_noticed(tmp_path: Path) -> None:
