@@ -17,7 +17,7 @@ from hpcrl.rollout.agents.answer_parser import AnswerParser
 from hpcrl.rollout.agents.reasoning_parsers import ReasoningParser, ThinkParser
 from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ApiError, JsonObject, ModelCall
-from hpcrl.rollout.agents.tool_families import TOOL_PARSERS
+from hpcrl.rollout.agents.tool_families import TOOL_PARSERS, deepseek_mark, list_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,16 +96,20 @@ def _write_tagged(before: str, argument: tuple[str, str], after: str) -> Callabl
     def write(name: str, schema: JsonObject) -> list[OutputPart]:
         parts: list[OutputPart] = [ExactText(text=before.replace("NAME", name))]
         properties: Mapping[str, Any] = schema.get("properties") or {}
-        for key in properties:
-            one: list[OutputPart] = [ExactText(text=argument[0].replace("KEY", key)), FreeText(until=argument[1])]
+        for key, value in properties.items():
+            one: list[OutputPart] = [ExactText(text=argument[0].replace("KEY", key)), *_list_value(value, argument[1])]
             parts += one if key in (schema.get("required") or ()) else [PartChoice(alternatives=[one, []])]
         return [*parts, ExactText(text=after)]
 
     return write
 
 
-def _deepseek_mark(words: str) -> str:
-    return f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")
+def _list_value(schema: Any, after: str) -> list[OutputPart]:
+    """Return the parts of an argument between tags: a string as it is, another value as JSON."""
+    kinds = list_types(schema)
+    if not kinds or "string" in kinds:
+        return [FreeText(until=after)]
+    return [JsonValue(schema=schema), ExactText(text=after)]
 
 
 CALL_WRITERS: Mapping[str, CallWriter] = {
@@ -127,10 +131,10 @@ CALL_WRITERS: Mapping[str, CallWriter] = {
     ),
     "deepseek": CallWriter(
         write=_write_json(
-            f"{_deepseek_mark('tool call begin')}NAME{_deepseek_mark('tool sep')}", _deepseek_mark("tool call end")
+            f"{deepseek_mark('tool call begin')}NAME{deepseek_mark('tool sep')}", deepseek_mark("tool call end")
         ),
-        before=_deepseek_mark("tool calls begin"),
-        after=_deepseek_mark("tool calls end"),
+        before=deepseek_mark("tool calls begin"),
+        after=deepseek_mark("tool calls end"),
     ),
     "gpt-oss": CallWriter(
         write=_write_json("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", ""), may_repeat=False

@@ -12,6 +12,9 @@ gemma         ```tool_code with Python calls; call:NAME{key:value}            Ge
 phi           <|tool_call|>{...}<|/tool_call|>, or functools[{...}]           Phi-4-mini
 none          no calls: all text is content
 
+list_types     the types that the schema of an argument allows
+deepseek_mark  a special token of DeepSeek
+
 These are facts of the models' own templates and documents. Arguments that are written without quotes are converted to
 the types that the tool's schema names.
 """
@@ -58,13 +61,13 @@ def _parse_hermes(block: str, _: ToolSchemas) -> list[ToolCall] | None:
     return _all_calls([make_json_call(decode_json(block.removeprefix("<tool_call>").removesuffix("</tool_call>")))])
 
 
-def _deepseek_mark(words: str) -> str:
+def deepseek_mark(words: str) -> str:
     """Return the special token with these words, between its own bars and with its own spaces."""
     return f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")
 
 
-CALL_BEGIN, _CALL_SEPARATOR, _CALL_END = map(_deepseek_mark, ("tool call begin", "tool sep", "tool call end"))
-_DEEPSEEK_FRAMES = (_deepseek_mark("tool calls begin"), _deepseek_mark("tool calls end"))
+CALL_BEGIN, _CALL_SEPARATOR, _CALL_END = map(deepseek_mark, ("tool call begin", "tool sep", "tool call end"))
+_DEEPSEEK_FRAMES = (deepseek_mark("tool calls begin"), deepseek_mark("tool calls end"))
 
 
 def _parse_deepseek(block: str, _: ToolSchemas) -> list[ToolCall] | None:
@@ -164,7 +167,7 @@ _PYTHON_NAMES = {"True": True, "False": False, "None": None}
 
 def _convert_argument(text: str, schema: Any) -> Any:
     """Convert an argument to a type of its schema; text stays where a string may stand, or where nothing else fits."""
-    kinds = _list_types(schema)
+    kinds = list_types(schema)
     if not isinstance(schema, dict) or kinds == {"string"}:
         return text
     stripped = text.strip()
@@ -174,7 +177,7 @@ def _convert_argument(text: str, schema: Any) -> Any:
     return text if kinds and not _type_names(value) & kinds else value
 
 
-def _list_types(schema: Any) -> set[str]:
+def list_types(schema: Any) -> set[str]:
     """Return the names of the types that a schema allows; none if it names none."""
     if not isinstance(schema, dict):
         return set()
