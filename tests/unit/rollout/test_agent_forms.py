@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from threading import get_ident
 
 import aiohttp
@@ -416,3 +417,25 @@ def test_the_prompt_of_a_long_body_is_made_beside_the_event_loop(template, monke
     on(template, body, "a<eos>")
     assert threads[0] != get_ident()
     assert threads[-1] == get_ident()
+
+
+RECORDED = sorted((Path(__file__).parent / "requests").glob("*.json"))
+"""What unmodified agents sent in real runs, texts cut at 300 characters."""
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_what_an_unmodified_agent_sends_is_answered(template, path):
+    sent = json.loads(path.read_text())
+    limits = EpisodeLimits(max_turns=len(sent), max_new_tokens=16, context_length=1 << 20, max_lag=1)
+
+    async def body(client):
+        async with aiohttp.ClientSession(client.proxy.url[:-3], headers={"x-api-key": client.api_key}) as raw:
+            for one in sent:
+                async with raw.post(one["path"], json=one["body"]) as http:
+                    assert http.status == 200, await http.text()
+                    await http.read()
+        return client.session
+
+    session = on(template, body, *["ok<eos>"] * len(sent), limits=limits)
+    assert len(session.recording.turns) == len(sent)
+    assert session.ignored_fields == []
