@@ -24,7 +24,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -65,6 +65,7 @@ _START_CODE = (
     "import sys; sys.path.insert(0, {root!r}); from hpcrl.envs.isolation.{module} import main; sys.exit(main())"
 )
 _ROOT = Path(__file__).resolve().parents[2]
+_PASSED_PREFIXES = ("APPTAINERENV_", "SINGULARITYENV_")
 _FIELD = re.compile(r"\{(\w+)\}")
 _log = logging.getLogger(__name__)
 
@@ -171,24 +172,19 @@ class AgentProgram:
         self._max_disk_mb = int(max_disk_mb)
         self._check_judge_files()
 
-    def check(self, task: TaskFields | None = None) -> None:
-        """Raise ConfigError for an image or a directory that is known not to be there, also those of a task.
-
-        Without a task those that depend on its fields are not known.
-        """
-        known = {"seed": 0, **self._task, **(task or {})}
+    def check(self) -> None:
+        """Raise ConfigError for an image or a directory that is not there, unless a row of a task set names it."""
         for name, template, problem in (
             ("image", self._image, find_image_problem),
             ("directory", self._directory, _find_directory_problem),
         ):
-            if template is None or (task is None and not set(_FIELD.findall(template)) <= set(self._task)):
-                continue
-            try:
-                found = problem(fill_template(template, known, what=name))
-            except EnvFault as fault:
-                found = str(fault)
-            if found:
-                raise ConfigError(found)
+            if template is not None and set(_FIELD.findall(template)) <= set(self._task):
+                try:
+                    found = problem(fill_template(template, self._task, what=name))
+                except EnvFault as fault:
+                    found = str(fault)
+                if found:
+                    raise ConfigError(f"AgentProgram: {found}")
 
     async def run(self, seed: int, access: ModelAccess, task: TaskFields | None = None) -> float | None:
         """Run the program and return its reward, or None if it printed none; raises EnvFault if it fails."""
@@ -380,6 +376,7 @@ class _SandboxFactory:
         start_code = _START_CODE.format(root=str(_ROOT), module="program_launcher")
         launcher = self.resolve_python(["python", "-I", "-S", "-c", start_code])
         directories = {"HOME": home, "TMPDIR": temporary} if self.kind == "none" else {"HOME": INSIDE_HOME}
+        launch = replace(launch, environment={"PYTHONUNBUFFERED": "1", **launch.environment, **directories})
         spec = SandboxSpec(
             kind=self.kind,
             workdir=INSIDE_WORKDIR if name == "program" else INSIDE_HOME,
@@ -391,7 +388,7 @@ class _SandboxFactory:
             name=name,
             command=wrap_command(launcher, spec),
             launch=asdict(launch),
-            environment={**environment, **directories},
+            environment=environment,
             cwd=work if name == "program" else home,
             timeout_s=timeout_s,
             timeout_name=timeout_name,
@@ -401,7 +398,7 @@ class _SandboxFactory:
 def fill_template(template: str, fields: TaskFields, *, what: str) -> str:
     """Replace each {field} by the task's value; raises EnvFault for a field that is missing or is no part of a path."""
 
-    def replace(match: re.Match[str]) -> str:
+    def fill_field(match: re.Match[str]) -> str:
         name = match[1]
         if name not in fields:
             raise EnvFault(f"{what} = {template!r}: the task has no field {name!r}; it has {', '.join(sorted(fields))}")
@@ -411,7 +408,7 @@ def fill_template(template: str, fields: TaskFields, *, what: str) -> str:
             raise EnvFault(f"{what} = {template!r}: the task's {name} = {value!r:.100} cannot be part of a path")
         return str(value)
 
-    return _FIELD.sub(replace, template)
+    return _FIELD.sub(fill_field, template)
 
 
 def find_reward(output: str) -> float | None:
@@ -457,13 +454,13 @@ def _warn_of_limits(kind: SandboxKind) -> None:
 
 def _build_environment(kind: SandboxKind) -> dict[str, str]:
     """Return the environment of a launcher: all of ours without a sandbox, else only what it needs."""
-    if kind == "apptainer":  # the rest is the image's
-        return {"PYTHONUNBUFFERED": "1", "PATH": os.environ.get("PATH", os.defpath)}
+    if kind == "apptainer":  # which passes nothing on but what these prefixes ask for: inside, it is the image's
+        return {name: value for name, value in os.environ.items() if not name.startswith(_PASSED_PREFIXES)}
     known = (
         os.environ if kind == "none" else {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
     )
     path = os.pathsep.join([str(Path(sys.executable).parent), known.get("PATH", os.defpath)])
-    return {**known, "PATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**known, "PATH": path}
 
 
 def _list_image_paths(readable: Sequence[str]) -> tuple[str, ...]:

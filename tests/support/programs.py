@@ -61,6 +61,7 @@ def play(
     *,
     sandbox: SandboxChoice = "none",
     newest: Callable[[], int] = lambda: 0,
+    word: str = "=2<eos>",
     error: EngineError | None = None,
     retries: int = 0,
     limits: dict[str, Any] | None = None,
@@ -77,7 +78,10 @@ def play(
     }
 
     async def run() -> Trajectory:
-        async with asyncio.timeout(240), ModelProxy(OneWordModel(template, error=error), template=template) as proxy:
+        async with (
+            asyncio.timeout(240),
+            ModelProxy(OneWordModel(template, word, error=error), template=template) as proxy,
+        ):
             return await run_program(
                 TASK,
                 index=0,

@@ -132,7 +132,7 @@ def _build_apptainer_args(spec: SandboxSpec) -> list[str]:
     own = [argument for path in spec.readable for argument in ("--bind", f"{path}:{path}:ro")]
     places = {spec.workdir: spec.workdir} | {inside: source for source, inside in spec.writable}
     return [
-        *("apptainer", "--silent", "exec", "--containall", "--no-home", "--no-init"),
+        *("apptainer", "--silent", "exec", "--containall", "--cleanenv", "--no-home", "--no-init"),
         *("--net", "--network", "none"),
         *own,
         *[argument for inside, source in places.items() for argument in ("--bind", f"{source}:{inside}")],

@@ -120,7 +120,9 @@ def test_files_and_fields_of_the_judge_are_hidden_from_the_program(template, tmp
 )
 def test_a_judge_that_fails_is_a_fault_and_not_a_reward(template, judge, why):
     started_s = time.monotonic()
-    trajectory = play(template, "ask('a')\nprint(1)", judge_timeout_s=1.0, **judged_by(judge))
+    trajectory = play(
+        template, "ask('a')\nprint(1)", judge_timeout_s=1.0 if "600" in judge else 60.0, **judged_by(judge)
+    )
     assert (trajectory.status, trajectory.reward) == ("env-fault", None)
     assert re.search(why, trajectory.extra["fault"].replace("\n", " "))
     assert time.monotonic() - started_s < 60

@@ -1,0 +1,134 @@
+"""Images of apptainer, with a stand-in for it on PATH: pulled once for a node, kept while used, removed by age."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.envs.agent import AgentProgram
+from hpcrl.envs.base import ModelAccess
+from hpcrl.envs.isolation.images import ImageCache, open_image
+from hpcrl.errors import ConfigError, EnvFault
+
+FAKES = Path(__file__).parents[2] / "support/fakes"
+PULL_IN_ANOTHER_PROCESS = """
+import asyncio, sys
+from hpcrl.envs.isolation.images import ImageCache, open_image
+async def use():
+    async with open_image("docker://a", ImageCache(directory=sys.argv[1])) as path:
+        print(path)
+asyncio.run(use())
+"""
+
+
+@pytest.fixture
+def apptainer_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{FAKES}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_APPTAINER_LOG", str(tmp_path / "log"))
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return ImageCache(directory=str(tmp_path / "cache"), max_gib=2.5 / 1024)  # two images of the stand-in
+
+
+async def use(image, cache):
+    async with open_image(image, cache) as path:
+        assert Path(path).stat().st_size == 1 << 20
+        return path
+
+
+def count_pulls(log):
+    return sum(" pull " in f" {line} " for line in log.read_text().splitlines()) if log.exists() else 0
+
+
+def test_an_image_is_pulled_once_by_all_processes_of_a_node(apptainer_log, cache):
+    async def run():
+        others = [
+            await asyncio.create_subprocess_exec(
+                sys.executable, "-c", PULL_IN_ANOTHER_PROCESS, cache.directory, stdout=asyncio.subprocess.PIPE
+            )
+            for _ in range(2)
+        ]
+        own = await asyncio.gather(*(use("docker://a", cache) for _ in range(4)))
+        return {*own, *[(await other.communicate())[0].decode().strip() for other in others]}
+
+    assert len(asyncio.run(run())) == 1
+    assert count_pulls(apptainer_log) == 1
+
+
+def test_the_image_that_was_not_used_for_the_longest_time_is_removed_first(apptainer_log, cache):
+    async def run():
+        first, second = await use("docker://1", cache), await use("docker://2", cache)
+        os.utime(second, (1, 1))
+        third = await use("docker://3", cache)
+        return [Path(path).exists() for path in (first, second, third)]
+
+    assert asyncio.run(run()) == [True, False, True]
+
+
+def test_an_image_that_is_used_is_not_removed(apptainer_log, cache):
+    async def run():
+        async with open_image("docker://1", cache) as first:
+            os.utime(first, (1, 1))
+            for name in ("2", "3"):
+                await use(f"docker://{name}", cache)
+            return Path(first).exists()
+
+    assert asyncio.run(run())
+    assert len(list(Path(cache.directory).glob("*.sif"))) == 2
+
+
+def test_an_image_that_cannot_be_pulled_is_a_fault_in_one_line_and_leaves_nothing(apptainer_log, cache):
+    with pytest.raises(EnvFault, match=r"^image = 'docker://missing' cannot be pulled: FATAL: manifest unknown$"):
+        asyncio.run(use("docker://missing", cache))
+    assert [path.suffix for path in Path(cache.directory).iterdir()] == [".lock"]
+
+
+def test_a_pull_that_is_cancelled_leaves_the_lock_to_others(apptainer_log, cache):
+    async def run():
+        pulling = asyncio.create_task(use("docker://a", cache))
+        while not count_pulls(apptainer_log):
+            await asyncio.sleep(0.01)
+        pulling.cancel()
+        await asyncio.gather(pulling, return_exceptions=True)
+        return await use("docker://a", cache)
+
+    asyncio.run(run())
+    assert not list(Path(cache.directory).glob("*.part"))
+
+
+def test_a_cache_that_others_can_write_to_is_refused(apptainer_log, cache):
+    Path(cache.directory).mkdir()
+    Path(cache.directory).chmod(0o777)
+    with pytest.raises(EnvFault, match="can be written by others"):
+        asyncio.run(use("docker://a", cache))
+
+
+def test_each_task_has_its_image(apptainer_log, tmp_path):
+    (tmp_path / "blue.sif").write_text("")
+    program = AgentProgram(
+        command=["python", "-c", "import os\nprint(os.environ['HOME'] == '/episode/home' and 0.5)"],
+        image=f"{tmp_path}/{{repo}}.sif",
+    )
+    access = ModelAccess(url="", socket=str(tmp_path / "socket"), api_key="key", model="m")
+    with pytest.raises(EnvFault, match="no such file or directory"):
+        asyncio.run(program.run(1, access, task={"repo": "red"}))
+    assert asyncio.run(program.run(1, access, task={"repo": "blue"})) == 0.5
+    (call,) = apptainer_log.read_text().splitlines()
+    assert f"{tmp_path}/blue.sif python3 -I -S -c" in call
+    assert "/program/work:/episode/work" in call
+
+
+@pytest.mark.parametrize("options", [{"image": "/no/such.sif"}, {"directory": "/no/{name}", "task": {"name": "x"}}])
+def test_what_is_known_not_to_be_there_is_refused_at_submit(options):
+    with pytest.raises(ConfigError, match="there is no such"):
+        AgentProgram(command=["x"], **options).check()
+
+
+@pytest.mark.parametrize("image", ["/images/{repo}.sif", "docker://alpine:3"])
+def test_what_depends_on_a_row_or_a_registry_is_not_refused_at_submit(image):
+    AgentProgram(command=["x"], image=image).check()
