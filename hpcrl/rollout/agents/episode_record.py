@@ -115,8 +115,8 @@ class _RowBuilder:
         """Add the row of a conversation, given its turns; the last of them is in no row yet."""
         num_known = sum(turn in self.row_of for turn in path)
         known, new = path[:num_known], path[num_known:]
-        ids = np.fromiter(itertools.chain.from_iterable(map(_list_ids, path)), np.int32)
-        num_known_ids = sum(len(_list_ids(turn)) for turn in known)
+        ids = np.concatenate([np.array(part, np.int32) for turn in path for part in _list_parts(turn)])
+        num_known_ids = sum(len(part) for turn in known for part in _list_parts(turn))
         keys = list(_chain_chunks(ids))
         parent, shares = self._find_parent(
             ids[: num_known_ids + len(new[0].prompt.new_token_ids)],
@@ -208,8 +208,8 @@ def _measure_steps(turns: Sequence[RecordedTurn], *, ended_at: float) -> Iterato
         yield max(0.0, next_start.get(turn, following) - answered_at)
 
 
-def _list_ids(turn: RecordedTurn) -> list[int]:
-    return [*turn.prompt.new_token_ids, *turn.completion.token_ids]
+def _list_parts(turn: RecordedTurn) -> tuple[list[int], list[int]]:
+    return turn.prompt.new_token_ids, turn.completion.token_ids
 
 
 def _chain_chunks(ids: NDArray[np.int32]) -> Iterator[bytes]:

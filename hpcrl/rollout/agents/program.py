@@ -7,6 +7,7 @@ fault of the environment; a program that is stale or cancelled is ended at once.
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -68,7 +69,9 @@ async def run_program(
         ended_at=loop_time(),
         extra=_describe_attempts(session, fault=fault, num_attempts=attempt + 1),
     )
-    return build_record(session.recording.turns, facts, reward=reward or 0.0, choice=session.trained_conversations)
+    build = partial(build_record, reward=reward or 0.0, choice=session.trained_conversations)
+    # In a thread: hundreds of long conversations take seconds.
+    return await asyncio.to_thread(build, list(session.recording.turns), facts)
 
 
 def _describe_attempts(session: ProgramSession, *, fault: str, num_attempts: int) -> dict[str, Any]:
