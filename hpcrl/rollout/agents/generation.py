@@ -18,7 +18,14 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, convert_to_chunk, join_chunks
+from hpcrl.engines.base import (
+    Completion,
+    CompletionChunk,
+    GenerateRequest,
+    OutputStructure,
+    convert_to_chunk,
+    join_chunks,
+)
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents.answer_parser import AnswerParser
 from hpcrl.rollout.agents.answers import (
@@ -33,7 +40,6 @@ from hpcrl.rollout.agents.answers import (
 from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ModelCall
 from hpcrl.rollout.agents.session import ProgramSession
-from hpcrl.rollout.agents.structures import make_structure
 from hpcrl.rollout.agents.tool_parsers import TextReader
 from hpcrl.rollout.episode import loop_time
 from hpcrl.rollout.turn import StreamingGenerator, generate_turn, stream_turn
@@ -160,6 +166,7 @@ class CompletionCall:
         session: ProgramSession,
         call: ModelCall,
         prompt: TurnPrompt,
+        structure: OutputStructure | None,
         policy: StreamingGenerator,
         template: ChatTemplate,
         parser: AnswerParser,
@@ -171,7 +178,7 @@ class CompletionCall:
             call,
             prompt,
             stop_token_ids=template.stop_token_ids,
-            structure=make_structure(call, prompt, parser),
+            structure=structure,
         )
         self._num_generated = 0
         self._name = secrets.token_hex(12)

@@ -29,6 +29,8 @@ from typing import Any, Self
 import msgspec
 from aiohttp import web
 
+from hpcrl.engines.base import OutputStructure
+from hpcrl.engines.structure import check_structure
 from hpcrl.envs.base import ModelAccess
 from hpcrl.errors import ConfigError, EngineAnswerError, EngineError
 from hpcrl.models.chat_template import ChatTemplate
@@ -42,6 +44,7 @@ from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ApiError, JsonObject, ModelCall, parse_body
 from hpcrl.rollout.agents.responses_form import ResponsesForm
 from hpcrl.rollout.agents.session import ProgramSession
+from hpcrl.rollout.agents.structures import make_structure
 from hpcrl.rollout.agents.text_form import TextForm, detokenize, list_prompt_ids, tokenize
 from hpcrl.rollout.turn import StreamingGenerator
 
@@ -209,10 +212,12 @@ class ModelProxy:
             if self._report_ignored is not None:
                 self._report_ignored(session, name)
         session.check_length(form.call.count_chars() // self._longest_token + 1)
+        prompt = await self._make_prompt(session, form.call, num_bytes=http.content_length)
         call = CompletionCall(
             session=session,
             call=form.call,
-            prompt=await self._make_prompt(session, form.call, num_bytes=http.content_length),
+            prompt=prompt,
+            structure=await _make_structure(form.call, prompt, self._parser),
             policy=self._policy,
             template=self.template,
             parser=self._parser,
@@ -311,6 +316,18 @@ def _make_prompt(session: ProgramSession, call: ModelCall) -> TurnPrompt:
         return session.recording.chat_prompt(call.messages, tools=call.tools, template_kwargs=call.template_kwargs)
     except ConfigError as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+
+
+async def _make_structure(call: ModelCall, prompt: TurnPrompt, parser: AnswerParser) -> OutputStructure | None:
+    """Return what the answer must be, if engines can hold it to that; large schemas take a while."""
+    structure = make_structure(call, prompt, parser)
+    if structure is not None:
+        try:
+            await asyncio.to_thread(check_structure, structure)
+        except EngineError as error:
+            param = "tools" if call.output_schema is None else "response_format"
+            raise ApiError(400, str(error), param=param, code="invalid_value") from None
+    return structure
 
 
 def _make_card(name: str) -> JsonObject:

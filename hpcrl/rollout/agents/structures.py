@@ -90,6 +90,19 @@ def _write_json(before: str, after: str) -> Callable[[str, JsonObject], list[Out
     return write
 
 
+def _write_object(name: str, schema: JsonObject) -> list[OutputPart]:
+    """Write a call that is JSON as a whole: an answer that is other JSON may be an alternative to it."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    arguments = {key: value for key, value in schema.items() if key not in shared}
+    call = {
+        "type": "object",
+        "properties": {"name": {"const": name}, "parameters": arguments},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+    return [JsonValue(schema=call | shared)]
+
+
 def _write_tagged(before: str, argument: tuple[str, str], after: str) -> Callable[[str, JsonObject], list[OutputPart]]:
     """Return a writer of arguments between tags; NAME and KEY stand for the names; optional ones may be left out."""
 
@@ -116,7 +129,7 @@ CALL_WRITERS: Mapping[str, CallWriter] = {
     "hermes": CallWriter(
         write=_write_json('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"), separator="\n"
     ),
-    "llama": CallWriter(write=_write_json('{"name": "NAME", "parameters": ', "}"), may_repeat=False),
+    "llama": CallWriter(write=_write_object, may_repeat=False),
     "mistral": CallWriter(
         write=_write_json('{"name": "NAME", "arguments": ', "}"),
         before="[TOOL_CALLS][",

@@ -30,6 +30,7 @@ from hpcrl.engines.http import serve_over_http
 from hpcrl.engines.structure import check_structure, read_answered, read_token_names, write_grammar
 from hpcrl.errors import EngineError
 from hpcrl.models.tiny import CHARACTERS, MARKS
+from hpcrl.rollout.agents.structures import CALL_WRITERS
 from hpcrl.rollout.turn import generate_turn, stream_turn
 from hpcrl.testing.memory import MemoryStore
 from hpcrl.weights.model_update import collect_parameters
@@ -325,6 +326,16 @@ def test_a_structure_that_no_engine_can_hold_an_answer_to_is_refused_in_one_line
 )
 def test_a_schema_may_be_recursive_large_or_have_annotations(schema: dict[str, Any]) -> None:
     check_structure(structure(JsonValue(schema=schema)))
+
+
+@pytest.mark.parametrize("family", CALL_WRITERS)
+def test_a_call_in_the_form_of_a_family_may_be_an_alternative_to_json(family: str) -> None:
+    tool = {
+        "name": "f",
+        "parameters": {"$defs": {"a": ANY}, "type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}},
+    }
+    calls = CALL_WRITERS[family].list_parts([tool], may_repeat=True)
+    check_structure(structure(PartChoice(alternatives=[calls, [JsonValue(schema=ANY)]])))
 
 
 def test_a_body_nested_deeper_than_the_stack_is_a_bad_request(model: Any) -> None:

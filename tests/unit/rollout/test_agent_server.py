@@ -14,6 +14,8 @@ from hpcrl.rollout.episode import EpisodeLimits
 from tests.support.scripted import CALL, LIMITS, QUESTION, TOOLS, opened
 from tests.support.sessions import session_of
 
+BROKEN_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "blob"}}}
+
 
 @pytest.fixture
 def template(tiny_model_dir):
@@ -164,6 +166,13 @@ def test_the_recipe_decides_how_training_data_is_sampled(template):
         ({"messages": [{"role": "user", "content": "x" * 200}]}, 400, "context_length_exceeded", "messages"),
         ({"extra_body": {"guided_regex": "a+"}}, 400, "unsupported_parameter", "guided_regex"),
         ({"response_format": {"type": "grammar"}}, 400, "invalid_value", "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
+            400,
+            "invalid_value",
+            "response_format",
+        ),
+        ({"tools": [BROKEN_TOOL], "tool_choice": "required"}, 400, "invalid_value", "tools"),
         ({"temperature": -1}, 400, "invalid_value", "temperature"),
         ({"messages": []}, 400, "invalid_value", "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, 400, None, "messages"),
