@@ -1,11 +1,11 @@
 """Fold events into the progress of a campaign: no I/O, and constant cost per event.
 
-CampaignProgress    all figures; JobProgress, WorkerProgress, EpisodeTotals, DomainRewards and TokenRate are parts
+CampaignProgress    all figures; JobProgress, WorkerProgress, EpisodeTotals, DomainProgress and TokenRate are parts
 MonitorNote         a line for a person
 EPISODE_COUNTERS, RATE_WINDOW_S, MAX_NOTES, MAX_RECENT_REWARDS    what is counted, and limits
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +21,7 @@ from hpcrl.campaign_dir.events import (
     JobStarted,
     LayoutChosen,
     SegmentScored,
+    StaleDropped,
     StepFinished,
     TrainingResumed,
     VersionLoaded,
@@ -31,6 +32,7 @@ from hpcrl.campaign_dir.events import (
     WorkerStarted,
     describe_event,
 )
+from hpcrl.spool.token_fates import STALE, TOO_LONG, TRAINED
 
 RATE_WINDOW_S = 60.0
 MAX_NOTES = 50
@@ -97,12 +99,16 @@ class JobProgress:
 
 
 @dataclass
-class DomainRewards:
-    """The rewards of the trajectories of one domain."""
+class DomainProgress:
+    """The rewards of the trajectories of one domain, and what became of their tokens."""
 
     num: int = 0
     total: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_REWARDS))
+    token_fates: Counter[str] = field(default_factory=Counter)
+    """What became of the tokens of ended episodes, as far as the env workers know; some are dropped later."""
+    stale_tokens: int = 0
+    """Those that were dropped because they had become too old."""
 
     def add(self, rewards: Sequence[float]) -> None:
         self.num += len(rewards)
@@ -144,7 +150,7 @@ class CampaignProgress:
     evaluations: dict[int, EvaluationFinished] = field(default_factory=dict)
     """Evaluations by number, in the order in which they were reported."""
     totals: EpisodeTotals = field(default_factory=EpisodeTotals)
-    domains: dict[str, DomainRewards] = field(default_factory=dict)
+    domains: dict[str, DomainProgress] = field(default_factory=dict)
     """Rewards by domain, also of trajectories not trained on; a segment that was scored twice counts twice."""
     token_rate: TokenRate = field(default_factory=TokenRate)
     jobs: dict[int, JobProgress] = field(default_factory=dict)
@@ -168,6 +174,9 @@ class CampaignProgress:
                 self._drop_steps_from(event.step)
                 self.steps[event.step] = event
                 self.version = max(self.version, event.version)
+            case StaleDropped(token_counts=counts):
+                for domain, num in counts.items():
+                    self._find_domain(domain).stale_tokens += num
             case TrainingResumed():
                 self._drop_steps_from(event.step + 1)
             case WorkerStarted() | WorkerRestarted() | WorkerEnded() | WorkerFailed() | VersionLoaded():
@@ -247,7 +256,7 @@ class CampaignProgress:
             self._count_episodes(worker, event)
             return
         for domain, rewards in event.rewards.items():
-            self.domains.setdefault(domain, DomainRewards()).add(rewards)
+            self._find_domain(domain).add(rewards)
 
     def _count_episodes(self, worker: WorkerProgress, counts: EpisodesCounted) -> None:
         previous = worker.episodes or EpisodesCounted(time=counts.time)
@@ -258,8 +267,27 @@ class CampaignProgress:
         for name, increment in zip(EPISODE_COUNTERS, added, strict=True):
             if increment:
                 setattr(self.totals, name, getattr(self.totals, name) + increment)
+        for domain, fates in counts.token_fates.items():
+            known = previous.token_fates.get(domain, {})
+            self._find_domain(domain).token_fates.update(
+                {name: max(0, num - known.get(name, 0)) for name, num in fates.items()}
+            )
         self.token_rate.add(counts.time, counts.num_tokens - previous.num_tokens)
         worker.episodes = counts
+
+    def token_fates(self, domain: str) -> dict[str, int]:
+        """Return what became of the tokens of a domain: those that the trainer dropped are not trained."""
+        progress = self._find_domain(domain)
+        dropped = {
+            STALE: progress.stale_tokens,
+            TOO_LONG: sum(step.too_long_tokens.get(domain, 0) for step in self.steps.values()),
+        }
+        fates = {**progress.token_fates}
+        fates[TRAINED] = max(0, fates.get(TRAINED, 0) - sum(dropped.values()))
+        return {name: num for name, num in {**fates, **dropped}.items() if num}
+
+    def _find_domain(self, domain: str) -> DomainProgress:
+        return self.domains.setdefault(domain, DomainProgress())
 
     def _drop_steps_from(self, first_dropped: int) -> None:
         """Remove the steps from `first_dropped` on, which a resume repeats; usually there are none."""

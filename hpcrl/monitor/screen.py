@@ -1,7 +1,7 @@
 """Render one screen of a campaign, from 80x24 up.
 
 render_screen                       the screen of a snapshot
-finite_values, format_step_count, format_clock_time, format_date    parts that plain lines share
+finite_values, format_step_count, format_clock_time, format_date, find_low_shares    parts that plain lines share
 DEFAULT_HEIGHT, STATE_STYLES        height and colours
 """
 
@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcrl.monitor.snapshot import CampaignSnapshot, JobView
+from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
 from hpcrl.system.terminal import Sparkline
 
 DEFAULT_HEIGHT = 24
@@ -148,7 +149,7 @@ def _render_figures(snapshot: CampaignSnapshot) -> RenderableType:
     grid.add_column(style="dim", width=8)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     for label, text in _iter_figure_rows(snapshot):
-        grid.add_row(label, Text(text))
+        grid.add_row(label, Text(text, style="yellow" if label == "trained" and find_low_shares(snapshot) else ""))
     return grid
 
 
@@ -163,6 +164,8 @@ def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
     if len(snapshot.domains) > 1:
         yield "domains", "   ".join(_format_domains(snapshot))
     yield "tokens", "   ".join(_format_tokens(snapshot))
+    if trained := list(_iter_trained_shares(snapshot)):
+        yield "trained", "   ".join(trained)
     yield "waiting", "   ".join(f"{spool.depth:,} in {spool.name}" for spool in snapshot.spools)
     yield "weights", "   ".join(_format_weights(snapshot))
     if detail.last_step is not None:
@@ -174,6 +177,24 @@ def _format_domains(snapshot: CampaignSnapshot) -> Iterator[str]:
     for name, domain in snapshot.domains.items():
         if domain.reward_recent is not None:
             yield f"{name} {domain.reward_recent:.3f} ({domain.scored:,})"
+
+
+def _iter_trained_shares(snapshot: CampaignSnapshot) -> Iterator[str]:
+    """Yield the share of each domain's tokens that is trained; of a low one with the reasons, and these first."""
+    low_shares = find_low_shares(snapshot)
+    yield from low_shares
+    for name, domain in snapshot.domains.items():
+        if domain.trained_share is not None and domain.trained_share >= MIN_TRAINED_SHARE:
+            yield f"{name} {domain.trained_share:.1%} of tokens"
+
+
+def find_low_shares(snapshot: CampaignSnapshot) -> list[str]:
+    """Describe the domains of whose tokens too few are trained."""
+    return [
+        f"{name} only {domain.trained_share:.1%} of tokens: {explain_untrained(domain.token_fates)}"
+        for name, domain in snapshot.domains.items()
+        if domain.trained_share is not None and domain.trained_share < MIN_TRAINED_SHARE
+    ]
 
 
 def _format_tokens(snapshot: CampaignSnapshot) -> Iterator[str]:

@@ -16,9 +16,10 @@ import msgspec
 from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.config.recipe import ROLES
 from hpcrl.monitor.job_state import ALIVE_WITHIN_S, CampaignState, JobVerdict, derive_component_state
-from hpcrl.monitor.progress import CampaignProgress, DomainRewards, JobProgress, MonitorNote, WorkerProgress
+from hpcrl.monitor.progress import CampaignProgress, DomainProgress, JobProgress, MonitorNote, WorkerProgress
 from hpcrl.slurm.commands import expand_nodes
 from hpcrl.spool.status import STATUSES
+from hpcrl.spool.token_fates import measure_trained_share
 
 
 class ComponentView(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +61,10 @@ class DomainView(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of all of them."""
     reward_recent: float | None
     """Mean of the last 256."""
+    trained_share: float | None
+    """The share of the tokens of ended episodes that is trained; None if no event counts them."""
+    token_fates: dict[str, int]
+    """What became of those tokens: `trained`, or why they are not."""
 
 
 class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,7 +250,10 @@ def build_snapshot(inputs: SnapshotInputs) -> CampaignSnapshot:
         num_steps=inputs.recipe.train.num_steps if inputs.recipe else None,
         episodes=_build_episodes_view(progress, live_workers),
         accounts={status: getattr(progress.totals, status) for status in _EPISODE_STATUSES},
-        domains={name: _build_domain_view(progress.domains[name]) for name in sorted(progress.domains)},
+        domains={
+            name: _build_domain_view(progress.domains[name], progress.token_fates(name))
+            for name in sorted(progress.domains)
+        },
         reward_mean=[step.reward_mean for step in progress.steps.values()],
         evaluations=[
             EvaluationView(
@@ -319,11 +327,13 @@ def _build_episodes_view(progress: CampaignProgress, live_workers: Sequence[Work
     )
 
 
-def _build_domain_view(rewards: DomainRewards) -> DomainView:
+def _build_domain_view(rewards: DomainProgress, fates: dict[str, int]) -> DomainView:
     return DomainView(
         scored=rewards.num,
         reward_mean=rewards.total / rewards.num if rewards.num else None,
         reward_recent=sum(rewards.recent) / len(rewards.recent) if rewards.recent else None,
+        trained_share=measure_trained_share(fates),
+        token_fates=fates,
     )
 
 

@@ -36,6 +36,7 @@ from hpcrl.monitor.job_state import (
 from hpcrl.monitor.screen import (
     DEFAULT_HEIGHT,
     STATE_STYLES,
+    find_low_shares,
     finite_values,
     format_clock_time,
     format_date,
@@ -207,6 +208,7 @@ def _format_summary_line(snapshot: CampaignSnapshot) -> str:
     parts += [f"version {snapshot.version}", f"{episodes.done:,} episodes", f"{snapshot.tokens_per_s:,.0f} tokens/s"]
     if episodes.faulted:
         parts.append(f"{episodes.faulted:,} faulted")
+    parts += [f"trained: {text}" for text in find_low_shares(snapshot)]
     if snapshot.detail.reason:
         parts.append(snapshot.detail.reason)
     return "  ".join(parts)

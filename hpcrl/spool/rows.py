@@ -22,9 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.spool.record import Trajectory, TrajectoryFacts
-
-TRAINED = "trained"
-"""The fate of a token that is in the loss."""
+from hpcrl.spool.token_fates import TRAINED as TRAINED
 
 
 class RowSpan(NamedTuple):

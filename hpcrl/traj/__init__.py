@@ -7,6 +7,7 @@ listing       `ls`
 conversation  turns as text
 messages      their input as messages with roles
 show          `show`
+tree          the conversations of an episode as a tree
 stats         `stats`
 export        `export`
 parquet       its Parquet form

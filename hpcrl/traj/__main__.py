@@ -84,7 +84,11 @@ def _run_history_command(arguments: argparse.Namespace, history: "TrajectoryHist
                 history, selection, id_prefix=arguments.id, best=arguments.best, worst=arguments.worst
             )
             return show.show_trajectory(
-                found_trajectory, campaign=history.campaign, tokens=arguments.tokens, as_json=arguments.json
+                found_trajectory,
+                campaign=history.campaign,
+                tokens=arguments.tokens,
+                as_json=arguments.json,
+                conversation=arguments.conversation,
             )
         case "stats":
             from hpcrl.traj.stats import show_stats

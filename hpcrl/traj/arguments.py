@@ -62,6 +62,12 @@ def _add_show(commands: "SubcommandParsers") -> None:
     which.add_argument("--best", action="store_true", help="the one with the highest reward")
     which.add_argument("--worst", action="store_true", help="the one with the lowest reward")
     _add_filters(show)
+    show.add_argument(
+        "--conversation",
+        type=_parse_count,
+        metavar="N",
+        help="of an episode with several: its number in the tree (default: the one in which most was generated)",
+    )
     show.add_argument("--tokens", action="store_true", help="every token with id, log-probability and version")
 
 

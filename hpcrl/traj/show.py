@@ -20,6 +20,7 @@ from rich.text import Text
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import SpoolError
 from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.rows import RowColumns, count_by_fate, expand_row, list_placed_turns
 from hpcrl.system.terminal import (
     STATUS_STYLES,
     draw_time_bar,
@@ -34,8 +35,15 @@ from hpcrl.system.terminal import (
     print_json,
 )
 from hpcrl.traj import listing
-from hpcrl.traj.conversation import ChatExchange, TokenDecoder, build_conversation, load_token_decoder
+from hpcrl.traj.conversation import (
+    ChatExchange,
+    TokenDecoder,
+    build_conversation,
+    find_main_row,
+    load_token_decoder,
+)
 from hpcrl.traj.history import SegmentLocation, TrajectoryHistory, TrajectorySelection
+from hpcrl.traj.tree import build_conversation_tree, describe_fate
 
 FoundTrajectory = tuple[SegmentLocation, Trajectory]
 MAX_OFFERED_IDS = 8
@@ -130,20 +138,32 @@ def _not_found_message(history: TrajectoryHistory) -> str:
     return f"campaign {history.campaign.name!r} has no such trajectory"
 
 
-def show_trajectory(found: FoundTrajectory, *, campaign: CampaignDir, tokens: bool, as_json: bool) -> int:
-    """Print a trajectory."""
+def show_trajectory(
+    found: FoundTrajectory, *, campaign: CampaignDir, tokens: bool, as_json: bool, conversation: int | None = None
+) -> int:
+    """Print a trajectory: the tree of its conversations if it has several, and one of them, counted from 1."""
     location, trajectory = found
     decoder = load_token_decoder(campaign)
-    exchanges = build_conversation(trajectory, decoder)
+    placed_turns = list_placed_turns(trajectory)
+    row = find_main_row(placed_turns) if conversation is None else conversation - 1
+    if not 0 <= row < len(placed_turns):
+        raise SpoolError(
+            f"--conversation {conversation}: {trajectory.id!r} has {_count_things(len(placed_turns), 'conversation')}"
+        )
+    exchanges = build_conversation(trajectory, decoder, row=row, turns=placed_turns[row])
     if as_json:
-        print_json(_build_json_fields(location, trajectory, exchanges, tokens=tokens))
+        print_json(_build_json_fields(location, trajectory, exchanges, row=row, tokens=tokens))
         return 0
     console = make_console(pipe_width=100)
     _print_head(console, location, trajectory, campaign=campaign)
+    if trajectory.rows:
+        console.print()
+        console.print(build_conversation_tree(trajectory, placed_turns, shown=row, is_closed=decoder.is_mark))
+    columns = expand_row(trajectory, row)
     for index, exchange in enumerate(exchanges):
-        _print_exchange(console, exchange, turn_number=index + 1)
+        _print_exchange(console, exchange, turn_number=(index if exchange.number is None else exchange.number) + 1)
         if tokens:
-            console.print(_build_token_table(trajectory, exchange, decoder))
+            console.print(_build_token_table(columns, exchange, decoder))
     _print_foot(console, trajectory, decoder)
     return 0
 
@@ -154,10 +174,9 @@ def _print_head(console: Console, location: SegmentLocation, trajectory: Traject
     if trajectory.reward is not None:
         head.append("   reward ").append(format_number(trajectory.reward), style=_sign_style(trajectory.reward))
     console.print(head)
-    num_generated = int(trajectory.loss_mask.sum())
     facts = [
         ("task", f"{escape_to_one_line(trajectory.group)}, seed {trajectory.seed}"),
-        ("tokens", f"{len(trajectory):,}: {num_generated:,} generated, {len(trajectory) - num_generated:,} read"),
+        ("tokens", _format_token_counts(trajectory)),
         ("policy", f"version {format_versions(trajectory.start_version, trajectory.end_version)}"),
         (
             "ended",
@@ -169,6 +188,18 @@ def _print_head(console: Console, location: SegmentLocation, trajectory: Traject
     if trajectory.extra:
         facts += [(escape_to_one_line(name), _format_fact(value)) for name, value in trajectory.extra.items()]
     console.print(_build_label_grid((Text(name, style="dim"), Text(value, overflow="fold")) for name, value in facts))
+
+
+def _format_token_counts(trajectory: Trajectory) -> str:
+    fates = count_by_fate(trajectory)
+    num_generated = max(sum(fates.values()), int(trajectory.loss_mask.sum()))  # a last turn may be unfinished
+    line = f"{len(trajectory):,}: {num_generated:,} generated, {len(trajectory) - num_generated:,} read"
+    num_masked = num_generated - int(trajectory.loss_mask.sum())
+    return f"{line}; {num_masked:,} of the generated ones are not trained" if num_masked else line
+
+
+def _count_things(num: int, noun: str) -> str:
+    return f"{num:,} {noun}{'' if num == 1 else 's'}"
 
 
 def _format_fact(value: object) -> str:
@@ -204,6 +235,9 @@ def _format_turn_figures(exchange: ChatExchange) -> Text:
     figures = Text(style="dim")
     figures.append(f"reward {turn.reward:+.2f}", style=f"not dim {_sign_style(turn.reward)}" if turn.reward else "")
     num_tokens = "1 token" if num_generated == 1 else f"{num_generated:,} tokens"
+    if turn.masked:
+        fate, style = describe_fate(turn)
+        figures.append(f" | {fate}", style=f"not dim {style}")
     figures.append(
         f" | {num_tokens} in {format_duration(turn.generate_s)} | step {format_duration(turn.step_s)} | {version_text}"
     )
@@ -239,25 +273,23 @@ def sum_phase_times(trajectory: Trajectory) -> list[tuple[str, float]]:
     ]
 
 
-def _build_token_table(trajectory: Trajectory, exchange: ChatExchange, decoder: TokenDecoder) -> Table:
+def _build_token_table(columns: RowColumns, exchange: ChatExchange, decoder: TokenDecoder) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for heading in ("", "token", "id", "log-prob", "version"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("text", no_wrap=True, overflow="ellipsis")
-    for cells, style in _iter_token_rows(trajectory, exchange, decoder):
+    for cells, style in _iter_token_rows(columns, exchange, decoder):
         table.add_row(*cells, style=style)
     return table
 
 
 def _iter_token_rows(
-    trajectory: Trajectory, exchange: ChatExchange, decoder: TokenDecoder
+    columns: RowColumns, exchange: ChatExchange, decoder: TokenDecoder
 ) -> Iterator[tuple[list[Text], str]]:
     for index in range(exchange.start, exchange.end):
-        is_generated = bool(trajectory.loss_mask[index])
-        token = int(trajectory.token_ids[index])
-        policy_cells = (
-            [f"{trajectory.logprobs[index]:.4f}", f"{trajectory.versions[index]}"] if is_generated else ["", ""]
-        )
+        is_generated = index >= exchange.said_from
+        token = int(columns.token_ids[index])
+        policy_cells = [f"{columns.logprobs[index]:.4f}", f"{columns.versions[index]}"] if is_generated else ["", ""]
         text = escape_to_one_line(decoder.decode_token(token))
         yield (
             [
@@ -282,9 +314,10 @@ def _sign_style(value: float) -> str:
 
 
 def _build_json_fields(
-    location: SegmentLocation, trajectory: Trajectory, exchanges: Sequence[ChatExchange], *, tokens: bool
+    location: SegmentLocation, trajectory: Trajectory, exchanges: Sequence[ChatExchange], *, row: int, tokens: bool
 ) -> dict[str, object]:
     facts = {name: getattr(trajectory, name) for name in trajectory.__struct_fields__}
     columns = {name: facts.pop(name).tolist() for name in ("token_ids", "logprobs", "versions", "loss_mask")}
     facts["turns"] = exchanges
+    facts["conversation"] = row + 1
     return {**facts, "segment": str(location.path), **(columns if tokens else {})}

@@ -20,7 +20,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpcrl.spool.record import Trajectory
+from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.rows import count_by_fate
+from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, TRAINED, explain_untrained, measure_trained_share
 from hpcrl.system.terminal import (
     STATUS_STYLES,
     Sparkline,
@@ -66,6 +68,11 @@ class DomainFigures(msgspec.Struct, frozen=True, kw_only=True):
     by_status: dict[str, int]
     num_tokens: int
     num_said_tokens: int
+    token_fates: dict[str, int]
+    """What became of the generated tokens: `trained`, or why they are not."""
+    trained_share: float | None
+    """The share that is trained, without the extra episodes of groups."""
+    num_conversations: int
     reward: ValueSpread | None
     """The rewards of the trajectories that have one."""
     tokens: ValueSpread | None
@@ -85,7 +92,8 @@ class DomainTally:
 
     by_status: Counter[str] = field(default_factory=Counter)
     by_lag: Counter[int] = field(default_factory=Counter)
-    num_generated_tokens: int = 0
+    token_fates: Counter[str] = field(default_factory=Counter)
+    num_conversations: int = 0
     rewards: "array[float]" = field(default_factory=lambda: array("d"))
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
     turns: "array[float]" = field(default_factory=lambda: array("d"))
@@ -97,7 +105,8 @@ class DomainTally:
         self.by_lag[trajectory.end_version - trajectory.start_version] += 1
         self.tokens.append(len(trajectory))
         self.turns.append(len(trajectory.turns))
-        self.num_generated_tokens += sum(turn.end - turn.start for turn in trajectory.turns)
+        self.token_fates.update(count_fates(trajectory))
+        self.num_conversations += len(trajectory.rows) or 1
         self.seconds["generate"] += sum(turn.generate_s for turn in trajectory.turns)
         self.seconds["step"] += sum(turn.step_s for turn in trajectory.turns)
         self.seconds["reset"] += trajectory.reset_s
@@ -112,7 +121,10 @@ class DomainTally:
             num_trajectories=len(self.tokens),
             by_status=dict(self.by_status.most_common()),
             num_tokens=int(sum(self.tokens)),
-            num_said_tokens=self.num_generated_tokens,
+            num_said_tokens=self.token_fates.total(),
+            token_fates=dict(self.token_fates.most_common()),
+            trained_share=measure_trained_share(self.token_fates),
+            num_conversations=self.num_conversations,
             reward=measure_spread(self.rewards),
             tokens=measure_spread(self.tokens),
             turns=measure_spread(self.turns),
@@ -122,6 +134,18 @@ class DomainTally:
             reset_s=self.seconds["reset"],
             by_version=mean_reward_by_version(self.versions),
         )
+
+
+def count_fates(trajectory: Trajectory) -> Counter[str]:
+    """Count the generated tokens of a trajectory by what became of them."""
+    fates = count_by_fate(trajectory)
+    if trajectory.status not in TRAINABLE:
+        return Counter({trajectory.status: fates.total()})
+    # A record of the first schema has turns that are masked without a reason: they were sampled otherwise.
+    num_masked = fates[TRAINED] - sum(
+        int(trajectory.loss_mask[turn.start : turn.end].sum()) for turn in trajectory.turns if not turn.masked
+    )
+    return fates - Counter({TRAINED: num_masked}) + Counter({"sampling": num_masked})
 
 
 def measure_spread(values: Sequence[float]) -> ValueSpread | None:
@@ -187,6 +211,11 @@ def _iter_stat_lines(figures: DomainFigures, *, ascii_only: bool) -> Iterator[tu
     yield "status", _format_statuses(figures)
     generated_share = figures.num_said_tokens / figures.num_tokens if figures.num_tokens else 0.0
     yield "tokens", Text(f"{figures.num_tokens:,}, of which the model generated {format_percent(generated_share)}")
+    if figures.num_conversations > figures.num_trajectories:
+        mean = figures.num_conversations / figures.num_trajectories
+        yield "rows", Text(f"{figures.num_conversations:,} conversations, {mean:.1f} an episode")
+    if figures.trained_share is not None:
+        yield "trained", _format_trained(figures.trained_share, figures.token_fates)
     yield "lag", _format_lags(figures)
     times = [("generate", figures.generate_s), ("step", figures.step_s), ("reset", figures.reset_s)]
     mean_episode_s = sum(seconds for _, seconds in times) / figures.num_trajectories
@@ -199,6 +228,14 @@ def _iter_stat_lines(figures: DomainFigures, *, ascii_only: bool) -> Iterator[tu
         yield "trend", Sparkline([one.reward_mean for one in figures.by_version])
         ends = [f"{format_number(one.reward_mean)} with version {one.version}" for one in (first, last)]
         yield "", Text(f"mean reward {ends[0]}, {ends[1]}", style="dim")
+
+
+def _format_trained(share: float, fates: Mapping[str, int]) -> Text:
+    """Format the share of the generated tokens that is trained, and why the rest is not."""
+    reasons = explain_untrained(fates)
+    style = "bold yellow" if share < MIN_TRAINED_SHARE else ""
+    text = Text(f"{share:.1%} of the generated tokens", style=style)
+    return text.append(f"; {reasons}" if reasons else "")
 
 
 def _format_statuses(figures: DomainFigures) -> Text:

@@ -31,6 +31,7 @@ from hpcrl.spool import listing
 from hpcrl.spool.ids import get_group, make_group_id
 from hpcrl.spool.listing import list_segments, parse_segment_name
 from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.rows import list_row_turns, list_spans
 from hpcrl.spool.segment import Segment, read_segment
 from hpcrl.system.exit_codes import EXIT_FAILED
 from hpcrl.system.files import read_json
@@ -55,18 +56,42 @@ def record_error(trajectory: Trajectory, *, is_scored: bool) -> str | None:
     """Return what is impossible in a trajectory, though its bytes are as they were written; None if nothing is."""
     if trajectory.group != get_group(trajectory.id):
         return f"its id does not start with its group {trajectory.group!r}"
-    position = 0
-    for index, turn in sorted(enumerate(trajectory.turns), key=lambda one: one[1].start):
-        if not position <= turn.start <= turn.end <= len(trajectory):
-            return f"turn {index + 1} is tokens {turn.start} to {turn.end} of {len(trajectory)}"
-        mask = trajectory.loss_mask
-        if (mask[turn.start : turn.end] == bool(turn.masked)).any() or mask[position : turn.start].any():
-            return f"turn {index + 1} does not fit the loss mask"
-        position = turn.end
+    if error := _row_error(trajectory) or _turn_error(trajectory):
+        return error
     if not np.isfinite(trajectory.logprobs[trajectory.loss_mask]).all():
         return "has log-probabilities that are not finite numbers"
     if is_scored and trajectory.status in TRAINABLE and trajectory.reward is None:
         return "has no reward, though it can be trained on"
+    return None
+
+
+def _row_error(trajectory: Trajectory) -> str | None:
+    lengths: list[int] = []
+    for number, span in enumerate(list_spans(trajectory)):
+        available = lengths[span.parent] if 0 <= span.parent < number else 0
+        if span.end < span.start or not 0 <= span.shares <= available or span.parent >= number:
+            return f"conversation {number + 1} is tokens {span.start} to {span.end}, {span.shares} of {span.parent + 1}"
+        lengths.append(span.num_tokens)
+    end = trajectory.rows[-1].end if trajectory.rows else len(trajectory)
+    return f"its conversations end at token {end} of {len(trajectory)}" if end != len(trajectory) else None
+
+
+def _turn_error(trajectory: Trajectory) -> str | None:
+    for number, turn in enumerate(trajectory.turns):
+        if not 0 <= turn.start <= turn.end <= len(trajectory):
+            return f"turn {number + 1} is tokens {turn.start} to {turn.end} of {len(trajectory)}"
+    for span, numbers in zip(list_spans(trajectory), list_row_turns(trajectory), strict=True):
+        position = span.start
+        for number in numbers:
+            turn = trajectory.turns[number]
+            if not position <= turn.start:
+                return f"turn {number + 1} is tokens {turn.start} to {turn.end}, which are not its alone"
+            trained = trajectory.loss_mask[turn.start : turn.end]
+            if trained.any() if turn.masked else not trained.all():
+                return f"turn {number + 1} does not fit the loss mask"
+            if trajectory.loss_mask[position : turn.start].any():
+                return f"turn {number + 1} does not fit the loss mask"
+            position = turn.end
     return None
 
 

@@ -18,6 +18,8 @@ from hpcrl.campaign_dir.events import (
     JobStarted,
     LayoutChosen,
     SegmentScored,
+    StaleDropped,
+    StepFinished,
     TrainingResumed,
     WorkerFailed,
     WorkerRestarted,
@@ -107,6 +109,34 @@ def test_the_json_has_the_rewards_and_the_episode_counts_of_a_campaign(campaign:
     sums = printed["domains"]["sums"]
     assert (sums["scored"], sums["reward_recent"]) == (302, 1.0)
     assert sums["reward_mean"] == pytest.approx(301 / 302)
+
+
+def test_the_json_has_the_share_of_tokens_that_is_trained(campaign: SyntheticCampaign) -> None:
+    running(campaign).emit("env-0", EpisodesCounted(token_fates={"sums": {"trained": 50}}))
+    campaign.emit("env-0", EpisodesCounted(token_fates={"sums": {"trained": 150, "sampling": 20}}))
+    campaign.emit(
+        "env-1",
+        EpisodesCounted(token_fates={"sums": {"trained": 30, "aborted-redundant": 900}, "chat": {"trained": 5}}),
+    )
+    campaign.emit("train-0", StaleDropped(num=1, token_counts={"sums": 10}))
+    campaign.emit("train-0", StepFinished(step=2, version=2, too_long_tokens={"sums": 6}))
+    domains = json.loads(encode_snapshot(collector(campaign).poll()))["domains"]
+    assert domains["sums"]["token_fates"] == {
+        "trained": 164, "sampling": 20, "aborted-redundant": 900, "stale": 10, "too-long": 6,
+    }  # fmt: skip
+    assert domains["sums"]["trained_share"] == pytest.approx(164 / 200)
+    assert domains["chat"]["trained_share"] == 1.0
+
+
+def test_a_worker_that_starts_again_counts_its_tokens_from_zero(campaign: SyntheticCampaign) -> None:
+    running(campaign).emit("env-0", EpisodesCounted(done=3, token_fates={"sums": {"trained": 50}}))
+    campaign.emit("env-0", EpisodesCounted(done=1, token_fates={"sums": {"trained": 8}}))
+    assert collector(campaign).poll().domains["sums"].token_fates == {"trained": 58}
+
+
+def test_events_without_counts_of_tokens_give_no_share(campaign: SyntheticCampaign) -> None:
+    running(campaign).emit("reward-0", SegmentScored(num=1, rewards={"sums": [1.0]}))
+    assert collector(campaign).poll().domains["sums"].trained_share is None
 
 
 def test_the_nodes_of_one_allocation_are_shown_by_component(campaign: SyntheticCampaign) -> None:

@@ -271,3 +271,14 @@ def test_evaluations_have_a_separate_line(tmp_path: Path) -> None:
     (line,) = [line for line in lines if line.startswith("held out")]
     assert line.endswith("0.500, best 0.800 at version 10")
     assert len(lines) <= 24
+
+
+def test_a_low_share_of_trained_tokens_is_shown_with_its_reason(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    fates = {"chat": {"trained": 100}, "tools": {"trained": 80, "sampling": 15, "aborted-stale": 5}}
+    campaign.emit("env-1", EpisodesCounted(token_fates=fates))
+    snapshot = collector(campaign).poll()
+    (line,) = [line for line in text_of(snapshot, width=140) if line.startswith("trained")]
+    low = "tools only 80.0% of tokens: 15.0% sampled otherwise than training assumes, 5.0% aborted as stale"
+    assert line.split(None, 1)[1] == f"{low}   chat 100.0% of tokens"
+    assert f"trained: {low}" in describe_changes(None, snapshot)[-1]

@@ -13,11 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.campaign_dir.paths import SPOOLS
+from hpcrl.spool.record import ConversationRow, EpisodeTurn
 from hpcrl.system.terminal import draw_time_bar, escape_controls, escape_to_one_line, format_age, format_duration
 from hpcrl.traj.__main__ import main
-from hpcrl.traj.conversation import TokenDecoder, build_conversation, chat_messages, load_token_decoder
+from hpcrl.traj.conversation import (
+    TokenDecoder,
+    build_conversation,
+    chat_messages,
+    load_token_decoder,
+    restore_rows,
+)
 from hpcrl.traj.history import SeenIds, TrajectoryHistory, TrajectorySelection
-from hpcrl.traj.stats import DomainTally
+from hpcrl.traj.stats import DomainTally, count_by_domain, count_fates
 from tests.support.trajectories import Spools, trajectory, unscored
 
 
@@ -318,6 +325,133 @@ def test_stats_json_has_every_domain(filled, capsys):
 def test_stats_shows_the_trend_by_version(filled, capsys):
     _, out, _ = traj(filled, "stats", "--domain", "lake", capsys=capsys)
     assert "mean reward 0.00 with version 0, 0.30 with version 3" in out
+
+
+def test_stats_show_what_became_of_the_generated_tokens(spools, capsys):
+    first, second = trajectory().turns
+    masked = [first, msgspec.structs.replace(second, masked="choice")]
+    mask = trajectory().loss_mask.copy()
+    mask[10] = False
+    spools.scored(forked(0), trajectory(1, turns=masked, loss_mask=mask))
+    spools.add("scored", unscored(trajectory(2, status="aborted-redundant")))
+    _, out, _ = traj(spools, "stats", "--json", capsys=capsys)
+    (figures,) = json.loads(out)["domains"]
+    assert figures["token_fates"] == {"trained": 9, "aborted-redundant": 4, "choice": 2}
+    assert (figures["trained_share"], figures["num_conversations"]) == (9 / 11, 5)
+    _, out, _ = traj(spools, "stats", capsys=capsys)
+    assert "81.8% of the generated tokens; 18.2% in a conversation that `trains` leaves out" in " ".join(out.split())
+    assert "5 conversations, 1.7 an episode" in out
+
+
+def test_an_untrained_turn_of_an_old_record_counts_as_sampled_otherwise():
+    mask = trajectory().loss_mask.copy()
+    mask[4:7] = False
+    assert count_fates(trajectory(loss_mask=mask)) == {"trained": 1, "sampling": 3}
+
+
+# ---- episodes with several conversations
+
+
+def forked(number=0, **changed):
+    """Make an episode of three conversations: the second goes on from the first turn of the first, one is masked."""
+    base = trajectory(number)
+    own = np.array([2, 80, 3, 81, 1, 2, 82, 3, 83], np.int32)
+    mask = np.concatenate([base.loss_mask, np.isin(np.arange(9), (3, 4))])
+    fields = {
+        "rows": [
+            ConversationRow(end=11),
+            ConversationRow(end=16, parent=0, shares=7),
+            ConversationRow(end=20),
+        ],
+        "turns": [
+            *base.turns,
+            EpisodeTurn(start=14, end=16, generate_s=1.0),
+            EpisodeTurn(start=19, end=20, masked="choice"),
+        ],
+        "token_ids": np.concatenate([base.token_ids, own]),
+        "loss_mask": mask,
+        "logprobs": np.where(mask, -0.5, 0.0).astype(np.float32),
+        "versions": np.where(mask, number, 0).astype(np.int32),
+    }
+    return trajectory(number, **{**fields, **changed})
+
+
+def test_show_draws_the_tree_of_conversations_and_the_one_with_most_generated(filled, capsys):
+    filled.scored(forked(9))
+    _, out, _ = traj(filled, "show", "lake/9/0", capsys=capsys)
+    tree = [line.split("──", 1)[1].strip() for line in out.splitlines() if "── " in line]
+    assert [" ".join(line.split()) for line in tree] == [
+        "conversation 1 11 tokens, 2 turns, 4 generated, all trained",
+        "turn 1 3 tokens stop trained reward +0.25",
+        "conversation 2 12 tokens, 1 turn, 2 generated, all trained, the first 7 shared with 1",
+        "turn 3 2 tokens stop trained",
+        "turn 2 1 token trained reward +0.50",
+        "conversation 3 4 tokens, 1 turn, 1 generated, none trained",
+        "turn 4 1 token not trained: the environment trains another conversation (`trains`)",
+    ]
+    shown = out.split("\nturn 1")[1]
+    assert "k" in shown.split("turn 3")[1]
+    assert "20: 7 generated, 13 read; 1 of the generated ones are not trained" in out
+
+
+def test_show_prints_another_conversation_when_asked(filled, capsys):
+    filled.scored(forked(9))
+    _, out, _ = traj(filled, "show", "lake/9/0", "--conversation", "3", "--tokens", capsys=capsys)
+    assert "turn 4" in out.split("shown below")[1]
+    assert "0.0000" in out
+    code, _, err = traj(filled, "show", "lake/9/0", "--conversation", "4", capsys=capsys)
+    assert (code, "has 3 conversations" in err) == (2, True)
+
+
+def test_conversations_of_an_old_record_are_shown_and_counted(filled, capsys):
+    branch = {
+        "shares": 7,
+        "token_ids": [2, 80, 3, 81, 1],
+        "logprobs": [0.0, 0.0, 0.0, -1.0, -1.0],
+        "versions": [0, 0, 0, 9, 9],
+        "loss_mask": [False, False, False, True, True],
+        "turns": [{"start": 10, "end": 12}],
+    }
+    filled.scored(trajectory(9, extra={"branches": [branch], "note": "kept"}))
+    _, out, _ = traj(filled, "show", "lake/9/0", "--json", "--conversation", "2", capsys=capsys)
+    shown = json.loads(out)
+    assert shown["rows"] == [{"end": 11}, {"end": 16, "parent": 0, "shares": 7}]
+    assert [(one["said"], one["turn"].get("masked")) for one in shown["turns"]] == [("ab", None), ("l", "choice")]
+    assert shown["extra"] == {"note": "kept"}
+    (tally,) = count_by_domain(TrajectoryHistory(filled.run), TrajectorySelection(group="lake/9"))
+    assert tally.token_fates == {"trained": 4, "choice": 2}
+
+
+@pytest.mark.parametrize("branches", ["many", [{"shares": 99}], [{"shares": 99, "token_ids": [], "logprobs": [],
+    "versions": [], "loss_mask": [], "turns": []}]])  # fmt: skip
+def test_a_fact_that_only_looks_like_conversations_stays_a_fact(branches):
+    odd = trajectory(extra={"branches": branches})
+    assert restore_rows(odd) is odd
+
+
+def test_a_thousand_conversations_are_drawn_on_a_page(filled, capsys):
+    base, num = trajectory(9), 1000
+    own = np.tile(np.array([2, 80, 3, 81, 1], np.int32), num)
+    mask = np.concatenate([base.loss_mask, np.tile([False, False, False, True, True], num)])
+    filled.scored(
+        trajectory(
+            9,
+            rows=[
+                ConversationRow(end=11),
+                *(ConversationRow(end=16 + 5 * n, parent=n, shares=11 + 5 * n) for n in range(30)),
+                *(ConversationRow(end=16 + 5 * n, parent=0, shares=7) for n in range(30, num)),
+            ],
+            turns=[*base.turns, *(EpisodeTurn(start=14 + 5 * n, end=16 + 5 * n) for n in range(num))],
+            token_ids=np.concatenate([base.token_ids, own]),
+            loss_mask=mask,
+            logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+            versions=np.zeros(len(mask), np.int32),
+        )
+    )
+    _, out, _ = traj(filled, "show", "lake/9/0", capsys=capsys)
+    tree = out.split("1,001 conversations")[1].split("turn 1 (")[0]
+    assert "976 more conversations: 976 turns, 1,952 generated, all trained" in " ".join(tree.split())
+    assert len(tree.splitlines()) < 120
 
 
 def test_a_spool_that_cannot_be_listed_is_named(spools, capsys):

@@ -13,7 +13,7 @@ import pytest
 from hpcrl.learn.consumed import ConsumedGroups, sort_group_numbers
 from hpcrl.spool import record
 from hpcrl.spool.listing import quarantine_segment
-from hpcrl.spool.record import EpisodeTurn
+from hpcrl.spool.record import ConversationRow, EpisodeTurn
 from hpcrl.traj.__main__ import main
 from hpcrl.traj.verify import SpoolVerifier
 from tests.support.campaigns import hpcrl
@@ -111,6 +111,8 @@ def test_a_directory_with_the_name_of_a_segment_is_damage(spools):
         ({"group": "lake/77"}, "does not start with its group"),
         ({"turns": [EpisodeTurn(start=4, end=99)]}, "tokens 4 to 99 of 11"),
         ({"turns": [EpisodeTurn(start=3, end=7)]}, "does not fit the loss mask"),
+        ({"turns": [EpisodeTurn(start=4, end=7, masked="choice")]}, "does not fit the loss mask"),
+        ({"turns": [EpisodeTurn(start=4, end=7), EpisodeTurn(start=5, end=7)]}, "which are not its alone"),
         ({"logprobs": np.full(11, np.nan, np.float32)}, "not finite numbers"),
         ({"reward": None}, "has no reward"),
     ],
@@ -121,6 +123,13 @@ def test_an_impossible_trajectory_is_named(spools, changed, message):
     assert path.name in where
     assert "lake/8/0" in reason
     assert message in reason
+
+
+def test_an_episode_of_several_conversations_is_clean_whatever_the_order_of_its_turns(spools):
+    rows = [ConversationRow(end=7), ConversationRow(end=11, parent=0, shares=4)]
+    first_turn, second_turn = trajectory().turns
+    spools.scored(trajectory(8, rows=rows, turns=[second_turn, first_turn]))
+    assert damage(spools) == []
 
 
 def test_a_twin_of_another_segment_is_damage(spools):
