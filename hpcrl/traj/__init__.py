@@ -5,9 +5,7 @@ __main__      the commands, in an interpreter that has h5py
 history       every trajectory of a campaign, each once
 listing       `ls`
 conversation  turns as text
-messages      their input as messages with roles
 show          `show`
-tree          the conversations of an episode as a tree
 stats         `stats`
 export        `export`
 parquet       its Parquet form

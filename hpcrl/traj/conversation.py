@@ -6,10 +6,12 @@ ChatExchange         the input and the output of one turn
 build_conversation   makes the exchanges of one row
 find_main_row        the row that generated most
 chat_messages        the exchanges as messages with role and content
+MessageSplitter, make_message_splitter    cut what the model was shown into messages, as the chat template wrote them
 restore_rows         gives rows to a record of the first schema, which kept some conversations among its facts
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,17 +27,17 @@ from hpcrl.spool.rows import PlacedTurn, RowColumns, expand_row, list_placed_tur
 from hpcrl.system.files import read_json
 
 if TYPE_CHECKING:
-    from hpcrl.traj.messages import MessageSplitter
+    from hpcrl.models.chat_template import ChatTemplate
 
 
 class ChatExchange(msgspec.Struct, frozen=True, kw_only=True):
     """The input and the output of the model in one turn. Indices count from the first token of the row."""
 
-    saw: str
-    said: str
+    input_text: str
+    output_text: str
     start: int
     """Index of the first token of the input."""
-    said_from: int
+    output_start: int
     """Index of the first token of the output."""
     end: int
     turn: EpisodeTurn | None
@@ -111,7 +113,6 @@ def load_token_decoder(campaign: CampaignDir) -> TokenDecoder:
     """Load the tokenizer in the campaign's model directory."""
     try:
         from hpcrl.models.chat_layout import load_chat_layout
-        from hpcrl.traj.messages import make_message_splitter
 
         layout = load_chat_layout(campaign.model, _read_model_config(campaign))
         return TokenDecoder(layout, splitter=make_message_splitter(layout.template))
@@ -157,10 +158,10 @@ def _build_exchange(
     versions = columns.versions[placed.start : placed.end]
     messages, opening = decoder.input_messages(ids, start=start, end=placed.start)
     return ChatExchange(
-        saw=decoder.observation_text(ids[start : placed.start].tolist(), is_first=start == 0),
-        said=decoder.decode_text(ids[placed.start : placed.end].tolist()),
+        input_text=decoder.observation_text(ids[start : placed.start].tolist(), is_first=start == 0),
+        output_text=decoder.decode_text(ids[placed.start : placed.end].tolist()),
         start=start,
-        said_from=placed.start,
+        output_start=placed.start,
         end=placed.end,
         turn=turn,
         versions=(int(versions[0]), int(versions[-1])) if len(versions) else None,
@@ -184,8 +185,8 @@ def chat_messages(exchanges: Sequence[ChatExchange]) -> list[dict[str, str]]:
     message_list = []
     for exchange in exchanges:
         message_list += exchange.messages
-        if exchange.end > exchange.said_from:
-            message_list.append({"role": "assistant", "content": exchange.opening + exchange.said})
+        if exchange.end > exchange.output_start:
+            message_list.append({"role": "assistant", "content": exchange.opening + exchange.output_text})
     return message_list
 
 
@@ -237,3 +238,107 @@ def _join_columns(trajectory: Trajectory, branches: Sequence[_StoredBranch]) -> 
     }
     columns["loss_mask"][len(trajectory) :] = False
     return columns
+
+
+# ---- the input of a turn as messages
+
+ROLE_SEQUENCES = (
+    ("user", "assistant", "user"),
+    ("user", "user"),
+    ("system", "user", "assistant", "user"),
+    ("user", "assistant", "tool", "assistant"),
+    ("user", "assistant", "tool", "tool", "user"),
+)
+"""The conversations that are rendered; a template may refuse some."""
+_CONTENT = re.compile(r"Content number \d\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageSplitter:
+    """The texts between the messages of one chat template."""
+
+    template: "ChatTemplate"
+    mark_texts: Mapping[int, str]
+    """The special tokens, by their id."""
+    roles: Mapping[str, str]
+    """The role of the message that follows each text."""
+    pattern: re.Pattern[str]
+    """Any of those texts, the longest first."""
+
+    def split_messages(self, token_ids: Sequence[int]) -> tuple[list[dict[str, str]], str]:
+        """Return the messages in tokens that end where the model generates, and the opening of its answer if any.
+
+        What precedes the first text of the template is a system prompt, or what follows one that was cut.
+        """
+        messages, role, position = [], "system", 0
+        text = self._decode(token_ids)
+        for found in self.pattern.finditer(text):
+            messages.append((role, text[position : found.start()]))
+            role, position = self.roles[found[0]], found.end()
+        opening = text[position:] if role == "assistant" else ""
+        if role != "assistant":
+            messages.append((role, text[position:]))
+        shown = [{"role": role, "content": self._clean(content)} for role, content in messages]
+        return [message for message in shown if message["content"].strip()], self._clean(opening)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens; characters that only look like a mark are guarded."""
+        pieces: list[str] = []
+        run: list[int] = []
+        for token in token_ids:
+            if token in self.mark_texts:
+                pieces += [self._decode_run(run), self.mark_texts[token]]
+                run = []
+            else:
+                run.append(token)
+        return "".join([*pieces, self._decode_run(run)])
+
+    def _decode_run(self, token_ids: Sequence[int]) -> str:
+        if not token_ids:
+            return ""
+        return self.template.guard(str(self.template.tokenizer.decode(token_ids, skip_special_tokens=False)))
+
+    def _clean(self, text: str) -> str:
+        """Return a content without guards, and without marks that close it."""
+        from hpcrl.models.chat_template import GUARD_CHARACTER
+
+        return self.template.mark_pattern.sub("", text).replace(GUARD_CHARACTER, "")
+
+
+def make_message_splitter(template: "ChatTemplate") -> MessageSplitter | None:
+    """Find what a template writes between messages; None if it writes nothing that tells them apart."""
+    roles: dict[str, str] = {}
+    for sequence in ROLE_SEQUENCES:
+        for gap, role in _list_gaps(template, sequence):
+            if gap.strip() and roles.get(gap) != "user":  # templates that write several roles alike write users
+                roles[gap] = role
+    texts = [gap for gap in roles if not _has_message_inside(gap, roles)]
+    if not texts:
+        return None
+    return MessageSplitter(
+        template=template,
+        mark_texts={number: text for text, number in template.mark_ids.items()},
+        roles=roles,
+        pattern=re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))),
+    )
+
+
+def _list_gaps(template: "ChatTemplate", sequence: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield what a template writes before each message of a conversation, with its role."""
+    messages: list[Mapping[str, Any]] = [
+        {"role": role, "content": f"Content number {number}."} for number, role in enumerate(sequence)
+    ]
+    try:
+        rendered = template.render(messages)
+    except HpcrlError:
+        return
+    gaps = _CONTENT.split(rendered)
+    if len(gaps) == len(sequence) + 1:
+        yield from zip(gaps, [*sequence, "assistant"], strict=True)
+
+
+def _has_message_inside(gap: str, roles: Mapping[str, str]) -> bool:
+    """Check whether a text has a default system prompt in it: it starts and ends with two other texts."""
+    starts = [len(other) for other in roles if other != gap and gap.startswith(other)]
+    ends = [len(other) for other in roles if other != gap and gap.endswith(other)]
+    return bool(starts and ends) and max(starts) + max(ends) < len(gap)

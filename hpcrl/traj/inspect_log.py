@@ -185,7 +185,7 @@ class _SampleStory:
                 continue
             for message in exchange.messages:
                 path = [*path, self._pool_message(message["role"], message["content"], position=len(path))]
-            if exchange.end > exchange.said_from or exchange.turn is not None:
+            if exchange.end > exchange.output_start or exchange.turn is not None:
                 path = self._add_turn(exchange, path, span_id=span_id if has_span else None)
         self.messages_by_row.append(path)
         if has_span:
@@ -193,18 +193,18 @@ class _SampleStory:
 
     def _add_turn(self, exchange: ChatExchange, path: list[int], *, span_id: str | None) -> list[int]:
         """Add the event of a turn; return the messages up to its answer."""
-        end_path = [*path, self._pool_message("assistant", exchange.opening + exchange.said, position=len(path))]
+        end_path = [*path, self._pool_message("assistant", exchange.opening + exchange.output_text, position=len(path))]
         answer = self.pool[end_path[-1]]
         answer |= {"source": "generate", "model": self._labels.model}
         turn = exchange.turn
-        num_generated = exchange.end - exchange.said_from
+        num_generated = exchange.end - exchange.output_start
         generate_s = turn.generate_s if turn is not None else 0.0
-        usage = _make_usage(exchange.said_from, num_generated)
+        usage = _make_usage(exchange.output_start, num_generated)
         self.total_usage = {name: self.total_usage[name] + usage[name] for name in usage}
         output = {
             "model": self._labels.model,
             "choices": [{"message": answer, "stop_reason": self._stop_reason(exchange, answer)}],
-            "completion": exchange.said,
+            "completion": exchange.output_text,
             "usage": usage,
             "time": _finite(generate_s),
         }
@@ -240,7 +240,7 @@ class _SampleStory:
 
     def _turn_metadata(self, exchange: ChatExchange) -> JsonFields:
         turn = exchange.turn
-        metadata: JsonFields = {"num_generated_tokens": exchange.end - exchange.said_from}
+        metadata: JsonFields = {"num_generated_tokens": exchange.end - exchange.output_start}
         if exchange.versions:
             metadata["versions"] = list(exchange.versions)
         if turn is not None:

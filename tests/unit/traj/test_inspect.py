@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.spool.record import ConversationRow, EpisodeTurn
 from hpcrl.traj.__main__ import main
-from hpcrl.traj.messages import make_message_splitter
+from hpcrl.traj.conversation import make_message_splitter
 from tests.support.trajectories import Spools, trajectory, unscored
 
 QWEN = (

@@ -128,14 +128,14 @@ def test_ids_are_new_once(names):
 
 def test_a_conversation_is_input_and_output_without_marks(filled):
     exchanges = build_conversation(trajectory(), load_token_decoder(filled.run))
-    assert [(one.saw, one.said) for one in exchanges] == [("hi", "ab"), ("?", "c")]
+    assert [(one.input_text, one.output_text) for one in exchanges] == [("hi", "ab"), ("?", "c")]
     assert [message["role"] for message in chat_messages(exchanges)] == ["user", "assistant"] * 2
 
 
 def test_a_turn_that_was_started_and_not_completed_is_shown_too(filled):
     unfinished = trajectory(turns=trajectory().turns[:1], status="policy-fault")
     last = build_conversation(unfinished, load_token_decoder(filled.run))[-1]
-    assert (last.saw, last.said, last.turn) == ("?", "c", None)
+    assert (last.input_text, last.output_text, last.turn) == ("?", "c", None)
 
 
 def test_without_a_tokenizer_the_ids_stand_for_the_text(spools, capsys):
@@ -416,7 +416,10 @@ def test_conversations_of_an_old_record_are_shown_and_counted(filled, capsys):
     _, out, _ = traj(filled, "show", "lake/9/0", "--json", "--conversation", "2", capsys=capsys)
     shown = json.loads(out)
     assert shown["rows"] == [{"end": 11}, {"end": 16, "parent": 0, "shares": 7}]
-    assert [(one["said"], one["turn"].get("masked")) for one in shown["turns"]] == [("ab", None), ("l", "choice")]
+    assert [(one["output_text"], one["turn"].get("masked")) for one in shown["turns"]] == [
+        ("ab", None),
+        ("l", "choice"),
+    ]
     assert shown["extra"] == {"note": "kept"}
     (tally,) = count_by_domain(TrajectoryHistory(filled.run), TrajectorySelection(group="lake/9"))
     assert tally.token_fates == {"trained": 4, "choice": 2}
