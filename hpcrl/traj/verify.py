@@ -78,13 +78,15 @@ def _row_error(trajectory: Trajectory) -> str | None:
 
 def _turn_error(trajectory: Trajectory) -> str | None:
     for number, turn in enumerate(trajectory.turns):
+        if not 0 <= turn.row < max(1, len(trajectory.rows)):
+            return f"turn {number + 1} is in conversation {turn.row + 1} of {max(1, len(trajectory.rows))}"
         if not 0 <= turn.start <= turn.end <= len(trajectory):
             return f"turn {number + 1} is tokens {turn.start} to {turn.end} of {len(trajectory)}"
     for span, numbers in zip(list_spans(trajectory), list_row_turns(trajectory), strict=True):
         position = span.start
         for number in numbers:
             turn = trajectory.turns[number]
-            if not position <= turn.start:
+            if not position <= turn.start <= turn.end <= span.end:
                 return f"turn {number + 1} is tokens {turn.start} to {turn.end}, which are not its alone"
             trained = trajectory.loss_mask[turn.start : turn.end]
             if trained.any() if turn.masked else not trained.all():

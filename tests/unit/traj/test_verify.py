@@ -112,6 +112,7 @@ def test_a_directory_with_the_name_of_a_segment_is_damage(spools):
         ({"turns": [EpisodeTurn(start=4, end=99)]}, "tokens 4 to 99 of 11"),
         ({"turns": [EpisodeTurn(start=3, end=7)]}, "does not fit the loss mask"),
         ({"turns": [EpisodeTurn(start=4, end=7, masked="choice")]}, "does not fit the loss mask"),
+        ({"turns": [EpisodeTurn(start=4, end=7, row=1)]}, "in conversation 2 of 1"),
         ({"turns": [EpisodeTurn(start=4, end=7), EpisodeTurn(start=5, end=7)]}, "which are not its alone"),
         ({"logprobs": np.full(11, np.nan, np.float32)}, "not finite numbers"),
         ({"reward": None}, "has no reward"),
@@ -127,8 +128,8 @@ def test_an_impossible_trajectory_is_named(spools, changed, message):
 
 def test_an_episode_of_several_conversations_is_clean_whatever_the_order_of_its_turns(spools):
     rows = [ConversationRow(end=7), ConversationRow(end=11, parent=0, shares=4)]
-    first_turn, second_turn = trajectory().turns
-    spools.scored(trajectory(8, rows=rows, turns=[second_turn, first_turn]))
+    turns = [EpisodeTurn(start=10, end=11, row=1), EpisodeTurn(start=4, end=7)]
+    spools.scored(trajectory(8, rows=rows, turns=turns))
     assert damage(spools) == []
 
 
