@@ -306,7 +306,7 @@ class MessageSplitter:
 
 
 def make_message_splitter(template: "ChatTemplate") -> MessageSplitter | None:
-    """Find what a template writes between messages; None if it writes nothing that tells them apart."""
+    """Find what a template writes between messages; None if it writes nothing that separates them."""
     roles: dict[str, str] = {}
     for sequence in ROLE_SEQUENCES:
         for gap, role in _list_gaps(template, sequence):

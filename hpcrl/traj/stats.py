@@ -67,7 +67,7 @@ class DomainFigures(msgspec.Struct, frozen=True, kw_only=True):
     num_trajectories: int
     by_status: dict[str, int]
     num_tokens: int
-    num_said_tokens: int
+    num_generated_tokens: int
     token_fates: dict[str, int]
     """What became of the generated tokens: `trained`, or why they are not."""
     trained_share: float | None
@@ -121,7 +121,7 @@ class DomainTally:
             num_trajectories=len(self.tokens),
             by_status=dict(self.by_status.most_common()),
             num_tokens=int(sum(self.tokens)),
-            num_said_tokens=self.token_fates.total(),
+            num_generated_tokens=self.token_fates.total(),
             token_fates=dict(self.token_fates.most_common()),
             trained_share=measure_trained_share(self.token_fates),
             num_conversations=self.num_conversations,
@@ -209,7 +209,7 @@ def _print_domain(console: Console, figures: DomainFigures) -> None:
 
 def _iter_stat_lines(figures: DomainFigures, *, ascii_only: bool) -> Iterator[tuple[str, RenderableType]]:
     yield "status", _format_statuses(figures)
-    generated_share = figures.num_said_tokens / figures.num_tokens if figures.num_tokens else 0.0
+    generated_share = figures.num_generated_tokens / figures.num_tokens if figures.num_tokens else 0.0
     yield "tokens", Text(f"{figures.num_tokens:,}, of which the model generated {format_percent(generated_share)}")
     if figures.num_conversations > figures.num_trajectories:
         mean = figures.num_conversations / figures.num_trajectories
