@@ -219,6 +219,7 @@ class AgentProgram:
                 **self._environment,
                 **boxes.task_variables(shown),
                 **{"OPENAI_BASE_URL": url, "OPENAI_API_KEY": access.api_key, "OPENAI_MODEL": access.model},
+                **{"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": access.api_key},
             },
             forward_port=INSIDE_PORT if forwarded else 0,
             socket=access.socket,

@@ -234,7 +234,7 @@ def _read_tool(tool: JsonObject) -> JsonObject:
 
 
 def read_conversation(request: MessagesRequest) -> list[JsonObject]:
-    """Return the messages in the internal form: tool results are messages of their own."""
+    """Return the messages in the internal form: each tool result is one message."""
     messages: list[JsonObject] = []
     if request.system:
         messages.append({"role": "system", "content": _read_system(request.system)})
@@ -251,7 +251,7 @@ def read_conversation(request: MessagesRequest) -> list[JsonObject]:
             case _:
                 raise ApiError(400, f"{place}.role is {role!r}: it must be user or assistant", param="messages")
     if messages[-1]["role"] == "assistant":
-        why = "the last message is the assistant's: this model does not continue a message that was begun for it"
+        why = "the last message is the assistant's: this model does not continue an answer"
         raise ApiError(400, why, param="messages")
     return messages
 
