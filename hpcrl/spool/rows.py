@@ -72,7 +72,7 @@ def list_spans(trajectory: Trajectory) -> list[RowSpan]:
 
 
 def expand_row(trajectory: Trajectory, number: int, *, spans: Sequence[RowSpan] | None = None) -> RowColumns:
-    """Return the columns of a row; those of a record without rows are views. `spans`: for callers that expand many rows."""
+    """Return the columns of a row; those of a record without rows are views. `spans`: for callers with many rows."""
     if not trajectory.rows:
         names = ("token_ids", "logprobs", "versions", "loss_mask")
         return RowColumns(**{name: getattr(trajectory, name) for name in names})
