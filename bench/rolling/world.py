@@ -10,8 +10,9 @@ Lengths          the layout: the last token of a prompt is the length of the rep
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from bench.routing.workload import Script
 from hpcrl.envs.base import Step
@@ -142,6 +143,9 @@ class Lengths:
     def first_turn(self, observation: str) -> list[int]:
         num_shown, num_generated = map(int, observation.split())
         return [*([1] * (num_shown - 1)), num_generated]
+
+    def first_messages(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any]) -> list[int]:
+        return self.first_turn(str(messages[-1]["content"]))
 
     def next_turn(self, observation: str, *, generated: Sequence[int]) -> list[int]:
         return self.first_turn(observation)

@@ -1,6 +1,6 @@
 """The protocol of an environment: text in, text and a reward out, with plain or async methods.
 
-    Env, Step                    an environment, and its answer to one action
+    Env, Step, TaskPrompt        an environment, its answer to one action, and the start of a task with messages
     TaskFields, TaskEnv          one row of a domain's task set, and an environment that is reset to it
     ProgramEnv, ModelAccess      an environment that calls the model itself, and how it reaches it
     RewardFunction, env_reward   the score of a trajectory, and the default one
@@ -21,7 +21,7 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -101,13 +101,22 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     done: bool = False
 
 
+class TaskPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """The start of a task that is more than one observation: a system message, examples, tools."""
+
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    """Messages as OpenAI clients send them; the model answers the last."""
+    tools: list[dict[str, Any]] = []
+    """Tools that the chat template describes to the model; the environment reads the calls in its answers."""
+
+
 class Env(Protocol):
     """One environment, used for one episode at a time.
 
     In a domain with `tasks`, `reset` is called as reset(seed, task=fields), with the fields of one row.
     """
 
-    async def reset(self, seed: int) -> str:
+    async def reset(self, seed: int) -> str | TaskPrompt:
         """Start the task of `seed` and return the first observation. The same seed is the same task."""
 
     async def step(self, action: str) -> Step:
@@ -152,8 +161,8 @@ class TaskEnv:
         self._env = env
         self._task = task
 
-    async def reset(self, seed: int) -> str:
-        return cast(str, await self._env.reset(seed, task=self._task))
+    async def reset(self, seed: int) -> str | TaskPrompt:
+        return cast(str | TaskPrompt, await self._env.reset(seed, task=self._task))
 
     async def step(self, action: str) -> Step:
         return cast(Step, await self._env.step(action))
@@ -264,7 +273,7 @@ class _ThreadedEnv:
         self._env = env
         self._thread = thread
 
-    async def reset(self, seed: int, task: TaskFields | None = None) -> str:
+    async def reset(self, seed: int, task: TaskFields | None = None) -> str | TaskPrompt:
         given = {} if task is None else {"task": task}
         return await self._thread.call(partial(self._env.reset, seed, **given))
 

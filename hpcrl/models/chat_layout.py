@@ -30,7 +30,7 @@ from hpcrl.config.recipe import ModelConfig
 from hpcrl.errors import ConfigError
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.models.jinja_template import SETTINGS_FILE, compile_template, read_template_text
-from hpcrl.models.message_form import find_message_form
+from hpcrl.models.message_form import Message, find_message_form
 from hpcrl.system.files import read_json
 
 _USER_1, _AGENT_1, _USER_2 = "Observation one.", "Answer one.", "Observation two."
@@ -59,6 +59,10 @@ class ChatLayout:
 
     def first_turn(self, observation: str) -> list[int]:
         return [*self.before_first, *self.template.encode_text(observation), *self.after_observation]
+
+    def first_messages(self, messages: Sequence[Message], *, tools: Sequence[Any]) -> list[int]:
+        """Return the ids of a first turn that is more than one observation."""
+        return self.template.encode(self.template.render(messages, tools=tools))
 
     def next_turn(self, observation: str, *, generated: Sequence[int]) -> list[int]:
         """Close the model's turn, unless its last `generated` token did, add the observation and open the next turn."""

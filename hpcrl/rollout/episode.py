@@ -14,15 +14,15 @@ loop, so an episode runs in virtual time as it does in real time.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
 from hpcrl.engines.base import Completion, GenerateRequest
-from hpcrl.envs.base import Env, Step
-from hpcrl.errors import EngineError, EnvFault
+from hpcrl.envs.base import Env, Step, TaskPrompt
+from hpcrl.errors import ConfigError, EngineError, EnvFault
 from hpcrl.rollout.tasks import AgentTask, stable_hash
 from hpcrl.rollout.turn import TurnGenerator, generate_turn
 from hpcrl.spool.ids import make_attempt_id, make_request_id
@@ -42,6 +42,8 @@ class ConversationLayout(Protocol):
     def stop_token_ids(self) -> Sequence[int]: ...
 
     def first_turn(self, observation: str) -> list[int]: ...
+
+    def first_messages(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any]) -> list[int]: ...
 
     def next_turn(self, observation: str, *, generated: Sequence[int]) -> list[int]: ...
 
@@ -203,7 +205,7 @@ class _EpisodeAttempt:
             env.reset(builder.task.seed), limits.reset_timeout_s, f"{builder.id}: reset", "reset_timeout_s"
         )
         builder.reset_s = loop_time() - started_at
-        prompt_ids = self._layout.first_turn(_check_text(observation, builder.id))
+        prompt_ids = self._open_conversation(observation)
         if len(prompt_ids) >= limits.context_length:
             raise EnvFault(
                 f"{builder.id}: the first observation has {len(prompt_ids)} tokens, "
@@ -220,6 +222,15 @@ class _EpisodeAttempt:
                 return "done"
             prompt_ids = self._layout.next_turn(step.observation, generated=reply_ids)
         return "truncated"
+
+    def _open_conversation(self, start: object) -> list[int]:
+        """Return the ids of the first turn; messages that the chat template refuses are a fault."""
+        if not isinstance(start, TaskPrompt):
+            return self._layout.first_turn(_check_text(start, self._builder.id))
+        try:
+            return self._layout.first_messages(start.messages, tools=start.tools)
+        except ConfigError as error:
+            raise EnvFault(f"{self._builder.id}: reset: {error}") from error
 
     @property
     def _num_free_tokens(self) -> int:

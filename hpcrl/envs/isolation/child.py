@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpcrl.envs.base import Step, check_task_parameter, construct_env
+from hpcrl.envs.base import Step, TaskPrompt, check_task_parameter, construct_env
 from hpcrl.envs.isolation.wire import Act, Close, EnvAnswer, EnvRequest, Make, Reset, encode_message, receive_request
 from hpcrl.errors import HpcrlError
 from hpcrl.system.exit_codes import encode_exit_code
@@ -88,8 +88,12 @@ def _handle_request(runner: asyncio.Runner, env: Any, request: EnvRequest) -> En
     match request:
         case Reset(seed=seed, task=task):
             observation = _await_result(runner, env.reset(seed) if task is None else env.reset(seed, task=task))
+            if isinstance(observation, TaskPrompt):
+                return EnvAnswer(prompt=observation)
             if not isinstance(observation, str):
-                return EnvAnswer(error=f"reset returned {type(observation).__name__}: it must return text")
+                return EnvAnswer(
+                    error=f"reset returned {type(observation).__name__}: it must return text or TaskPrompt"
+                )
             return EnvAnswer(observation=observation)
         case Act(action=action):
             step = _await_result(runner, env.step(action))

@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.envs.base import TaskPrompt
+
 MAX_MESSAGE_BYTES = 16 << 20
 """A larger observation would not be useful to a model."""
 _LENGTH_FORMAT = struct.Struct("!I")
@@ -55,6 +57,8 @@ class EnvAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The answer to a request."""
 
     observation: str = ""
+    prompt: TaskPrompt | None = None
+    """The start of a task, if it is more than an observation."""
     reward: float = 0.0
     done: bool = False
     error: str | None = None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpcrl.engines.base import Completion
-from hpcrl.envs.base import Step, adapt_env
+from hpcrl.envs.base import Step, TaskPrompt, adapt_env
 from hpcrl.errors import EngineError
 from hpcrl.rollout.episode import EpisodeLimits, retry_pause_s, run_episode
 from hpcrl.rollout.tasks import AgentTask
@@ -412,7 +412,7 @@ def test_the_real_chat_layout_fits(tiny_model_dir):
     from hpcrl.models.chat_layout import load_chat_layout
 
     chat = load_chat_layout(tiny_model_dir)
-    (letter,) = chat.tokenizer.encode("x", add_special_tokens=False).ids
+    (letter,) = chat.template.encode_text("x")
     word = Completion(token_ids=[letter], logprobs=[-1.0], versions=[5], finish_reason="length")
     trajectory = played(word, word, max_turns=2, layout=chat)
     assert trajectory.status == "truncated"
@@ -459,3 +459,19 @@ def test_making_an_environment_has_its_own_deadline():
         )
 
     assert asyncio.run(tried()).extra["fault"] == "making the environment: no answer in 0.02 s"
+
+
+def test_a_task_may_start_with_messages(tiny_model_dir):
+    from hpcrl.models.chat_layout import load_chat_layout
+
+    messages = [{"role": "system", "content": "Hm."}, {"role": "user", "content": "go"}]
+
+    class Briefed(Echo):
+        async def reset(self, seed):
+            return TaskPrompt(messages=messages)
+
+    chat = load_chat_layout(tiny_model_dir)
+    (letter,) = chat.template.encode_text("x")
+    word = Completion(token_ids=[letter], logprobs=[-1.0], versions=[5], finish_reason="length")
+    trajectory = played(word, make_env=Briefed, max_turns=1, layout=chat)
+    assert chat.template.decode_all(trajectory.token_ids.tolist()) == "<user>Hm.<user>go<agent>x"
