@@ -152,7 +152,7 @@ def make_rows(
 def make_chosen_rows(
     trajectory: Trajectory, chosen: Sequence[tuple[int, Sequence[float] | NDArray[Any]]], *, place_credit: CreditPlacer
 ) -> list[TrainingRow]:
-    """Make rows of a trajectory, each given by its number and the credits of its own turns by their position."""
+    """Make rows of a trajectory, each given by its number and the credits of the turns it trains by their position."""
     spans, turns = list_spans(trajectory), list_row_turns(trajectory)
     return [
         _make_row(
@@ -168,15 +168,15 @@ def make_chosen_rows(
 
 
 def divide_credits(facts: TrajectoryFacts, credit_K: NDArray[Any]) -> list[NDArray[Any]]:
-    """Return for each row the credits of its own turns; an episode without turns has one credit."""
+    """Return for each row the credits of the turns that it trains; an episode without turns has one credit."""
     return [credit_K[turns] for turns in list_row_turns(facts)] if facts.turns else [credit_K]
 
 
 def divide_rewards(facts: TrajectoryFacts, rewards_K: NDArray[Any]) -> list[NDArray[Any]]:
-    """Return for each row the rewards of its own turns, and with them those earned in other rows later on.
+    """Return for each row the rewards of the turns that it trains, and with them those earned in other rows later on.
 
     A reward counts for the last turn of each row that was answered by then, so that the return of every turn is that
-    of the whole episode from there, in whichever rows it goes on.
+    of the whole episode from there, in whichever rows it continues.
     """
     if not facts.rows:
         return divide_credits(facts, rewards_K)

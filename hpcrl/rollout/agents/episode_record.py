@@ -5,7 +5,7 @@
     ConversationChoice    which conversations are trained on
 
 A conversation is what the model saw and generated up to a turn that nothing continued. Its row shares the longest
-beginning that an earlier row has, token by token: so a template that renders the history anew for each turn, without
+beginning that an earlier row has, token by token: so a template that renders the whole history for each turn, without
 its old thoughts, stores what changed and no more. What is shared ends before the first turn that no earlier row holds.
 """
 
