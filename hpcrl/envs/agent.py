@@ -8,7 +8,7 @@
 
 The program finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, and its task as one JSON object
 on standard input and in HPCRL_TASK: `seed`, the option `task`, and the fields of a row if the domain has `tasks`. Its
-reward is what its judge says; without a judge the last line that it prints, as a number or as {"reward": number}; or
+reward is that of its judge; without a judge the last line that it prints, as a number or as {"reward": number}; or
 what it posts, if posts_reward allows that.
 """
 
@@ -87,7 +87,7 @@ class AgentProgram:
     judge_fields  fields of the task that only the judge is given
     judge_reward  printed: the reward is the last line of the judge; exit-code: it is 1 if the judge ends with 0, else 0
     judge_timeout_s  for the judge
-    posts_reward  allow the program to post its reward, with a key of its own that it reads from a descriptor
+    posts_reward  allow the program to post its reward, with a separate key that it reads from a descriptor
     cpu_s         CPU time of each of its processes
     max_processes, max_memory_mb, max_disk_mb  limits of a sandbox as a whole: processes and threads, memory, files
     sampling      recipe: temperature and the like are the recipe's, so that every turn can be trained on; program: as
@@ -264,7 +264,7 @@ class AgentProgram:
     async def _supervise(
         self, stages: Sequence[Stage], boxes: "_SandboxFactory", *, directory: str | None
     ) -> EpisodeOutcome:
-        """Run the stages in a process of their own; raises EnvFault if that fails."""
+        """Run the stages in a separate process; raises EnvFault if that fails."""
         disks = [str(boxes.root / stage.name) for stage in stages]
         episode = EpisodeStages(
             stages=[asdict(stage) for stage in stages],
@@ -365,7 +365,7 @@ class _SandboxFactory:
         timeout_s: float,
         timeout_name: str,
     ) -> Stage:
-        """Make the stage `name`, with directories of its own beside the working directory.
+        """Make the stage `name`, with separate directories beside the working directory.
 
         The program starts in the working directory. A judge does not: what the program left there must not be what
         Python imports.

@@ -252,7 +252,7 @@ def write_repository(directory: Path, number: int) -> dict[str, object]:
 def run_judge(workdir: Path, task: dict[str, object]) -> float:
     """Return 1 if the original tests pass on the package in `workdir`, else 0.
 
-    They run in another process, whose end alone proves nothing: it must print what only the runner was told, after as
+    They run in another process, whose end alone proves nothing: it must print what only the runner was given, after as
     many tests as there are. Code that searches the runner's frames could still find that.
     """
     package, tests = str(task["package"]), task["tests"]

@@ -1,4 +1,4 @@
-"""Images of apptainer: a file is used where it lies, one of a registry is pulled once for a node, into a cache.
+"""Images of apptainer: a file is used in its place, one of a registry is pulled once for a node, into a cache.
 
     open_image        use an image: its file stays as it is meanwhile
     is_remote         whether an image is one of a registry
@@ -46,7 +46,7 @@ class ImageCache(msgspec.Struct, frozen=True, kw_only=True):
             raise EnvFault(f"image_cache = {chosen!r} cannot be used: {error}") from None
         if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
             raise EnvFault(
-                f"image_cache = {chosen!r} can be written by others: name a directory of your own, mode 0700"
+                f"image_cache = {chosen!r} can be written by others: name a directory of yours, mode 0700"
             )
         return directory
 

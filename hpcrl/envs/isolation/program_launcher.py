@@ -55,7 +55,7 @@ class ProgramLaunch:
     """The port on loopback that is forwarded to `socket`, by which the program calls the model. 0: it needs none."""
     socket: str = ""
     reward_key: str = ""
-    """Sent to the program on a descriptor of its own."""
+    """Sent to the program on a descriptor."""
 
 
 @dataclass(frozen=True, kw_only=True)
