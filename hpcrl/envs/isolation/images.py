@@ -45,9 +45,7 @@ class ImageCache(msgspec.Struct, frozen=True, kw_only=True):
         except OSError as error:
             raise EnvFault(f"image_cache = {chosen!r} cannot be used: {error}") from None
         if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
-            raise EnvFault(
-                f"image_cache = {chosen!r} can be written by others: name a directory of yours, mode 0700"
-            )
+            raise EnvFault(f"image_cache = {chosen!r} can be written by others: name a directory of yours, mode 0700")
         return directory
 
 
