@@ -102,7 +102,7 @@ def wrap_with_disks(command: Sequence[str], disks: Sequence[str], *, max_mb: int
 
 def list_readable_paths(*more: str) -> tuple[str, ...]:
     """Return the paths of Python, its packages and hpcrl, and those given."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     places = [sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages(), str(package)]
     places += [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
     return tuple(dict.fromkeys(str(Path(place)) for place in [*places, *more] if Path(place).exists()))

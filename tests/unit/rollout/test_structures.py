@@ -25,6 +25,17 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETER
 ARGUMENTS = {"a": 1, "b": 'x "y"\n<z>'}
 
 
+def make_value(schema, *, tool):
+    """Make a value of a schema: arguments, a whole call, or one argument."""
+    match schema:
+        case {"anyOf": [*calls]}:
+            return make_value(next(call for call in calls if tool in str(call)), tool=tool)
+        case {"properties": {"name": _, "parameters": _}}:
+            return {"name": tool, "parameters": ARGUMENTS}
+        case _:
+            return ARGUMENTS if schema == PARAMETERS else ARGUMENTS["a"]
+
+
 def write(parts, *, tool):
     """Write a text that the parts allow: the call of one tool, with every argument, after a thought."""
     text = ""
@@ -33,7 +44,7 @@ def write(parts, *, tool):
             case ExactText(text=exact):
                 text += exact
             case JsonValue(schema=schema):
-                text += json.dumps(ARGUMENTS if schema == PARAMETERS else ARGUMENTS["a"])
+                text += json.dumps(make_value(schema, tool=tool))
             case FreeText(until=until):
                 text += ("Hm." if "think" in until else ARGUMENTS["b"]) + until
             case _:
