@@ -26,8 +26,8 @@ LAYOUTS = {
     "Mistral-Small": "<s>[SYSTEM_PROMPT]Today is DATE[/SYSTEM_PROMPT][INST]U1[/INST]yes</s>[INST]U2[/INST]",
     "Gemma-3": "<bos><start_of_turn>user\nU1<end_of_turn>\n<start_of_turn>model\nyes<end_of_turn>\n"
     "<start_of_turn>user\nU2<end_of_turn>\n<start_of_turn>model\n",
-    "DeepSeek-R1": "<\uff5cbegin\u2581of\u2581sentence\uff5c><\uff5cUser\uff5c>U1<\uff5cAssistant\uff5c><think>\nmm\n</think>\n\n"
-    "yes<\uff5cend\u2581of\u2581sentence\uff5c><\uff5cUser\uff5c>U2<\uff5cAssistant\uff5c><think>\n",
+    "DeepSeek-R1": "<\uff5cbegin\u2581of\u2581sentence\uff5c><\uff5cUser\uff5c>U1<\uff5cAssistant\uff5c>"
+    "<think>\nmm\n</think>\n\nyes<\uff5cend\u2581of\u2581sentence\uff5c><\uff5cUser\uff5c>U2<\uff5cAssistant\uff5c><think>\n",
     "GLM-4.5": "[gMASK]<sop><|user|>\nU1<|assistant|>\n<think>mm</think>\nyes<|user|>\nU2<|assistant|>",
     "gpt-oss": "<|start|>system<|message|>Current date: DATE\nReasoning: medium<|end|><|start|>user<|message|>U1<|end|>"
     "<|start|>assistant<|channel|>analysis<|message|>mm<|end|><|start|>assistant<|channel|>final<|message|>yes<|return|>"
