@@ -25,7 +25,7 @@ from bench.figures import Figure
 from hpcrl.config.recipe import TinyModel, TrainConfig
 from hpcrl.learn.batch import MicroBatch, make_micro_batches, make_rows
 from hpcrl.learn.consumed import ConsumedTrajectories
-from hpcrl.learn.distribute import balance_parts, compute_imbalance, naive
+from hpcrl.learn.distribute import balance_parts, compute_imbalance
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import checkpoint
@@ -53,7 +53,9 @@ def balance() -> list[Figure]:
     for _ in range(20):
         lengths = rng.lognormal(7, 1, 256).tolist()
         ours.append(compute_imbalance(lengths, balance_parts(lengths, num_parts=NUM_RANKS)))
-        theirs.append(compute_imbalance(lengths, naive(len(lengths), num_parts=NUM_RANKS)))
+        theirs.append(
+            compute_imbalance(lengths, [list(range(rank, len(lengths), NUM_RANKS)) for rank in range(NUM_RANKS)])
+        )
     return [
         Figure(name="max/mean tokens of 8 ranks, in turn", value=statistics.mean(theirs)),
         Figure(name="max/mean tokens of 8 ranks, balanced", value=statistics.mean(ours), bar=1.02, better="lower"),

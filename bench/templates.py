@@ -6,7 +6,7 @@
     compaction   a tool loop of nine calls, whose history a summary replaces twice
 
 Each agent calls the recording that the proxy uses, with small tokenizers whose templates have the structure of current
-families (`tests/support/model_templates.py`); an answer is written as the family writes it, with thoughts if its model
+families (`hpcrl/testing/model_templates.py`); an answer is written as the family writes it, with thoughts if its model
 thinks, and the client sends it back as OpenAI clients do, without thoughts. A cell is the share of generated tokens
 that is in the loss of the record, exactly once, and the number of rows. `--markdown` prints the table of
 docs/templates.md.
@@ -27,7 +27,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents.episode_record import ConversationChoice, EpisodeFacts, build_record
 from hpcrl.rollout.agents.recording import ConversationRecording
-from tests.support.model_templates import FAMILIES, ModelFamily, save_family
+from hpcrl.testing.model_templates import FAMILIES, ModelFamily, save_family
 
 FACTS = EpisodeFacts(
     id="bench/0/0",
@@ -65,7 +65,7 @@ class ModelClient:
 
     def answer(self, messages: list[Message], text: str, *, tools: Any = None) -> list[Message]:
         """Let the model answer in text; return the conversation with the answer."""
-        written = self._family.say(text, thought=f"I think of {len(messages)}.")
+        written = self._family.write_answer(text, thought=f"I think of {len(messages)}.")
         return self._record(messages, written, {"role": "assistant", "content": text}, tools=tools)
 
     def call(self, messages: list[Message], number: int) -> list[Message]:
@@ -74,7 +74,7 @@ class ModelClient:
         function = {"name": name, "arguments": arguments}
         answer = {"role": "assistant", "content": ""}
         answer |= {"tool_calls": [{"id": f"call{number:05}", "type": "function", "function": function}]}
-        written = self._family.say_call(name, arguments, thought=f"Where is {number}?")
+        written = self._family.write_call(name, arguments, thought=f"Where is {number}?")
         return self._record(messages, written, answer, tools=TOOLS)
 
     def _record(self, messages: list[Message], written: str, answer: Message, *, tools: Any) -> list[Message]:

@@ -64,7 +64,7 @@ class TaskSetConfig(ConfigTable, frozen=True, kw_only=True):
     shuffle: bool = True
     """Another order in each epoch, by the recipe's seed; false: the order of the file."""
     epochs: CountOrZero = 0
-    """How often each row is used, after which the domain ends; 0: as often as training needs."""
+    """The number of times that each row is used, after which the domain ends; 0: as often as training needs."""
     held_out_rows: CountOrZero = 0
     """The number of rows that only evaluations use, spread evenly over the file."""
     held_out_path: str | Annotated[list[str], Meta(min_length=1)] | None = None
@@ -225,10 +225,10 @@ class EngineConfig(ConfigTable, frozen=True, kw_only=True):
     vllm_args: list[str] = []
     """With vLLM: further arguments of its server."""
     tool_parser: str = AUTO_PARSER
-    """How tool calls of agent programs are found in generated text: a family of models (docs/agents.md), "none", or
+    """The parser of tool calls in generated text: a family of models (docs/agents.md), "none", or
     "vllm:NAME" for one of vLLM's parsers; auto: by the model's chat template."""
     reasoning_parser: str = AUTO_PARSER
-    """How thoughts are found, likewise."""
+    """The parser of thoughts, likewise."""
     sim: SimulatedEngineConfig = SimulatedEngineConfig()
 
 

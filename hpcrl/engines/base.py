@@ -77,7 +77,7 @@ OutputPart = ExactText | JsonValue | FreeText | PartChoice
 
 
 class OutputStructure(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer must be: these parts, and then a stop token. All other tokens have probability 0."""
+    """The required form of an answer: these parts, and then a stop token. All other tokens have probability 0."""
 
     parts: list[OutputPart]
 
@@ -107,7 +107,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     """The number of likeliest tokens to report at each position, at most MAX_TOP_LOGPROBS."""
     structure: OutputStructure | None = None
-    """What the text of the answer must be; log-probabilities are of the tokens that this allows."""
+    """The required form of the answer's text; log-probabilities are of the tokens that this allows."""
     num_answered: int = 0
     """The last tokens of `token_ids` that are the answer so far, if another engine has made a part of it: the structure
     continues after them."""

@@ -1,4 +1,4 @@
-"""What the text of an answer must be, as a grammar: the same one in every engine that honours it.
+"""Write the required form of an answer's text as a grammar: the same one in every engine that honours it.
 
     check_structure   refuse a structure that no engine can serve, before it is sent
     write_grammar     a request's structure as a grammar of llguidance, in Lark's form

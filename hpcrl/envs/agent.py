@@ -58,9 +58,9 @@ END_GRACE_S = 5.0
 INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 """The only variables that a program in a sandbox inherits."""
 NUM_RESERVED_TASKS = 64
-"""The kernel allows a few more tasks than max_processes, so that the supervisor sees the excess and says so."""
+"""The kernel allows a few more tasks than max_processes, so that the supervisor sees the excess and reports it."""
 MIN_PROCESSES = 32
-"""A sandbox and a program have a dozen tasks of their own."""
+"""A sandbox and a program have a dozen tasks themselves."""
 _START_CODE = (
     "import sys; sys.path.insert(0, {root!r}); from hpcrl.envs.isolation.{module} import main; sys.exit(main())"
 )
@@ -150,7 +150,7 @@ class AgentProgram:
         self.sampling = sampling
         self.trains = trains
         self.problem = ""
-        """How the program ended, if not well; with a judge that alone is no fault."""
+        """The way the program ended, if it failed; with a judge that alone is not a fault."""
         self._command = tuple(command)
         self._task = task or {}
         self._environment = environment or {}
@@ -334,7 +334,7 @@ class AgentProgram:
 
 
 class _SandboxFactory:
-    """What the sandboxes of one episode have in common."""
+    """The settings that the sandboxes of one episode share."""
 
     def __init__(self, *, kind: SandboxKind, image: str | None, root: Path) -> None:
         self.kind = kind
@@ -397,7 +397,7 @@ class _SandboxFactory:
 
 
 def fill_template(template: str, fields: TaskFields, *, what: str) -> str:
-    """Replace each {field} by the task's value; raises EnvFault for a field that is missing or is no part of a path."""
+    """Replace each {field} by the task's value; raises EnvFault for one that is missing or cannot be in a path."""
 
     def fill_field(match: re.Match[str]) -> str:
         name = match[1]

@@ -20,7 +20,7 @@
 Legend: B rows of a micro-batch, T positions (padded on the right), N model tokens of a micro-batch, K turns
 Dtypes: token ids int64, log-probs and advantages float32, masks bool
 
-Position t of a row predicts token t + 1. The shift is made here, in `make_rows`, and nowhere else.
+Position t of a row predicts token t + 1. The shift is made in `_make_row`, and nowhere else.
 """
 
 import math

@@ -33,7 +33,7 @@ The loss involves four policies:
 docs/learning.md names the paper of every choice.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -61,9 +61,6 @@ class TokenInputs:
     shares_N: Tensor
     """The share of each token; the shares of an optimizer step sum to 1 over all micro-batches and ranks."""
     reference_N: Tensor | None = None
-
-    def with_proximal(self, proximal_N: Tensor) -> Self:
-        return replace(self, proximal_N=proximal_N)
 
 
 class LossSums(NamedTuple):

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
-from hpcrl.monitor.progress import JobProgress as JobEvents
+from hpcrl.monitor.progress import JobProgress
 from hpcrl.slurm.status import ACTIVE, ENDED, WAITING, JobStatus
 from hpcrl.slurm.submit import SubmittedJob
 from hpcrl.system.processes import is_alive
@@ -211,7 +211,7 @@ def judge_jobs(
     jobs: Iterable[JobRecord],
     *,
     statuses: Mapping[str, JobStatus],
-    events: Mapping[int, JobEvents],
+    events: Mapping[int, JobProgress],
     heartbeats: Mapping[str, float],
     now: float,
 ) -> tuple[CampaignState, list[JobVerdict]]:
@@ -221,7 +221,7 @@ def judge_jobs(
     verdicts = []
     for job in jobs:
         status = statuses.get(job.submitted.id)
-        progress = events.get(job.number, JobEvents())
+        progress = events.get(job.number, JobProgress())
         facts = _collect_job_facts(
             job, progress, status, has_heartbeat=f"{job.number:03d}" in live_jobs, stop_requested=stop_requested
         )
@@ -258,7 +258,7 @@ def read_json_as(path: Path, kind: type[T], problems: list[str]) -> T | None:
 
 
 def _collect_job_facts(
-    job: JobRecord, progress: JobEvents, status: JobStatus | None, *, has_heartbeat: bool, stop_requested: bool
+    job: JobRecord, progress: JobProgress, status: JobStatus | None, *, has_heartbeat: bool, stop_requested: bool
 ) -> JobFacts:
     # A driver emits its end event before it has ended everything, and writes its outcome last. While the job still
     # runs, only the outcome counts.

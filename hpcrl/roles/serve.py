@@ -147,10 +147,10 @@ def make_vllm_launch(
     engine: EngineConfig, *, role: RolePlan, inference: InferenceConfig, place: WorkerPlace, log: Path, host: str
 ) -> "VllmLaunch":
     """Return the options of a worker's vLLM server, from the plan; other nodes reach this one at `host`."""
-    from hpcrl.engines.vllm import kv_connectors as vllm_connectors
+    from hpcrl.engines.vllm.kv_connectors import OUR_CONNECTOR
     from hpcrl.engines.vllm.server import VllmLaunch
 
-    is_own_connector = inference.kv_connector == vllm_connectors.OUR_CONNECTOR
+    is_own_connector = inference.kv_connector == OUR_CONNECTOR
     is_foreign = inference.kv_connector is not None and not is_own_connector
     return VllmLaunch(
         model=place.campaign.model,

@@ -3,4 +3,5 @@
 ranks   several ranks of a trainer, each in a process
 nodes   couriers of several simulated nodes
 memory  a spool and a weight store in memory
+model_templates  small tokenizers with the chat templates of current families
 """

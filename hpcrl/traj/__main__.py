@@ -69,9 +69,9 @@ def _report_problems(history: "TrajectoryHistory") -> None:
 
 
 def _run_history_command(arguments: argparse.Namespace, history: "TrajectoryHistory") -> int:
-    from hpcrl.traj import history as wanted
+    from hpcrl.traj.history import selection_from_arguments
 
-    selection = wanted.selection_from_arguments(arguments, known_domains=_read_domain_names(history.campaign))
+    selection = selection_from_arguments(arguments, known_domains=_read_domain_names(history.campaign))
     match arguments.action:
         case "ls":
             from hpcrl.traj.listing import list_newest

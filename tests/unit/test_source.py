@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "hpcrl"
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "hpcrl"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MAP_LINE = re.compile(r"^ {0,4}([A-Za-z_][\w.]*(?:, [A-Za-z_][\w.]*)*) {2,}\S")
 
@@ -64,3 +65,47 @@ def test_the_map_of_a_package_names_its_modules(path):
     if folder.name == "examples":
         return
     assert set(mapped_names(docstring)) == modules | packages
+
+
+def imported_names(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the module and the name of every import from our own code, also those inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] in ("hpcrl", "bench", "tests")
+        ):
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+
+
+def find_source(module: str) -> Path | None:
+    path = ROOT / module.replace(".", "/")
+    found = [place for place in (path.with_suffix(".py"), path / "__init__.py", path) if place.exists()]
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("folder", ["hpcrl", "bench", "tests"])
+def test_every_import_of_our_own_code_resolves(folder):
+    broken = []
+    for path in (ROOT / folder).rglob("*.py"):
+        for module, name in imported_names(path):
+            if not name:
+                continue
+            source = find_source(module)
+            has_name = source is not None and source.is_file() and name in defined_names(ast.parse(source.read_text()))
+            if not has_name and find_source(f"{module}.{name}") is None:
+                broken.append(f"{path.relative_to(ROOT)}: from {module} import {name}")
+    assert broken == []
+
+
+@pytest.mark.parametrize(("folder", "other"), [("bench", "tests"), ("tests", "bench"), ("hpcrl", "tests")])
+def test_folders_do_not_import_each_other(folder, other):
+    found = [
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in (ROOT / folder).rglob("*.py")
+        for module, _ in imported_names(path)
+        if module.split(".")[0] == other
+    ]
+    assert found == []

@@ -7,7 +7,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents.answer_parser import AnswerParser, ChainedReader, choose_parsers
 from hpcrl.rollout.agents.tool_parsers import ToolCall, parse_answer
-from tests.support.model_templates import FAMILIES, save_family
+from hpcrl.testing.model_templates import FAMILIES, save_family
 
 pytestmark = pytest.mark.vllm
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

@@ -61,7 +61,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     workdir: str
     """The directory of the command, which it can write to."""
     writable: tuple[tuple[str, str], ...] = ()
-    """Other directories that it can write to, each with its place inside; /tmp is empty if it is no such place."""
+    """Other directories that it can write to, each with its place inside; /tmp is empty if it is not one of them."""
     readable: tuple[str, ...] = ()
     image: str | None = None
     """The system image, for apptainer."""

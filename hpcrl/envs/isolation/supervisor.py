@@ -108,7 +108,7 @@ def main() -> int:
 def measure_tree(pid: int) -> tuple[int, int]:
     """Count the tasks (processes and their threads) of a process and all below it, and their bytes of memory.
 
-    Only memory of their own counts, no file; what processes share after a fork counts for each.
+    Only their private memory counts, no file; what processes share after a fork counts for each.
     """
     num_tasks = num_bytes = 0
     waiting = [pid]

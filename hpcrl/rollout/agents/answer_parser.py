@@ -1,4 +1,4 @@
-"""How the text of a model is read into thoughts, content and tool calls, and what text it may be made to generate.
+"""Read the text of a model into thoughts, content and tool calls, and find what text it may be made to generate.
 
 AnswerParser    the parsers of a model: makes a reader for each answer
 VllmToolParser, VllmReasoningParser  parsers of vLLM, which read an answer once it is whole

@@ -61,7 +61,7 @@ class ModelAnswer:
 
     index: int
     pieces: Sequence[ModelPiece]
-    """What was generated, in order; neighbours differ in kind, unless they are calls."""
+    """The generated parts, in order; neighbours differ in kind, unless they are calls."""
     finish_reason: str
     """stop or length."""
     stop_text: str | None
@@ -107,7 +107,7 @@ class AnswerForm(Protocol):
 
     call: ModelCall
     stream_end: bytes
-    """What a stream ends with, after its last event."""
+    """The end of a stream, after its last event."""
 
     def make_response(self, answers: Sequence[ModelAnswer], usage: TokenUsage) -> JsonObject:
         """Make the whole response."""

@@ -62,7 +62,7 @@ REFUSED_FIELDS = (
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """How a stream is sent."""
+    """The options of a stream."""
 
     include_usage: bool | None = None
 

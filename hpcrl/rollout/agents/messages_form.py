@@ -46,7 +46,7 @@ _ERROR_KINDS = {
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    """What the answer must be."""
+    """The required form of the answer."""
 
     format: JsonObject | None = None
     effort: str | None = None

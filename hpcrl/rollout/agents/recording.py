@@ -68,7 +68,7 @@ class RecordedTurn:
     text: str
     """The generated text, without special tokens."""
     answer: ChatMessage | None
-    """The answer as the client received it; None for one that is no message."""
+    """The answer as the client received it; None for one that is not a message."""
     is_trained: bool
     """False if it was not sampled as training assumes."""
     started_at: float

@@ -86,7 +86,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     output_schema: JsonObject | None = None
     """A JSON schema that the text of the answer must obey."""
     template_kwargs: JsonObject = {}
-    """What the program passes to the chat template, such as `enable_thinking`."""
+    """Variables that the program passes to the chat template, such as `enable_thinking`."""
     max_tokens: int | None = None
     sampling: SamplingFields = SamplingFields()
     num_choices: int = 1

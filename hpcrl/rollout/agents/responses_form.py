@@ -40,14 +40,14 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    """What the text of the answer must be."""
+    """The required form of the answer's text."""
 
     format: JsonObject | None = None
     verbosity: str | None = None
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True):
-    """How much the model thinks."""
+    """The amount of thought that the client wants."""
 
     effort: str | None = None
 
@@ -76,7 +76,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(kw_only=True)
 class ResponseMemory:
-    """What the earlier responses of an episode contained."""
+    """The contents of the earlier responses of an episode."""
 
     conversations: dict[str, list[JsonObject]] = field(default_factory=dict)
     """The messages up to and including each response, by its id; instructions hold for one call only."""

@@ -22,7 +22,7 @@ from hpcrl.rollout.agents.tool_families import TOOL_PARSERS, deepseek_mark, list
 
 @dataclass(frozen=True, kw_only=True)
 class CallWriter:
-    """How a family writes calls."""
+    """The way a family writes calls."""
 
     write: Callable[[str, JsonObject], list[OutputPart]]
     """Return the parts of one call, by the tool's name and the schema of its arguments."""
@@ -169,4 +169,4 @@ CALL_WRITERS: Mapping[str, CallWriter] = {
         separator="\n",
     ),
 }
-"""How each family writes a call that it must make."""
+"""The way each family writes a call that it must make."""

@@ -11,7 +11,7 @@ import pytest
 from hpcrl.campaign import lifecycle
 from hpcrl.campaign.model_check import check_model
 from hpcrl.errors import ConfigError, HpcrlError
-from tests.support.model_templates import FAMILIES, save_family
+from hpcrl.testing.model_templates import FAMILIES, save_family
 
 NEVER_ENDS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 

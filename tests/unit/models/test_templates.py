@@ -10,7 +10,7 @@ from hpcrl.config.recipe import ModelConfig
 from hpcrl.errors import ConfigError
 from hpcrl.models.chat_layout import load_chat_layout, load_chat_template
 from hpcrl.models.chat_template import ChatTemplate
-from tests.support.model_templates import FAMILIES, ModelFamily, save_family
+from hpcrl.testing.model_templates import FAMILIES, ModelFamily, save_family
 
 WITHOUT_TOOLS = ("Gemma-3", "Phi-4")
 USER, RULES = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be kind."}
@@ -71,7 +71,7 @@ def save_template(tmp_path: Path, template: str) -> Path:
 def test_the_layout_of_a_family_keeps_every_generated_token(tmp_path: Path, name: str) -> None:
     family = FAMILIES[name]
     layout = load_chat_layout(save_family(tmp_path, family), config_of(family))
-    generated = layout.template.encode(family.say("yes"))
+    generated = layout.template.encode(family.write_answer("yes"))
     ids = [*layout.first_turn("U1"), *generated, *layout.next_turn("U2", generated=generated)]
     assert layout.template.decode_all(ids) == LAYOUTS[name]
     first = layout.first_turn("U1")

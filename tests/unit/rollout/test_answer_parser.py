@@ -19,7 +19,7 @@ from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.agents.tool_families import TOOL_PARSERS
 from hpcrl.rollout.agents.tool_parsers import parse_answer
 from hpcrl.rollout.episode import EpisodeLimits
-from tests.support.model_templates import FAMILIES, save_family
+from hpcrl.testing.model_templates import FAMILIES, save_family
 from tests.support.scripted import Scripted
 from tests.support.sessions import session_of
 
@@ -86,7 +86,7 @@ UNOPENED_THOUGHTS = {"DeepSeek-R1"}
 def test_a_tool_loop_of_a_family_continues_the_recorded_turns(tmp_path, name):
     family = FAMILIES[name]
     later = replace(family, thought="") if name in UNOPENED_THOUGHTS else family
-    words = [family.say_call("look", {"x": 1}), later.say_call("look", {"x": 2}), later.say("Done.")]
+    words = [family.write_call("look", {"x": 1}), later.write_call("look", {"x": 2}), later.write_answer("Done.")]
     (seen, answer), recording = call_model(tmp_path, family, words, loop)
     assert seen == [("look", {"x": 1}), ("look", {"x": 2})]
     assert answer == "Done."
@@ -98,7 +98,7 @@ def test_a_tool_loop_of_a_family_continues_the_recorded_turns(tmp_path, name):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_the_length_limit_cut_off_is_content(tmp_path, name, stream):
     family = FAMILIES[name]
-    called = replace(family, thought="").say_call("look", {"x": 1})
+    called = replace(family, thought="").write_call("look", {"x": 1})
     cut = called[: called.index("look") + 6]
 
     async def ask(client):

@@ -11,7 +11,7 @@ from hpcrl.engines.base import Completion
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents.recording import ConversationRecording, RecordedTurn
-from tests.support.model_templates import FAMILIES, save_family
+from hpcrl.testing.model_templates import FAMILIES, save_family
 
 RULES, QUESTION = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Where to?"}
 AGAIN = {"role": "user", "content": "And now?"}
@@ -72,9 +72,9 @@ def test_each_prompt_of_a_tool_conversation_is_what_a_server_would_render(tmp_pa
     family, template = FAMILIES[name], load(tmp_path, name)
     recording = ConversationRecording(template)
     messages = [RULES, QUESTION]
-    first = record(recording, template, messages, family.say_call("look", {"x": 1}), answer=CALLED, tools=TOOLS)
+    first = record(recording, template, messages, family.write_call("look", {"x": 1}), answer=CALLED, tools=TOOLS)
     messages = [*messages, CALLED, RESULT]
-    second = record(recording, template, messages, family.say("Left."), answer=TOLD, tools=TOOLS)
+    second = record(recording, template, messages, family.write_answer("Left."), answer=TOLD, tools=TOOLS)
     third = recording.chat_prompt([*messages, TOLD, AGAIN], tools=TOOLS)
     wanted = [[RULES, QUESTION], [RULES, QUESTION, CALLED, RESULT], [RULES, QUESTION, CALLED, RESULT, TOLD, AGAIN]]
     for prompt, sent in zip((first.prompt, second.prompt, third), wanted, strict=True):
@@ -119,7 +119,7 @@ def test_a_long_tool_loop_of_a_thinking_model_is_one_conversation(tmp_path: Path
     recording = ConversationRecording(template)
     messages: list[Any] = [QUESTION]
     for number in range(8):
-        said = family.say_call("look", {"x": 1}, thought="m" * number)
+        said = family.write_call("look", {"x": 1}, thought="m" * number)
         record(recording, template, messages, said, answer=CALLED)
         messages = [*messages, CALLED, RESULT]
     assert [turn.prompt.parent for turn in recording.turns] == [None, *recording.turns[:-1]]
@@ -153,9 +153,9 @@ def play_long(template: ChatTemplate, name: str, *, tools: Any) -> list[Recorded
     messages: list[Any] = [RULES, QUESTION]
     for number in range(24):
         if tools and number % 7 < 5:
-            said, answer, new = family.say_call("look", {"x": 1}), CALLED, {**RESULT, "content": f"wall {number}"}
+            said, answer, new = family.write_call("look", {"x": 1}), CALLED, {**RESULT, "content": f"wall {number}"}
         else:
-            said, answer, new = family.say(f"Left {number}."), {**TOLD, "content": f"Left {number}."}, AGAIN
+            said, answer, new = family.write_answer(f"Left {number}."), {**TOLD, "content": f"Left {number}."}, AGAIN
         record(recording, template, messages, said, answer=answer, tools=tools)
         messages = [*messages, answer, new]
     return recording.turns

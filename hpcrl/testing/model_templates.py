@@ -24,7 +24,7 @@ class ModelFamily:
     template: str
     special: tuple[str, ...]
     plain: tuple[str, ...] = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-    """Added tokens that are no special tokens."""
+    """Added tokens that are not special tokens."""
     eos: str
     bos: str | None = None
     stops: tuple[str, ...] = ()
@@ -41,11 +41,11 @@ class ModelFamily:
     end_call: str = ""
     """The one after a tool call, if it is another."""
 
-    def say(self, text: str, *, thought: str = "mm") -> str:
+    def write_answer(self, text: str, *, thought: str = "mm") -> str:
         """Return what the model generates for an answer in text."""
         return (self.thought and self.thought.format(thought)) + self.text.format(text) + self.end
 
-    def say_call(self, name: str, arguments: dict[str, Any], *, thought: str = "mm") -> str:
+    def write_call(self, name: str, arguments: dict[str, Any], *, thought: str = "mm") -> str:
         """Return what the model generates for a tool call."""
         called = self.call.format(name=name, arguments=json.dumps(arguments), **arguments)
         return (self.thought and self.thought.format(thought)) + called + (self.end_call or self.end)
@@ -234,7 +234,7 @@ _GEMMA = """\
 
 
 def _with_bars(text: str) -> str:
-    """Return the text with DeepSeek's marks: their bars and spaces are characters of their own."""
+    """Return the text with DeepSeek's marks: their bars and spaces are other characters."""
     return re.sub(r"<\|(\w+)\|>", lambda mark: f"<\uff5c{mark[1]}\uff5c>".replace("_", "\u2581"), text)
 
 
