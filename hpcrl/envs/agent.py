@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcrl.envs.base import ModelAccess, TaskFields
+from hpcrl.envs.base import SAMPLING, TRAINS, ModelAccess, TaskFields, check_program_choices
 from hpcrl.envs.isolation.images import ImageCache, find_image_problem, open_image
 from hpcrl.envs.isolation.program_launcher import ProgramLaunch, ProgramResult
 from hpcrl.envs.isolation.sandbox import (
@@ -124,14 +124,13 @@ class AgentProgram:
         for name, given in (("command", command), ("judge", judge)):
             if isinstance(given, str) or given == [] or not all(isinstance(part, str) for part in given or ()):
                 raise ConfigError(f"AgentProgram: {name} = {given!r}: give a list, such as ['python', '{name}.py']")
-        for name, value, known in (
-            ("sandbox", sandbox, ("auto", "apptainer", "bubblewrap", "none")),
-            ("judge_reward", judge_reward, ("printed", "exit-code")),
-            ("sampling", sampling, ("recipe", "program")),
-            ("trains", trains, ("all", "longest", "last")),
-        ):
-            if value not in known:
-                raise ConfigError(f"AgentProgram: {name} = {value!r}: it must be one of {', '.join(known)}")
+        check_program_choices(
+            "AgentProgram",
+            sandbox=(sandbox, ("auto", "apptainer", "bubblewrap", "none")),
+            judge_reward=(judge_reward, ("printed", "exit-code")),
+            sampling=(sampling, SAMPLING),
+            trains=(trains, TRAINS),
+        )
         for name, number, least in (
             ("timeout_s", timeout_s, 1e-3),
             ("judge_timeout_s", judge_timeout_s, 1e-3),

@@ -7,6 +7,8 @@
     make_env, make_env_in_thread, make_program, construct_env  make one by its name in a recipe
     adapt_env, is_program        its async form, and its kind
     check_task_parameter         refuse an environment that cannot be given a row of a task set
+    check_program_choices        refuse options of a program that have other values than those known
+    SAMPLING, TRAINS             the values of two options that every agent program has
     OwnThread                    a thread for code that blocks
 
 An environment is a class that the recipe names as `package.module:Name`, made with the domain's `options`. Any
@@ -19,7 +21,7 @@ import contextlib
 import inspect
 import queue
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, cast
 
@@ -125,6 +127,10 @@ class Env(Protocol):
     async def close(self) -> None: ...
 
 
+SAMPLING = ("recipe", "program")
+TRAINS = ("all", "longest", "last")
+
+
 class ModelAccess(msgspec.Struct, frozen=True, kw_only=True):
     """The address of the model for a program, by OpenAI's API."""
 
@@ -152,6 +158,13 @@ class ProgramEnv(Protocol):
 
     async def run(self, seed: int, access: ModelAccess, **task: TaskFields) -> float | None:
         """Do the task of `seed`; returns the reward, or None if it was posted. Cancelling ends all of it."""
+
+
+def check_program_choices(kind: str, **choices: tuple[Any, Sequence[str]]) -> None:
+    """Raise ConfigError for an option, given with its value and those known, that has another value."""
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise ConfigError(f"{kind}: {name} = {value!r}: it must be one of {', '.join(known)}")
 
 
 class TaskEnv:

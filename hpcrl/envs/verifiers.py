@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcrl.envs.base import ModelAccess, TaskFields
+from hpcrl.envs.base import SAMPLING, TRAINS, ModelAccess, TaskFields, check_program_choices
 from hpcrl.errors import ConfigError, EnvFault
 
 SERVER = Path(__file__).with_name("verifiers_server.py")
@@ -51,8 +51,9 @@ class Verifiers:
         agent: dict[str, Any] | None = None,
         python: str | None = None,
         sampling: Literal["recipe", "program"] = "recipe",
-        trains: Literal["longest", "last"] = "longest",
+        trains: Literal["all", "longest", "last"] = "all",
     ) -> None:
+        check_program_choices("Verifiers", sampling=(sampling, SAMPLING), trains=(trains, TRAINS))
         self.sampling = sampling
         self.trains = trains
         self._python = python or sys.executable
