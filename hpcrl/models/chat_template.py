@@ -120,12 +120,14 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         excerpt: Sequence[Message] = (),
+        has_same_variables: bool = True,
         is_checked: bool = True,
     ) -> RenderedTurn | None:
         """Render `messages`, an answer, and new messages; None unless the template keeps all of it as it was.
 
         Without `is_checked`, only a short conversation of the same structure is rendered, if its text after an answer
-        was once found to be that of the whole conversation; `excerpt` is that of the turn before.
+        was once found to be that of the whole conversation; `excerpt` is that of the turn before. Everything is
+        rendered unless `has_same_variables`, which says that `before` was rendered with these tools and variables.
 
         `before` is the text of `messages` up to the answer, `answer` its message and `answer_text` the text that was
         generated, special tokens included. What the template writes around the answer is what counts: the answer is
@@ -139,7 +141,7 @@ class ChatTemplate:
             excerpt, structure = find_excerpt(excerpt or messages, stub, new)
             known = (*structure, bool(tools), *sorted(template_kwargs or {}))
             in_short = None
-            if len(excerpt) < len(messages) and self.known_excerpts.get(known, True):
+            if has_same_variables and len(excerpt) < len(messages) and self.known_excerpts.get(known, True):
                 in_short = self._render_excerpt(before, excerpt, stub, new, answer_text=answer_text, **variables)
             if in_short is not None and not is_checked and known in self.known_excerpts:
                 return RenderedTurn([*messages, stub, *new], [*excerpt, stub, *new], *in_short)

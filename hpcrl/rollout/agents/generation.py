@@ -165,6 +165,7 @@ class CompletionCall:
         *,
         session: ProgramSession,
         call: ModelCall,
+        number: int,
         prompt: TurnPrompt,
         structure: OutputStructure | None,
         policy: StreamingGenerator,
@@ -177,6 +178,7 @@ class CompletionCall:
         self._requests = session.make_requests(
             call,
             prompt,
+            number=number,
             stop_token_ids=template.stop_token_ids,
             structure=structure,
         )

@@ -42,11 +42,18 @@ class TurnPrompt:
     """A short conversation with the structure of `messages`, if they are long."""
     key: bytes = b""
     """A hash of the client's messages."""
+    tools: Sequence[Any] | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+    """The request's own variables of the template."""
 
     def token_ids(self) -> list[int]:
         """Return the ids of the whole prompt."""
         before = [ids for turn in self.path() for ids in (turn.prompt.new_token_ids, turn.completion.token_ids)]
         return [*itertools.chain.from_iterable(before), *self.new_token_ids]
+
+    def has_variables(self, tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any] | None) -> bool:
+        """Return whether it was made with these tools and variables."""
+        return (self.tools or None, self.template_kwargs or {}) == (tools or None, template_kwargs or {})
 
     def path(self) -> "list[RecordedTurn]":
         """Return the earlier turns, from the first one."""
@@ -96,8 +103,8 @@ class ConversationRecording:
         self.turns: list[RecordedTurn] = []
         self._template = template
         self._answers: dict[bytes, list[RecordedTurn]] = {}
-        self._last_messages: Sequence[ChatMessage] = ()
-        self._last_keys: list[bytes] = []
+        self._last: tuple[Sequence[ChatMessage], Sequence[bytes]] = (), ()
+        """The messages of the last request and their keys: one pair, as requests may be read in several threads."""
 
     # ---- prompts
 
@@ -126,16 +133,23 @@ class ConversationRecording:
         rendered = self._template.render(messages, tools=tools, template_kwargs=template_kwargs)
         new_token_ids = self._template.encode(rendered)
         return TurnPrompt(
-            parent=None, new_token_ids=new_token_ids, rendered=rendered, messages=list(messages), key=keys[-1]
+            parent=None,
+            new_token_ids=new_token_ids,
+            rendered=rendered,
+            messages=list(messages),
+            key=keys[-1],
+            tools=tools,
+            template_kwargs=template_kwargs,
         )
 
     def _find_keys(self, messages: Sequence[ChatMessage]) -> list[bytes]:
         """Return the hash of the conversation up to each message; most are known from the request before."""
-        pairs = enumerate(zip(messages, self._last_messages, strict=False))
-        num_known = next((n for n, (now, before) in pairs if now != before), min(len(messages), len(self._last_keys)))
-        known = self._last_keys[:num_known]
+        last_messages, last_keys = self._last
+        pairs = enumerate(zip(messages, last_messages, strict=False))
+        num_known = next((n for n, (now, before) in pairs if now != before), min(len(messages), len(last_keys)))
+        known = last_keys[:num_known]
         keys = [*known, *_chain_keys(messages[num_known:], key=known[-1] if known else b"")]
-        self._last_messages, self._last_keys = list(messages), keys
+        self._last = list(messages), keys
         return keys
 
     def text_prompt(self, prompt: str | list[int]) -> TurnPrompt:
@@ -177,6 +191,7 @@ class ConversationRecording:
             tools=tools,
             template_kwargs=template_kwargs,
             excerpt=turn.prompt.excerpt,
+            has_same_variables=turn.prompt.has_variables(tools, template_kwargs),
             is_checked=turn.depth & (turn.depth - 1) == 0,  # powers of two: all checks together cost as much as one
         )
         if kept is None:
@@ -189,6 +204,8 @@ class ConversationRecording:
             messages=kept.messages,
             excerpt=kept.excerpt,
             key=key,
+            tools=tools,
+            template_kwargs=template_kwargs,
         )
 
     # ---- answers

@@ -45,8 +45,7 @@ def _read_model_item(item: JsonObject, *, place: str) -> JsonObject | None:
     """Return the part of the model's message that an item is, or None if it is not the model's."""
     match item:
         case {"type": "reasoning"}:
-            texts = [*(item.get("content") or ()), *(item.get("summary") or ())]
-            thought = read_text(item.get("content") or item.get("summary"), place=place) if texts else ""
+            thought = read_text(item.get("content") or item.get("summary") or None, place=place)
             return {"reasoning_content": thought} if thought else {}
         case {"type": "function_call"}:
             call = read_call(item.get("name"), item.get("arguments"), call_id=item.get("call_id"), place=place)

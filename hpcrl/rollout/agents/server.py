@@ -207,7 +207,7 @@ class ModelProxy:
         self, http: web.BaseRequest, session: ProgramSession, form: AnswerForm
     ) -> web.StreamResponse:
         self._check_model(form.call.model)
-        session.admit()
+        number = session.admit()
         for name in session.note_ignored_fields(form.call.ignored_fields):
             if self._report_ignored is not None:
                 self._report_ignored(session, name)
@@ -216,6 +216,7 @@ class ModelProxy:
         call = CompletionCall(
             session=session,
             call=form.call,
+            number=number,
             prompt=prompt,
             structure=await _make_structure(form.call, prompt, self._parser),
             policy=self._policy,

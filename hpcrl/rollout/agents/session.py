@@ -60,8 +60,8 @@ class ProgramSession:
     """The names of fields that its requests had and that were ignored, each once."""
     responses: ResponseMemory = field(default_factory=ResponseMemory)
 
-    def admit(self) -> None:
-        """Admit a call and count it, or raise an ApiError."""
+    def admit(self) -> int:
+        """Admit a call and return its number, from 1 on, or raise an ApiError."""
         self.check_staleness()
         if self.is_stale:
             raise ApiError(410, f"this episode is more than max_lag = {self.limits.max_lag} versions old", code="stale")
@@ -71,6 +71,7 @@ class ProgramSession:
                 400, f"an episode may call the model {self.limits.max_turns} times at most", code="max_turns"
             )
         self.num_calls += 1
+        return self.num_calls
 
     def check_staleness(self) -> None:
         """End an episode that is too far behind, even during a call."""
@@ -103,14 +104,20 @@ class ProgramSession:
             raise ApiError(400, why, code="context_length_exceeded", param="messages")
 
     def make_requests(
-        self, call: ModelCall, prompt: TurnPrompt, *, stop_token_ids: Sequence[int], structure: OutputStructure | None
+        self,
+        call: ModelCall,
+        prompt: TurnPrompt,
+        *,
+        number: int,
+        stop_token_ids: Sequence[int],
+        structure: OutputStructure | None,
     ) -> list[GenerateRequest]:
-        """Make the engine requests, one for each choice."""
+        """Make the engine requests, one for each choice, of the call that was admitted with this number."""
         token_ids, limits = prompt.token_ids(), self.limits
         self.check_length(len(token_ids))
         room = limits.context_length - len(token_ids)
         request = GenerateRequest(
-            request_id=make_request_id(self.name, f"{self.num_calls}.0"),
+            request_id=make_request_id(self.name, f"{number}.0"),
             token_ids=token_ids,
             max_new_tokens=min(call.max_tokens or limits.max_new_tokens, limits.max_new_tokens, room),
             temperature=limits.temperature,
@@ -122,14 +129,18 @@ class ProgramSession:
         )
         if self.sampling == "program":
             request = self._with_program_sampling(request, call.sampling)
-        return [self._make_choice_request(request, call, choice=choice) for choice in range(call.num_choices)]
+        return [
+            self._make_choice_request(request, call, number=number, choice=choice) for choice in range(call.num_choices)
+        ]
 
-    def _make_choice_request(self, request: GenerateRequest, call: ModelCall, *, choice: int) -> GenerateRequest:
+    def _make_choice_request(
+        self, request: GenerateRequest, call: ModelCall, *, number: int, choice: int
+    ) -> GenerateRequest:
         asked = call.sampling.seed
-        seed = stable_hash(self.seed, self.name, self.num_calls, choice, asked, bits=63)
+        seed = stable_hash(self.seed, self.name, number, choice, asked, bits=63)
         if self.sampling == "program" and asked is not None:
             seed = stable_hash(asked, choice, bits=63)
-        request_id = make_request_id(self.name, f"{self.num_calls}.{choice}")
+        request_id = make_request_id(self.name, f"{number}.{choice}")
         return msgspec.structs.replace(request, request_id=request_id, seed=seed)
 
     def _with_program_sampling(self, request: GenerateRequest, sampling: SamplingFields) -> GenerateRequest:

@@ -340,6 +340,7 @@ BAD_BODIES = {
         "responses",
         b'{"model": "hpcrl", "input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}',
     ),
+    "responses-summary": ("responses", b'{"model": "hpcrl", "input": [{"type": "reasoning", "summary": true}]}'),
     "responses-earlier": ("responses", b'{"model": "hpcrl", "input": "a", "previous_response_id": "resp_1"}'),
     "responses-hosted": ("responses", b'{"model": "hpcrl", "input": "a", "tools": [{"type": "web_search"}]}'),
     "messages-empty": ("messages", b'{"model": "hpcrl", "max_tokens": 9, "messages": []}'),

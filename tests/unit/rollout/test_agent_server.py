@@ -216,6 +216,16 @@ def test_a_turn_that_an_engine_left_unfinished_continues(template):
     assert second.token_ids == [*first.token_ids, *template.encode("ab")]
 
 
+def test_calls_at_the_same_time_have_ids_and_seeds_of_their_own(template):
+    async def body(client):
+        held = {"response_format": {"type": "json_object"}}  # what an answer must be is checked in a thread
+        await asyncio.gather(*(chat(client, **held) for _ in range(4)))
+        return client.policy.requests
+
+    requests = on(template, body, *["{}<eos>"] * 4)
+    assert len({request.request_id for request in requests}) == len({request.seed for request in requests}) == 4
+
+
 def test_a_client_that_hangs_up_ends_its_request(template):
     async def body(client):
         call = asyncio.create_task(chat(client, stream=True))

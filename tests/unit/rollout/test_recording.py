@@ -204,6 +204,22 @@ def test_marks_in_an_answer_that_is_continued_stay_marks(recording, template):
     assert prompt.token_ids().count(template.close_id) == 1
 
 
+class ReadMeanwhile(dict):
+    """A message during whose comparison another request of the episode is read, as in another thread."""
+
+    def __ne__(self, other):
+        self["read"]()
+        return {**self, "read": None} != {**other, "read": None}
+
+
+def test_requests_that_are_read_at_the_same_time_do_not_mix(recording, template):
+    turns = [record_turn(recording, template, [user(text)], "x<eos>") for text in ("a", "b")]
+    first, second = ([user(text), agent("x"), user("c")] for text in ("a", "b"))
+    recording.chat_prompt(first, tools=None)
+    first[0] = ReadMeanwhile(first[0], read=lambda: recording.chat_prompt(second, tools=None))
+    assert recording.chat_prompt(first, tools=None).parent is turns[0]
+
+
 def test_a_plain_completion_continues_from_its_text(recording, template):
     prompt = recording.text_prompt("once")
     ids = template.encode_text(" upon")

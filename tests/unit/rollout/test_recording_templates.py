@@ -180,6 +180,33 @@ def test_rendering_a_part_gives_the_ids_of_rendering_all(
     assert summarise(quick) == summarise(play_long(template, name, tools=tools))
 
 
+NEW_TOOLS = [*TOOLS, {"type": "function", "function": {"name": "jump", "parameters": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("Qwen2.5", {"tools": NEW_TOOLS}),
+        ("Mistral-Small", {"tools": NEW_TOOLS}),
+        ("gpt-oss", {"template_kwargs": {"reasoning_effort": "high"}}),
+    ],
+)
+def test_tools_and_variables_that_change_late_reach_the_prompt(
+    tmp_path: Path, name: str, changed: dict[str, Any]
+) -> None:
+    family, template = FAMILIES[name], load(tmp_path, name)
+    recording = ConversationRecording(template)
+    messages: list[Any] = [RULES, QUESTION]
+    usual: dict[str, Any] = {"tools": TOOLS, "template_kwargs": {"reasoning_effort": "low"}}
+    for number in range(11):
+        variables = usual | (changed if number >= 7 else {})
+        turn = record(recording, template, messages, family.write_call("look", {"x": 1}), answer=CALLED, **variables)
+        expected = template.encode(template.render(messages, **variables))
+        assert template.decode_all(turn.prompt.token_ids()) == template.decode_all(expected), number
+        messages = [*messages, thinking(template, name, CALLED), {**RESULT, "content": f"wall {number}"}]
+    assert [turn.number for turn in recording.turns if turn.prompt.parent is None] == [0, 7]
+
+
 def test_a_template_that_counts_is_rendered_whole(tmp_path: Path) -> None:
     directory = save_family(tmp_path, FAMILIES["Phi-4"])
     counted = FAMILIES["Phi-4"].template.replace("<|im_sep|>' + m['content']", "<|im_sep|>' + loop.index|string")
