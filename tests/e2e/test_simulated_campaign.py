@@ -59,7 +59,7 @@ def recipe(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_turns_go_to_the_hardware_of_their_domain_with_their_kv_and_a_worker_switches_roles(
+def test_turns_and_their_kv_go_to_the_hardware_of_their_domain_and_a_worker_switches_roles(
     campaigns: Path, recipe: str
 ) -> None:
     """These turns have prompts of a few tokens: one prefill worker is enough, and decode lacks one."""
