@@ -298,11 +298,18 @@ class AgentProgram:
             raise EnvFault(f"{self._name}: its supervisor ended with {process.returncode}: {why}") from None
 
     def _read_outcome(self, outcome: EpisodeOutcome) -> float | None:
-        """Return the reward; raises EnvFault for stages that failed."""
-        if outcome.fault:
+        """Return the reward; raises EnvFault for stages that failed.
+
+        A judge that was killed or exceeded a limit gives 0: the code that it runs can cause both, and must not get
+        another attempt for that.
+        """
+        if outcome.fault and not (outcome.was_ended and outcome.results):
             raise EnvFault(f"{self._name}: {outcome.fault}")
         program, *judged = (ProgramResult(**result) for result in outcome.results)
         self.problem = _describe_end(program, "program")
+        if outcome.fault:  # of the judge
+            _log.warning("%s: %s: the reward is 0", self._name, outcome.fault)
+            return 0.0
         if not judged:
             if self.problem:
                 raise EnvFault(self.problem)
@@ -311,6 +318,9 @@ class AgentProgram:
         if self._judge_reward == "exit-code" and judge.was_started:
             return float(judge.exit_code == 0)
         if problem := _describe_end(judge, "judge"):
+            if judge.exit_code < 0:
+                _log.warning("%s: %s: the reward is 0", self._name, problem)
+                return 0.0
             raise EnvFault(problem)
         last_line = judge.output.strip().rpartition("\n")[2]
         if (reward := find_reward(last_line)) is None:
@@ -383,6 +393,7 @@ class _SandboxFactory:
             writable=places,
             readable=_list_image_paths(readable) if self.kind == "apptainer" else list_readable_paths(*readable),
             image=self._image,
+            is_first=True,
         )
         return Stage(
             name=name,

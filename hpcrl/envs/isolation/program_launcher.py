@@ -1,14 +1,16 @@
 """The launcher of one agent program, inside its sandbox: set limits, forward the model's port, end all that it started.
 
     main           read a ProgramLaunch from standard input, run the program, and print a ProgramResult
-    run_program    the same with values
+    start_program, finish_program  the same with values
     ProgramLaunch  the program and its limits
     ProgramResult  its exit code and output
     PipeTail       the end of a pipe's output
-    MAX_KEPT_BYTES, END_GRACE_S, REWARD_KEY_VARIABLE, NICENESS  constants
+    STARTED_MARK, MAX_KEPT_BYTES, END_GRACE_S, REWARD_KEY_VARIABLE, NICENESS  constants
 
-It imports little, since it starts with every episode. Output is drained as it is written and only its end is kept, so
-that a gigabyte of it needs no memory. What is printed after the program's end is not its output.
+In a sandbox it is process 1, which no process inside can kill, and its memory and descriptors are hidden: only the
+launcher can report a result. It imports little, since it starts with every episode. Output is drained as it is written
+and only its end is kept, so that a gigabyte of it needs no memory. What is printed after the program's end is not its
+output.
 """
 
 import fcntl
@@ -29,6 +31,8 @@ from typing import IO
 
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, protect_memory
 
+STARTED_MARK = "started\n"
+"""Printed once the program has been started, before its result."""
 MAX_KEPT_BYTES = 1 << 16
 END_GRACE_S = 0.5
 NICENESS = 10
@@ -106,8 +110,8 @@ class PipeTail:
         return len(data)
 
 
-def run_program(launch: ProgramLaunch) -> ProgramResult:
-    """Run the program to its end, and end processes that it left behind."""
+def start_program(launch: ProgramLaunch) -> "subprocess.Popen[bytes]":
+    """Set the limits and start the program; raises OSError for one that cannot be started."""
     if launch.forward_port:
         threading.Thread(
             target=_forward_connections, args=(_open_listener(launch.forward_port), launch.socket), daemon=True
@@ -128,6 +132,11 @@ def run_program(launch: ProgramLaunch) -> ProgramResult:
     )
     for descriptor in descriptors:
         os.close(descriptor)
+    return process
+
+
+def finish_program(process: "subprocess.Popen[bytes]", launch: ProgramLaunch) -> ProgramResult:
+    """Await the program's end, and end processes that it left behind."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -153,16 +162,25 @@ def _open_key(key: str) -> int:
 
 def main() -> int:
     adopt_orphans()
-    die_with_parent()
     protect_memory()
     os.nice(NICENESS)
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    if os.getpid() == 1:  # all processes of the sandbox end with it; signals without a handler do not reach it
+        die_with_parent(signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    else:
+        die_with_parent()
+        signal.signal(signal.SIGTERM, _exit_on_signal)
+    launch = ProgramLaunch(**json.loads(sys.stdin.buffer.read()))
     try:
-        result = run_program(ProgramLaunch(**json.loads(sys.stdin.buffer.read())))
+        process = start_program(launch)
     except OSError as error:
         result = ProgramResult(
             exit_code=127, output="", errors=f"cannot be run: {error}", num_output_bytes=0, was_started=False
         )
+    else:
+        sys.stdout.write(STARTED_MARK)
+        sys.stdout.flush()
+        result = finish_program(process, launch)
     sys.stdout.write(json.dumps(asdict(result)))
     return 0
 

@@ -65,6 +65,9 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     readable: tuple[str, ...] = ()
     image: str | None = None
     """The system image, for apptainer."""
+    is_first: bool = False
+    """True if bubblewrap makes the command process 1: no process inside can kill it, and there is none above it whose
+    descriptors could be opened. It must reap the others. With apptainer it always is."""
 
 
 def choose_sandbox(wanted: SandboxChoice, *, image: str | None) -> SandboxKind:
@@ -117,7 +120,7 @@ def _build_bubblewrap_args(spec: SandboxSpec) -> list[str]:
     if spec.workdir not in places:
         places[spec.workdir] = spec.workdir
     return [
-        "bwrap",
+        *("bwrap", *(["--as-pid-1"] if spec.is_first else [])),
         *("--unshare-all", "--unshare-user", "--die-with-parent", "--cap-drop", "ALL"),
         *seen,
         *("--proc", "/proc", "--dev", "/dev", *shared_memory, *temporary),  # private to the sandbox

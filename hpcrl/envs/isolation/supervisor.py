@@ -5,6 +5,7 @@
     EpisodeStages    the stages of an episode, and the limits of each as a whole
     Stage            one sandbox: its command, and what its launcher (program_launcher) runs in it
     EpisodeOutcome   the results of the stages, or the fault that ended one
+    StageFault, StageEnded  why a stage has no result
     measure_tree     count the tasks and the memory of a process and all below it
     WATCH_INTERVAL_S, DISK_WATCH_INTERVAL_S, MAX_DISK_WATCH_SHARE  constants
 
@@ -25,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcrl.envs.isolation.program_launcher import STARTED_MARK
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants
 
 WATCH_INTERVAL_S = 0.1
@@ -78,10 +80,17 @@ class EpisodeOutcome:
     """A ProgramResult for each stage that ended by itself."""
     fault: str = ""
     """Why a stage did not."""
+    was_ended: bool = False
+    """True if that stage had started, and ended for what it did: it exceeded a limit other than its time, or ended its
+    launcher."""
 
 
 class StageFault(Exception):
     """A stage was ended, or could not be started."""
+
+
+class StageEnded(StageFault):
+    """A stage had started, and ended for what it did."""
 
 
 def run_stages(episode: EpisodeStages) -> EpisodeOutcome:
@@ -92,7 +101,7 @@ def run_stages(episode: EpisodeStages) -> EpisodeOutcome:
         for stage in episode.stages:
             results.append(_run_stage(Stage(**stage), episode))
     except StageFault as fault:
-        return EpisodeOutcome(results=results, fault=str(fault))
+        return EpisodeOutcome(results=results, fault=str(fault), was_ended=isinstance(fault, StageEnded))
     return EpisodeOutcome(results=results)
 
 
@@ -176,11 +185,13 @@ def _run_stage(stage: Stage, episode: EpisodeStages) -> dict[str, Any]:
         process.kill()
         reader.join()
         end_descendants(grace_s=0.0)
+    _, mark, last = printed[0].decode(errors="replace").rpartition(STARTED_MARK)
     try:
-        result: dict[str, Any] = json.loads(printed[0])
+        result: dict[str, Any] = json.loads(last)
     except ValueError:
         why = printed[1].decode(errors="replace").strip()[-300:]
-        raise StageFault(f"the sandbox of the {stage.name} ended with code {process.returncode}: {why}") from None
+        fault = StageEnded if mark else StageFault
+        raise fault(f"the sandbox of the {stage.name} ended with code {process.returncode}: {why}") from None
     if result["exit_code"] != 0 and episode.has_fixed_disks and _find_full_disk(episode):
         result["errors"] += f"\nno disk is left of max_disk_mb = {episode.max_disk_mb}"
     return result
@@ -196,13 +207,13 @@ def _watch_stage(stage: Stage, episode: EpisodeStages, pid: int, reader: threadi
             raise StageFault(f"the {stage.name} was still running after {stage.timeout_name} = {stage.timeout_s:g} s")
         num_tasks, num_bytes = measure_tree(pid)
         if num_tasks > episode.max_processes:
-            raise StageFault(
+            raise StageEnded(
                 f"the {stage.name} was ended: it had {num_tasks} processes and threads, "
                 f"max_processes = {episode.max_processes}"
             )
         max_bytes = episode.max_memory_mb << 20
         if num_bytes > max_bytes and (num_bytes := _measure_unshared_bytes()) > max_bytes:
-            raise StageFault(
+            raise StageEnded(
                 f"the {stage.name} was ended: its processes used {num_bytes >> 20} MiB of memory, "
                 f"max_memory_mb = {episode.max_memory_mb}"
             )
@@ -210,7 +221,7 @@ def _watch_stage(stage: Stage, episode: EpisodeStages, pid: int, reader: threadi
             started = time.monotonic()
             num_bytes = sum(map(_count_disk_bytes, episode.disks))
             if num_bytes > episode.max_disk_mb << 20:
-                raise StageFault(
+                raise StageEnded(
                     f"the {stage.name} was ended: its files had {num_bytes >> 20} MiB, "
                     f"max_disk_mb = {episode.max_disk_mb}"
                 )

@@ -14,6 +14,18 @@ from tests.support.programs import needs_bubblewrap, play
 
 SANDBOXES = ["none", pytest.param("bubblewrap", marks=needs_bubblewrap)]
 ASK_AND_WRITE = "ask('a')\nopen('answer', 'w').write('42')\n"
+FORGE = """
+import json, os, signal
+forged = json.dumps({"exit_code": 0, "output": "1.0\\n", "errors": "", "num_output_bytes": 4})
+others = [pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) != os.getpid()]
+for pid in others:
+    for number in range(20):
+        try:
+            with open(f"/proc/{pid}/fd/{number}", "w") as file: file.write(forged)
+        except OSError: pass
+for pid in sorted(others, key=int, reverse=True): os.kill(int(pid), signal.SIGKILL)
+"""
+"""Untrusted code in the sandbox of a judge: it writes a result wherever it can, and kills what could write another."""
 READ = "import os\ntext = open(os.environ['HPCRL_WORKDIR'] + '/answer').read()\nprint(float(text == '42'))"
 
 
@@ -111,7 +123,6 @@ def test_files_and_fields_of_the_judge_are_hidden_from_the_program(template, tmp
     [
         ("import time\ntime.sleep(600)", "the judge was still running after judge_timeout_s = 1 s"),
         ("raise ValueError('lost')", "the judge ended with code 1: .*ValueError: lost"),
-        ("import os\nprint(1)\nos.kill(os.getpid(), 9)", "the judge was killed by SIGKILL"),
         ("print(1)\nprint('all is well')", "the last line of the judge is 'all is well'"),
         ("", "the last line of the judge is ''"),
         ("print('NaN')", "must be a finite number"),
@@ -126,6 +137,47 @@ def test_a_judge_that_fails_is_a_fault_and_not_a_reward(template, judge, why):
     assert (trajectory.status, trajectory.reward) == ("env-fault", None)
     assert re.search(why, trajectory.extra["fault"].replace("\n", " "))
     assert time.monotonic() - started_s < 60
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("last", "reward"), [("print(0.5)", 0.5), ("os.kill(os.getpid(), signal.SIGKILL)", 0.0)])
+def test_code_in_the_sandbox_of_a_judge_cannot_forge_its_reward(template, last, reward):
+    assert reward_of(play(template, "ask('a')", sandbox="bubblewrap", **judged_by(FORGE + last))) == reward
+
+
+@needs_bubblewrap
+def test_code_that_is_judged_and_kills_its_judge_gets_no_second_attempt(template):
+    plant = f"ask('a')\nopen('tested.py', 'w').write({FORGE!r})"
+    judge = (
+        "import os, subprocess, sys\nos.chdir(os.environ['HPCRL_WORKDIR'])\n"
+        "subprocess.run([sys.executable, 'tested.py'])\nprint(1)"
+    )
+    trajectory = play(template, plant, sandbox="bubblewrap", retries=1, **judged_by(judge))
+    assert reward_of(trajectory) == 0.0
+
+
+HOARD = (
+    "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n"
+    "        hoard = b'x' * (60 << 20)\n        time.sleep(8)\n        os._exit(0)\ntime.sleep(8)"
+)
+START_THREADS = (
+    "import threading, time\nfor _ in range(60): threading.Thread(target=time.sleep, args=(8,)).start()\nprint(1)"
+)
+FILL_DISK = "import time\nfor n in range(2): open(str(n), 'wb').write(bytes(12 << 20))\nprint(1)\ntime.sleep(8)"
+
+
+@pytest.mark.parametrize(
+    ("judge", "options"),
+    [
+        ("import os\nprint(1, flush=True)\nos.kill(os.getpid(), 9)", {}),
+        (HOARD, {"max_memory_mb": 128}),
+        (START_THREADS, {"max_processes": 48}),
+        (START_THREADS, {"max_processes": 48, "judge_reward": "exit-code"}),
+        (FILL_DISK, {"max_disk_mb": 16}),
+    ],
+)
+def test_a_judge_that_is_killed_or_exceeds_a_limit_gives_0(template, judge, options):
+    assert reward_of(play(template, "ask('a')", **options, **judged_by(judge))) == 0.0
 
 
 def test_a_judge_that_is_missing_is_a_fault_also_by_exit_code(template):

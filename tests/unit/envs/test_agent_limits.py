@@ -118,14 +118,17 @@ def test_a_judge_has_space_that_the_program_did_not_fill(template):
 
 
 @needs_bubblewrap
-def test_a_program_cannot_touch_its_launcher(template):
+def test_a_program_cannot_touch_its_launcher_nor_process_1(template):
     code = (
-        "ask('a')\nlauncher, bad = os.getppid(), []\n"
-        "for name in ['mem', 'fd/1', 'environ']:\n"
-        "    try:\n        open(f'/proc/{launcher}/{name}', 'rb' if name == 'environ' else 'wb')\n"
-        "    except OSError:\n        continue\n    bad.append(name)\nprint(float(len(bad)))"
+        "ask('a')\nimport signal\nbad = []\nfor pid in {1, os.getppid()}:\n"
+        "    for name in ['mem', 'fd/0', 'fd/1', 'fd/2', 'environ']:\n"
+        "        try:\n            open(f'/proc/{pid}/{name}', 'rb' if name in ('fd/0', 'environ') else 'wb')\n"
+        "        except OSError:\n            continue\n        bad.append(name)\n"
+        "    for number in signal.valid_signals(): os.kill(pid, number)\n"
+        "print(0.5 + len(bad))"
     )
-    assert play(template, code, sandbox="bubblewrap").turns[-1].reward == 0.0
+    trajectory = play(template, code, sandbox="bubblewrap")
+    assert (trajectory.status, trajectory.turns[-1].reward) == ("done", 0.5)
 
 
 @pytest.mark.parametrize("body", ["ask('1' * (1 << 20))", "post('/chat/completions', '1' * (10 << 20))"])
