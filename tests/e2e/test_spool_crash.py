@@ -15,7 +15,8 @@ NUM_KILLS = 30
 
 
 def write_until_killed(directory, run, pipe):
-    """Append until killed; write the acknowledged ids to `pipe`, one per line."""
+    """Write a byte to `pipe`, then append until killed and write the acknowledged ids, one per line."""
+    os.write(pipe, b"+")
     writer = DiskSpoolWriter(directory, producer="000-env-0", batching=BatchLimits(max_count=3))
     rng = random.Random(run)
     number = 0
@@ -32,6 +33,7 @@ def acknowledged_before_a_kill(directory, run, *, after_s):
     process = FORK.Process(target=write_until_killed, args=(directory, run, theirs))
     process.start()
     os.close(theirs)
+    assert os.read(ours, 1) == b"+", "the writer has started"
     time.sleep(after_s)
     process.kill()
     process.join()
