@@ -76,7 +76,7 @@ class AgentProgram:
     command       a list; `python` is the one that runs hpcrl, or that of the image
     task          added to the task, beside the seed
     environment   variables to set
-    sandbox       auto (apptainer if there is an image, else bubblewrap), apptainer, bubblewrap, or none
+    sandbox       auto (apptainer if there is an image, else bubblewrap), apptainer, bubblewrap (no image), or none
     image         the image for apptainer: a file, or one of a registry such as docker://name; {field} is a task's field
     image_cache, image_cache_gib  the directory of a node for images of registries, and its size
     directory     a directory whose content is copied to the working directory; {field} is a task's field

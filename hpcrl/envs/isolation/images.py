@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.envs.isolation.sandbox import find_apptainer
 from hpcrl.errors import EnvFault
 
 PULL_TIMEOUT_S = 3600.0
@@ -102,11 +103,11 @@ async def _pull_image(image: str, path: Path) -> None:
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
         process = await asyncio.create_subprocess_exec(
-            *("apptainer", "--silent", "pull", "--force", "--disable-cache", str(part), image),
+            *(find_apptainer() or "apptainer", "--silent", "pull", "--force", "--disable-cache", str(part), image),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            env=os.environ | {"APPTAINER_TMPDIR": str(path.parent)},
+            env=os.environ | {name: str(path.parent) for name in ("APPTAINER_TMPDIR", "SINGULARITY_TMPDIR")},
         )
     except OSError as error:
         raise EnvFault(f"image = {image!r} cannot be pulled: apptainer: {error}") from None

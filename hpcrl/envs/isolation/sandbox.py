@@ -1,6 +1,7 @@
-"""Sandboxes for untrusted code: apptainer, else bubblewrap; without one nothing is run unless that is allowed.
+"""Sandboxes for untrusted code: apptainer with an image, else bubblewrap; nothing runs without one unless allowed.
 
     choose_sandbox       find the sandbox to use on this node; refuse if there is none
+    find_apptainer       the command name of apptainer on this node
     wrap_command         the command line that runs a command in a sandbox
     wrap_with_disks      the command line that runs a command with disks of a fixed size, which end with it
     list_readable_paths  paths that Python and hpcrl need inside
@@ -74,16 +75,26 @@ def choose_sandbox(wanted: SandboxChoice, *, image: str | None) -> SandboxKind:
     """Return the sandbox to use; raises EnvFault if the wanted one is not available."""
     if wanted == "none":
         return "none"
-    if wanted in ("auto", "apptainer") and image and shutil.which("apptainer"):
+    apptainer = find_apptainer()
+    if wanted in ("auto", "apptainer") and image and apptainer:
         return "apptainer"
+    if wanted == "auto" and image:
+        raise EnvFault(
+            f"image = {image!r} needs apptainer, which is not installed on this node: install it, or ignore the image "
+            'by sandbox = "bubblewrap"'
+        )
     if wanted in ("auto", "bubblewrap") and not _find_bubblewrap_problem():
         return "bubblewrap"
-    apptainer = "needs an `image`" if shutil.which("apptainer") else "is not installed"
     raise EnvFault(
-        f'sandbox = "{wanted}" is not available on this node: apptainer {apptainer}, '
-        f"{_find_bubblewrap_problem() or 'bwrap works'}: "
+        f'sandbox = "{wanted}" is not available on this node: apptainer '
+        f"{'needs an `image`' if apptainer else 'is not installed'}, {_find_bubblewrap_problem() or 'bwrap works'}: "
         'install one of them, or allow code without a sandbox by sandbox = "none"'
     )
+
+
+def find_apptainer() -> str:
+    """Return the command name of apptainer here, which is singularity on some nodes; "" if it is not installed."""
+    return next((name for name in ("apptainer", "singularity") if shutil.which(name)), "")
 
 
 def wrap_command(command: Sequence[str], spec: SandboxSpec) -> list[str]:
@@ -135,7 +146,7 @@ def _build_apptainer_args(spec: SandboxSpec) -> list[str]:
     own = [argument for path in spec.readable for argument in ("--bind", f"{path}:{path}:ro")]
     places = {spec.workdir: spec.workdir} | {inside: source for source, inside in spec.writable}
     return [
-        *("apptainer", "--silent", "exec", "--containall", "--cleanenv", "--no-home", "--no-init"),
+        *(find_apptainer() or "apptainer", "--silent", "exec", "--containall", "--cleanenv", "--no-home", "--no-init"),
         *("--net", "--network", "none"),
         *own,
         *[argument for inside, source in places.items() for argument in ("--bind", f"{source}:{inside}")],

@@ -10,6 +10,7 @@ import pytest
 from hpcrl.envs.agent import AgentProgram
 from hpcrl.envs.base import ModelAccess
 from hpcrl.envs.isolation.images import ImageCache, open_image
+from hpcrl.envs.isolation.sandbox import SandboxSpec, choose_sandbox, wrap_command
 from hpcrl.errors import ConfigError, EnvFault
 
 FAKES = Path(__file__).parents[2] / "support/fakes"
@@ -121,6 +122,26 @@ def test_each_task_has_its_image(apptainer_log, tmp_path):
     (call,) = apptainer_log.read_text().splitlines()
     assert f"{tmp_path}/blue.sif python3 -I -S -c" in call
     assert "/program/work:/episode/work" in call
+
+
+def test_an_image_is_never_ignored_without_being_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None if name in ("apptainer", "singularity") else f"/bin/{name}")
+    monkeypatch.setattr("hpcrl.envs.isolation.sandbox._find_bubblewrap_problem", lambda: "")
+    with pytest.raises(EnvFault, match=r"^image = 'a.sif' needs apptainer, which is not installed on this node"):
+        choose_sandbox("auto", image="a.sif")
+    assert choose_sandbox("bubblewrap", image="a.sif") == "bubblewrap"
+    assert choose_sandbox("auto", image=None) == "bubblewrap"
+
+
+def test_apptainer_may_have_the_name_singularity(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/singularity").symlink_to(FAKES / "apptainer")
+    (tmp_path / "bin/python3").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("FAKE_APPTAINER_LOG", str(tmp_path / "log"))
+    image = asyncio.run(use("docker://a", ImageCache(directory=str(tmp_path / "cache"))))
+    assert choose_sandbox("auto", image=image) == "apptainer"
+    assert wrap_command(["x"], SandboxSpec(kind="apptainer", workdir="/w", image=image))[0] == "singularity"
 
 
 @pytest.mark.parametrize("options", [{"image": "/no/such.sif"}, {"directory": "/no/{name}", "task": {"name": "x"}}])
