@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 
 from hpcrl.campaign_dir.events import CampaignEvent, EpisodesCounted, FaultReported
 from hpcrl.config.recipe import DomainConfig
-from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest
+from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, join_chunks
 from hpcrl.rollout.groups import EpisodeGroups
 from hpcrl.rollout.routing.trajectories import with_ids
 from hpcrl.rollout.task_queue import TaskQueue
@@ -27,7 +27,7 @@ class CountingPolicy:
     """A policy with counters of what it has generated for training."""
 
     def __init__(self, policy: StreamingGenerator, *, on_turn: Callable[[str, Completion], None]) -> None:
-        """Count the turns of `policy`; `on_turn(episode, completion)` is called for each whole turn of training."""
+        """Count the turns of `policy`; `on_turn(episode, completion)` is called after each turn of training."""
         self._policy = policy
         self._on_turn = on_turn
         self.num_turns = 0
@@ -50,10 +50,18 @@ class CountingPolicy:
         with_its_ids = with_ids(request)
         is_counted = not is_held_out(with_its_ids.domain)
         self.num_turns += is_counted
-        async with contextlib.aclosing(self._policy.stream(with_its_ids)) as chunks:
-            async for chunk in chunks:
-                self.num_tokens += len(chunk.token_ids) * is_counted
-                yield chunk
+        parts: list[CompletionChunk] = []
+        try:
+            async with contextlib.aclosing(self._policy.stream(with_its_ids)) as chunks:
+                async for chunk in chunks:
+                    self.num_tokens += len(chunk.token_ids) * is_counted
+                    parts.append(chunk)
+                    yield chunk
+        finally:  # also if the caller has enough: its stop text was found
+            if is_counted and parts:
+                completion = join_chunks(parts)
+                self.num_remote_prefills += completion.remote_prefill
+                self._on_turn(with_its_ids.trajectory, completion)
 
 
 class EpisodeReporter:

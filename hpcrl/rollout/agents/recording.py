@@ -153,22 +153,30 @@ class ConversationRecording:
         return keys
 
     def text_prompt(self, prompt: str | list[int]) -> TurnPrompt:
-        """Make the prompt of a plain completion, given as text or as ids."""
+        """Make the prompt of a plain completion, given as text or as ids; marks in the text count."""
         if not isinstance(prompt, str):
             return self._prompt_from_ids(prompt)
         for turn in reversed(self.turns):
-            before = turn.prompt.rendered + turn.text
-            if not turn.prompt.messages and turn.prompt.rendered and prompt.startswith(before):
-                new_token_ids = self._template.encode_text(prompt[len(before) :])
+            before, generated = turn.prompt.rendered, turn.completion.token_ids
+            end = len(before) + len(turn.text)
+            if turn.prompt.messages or not before or not prompt.startswith(before):
+                continue
+            if prompt.startswith(turn.text, len(before)):
+                new_token_ids = self._template.encode(prompt[end:])
+                if self._template.mark_pattern.match(prompt, end):
+                    new_token_ids = self._template.drop_closing(new_token_ids, generated)
                 return TurnPrompt(parent=turn, new_token_ids=new_token_ids, rendered=prompt)
-        return TurnPrompt(parent=None, new_token_ids=self._template.encode_text(prompt), rendered=prompt)
+        return TurnPrompt(parent=None, new_token_ids=self._template.encode(prompt), rendered=prompt)
 
     def _prompt_from_ids(self, prompt: list[int]) -> TurnPrompt:
-        for turn in reversed(self.turns):
-            before = turn.token_ids()
-            if prompt[: len(before)] == before:
-                return TurnPrompt(parent=turn, new_token_ids=prompt[len(before) :], rendered="")
-        return TurnPrompt(parent=None, new_token_ids=prompt, rendered="")
+        ends: dict[RecordedTurn | None, int] = {None: 0}
+        """Where the turns end that the prompt starts with: what turns have in common is compared once."""
+        for turn in self.turns:
+            end = ends.get(turn.prompt.parent)
+            if end is not None and (end := _match_ids(prompt, turn, start=end)) is not None:
+                ends[turn] = end
+        last, end = list(ends.items())[-1]
+        return TurnPrompt(parent=last, new_token_ids=prompt[end:], rendered="")
 
     def _continue_turn(
         self,
@@ -240,6 +248,14 @@ class ConversationRecording:
         if answer is not None:
             self._answers.setdefault(_extend_key(prompt.key, answer), []).append(turn)
         return turn
+
+
+def _match_ids(prompt: list[int], turn: RecordedTurn, *, start: int) -> int | None:
+    """Return where a turn ends in the prompt, if that has the turn's ids from `start` on."""
+    middle = start + len(turn.prompt.new_token_ids)
+    end = middle + len(turn.completion.token_ids)
+    has_turn = prompt[start:middle] == turn.prompt.new_token_ids and prompt[middle:end] == turn.completion.token_ids
+    return end if has_turn else None
 
 
 def _chain_keys(messages: Sequence[ChatMessage], *, key: bytes) -> Iterator[bytes]:

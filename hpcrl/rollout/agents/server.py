@@ -50,7 +50,7 @@ from hpcrl.rollout.turn import StreamingGenerator
 
 MAX_BODY_BYTES = 32 << 20
 MAX_LOOP_BYTES = 256 << 10
-"""The size of a body up to which its prompt is made in the event loop; that of a larger one is made in a thread."""
+"""The size of a body up to which it is read, and its prompt made, in the event loop; with a larger one, in a thread."""
 DEFAULT_MODEL = "hpcrl"
 """The name of the model, unless a domain sets another."""
 ANY_MODEL = "*"
@@ -151,23 +151,25 @@ class ModelProxy:
     # ---- routes
 
     async def _chat(self, http: web.BaseRequest, session: ProgramSession) -> web.StreamResponse:
-        form = ChatForm(await http.read(), template=self.template)
+        form = await _read_form(http, session, partial(ChatForm, template=self.template))
         return await self._answer_call(http, session, form)
 
     async def _text(self, http: web.BaseRequest, session: ProgramSession) -> web.StreamResponse:
-        form = TextForm(await http.read(), template=self.template)
+        form = await _read_form(http, session, partial(TextForm, template=self.template))
         return await self._answer_call(http, session, form)
 
     async def _responses(self, http: web.BaseRequest, session: ProgramSession) -> web.StreamResponse:
-        form = ResponsesForm(await http.read(), template=self.template, memory=session.responses)
+        make_form = partial(ResponsesForm, template=self.template, memory=session.responses)
+        form = await _read_form(http, session, make_form)
         return await self._answer_call(http, session, form)
 
     async def _messages(self, http: web.BaseRequest, session: ProgramSession) -> web.StreamResponse:
-        return await self._answer_call(http, session, MessagesForm(await http.read()))
+        return await self._answer_call(http, session, await _read_form(http, session, MessagesForm))
 
     async def _count_tokens(self, http: web.BaseRequest, _: ProgramSession) -> web.Response:
-        call = MessagesForm(await http.read()).call
-        return _json_response({"input_tokens": len(await asyncio.to_thread(list_prompt_ids, call, self.template))})
+        form = await asyncio.to_thread(MessagesForm, await http.read())
+        token_ids = await asyncio.to_thread(list_prompt_ids, form.call, self.template)
+        return _json_response({"input_tokens": len(token_ids)})
 
     async def _tokenize(self, http: web.BaseRequest, session: ProgramSession) -> web.Response:
         length = session.limits.context_length
@@ -308,6 +310,15 @@ class ModelProxy:
             why = "no running program has this API key: use the one that it receives as OPENAI_API_KEY"
             raise ApiError(401, why, code="invalid_api_key")
         return session
+
+
+async def _read_form(
+    http: web.BaseRequest, session: ProgramSession, make_form: Callable[[bytes], AnswerForm]
+) -> AnswerForm:
+    """Read a request, unless its episode may not call the model again; a large one in a thread."""
+    body = await http.read()
+    session.check_admission()
+    return make_form(body) if len(body) <= MAX_LOOP_BYTES else await asyncio.to_thread(make_form, body)
 
 
 def _make_prompt(session: ProgramSession, call: ModelCall) -> TurnPrompt:

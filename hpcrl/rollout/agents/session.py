@@ -62,6 +62,12 @@ class ProgramSession:
 
     def admit(self) -> int:
         """Admit a call and return its number, from 1 on, or raise an ApiError."""
+        self.check_admission()
+        self.num_calls += 1
+        return self.num_calls
+
+    def check_admission(self) -> None:
+        """Raise an ApiError if the episode may not call the model again."""
         self.check_staleness()
         if self.is_stale:
             raise ApiError(410, f"this episode is more than max_lag = {self.limits.max_lag} versions old", code="stale")
@@ -70,8 +76,6 @@ class ProgramSession:
             raise ApiError(
                 400, f"an episode may call the model {self.limits.max_turns} times at most", code="max_turns"
             )
-        self.num_calls += 1
-        return self.num_calls
 
     def check_staleness(self) -> None:
         """End an episode that is too far behind, even during a call."""

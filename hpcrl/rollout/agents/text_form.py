@@ -176,7 +176,7 @@ def tokenize(body: bytes, template: ChatTemplate, *, context_length: int) -> Jso
         call = ModelCall(model="", messages=normalise_messages(request.messages), tools=tools or None)
         ids = list_prompt_ids(call, template)
     elif request.prompt is not None:
-        ids = template.encode_text(request.prompt)
+        ids = template.encode(request.prompt)
     else:
         raise ApiError(400, "prompt is missing: give a text, or messages", param="prompt", code="invalid_value")
     found: dict[str, Any] = {"count": len(ids), "max_model_len": context_length, "tokens": ids}

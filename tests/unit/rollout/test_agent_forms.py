@@ -7,10 +7,12 @@ from threading import get_ident
 
 import aiohttp
 import anthropic
+import msgspec
 import openai
 import pytest
 
 from hpcrl.models.chat_layout import load_chat_template
+from hpcrl.rollout.agents import chat_form, messages_form, responses_form, text_form
 from hpcrl.rollout.episode import EpisodeLimits
 from tests.support.scripted import CALL, QUESTION, TOOLS, opened
 
@@ -385,6 +387,8 @@ async def post_long(client, form, *, role, num_words):
     text = "word " * num_words
     messages = [{"role": role, "content": text}, {"role": "user", "content": "go on"}]
     asked = {"model": "hpcrl", "max_tokens": 9, "messages": messages, "input": messages}
+    if form == "completions":
+        asked["prompt"] = text
     async with (
         aiohttp.ClientSession(headers={"x-api-key": client.api_key}) as raw,
         raw.post(f"{client.proxy.url}/{form}", json=asked) as http,
@@ -402,6 +406,38 @@ def test_a_body_of_10_mb_is_refused_before_it_is_tokenised(template, form, monke
     (status, message), is_truncated = on(template, body)
     assert (status, is_truncated) == (400, True)
     assert "maximum context length is 4096" in message
+
+
+FORM_PATHS = ["chat/completions", "completions", "responses", "messages"]
+
+
+@pytest.mark.parametrize("form", FORM_PATHS)
+def test_a_long_body_is_read_beside_the_event_loop(template, form, monkeypatch):
+    threads = []
+    for module in (chat_form, messages_form, responses_form, text_form):
+        monkeypatch.setattr(
+            module, "parse_body", lambda *given, parse=module.parse_body: threads.append(get_ident()) or parse(*given)
+        )
+
+    async def body(client):
+        await post_long(client, form, role="user", num_words=60_000)
+
+    on(template, body)
+    assert len(threads) == 1
+    assert threads[0] != get_ident()
+
+
+@pytest.mark.parametrize("form", FORM_PATHS)
+def test_the_body_of_a_call_beyond_max_turns_is_not_read(template, form, monkeypatch):
+    for module in (chat_form, messages_form, responses_form, text_form):
+        monkeypatch.setattr(module, "parse_body", lambda *_: pytest.fail("it was read"))
+
+    async def body(client):
+        return await post_long(client, form, role="user", num_words=60_000), client.session.is_truncated
+
+    (status, message), is_truncated = on(template, body, limits=msgspec.structs.replace(LIMITS, max_turns=0))
+    assert (status, is_truncated) == (400, True)
+    assert "0 times at most" in message
 
 
 def test_the_prompt_of_a_long_body_is_made_beside_the_event_loop(template, monkeypatch):

@@ -1,6 +1,7 @@
 """The server of OpenAI's API, called by the `openai` package; the model's answers are scripted."""
 
 import asyncio
+import itertools
 import json
 
 import aiohttp
@@ -264,7 +265,7 @@ def test_a_closed_session_ends_its_running_calls(template):
 
 
 def test_a_stale_episode_is_refused_and_over(template):
-    newest = iter([0, 2, 2])
+    newest = itertools.chain([0, 0], itertools.repeat(2))
 
     async def body(client):
         await chat(client)

@@ -232,6 +232,47 @@ def test_a_plain_completion_continues_from_its_text(recording, template):
     assert recording.text_prompt("twice").parent is None
 
 
+def test_marks_in_a_plain_completion_count(recording, template):
+    """A program that renders its own template writes the turn's end again, which was generated."""
+    rendered = "<user>a<agent>"
+    prompt = recording.text_prompt(rendered)
+    ids = template.encode("x<eos>")
+    assert prompt.token_ids() == template.encode(rendered)
+    completion = Completion(token_ids=ids, logprobs=[-1.0] * 2, versions=[4] * 2, finish_reason="stop")
+    turn = recording.record_answer(prompt, completion, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
+    following = recording.text_prompt(rendered + "x<eos><user>b<agent>")
+    assert following.parent is turn
+    assert following.token_ids() == template.encode(rendered + "x<eos><user>b<agent>")
+    assert recording.text_prompt(rendered + "x<user>b").token_ids() == template.encode(rendered + "x<eos><user>b")
+    assert recording.text_prompt(rendered + "xy<eos>").new_token_ids == template.encode("y<eos>")
+
+
+class CountedIds(list):
+    """Ids that count how many of them were looked at."""
+
+    num_read = 0
+
+    def __getitem__(self, place):
+        found = super().__getitem__(place)
+        self.num_read += len(found)
+        return found
+
+
+def test_ids_that_many_turns_share_are_compared_once(recording):
+    ids = [5]
+    for _ in range(100):
+        prompt = recording.text_prompt(ids)
+        completion = Completion(token_ids=[7], logprobs=[-1.0], versions=[4], finish_reason="stop")
+        turn = recording.record_answer(prompt, completion, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
+        ids = [*ids, 7, 5]
+    for sent, parent in ((CountedIds(ids), turn), (CountedIds([*ids[:-2], 8, 5]), turn.prompt.parent)):
+        assert recording.text_prompt(sent).parent is parent
+        assert sent.num_read <= 2 * len(ids)
+    other = CountedIds([6, *ids])
+    assert recording.text_prompt(other).parent is None
+    assert other.num_read <= 2 * len(ids)
+
+
 def test_turns_sampled_otherwise_are_recorded_and_not_trained(recording, template):
     record_turn(recording, template, [user("a")], "x<eos>", trained=False)
     trajectory = trajectory_of(recording)

@@ -1,9 +1,15 @@
 """The counts of an env worker: which of the tokens that were generated are left to training, and why the others not."""
 
+import asyncio
+from contextlib import aclosing
+from types import SimpleNamespace
+
 import msgspec
+import pytest
 
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import DomainConfig
+from hpcrl.engines.base import CompletionChunk, GenerateRequest
 from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.rollout.fault_budget import FaultBudget
 from hpcrl.rollout.groups import EpisodeGroups
@@ -40,6 +46,31 @@ def play(status="done", choice="all"):
     ]
     facts = msgspec.structs.replace(FACTS, status=status)
     return build_record(turns, facts, reward=1.0, choice=choice)
+
+
+@pytest.mark.parametrize(("num_read", "versions"), [(2, [7, 6]), (1, [7])])
+@pytest.mark.parametrize("domain", ["lake", "held-out:lake"])
+def test_the_versions_of_a_streamed_turn_are_known_at_its_end(domain, num_read, versions):
+    """The hold counts on it: an engine may have used an older version than the episode's first."""
+
+    async def stream(request):
+        for version in (7, 6):
+            yield CompletionChunk(token_ids=[1], logprobs=[0.0], versions=[version], remote_prefill=version == 7)
+
+    async def read():
+        async with aclosing(policy.stream(request)) as chunks:
+            for _ in range(num_read):
+                await anext(chunks)
+
+    acted = []
+    policy = CountingPolicy(
+        SimpleNamespace(stream=stream), on_turn=lambda episode, completion: acted.append((episode, completion.versions))
+    )
+    request = GenerateRequest(request_id=f"{domain}/0/1/0/0", token_ids=[1], max_new_tokens=9)
+    asyncio.run(read())
+    counted = domain == "lake"
+    assert acted == [(f"{domain}/0/1", versions)] * counted
+    assert (policy.num_turns, policy.num_remote_prefills) == (counted, counted)
 
 
 def test_the_fate_of_every_generated_token_is_counted():
