@@ -123,7 +123,7 @@ def test_an_engine_that_fails_a_program_is_a_policy_fault(template):
 
 
 def test_a_stale_episode_ends_its_program(template):
-    asked = iter([0, 0, 2])
+    asked = iter([0, 0, 0, 2])
     started_s = time.monotonic()
     trajectory = play(template, "ask('a')\nimport time\ntime.sleep(600)", newest=lambda: next(asked, 2))
     assert trajectory.status == "aborted-stale"
