@@ -272,7 +272,7 @@ class EnvWorker:
             self.in_flight.drop(episode)
             self.groups.record_abort(task.group, episode)
             self.task_queue.discard_envs(task)
-            self.task_sets.return_task(task)
+            self._return_row(task)
             self.journal.record_end(episode, running=self.groups.ledger.running)
             return
         finally:
@@ -331,9 +331,18 @@ class EnvWorker:
         if outcome.start:
             self.journal.record_start([task.episode(index) for index in outcome.start])
             self._start_episodes(task, outcome.start)
-        if outcome.released or outcome.is_lost:
+        if outcome.released:
+            self.task_sets.release_task(task, [kept.id for kept in outcome.released])
+        if outcome.is_lost:
             self.task_sets.finish_task(task)
+        if outcome.released or outcome.is_lost:
             self.task_queue.discard_envs(task)
+        self._return_row(task)
+
+    def _return_row(self, task: AgentTask) -> None:
+        """Use the row of a group again that was cancelled, once its last episode has ended."""
+        if not self.groups.is_running(task.group):
+            self.task_sets.return_task(task)
 
     def _cancel_spare_groups(self, outcome: GroupOutcome) -> list[str]:
         """Return the episodes of spare groups to cancel, once the batch has what it needs."""
@@ -357,6 +366,7 @@ class EnvWorker:
             self.num_unsealed -= len(
                 sealed
             )  # a separate statement after the await: meanwhile, ending episodes add to it
+            self.task_sets.record_sealed(sealed)
             for episode in sealed:
                 self.in_flight.drop(episode)
 

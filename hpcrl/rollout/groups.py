@@ -146,6 +146,10 @@ class EpisodeGroups:
         """Ended episodes by recorded status."""
         return self.ledger.endings
 
+    def is_running(self, group: str) -> bool:
+        """Return whether a group has episodes that have not ended."""
+        return group in self._groups
+
     def start(self, group: str) -> list[str]:
         """Start a group; return the ids of its episodes."""
         assert group not in self._groups, f"group {group} has been started already"

@@ -3,12 +3,13 @@
     TaskSets         the task sets of one env worker
     SAVE_INTERVAL_S  the interval at which progress is written
 
-Progress is written often, not with every row: after a kill a few rows may be used again in the same epoch, none is
-left out.
+Progress is written often, not with every row, and a row is used up when its group is durable: after a kill a few rows
+may be used again in the same epoch, none is left out.
 """
 
 import contextlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hpcrl.envs.base import TaskFields
 from hpcrl.envs.task_set import TaskRows
 from hpcrl.errors import EnvFault
 from hpcrl.rollout.tasks import AgentTask, RowOrder, RowProgress
-from hpcrl.spool.ids import is_held_out, strip_held_out
+from hpcrl.spool.ids import get_group, is_held_out, strip_held_out
 from hpcrl.system.files import publish_file
 
 SAVE_INTERVAL_S = 1.0
@@ -37,6 +38,8 @@ class TaskSets:
         self._held_out = {name: TaskRows(directory, domain=name, split="held-out") for name in self._configs}
         self._path = progress
         self._progress = {name: RowProgress() for name in self._configs} | _load_progress(progress)
+        self._unsealed: dict[str, tuple[AgentTask, set[str]]] = {}
+        """The tasks of released groups, with their episodes that are not durable yet, by group."""
         self._saved: dict[str, Any] = {}
         self._saved_at = float("-inf")
 
@@ -55,14 +58,30 @@ class TaskSets:
         """Take the place of the next row; None for a domain whose tasks are seeds."""
         return self._progress[domain].take_place(self._worker) if domain in self._configs else None
 
+    def release_task(self, task: AgentTask, episodes: Iterable[str]) -> None:
+        """Use up the row of a task once these trajectories of its group are durable."""
+        if task.place is not None:
+            self._unsealed[task.group] = (task, set(episodes))
+
+    def record_sealed(self, episodes: Iterable[str]) -> None:
+        """Record that the trajectories of these episodes are durable."""
+        for episode in episodes:
+            group = get_group(episode)
+            if group in self._unsealed:
+                task, missing = self._unsealed[group]
+                missing.discard(episode)
+                if not missing:
+                    del self._unsealed[group]
+                    self.finish_task(task)
+
     def finish_task(self, task: AgentTask) -> None:
-        """Record that the group of a task was released, or lost for good."""
+        """Record that the group of a task is durable, or lost for good."""
         if task.place is not None:
             self._progress[task.domain].finish_place(task.place)
 
     def return_task(self, task: AgentTask) -> None:
-        """Use the row of a task again later, if its group was ended before it could finish."""
-        if task.place is not None:
+        """Use the row of a task again later, if its group was ended before it could finish; once for each group."""
+        if task.place is not None and task.group not in self._unsealed:
             self._progress[task.domain].return_place(task.place)
 
     def locate_row(self, task: AgentTask) -> tuple[int, int] | None:

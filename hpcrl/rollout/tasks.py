@@ -151,7 +151,7 @@ class RowProgress:
         return place
 
     def finish_place(self, place: int) -> None:
-        """Record that the group of a place was released, or lost for good."""
+        """Record that the group of a place is durable, or lost for good."""
         self._open.discard(place)
 
     def return_place(self, place: int) -> None:

@@ -15,7 +15,9 @@ from hpcrl.rollout.groups import EpisodeGroups
 
 def test_trajectories_that_end_while_a_segment_is_written_stay_counted() -> None:
     async def run() -> int:
-        worker: Any = SimpleNamespace(num_unsealed=4, in_flight=InFlightVersions())
+        worker: Any = SimpleNamespace(
+            num_unsealed=4, in_flight=InFlightVersions(), task_sets=SimpleNamespace(record_sealed=lambda _: None)
+        )
         writing, written = threading.Event(), threading.Event()
 
         def flush() -> list[str]:

@@ -140,7 +140,7 @@ def test_a_row_whose_group_was_cancelled_is_used_again(tmp_path):
     queue = make_queue(make_recipe(tmp_path), task_sets)
     cancelled, done = take_rows(queue, 4)
     task_sets.finish_task(done)
-    for task in (cancelled, cancelled, done):  # each of its episodes says so
+    for task in (cancelled, done):
         task_sets.return_task(task)
     (again,) = take_rows(queue, 2)
     assert again.number != cancelled.number
