@@ -34,6 +34,7 @@ class Verifiers:
     env           the id of an environment that plays it, if not the task set's own
     harness       "null" (chat with the task's tools), "bash", or another harness that runs in a subprocess
     role, agent   the name of the agent in the environment, and more of its settings, such as max_turns
+    sandbox       auto, or none: let a harness other than "null" run the model's commands as this user, unconfined
     python        an interpreter that has verifiers; the default is the one that runs hpcrl
     sampling, trains   as in AgentProgram
 
@@ -49,16 +50,25 @@ class Verifiers:
         harness: str = "null",
         role: str = "agent",
         agent: dict[str, Any] | None = None,
+        sandbox: Literal["auto", "none"] = "auto",
         python: str | None = None,
         sampling: Literal["recipe", "program"] = "recipe",
         trains: Literal["all", "longest", "last"] = "all",
     ) -> None:
-        check_program_choices("Verifiers", sampling=(sampling, SAMPLING), trains=(trains, TRAINS))
+        check_program_choices(
+            "Verifiers", sandbox=(sandbox, ("auto", "none")), sampling=(sampling, SAMPLING), trains=(trains, TRAINS)
+        )
         self.sampling = sampling
         self.trains = trains
         self._python = python or sys.executable
         self._name = f"verifiers, taskset = {taskset!r}"
         seat = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}, **(agent or {})}
+        played_by = seat["harness"]
+        if sandbox != "none" and not (isinstance(played_by, dict) and played_by.get("id") == "null"):
+            raise ConfigError(
+                f"Verifiers: harness = {played_by!r} may run commands of the model without a sandbox, as this "
+                'user: set sandbox = "none" to allow that, or harness = "null"'
+            )
         config = {"id": env, "taskset": {"id": taskset, **(options or {})}, role: seat}
         self._config = json.dumps({"config": config})
 

@@ -31,3 +31,26 @@ def test_all_conversations_are_trained_on_by_default_and_any_choice_is_known(mak
 def test_an_unknown_choice_is_refused(make, options, problem):
     with pytest.raises(ConfigError, match=problem):
         make(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"harness": "bash"},
+        {"harness": "some_agent"},
+        {"agent": {"harness": {"id": "bash"}}},
+        {"agent": {"harness": {}}},
+        {"agent": {"harness": "bash"}},
+    ],
+)
+def test_a_harness_that_may_run_commands_of_the_model_needs_consent(options):
+    with pytest.raises(ConfigError, match='without a sandbox.* set sandbox = "none"'):
+        Verifiers(taskset="words", **options)
+    Verifiers(taskset="words", sandbox="none", **options)
+
+
+def test_a_chat_needs_no_consent_and_there_is_no_other_sandbox():
+    Verifiers(taskset="words", agent={"max_turns": 3})
+    Verifiers(taskset="words", agent={"harness": {"id": "null", "tools": []}})
+    with pytest.raises(ConfigError, match="sandbox = 'bubblewrap': it must be one of auto, none"):
+        Verifiers(taskset="words", sandbox="bubblewrap")
