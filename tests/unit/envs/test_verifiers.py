@@ -44,7 +44,7 @@ def test_an_unknown_choice_is_refused(make, options, problem):
     ],
 )
 def test_a_harness_that_may_run_commands_of_the_model_needs_consent(options):
-    with pytest.raises(ConfigError, match='without a sandbox.* set sandbox = "none"'):
+    with pytest.raises(ConfigError, match=r'without a sandbox.* set sandbox = "none"'):
         Verifiers(taskset="words", **options)
     Verifiers(taskset="words", sandbox="none", **options)
 
