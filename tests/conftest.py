@@ -4,9 +4,13 @@ import os
 from collections.abc import Generator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.support.campaigns import last_words
+
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 
 MUST_RUN_IN_CI = ("mpi", "slurm", "vllm")
 
