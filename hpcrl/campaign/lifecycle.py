@@ -145,13 +145,7 @@ def check_model(request: CampaignRequest) -> str:
         return ""
     command = [choose_python(request.site), "-m", "hpcrl.campaign.model_check"]
     try:
-        completed = subprocess.run(
-            command,
-            input=msgspec.json.encode(request.recipe),
-            capture_output=True,
-            check=False,
-            timeout=MODEL_CHECK_TIMEOUT_S,
-        )
+        completed = _run_check(command, request, timeout_s=MODEL_CHECK_TIMEOUT_S)
     except OSError as error:
         return f"the model is not checked: the site's python {command[0]!r} cannot be run here ({error.strerror})"
     except subprocess.TimeoutExpired as error:
@@ -168,17 +162,19 @@ def check_model(request: CampaignRequest) -> str:
     return ""
 
 
+def _run_check(
+    command: list[str], request: CampaignRequest, *, timeout_s: float
+) -> "subprocess.CompletedProcess[bytes]":
+    """Run a check of the recipe, which it reads from its standard input."""
+    recipe = msgspec.json.encode(request.recipe)
+    return subprocess.run(command, input=recipe, capture_output=True, check=False, timeout=timeout_s)
+
+
 def _check_user_code(request: CampaignRequest) -> None:
     """Import environments and rewards with the interpreter of the jobs, before anything is queued."""
     command = [choose_python(request.site), "-m", "hpcrl.envs.check"]
     try:
-        completed = subprocess.run(
-            command,
-            input=msgspec.json.encode(request.recipe),
-            capture_output=True,
-            check=False,
-            timeout=CHECK_TIMEOUT_S,
-        )
+        completed = _run_check(command, request, timeout_s=CHECK_TIMEOUT_S)
     except OSError as error:
         raise ConfigError(f"the site's python {command[0]!r} cannot be run here: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
