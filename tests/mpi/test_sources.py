@@ -112,7 +112,7 @@ def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_versio
     two_and_two: Fleet, killed: str
 ) -> None:
     trainer = up_to_two(two_and_two)
-    with two_and_two.reading("n2", 1):
+    with two_and_two.delaying("n2", 1):
         start_third_version(two_and_two, trainer)
         two_and_two.signal(killed, signal.SIGKILL)
         two_and_two.ended()
@@ -127,7 +127,7 @@ def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_versio
 @ON_BOTH_WIRES
 def test_a_contributor_that_stops_answering_is_named_with_its_bucket(two_and_two: Fleet) -> None:
     trainer = up_to_two(two_and_two)
-    with two_and_two.reading("n2", 1):
+    with two_and_two.delaying("n2", 1):
         start_third_version(two_and_two, trainer)
         two_and_two.signal("n1", signal.SIGSTOP)
         two_and_two.ended()
@@ -146,7 +146,7 @@ def test_a_part_that_is_overwritten_while_it_is_sent_is_never_read_and_the_newes
 ) -> None:
     monkeypatch.setattr("hpcrl.weights.window.window.LEASE_TIMEOUT_S", 0.05)  # of the trainer, which is here
     trainer = up_to_two(two_and_two)
-    with two_and_two.reading("n2", 1):
+    with two_and_two.delaying("n2", 1):
         start_third_version(two_and_two, trainer)
         for version in (4, 5):
             publish(trainer[1], version)

@@ -63,7 +63,7 @@ def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(four_nodes: 
 
 def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_version_again(four_nodes: Fleet) -> None:
     window = up_to_two(four_nodes)
-    with four_nodes.reading("n1", 1):
+    with four_nodes.delaying("n1", 1):
         start_third_version(four_nodes, window)
         four_nodes.signal("n2", signal.SIGKILL)
         four_nodes.ended()
@@ -88,7 +88,7 @@ def test_a_node_that_has_a_version_is_not_sent_it_again(four_nodes: Fleet) -> No
 def test_a_rank_that_stops_answering_is_named_with_its_bucket(four_nodes: Fleet, stopped: str, reporter: str) -> None:
     window = up_to_two(four_nodes)
     rank = four_nodes.nodes.index(stopped)
-    with four_nodes.reading("n1", 1):
+    with four_nodes.delaying("n1", 1):
         start_third_version(four_nodes, window)
         four_nodes.signal(stopped, signal.SIGSTOP)
         four_nodes.ended()
@@ -179,7 +179,7 @@ time.sleep(600)
 
 def test_a_trainer_that_is_killed_while_its_version_is_on_the_way_loses_nothing(four_nodes: Fleet) -> None:
     up_to_two(four_nodes).close()
-    with four_nodes.reading("n1", 1), program(SENDING_TRAINER, four_nodes, prints=b"published\n") as trainer:
+    with four_nodes.delaying("n1", 1), program(SENDING_TRAINER, four_nodes, prints=b"published\n") as trainer:
         time.sleep(0.5)  # the couriers have started by then, or start after the kill: both must work
         trainer.kill()
         trainer.wait()
