@@ -12,9 +12,8 @@ vllm: $(VENV)/.vllm
 demo: $(VENV)/.local
 	$(BIN)/hpcrl submit recipes/quickstart.toml --site local --watch
 
-# What needs neither Slurm nor vLLM nor a campaign runs in a process per core, the rest one after the other.
+# What needs neither Slurm nor vLLM nor a campaign runs in a process per core, the rest in two series at once.
 FAST := tests/unit tests/contract tests/golden
-SLOW := tests/mpi tests/slurm tests/e2e tests/vllm tests/gpu bench
 
 # A campaign starts some thirty processes: each would compile the package again.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
@@ -22,7 +21,7 @@ test test-fast: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.dev $(VENV)/.vllm
 	bash jobs/lab/packages.sh
 	$(BIN)/python -m pytest $(FAST) --numprocesses auto --dist loadfile --durations 20
-	$(BIN)/python -m pytest $(SLOW) --durations 20
+	$(BIN)/python .ci/slow.py
 
 # The adapters of environment families, with the real packages: two virtual environments, some minutes the first time.
 test-envs: .venv-envs/.done .venv-verifiers/.done
