@@ -41,8 +41,9 @@ from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.learn.batch import GroupChoice, choose_groups
 from hpcrl.plan.plan import make_plan
 from hpcrl.roles.context import WorkerContext
-from hpcrl.roles.env import EnvWorker, RolloutSpool
+from hpcrl.roles.env import EnvWorker
 from hpcrl.rollout.flow_control import SettledCount, SettledWriter, may_publish
+from hpcrl.rollout.rollout_spool import RolloutSpool
 from hpcrl.rollout.routing.router import Router
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.status import EpisodeStatus
@@ -171,7 +172,7 @@ async def _steps(setting: Setting) -> Outcome:
         await asyncio.wait({training, stage.living}, return_when=asyncio.FIRST_COMPLETED)
         await training if training.done() else stage.living.result()
         outcome = trainer.outcome
-        outcome.endings = stage.host.groups.endings.copy()
+        outcome.endings = stage.host.accounts.groups.endings.copy()
         under_way = {episode.rpartition("/")[0] for episode in stage.host.episodes}
         ended = {name: num for name, num in stage.num_generated.items() if name.rpartition("/")[0] not in under_way}
         outcome.num_generated = sum(ended.values())
@@ -213,7 +214,9 @@ async def opened(setting: Setting) -> AsyncIterator[Stage]:
             Router(context.campaign.endpoints, connect=lambda at: served[at.worker], seed=0, speed_of=lambda _: one)
         )
         spool = MemorySpool()
-        host = EnvWorker(context, router=router, layout=Lengths(), rollouts=_in(spool), open_env=_opener(setting))
+        host = EnvWorker(
+            context, router=router, layout=Lengths(), rollouts=_in(spool, context), open_env=_opener(setting)
+        )
         living = asyncio.create_task(host.run_until_drained(), name="host")
         yield Stage(
             host=host, run=context.campaign, spool=spool, engines=engines, num_generated=num_tokens, living=living
@@ -227,10 +230,10 @@ def _engine(setting: Setting) -> SimEngine:
     return SimEngine(estimate_speed(GPU_CATALOGUE["h800"], shape=MODEL_8B), settings=settings)
 
 
-def _in(spool: MemorySpool) -> RolloutSpool:
+def _in(spool: MemorySpool, context: WorkerContext) -> RolloutSpool:
     clock = asyncio.get_running_loop().time
     writer = MemorySpoolWriter(spool, batching=BatchLimits(max_age_s=LOOK_S), clock=clock)
-    return RolloutSpool(writer=writer, num_sealed=lambda: len(spool.durable))
+    return RolloutSpool(writer, count_sealed=lambda: len(spool.durable), emit=context.events.emit)
 
 
 def _opener(setting: Setting) -> Callable[[str, DomainConfig], Awaitable[Env]]:

@@ -76,7 +76,7 @@ async def _crowd(num: int, *, step_s: float) -> Crowd:
             await asyncio.sleep(0.5)
             if stage.living.done():
                 stage.living.result()
-            most = max(most, stage.host.groups.num_running)
+            most = max(most, stage.host.accounts.groups.num_running)
             most_bytes = max(most_bytes, _resident() - before)
         watching.cancel()
         cpu = time.process_time() - cpu

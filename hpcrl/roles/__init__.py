@@ -1,10 +1,12 @@
 """The programs of the workers of a job; roles communicate only through files and HTTP.
 
-__main__     the entry point of every worker
-context      the campaign, the plan and the events as one worker sees them
-env          play episodes
-reward       score finished segments
-serve        serve an engine, for prefill or decode
-train        train and publish weights
-train_queue  trajectories that wait to be trained on
+__main__        the entry point of every worker
+context         the campaign, the plan and the events as one worker sees them
+env             play episodes
+episode_player  an episode or an agent program, in training and in evaluations
+program_proxy   the endpoint for agent programs
+reward          score finished segments
+serve           serve an engine, for prefill or decode
+train           train and publish weights
+train_queue     trajectories that wait to be trained on
 """

@@ -1,20 +1,21 @@
 """Run episodes: the work of an env worker.
 
-episode       one episode, turn by turn
-turn          one turn, across interruptions
-player        an episode or an agent program, as the domain requires
-groups        groups of episodes and how they ended
-admission     how many groups may start
-tasks         seeds, numbers and domains of tasks
-task_sets     the rows of domains with `tasks`
-task_queue    the next task, with environments prepared ahead
-fault_budget  how many faults of an environment are tolerated
-curriculum    weights of domains, by a user's function
-flow_control  how env workers and the trainer wait for each other
-journal       the running episodes, on disk
-reporting     counters and events of the worker
-evaluation    rounds of evaluation
-rewards       a domain's reward function
-routing       which engine serves a turn
-agents        the OpenAI API for agent programs
+episode           one episode, turn by turn
+turn              one turn, across interruptions
+episode_accounts  what follows when episodes start and end
+groups            groups of episodes and how they ended
+admission         how many groups may start
+tasks             seeds, numbers and domains of tasks
+task_sets         the rows of domains with `tasks`
+task_queue        the next task, with environments prepared ahead
+fault_budget      how many faults of an environment are tolerated
+curriculum        weights of domains, by a user's function
+flow_control      how env workers and the trainer wait for each other
+rollout_spool     the groups that are released, until they are durable
+journal           the running episodes, on disk
+reporting         counters and events of the worker
+evaluation        rounds of evaluation
+rewards           a domain's reward function
+routing           which engine serves a turn
+agents            the OpenAI API for agent programs
 """

@@ -10,6 +10,7 @@ Training thus frees room for new episodes, and running episodes delay training; 
 often as it likes, and a file that is missing (or old, of a killed env worker) holds up neither side.
 
     SettledCount, SettledWriter, read_settled   the trainer's half
+    TrainerProgress                             how far the trainer is, as an env worker reads it
     InFlightState, InFlightVersions             the versions at which a worker's unfinished episodes started
     StalenessHold, HoldWriter                   an env worker's hold, and how it is written
     may_publish                                 whether the holds of all env workers let training continue
@@ -29,6 +30,7 @@ import msgspec
 from hpcrl.rollout.groups import GroupOutcome
 from hpcrl.spool.record import TRAINABLE
 from hpcrl.system.files import publish_file, publish_json
+from hpcrl.weights.versions import find_newest_version
 
 RENEW_INTERVAL_S = 5.0
 """The interval at which an env worker writes its hold again."""
@@ -67,6 +69,22 @@ def read_settled(path: Path) -> SettledCount:
         return msgspec.json.decode(path.read_bytes(), type=SettledCount)
     except FileNotFoundError:
         return SettledCount()
+
+
+class TrainerProgress:
+    """The newest version and what is settled; the version may be announced before its weights are readable."""
+
+    def __init__(self, *, weights: Path, settled: Path) -> None:
+        self._weights = weights
+        self._settled = settled
+        self.newest_version = 0
+        self.num_settled = 0
+
+    def poll(self) -> None:
+        """Read both again."""
+        settled = read_settled(self._settled)
+        self.num_settled = settled.num
+        self.newest_version = max(self.newest_version, settled.version, find_newest_version(self._weights) or 0)
 
 
 class InFlightVersions:

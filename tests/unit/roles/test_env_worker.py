@@ -1,63 +1,200 @@
-"""An env worker counts unsealed trajectories and starts nothing while its engines are stale."""
+"""A real env worker with a real router, spool in memory and simulated engine, in virtual time."""
 
 import asyncio
-import threading
-from types import SimpleNamespace
-from typing import Any, cast
+import contextlib
+from collections import Counter
 
-from hpcrl.campaign_dir.workers import EnvWorkerId
+import pytest
+
+from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import load_recipe
+from hpcrl.config.site import load_site
+from hpcrl.engines.sim.clock import run_virtual
+from hpcrl.engines.sim.engine import SimEngine, SimSettings
+from hpcrl.envs.base import Step
+from hpcrl.hardware.cost_model import ModelShape, estimate_speed
+from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.learn.evaluations import EvaluationStore
+from hpcrl.plan.plan import make_plan
+from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.env import EnvWorker
-from hpcrl.rollout.admission import AdmissionControl
-from hpcrl.rollout.flow_control import InFlightVersions
-from hpcrl.rollout.groups import EpisodeGroups
+from hpcrl.rollout.journal import EpisodeJournal
+from hpcrl.rollout.rollout_spool import RolloutSpool
+from hpcrl.rollout.routing.router import Router
+from hpcrl.spool.writer import BatchLimits
+from hpcrl.system.files import publish_json
+from hpcrl.testing.memory import MemorySpool, MemorySpoolWriter
+from hpcrl.weights.versions import WeightVersion, announce_version
+
+SHAPE = ModelShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
+SPEED = estimate_speed(GPU_CATALOGUE["h100"], shape=SHAPE)
+ROUNDS_S = 3.0
+"""A time in which the worker's loop runs many times."""
 
 
-def test_trajectories_that_end_while_a_segment_is_written_stay_counted() -> None:
-    async def run() -> int:
-        worker: Any = SimpleNamespace(
-            num_unsealed=4, in_flight=InFlightVersions(), task_sets=SimpleNamespace(record_sealed=lambda _: None)
+class LetterLayout:
+    """One token for each letter."""
+
+    stop_token_ids = (0,)
+
+    def first_turn(self, observation):
+        return [ord(letter) for letter in observation]
+
+    def next_turn(self, observation, *, generated):
+        return [0, *self.first_turn(observation)]
+
+    def decode(self, token_ids):
+        return "a"
+
+
+class GatedEnv:
+    """An environment whose one step ends when the test opens its gate, or takes no time without one."""
+
+    def __init__(self, gate=None):
+        self._gate = gate
+
+    async def reset(self, seed):
+        return "go"
+
+    async def step(self, action):
+        if self._gate is not None:
+            await self._gate.wait()
+        return Step(observation="", reward=1.0, done=True)
+
+    async def close(self):
+        pass
+
+
+class WorkerStage:
+    """A running env worker of a campaign in `root`, whose engine serves version 0."""
+
+    def __init__(self, root, *, version=0, settings=(), make_env=GatedEnv):
+        self.campaign = campaign = CampaignDir(root)
+        for directory in (campaign.events, campaign.endpoints, campaign.weights, campaign.model, campaign.task_blocks):
+            directory.mkdir(parents=True)
+        campaign.job(0).root.mkdir(parents=True)
+        publish_json(campaign.model / "config.json", {"max_position_embeddings": 1024})
+        announce_version(campaign.weights, WeightVersion(version=version, step=version))
+        small = ("rollout.group_size=2", "train.groups_per_step=2", "rollout.groups_ahead=0", "rollout.max_running=64")
+        recipe, site = load_recipe("quickstart", settings=(*small, *settings)), load_site("local")
+        self.context = WorkerContext(
+            campaign=campaign,
+            job=campaign.job(0),
+            role="env",
+            index=0,
+            recipe=recipe,
+            site=site,
+            plan=make_plan(recipe, site),
+            events=EventLog(campaign.events / "000-env-0.jsonl", job=0, role="env", worker="000-env-0", node="n"),
         )
-        writing, written = threading.Event(), threading.Event()
+        self.spool = MemorySpool()
+        self._make_env = make_env
 
-        def flush() -> list[str]:
-            writing.set()
-            assert written.wait(60)
-            return ["a", "b", "c", "d"]
+    @contextlib.asynccontextmanager
+    async def open(self):
+        """Yield the worker and its engine; drain the worker at the end."""
+        endpoint = EngineEndpoint(role="decode", worker="d", node="n", url="u", token="t", gpu="h100", num_gpus=1)
+        announce_endpoint(self.campaign.endpoints, endpoint)
 
-        sealing = asyncio.create_task(EnvWorker._seal(cast(EnvWorker, worker), flush))
-        await asyncio.to_thread(writing.wait, 60)
-        worker.num_unsealed += 8
-        written.set()
-        await sealing
-        return int(worker.num_unsealed)
+        async def open_env(name, domain):
+            return self._make_env()
 
-    assert asyncio.run(run()) == 8
+        clock = asyncio.get_running_loop().time
+        writer = MemorySpoolWriter(self.spool, batching=BatchLimits(max_age_s=0.1), clock=clock)
+        rollouts = RolloutSpool(writer, count_sealed=lambda: len(self.spool.durable), emit=self.context.events.emit)
+        async with (
+            SimEngine(SPEED, settings=SimSettings(context_length=1024)) as engine,
+            Router(self.campaign.endpoints, connect=lambda _: engine, seed=0) as router,
+        ):
+            worker = EnvWorker(self.context, router=router, layout=LetterLayout(), rollouts=rollouts, open_env=open_env)
+            running = asyncio.create_task(worker.run_until_drained())
+            yield worker, engine
+            self.context.end_requested.set()
+            await running
+
+    def sealed_groups(self):
+        """Return the number of durable trajectories of each group."""
+        return Counter(packed.id.rpartition("/")[0] for packed in self.spool.durable)
 
 
-def test_no_group_starts_while_the_engines_are_too_far_behind() -> None:
+def test_no_group_starts_while_the_engines_are_too_far_behind(tmp_path):
     """Every episode would become stale in its first turn, and so would its replacement."""
-    recipe = load_recipe("quickstart", settings=("rollout.max_lag=2",))
-    versions, asked = [0], []
+    stage = WorkerStage(tmp_path, version=3, settings=("rollout.max_lag=2",))
 
-    async def refresh() -> None:
-        asked.append(versions[0])
+    async def run():
+        async with stage.open() as (worker, engine):
+            await asyncio.sleep(ROUNDS_S)
+            before = worker.accounts.groups.ledger.num_started
+            await engine.load_version(1)
+            await asyncio.sleep(ROUNDS_S)
+            return before, worker.accounts.groups.ledger.num_started
 
-    worker: Any = SimpleNamespace(
-        version=3,
-        num_unsealed=0,
-        curriculum=None,
-        groups=EpisodeGroups(group_size=2, episodes_per_group=2),
-        admission=AdmissionControl(recipe, EnvWorkerId(0, 1)),
-        rollouts=SimpleNamespace(num_sealed=lambda: 0),
-        router=SimpleNamespace(versions=lambda: [*versions, -1], refresh=refresh),
-        task_queue=SimpleNamespace(take_task=lambda now: SimpleNamespace(group=f"lake/{now}")),
-        _read_num_settled=lambda: 0,
-    )
-    worker._is_served = lambda: EnvWorker._is_served(worker)
-    worker._start_group = lambda task: worker.groups.start(task.group)
-    asyncio.run(EnvWorker._start_groups(cast(EnvWorker, worker)))
-    assert (worker.groups.num_open, asked) == (0, [0])
-    versions[0] = 1
-    asyncio.run(EnvWorker._start_groups(cast(EnvWorker, worker)))
-    assert worker.groups.num_open > 0
+    before, after = run_virtual(run())
+    assert before == 0
+    assert after > 0
+
+
+@pytest.mark.parametrize("mode", ["async", "sync", "one-step-off"])
+def test_whole_groups_are_sealed_up_to_what_may_wait_for_training(tmp_path, mode):
+    stage = WorkerStage(tmp_path, settings=(f"rollout.mode={mode}", "rollout.max_lag=1", "rollout.redundancy=1"))
+
+    async def run():
+        async with stage.open() as (worker, _):
+            await asyncio.sleep(ROUNDS_S)
+        return worker
+
+    worker = run_virtual(run())
+    assert set(stage.sealed_groups().values()) == {2}
+    assert len(stage.sealed_groups()) == (2 if mode == "sync" else 4)  # of 2 groups a step
+    assert worker.accounts.groups.ledger.is_balanced
+    assert worker.accounts.groups.num_running == worker.rollouts.num_unsealed == len(worker.episodes) == 0
+
+
+def test_a_complete_batch_cancels_its_spare_groups(tmp_path):
+    made, gate = [], asyncio.Event()
+
+    def make_env():
+        made.append(GatedEnv(gate if len(made) in (2, 3) else None))
+        return made[-1]
+
+    settings = ("rollout.mode=sync", "rollout.spare_groups=1")
+    stage = WorkerStage(tmp_path, settings=settings, make_env=make_env)
+
+    async def run():
+        async with stage.open() as (worker, _):
+            await asyncio.sleep(ROUNDS_S)
+            return len(made), len(worker.episodes), worker.accounts.groups.endings["aborted-redundant"]
+
+    assert run_virtual(run()) == (6, 0, 2)
+    assert len(stage.sealed_groups()) == 2
+
+
+def test_a_worker_that_drains_aborts_what_runs_and_loses_nothing(tmp_path):
+    stage = WorkerStage(tmp_path, make_env=lambda: GatedEnv(asyncio.Event()))
+
+    async def run():
+        async with stage.open() as (worker, _):
+            await asyncio.sleep(ROUNDS_S)
+            num_running = len(worker.episodes)
+        return num_running, worker.accounts.groups.endings["aborted-redundant"]
+
+    num_running, num_aborted = run_virtual(run())
+    assert num_running == num_aborted > 0
+    assert EpisodeJournal(stage.campaign.journal(0)).open() == set()
+
+
+def test_an_evaluation_is_played_beside_training_and_enters_neither_spool_nor_ledger(tmp_path):
+    settings = ("evaluation.every_versions=1", "evaluation.num_episodes=3", "rollout.max_lag=0")
+    stage = WorkerStage(tmp_path, settings=settings)
+
+    async def run():
+        async with stage.open() as (worker, _):
+            await asyncio.sleep(ROUNDS_S)
+            return worker.accounts.groups.ledger.num_started
+
+    assert run_virtual(run()) == len(stage.spool.durable) == 4
+    result = EvaluationStore(stage.campaign.evaluations).last_result()
+    assert result is not None
+    assert (result.num_episodes, result.num_faults) == (3, 0)

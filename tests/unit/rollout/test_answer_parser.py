@@ -12,7 +12,7 @@ from hpcrl.engines.vllm import parsers
 from hpcrl.envs import check
 from hpcrl.errors import ConfigError
 from hpcrl.models.chat_layout import load_chat_template
-from hpcrl.roles.env import choose_parser
+from hpcrl.roles.program_proxy import choose_parser
 from hpcrl.rollout.agents.answer_parser import AnswerParser, WholeReader, choose_parsers
 from hpcrl.rollout.agents.reasoning_parsers import REASONING_PARSERS
 from hpcrl.rollout.agents.server import ModelProxy

@@ -7,7 +7,17 @@ import msgspec
 import pytest
 
 from hpcrl.rollout import flow_control
-from hpcrl.rollout.flow_control import HOLD_TIMEOUT_S, HoldWriter, InFlightVersions, StalenessHold, may_publish
+from hpcrl.rollout.flow_control import (
+    HOLD_TIMEOUT_S,
+    HoldWriter,
+    InFlightVersions,
+    SettledCount,
+    SettledWriter,
+    StalenessHold,
+    TrainerProgress,
+    may_publish,
+)
+from hpcrl.weights.versions import WeightVersion, announce_version
 
 
 @pytest.fixture
@@ -96,3 +106,23 @@ def test_a_dead_worker_does_not_stop_training(tmp_path: Path) -> None:
     path.write_bytes(msgspec.json.encode(StalenessHold(limit=7, at=time.time() - HOLD_TIMEOUT_S - 1)))
     assert may_publish([path], version=8)
     assert flow_control.RENEW_INTERVAL_S < HOLD_TIMEOUT_S / 2, "a live worker renews it in time"
+
+
+def test_the_newest_version_is_known_from_its_announcement_or_from_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    progress = TrainerProgress(weights=tmp_path / "weights", settled=tmp_path / "settled.json")
+    seen = []
+
+    def poll() -> None:
+        progress.poll()
+        seen.append((progress.newest_version, progress.num_settled))
+
+    poll()
+    announce_version(tmp_path / "weights", WeightVersion(version=2, step=2))
+    poll()
+    writer = SettledWriter(tmp_path / "settled.json")
+    writer.write(SettledCount(num=16, version=3))
+    poll()
+    writer.write(SettledCount(num=16, version=0))  # of a trainer that restarted: no version is taken back
+    poll()
+    assert seen == [(0, 0), (2, 0), (3, 16), (3, 16)]

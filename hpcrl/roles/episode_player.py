@@ -1,0 +1,131 @@
+"""Play an episode in its domain: turn by turn in an environment, or with an agent program.
+
+EpisodePlayer   plays episodes of training
+HeldOutPlayer   plays and scores episodes of evaluations
+"""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from hpcrl.config.recipe import DomainConfig, Recipe
+from hpcrl.envs.base import Env, RewardFunction, TaskEnv, is_program, make_program
+from hpcrl.rollout.agents.program import run_program
+from hpcrl.rollout.agents.server import ModelProxy
+from hpcrl.rollout.episode import ConversationLayout, EpisodeLimits, run_episode
+from hpcrl.rollout.rewards import to_reward_parts
+from hpcrl.rollout.task_queue import ReadFields, TaskQueue
+from hpcrl.rollout.tasks import AgentTask
+from hpcrl.rollout.turn import StreamingGenerator
+from hpcrl.spool.record import Trajectory
+
+
+@dataclass(kw_only=True)
+class EpisodePlayer:
+    """Plays episodes; holds what all episodes of an env worker have in common."""
+
+    recipe: Recipe
+    layout: ConversationLayout
+    policy: StreamingGenerator
+    task_queue: TaskQueue
+    read_fields: ReadFields
+    context_length: int
+    newest_version: Callable[[], int]
+    producer: str
+    proxy: ModelProxy | None = None
+    """The endpoint for agent programs, if there are any."""
+
+    async def play_training(self, task: AgentTask, index: int) -> Trajectory:
+        """Play an episode for training; one in a process of its own waits for a slot."""
+        domain = self.recipe.domains[task.domain]
+        async with self.task_queue.reserve_slot(task):
+            return await self.play(
+                task, index, domain, make_env=lambda: self.task_queue.take_env(task), limits=self.limits(domain)
+            )
+
+    async def play(
+        self,
+        task: AgentTask,
+        index: int,
+        domain: DomainConfig,
+        *,
+        make_env: Callable[[], Awaitable[Env]],
+        limits: EpisodeLimits,
+    ) -> Trajectory:
+        """Play an episode to its end and return its trajectory."""
+        if domain.python is None and is_program(domain.env):
+            assert self.proxy is not None
+            return await run_program(
+                task,
+                index=index,
+                make_program=lambda: make_program(domain.env, domain.options, what=f"the environment of {task.domain}"),
+                read_fields=lambda: self.read_fields(task),
+                proxy=self.proxy,
+                limits=limits,
+                newest_version=self.newest_version,
+                producer=self.producer,
+            )
+        return await run_episode(
+            task,
+            index=index,
+            make_env=make_env,
+            layout=self.layout,
+            policy=self.policy,
+            limits=limits,
+            newest_version=self.newest_version,
+            producer=self.producer,
+        )
+
+    def limits(self, domain: DomainConfig) -> EpisodeLimits:
+        """Return the limits of a training episode."""
+        rollout = self.recipe.rollout
+        return EpisodeLimits(
+            max_turns=domain.max_turns,
+            max_new_tokens=domain.max_new_tokens or rollout.max_new_tokens,
+            context_length=self.context_length,
+            max_lag=rollout.max_lag,
+            temperature=rollout.temperature,
+            # The pool applies the domain's own limit, from the moment when the environment may start.
+            create_timeout_s=domain.episode_timeout_s,
+            reset_timeout_s=domain.reset_timeout_s,
+            step_timeout_s=domain.step_timeout_s,
+            episode_timeout_s=domain.episode_timeout_s,
+            env_retries=domain.env_retries,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutPlayer:
+    """Plays the episodes of evaluations, and computes their scores here, each in a thread: there are few of them."""
+
+    player: EpisodePlayer
+    open_env: Callable[[str, DomainConfig], Awaitable[Env]]
+    rewards: Mapping[str, RewardFunction]
+    forget: Callable[[str], None]
+    """Called with each episode that has ended."""
+
+    async def play(self, task: AgentTask, index: int, name: str, domain: DomainConfig) -> Trajectory:
+        """Play an episode in its own environment: no version is too old for it."""
+        recipe = self.player.recipe
+        limits = msgspec.structs.replace(
+            self.player.limits(domain), max_lag=sys.maxsize, temperature=recipe.evaluation.temperature
+        )
+        try:
+            async with self.player.task_queue.reserve_slot(msgspec.structs.replace(task, domain=name)):
+                return await self.player.play(
+                    task, index, domain, make_env=lambda: self._open_env(task, name, domain), limits=limits
+                )
+        finally:
+            self.forget(task.episode(index))
+
+    async def score(self, name: str, trajectory: Trajectory) -> float:
+        """Return the sum of a trajectory's reward parts."""
+        return sum(to_reward_parts(await asyncio.to_thread(self.rewards[name], trajectory)).values())
+
+    async def _open_env(self, task: AgentTask, name: str, domain: DomainConfig) -> Env:
+        fields = self.player.read_fields(task)
+        env = await self.open_env(name, domain)
+        return env if fields is None else TaskEnv(env, fields)

@@ -1,0 +1,61 @@
+"""The endpoint that an env worker opens for agent programs: how answers are read, and which fields are ignored.
+
+make_proxy           makes the endpoint of one worker
+choose_parser        chooses how answers to agent programs are read
+IgnoredFieldReport   reports fields of requests that are ignored, once for each domain
+MAX_REPORTED_FIELDS  a limit
+"""
+
+from collections.abc import Callable
+
+from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, ParsersChosen
+from hpcrl.models.chat_layout import load_chat_template
+from hpcrl.models.chat_template import ChatTemplate
+from hpcrl.roles.context import WorkerContext
+from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers
+from hpcrl.rollout.agents.server import ModelProxy
+from hpcrl.rollout.agents.session import ProgramSession
+from hpcrl.rollout.turn import StreamingGenerator
+
+MAX_REPORTED_FIELDS = 256
+"""The most ignored fields of requests that a worker reports."""
+
+
+def make_proxy(context: WorkerContext, policy: StreamingGenerator) -> ModelProxy:
+    """Make the endpoint at which `policy` serves the agent programs of a worker."""
+    template = load_chat_template(context.campaign.model, context.recipe.model)
+    return ModelProxy(
+        policy,
+        template=template,
+        parser=choose_parser(context, template),
+        aliases=context.recipe.rollout.model_aliases,
+        report_ignored=IgnoredFieldReport(context.events.emit).report_field,
+    )
+
+
+def choose_parser(context: WorkerContext, template: ChatTemplate) -> AnswerParser:
+    """Choose how answers are read; one worker reports it."""
+    choice = choose_parsers(template.text, context.recipe.engine)
+    if context.index == 0:
+        context.events.emit(
+            ParsersChosen(
+                tool_parser=choice.tool_parser, reasoning_parser=choice.reasoning_parser, reason=choice.reason
+            )
+        )
+    return AnswerParser.from_choice(choice, template, context.campaign.model)
+
+
+class IgnoredFieldReport:
+    """Reports ignored fields of requests, each once for its domain; an episode's record has all of them."""
+
+    def __init__(self, emit: Callable[[CampaignEvent], None]) -> None:
+        self._emit = emit
+        self._known: set[tuple[str, str]] = set()
+
+    def report_field(self, session: ProgramSession, name: str) -> None:
+        """Report a field, unless that is done or too many are reported already."""
+        if (session.domain, name) in self._known or len(self._known) >= MAX_REPORTED_FIELDS:
+            return
+        self._known.add((session.domain, name))
+        detail = f"programs of domain {session.domain!r} send {name!r}, which is not known here: it is ignored"
+        self._emit(FaultReported(what="request", detail=detail, id=session.trajectory, domain=session.domain))

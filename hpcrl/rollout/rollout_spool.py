@@ -1,0 +1,75 @@
+"""The spool "rollouts" as an env worker uses it: whole groups go in, and are counted until they are durable.
+
+RolloutSpool        one worker's writer, with its count of unsealed trajectories
+open_rollout_spool  opens it on disk
+ROOM_INTERVAL_S     the interval at which an ended episode looks for room
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hpcrl.campaign_dir.events import CampaignEvent, FaultReported
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import SpoolError
+from hpcrl.spool.listing import SegmentListing, count_trajectories
+from hpcrl.spool.record import Trajectory
+from hpcrl.spool.writer import BatchLimits, BatchWriter, DiskSpoolWriter
+
+ROOM_INTERVAL_S = 0.1
+
+
+class RolloutSpool:
+    """The spool "rollouts", written in threads by one env worker."""
+
+    def __init__(
+        self, writer: BatchWriter, *, count_sealed: Callable[[], int], emit: Callable[[CampaignEvent], None]
+    ) -> None:
+        """Write with `writer`; `count_sealed` counts the durable trajectories of all env workers."""
+        self._writer = writer
+        self._emit = emit
+        self.count_sealed = count_sealed
+        self.num_unsealed = 0
+        """Released trajectories of this worker that are not durable yet."""
+
+    def release(self, trajectories: Sequence[Trajectory]) -> None:
+        """Add the trajectories of a full group."""
+        for trajectory in trajectories:
+            self._writer.append(trajectory)
+        self.num_unsealed += len(trajectories)
+
+    async def wait_for_room(self) -> None:
+        """Wait while the disk is so slow, or so full, that no more may be held in memory."""
+        while not self._writer.has_room:
+            await asyncio.sleep(ROOM_INTERVAL_S)
+
+    async def seal_due(self) -> list[str]:
+        """Make durable what is due; return the episodes that are durable now."""
+        return await self._seal(self._writer.flush_due)
+
+    async def close(self) -> list[str]:
+        """Make everything durable; return the episodes that are durable now."""
+        return await self._seal(self._writer.close)
+
+    async def _seal(self, flush: Callable[[], list[str]]) -> list[str]:
+        """Flush in a thread. On a full disk nothing is lost; writes are retried ever less often."""
+        try:
+            sealed = await asyncio.to_thread(flush)
+        except SpoolError as error:
+            self._emit(FaultReported(what="spool", detail=str(error)))
+            return []
+        self.num_unsealed -= len(sealed)  # a separate statement after the await: meanwhile, ending episodes add to it
+        return sealed
+
+
+def open_rollout_spool(
+    directory: Path, *, recipe: Recipe, producer: str, emit: Callable[[CampaignEvent], None]
+) -> RolloutSpool:
+    """Open the spool on disk for one producer."""
+    spool = recipe.spool
+    batching = BatchLimits(
+        max_bytes=spool.max_segment_mib << 20, max_count=recipe.rollout.group_size * 64, max_age_s=spool.seal_after_s
+    )
+    listing = SegmentListing(directory)
+    writer = DiskSpoolWriter(directory, producer=producer, batching=batching, compression=spool.compression)
+    return RolloutSpool(writer, count_sealed=lambda: count_trajectories(listing.names()), emit=emit)

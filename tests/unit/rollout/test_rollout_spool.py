@@ -1,0 +1,91 @@
+"""The spool "rollouts" of an env worker: what is counted until it is durable, and what a disk that fails changes."""
+
+import asyncio
+import threading
+
+from hpcrl.campaign_dir.events import FaultReported
+from hpcrl.config.recipe import load_recipe
+from hpcrl.errors import SpoolError
+from hpcrl.rollout.rollout_spool import RolloutSpool, open_rollout_spool
+from hpcrl.spool.record import pack_trajectory
+from hpcrl.spool.writer import BatchLimits, BatchWriter
+from tests.support.trajectories import trajectory
+
+
+def open_spool(draft, emitted=(), **limits):
+    writer = BatchWriter(draft, batching=BatchLimits(max_age_s=0.0, **limits), clock=lambda: 1.0)
+    return RolloutSpool(writer, count_sealed=lambda: 0, emit=lambda event: emitted.append(event))
+
+
+def test_trajectories_that_are_released_while_a_batch_is_written_stay_counted():
+    writing, written = threading.Event(), threading.Event()
+
+    def draft(batch):
+        writing.set()
+        assert written.wait(60)
+        return lambda: None
+
+    async def run():
+        spool = open_spool(draft)
+        spool.release([trajectory(0, 0), trajectory(0, 1)])
+        closing = asyncio.create_task(spool.close())
+        await asyncio.to_thread(writing.wait, 60)
+        spool.num_unsealed += 8  # a writer that closes accepts none, so they are only counted here
+        written.set()
+        return await closing, spool.num_unsealed
+
+    assert asyncio.run(run()) == (["lake/0/0", "lake/0/1"], 8)
+
+
+def test_trajectories_that_cannot_be_written_stay_unsealed_and_are_reported():
+    emitted, is_full = [], [True]
+
+    def draft(batch):
+        if is_full[0]:
+            raise SpoolError("no space is left in /scratch")
+        return lambda: None
+
+    async def run():
+        spool = open_spool(draft, emitted)
+        spool.release([trajectory()])
+        assert await spool.seal_due() == []
+        counts = [spool.num_unsealed]
+        is_full[0] = False
+        assert await spool.close() == ["lake/0/0"]
+        return [*counts, spool.num_unsealed]
+
+    assert asyncio.run(run()) == [1, 0]
+    assert emitted == [FaultReported(what="spool", detail="no space is left in /scratch")]
+
+
+def test_an_episode_waits_while_memory_is_full_and_the_disk_slow():
+    one = trajectory()
+
+    async def run():
+        spool = open_spool(lambda batch: lambda: None, max_bytes=pack_trajectory(one).num_bytes // 2)
+        await spool.wait_for_room()
+        spool.release([one])
+        waiting = asyncio.create_task(spool.wait_for_room())
+        await asyncio.sleep(0)
+        was_waiting = not waiting.done()
+        await spool.close()
+        await waiting
+        return was_waiting
+
+    assert asyncio.run(run())
+
+
+def test_trajectories_of_all_producers_are_counted(tmp_path):
+    async def run():
+        recipe = load_recipe("quickstart")
+        spools = [
+            open_rollout_spool(tmp_path, recipe=recipe, producer=f"000-env-{index}", emit=print) for index in range(2)
+        ]
+        spools[0].release([trajectory(0, 0), trajectory(0, 1)])
+        spools[1].release([trajectory(1, 0)])
+        before = spools[0].count_sealed()
+        for spool in spools:
+            await spool.close()
+        return before, [spool.count_sealed() for spool in spools]
+
+    assert asyncio.run(run()) == (0, [3, 3])
