@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-.PHONY: install vllm demo test test-envs test-fast check names bench clean
+.PHONY: install vllm demo test test-envs test-agents test-fast check names bench clean
 
 install: $(VENV)/.local
 
@@ -27,6 +27,11 @@ test: $(VENV)/.dev $(VENV)/.vllm
 test-envs: .venv-envs/.done .venv-verifiers/.done
 	.venv-envs/bin/python -m pytest tests/contract/test_env_families.py
 
+# Unmodified agents as episodes of one campaign on the lab: a virtual environment of their own, and npm for those in Node.
+test-agents: $(VENV)/.dev .venv-agents/.done
+	bash jobs/lab/packages.sh
+	$(BIN)/python -m pytest tests/agents -o faulthandler_timeout=3600 --durations 1
+
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest $(FAST) --numprocesses auto --dist loadfile
 
@@ -46,7 +51,7 @@ bench: $(VENV)/.bench $(VENV)/.vllm
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf $(VENV) .venv-envs .venv-verifiers build dist *.egg-info
+	rm -rf $(VENV) .venv-envs .venv-verifiers .venv-agents build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hpcrl needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -77,6 +82,14 @@ $(VENV)/.vllm: $(VENV)/.local
 .venv-verifiers/.done: pyproject.toml
 	$(PYTHON) -m venv .venv-verifiers
 	@.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check 'verifiers>=0.4,<0.5'
+	@touch $@
+
+# The packages are those of tests/agents/requirements.txt; without npm the programs in Node are skipped.
+.venv-agents/.done: tests/agents/requirements.txt tests/agents/package.json
+	$(PYTHON) -m venv .venv-agents
+	@.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check -r tests/agents/requirements.txt
+	cp tests/agents/package.json .venv-agents/
+	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .venv-agents; fi
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev

@@ -1,5 +1,6 @@
 """Turn a trajectory into its conversations: the input and the output of the model, turn by turn.
 
+NUM_END_TOKENS       a constant
 TokenDecoder         turns token ids into text, and input into messages
 load_token_decoder   loads the campaign's tokenizer, or notes why there is none
 ChatExchange         the input and the output of one turn
@@ -13,6 +14,7 @@ restore_rows         gives rows to a record of the first schema, which kept some
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,6 +30,11 @@ from hpcrl.system.files import read_json
 
 if TYPE_CHECKING:
     from hpcrl.models.chat_template import ChatTemplate
+    from hpcrl.rollout.agents.answer_parser import AnswerParser
+
+
+NUM_END_TOKENS = 32
+"""The tokens at the end of a prompt in which a mark that opens an answer is looked for."""
 
 
 class ChatExchange(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +42,10 @@ class ChatExchange(msgspec.Struct, frozen=True, kw_only=True):
 
     input_text: str
     output_text: str
+    marked_text: str
+    """The output with the special tokens that the decoder's parser reads."""
+    prompt_end: str
+    """The end of the prompt, likewise: it may have opened the thoughts."""
     start: int
     """Index of the first token of the input."""
     output_start: int
@@ -61,6 +72,8 @@ class TokenDecoder:
     missing_reason: str = ""
     """The reason for a missing tokenizer."""
     splitter: "MessageSplitter | None" = None
+    parser: "AnswerParser | None" = None
+    """The parser of thoughts and tool calls, for exports that show these apart."""
 
     def decode_text(self, token_ids: Sequence[int]) -> str:
         if self.chat is not None:
@@ -69,6 +82,26 @@ class TokenDecoder:
             except (OverflowError, TypeError, ValueError):  # not ids of this tokenizer
                 pass
         return " ".join(map(str, token_ids))
+
+    def decode_marked(self, token_ids: Sequence[int]) -> str:
+        """Return the text of an answer with the special tokens that the parser reads."""
+        marks = self._read_marks
+        pieces: list[str] = []
+        run: list[int] = []
+        for token in token_ids if marks else ():
+            if token in marks:
+                pieces += [self.decode_text(run), marks[token]] if run else [marks[token]]
+                run = []
+            else:
+                run.append(token)
+        return "".join([*pieces, self.decode_text(run if marks else token_ids)])
+
+    @cached_property
+    def _read_marks(self) -> Mapping[int, str]:
+        if self.parser is None or self.chat is None:
+            return {}
+        ids = self.chat.template.mark_ids
+        return {ids[mark]: mark for mark in self.parser.marks if mark in ids}
 
     def decode_token(self, token_id: int) -> str:
         """Return the text of one token, special tokens included."""
@@ -159,7 +192,9 @@ def _build_exchange(
     messages, opening = decoder.input_messages(ids, start=start, end=placed.start)
     return ChatExchange(
         input_text=decoder.observation_text(ids[start : placed.start].tolist(), is_first=start == 0),
-        output_text=decoder.decode_text(ids[placed.start : placed.end].tolist()),
+        output_text=decoder.decode_text(output_ids := ids[placed.start : placed.end].tolist()),
+        marked_text=decoder.decode_marked(output_ids),
+        prompt_end=decoder.decode_marked(ids[max(placed.start - NUM_END_TOKENS, 0) : placed.start].tolist()),
         start=start,
         output_start=placed.start,
         end=placed.end,

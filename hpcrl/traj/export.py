@@ -9,6 +9,7 @@ the first rows contain: lists of records instead of mappings with free keys, and
 One segment is in memory at a time, and the target is complete or absent.
 """
 
+import dataclasses
 import functools
 import os
 import sys
@@ -202,8 +203,9 @@ def _write_all(out: IO[bytes], trajectories: Iterable[Trajectory], decoder: Toke
 def _write_inspect_directory(
     target: Path, trajectories: Iterable[Trajectory], decoder: TokenDecoder, *, campaign: CampaignDir
 ) -> None:
-    from hpcrl.traj.inspect_log import write_inspect_logs
+    from hpcrl.traj.inspect_log import load_answer_parser, write_inspect_logs
 
+    decoder = dataclasses.replace(decoder, parser=load_answer_parser(campaign, decoder))
     with _StagedDirectory(target) as temporary:
         write_inspect_logs(temporary, trajectories, decoder, campaign=campaign, marker_name=MARKER_NAME)
 

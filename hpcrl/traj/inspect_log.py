@@ -2,6 +2,7 @@
 
 write_inspect_logs    fills a directory: a log per domain
 build_inspect_sample  the log's sample of one episode
+load_answer_parser    the parsers of thoughts and tool calls, as the campaign's agent programs had them
 build_summary         the line of a sample in the viewer's list
 
 A log is a zip of JSON files (inspect's `.eval` form): header, a summary of all samples, and a file per sample, so that
@@ -27,8 +28,9 @@ from typing import Any
 import msgspec
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.rollout.agents.tool_families import HERMES
-from hpcrl.rollout.agents.tool_parsers import parse_answer
+from hpcrl.config.recipe import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, EngineConfig
+from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers
+from hpcrl.rollout.agents.tool_parsers import TextReader, parse_answer
 from hpcrl.spool.ids import parse_episode_id
 from hpcrl.spool.record import MASK_REASONS, TRAINABLE, Trajectory
 from hpcrl.spool.rows import RowSpan, count_by_fate, list_placed_turns, list_spans
@@ -40,7 +42,6 @@ LOG_VERSION = 2
 """The version of the form, `LOG_SCHEMA_VERSION` of inspect-ai."""
 MAX_SUMMARY_CHARS = 1024
 _NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "hpcrl")
-_THOUGHT_OPEN, _THOUGHT_CLOSE = "<think>", "</think>"
 
 JsonFields = dict[str, Any]
 
@@ -67,6 +68,18 @@ def read_labels(campaign: CampaignDir) -> CampaignLabels:
         recipe=str(recipe.get("name") or ""),
         created=float(created) if isinstance(created, int | float) else 0.0,
     )
+
+
+def load_answer_parser(campaign: CampaignDir, decoder: TokenDecoder) -> AnswerParser:
+    """Return the parsers of the campaign's model; in place of vLLM's, which are slow to load, those of its family."""
+    if decoder.chat is None:
+        return AnswerParser()
+    engine = _read_fields(campaign.recipe).get("engine")
+    named = engine if isinstance(engine, dict) else {}
+    known = {"tool_parser": TOOL_PARSER_NAMES, "reasoning_parser": REASONING_PARSER_NAMES}
+    settings = {kind: named[kind] for kind, names in known.items() if named.get(kind) in names}
+    template = decoder.chat.template
+    return AnswerParser.from_choice(choose_parsers(template.text, EngineConfig(**settings)), template, campaign.model)
 
 
 def _read_fields(path: Path) -> JsonFields:
@@ -158,6 +171,7 @@ class _SampleStory:
         self.last_output: JsonFields = {"model": labels.model, "choices": [], "completion": ""}
         self.total_usage = _make_usage(0, 0)
         self._labels = labels
+        self._parser = decoder.parser or AnswerParser()
         self._prefix = _make_id(labels.name, trajectory.id, trajectory.status)[:8]
         self._clock = started_at + trajectory.reset_s
         self._started_at = started_at
@@ -193,8 +207,10 @@ class _SampleStory:
 
     def _add_turn(self, exchange: ChatExchange, path: list[int], *, span_id: str | None) -> list[int]:
         """Add the event of a turn; return the messages up to its answer."""
-        end_path = [*path, self._pool_message("assistant", exchange.opening + exchange.output_text, position=len(path))]
-        answer = self.pool[end_path[-1]]
+        index = self._pool_message(
+            "assistant", exchange.marked_text, position=len(path), prompt_end=exchange.prompt_end
+        )
+        end_path, answer = [*path, index], self.pool[index]
         answer |= {"source": "generate", "model": self._labels.model}
         turn = exchange.turn
         num_generated = exchange.end - exchange.output_start
@@ -255,12 +271,15 @@ class _SampleStory:
                 metadata["remote_prefill"] = True
         return metadata
 
-    def _pool_message(self, role: str, content: str, *, position: int) -> int:
+    def _pool_message(self, role: str, content: str, *, position: int, prompt_end: str = "") -> int:
         """Return the index of a message; conversations that have the same one at the same position share it."""
         index = self._known_messages.setdefault((position, role, content), len(self.pool))
         if index == len(self.pool):
             message_id = f"{self._prefix}-{index}"
-            fields = _parse_answer(content, message_id=message_id) if role == "assistant" else {"content": content}
+            fields = {"content": content}
+            if role == "assistant":
+                reader = self._parser.make_record_reader(prompt_end)
+                fields = _parse_answer(reader, content, message_id=message_id)
             self.pool.append({"id": message_id, "role": role, **fields})
         return index
 
@@ -275,10 +294,9 @@ class _SampleStory:
         )
 
 
-def _parse_answer(text: str, *, message_id: str) -> JsonFields:
+def _parse_answer(reader: TextReader, text: str, *, message_id: str) -> JsonFields:
     """Return the fields of an answer: thoughts, text and tool calls apart."""
-    thought, text = _split_thought(text)
-    text, _, calls = parse_answer(HERMES.make_reader(()), text)
+    text, thought, calls = parse_answer(reader, text)
     fields: JsonFields = {"content": text}
     if thought:
         fields["content"] = [{"type": "reasoning", "reasoning": thought}, {"type": "text", "text": text}]
@@ -288,16 +306,6 @@ def _parse_answer(text: str, *, message_id: str) -> JsonFields:
             for number, call in enumerate(calls)
         ]
     return fields
-
-
-def _split_thought(text: str) -> tuple[str, str]:
-    """Return the thought that starts an answer, and the rest."""
-    before, closed, rest = text.partition(_THOUGHT_CLOSE)
-    opened = before.lstrip().startswith(_THOUGHT_OPEN)
-    if not opened:
-        return "", text
-    thought = before.lstrip().removeprefix(_THOUGHT_OPEN).strip()
-    return (thought, rest.lstrip("\n")) if closed else (thought, "")
 
 
 def _build_scores(trajectory: Trajectory) -> JsonFields:

@@ -246,7 +246,7 @@ def write_repository(directory: Path, number: int) -> dict[str, object]:
     _write(repository / "README.md", f"# {package}\n\nRun the tests with `python -m pytest`.\n")
     for command in (["init", "-q"], ["add", "-A"], [*_AUTHOR, "commit", "-q", "-m", "First version"]):
         subprocess.run(["git", *command], cwd=repository, check=True)
-    return {"name": name, "package": package, "tests": tests}
+    return {"name": name, "path": str(repository.absolute()), "package": package, "tests": tests}
 
 
 def run_judge(workdir: Path, task: dict[str, object]) -> float:

@@ -118,6 +118,10 @@ class AnswerParser:
         tools = self.tools.make_reader(call.tools) if call.tools else PlainReader()
         return ChainedReader(self.reasoning.make_reader(prompt.rendered), tools)
 
+    def make_record_reader(self, prompt_end: str) -> TextReader:
+        """Make a reader for an answer of a record, which knows no tools."""
+        return ChainedReader(self.reasoning.make_reader(prompt_end), self.tools.make_reader(()))
+
 
 class ChainedReader:
     """A reader of thoughts, whose content is read for tool calls."""

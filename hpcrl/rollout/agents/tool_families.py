@@ -523,11 +523,10 @@ class TextParser:
         return PlainReader()
 
 
-HERMES = BlockParser(openings=("<tool_call>",), closings=("</tool_call>",), parse_block=_parse_hermes)
 _HARMONY_ENDS = ("<|call|>", "<|end|>", "<|return|>")
 
 TOOL_PARSERS: Mapping[str, ToolParser] = {
-    "hermes": HERMES,
+    "hermes": BlockParser(openings=("<tool_call>",), closings=("</tool_call>",), parse_block=_parse_hermes),
     "qwen3-coder": BlockParser(
         openings=("<tool_call>", "<function="), closings=("</tool_call>",), parse_block=_parse_qwen_coder
     ),

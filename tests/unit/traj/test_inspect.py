@@ -18,6 +18,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.spool.record import ConversationRow, EpisodeTurn
+from hpcrl.system.files import publish_json
+from hpcrl.testing.model_templates import FAMILIES, save_family
 from hpcrl.traj.__main__ import main
 from hpcrl.traj.conversation import make_message_splitter
 from tests.support.trajectories import Spools, trajectory, unscored
@@ -161,6 +163,12 @@ def forked(tmp_path):
     builder.generate("2")
     builder.end_row()
     spools.scored(builder.record(reward_parts={"goal": 0.25, "format": 0.25}))
+    return name_parsers(spools, reasoning_parser="think")  # the template above has no mark of thoughts
+
+
+def name_parsers(spools, **names):
+    """Give the campaign's recipe these parsers."""
+    publish_json(spools.run.recipe, {"name": "quickstart", "engine": names})
     return spools
 
 
@@ -194,6 +202,37 @@ def test_a_sample_has_the_messages_tool_calls_and_thoughts_of_its_main_conversat
         "reward_goal": 0.25,
         "reward_format": 0.25,
     }
+
+
+UNTYPED = {"Qwen3.5", "GLM-4.5"}
+"""Families whose calls have no types of arguments, which a record does not know."""
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3", "Llama-3.1, 3.3", "Mistral-Small", "DeepSeek-R1", "gpt-oss", *sorted(UNTYPED)]
+)
+def test_calls_and_thoughts_are_read_by_the_parsers_of_the_models_family(tmp_path, name):
+    family, spools = FAMILIES[name], Spools(tmp_path / "campaign")
+    builder = RecordBuilder(save_family(spools.run.model, family))
+    builder.read(builder.template.render([FIRST[1]]))
+    ids = builder.template.encode(family.write_call("look", {"x": 1}, thought="Hm."))
+    builder.turns.append(EpisodeTurn(start=len(builder.ids), end=len(builder.ids) + len(ids)))
+    builder.ids += ids
+    builder.mask += [True] * len(ids)
+    spools.scored(builder.record())
+    assert export(spools, tmp_path / "logs") == 0
+    *_, answer = read_log(tmp_path / "logs", "lake")["samples/lake/5_epoch_3.json"]["messages"]
+    calls = [(call["function"], call["arguments"]) for call in answer["tool_calls"]]
+    assert calls == [("look", {"x": "1" if name in UNTYPED else 1})]
+    thought = [{"type": "reasoning", "reasoning": "Hm."}, {"type": "text", "text": ""}]
+    assert answer["content"] == (thought if family.thought else "")
+
+
+@pytest.mark.parametrize(("names", "num_calls"), [({"tool_parser": "none"}, 0), ({"tool_parser": "vllm:hermes"}, 1)])
+def test_the_recipe_names_the_parser_and_one_of_vllm_is_replaced_by_the_familys(forked, tmp_path, names, num_calls):
+    assert export(name_parsers(forked, **names), tmp_path / "logs") == 0
+    sample = read_log(tmp_path / "logs", "lake")["samples/lake/5_epoch_3.json"]
+    assert len(sample["messages"][2].get("tool_calls", [])) == num_calls
 
 
 def test_each_turn_is_one_model_event_in_the_span_of_its_conversation(forked, tmp_path):
