@@ -5,6 +5,7 @@ guardian         run the driver and clean up after it
 next_job         queue and cancel the next job of the campaign
 runtime          start workers with Parsl
 parsl_providers  Parsl blocks as steps and as jobs
+interchange      the interchange of Parsl, which ends with the driver
 courier_step     start, watch and restart the couriers
 reward_tasks     one task per segment, and the number of reward jobs
 metrics_process  start and restart the metrics process

@@ -4,7 +4,8 @@
     call_by_name    run a function, given by name, in a worker
     PARSL_ROLES, WEIGHT_ROLES, ELASTIC_EXECUTOR   roles and executors
     HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, KERNEL_STOP_TIMEOUT_S   times
-    WORKER_FUNCTION, SCORE_FUNCTION, STEP_COMMAND, RANKS_COMMAND, POOL_COMMAND, POOL_OPTIONS   what processes run
+    WORKER_FUNCTION, SCORE_FUNCTION                                   functions of workers
+    STEP_COMMAND, RANKS_COMMAND, INTERCHANGE_COMMAND, POOL_COMMAND, POOL_OPTIONS   what processes run
 
 Every node of a role's component is one Parsl block, started as a separate Slurm step (so that a lost node ends only
 one step), or as a process group on a machine without a scheduler. Task arguments are names, never data.
@@ -56,6 +57,7 @@ SCORE_FUNCTION = "hpcrl.roles.reward:score"
 
 STEP_COMMAND = ("-m", "hpcrl.job.step")
 RANKS_COMMAND = ("-m", "hpcrl.job.ranks")
+INTERCHANGE_COMMAND = ("-m", "hpcrl.job.interchange")
 POOL_COMMAND = ("-m", "parsl.executors.high_throughput.process_worker_pool")
 POOL_OPTIONS = (
     "{max_workers_per_node}",
@@ -294,7 +296,7 @@ class JobRuntime:
                     *POOL_OPTIONS,
                 ]
             ),
-            interchange_launch_cmd=[sys.executable, "-m", "parsl.executors.high_throughput.interchange"],
+            interchange_launch_cmd=[sys.executable, *INTERCHANGE_COMMAND],
             max_workers_per_node=workers_per_node,
             cores_per_worker=1e-6,  # the plan counts the workers, not Parsl by the cores of the node
             heartbeat_period=HEARTBEAT_INTERVAL_S,

@@ -1,0 +1,47 @@
+"""The interchange of Parsl, started as a job starts it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from hpcrl.system.processes import is_alive, read_start_ticks
+from tests.support.campaigns import until
+
+START_EXECUTOR = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+import parsl
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.job.parsl_providers import StepProvider
+from hpcrl.job.runtime import JobRuntime
+
+root = Path(sys.argv[1])
+campaign = CampaignDir(root)
+runtime = JobRuntime(None, place=WorkerPlace(campaign, campaign.job(0), "n"), allocation=None, address="127.0.0.1")
+no_pools = StepProvider(prefixes={"n": []}, log_dir=root, initial_blocks=0)
+executor = runtime._executor("env", no_pools, workers_per_node=1)
+options = {"run_dir": str(root), "initialize_logging": False, "strategy": "none", "usage_tracking": 0}
+kernel = parsl.DataFlowKernel(parsl.Config(executors=[executor], **options))
+print(executor.interchange_proc.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_interchange_ends_when_its_driver_is_killed(tmp_path: Path) -> None:
+    """A whole job that is killed at once has no guardian left that would end it."""
+    command = [sys.executable, "-c", START_EXECUTOR, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as driver:
+        assert driver.stdout is not None
+        pid = int(driver.stdout.readline())
+        ticks = read_start_ticks(pid)
+        assert is_alive(pid, ticks)
+        os.kill(driver.pid, signal.SIGKILL)
+    try:
+        until(lambda: not is_alive(pid, ticks), what="the interchange has ended")
+    finally:
+        if is_alive(pid, ticks):
+            os.kill(pid, signal.SIGKILL)
