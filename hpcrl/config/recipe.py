@@ -133,7 +133,7 @@ class RolloutConfig(ConfigTable, frozen=True, kw_only=True):
     groups_ahead: CountOrZero = 1
     """Groups whose environments each env worker creates and resets before they are needed."""
     max_env_faults: Share = 0.5
-    """The share of an environment's episodes that may end in faults before it is paused; others continue."""
+    """The share of a domain's episodes that may end in faults before it is paused; others continue."""
     curriculum: UserCode | None = None
     """A function (recent rewards by domain) -> weights by domain, called periodically."""
     max_lag: CountOrZero = 1

@@ -1,7 +1,7 @@
 """Reporting of an env worker's episodes: events with counts about once a second, and each fault when it happens.
 
 CountingPolicy     a router that counts turns and tokens of training; those of evaluations are not counted
-EpisodeReporter    counts endings, and emits counts, faults and pauses of environments
+EpisodeReporter    counts endings, and emits counts, faults and pauses of domains
 """
 
 import contextlib
@@ -87,7 +87,7 @@ class EpisodeReporter:
         self._reported_at = 0.0
 
     def end_episode(self, trajectory: Trajectory, status: EpisodeStatus, *, now: float) -> None:
-        """Count an ending by its status and emit its fault; too many faults pause the environment for a while."""
+        """Count an ending by its status and emit its fault; too many faults pause its domain for a while."""
         self._by_domain.setdefault(trajectory.domain, Counter())[status] += 1
         fates = count_by_fate(trajectory)
         self._token_fates.setdefault(trajectory.domain, Counter()).update(
@@ -99,9 +99,10 @@ class EpisodeReporter:
         failed = trajectory.status == "env-fault"
         pause_s = self._agenda.record_end(trajectory.domain, fault=failed, now=now)
         if pause_s is not None:
-            env = self._domains[trajectory.domain].env
-            detail = f"{env} is paused for {pause_s:g} s: too many faults (rollout.max_env_faults), the last: {fault}"
-            self._emit(FaultReported(what="env-paused", detail=detail, domain=trajectory.domain))
+            name = trajectory.domain
+            why = f"too many faults (rollout.max_env_faults), the last: {fault}"
+            detail = f"domains.{name} ({self._domains[name].env}) is paused for {pause_s:g} s: {why}"
+            self._emit(FaultReported(what="env-paused", detail=detail, domain=name))
 
     def lose_episodes(self, num: int) -> None:
         """Emit how many episodes an earlier run of this worker was playing when it was killed."""

@@ -1,6 +1,6 @@
 """Queue of an env worker's next tasks, drawn by the weights of domains, with environments prepared ahead.
 
-A domain whose environment is over its fault budget is skipped until its pause ends; the others share its turns.
+A domain that is over its fault budget is skipped until its pause ends; the others share its turns.
 Tasks are drawn a little ahead, so that their environments are made and reset while earlier episodes still run. An
 environment in a separate process also needs a slot, since the memory that the plan gives the worker is limited.
 """
@@ -78,13 +78,13 @@ class TaskQueue:
 
     def take_task(self, *, now: float) -> AgentTask | None:
         """Take the task to start now; return None while every domain is paused."""
-        open_domains = {name for name, domain in self._domains.items() if self._budget.may_start(domain.env, now=now)}
+        open_domains = {name for name in self._domains if self._budget.may_start(name, now=now)}
         self._prefetch_tasks(open_domains)
         task = next((task for task in self._prefetched if task.domain in open_domains), None)
         if task is None:
             return None
         self._prefetched.remove(task)
-        self._budget.record_start(self._domains[task.domain].env)
+        self._budget.record_start(task.domain)
         self._prefetch_tasks(open_domains)
         return task
 
@@ -101,8 +101,8 @@ class TaskQueue:
         self._pools[task.domain].forget(task.seed)
 
     def record_end(self, domain: str, *, fault: bool, now: float) -> float | None:
-        """Record how an episode ended; return for how many seconds its environment is paused from now, or None."""
-        return self._budget.record_end(self._domains[domain].env, fault=fault, now=now)
+        """Record how an episode ended; return for how many seconds its domain is paused from now, or None."""
+        return self._budget.record_end(domain, fault=fault, now=now)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Draw tasks by these weights from now on."""

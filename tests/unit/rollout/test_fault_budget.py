@@ -1,18 +1,18 @@
-"""The fault budget of a family of environments."""
+"""The fault budget of a domain."""
 
 from hpcrl.rollout.fault_budget import FIRST_PAUSE_S, MAX_PAUSE_S, MIN_SAMPLES, FaultBudget
 
 
-def paused(budget, family="web", *, now=0.0):
-    """Record faults until the family is paused; return for how long."""
+def paused(budget, domain="web", *, now=0.0):
+    """Record faults until the domain is paused; return for how long."""
     for _ in range(MIN_SAMPLES):
-        pause_s = budget.record_end(family, fault=True, now=now)
+        pause_s = budget.record_end(domain, fault=True, now=now)
         if pause_s is not None:
             return pause_s
     raise AssertionError("it was never paused")
 
 
-def test_a_family_over_its_budget_is_paused_and_the_others_continue():
+def test_a_domain_over_its_budget_is_paused_and_the_others_continue():
     budget = FaultBudget(max_fault_share=0.5)
     assert paused(budget) == FIRST_PAUSE_S
     assert not budget.may_start("web", now=FIRST_PAUSE_S - 1)
@@ -24,7 +24,7 @@ def test_a_few_faults_at_the_start_pause_nothing():
     assert [budget.record_end("web", fault=True, now=0.0) for _ in range(MIN_SAMPLES - 1)] == [None] * (MIN_SAMPLES - 1)
 
 
-def test_a_family_within_its_budget_is_never_paused():
+def test_a_domain_within_its_budget_is_never_paused():
     budget = FaultBudget(max_fault_share=0.5)
     assert {budget.record_end("web", fault=bool(i % 3 == 0), now=float(i)) for i in range(500)} == {None}
 
@@ -37,7 +37,7 @@ def test_after_a_pause_one_group_is_tried():
     assert not budget.may_start("web", now=pause_s)
 
 
-def test_a_trial_that_gets_through_opens_the_family():
+def test_a_trial_that_gets_through_opens_the_domain():
     budget = FaultBudget(max_fault_share=0.5)
     pause_s = paused(budget)
     budget.record_start("web")

@@ -11,7 +11,7 @@ from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.engines.base import CompletionChunk, GenerateRequest
 from hpcrl.rollout.agents.episode_record import build_record
-from hpcrl.rollout.fault_budget import FaultBudget
+from hpcrl.rollout.fault_budget import MIN_SAMPLES, FaultBudget
 from hpcrl.rollout.groups import EpisodeGroups
 from hpcrl.rollout.reporting import CountingPolicy, EpisodeReporter
 from hpcrl.rollout.task_queue import TaskQueue
@@ -91,3 +91,13 @@ def test_the_fate_of_every_generated_token_is_counted():
             "aborted-redundant": 17,
         }
     }
+
+
+def test_the_report_of_a_pause_names_the_domain():
+    emitted = []
+    reporter = make_reporter(emitted)
+    for _ in range(MIN_SAMPLES):
+        reporter.end_episode(play(status="env-fault"), "env-fault", now=0.0)
+    (pause,) = [event for event in emitted if event.what == "env-paused"]
+    assert pause.domain == FACTS.domain
+    assert f"domains.{FACTS.domain} (tests.support.bad_envs:Echo) is paused for 15 s" in pause.detail

@@ -183,9 +183,12 @@ def test_a_constructor_that_hangs_costs_only_its_taker():
     asyncio.run(run())
 
 
+AGENT_ENV = "hpcrl.envs.agent:AgentProgram"
+
+
 def agenda(*, domain=None, **changed):
     domains = {
-        name: DomainConfig(env=f"tests.support.bad_envs:{env}", **(domain or {}))
+        name: DomainConfig(**({"env": f"tests.support.bad_envs:{env}"} | (domain or {})))
         for name, env in (("a", "Echo"), ("b", "AsyncEcho"))
     }
     usual = {
@@ -251,6 +254,14 @@ def test_a_domain_whose_environment_fails_is_skipped_and_the_others_continue():
         assert later.count("a") == 1, "one group is tried"
 
     asyncio.run(run())
+
+
+def test_a_domain_that_fails_does_not_pause_another_of_the_same_environment():
+    """All agent programs are one environment with different options, of which only one domain's may be wrong."""
+    plans = agenda(groups_ahead=0, domain={"env": AGENT_ENV})
+    for _ in range(MIN_SAMPLES):
+        plans.record_end("a", fault=True, now=0.0)
+    assert {plans.take_task(now=0.0).domain for _ in range(6)} == {"b"}
 
 
 def test_with_every_environment_paused_nothing_starts():
