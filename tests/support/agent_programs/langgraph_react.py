@@ -5,6 +5,7 @@ import warnings
 
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from openai import LengthFinishReasonError
 from pydantic import BaseModel, Field
 from sums_task import QUESTION, print_reward, read_sum, score_sum
 
@@ -24,5 +25,9 @@ def add(a: int, b: int) -> int:
 
 first, second = read_sum()
 agent = create_react_agent(ChatOpenAI(model=os.environ["OPENAI_MODEL"]), [add], response_format=SumAnswer)
-state = agent.invoke({"messages": [("user", QUESTION.format(first, second))]}, {"recursion_limit": 8})
-print_reward(score_sum(state["structured_response"].total, first + second))
+try:
+    state = agent.invoke({"messages": [("user", QUESTION.format(first, second))]}, {"recursion_limit": 8})
+    total = state["structured_response"].total
+except (ValueError, LengthFinishReasonError):  # the length limit has cut the last answer off
+    total = None
+print_reward(score_sum(total, first + second))

@@ -21,4 +21,4 @@ const told = results.length > 0 ? results : "No call.";
 messages.push({ role: "assistant", content: asked.content }, { role: "user", content: told });
 await client.messages.stream({ ...settings, messages }).finalMessage();
 const total = results.length > 0 ? Number(results.at(-1).content) : null;
-console.log(JSON.stringify({ reward: total === first + second ? 1 : total === null ? 0 : 0.1 }));
+console.log(JSON.stringify({ reward: total === null ? 0 : 1 / (1 + Math.abs(total - first - second)) }));

@@ -21,4 +21,4 @@ let text = "";
 const stream = await client.responses.create({ model, input: `Is it ${total}?`, stream: true });
 for await (const event of stream) if (event.type === "response.output_text.delta") text += event.delta;
 if (text === "") throw new Error("the stream had no text");
-console.log(JSON.stringify({ reward: total === first + second ? 1 : total === null ? 0 : 0.1 }));
+console.log(JSON.stringify({ reward: total === null ? 0 : 1 / (1 + Math.abs(total - first - second)) }));

@@ -2,7 +2,7 @@
 
 import os
 
-from agents import Agent, MaxTurnsExceeded, ModelSettings, Runner, function_tool
+from agents import Agent, AgentsException, ModelSettings, Runner, function_tool
 from sums_task import QUESTION, print_reward, read_sum, score_sum
 
 
@@ -22,6 +22,6 @@ agent = Agent(
 )
 try:
     reward = score_sum(Runner.run_sync(agent, QUESTION.format(first, second), max_turns=3).final_output, first + second)
-except MaxTurnsExceeded:
+except AgentsException:  # too many turns, or arguments that are none
     reward = 0.0
 print_reward(reward)

@@ -48,4 +48,8 @@ for call in message.tool_calls or []:
     arguments = json.loads(call.function.arguments)
     messages.append({"role": "tool", "tool_call_id": call.id, "content": str(arguments["a"] + arguments["b"])})
 answer = client.chat.completions.create(model=model, messages=messages, response_format=FORM).choices[0].message
-print_reward(score_sum(json.loads(answer.content)["total"], first + second))
+try:
+    total = json.loads(answer.content)["total"]
+except ValueError:  # the length limit has cut it off
+    total = None
+print_reward(score_sum(total, first + second))

@@ -2,7 +2,7 @@
 
 read_sum     read the two numbers from the task on standard input
 QUESTION     the question, with their places
-score_sum    the reward: most for the right sum, little for another number, nothing for none
+score_sum    the reward: 1 for the right sum, less for another number, a little for the digits of a text
 print_reward print it as the last line
 """
 
@@ -19,10 +19,11 @@ def read_sum() -> tuple[int, int]:
 
 
 def score_sum(answer: object, expected: int) -> float:
+    text = str(answer)
     try:
-        return 1.0 if int(str(answer)) == expected else 0.1
+        return 1 / (1 + abs(int(text) - expected))
     except ValueError:
-        return 0.0
+        return 0.1 * sum(character.isdecimal() for character in text) / max(len(text), 1)
 
 
 def print_reward(reward: float) -> None:
