@@ -3,17 +3,14 @@
     main               start the guardian with the driver as its child
     JobDriver          supervise one job: allocation -> runtime -> supervise until the trainer is done -> outcome
     LongLivedWorker    a worker that runs until the job ends
-    StallDetector      detect that nothing changes any more
-    LONG_LIVED_ROLES, MAX_RESTARTS, POLL_INTERVAL_S, TERM_GRACE_S   constants
+    LONG_LIVED_ROLES, POLL_INTERVAL_S   constants
 
 No data passes through the driver.
 """
 
 import os
-import signal
 import sys
 import time
-from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +39,7 @@ from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_reward_jobs, outcome_json, 
 from hpcrl.job.metrics_process import MetricsProcess
 from hpcrl.job.next_job import JobOutcome
 from hpcrl.job.reward_tasks import RewardScoring
+from hpcrl.job.supervision import EndRequests, RestartBudget, StallDetector
 from hpcrl.plan.plan import Plan
 from hpcrl.slurm.allocation import read_allocation, scrub_environment
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
@@ -54,11 +52,7 @@ if TYPE_CHECKING:
 
 
 LONG_LIVED_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env")
-MAX_RESTARTS = 3
-"""The most restarts in a job of one worker (or the trainer, a worker pool, the scoring of one segment)."""
 POLL_INTERVAL_S = 0.1
-TERM_GRACE_S = 20.0
-"""Time to drain after SIGTERM: Slurm kills 30 s after it."""
 
 
 def main() -> int:
@@ -104,22 +98,20 @@ class JobDriver:
     workers: list[LongLivedWorker] = field(default_factory=list)
     slurm_id: str | None = None
     """None on a machine without a scheduler."""
-    failures: Counter[str] = field(default_factory=Counter)
     drain_reason: str | None = None
     drain_deadline: float = float("inf")
-    terminated: bool = False
-    cancelled: bool = False
-    near_end: bool = False
 
     def __post_init__(self) -> None:
         self.campaign, self.job = self.place.campaign, self.place.job
+        self.end_requests = EndRequests(self.campaign.stop, drain_s=self.recipe.job.drain_s)
+        self.budget = RestartBudget(self.job.logs)
         self.reporter = MetricsProcess(self.place, metrics=self.recipe.metrics, emit=self.events.emit)
         self.scoring = RewardScoring(
             campaign=self.campaign,
             reward=self.recipe.reward,
             elastic=self.plan.reward_jobs is not None,
             emit=self.events.emit,
-            count_failure=self._count_failure,
+            count_failure=self.budget.count_failure,
         )
 
     @classmethod
@@ -149,9 +141,7 @@ class JobDriver:
             known_outcome := next_job.campaign_outcome(self.campaign, self.campaign.job(self.job.number - 1))
         ):
             return known_outcome
-        signal.signal(signal.SIGTERM, self._on_term)
-        signal.signal(signal.SIGINT, self._on_cancel)
-        signal.signal(signal.SIGUSR2, self._on_near_end)
+        self.end_requests.listen()
         allocation = read_allocation(self.plan)
         self.slurm_id = allocation.job_id
         self.events.emit(JobStarted(slurm_id=allocation.job_id, end_time=allocation.end_time))
@@ -197,7 +187,7 @@ class JobDriver:
     def _supervise(self, runtime: "JobRuntime", *, end_time: float) -> tuple[JobOutcome, str]:
         detector = StallDetector(timeout_s=self.recipe.job.stall_timeout_min * 60)
         while True:
-            if self.cancelled:
+            if self.end_requests.is_cancelled:
                 return "stopped", "a user asked it to end at once (hpcrl stop --now)"
             self._check_end_requests(end_time=end_time)
             code = runtime.trainer_exit_code()
@@ -223,11 +213,11 @@ class JobDriver:
         for role, node in runtime.replace_lost_blocks():
             self.events.emit(FaultReported(what="worker pool", detail=f"{role} on {node} ended and was started again"))
             pool = f"the worker pool of {role} on {node}"
-            if self._can_lose_node(pool) and runtime.drop_node(role, node):
+            if self.plan.survive_node_loss and self.budget.is_used_up(pool) and runtime.drop_node(role, node):
                 self.events.emit(FaultReported(what="node", detail=f"{role} continues without {node}"))
                 self.weight_plane.go_around()
             else:
-                self._count_failure(pool, f"see parsl.{role}.block-*.log")
+                self.budget.count_failure(pool, f"see parsl.{role}.block-*.log")
         for worker in self.workers:
             if worker.future.done():
                 error = worker.future.exception()
@@ -236,31 +226,20 @@ class JobDriver:
 
     def _worker_failed(self, name: str, reason: str) -> None:
         self.events.emit(WorkerFailed(of=name, reason=reason))
-        self._count_failure(name, reason)
+        self.budget.count_failure(name, reason)
         self.events.emit(WorkerRestarted(of=name))
-
-    def _can_lose_node(self, pool: str) -> bool:
-        """True if the node accepts no more steps and the job is to survive its loss."""
-        return self.plan.survive_node_loss and self.failures[pool] == MAX_RESTARTS
-
-    def _count_failure(self, name: str, reason: str) -> None:
-        """Raise once something has failed too often: nodes are not held for work that cannot run."""
-        self.failures[name] += 1
-        if self.failures[name] > MAX_RESTARTS:
-            times = f"{name} failed {self.failures[name]} times"
-            raise HpcrlError(f"{times}, the last time with: {reason}; the logs are in {self.job.logs}")
 
     def _check_end_requests(self, *, end_time: float) -> None:
         """Drain the job if a user, Slurm or the clock asks for it."""
         if self.drain_reason:
             return
-        if self.campaign.stop.exists():
-            self._drain("a user asked for it (hpcrl stop)", grace_s=self.recipe.job.drain_s)
-        elif self.terminated:
-            self._drain("it received SIGTERM", grace_s=TERM_GRACE_S)
-        elif self.near_end or time.time() > end_time - self.recipe.job.drain_s:
+        request = self.end_requests.find_drain(now=time.time(), end_time=end_time)
+        if request is None:
+            return
+        if request.is_at_walltime:
             self._queue_next()  # Slurm may have refused it before
-            self._drain("its walltime is nearly over", grace_s=max(end_time - time.time() - CLOSE_GRACE_S, 1.0))
+            request = self.end_requests.find_drain(now=time.time(), end_time=end_time) or request  # that took a while
+        self._drain(request.reason, grace_s=request.grace_s)
 
     def _drain(self, reason: str, *, grace_s: float) -> None:
         self.drain_reason = reason
@@ -292,30 +271,6 @@ class JobDriver:
             f"no progress for {detector.timeout_s / 60:g} min (job.stall_timeout_min): "
             f"the stacks of every worker are at the end of its log in {self.job.logs}"
         )
-
-    def _on_cancel(self, *_: object) -> None:
-        self.cancelled = True
-
-    def _on_term(self, *_: object) -> None:
-        self.terminated = True
-
-    def _on_near_end(self, *_: object) -> None:
-        self.near_end = True
-
-
-@dataclass
-class StallDetector:
-    """A detector of progress: it remembers when the observed value last changed."""
-
-    timeout_s: float
-    last: object = None
-    since: float = field(default_factory=time.monotonic)
-
-    def has_stalled(self, seen: object) -> bool:
-        """True once `seen` has stayed the same for too long."""
-        if seen != self.last:
-            self.last, self.since = seen, time.monotonic()
-        return time.monotonic() - self.since > self.timeout_s
 
 
 if __name__ == "__main__":

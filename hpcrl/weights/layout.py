@@ -6,6 +6,7 @@
     make_whole_shard, split_tensor  the usual shards: all of a tensor, and even slices along an axis
     check_shard, check_cover        values fit their shard - every value is held by exactly one shard
     align_nbytes                    round up to the alignment
+    view_values                     a tensor in a slot as integers
 
 Each node of a trainer may keep only its own part of a version; the whole is then assembled nowhere.
 
@@ -18,7 +19,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
@@ -177,6 +178,15 @@ class TensorShard(msgspec.Struct, frozen=True, kw_only=True):
         if min(start, default=0) < 0 or any(end > size for end, size in zip(ends, box.shape, strict=True)):
             return None
         return TensorShard(name=self.name, start=start, shape=self.shape).index
+
+
+def view_values(slot: memoryview, tensor: TensorSlot) -> Any:
+    """View a tensor in a slot as integers of its width, which are copied bit for bit."""
+    import numpy as np  # here: a process that only reads layouts does not need it
+
+    int_dtype = np.dtype(f"<u{ITEM_SIZES[tensor.dtype]}")
+    data = np.frombuffer(slot, np.uint8)[tensor.offset : tensor.offset + tensor.nbytes]
+    return data.view(int_dtype).reshape(tensor.shape)
 
 
 def align_nbytes(nbytes: int) -> int:

@@ -22,8 +22,7 @@ import numpy as np
 
 from hpcrl.errors import WeightsError
 from hpcrl.system.files import make_private_dir, publish_file, remove_path, sync_directory, sync_file
-from hpcrl.weights.couriers.spans import view_values
-from hpcrl.weights.layout import TensorLayout, TensorSlot
+from hpcrl.weights.layout import TensorLayout, TensorSlot, view_values
 from hpcrl.weights.window.file import compute_checksum
 from hpcrl.weights.window.window import Window
 

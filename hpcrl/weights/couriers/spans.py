@@ -3,7 +3,6 @@
     ByteSpan          bytes of a part that are sent together
     split_into_spans  split a part that is sent, in order; sender and receiver compute the same spans
     scatter           put bytes into a tensor where they are not contiguous
-    view_values       a tensor in a slot as integers
 
 If a part is the whole, the spans are just its bytes, split: tensors that are adjacent in both are sent as one run.
 A box of rows of its tensor is a run too. Only a box of columns must be scattered by its receiver.
@@ -11,12 +10,12 @@ A box of rows of its tensor is a run too. Only a box of columns must be scattere
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from hpcrl.weights.couriers.protocol import BUCKET_NBYTES
-from hpcrl.weights.layout import ITEM_SIZES, TensorLayout, TensorSlot, align_nbytes
+from hpcrl.weights.layout import ITEM_SIZES, TensorLayout, TensorSlot, align_nbytes, view_values
 
 
 class ByteSpan(NamedTuple):
@@ -60,13 +59,6 @@ def scatter(data: memoryview, span: ByteSpan, *, box: TensorSlot, tensor: Tensor
     target = view_values(slot, tensor)
     index = tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))
     target[index] = np.frombuffer(data, int_dtype).reshape(shape)
-
-
-def view_values(slot: memoryview, tensor: TensorSlot) -> Any:
-    """View a tensor in a slot as integers of its width, which are copied bit for bit."""
-    int_dtype = np.dtype(f"<u{ITEM_SIZES[tensor.dtype]}")
-    data = np.frombuffer(slot, np.uint8)[tensor.offset : tensor.offset + tensor.nbytes]
-    return data.view(int_dtype).reshape(tensor.shape)
 
 
 def _is_contiguous(run: ByteSpan, start: int, target_start: int) -> bool:
