@@ -23,14 +23,17 @@ BLOCKS = [[], [1], [2], [1, 1], [1] * CHUNK_TOKENS, [2] * (CHUNK_TOKENS - 1), [1
 """Few different texts, shorter and longer than a chunk, so that conversations often begin alike."""
 
 
-def answer(number, parent, new_token_ids, token_ids, *, is_trained=True, started_at=11.0, generate_s=0.25):
-    """Make a recorded turn; its log-probabilities tell its tokens from all others."""
+def answer(
+    number, parent, new_token_ids, token_ids, *, logprobs=None, is_trained=True, started_at=11.0, generate_s=0.25
+):
+    """Make a recorded turn; unless given, its log-probabilities tell its tokens from all others."""
+    distinct = [-number - position / 1024 for position in range(len(token_ids))]
     return RecordedTurn(
         number=number,
         prompt=TurnPrompt(parent=parent, new_token_ids=new_token_ids, rendered=""),
         completion=Completion(
             token_ids=token_ids,
-            logprobs=[-number - position / 1024 for position in range(len(token_ids))],
+            logprobs=distinct if logprobs is None else logprobs,
             versions=[number % 3 + position % 2 for position in range(len(token_ids))],
             finish_reason="stop",
         ),

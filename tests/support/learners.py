@@ -4,6 +4,7 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -12,6 +13,7 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.spool.record import EpisodeTurn, Trajectory
 from hpcrl.trainers.checkpoint import find_newest, load_checkpoint, save_checkpoint
 from hpcrl.trainers.leader import RankLeader, follow_orders
@@ -21,6 +23,7 @@ from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.publisher import WeightPublisher
 from hpcrl.weights.versions import Transport, WeightVersion, read_transport
 from hpcrl.weights.window.file import WindowKey
+from tests.support.conversations import FACTS, answer
 
 VOCABULARY = 32
 CONTEXT = 64
@@ -81,6 +84,38 @@ def trajectory(group, index, *, reward, length, seed=0):
     )
 
 
+def forked_turns(seed):
+    """Make the turns of an episode: a question, a sub-agent, two ways on from the question, a compacted history."""
+    rng = np.random.default_rng(seed)
+
+    def turn(number, parent, num_prompt, num_answer):
+        prompt, said = (
+            rng.integers(0, VOCABULARY, int(rng.integers(1, most))).tolist() for most in (num_prompt, num_answer)
+        )
+        logprobs = (-np.log(VOCABULARY) + 0.1 * rng.normal(size=len(said))).tolist()
+        return answer(number, parent, prompt, said, logprobs=logprobs)
+
+    first = turn(0, None, 14, 9)
+    one = turn(2, first, 6, 9)
+    return [first, turn(1, None, 20, 9), one, turn(3, first, 4, 5), turn(4, one, 4, 9), turn(5, None, 30, 3)]
+
+
+def forked(group, index, *, reward, seed=0):
+    """Make an episode of four conversations, two of which begin with the same turn."""
+    facts = msgspec.structs.replace(FACTS, id=f"{group}/{index}", group=group, domain="math", start_version=1)
+    record = build_record(forked_turns([seed, index]), facts, reward=reward)
+    return msgspec.structs.replace(record, reward=reward)
+
+
+def forked_batch(step=0, *, num_groups=3, size=4):
+    """Make groups of episodes of several conversations."""
+    rewards = np.random.default_rng(step).integers(0, 3, (num_groups, size))
+    return [
+        forked(f"math/{step * num_groups + number}", index, reward=float(reward), seed=step * num_groups + number)
+        for (number, index), reward in np.ndenumerate(rewards)
+    ]
+
+
 def batch(step=0, *, num_groups=3, size=4):
     """Make groups of episodes of different lengths and rewards."""
     rng = np.random.default_rng(step)
@@ -102,9 +137,9 @@ def settings(**changed):
     return TrainConfig(**{**plain, **changed})
 
 
-def trained(trainer, *, first=1, last=5):
+def trained(trainer, *, first=1, last=5, make=batch):
     """Train some steps; return their metrics, and two numbers of every weight at the end."""
-    steps = [trainer.train_step(batch(step), step=step, version=step) for step in range(first, last + 1)]
+    steps = [trainer.train_step(make(step), step=step, version=step) for step in range(first, last + 1)]
     weights = {
         name: [float(tensor.double().sum()), float(tensor.double().square().sum())]
         for name, tensor in sorted(trainer.tensors().items())
@@ -140,6 +175,13 @@ def train_megatron(world, model_dir, changed, load_from=None, save_to=None, firs
     torch.set_num_threads(1)
     trainer = MegatronTrainer(Path(model_dir), settings(**changed), seed=3, world=world)
     return _train(trainer, load_from, save_to, first, last)
+
+
+def train_forked(world, model_dir, trainer, variants):
+    """Make two steps on episodes of several conversations, with each of the settings."""
+    torch.set_num_threads(1)
+    made = (_kind(trainer)(Path(model_dir), settings(**changed), seed=3, world=world) for changed in variants)
+    return [trained(one, last=2, make=forked_batch) for one in made]
 
 
 def _train(trainer, load_from, save_to, first, last):

@@ -1,10 +1,15 @@
 """The Megatron trainer: the numbers of the torch trainer and exchangeable checkpoints, on any parallelism."""
 
-import pytest
+from collections import Counter, defaultdict
 
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hpcrl.learn.distribute import distribute_step
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.world import SINGLE_RANK
-from tests.support.learners import make_model, train_torch
+from tests.support.learners import CONTEXT, forked_batch, forked_turns, make_model, settings, train_forked, train_torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
@@ -56,3 +61,60 @@ def test_bf16_steps_stay_near_those_of_torch(parallel, tmp_path):
     assert found["skipped"] == [None, None]
     for name in ("entropy", "grad_norm"):
         assert found[name] == pytest.approx(expected[name], rel=0.05), name
+
+
+PLAIN = {"advantage": "dr-grpo", "proximal": "behaviour", "correction": "none", "max_grad_norm": 1e9}
+FORKED = [PLAIN, PLAIN | {"aggregation": "sequence", "ratio": "sequence"}]
+OWN_TURNS = [(1,), (0, 3), (2, 4), (5,)]
+"""The turns of `forked_turns` by the row that trains them: what two conversations share counts in the first."""
+
+
+def compute_by_turn(model_dir, episodes, changed):
+    """Return the loss and the norm of its gradient from the turns themselves, each after what the model saw."""
+    train, model = settings(**changed), AutoModelForCausalLM.from_pretrained(model_dir)
+    rewards = defaultdict(list)
+    for episode in episodes:
+        rewards[episode.group].append(episode.reward)
+    sequences = []
+    for number, episode in enumerate(episodes):
+        turns = forked_turns([1 * 3 + number // 4, number % 4])
+        advantage = episode.reward - sum(rewards[episode.group]) / len(rewards[episode.group])
+        for own in OWN_TURNS:
+            drifts = []
+            for turn in (turns[index] for index in own):
+                prompt, said = list(turn.prompt.token_ids()), turn.completion.token_ids
+                logits = model(torch.tensor([[*prompt, *said]])).logits[0, len(prompt) - 1 : -1]
+                found = logits.log_softmax(-1).gather(-1, torch.tensor(said)[:, None])[:, 0]
+                drifts.append(found - torch.tensor(turn.completion.logprobs))
+            sequences.append((torch.cat(drifts), advantage))
+    num_tokens = sum(len(drift) for drift, _ in sequences)
+    loss = torch.zeros(())
+    for drift, advantage in sequences:
+        ratio = (drift.mean().expand(len(drift)) if train.ratio == "sequence" else drift).exp()
+        objective = torch.minimum(ratio * advantage, ratio.clamp(1 - train.clip_low, 1 + train.clip_high) * advantage)
+        whole = num_tokens if train.aggregation == "token" else len(drift) * len(sequences)
+        loss = loss - objective.sum() / whole
+    loss.backward()
+    return loss.item(), torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+
+
+@pytest.mark.parametrize("parallel", [{"trainer": "megatron"}, TP2], ids=["dp2", "tp2"])
+def test_episodes_of_several_conversations_are_trained_as_their_turns_are(parallel, tmp_path):
+    model_dir = str(make_model(tmp_path / "model"))
+    alone = train_forked(SINGLE_RANK, model_dir, "torch", FORKED)
+    for changed, expected in zip(FORKED, alone, strict=True):
+        loss, norm = compute_by_turn(model_dir, forked_batch(1), changed)
+        assert (expected["loss"][0], expected["grad_norm"][0]) == pytest.approx((loss, norm), rel=RELATIVE)
+    variants = [parallel | changed for changed in FORKED]
+    for rank in run_ranks(2, "tests.support.learners:train_forked", model_dir, "megatron", variants):
+        for mine, expected in zip(rank, alone, strict=True):
+            same(mine, expected, steps=slice(0, 2))
+            for name, numbers in expected["weights"].items():
+                assert mine["weights"][name] == pytest.approx(numbers, rel=RELATIVE, abs=1e-5), name
+
+
+def test_both_ranks_get_rows_of_the_same_episodes():
+    dealt = distribute_step(forked_batch(1), train=settings(), num_ranks=2, seed=0, step=1, max_length=CONTEXT)
+    rows = [Counter(item.id for part in share for item in part) for share in dealt.shares]
+    assert rows[0] + rows[1] == Counter({episode.id: len(OWN_TURNS) for episode in forked_batch(1)})
+    assert rows[0].keys() & rows[1].keys()
