@@ -1,6 +1,7 @@
 """The documents: every path that they name exists, and so does every function that a station of a walk names."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -26,15 +27,19 @@ def named_modules(text: str) -> set[str]:
     return {word for word in words if re.fullmatch(r"(?:[\w.]+/)*\w+\.py", word)}
 
 
+PLACES = [ROOT, *(place for folder in FOLDERS for place in ROOT.glob(folder) if place.is_dir())]
+
+
+@functools.cache
 def exists(name: str) -> bool:
-    places = [ROOT, *(place for folder in FOLDERS for place in ROOT.glob(folder))]
-    return any(place.joinpath(name).is_file() for place in places)
+    return any(place.joinpath(name).is_file() for place in PLACES)
 
 
 def named_packages(text: str) -> set[str]:
     return {span for span in BACKTICKED.findall(text) if re.fullmatch(r"(?:hpcrl|tests|bench|docs)/[\w/]*", span)}
 
 
+@functools.cache
 def defined_names(path: Path) -> set[str]:
     """The top-level names of a module, and `Class.member` of its classes."""
     names = set()
