@@ -1,6 +1,7 @@
 """The source: one name for one class, and maps at the top of modules that name what is there."""
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -24,9 +25,15 @@ def mapped_names(docstring: str) -> Iterator[str]:
             yield from match[1].split(", ")
 
 
-def defined_names(tree: ast.Module) -> set[str]:
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def defined_names(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -41,7 +48,7 @@ def defined_names(tree: ast.Module) -> set[str]:
 def test_every_class_name_is_defined_in_one_module():
     homes = defaultdict(set)
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].add(label(path))
     assert {name: sorted(places) for name, places in homes.items() if len(places) > 1} == {}
@@ -49,15 +56,16 @@ def test_every_class_name_is_defined_in_one_module():
 
 @pytest.mark.parametrize("path", [p for p in MODULES if p.name != "__init__.py"], ids=label)
 def test_the_map_of_a_module_names_what_the_module_defines(path):
-    tree = ast.parse(path.read_text())
-    defined = defined_names(tree)
-    unknown = [name for name in mapped_names(ast.get_docstring(tree) or "") if not set(name.split(".")) <= defined]
+    defined = defined_names(path)
+    unknown = [
+        name for name in mapped_names(ast.get_docstring(parse(path)) or "") if not set(name.split(".")) <= defined
+    ]
     assert unknown == []
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if p.name == "__init__.py"], ids=label)
 def test_the_map_of_a_package_names_its_modules(path):
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    docstring = ast.get_docstring(parse(path))
     folder = path.parent
     modules = {p.stem for p in folder.glob("*.py")} - {"__init__"}
     packages = {p.parent.name for p in folder.glob("*/__init__.py")}
@@ -67,19 +75,19 @@ def test_the_map_of_a_package_names_its_modules(path):
     assert set(mapped_names(docstring)) == modules | packages
 
 
-def imported_names(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the module and the name of every import from our own code, also those inside functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.split(".")[0] in ("hpcrl", "bench", "tests")
-        ):
-            yield from ((node.module, alias.name) for alias in node.names)
+@functools.cache
+def imported_names(path: Path) -> list[tuple[str, str]]:
+    """Return the module and the name of every import from our own code, also those inside functions."""
+    found = []
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("hpcrl", "bench", "tests"):
+            found += [(node.module or "", alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
+            found += [(alias.name, "") for alias in node.names]
+    return found
 
 
+@functools.cache
 def find_source(module: str) -> Path | None:
     path = ROOT / module.replace(".", "/")
     found = [place for place in (path.with_suffix(".py"), path / "__init__.py", path) if place.exists()]
@@ -94,7 +102,7 @@ def test_every_import_of_our_own_code_resolves(folder):
             if not name:
                 continue
             source = find_source(module)
-            has_name = source is not None and source.is_file() and name in defined_names(ast.parse(source.read_text()))
+            has_name = source is not None and source.is_file() and name in defined_names(source)
             if not has_name and find_source(f"{module}.{name}") is None:
                 broken.append(f"{path.relative_to(ROOT)}: from {module} import {name}")
     assert broken == []
