@@ -218,13 +218,14 @@ def _run_logs(arguments: argparse.Namespace) -> int:
     from hpcrl.campaign import directory as home
 
     campaign = home.find_campaign(arguments.campaign)
-    jobs = [campaign.job(number) for number in campaign.job_numbers()]
+    jobs = home.list_jobs(campaign)
     job = next((job for job in reversed(jobs) if any(job.logs.glob("*.log"))), jobs[-1])  # the last may be queued
     role = {"driver": "batch"}.get(arguments.role, arguments.role)
     logs = sorted(job.logs.glob(f"{role}*.log" if role else "*.log"))
     if not logs:
-        present = ", ".join(sorted({path.stem.split("-")[0] for path in job.logs.glob("*.log")})) or "none yet"
-        raise HpcrlError(f"job {job.number} of {campaign.name} has no log of {arguments.role!r}: it has {present}")
+        present = ", ".join(sorted({path.stem.split("-")[0] for path in job.logs.glob("*.log")}))
+        missing = f"no log of {role!r}: it has {present}" if present else f"no logs in {job.logs}"
+        raise HpcrlError(f"job {job.number} of {campaign.name} has {missing}")
     for path in logs:
         lines = path.read_text(errors="replace").splitlines()[-arguments.lines :]
         _print_line(f"== {path}" + ("" if lines else " (empty)"))
@@ -242,10 +243,11 @@ def _run_stop(arguments: argparse.Namespace) -> int:
 
 
 def _run_resume(arguments: argparse.Namespace) -> int:
+    from hpcrl.campaign import directory as home
     from hpcrl.campaign import lifecycle as campaign
 
     campaign_dir = campaign.resume(arguments.campaign)
-    job = campaign_dir.job(campaign_dir.job_numbers()[-1])
+    job = home.list_jobs(campaign_dir)[-1]
     _print_line(
         f"campaign {campaign_dir.name}: job {campaign.read_submission(job).id} continues from the last checkpoint"
     )

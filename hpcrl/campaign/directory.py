@@ -1,6 +1,7 @@
 """The directories of campaigns.
 
     find_campaign, list_campaigns              by name or path
+    list_jobs                                  the jobs of a campaign
     reserve_campaign, release_campaign         a directory is reserved before submission, released if that fails
     find_campaigns_root, show_campaigns_root   the directory that holds them on a site
     FORBIDDEN_IN_PATHS                         characters that a batch script cannot contain
@@ -10,12 +11,14 @@ system, that name is a symbolic link. Creating the directory or the link reserve
 """
 
 import contextlib
+import math
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.site import Site
 from hpcrl.errors import CampaignError, HpcrlError, SlurmError
 from hpcrl.slurm.submit import expand_path
@@ -40,7 +43,27 @@ def list_campaigns() -> list[CampaignDir]:
     if not campaigns.is_dir():
         return []
     found = [CampaignDir(path.resolve()) for path in campaigns.iterdir() if (path / "campaign.json").is_file()]
-    return sorted(found, key=lambda campaign: -float(read_json(campaign.manifest)["created"]))
+    return sorted(found, key=_read_creation_time, reverse=True)
+
+
+def _read_creation_time(campaign: CampaignDir) -> float:
+    """Return when a campaign was created; one whose campaign.json is damaged counts as the oldest."""
+    try:
+        created = float(read_json(campaign.manifest)["created"])
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return -math.inf
+    return created if math.isfinite(created) else -math.inf
+
+
+def list_jobs(campaign: CampaignDir) -> list[JobDir]:
+    """Return the jobs of a campaign, oldest first; at least one."""
+    jobs = [campaign.job(number) for number in campaign.job_numbers()]
+    if not jobs:
+        raise CampaignError(
+            f"campaign {campaign.name!r} has no job: it was not submitted to the end; remove it "
+            f"(`rm -r {shlex.quote(str(campaign.root))}`) and submit it again"
+        )
+    return jobs
 
 
 def reserve_campaign(name: str | None, *, stem: str, site: Site) -> CampaignDir:

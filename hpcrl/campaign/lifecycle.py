@@ -29,9 +29,11 @@ from hpcrl.config.site import Site, load_site
 from hpcrl.config.toml import find_toml
 from hpcrl.envs.task_set import import_task_set
 from hpcrl.errors import CampaignError, ConfigError
+from hpcrl.monitor.job_state import FINAL_JOB_STATES, judge_jobs, read_heartbeats, read_jobs, select_slurm_ids
 from hpcrl.plan.plan import Plan, make_plan
 from hpcrl.slurm import submit as slurm
 from hpcrl.slurm.script import choose_python, make_batch_script, make_job_script
+from hpcrl.slurm.status import ACTIVE, UNKNOWN, WAITING, JobStatus, query_job_states
 from hpcrl.system.files import make_private_dir, publish_file, publish_json, read_json, remove_path
 from hpcrl.system.processes import is_alive
 
@@ -200,10 +202,10 @@ def resume(name: str) -> CampaignDir:
         site=_read_struct(campaign.site, Site),
         plan=_read_struct(campaign.plan, Plan),
     )
-    number = campaign.job_numbers()[-1]
-    _refuse_while_alive(campaign, campaign.job(number), request.site)
+    last = directory.list_jobs(campaign)[-1]
+    _refuse_while_alive(campaign, last, request.site)
     remove_path(campaign.stop)
-    _start_job(campaign, request, number=number + 1)
+    _start_job(campaign, request, number=last.number + 1)
     return campaign
 
 
@@ -247,17 +249,25 @@ def stop_now(name: str) -> str:
 
 def _describe_end(campaign: CampaignDir) -> str | None:
     """Return the message for a campaign that has ended already; None if its last job may still run."""
-    last = campaign.job(campaign.job_numbers()[-1])
-    if not last.outcome.exists():
+    last = directory.list_jobs(campaign)[-1]
+    jobs = [job for job in read_jobs(campaign) if job.number == last.number]
+    heartbeats = read_heartbeats(campaign.events)
+    ids = select_slurm_ids(jobs)
+    statuses = _query_states(ids, read_site(campaign)) if ids else {}
+    _, verdicts = judge_jobs(campaign, jobs, statuses=statuses, events={}, heartbeats=heartbeats, now=time.time())
+    if not verdicts or verdicts[0].state not in FINAL_JOB_STATES:
         return None
-    outcome = read_json(last.outcome)
-    return f"campaign {campaign.name} has ended already ({outcome['outcome']}: {outcome['reason']})"
+    return f"campaign {campaign.name} has ended already ({verdicts[0].state}: {verdicts[0].reason})"
+
+
+def _query_states(ids: list[str], site: Site) -> dict[str, JobStatus]:
+    return query_job_states(ids, env=os.environ | slurm.make_site_environment(site))
 
 
 def _request_stop(campaign: CampaignDir) -> tuple[JobDir, Site]:
     """Publish the stop request, and cancel a job that only waits for the running one. Return the job that is left."""
     publish_file(campaign.stop, "")
-    *before, last = map(campaign.job, campaign.job_numbers())
+    *before, last = directory.list_jobs(campaign)
     site = _read_struct(campaign.site, Site)
     if last.chain_marker.exists() and not before[-1].outcome.exists() and _job_state(last, site) == "queued":
         slurm.cancel_job(read_submission(last), site=site)
@@ -346,9 +356,7 @@ def _job_state(job: JobDir, site: Site) -> str:
     record = read_submission(job)
     if record.scheduler == "local":
         return "running" if is_alive(record.pid, record.start_ticks) else "gone"
-    from hpcrl.slurm.status import ACTIVE, UNKNOWN, WAITING, query_job_states
-
-    match query_job_states([record.id], env=os.environ | slurm.make_site_environment(site))[record.id].state:
+    match _query_states([record.id], site)[record.id].state:
         case state if state in WAITING:
             return "queued"
         case state if state in ACTIVE:

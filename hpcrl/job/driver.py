@@ -35,7 +35,7 @@ from hpcrl.config.site import Site
 from hpcrl.errors import HpcrlError
 from hpcrl.job import next_job
 from hpcrl.job.courier_step import WeightPlane
-from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_reward_jobs, outcome_json, run_guarded
+from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_reward_jobs, run_guarded, send_outcome
 from hpcrl.job.metrics_process import MetricsProcess
 from hpcrl.job.next_job import JobOutcome
 from hpcrl.job.reward_tasks import RewardScoring
@@ -73,7 +73,7 @@ def _drive_job(place: WorkerPlace, *, outcome_fd: int) -> int:
     except BaseException as error:  # noqa: BLE001 - whatever failed, the guardian must receive the reason
         reason = f"the driver failed: {type(error).__name__}: {error}"
         sys.excepthook(*sys.exc_info())  # os._exit follows, so nothing else prints it
-    os.write(outcome_fd, outcome_json(outcome, reason))
+    send_outcome(outcome, reason, outcome_fd=outcome_fd, job=place.job)
     return 0 if outcome in ("done", "stopped", "drained") else 1
 
 

@@ -2,7 +2,7 @@
 child, even if that was killed.
 
     run_guarded          fork, forward signals, wait, clean up, and only then record the outcome
-    outcome_json         the record of a job's outcome
+    send_outcome         send the outcome to the guardian; without a guardian, clean up and record it
     cancel_reward_jobs   end the reward jobs of a driver that was killed
     CLOSE_GRACE_S, FORWARDED_SIGNALS   constants
 """
@@ -46,13 +46,23 @@ def run_guarded(drive: Callable[[int], int], place: WorkerPlace) -> int:
     _clean_up(job)
     reported = os.read(outcome_fd, 1 << 16)  # no process holds the other end any more
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    publish_file(job.outcome, reported or outcome_json("failed", f"the driver {how}"))
+    publish_file(job.outcome, reported or _encode_outcome("failed", f"the driver {how}"))
     if next_job.campaign_outcome(campaign, job) is not None:
         _try_cleanup(lambda: next_job.cancel_next_job(campaign, job))
     return encode_exit_code(code)
 
 
-def outcome_json(outcome: JobOutcome, reason: str) -> bytes:
+def send_outcome(outcome: JobOutcome, reason: str, *, outcome_fd: int, job: JobDir) -> None:
+    """Send the driver's outcome to the guardian; if the guardian was killed, do its work: clean up and record it."""
+    record = _encode_outcome(outcome, reason)
+    try:
+        os.write(outcome_fd, record)
+    except BrokenPipeError:
+        _clean_up(job)
+        publish_file(job.outcome, record)
+
+
+def _encode_outcome(outcome: JobOutcome, reason: str) -> bytes:
     """Return the record of a job that has ended."""
     return json.dumps({"outcome": outcome, "reason": reason[:4000], "time": time.time()}).encode()
 

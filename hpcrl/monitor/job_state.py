@@ -6,6 +6,7 @@
     read_heartbeats, read_json_as, DriverOutcome         files
     derive_job_state, derive_campaign_state, derive_component_state, JobFacts    the states from known facts: pure
     CampaignState, JobState      the states, as below
+    FINAL_JOB_STATES             the states of a job that has ended
     RESUME_HINT, ALIVE_WITHIN_S  the hint for users, and the age of a heartbeat
 
     planned   no job yet                      done      every step was trained
@@ -33,6 +34,7 @@ from hpcrl.system.processes import is_alive
 CampaignState = Literal["planned", "queued", "running", "draining", "done", "failed", "stopped", "unknown"]
 JobState = Literal["queued", "running", "draining", "drained", "done", "failed", "stopped", "unknown"]
 
+FINAL_JOB_STATES = frozenset({"drained", "done", "failed", "stopped"})
 RESUME_HINT = "`hpcrl resume` continues from the last checkpoint"
 _UNFINISHED_STATES: tuple[Literal["running", "draining", "queued", "unknown"], ...] = (
     "running",
@@ -58,8 +60,8 @@ class JobFacts:
     slurm: str | None = None
     """State reported by Slurm; None for a local job."""
     slurm_reason: str = ""
-    driver_alive: bool | None = None
-    """For a local job: its driver's process exists; None: it cannot be seen from here."""
+    guardian_alive: bool | None = None
+    """For a local job: its first process, the guardian, exists; None: it cannot be seen from here."""
     has_heartbeat: bool = False
     """A process of the job has sent a heartbeat recently."""
     end_requested: bool = False
@@ -98,9 +100,9 @@ def derive_component_state(slurm: str) -> JobState:
 
 
 def _derive_local_state(facts: JobFacts) -> tuple[JobState, str]:
-    if facts.driver_alive is False:
-        return "failed", f"its driver was killed; {RESUME_HINT}"
-    if facts.driver_alive or facts.has_heartbeat:
+    if facts.guardian_alive is False:
+        return "failed", f"it ended without an outcome, as after `kill -9`; {RESUME_HINT}"
+    if facts.guardian_alive or facts.has_heartbeat:
         return _running_or_draining(facts)
     return "unknown", "it runs on another machine and has sent no heartbeat recently"
 
@@ -124,7 +126,7 @@ def _explain_slurm_end(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
     if slurm == "cancelled":
         return "stopped", "it was cancelled"
     words = {
-        "completed": "its driver was killed",
+        "completed": "it ended without an outcome, as after `kill -9`",
         "failed": "its batch script failed before the driver could report a reason",
         "out_of_memory": "Slurm ended it: out of memory",
         "node_fail": "Slurm ended it: a node failed",
@@ -156,8 +158,8 @@ class JobRecord:
 
     dir: JobDir
     submitted: SubmittedJob
-    driver_alive: bool | None = None
-    """For a local job: its driver's process exists."""
+    guardian_alive: bool | None = None
+    """For a local job: its first process, the guardian, exists."""
     outcome: DriverOutcome | None = None
     drain_requested: bool = False
 
@@ -262,7 +264,7 @@ def _collect_job_facts(
 ) -> JobFacts:
     # A driver emits its end event before it has ended everything, and writes its outcome last. While the job still
     # runs, only the outcome counts.
-    still_runs = has_heartbeat or job.driver_alive is True or (status is not None and status.state in ACTIVE)
+    still_runs = has_heartbeat or job.guardian_alive is True or (status is not None and status.state in ACTIVE)
     ending: Any = job.outcome or (None if still_runs else progress.end_event)
     facts = JobFacts(
         outcome=ending.outcome if ending else None,
@@ -276,7 +278,7 @@ def _collect_job_facts(
     if job.submitted.scheduler == "slurm":
         return replace(facts, slurm=status.state if status else "unknown", slurm_reason=status.reason if status else "")
     is_remote = bool(progress.node) and _short_hostname(progress.node) != _short_hostname(socket.gethostname())
-    return replace(facts, driver_alive=None if is_remote else job.driver_alive)
+    return replace(facts, guardian_alive=None if is_remote else job.guardian_alive)
 
 
 def _short_hostname(node: str) -> str:
@@ -289,14 +291,14 @@ def _read_job(directory: JobDir, problems: list[str]) -> JobRecord | None:
         return None
     # The process is checked before the outcome: a driver that ends normally in between has then written its outcome.
     is_local = submitted.scheduler == "local"
-    driver_alive = is_alive(submitted.pid, submitted.start_ticks) if is_local else None
+    guardian_alive = is_alive(submitted.pid, submitted.start_ticks) if is_local else None
     # Listing the directory makes an NFS client refresh; opening the name may return a cached "not found".
     present = {path.name for path in _list_directory(directory.root, problems)}
     outcome = read_json_as(directory.outcome, DriverOutcome, problems) if directory.outcome.name in present else None
     return JobRecord(
         dir=directory,
         submitted=submitted,
-        driver_alive=driver_alive,
+        guardian_alive=guardian_alive,
         outcome=outcome,
         drain_requested=directory.drain.name in present,
     )

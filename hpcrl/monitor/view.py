@@ -70,7 +70,11 @@ def survey_campaigns(campaign_dirs: Iterable[CampaignDir], *, problems: list[str
 def _read_campaign_line(
     campaign_dir: CampaignDir, jobs: list[JobRecord], statuses: Mapping[str, JobStatus], problems: list[str]
 ) -> CampaignLine:
-    summary = read_json_as(campaign_dir.manifest, CampaignSummary, problems) or CampaignSummary(name=campaign_dir.name)
+    unreadable: list[str] = []
+    summary = read_json_as(campaign_dir.manifest, CampaignSummary, unreadable)
+    problems += [f"campaign {campaign_dir.name}: {problem}" for problem in unreadable]
+    if summary is None:
+        summary = CampaignSummary(name=campaign_dir.name)
     # Heartbeats matter only for a job that has no outcome yet.
     heartbeats = read_heartbeats(campaign_dir.events) if any(job.outcome is None for job in jobs) else {}
     state, _ = judge_jobs(campaign_dir, jobs, statuses=statuses, events={}, heartbeats=heartbeats, now=time.time())

@@ -362,12 +362,12 @@ def test_a_worker_that_reports_its_own_failure_by_its_full_name_is_the_same_work
         (JobFacts(slurm="cancelled"), "stopped"),
         (JobFacts(slurm="timeout", has_heartbeat=True), "failed"),
         (JobFacts(slurm="completed"), "failed"),
-        (JobFacts(driver_alive=True), "running"),
-        (JobFacts(driver_alive=True, end_requested=True), "draining"),
-        (JobFacts(driver_alive=False), "failed"),
-        (JobFacts(driver_alive=False, has_heartbeat=True), "failed"),
-        (JobFacts(driver_alive=None), "unknown"),
-        (JobFacts(driver_alive=None, has_heartbeat=True), "running"),
+        (JobFacts(guardian_alive=True), "running"),
+        (JobFacts(guardian_alive=True, end_requested=True), "draining"),
+        (JobFacts(guardian_alive=False), "failed"),
+        (JobFacts(guardian_alive=False, has_heartbeat=True), "failed"),
+        (JobFacts(guardian_alive=None), "unknown"),
+        (JobFacts(guardian_alive=None, has_heartbeat=True), "running"),
     ],
 )
 def test_the_state_of_a_job_follows_from_the_known_facts(facts: JobFacts, state: str) -> None:
@@ -400,7 +400,7 @@ def test_a_local_run_whose_driver_was_killed_is_failed(campaign: SyntheticCampai
     snapshot = collector(campaign).poll()
 
     assert snapshot.state == "failed"
-    assert "its driver was killed" in snapshot.jobs[0].reason
+    assert "it ended without an outcome" in snapshot.jobs[0].reason
 
 
 def test_a_local_run_whose_driver_is_alive_is_running_and_slurm_is_not_asked(campaign: SyntheticCampaign) -> None:

@@ -1,0 +1,86 @@
+"""Campaigns whose files are damaged or missing: one message each, and no other campaign suffers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcrl.campaign.directory import find_campaign, list_campaigns, reserve_campaign
+from hpcrl.campaign.lifecycle import _write_description, load_request, stop_gracefully, stop_now
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.cli import main
+from hpcrl.errors import CampaignError
+from hpcrl.system.files import make_private_dir
+from tests.support.synthetic import SyntheticCampaign
+
+
+@pytest.fixture
+def good(home: Path) -> SyntheticCampaign:
+    make_private_dir(home / "campaigns")
+    return SyntheticCampaign(home / "campaigns" / "good")
+
+
+DAMAGED = [
+    '{"name":"badj"}', "[1]", "", "{", '{"name":"badj","created":1e999}', '{"name":"badj","created":[]}',
+    '{"name":"badj","created":' + "9" * 400 + "}", "[" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=[*map(str, range(len(DAMAGED)))])
+def test_a_damaged_campaign_is_listed_after_the_good_ones(home: Path, good: SyntheticCampaign, text: str) -> None:
+    make_private_dir(home / "campaigns" / "badj")
+    (home / "campaigns" / "badj" / "campaign.json").write_text(text)
+
+    assert [campaign.name for campaign in list_campaigns()] == ["good", "badj"]
+    with pytest.raises(CampaignError, match="there are good, badj"):
+        find_campaign("missing")
+
+
+def test_ls_names_the_campaign_that_is_damaged(
+    home: Path, good: SyntheticCampaign, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_private_dir(home / "campaigns" / "badj")
+    (home / "campaigns" / "badj" / "campaign.json").write_text("[1]")
+
+    assert main(["ls", "--json"]) == 0
+
+    printed = capsys.readouterr()
+    assert [line["name"] for line in json.loads(printed.out)] == ["good", "badj"]
+    assert printed.err.startswith("campaign badj: campaign.json cannot be read: ")
+
+
+@pytest.mark.parametrize("words", [["logs"], ["stop"], ["stop", "--now"], ["resume"]])
+def test_a_campaign_without_a_job_is_refused_with_the_fix(
+    home: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """Submission was killed before it started the job."""
+    request = load_request("quickstart", site="local")
+    _write_description(reserve_campaign("good", stem="quickstart", site=request.site), request)
+
+    assert main([*words, "good"]) == 2
+
+    message = capsys.readouterr().err
+    assert message.startswith("hpcrl: campaign 'good' has no job: ")
+    assert "submit it again" in message
+
+
+def test_logs_of_a_job_without_logs_name_their_directory(
+    good: SyntheticCampaign, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good.submit_local()
+
+    assert main(["logs", "good"]) == 2
+
+    assert capsys.readouterr().err == f"hpcrl: job 0 of good has no logs in {good.run.job(0).logs}\n"
+
+
+@pytest.mark.parametrize("stop", [stop_gracefully, stop_now])
+def test_stop_reports_that_a_local_job_without_an_outcome_has_ended(
+    good: SyntheticCampaign, stop: Callable[[str], str]
+) -> None:
+    """The guardian and its driver were killed: no process is left that could record an outcome."""
+    good.submit_local(pid=2**22 + 1)
+
+    assert "good has ended already (failed: it ended without an outcome" in stop("good")
+    assert not CampaignDir(good.run.root).stop.exists()
