@@ -44,7 +44,11 @@ class ThinkParser:
     marks: Collection[str] = ()
 
     def make_reader(self, prompt: str) -> TextReader:
-        return _ThinkReader(self, is_open=prompt[-MAX_HEADER_CHARS:].rstrip().endswith(self.opening))
+        return _ThinkReader(self, is_open=self.opens_thoughts(prompt))
+
+    def opens_thoughts(self, prompt: str) -> bool:
+        """Return whether the end of a prompt has opened the thoughts."""
+        return prompt[-MAX_HEADER_CHARS:].rstrip().endswith(self.opening)
 
 
 class _ThinkReader:

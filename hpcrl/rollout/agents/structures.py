@@ -4,7 +4,8 @@
     CALL_WRITERS    how each family writes a call, by the names of hpcrl.rollout.agents.tool_families
 
 An answer that must be a call has one or more calls of the allowed tools and nothing else but thoughts before them. One
-that must be JSON is that, or calls if the model may choose.
+that must be JSON is that, or calls if the model may choose. Where a family writes its answer in a channel, as gpt-oss
+does, the value is in the final one.
 """
 
 import json
@@ -14,7 +15,7 @@ from typing import Any
 
 from hpcrl.engines.base import ExactText, FreeText, JsonValue, OutputPart, OutputStructure, PartChoice
 from hpcrl.rollout.agents.answer_parser import AnswerParser
-from hpcrl.rollout.agents.reasoning_parsers import ReasoningParser, ThinkParser
+from hpcrl.rollout.agents.reasoning_parsers import HarmonyParser, ReasoningParser, ThinkParser
 from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ApiError, JsonObject, ModelCall
 from hpcrl.rollout.agents.tool_families import TOOL_PARSERS, deepseek_mark, list_types
@@ -49,22 +50,34 @@ def make_structure(call: ModelCall, prompt: TurnPrompt, parser: AnswerParser) ->
         return OutputStructure(parts=[*thoughts, *_list_calls(call, tool_format, names=call.must_call)])
     if call.output_schema is None:
         return None
-    value = JsonValue(schema=call.output_schema)
+    value: list[OutputPart] = [JsonValue(schema=call.output_schema)]
+    if isinstance(parser.reasoning, HarmonyParser):
+        value = [ExactText(text="<|channel|>final<|message|>"), *value]
     if not call.tools:
-        return OutputStructure(parts=[*thoughts, value])
+        return OutputStructure(parts=[*thoughts, *value])
     names = tuple(tool["function"]["name"] for tool in call.tools)
-    choice = PartChoice(alternatives=[_list_calls(call, tool_format, names=names), [value]])
+    choice = PartChoice(alternatives=[_list_calls(call, tool_format, names=names), value])
     return OutputStructure(parts=[*thoughts, choice])
 
 
 def _list_thoughts(prompt: TurnPrompt, parser: ReasoningParser) -> list[OutputPart]:
     """Return the parts of an answer that are its thoughts, which the model may leave out unless they are open."""
-    if not isinstance(parser, ThinkParser):
-        return []
-    thoughts: list[OutputPart] = [FreeText(until=parser.closing), ExactText(text="\n\n")]
-    if prompt.rendered.rstrip().endswith(parser.opening.rstrip()):
-        return thoughts
-    return [PartChoice(alternatives=[[ExactText(text=parser.opening), *thoughts], []])]
+    match parser:
+        case ThinkParser():
+            thoughts: list[OutputPart] = [FreeText(until=parser.closing), _BLANK_LINES]
+            if parser.opens_thoughts(prompt.rendered):
+                return thoughts
+            thoughts = [ExactText(text=parser.opening), *thoughts]
+        case HarmonyParser():
+            opening, following = ExactText(text="<|channel|>analysis<|message|>"), ExactText(text="<|start|>assistant")
+            thoughts = [opening, FreeText(until="<|end|>"), following]
+        case _:
+            return []
+    return [PartChoice(alternatives=[thoughts, []])]
+
+
+_BLANK_LINES = PartChoice(alternatives=[[ExactText(text="\n\n")], [ExactText(text="\n")], []])
+"""The space between thoughts and an answer, which families write differently."""
 
 
 def _list_calls(call: ModelCall, tool_format: str, *, names: tuple[str, ...]) -> list[OutputPart]:

@@ -4,15 +4,19 @@ import json
 
 import pytest
 
-from hpcrl.engines.base import ExactText, FreeText, JsonValue
+from hpcrl.config.recipe import EngineConfig, ModelConfig
+from hpcrl.engines.base import ExactText, FreeText, GenerateRequest, JsonValue
+from hpcrl.engines.embedded.grammar import GrammarCompiler
 from hpcrl.engines.structure import check_structure
-from hpcrl.rollout.agents.answer_parser import AnswerParser
+from hpcrl.models.chat_layout import load_chat_template
+from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers
 from hpcrl.rollout.agents.reasoning_parsers import REASONING_PARSERS
 from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ModelCall
 from hpcrl.rollout.agents.structures import CALL_WRITERS, make_structure
 from hpcrl.rollout.agents.tool_families import TOOL_PARSERS
 from hpcrl.rollout.agents.tool_parsers import ToolCall, parse_answer
+from hpcrl.testing.model_templates import FAMILIES, save_family
 
 REASONING = {"gpt-oss": "gpt-oss", "deepseek": "think", "glm": "think"}
 PARAMETERS = {
@@ -46,7 +50,7 @@ def write(parts, *, tool):
             case JsonValue(schema=schema):
                 text += json.dumps(make_value(schema, tool=tool))
             case FreeText(until=until):
-                text += ("Hm." if "think" in until else ARGUMENTS["b"]) + until
+                text += ("Hm." if until in ("</think>", "<|end|>") else ARGUMENTS["b"]) + until
             case _:
                 fitting = [parts for parts in part.alternatives if parts and tool in str(parts)]
                 text += write((fitting or part.alternatives)[0], tool=tool)
@@ -65,3 +69,66 @@ def test_a_required_call_that_is_written_is_read(family, tool, prompt):
     text = write(structure.parts, tool=tool)
     content, _, calls = parse_answer(parser.make_reader(call, turn), text)
     assert (content, calls) == ("", [ToolCall(tool, ARGUMENTS)])
+
+
+WRITTEN = {
+    ("gpt-oss", "value"): [
+        "<|channel|>final<|message|>{}<|return|>",
+        "<|channel|>analysis<|message|>Hm.\n<|end|><|start|>assistant<|channel|>final<|message|>{}<|return|>",
+    ],
+    ("gpt-oss", "call"): [
+        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}<|call|>",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}<|call|>",
+    ],
+    ("Qwen3", "value"): ["{}<|im_end|>", "<think>\nHm.\n</think>\n\n{}<|im_end|>"],
+    ("Qwen3", "call"): [
+        '<tool_call>\n{{"name": "add", "arguments": {}}}\n</tool_call><|im_end|>',
+        '<think>\nHm.\n</think>\n\n<tool_call>\n{{"name": "add", "arguments": {}}}\n</tool_call><|im_end|>',
+    ],
+    ("Qwen3-2507 thinking", "value"): ["Hm.\n</think>\n\n{}<|im_end|>", "Hm.\n</think>\n{}<|im_end|>"],
+    ("Qwen3-2507 thinking", "call"): [
+        'Hm.\n</think>\n\n<tool_call>\n{{"name": "add", "arguments": {}}}\n</tool_call><|im_end|>',
+    ],
+}
+NOT_WRITTEN = {
+    ("gpt-oss", "value"): ["{}<|return|>", "<|channel|>analysis<|message|>{}<|return|>"],
+    ("gpt-oss", "call"): ["<|channel|>analysis<|message|>Hm.<|return|>"],
+    ("Qwen3", "value"): ["<think>\nHm.<|im_end|>", "Hm. {}<|im_end|>"],
+    ("Qwen3", "call"): ["{}<|im_end|>"],
+    ("Qwen3-2507 thinking", "value"): ["Hm.<|im_end|>"],
+    ("Qwen3-2507 thinking", "call"): ["Hm.\n</think>\n\n{}<|im_end|>"],
+}
+
+
+@pytest.mark.parametrize(("family", "kind"), WRITTEN)
+def test_a_model_that_thinks_may_do_so_before_what_it_must_write(tmp_path, family, kind):
+    config = ModelConfig(chat_template_kwargs=dict(FAMILIES[family].kwargs))
+    template = load_chat_template(save_family(tmp_path, FAMILIES[family]), config)
+    parser = AnswerParser.from_choice(choose_parsers(template.text, EngineConfig()), template, tmp_path)
+    asked = {"tools": TOOLS, "must_call": ("add",)} if kind == "call" else {"output_schema": PARAMETERS}
+    call = ModelCall(model="hpcrl", messages=[{"role": "user", "content": "1 + 1?"}], **asked)
+    prompt = TurnPrompt(parent=None, new_token_ids=[], rendered=template.render(call.messages, tools=call.tools))
+    structure = make_structure(call, prompt, parser)
+    compiler = GrammarCompiler(tmp_path / "tokenizer.json", vocabulary=template.vocabulary_size)
+
+    def is_allowed(text):
+        stops = list(template.stop_token_ids)
+        request = GenerateRequest(
+            request_id="r", token_ids=[1], max_new_tokens=9, stop_token_ids=stops, structure=structure
+        )
+        matcher = compiler.compile(request)
+        for token in template.encode(text.format(json.dumps(ARGUMENTS))):
+            if not matcher.find_allowed()[token]:
+                return False
+            matcher.accept(token)
+        return True
+
+    assert [is_allowed(text) for text in WRITTEN[family, kind]] == [True] * len(WRITTEN[family, kind])
+    assert not any(is_allowed(text) for text in NOT_WRITTEN[family, kind])
+    for text in WRITTEN[family, kind]:
+        shown = text.format(json.dumps(ARGUMENTS)).removesuffix("<|im_end|>").removesuffix("<|return|>")
+        content, _, calls = parse_answer(parser.make_reader(call, prompt), shown)
+        assert (content, calls) == (
+            ("", [ToolCall("add", ARGUMENTS)]) if kind == "call" else (json.dumps(ARGUMENTS), [])
+        )
