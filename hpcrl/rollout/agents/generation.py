@@ -197,39 +197,53 @@ class CompletionCall:
     async def complete(self, index: int) -> ModelAnswer:
         """Generate one choice as a whole and record it."""
         request, partial, started_at = self._requests[index], self._new_answer(), loop_time()
-        if partial.stops:
-            async for _ in stream_answer(self._policy, request, partial):
-                pass
-        else:
-            partial.add_completion(await generate_turn(self._policy, request))
-        reader = self._new_reader()
-        found = [*reader.feed(partial.text), *reader.finish()]
-        pieces = name_calls(found, choice_id=self._choice_id(index), num_before=0)
-        answer = _make_answer(index, partial, pieces)
-        self._record_answer(request, partial, answer, started_at=started_at)
+        try:
+            if partial.stops:
+                async for _ in stream_answer(self._policy, request, partial):
+                    pass
+            else:
+                partial.add_completion(await generate_turn(self._policy, request))
+        finally:
+            reader = self._new_reader()
+            found = [*reader.feed(partial.text), *reader.finish()]
+            pieces = name_calls(found, choice_id=self._choice_id(index), num_before=0)
+            answer = _make_answer(index, partial, pieces)
+            self._record_answer(request, partial, answer, started_at=started_at)
         return answer
 
     async def stream(self, index: int) -> AsyncGenerator[AnswerDelta | ModelAnswer, None]:
-        """Stream the parts of one choice, which is recorded before its last part is sent, and then the whole."""
+        """Stream the parts of one choice, which is recorded before its last part is sent, and then the whole.
+
+        A choice that the client leaves early, or that fails on the way, is recorded as far as it was generated.
+        """
         request, partial, started_at = self._requests[index], self._new_answer(), loop_time()
         reader, num_read, pieces, num_calls = self._new_reader(), 0, list[ModelPiece](), 0
-        async with contextlib.aclosing(stream_answer(self._policy, request, partial)) as parts:
-            async for part in parts:
-                found = reader.feed(partial.text[num_read:])
-                num_read = len(partial.text)
-                found += reader.finish() if partial.finish_reason is not None else []
-                named = name_calls(found, choice_id=self._choice_id(index), num_before=num_calls)
-                num_calls += sum(isinstance(piece, NamedCall) for piece in named)
-                pieces += named
-                if partial.finish_reason is not None:
-                    answer = _make_answer(index, partial, pieces)
-                    self._record_answer(request, partial, answer, started_at=started_at)
-                yield AnswerDelta(index=index, pieces=named, part=part)
+        answer: ModelAnswer | None = None
+        try:
+            async with contextlib.aclosing(stream_answer(self._policy, request, partial)) as parts:
+                async for part in parts:
+                    found = reader.feed(partial.text[num_read:])
+                    num_read = len(partial.text)
+                    found += reader.finish() if partial.finish_reason is not None else []
+                    named = name_calls(found, choice_id=self._choice_id(index), num_before=num_calls)
+                    num_calls += sum(isinstance(piece, NamedCall) for piece in named)
+                    pieces += named
+                    if partial.finish_reason is not None:
+                        answer = _make_answer(index, partial, pieces)
+                        self._record_answer(request, partial, answer, started_at=started_at)
+                    yield AnswerDelta(index=index, pieces=named, part=part)
+        finally:
+            if answer is None:
+                self._record_answer(request, partial, _make_answer(index, partial, pieces), started_at=started_at)
+        assert answer is not None, "the last part has a finish reason"
         yield answer
 
     def _record_answer(
         self, request: GenerateRequest, partial: PartialAnswer, answer: ModelAnswer, *, started_at: float
     ) -> None:
+        """Record what was generated, if anything was."""
+        if not partial.chunks:
+            return
         completion = partial.completion
         self.session.recording.record_answer(
             self._prompt,

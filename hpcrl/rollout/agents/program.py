@@ -100,7 +100,7 @@ async def _run_attempt(
     except HpcrlError as error:
         return None, session.fault or str(error)
     finally:
-        proxy.close(token)
+        await proxy.close(token)
     reward = printed_reward if session.reward is None else session.reward
     if session.is_stale:
         return reward, ""

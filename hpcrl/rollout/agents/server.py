@@ -141,12 +141,12 @@ class ModelProxy:
         """Return how a program with this token reaches the model."""
         return ModelAccess(url=self.url, socket=str(self.socket_path), api_key=token, model=self._model)
 
-    def close(self, token: str) -> None:
-        """Close the session with this token, and cancel its running calls."""
+    async def close(self, token: str) -> None:
+        """Close the session with this token, and end its running calls."""
         session = self._sessions.pop(_hash_token(token), None)
         if session is not None:
             del self._rewarded_sessions[_hash_token(session.reward_key)]
-            session.close()
+            await session.close()
 
     # ---- routes
 
@@ -225,15 +225,9 @@ class ModelProxy:
             template=self.template,
             parser=self._parser,
         )
-        task = asyncio.current_task()
-        assert task is not None
-        session.calls.add(task)  # so that closing the session ends it
-        try:
-            if form.call.stream:
-                return await self._stream_call(http, form, call)
-            answers = await gather_or_cancel([call.complete(index) for index in range(call.num_choices)])
-        finally:
-            session.calls.discard(task)
+        if form.call.stream:
+            return await self._stream_call(http, form, call)
+        answers = await gather_or_cancel([call.complete(index) for index in range(call.num_choices)])
         session.check_staleness()
         return _json_response(form.make_response(answers, call.usage))
 
@@ -275,8 +269,9 @@ class ModelProxy:
         """Dispatch a request with a valid token; every response, errors included, has the form of its API."""
         try:
             session = self._find_session(http)
-            await _request_body(http)
-            return await self._find_route(http)(http, session)
+            with session.note_call():
+                await _request_body(http)
+                return await self._find_route(http)(http, session)
         except EngineError as error:
             return _error_response(http, _record_engine_failure(session, error))
         except ApiError as error:

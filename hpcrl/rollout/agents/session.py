@@ -5,8 +5,9 @@ SamplingSource   whose sampling parameters apply
 """
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -24,6 +25,8 @@ from hpcrl.spool.ids import make_request_id
 
 MAX_IGNORED_FIELDS, MAX_FIELD_CHARS = 32, 64
 """The most names of ignored fields that an episode remembers, and how much of each."""
+CLOSE_TIMEOUT_S = 5.0
+"""The time that cancelled calls have to end."""
 SamplingSource = Literal["recipe", "program"]
 """The source of temperature, top_p and top_k; turns not sampled as in the recipe are recorded but not trained on."""
 
@@ -85,10 +88,24 @@ class ProgramSession:
             self.is_stale = True
             self.stop_event.set()
 
-    def close(self) -> None:
-        """Cancel the running calls."""
-        for call in self.calls:
+    @contextlib.contextmanager
+    def note_call(self) -> Iterator[None]:
+        """Note that this task is a call of the program, so that closing the session ends it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.calls.add(task)
+        try:
+            yield
+        finally:
+            self.calls.discard(task)
+
+    async def close(self) -> None:
+        """Cancel the running calls, and wait until what they generated is recorded."""
+        calls = list(self.calls)
+        for call in calls:
             call.cancel()
+        if calls:
+            await asyncio.wait(calls, timeout=CLOSE_TIMEOUT_S)
 
     def note_ignored_fields(self, names: Sequence[str]) -> list[str]:
         """Remember the fields of a request that were ignored; return those that are new in this episode."""

@@ -11,7 +11,9 @@ import pytest
 from hpcrl.errors import EngineAnswerError, EngineError
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents import server as proxy_module
+from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.rollout.episode import EpisodeLimits
+from tests.support.conversations import FACTS
 from tests.support.scripted import CALL, LIMITS, QUESTION, TOOLS, opened
 from tests.support.sessions import session_of
 
@@ -235,9 +237,50 @@ def test_a_client_that_hangs_up_ends_its_request(template):
         await client.policy.hung.wait()
         await stream.close()
         await client.policy.ended.wait()
+
+    on(template, body, ["a", None])
+
+
+@pytest.mark.parametrize("ending", ["the client leaves", "the episode ends", "the engine fails"])
+def test_what_was_generated_of_an_answer_that_ended_early_is_trained(template, ending):
+    async def body(client):
+        stream = await chat(client, stream=True)
+        chunks = aiter(stream)
+        while not (await anext(chunks)).choices[0].delta.content:
+            pass
+        if ending == "the client leaves":
+            await stream.close()
+            await client.policy.ended.wait()
+        elif ending == "the episode ends":
+            await client.proxy.close(client.api_key)
+        else:
+            with pytest.raises(openai.APIError):
+                await anext(chunks)
+        turns = client.session.recording.turns
+        while not turns:  # until the server has noticed
+            await asyncio.sleep(0.01)
+        return turns, build_record(turns, FACTS, reward=1.0)
+
+    turns, record = on(template, body, ["ab", EngineError("gone") if ending == "the engine fails" else None])
+    (turn,) = turns
+    assert (turn.answer, turn.completion.finish_reason) == ({"role": "assistant", "content": "ab"}, "aborted")
+    assert template.decode(record.token_ids[record.loss_mask].tolist()) == "ab"
+
+
+def test_a_conversation_goes_on_after_an_answer_that_the_client_left(template):
+    async def body(client):
+        stream = await chat(client, stream=True)
+        await anext(aiter(stream))
+        await client.policy.hung.wait()
+        await stream.close()
+        await client.policy.ended.wait()
+        left = {"role": "assistant", "content": "ab"}
+        await chat(client, messages=[*QUESTION, left, {"role": "user", "content": "go on"}])
         return client.session.recording.turns
 
-    assert on(template, body, ["a", None]) == []
+    first, second = on(template, body, ["ab", None], "c<eos>")
+    assert second.prompt.parent is first
+    assert template.decode_all(second.prompt.new_token_ids) == "<eos><user>go on<agent>"
 
 
 def test_a_client_that_hangs_up_before_any_answer_ends_its_request(template):
@@ -254,7 +297,7 @@ def test_a_closed_session_ends_its_running_calls(template):
     async def body(client):
         call = asyncio.create_task(chat(client))
         await client.policy.hung.wait()
-        client.proxy.close(client.api_key)
+        await client.proxy.close(client.api_key)
         await client.policy.ended.wait()
         with pytest.raises(openai.APIError):
             await call
