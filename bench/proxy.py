@@ -4,17 +4,19 @@
     rate       requests/s through the proxy over an engine that answers at once : an aiohttp application with one route
                that answers the same bytes
     CPU        of the bare server per request : of the proxy; the same as the rate if no other process uses the cores
-    turns      p50 of a call with 200 turns of history : that of one with 10, over an engine that answers at once
+    turns      CPU of a call with 200 turns of history : that of one with 10, over an engine that answers at once; and
+               the same for a bare server that only parses the body, which holds the whole history
+    stream     tokens/s that one event loop sends as server-sent events, one by one, per second of CPU
 
-Calls through the proxy and direct ones take turns, one at a time. `--engine vllm` measures latency on a real vLLM
-engine, for which the bar is meant; without it the embedded engine is used. Both servers of the rate run in separate
-processes, apart from the client.
+Turns are measured with the tiny model's template and with those of two families. They and streams are CPU times of the
+server, so that other processes do not count. Calls through the proxy and direct ones take turns, one at a time.
+`--engine vllm` measures latency on a real vLLM engine, for which the bar is meant; without it the embedded engine is
+used. Both servers of the rate run in separate processes, apart from the client.
 """
 
 import asyncio
 import json
 import multiprocessing
-import os
 import statistics
 import sys
 import tempfile
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from bench.figures import Figure, main
@@ -41,29 +44,39 @@ from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.agents.session import ProgramSession
 from hpcrl.rollout.episode import EpisodeLimits
 from hpcrl.rollout.turn import StreamingGenerator
+from hpcrl.testing.model_templates import FAMILIES, save_family
 
 BAR_LATENCY = 1.10
 BAR_RATE = 0.4
 BAR_TURNS = 3.0
 SHORT, LONG, ROUNDS = 10, 200, 8
-"""The turns of the two conversations that are compared, and the calls around each of which the median is taken."""
+"""The turns of the two conversations that are compared, and the calls around each of which the CPU is taken."""
+TURN_FAMILIES = ("tiny", "Qwen2.5", "Llama-3.1, 3.3")
 NUM_TOKENS = 64
 ASKED = {"model": "hpcrl", "messages": [{"role": "user", "content": "what is 17+25? " * 8}], "max_tokens": NUM_TOKENS}
 CONCURRENT = 32
+INSTANT_TOKENS = 16
+"""The tokens of an answer of the engine that answers at once."""
 
 
 class Instant:
     """An engine that returns the same completion at once."""
 
     def __init__(self) -> None:
-        ids = [20 + n for n in range(16)]
-        self._completion = Completion(token_ids=ids, logprobs=[-1.0] * 16, versions=[0] * 16, finish_reason="length")
+        ids, num = [20 + n for n in range(INSTANT_TOKENS)], INSTANT_TOKENS
+        self._completion = Completion(token_ids=ids, logprobs=[-1.0] * num, versions=[0] * num, finish_reason="length")
 
     async def generate(self, request: GenerateRequest) -> Completion:
         return self._completion
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        yield convert_to_chunk(self._completion)
+        whole = convert_to_chunk(self._completion)
+        for place, token in enumerate(whole.token_ids):
+            ends = place == len(whole.token_ids) - 1
+            yield CompletionChunk(
+                token_ids=[token], logprobs=[-1.0], versions=[0], finish_reason="length" if ends else None
+            )
+            await asyncio.sleep(0)
 
 
 def _measure(full: bool, *, engine: str) -> list[Figure]:
@@ -71,17 +84,18 @@ def _measure(full: bool, *, engine: str) -> list[Figure]:
         model = _model(Path(root))
         overhead, straight_ms = asyncio.run(_latency(model, engine=engine, rounds=200 if full else 40))
         through, bare, cpu = _rates(model, seconds=20.0 if full else 8.0)
-        short_s, long_s = asyncio.run(_turns(model, conversations=8 if full else 3))
+        turns = [
+            figure for name in TURN_FAMILIES for figure in _turn_figures(name, model, conversations=8 if full else 3)
+        ]
+        streamed = _streamed(model, seconds=8.0 if full else 3.0)
     return [
         Figure(name=f"p50 latency, {engine}: proxy / straight", value=overhead, bar=BAR_LATENCY, better="lower"),
         Figure(name="p50 latency straight", value=straight_ms, unit="ms"),
         Figure(name="requests/s: proxy / bare aiohttp", value=through / bare, bar=BAR_RATE),
         Figure(name="requests/s through the proxy", value=through, unit="/s"),
         Figure(name="CPU per request: bare aiohttp / proxy", value=cpu),
-        Figure(
-            name=f"p50 of a call: {LONG} turns / {SHORT} turns", value=long_s / short_s, bar=BAR_TURNS, better="lower"
-        ),
-        Figure(name=f"p50 of a call with {LONG} turns", value=long_s * 1e3, unit="ms"),
+        *turns,
+        Figure(name="streamed tokens per second of CPU", value=streamed, unit="/s"),
     ]
 
 
@@ -156,31 +170,71 @@ async def _compared(engine: StreamingGenerator, template: ChatTemplate, *, round
     return medians["proxy"] / medians["straight"], medians["straight"] * 1e3
 
 
-async def _turns(model: Path, *, conversations: int) -> tuple[float, float]:
-    """Return the seconds of a call in a short and in a long conversation: the medians of calls around those turns."""
-    template = load_chat_template(model)
-    seconds: dict[int, list[float]] = {SHORT: [], LONG: []}
-    async with ModelProxy(Instant(), template=template) as proxy, aiohttp.ClientSession() as client:
-        for _ in range(conversations):
-            headers = {"Authorization": f"Bearer {proxy.open(_session(template, context_length=1 << 30))}"}
-            messages: list[dict[str, Any]] = [{"role": "user", "content": "what is 17+25? " * 8}]
-            for turn in range(1, LONG + ROUNDS // 2):
-                body = json.dumps({"model": "hpcrl", "messages": messages}).encode()
-                started_at = time.perf_counter()
-                async with client.post(f"{proxy.url}/chat/completions", data=body, headers=headers) as http:
-                    answer = await http.json()
-                took = time.perf_counter() - started_at
-                for middle, taken in seconds.items():
-                    if abs(turn - middle) < ROUNDS // 2:
-                        taken.append(took)
-                messages += [answer["choices"][0]["message"], {"role": "user", "content": "a line of output\n" * 20}]
-    return statistics.median(seconds[SHORT]), statistics.median(seconds[LONG])
-
-
 async def _timed(call: Callable[[], Awaitable[None]]) -> float:
     started_at = time.perf_counter()
     await call()
     return time.perf_counter() - started_at
+
+
+# Turns
+
+
+def _turn_figures(name: str, model: Path, *, conversations: int) -> list[Figure]:
+    """Return the CPU of a call in a long and in a short conversation, and that of a server that only parses bodies."""
+    directory = model if name == "tiny" else save_family(model.parent / name, FAMILIES[name])
+    found: dict[str, dict[int, float]] = {}
+    for kind in ("proxy", "bare"):
+        server = _Server(kind, directory)
+        try:
+            if kind == "bare":
+                server.pipe.send(
+                    b'{"choices": [{"message": {"role": "assistant", "content": "an answer of a model"}}]}'
+                )
+            found[kind] = asyncio.run(_turn_cpu_s(server, conversations=conversations))
+        finally:
+            server.end()
+    ratios = {kind: seconds[LONG] / seconds[SHORT] for kind, seconds in found.items()}
+    what = f"CPU of a call, {name}: {LONG} turns"
+    return [
+        Figure(name=f"{what} / {SHORT} turns", value=ratios["proxy"], bar=BAR_TURNS, better="lower"),
+        Figure(name=f"{what} / {SHORT} turns, bare server that parses", value=ratios["bare"]),
+        Figure(name=f"{what}", value=found["proxy"][LONG] * 1e3, unit="ms"),
+        Figure(name=f"{what}, bare server that parses", value=found["bare"][LONG] * 1e3, unit="ms"),
+    ]
+
+
+async def _turn_cpu_s(server: "_Server", *, conversations: int) -> dict[int, float]:
+    """Return the server's CPU time of a call by the turns of the conversation: the median over the conversations."""
+    found: dict[int, list[float]] = {SHORT: [], LONG: []}
+    async with aiohttp.ClientSession(headers=_headers(server)) as client:
+        for conversation in range(conversations):
+            messages: list[dict[str, Any]] = [{"role": "user", "content": f"what is {conversation}+25? " * 8}]
+            started_at = 0.0
+            for turn in range(1, LONG + ROUNDS // 2 + 1):
+                for middle, taken in found.items():
+                    if turn == middle - ROUNDS // 2:
+                        started_at = server.cpu_s()
+                    if turn == middle + ROUNDS // 2:
+                        taken.append((server.cpu_s() - started_at) / ROUNDS)
+                body = json.dumps({"model": "hpcrl", "messages": messages}).encode()
+                async with client.post(server.url, data=body) as http:
+                    answer = await http.json()
+                messages += [answer["choices"][0]["message"], {"role": "user", "content": "a line of output\n" * 20}]
+    return {middle: statistics.median(taken) for middle, taken in found.items()}
+
+
+# Streams
+
+
+def _streamed(model: Path, *, seconds: float) -> float:
+    """Return the streamed tokens per second of the server's CPU."""
+    server = _Server("proxy", model)
+    try:
+        before = server.cpu_s()
+        rate = asyncio.run(_rate(server, seconds=seconds, asked={**ASKED, "stream": True}))
+        return rate * seconds * INSTANT_TOKENS / (server.cpu_s() - before)
+    finally:
+        server.end()
 
 
 # Rate
@@ -208,8 +262,7 @@ def _rates(model: Path, *, seconds: float) -> tuple[float, float, float]:
                     num[name] += rate * seconds / 12
     finally:
         for server in servers.values():
-            server.process.kill()
-            server.process.join()
+            server.end()
     each = {name: cpu_s[name] / num[name] for name in rates}
     return statistics.median(rates["proxy"]), statistics.median(rates["bare"]), each["bare"] / each["proxy"]
 
@@ -225,21 +278,25 @@ class _Server:
         self.url, self.key = self.pipe.recv()
 
     def cpu_s(self) -> float:
-        """Return its CPU time so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """Return the CPU time of its threads so far."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")
+        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
 def _serve_proxy(model: str, pipe: Connection) -> None:
     async def serve() -> None:
         template = load_chat_template(Path(model))
         async with ModelProxy(Instant(), template=template) as proxy:
-            session = _session(template)
+            session = _session(template, context_length=1 << 30)
             pipe.send((f"{proxy.url}/chat/completions", proxy.open(session)))
-            while True:  # an episode has tens of turns, far fewer than a bench sends
+            while True:
                 await asyncio.sleep(0.05)
-                session.recording.turns.clear()
-                session.recording._answers.clear()
+                if len(session.recording.turns) > 2 * LONG:  # more than any episode here
+                    session.recording = ConversationRecording(template)
 
     asyncio.run(serve())
 
@@ -248,7 +305,7 @@ def _serve_bare(_: str, pipe: Connection) -> None:
     answers: list[bytes] = []
 
     async def answer(http: web.Request) -> web.Response:
-        await http.read()
+        msgspec.json.decode(await http.read())
         answers or answers.append(pipe.recv())
         return web.Response(body=answers[0], content_type="application/json")
 
@@ -271,8 +328,8 @@ async def _one(server: _Server) -> bytes:
         return answer
 
 
-async def _rate(server: _Server, *, seconds: float) -> float:
-    body, num = json.dumps(ASKED).encode(), 0
+async def _rate(server: _Server, *, seconds: float, asked: dict[str, Any] = ASKED) -> float:
+    body, num = json.dumps(asked).encode(), 0
     end = time.perf_counter() + seconds
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=_headers(server)) as client:
 

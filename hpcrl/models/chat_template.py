@@ -6,11 +6,13 @@ ChatTemplate.render_after   the text that follows an answer of the model, if the
 ChatTemplate.encode         the ids of a text; a mark counts only where the template wrote it, not in a message
 ChatTemplate.make_decoder   ids to text chunk by chunk, never half a character
 RenderedTurn                what render_after returns
+MarkPlace                   the place of a mark in a text
 tokenize_text               a plain text to ids
 GUARD_CHARACTER             put into marks that messages contain
 """
 
 import re
+from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,16 +38,25 @@ def tokenize_text(tokenizer: Any, text: str) -> list[int]:
 
 
 class RenderedTurn(NamedTuple):
-    """A conversation in which an answer of the model is followed by new messages."""
+    """What follows a prompt: an answer of the model, and new messages."""
 
-    messages: list[Message]
-    """The messages as rendered; the answer is a placeholder."""
+    stub: dict[str, Any]
+    """The placeholder of the answer, as rendered."""
     excerpt: list[Message]
-    """A short conversation with their structure."""
-    rendered: str
-    """The whole text."""
+    """A short conversation with the structure of the whole one."""
+    text: str
+    """The text after the prompt, with the placeholder."""
     end: int
-    """The position in `rendered` where the placeholder ends, before anything that closes the turn."""
+    """The position in `text` where the placeholder ends, before anything that closes the turn."""
+
+
+class MarkPlace(NamedTuple):
+    """The place of a mark in a text."""
+
+    start: int
+    end: int
+    num_ids: int
+    """The number of ids before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +85,7 @@ class ChatTemplate:
     system: str | None = None
     """The system message of conversations that have none."""
     known_excerpts: dict[Hashable, bool] = field(default_factory=dict)
-    """Whether a short conversation of this structure had the text of the whole one after an answer."""
+    """Whether a short conversation of this structure had the text of the whole one after an answer, if it was kept."""
     remembered_ids: dict[str, list[int]] = field(default_factory=dict)
     """The ids of the short texts that the template writes between marks: every conversation has them."""
 
@@ -111,9 +122,9 @@ class ChatTemplate:
 
     def render_after(
         self,
-        before: str,
-        messages: Sequence[Message],
+        read_prompt: Callable[[], tuple[str, Sequence[Message]]],
         *,
+        num_messages: int,
         answer: Message,
         answer_text: str,
         new: Sequence[Message],
@@ -123,56 +134,50 @@ class ChatTemplate:
         has_same_variables: bool = True,
         is_checked: bool = True,
     ) -> RenderedTurn | None:
-        """Render `messages`, an answer, and new messages; None unless the template keeps all of it as it was.
+        """Render a prompt, an answer, and new messages; None unless the template keeps all of it as it was.
 
         Without `is_checked`, only a short conversation of the same structure is rendered, if its text after an answer
         was once found to be that of the whole conversation; `excerpt` is that of the turn before. Everything is
-        rendered unless `has_same_variables`, which says that `before` was rendered with these tools and variables.
+        rendered unless `has_same_variables`, which says that the prompt was rendered with these tools and variables.
 
-        `before` is the text of `messages` up to the answer, `answer` its message and `answer_text` the text that was
-        generated, special tokens included. What the template writes around the answer is what counts: the answer is
-        rendered as a placeholder, so that the result never depends on a newline that the model chose.
+        `read_prompt` returns the text up to the answer and the `num_messages` messages that it is of; `answer` is its
+        message and `answer_text` the text that was generated, special tokens included. What the template writes around
+        the answer is what counts: the answer is rendered as a placeholder, so that the result never depends on a
+        newline that the model chose.
         """
         thought = has_thought(answer_text)
         forms = [answer, {**answer, "tool_calls": None}] if answer.get("tool_calls") else [answer]
+        excerpt = excerpt or read_prompt()[1]
         for form in forms:
             stub = self.form.stub(form, has_thought=thought)
             variables = {"tools": tools, "template_kwargs": template_kwargs}
-            excerpt, structure = find_excerpt(excerpt or messages, stub, new)
+            short, structure = find_excerpt(excerpt, stub, new)
             known = (*structure, bool(tools), *sorted(template_kwargs or {}))
             in_short = None
-            if has_same_variables and len(excerpt) < len(messages) and self.known_excerpts.get(known, True):
-                in_short = self._render_excerpt(before, excerpt, stub, new, answer_text=answer_text, **variables)
+            is_tried = has_same_variables and len(short) < num_messages and self.known_excerpts.get(known, True)
+            if is_tried:
+                in_short = self._render_excerpt(short, stub, new, answer_text=answer_text, **variables)
             if in_short is not None and not is_checked and known in self.known_excerpts:
-                return RenderedTurn([*messages, stub, *new], [*excerpt, stub, *new], *in_short)
+                return RenderedTurn(stub, [*short, stub, *new], *in_short)
+            if is_tried and in_short is None and known in self.known_excerpts:
+                continue  # it is rendered as a whole anyway
+            before, messages = read_prompt()
             whole = self._render_stub(before, messages, stub, new, answer_text=answer_text, **variables)
-            if in_short is not None and len(self.known_excerpts) < MAX_REMEMBERED_TEXTS:
+            if is_tried and len(self.known_excerpts) < MAX_REMEMBERED_TEXTS:
                 self.known_excerpts[known] = whole == in_short
             if whole is not None:
-                return RenderedTurn([*messages, stub, *new], [*excerpt, stub, *new], *whole)
+                return RenderedTurn(stub, [*short, stub, *new], *whole)
         return None
 
     def _render_excerpt(
-        self,
-        before: str,
-        excerpt: Sequence[Message],
-        stub: Message,
-        new: Sequence[Message],
-        *,
-        answer_text: str,
-        **variables: Any,
+        self, excerpt: Sequence[Message], stub: Message, new: Sequence[Message], *, answer_text: str, **variables: Any
     ) -> tuple[str, int] | None:
         """Return the text and the answer's end that rendering a short conversation implies for the whole one."""
         try:
-            short_before = self.render(excerpt, **variables)
+            before = self.render(excerpt, **variables)
         except ConfigError:
             return None
-        found = self._render_stub(short_before, excerpt, stub, new, answer_text=answer_text, **variables)
-        if found is None:
-            return None
-        rendered, end = found
-        shift = len(before) - len(short_before)
-        return before + rendered[len(short_before) :], end + shift
+        return self._render_stub(before, excerpt, stub, new, answer_text=answer_text, **variables)
 
     def _render_stub(
         self,
@@ -184,7 +189,7 @@ class ChatTemplate:
         answer_text: str,
         **variables: Any,
     ) -> tuple[str, int] | None:
-        """Return the text of a conversation with a placeholder, and where that ends; None if `before` is not kept."""
+        """Return the text after `before`, with a placeholder, and where that ends; None if `before` is not kept."""
         try:
             rendered = self.render([*messages, stub, *new], **variables)
         except ConfigError:  # it may accept the client's own form of the answer
@@ -192,7 +197,7 @@ class ChatTemplate:
         end = self._find_answer_end(
             rendered, before, stub, answer_text=answer_text, has_thought=has_thought(answer_text)
         )
-        return None if end is None else (rendered, end)
+        return None if end is None else (rendered[len(before) :], end - len(before))
 
     def _find_answer_end(
         self, rendered: str, before: str, stub: Message, *, answer_text: str, has_thought: bool
@@ -227,11 +232,20 @@ class ChatTemplate:
 
     def encode(self, rendered: str) -> list[int]:
         """Return the ids of a rendered conversation, or of a part of it."""
-        ids: list[int] = []
+        return self.encode_marks(rendered)[0].tolist()
+
+    def encode_marks(self, rendered: str) -> "tuple[array[int], list[MarkPlace]]":
+        """Return the ids of a rendered conversation, or of a part of it, and the places of its marks."""
+        ids, places, start = array("i"), list[MarkPlace](), 0
         for piece in self.mark_pattern.split(rendered):
             mark = self.mark_ids.get(piece)
-            ids += self._encode_piece(piece) if mark is None else [mark]
-        return ids
+            if mark is None:
+                ids.extend(self._encode_piece(piece))
+            else:
+                places.append(MarkPlace(start, start + len(piece), len(ids)))
+                ids.append(mark)
+            start += len(piece)
+        return ids, places
 
     def _encode_piece(self, piece: str) -> list[int]:
         if len(piece) > MAX_REMEMBERED_CHARS:

@@ -75,7 +75,7 @@ def _remaining_request(request: GenerateRequest, chunks: list[CompletionChunk], 
     return msgspec.structs.replace(
         request,
         request_id=make_request_id(request.request_id, attempt),
-        token_ids=[*request.token_ids, *generated],
+        token_ids=[*request.token_ids, *generated] if generated else request.token_ids,
         max_new_tokens=request.max_new_tokens - len(generated),
         seed=stable_hash(request.seed, attempt, bits=63),
         num_answered=request.num_answered + len(generated),

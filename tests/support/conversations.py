@@ -1,12 +1,14 @@
 """Turns of agent programs as the proxy records them, made without a program, and random trees of them."""
 
 import itertools
+from array import array
 
 from hypothesis import strategies as st
 
 from hpcrl.engines.base import Completion
 from hpcrl.rollout.agents.episode_record import CHUNK_TOKENS, EpisodeFacts
 from hpcrl.rollout.agents.recording import RecordedTurn, TurnPrompt
+from hpcrl.rollout.agents.shared_sequence import SharedSequence
 
 FACTS = EpisodeFacts(
     id="sums/1/0",
@@ -28,9 +30,12 @@ def answer(
 ):
     """Make a recorded turn; unless given, its log-probabilities tell its tokens from all others."""
     distinct = [-number - position / 1024 for position in range(len(token_ids))]
+    new = array("i", new_token_ids)
     return RecordedTurn(
         number=number,
-        prompt=TurnPrompt(parent=parent, new_token_ids=new_token_ids, rendered=""),
+        prompt=TurnPrompt(
+            parent=parent, ids=parent.ids.extend(new) if parent else SharedSequence(new), text=SharedSequence("")
+        ),
         completion=Completion(
             token_ids=token_ids,
             logprobs=distinct if logprobs is None else logprobs,

@@ -19,6 +19,7 @@ from hpcrl.rollout.agents.requests import (
     MAX_STOPS,
     ApiError,
     JsonObject,
+    MessageMemory,
     ModelCall,
     NumChoices,
     NumTops,
@@ -28,7 +29,7 @@ from hpcrl.rollout.agents.requests import (
     choose_tools,
     list_unknown_fields,
     make_tool,
-    normalise_messages,
+    normalise_message,
     parse_body,
     refuse_fields,
 )
@@ -87,7 +88,7 @@ class CommonFields(SamplingFields, frozen=True, kw_only=True):
 class ChatRequest(CommonFields, frozen=True, kw_only=True):
     """The body."""
 
-    messages: Annotated[list[JsonObject], Meta(min_length=1)]
+    messages: Annotated[list[msgspec.Raw], Meta(min_length=1)]
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
     top_logprobs: NumTops | None = None
@@ -107,10 +108,11 @@ class ChatForm:
 
     stream_end = b"data: [DONE]\n\n"
 
-    def __init__(self, body: bytes, *, template: ChatTemplate) -> None:
+    def __init__(self, body: bytes, *, template: ChatTemplate, memory: MessageMemory) -> None:
         request, sent = parse_body(body, ChatRequest)
         refuse_fields(sent, REFUSED_FIELDS)
-        self.call = _make_call(request, ignored=list_unknown_fields(sent, ChatRequest, known=IGNORED_FIELDS))
+        messages = memory.read(request.messages, normalise_message)
+        self.call = _make_call(request, messages, ignored=list_unknown_fields(sent, ChatRequest, known=IGNORED_FIELDS))
         self._entries = LogprobEntries(template) if request.logprobs else None
         self._sends_usage = request.sends_usage
         self._is_legacy = bool(request.functions)
@@ -191,7 +193,7 @@ class ChatForm:
         return None if self._entries is None else {"content": self._entries.list_entries(parts), "refusal": None}
 
 
-def _make_call(request: ChatRequest, *, ignored: tuple[str, ...]) -> ModelCall:
+def _make_call(request: ChatRequest, messages: list[JsonObject], *, ignored: tuple[str, ...]) -> ModelCall:
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs = true", param="top_logprobs", code="invalid_value")
     tools, must_call = _read_tools(request)
@@ -200,7 +202,7 @@ def _make_call(request: ChatRequest, *, ignored: tuple[str, ...]) -> ModelCall:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
     return ModelCall(
         model=request.model,
-        messages=normalise_messages(request.messages),
+        messages=messages,
         tools=tools,
         must_call=must_call,
         may_call_several=request.parallel_tool_calls is not False and not is_named(request.tool_choice),
@@ -265,7 +267,7 @@ def read_schema(form: JsonObject | None, *, param: str) -> JsonObject | None:
 
 def read_sampling(request: CommonFields) -> SamplingFields:
     """Return the fields that sampling knows."""
-    return msgspec.convert(request, SamplingFields, from_attributes=True)
+    return SamplingFields(**{name: getattr(request, name) for name in SamplingFields.__struct_fields__})
 
 
 def read_stops(stop: str | list[str] | None) -> tuple[str, ...]:

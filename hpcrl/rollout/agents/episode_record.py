@@ -208,7 +208,7 @@ def _measure_steps(turns: Sequence[RecordedTurn], *, ended_at: float) -> Iterato
         yield max(0.0, next_start.get(turn, following) - answered_at)
 
 
-def _list_parts(turn: RecordedTurn) -> tuple[list[int], list[int]]:
+def _list_parts(turn: RecordedTurn) -> tuple[Sequence[int], Sequence[int]]:
     return turn.prompt.new_token_ids, turn.completion.token_ids
 
 

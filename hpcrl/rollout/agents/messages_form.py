@@ -18,6 +18,7 @@ from hpcrl.rollout.agents.requests import (
     MAX_STOPS,
     ApiError,
     JsonObject,
+    MessageMemory,
     ModelCall,
     PositiveCount,
     SamplingFields,
@@ -56,7 +57,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body."""
 
     model: str
-    messages: Annotated[list[JsonObject], Meta(min_length=1)]
+    messages: Annotated[list[msgspec.Raw], Meta(min_length=1)]
     max_tokens: PositiveCount | None = None
     system: str | list[JsonObject] | None = None
     tools: list[JsonObject] | None = None
@@ -77,10 +78,10 @@ class MessagesForm:
 
     stream_end = b""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, *, memory: MessageMemory) -> None:
         request, sent = parse_body(body, MessagesRequest)
         ignored = list_unknown_fields(sent, MessagesRequest, known=IGNORED_FIELDS)
-        self.call = _make_call(request, ignored=ignored)
+        self.call = _make_call(request, read_conversation(request, memory), ignored=ignored)
         self._shows_reasoning = (request.thinking or {}).get("type") in ("enabled", "adaptive")
         self._header = {"id": make_id("msg_"), "type": "message", "role": "assistant", "model": request.model}
         self._block: type[ModelPiece] | None = None
@@ -183,7 +184,7 @@ def encode_error(error: ApiError) -> JsonObject:
 # ---- requests
 
 
-def _make_call(request: MessagesRequest, *, ignored: tuple[str, ...]) -> ModelCall:
+def _make_call(request: MessagesRequest, messages: list[JsonObject], *, ignored: tuple[str, ...]) -> ModelCall:
     tools, must_call = _read_tools(request)
     config, choice = request.output_config or OutputConfig(), request.tool_choice or {}
     kwargs = dict(request.chat_template_kwargs or {})
@@ -191,7 +192,7 @@ def _make_call(request: MessagesRequest, *, ignored: tuple[str, ...]) -> ModelCa
         kwargs.setdefault("reasoning_effort", config.effort)
     return ModelCall(
         model=request.model,
-        messages=read_conversation(request),
+        messages=messages,
         tools=tools,
         must_call=must_call,
         may_call_several=not choice.get("disable_parallel_tool_use") and choice.get("type") != "tool",
@@ -233,27 +234,31 @@ def _read_tool(tool: JsonObject) -> JsonObject:
     return make_tool(function, place="tools")
 
 
-def read_conversation(request: MessagesRequest) -> list[JsonObject]:
-    """Return the messages in the internal form: each tool result is one message."""
+def read_conversation(request: MessagesRequest, memory: MessageMemory) -> list[JsonObject]:
+    """Return the messages in the internal form."""
     messages: list[JsonObject] = []
     if request.system:
         messages.append({"role": "system", "content": _read_system(request.system)})
-    for index, message in enumerate(request.messages):
-        place, role, content = f"messages[{index}]", message.get("role"), message.get("content")
-        blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-        match role:
-            case "user":
-                messages += _read_user_blocks(blocks, place=place)
-            case "assistant":
-                messages.append(_read_answer_blocks(blocks, place=place))
-            case "system":
-                messages.append({"role": "system", "content": read_text(content, place=place)})
-            case _:
-                raise ApiError(400, f"{place}.role is {role!r}: it must be user or assistant", param="messages")
+    for read in memory.read(request.messages, _read_message):
+        messages += read
     if messages[-1]["role"] == "assistant":
         why = "the last message is the assistant's: this model does not continue an answer"
         raise ApiError(400, why, param="messages")
     return messages
+
+
+def _read_message(message: JsonObject, place: str) -> list[JsonObject]:
+    """Return what a message is in the internal form: each tool result is one message."""
+    role, content = message.get("role"), message.get("content")
+    blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    match role:
+        case "user":
+            return list(_read_user_blocks(blocks, place=place))
+        case "assistant":
+            return [_read_answer_blocks(blocks, place=place)]
+        case "system":
+            return [{"role": "system", "content": read_text(content, place=place)}]
+    raise ApiError(400, f"{place}.role is {role!r}: it must be user or assistant", param="messages")
 
 
 def _read_system(system: str | list[JsonObject]) -> str:

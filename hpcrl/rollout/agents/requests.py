@@ -3,18 +3,20 @@
 ModelCall             a call, whichever form it came in
 SamplingFields        the sampling that the program asks for
 parse_body            decodes a body, or raises an ApiError that names the bad field
+MessageMemory         the messages that earlier requests of an episode had, which are not decoded again
 list_unknown_fields   the names in a body that a form does not know
 refuse_fields         refuses the fields that this model cannot obey
-normalise_messages    messages as a chat template needs them
+normalise_message     a message as a chat template needs it
 read_text             the text of a content, given as text or as parts
 read_call             one tool call in that form
 choose_tools          the tools that may be called, and those of which one must be
 ApiError              an error with its status; each form of API has its own body for it
 """
 
+import functools
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -24,6 +26,8 @@ from hpcrl.engines.base import MAX_TOP_LOGPROBS
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_REMEMBERED_BYTES = 1 << 20
+"""The bytes of earlier messages that are remembered besides those of the last request."""
 JsonObject = dict[str, Any]
 """A decoded JSON object."""
 PositiveCount = Annotated[int, Meta(ge=1)]
@@ -98,23 +102,38 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     ignored_fields: tuple[str, ...] = ()
     """The fields of the request that no form of the API here knows."""
 
-    def count_chars(self) -> int:
-        """Count the characters that the prompt will surely have: no template leaves out what is not the model's."""
+    def count_tokens_at_least(self, *, longest_token: int, has_tools: bool) -> int:
+        """Count tokens that the prompt will surely have, without rendering it; `has_tools`: the template has them.
+
+        A message is at least a token; the text of a tool may be shorter than its JSON, and an answer lose its thoughts.
+        """
         if self.text is not None:
-            return len(self.text) if isinstance(self.text, str) else 0
-        return sum(len(message["content"]) for message in self.messages if message["role"] != "assistant")
+            return len(self.text) // longest_token + 1 if isinstance(self.text, str) else len(self.text)
+        num_chars = sum(len(message["content"].rpartition("</think>")[2]) for message in self.messages)
+        if has_tools and self.tools:
+            num_chars += len(msgspec.json.encode(self.tools)) // 8
+        return max(num_chars // longest_token + 1, len(self.messages))
 
 
 R = TypeVar("R", bound=msgspec.Struct)
+T = TypeVar("T")
 _INVALID_FIELD = re.compile(r"at `\$\.(?P<name>[A-Za-z_]+)")
 _MISSING_FIELD = re.compile(r"required field `(?P<name>[^`]+)`")
 
 
-def parse_body(body: bytes, kind: type[R]) -> tuple[R, JsonObject]:
-    """Decode a request; return it with the object that was sent, or raise an ApiError that names what is wrong."""
+SentFields = Mapping[str, msgspec.Raw]
+"""The fields of a request as they were sent."""
+
+
+def parse_body(body: bytes, kind: type[R]) -> tuple[R, SentFields]:
+    """Decode a request; return it with the fields that were sent, or raise an ApiError that names what is wrong."""
+    sent = _decode_json(body, dict[str, msgspec.Raw])
+    return _decode_json(body, kind), sent
+
+
+def _decode_json(body: bytes | msgspec.Raw, kind: type[T]) -> T:
     try:
-        sent = msgspec.json.decode(body)
-        return msgspec.convert(sent, type=kind), sent
+        return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         place = _MISSING_FIELD.search(str(error)) or _INVALID_FIELD.search(str(error))
         raise ApiError(400, str(error), code="invalid_value", param=place["name"] if place else None) from None
@@ -122,16 +141,58 @@ def parse_body(body: bytes, kind: type[R]) -> tuple[R, JsonObject]:
         raise ApiError(400, f"the request body is not valid JSON: {error}", code="invalid_json") from None
 
 
-def list_unknown_fields(sent: JsonObject, kind: type[msgspec.Struct], *, known: Collection[str]) -> tuple[str, ...]:
+class MessageMemory:
+    """The messages of an episode's requests: one that was sent before is neither decoded nor translated again.
+
+    A conversation is sent whole with each call, so that all of its messages but the last ones are known.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, bytes], Any] = {}
+        self._num_bytes = 0
+
+    def read(
+        self, sent: Sequence[msgspec.Raw], translate: Callable[[JsonObject, str], T], *, name: str = "messages"
+    ) -> list[T]:
+        """Return the messages as `translate` makes them of an object and its place; they are never changed."""
+        keys = [(translate, bytes(message)) for message in sent]
+        known = self._known
+        read: list[T] = []
+        for index, key in enumerate(keys):
+            message = known.get(key)
+            if message is None:
+                place = f"{name}[{index}]"
+                message = known[key] = translate(_decode_object(sent[index], place=place), place)
+                self._num_bytes += len(key[1])
+            read.append(message)
+        if self._num_bytes > MAX_REMEMBERED_BYTES:
+            self._known, self._num_bytes = dict(zip(keys, read, strict=True)), 0
+        return read
+
+
+def _decode_object(sent: msgspec.Raw, *, place: str) -> JsonObject:
+    found = _decode_json(sent, Any)
+    if not isinstance(found, dict):
+        why = f"{place} is of the type {type(found).__name__}: it must be an object"
+        raise ApiError(400, why, code="invalid_value", param=place.partition("[")[0])
+    return found
+
+
+@functools.cache
+def _list_names(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+
+
+def list_unknown_fields(sent: SentFields, kind: type[msgspec.Struct], *, known: Collection[str]) -> tuple[str, ...]:
     """Return the names of the fields with a value that are neither the struct's nor known to change no answer."""
-    names = {field.encode_name for field in msgspec.structs.fields(kind)}
-    return tuple(name for name, value in sent.items() if value is not None and name not in names and name not in known)
+    unknown = [name for name in sent if name not in _list_names(kind) and name not in known]
+    return tuple(name for name in unknown if bytes(sent[name]) != b"null")
 
 
-def refuse_fields(sent: JsonObject, names: Collection[str]) -> None:
+def refuse_fields(sent: SentFields, names: Collection[str]) -> None:
     """Refuse a request in which one of these fields has a value: without it, the answer would mean something else."""
     for name in names:
-        if sent.get(name) not in (None, False):
+        if name in sent and bytes(sent[name]) not in (b"null", b"false"):
             raise ApiError(400, f"{name!r} is not supported: leave it out", code="unsupported_parameter", param=name)
 
 
@@ -141,12 +202,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _PART_TEXTS = ("text", "refusal")
 
 
-def normalise_messages(messages: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return messages in a form to render and compare: contents as text, arguments as objects, no nulls."""
-    return [_normalise_message(message, place=f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _normalise_message(message: JsonObject, *, place: str) -> JsonObject:
+def normalise_message(message: JsonObject, place: str) -> JsonObject:
+    """Return a message in a form to render and compare: content as text, arguments as objects, no nulls."""
     role = message.get("role")
     if role not in _ROLES:
         raise ApiError(400, f"{place}.role is {role!r}: it must be one of {', '.join(_ROLES)}", param="messages")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hpcrl.rollout.agents.answers import ModelPiece, NamedCall, make_id
-from hpcrl.rollout.agents.requests import ApiError, JsonObject, normalise_messages, read_call, read_text
+from hpcrl.rollout.agents.requests import ApiError, JsonObject, normalise_message, read_call, read_text
 from hpcrl.rollout.agents.tool_parsers import ContentText, ReasoningText
 
 
@@ -61,7 +61,7 @@ def _read_other_item(item: JsonObject, *, place: str) -> JsonObject:
             result = read_text(item.get("output"), place=place)
             return {"role": "tool", "content": result, "tool_call_id": str(item.get("call_id", ""))}
         case {"role": str(), "type": "message"} | {"role": str()}:
-            return normalise_messages([{"role": item["role"], "content": item.get("content")}])[0]
+            return normalise_message({"role": item["role"], "content": item.get("content")}, place)
     why = f"{place} has the type {item.get('type')!r}: this model reads messages, reasoning and function calls"
     raise ApiError(400, why, param="input", code="invalid_value")
 

@@ -20,6 +20,7 @@ from hpcrl.rollout.agents.chat_form import is_named, read_schema
 from hpcrl.rollout.agents.requests import (
     ApiError,
     JsonObject,
+    MessageMemory,
     ModelCall,
     NumTops,
     PositiveCount,
@@ -56,7 +57,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body."""
 
     model: str
-    input: str | list[JsonObject] | None = None
+    input: str | list[msgspec.Raw] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[JsonObject] | None = None
@@ -82,6 +83,7 @@ class ResponseMemory:
     """The messages up to and including each response, by its id; instructions hold for one call only."""
     items: dict[str, JsonObject] = field(default_factory=dict)
     """The items of all responses, by their ids."""
+    sent: MessageMemory = field(default_factory=MessageMemory)
 
 
 class ResponsesForm:
@@ -180,10 +182,15 @@ def _read_conversation(request: ResponsesRequest, memory: ResponseMemory) -> lis
         before = memory.conversations[name]
     if isinstance(request.input, str):
         return [*before, {"role": "user", "content": request.input}]
-    messages = [*before, *read_items(request.input or (), known=memory.items)]
+    items = memory.sent.read(request.input or (), _take_item, name="input")
+    messages = [*before, *read_items(items, known=memory.items)]
     if not messages:
         raise ApiError(400, "input is missing: give a text or items", param="input", code="invalid_value")
     return messages
+
+
+def _take_item(item: JsonObject, _: str) -> JsonObject:
+    return item
 
 
 def _make_call(request: ResponsesRequest, messages: list[JsonObject], *, ignored: tuple[str, ...]) -> ModelCall:

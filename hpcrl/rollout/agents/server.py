@@ -21,10 +21,10 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -45,7 +45,7 @@ from hpcrl.rollout.agents.requests import ApiError, JsonObject, ModelCall, parse
 from hpcrl.rollout.agents.responses_form import ResponsesForm
 from hpcrl.rollout.agents.session import ProgramSession
 from hpcrl.rollout.agents.structures import make_structure
-from hpcrl.rollout.agents.text_form import TextForm, detokenize, list_prompt_ids, tokenize
+from hpcrl.rollout.agents.text_form import TextForm, check_count, detokenize, list_prompt_ids, tokenize
 from hpcrl.rollout.turn import StreamingGenerator
 
 MAX_BODY_BYTES = 32 << 20
@@ -60,6 +60,15 @@ MESSAGES_PATH = "/v1/messages"
 REWARD_PATH = "/v1/hpcrl/reward"
 JSON_HEADERS = {"Content-Type": "application/json"}
 RouteHandler = Callable[[web.BaseRequest, ProgramSession], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
+
+
+class RunWork(Protocol):
+    """A protocol for what runs the work on a request, wherever."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
+
+
 ReportIgnored = Callable[[ProgramSession, str], None]
 """Report a field of requests that was ignored, once for each episode."""
 
@@ -108,6 +117,7 @@ class ModelProxy:
             ("GET", MODELS_PATH): self._models,
             ("POST", REWARD_PATH): self._reward,
         }
+        self._thread_turns = asyncio.Semaphore(1)
         self._runner: web.ServerRunner | None = None
 
     async def __aenter__(self) -> Self:
@@ -151,33 +161,32 @@ class ModelProxy:
     # ---- routes
 
     async def _chat(self, http: web.BaseRequest, session: ProgramSession) -> web.StreamResponse:
-        form = await _read_form(http, session, partial(ChatForm, template=self.template))
-        return await self._answer_call(http, session, form)
+        return await self._answer(http, session, partial(ChatForm, template=self.template, memory=session.memory))
 
     async def _text(self, http: web.BaseRequest, session: ProgramSession) -> web.StreamResponse:
-        form = await _read_form(http, session, partial(TextForm, template=self.template))
-        return await self._answer_call(http, session, form)
+        return await self._answer(http, session, partial(TextForm, template=self.template))
 
     async def _responses(self, http: web.BaseRequest, session: ProgramSession) -> web.StreamResponse:
         make_form = partial(ResponsesForm, template=self.template, memory=session.responses)
-        form = await _read_form(http, session, make_form)
-        return await self._answer_call(http, session, form)
+        return await self._answer(http, session, make_form)
 
     async def _messages(self, http: web.BaseRequest, session: ProgramSession) -> web.StreamResponse:
-        return await self._answer_call(http, session, await _read_form(http, session, MessagesForm))
+        return await self._answer(http, session, partial(MessagesForm, memory=session.memory))
 
-    async def _count_tokens(self, http: web.BaseRequest, _: ProgramSession) -> web.Response:
-        form = await asyncio.to_thread(MessagesForm, await http.read())
-        token_ids = await asyncio.to_thread(list_prompt_ids, form.call, self.template)
-        return _json_response({"input_tokens": len(token_ids)})
+    async def _count_tokens(self, http: web.BaseRequest, session: ProgramSession) -> web.Response:
+        def count(body: bytes) -> JsonObject:
+            call = MessagesForm(body, memory=session.memory).call
+            check_count(len(call.messages), context_length=session.limits.context_length)
+            return {"input_tokens": len(list_prompt_ids(call, self.template))}
+
+        return _json_response(await self._read(http, session, count))
 
     async def _tokenize(self, http: web.BaseRequest, session: ProgramSession) -> web.Response:
-        length = session.limits.context_length
-        body = await http.read()
-        return _json_response(await asyncio.to_thread(tokenize, body, self.template, context_length=length))
+        read = partial(tokenize, template=self.template, context_length=session.limits.context_length)
+        return _json_response(await self._read(http, session, read))
 
-    async def _detokenize(self, http: web.BaseRequest, _: ProgramSession) -> web.Response:
-        return _json_response(detokenize(await http.read(), self.template))
+    async def _detokenize(self, http: web.BaseRequest, session: ProgramSession) -> web.Response:
+        return _json_response(await self._read(http, session, partial(detokenize, template=self.template)))
 
     async def _models(self, _: web.BaseRequest, __: ProgramSession) -> web.Response:
         names = [self._model, *(alias for alias in self._aliases if alias != ANY_MODEL)]
@@ -191,7 +200,7 @@ class ModelProxy:
         return _json_response(_make_card(name))
 
     async def _reward(self, http: web.BaseRequest, session: ProgramSession) -> web.Response:
-        reward = parse_body(await http.read(), RewardRequest)[0].reward
+        reward = (await self._read(http, session, partial(parse_body, kind=RewardRequest)))[0].reward
         if not math.isfinite(reward):
             raise ApiError(400, f"reward is {reward}: it must be a finite number", param="reward")
         session.reward = reward
@@ -205,16 +214,23 @@ class ModelProxy:
 
     # ---- answers
 
-    async def _answer_call(
-        self, http: web.BaseRequest, session: ProgramSession, form: AnswerForm
+    async def _answer(
+        self, http: web.BaseRequest, session: ProgramSession, make_form: Callable[[bytes], AnswerForm]
     ) -> web.StreamResponse:
-        self._check_model(form.call.model)
-        number = session.admit()
-        for name in session.note_ignored_fields(form.call.ignored_fields):
-            if self._report_ignored is not None:
-                self._report_ignored(session, name)
-        session.check_length(form.call.count_chars() // self._longest_token + 1)
-        prompt = await self._make_prompt(session, form.call, num_bytes=http.content_length)
+        async with self._take_turn(http, session) as run:
+            body = await http.read()
+            session.check_admission()
+            form = await run(partial(make_form, body))
+            self._check_model(form.call.model)
+            number = session.admit()
+            for name in session.note_ignored_fields(form.call.ignored_fields):
+                if self._report_ignored is not None:
+                    self._report_ignored(session, name)
+            has_tools = "tools" in self.template.text
+            session.check_length(
+                form.call.count_tokens_at_least(longest_token=self._longest_token, has_tools=has_tools)
+            )
+            prompt = await run(partial(_make_prompt, session, form.call))
         call = CompletionCall(
             session=session,
             call=form.call,
@@ -231,12 +247,27 @@ class ModelProxy:
         session.check_staleness()
         return _json_response(form.make_response(answers, call.usage))
 
-    async def _make_prompt(self, session: ProgramSession, call: ModelCall, *, num_bytes: int | None) -> TurnPrompt:
-        """Make the prompt; in a thread if it takes so long that other calls would wait for it."""
-        make_prompt = partial(_make_prompt, session, call)
-        if num_bytes is not None and num_bytes <= MAX_LOOP_BYTES:
-            return make_prompt()
-        return await asyncio.to_thread(make_prompt)
+    async def _read(self, http: web.BaseRequest, session: ProgramSession, read: Callable[[bytes], T]) -> T:
+        """Read a request that no engine answers."""
+        async with self._take_turn(http, session) as run:
+            return await run(partial(read, await http.read()))
+
+    @contextlib.asynccontextmanager
+    async def _take_turn(self, http: web.BaseRequest, session: ProgramSession) -> AsyncIterator[RunWork]:
+        """Yield what runs the work on a request: here, or in a thread if it is so large that others would wait for it.
+
+        A program has one large request in work and no body of another in memory, and one thread serves all programs,
+        each in its turn: so none of them stops the rest, whatever it sends.
+        """
+        if http.content_length is not None and http.content_length <= MAX_LOOP_BYTES:
+            yield _run_here
+        else:
+            async with session.large_body:
+                yield self._run_in_thread
+
+    async def _run_in_thread(self, work: Callable[[], T]) -> T:
+        async with self._thread_turns:
+            return await asyncio.to_thread(work)
 
     async def _stream_call(self, http: web.BaseRequest, form: AnswerForm, call: CompletionCall) -> web.StreamResponse:
         """Send server-sent events; the status is sent with the first, so that a failure before it has its own."""
@@ -307,13 +338,8 @@ class ModelProxy:
         return session
 
 
-async def _read_form(
-    http: web.BaseRequest, session: ProgramSession, make_form: Callable[[bytes], AnswerForm]
-) -> AnswerForm:
-    """Read a request, unless its episode may not call the model again; a large one in a thread."""
-    body = await http.read()
-    session.check_admission()
-    return make_form(body) if len(body) <= MAX_LOOP_BYTES else await asyncio.to_thread(make_form, body)
+async def _run_here(work: Callable[[], T]) -> T:
+    return work()
 
 
 def _make_prompt(session: ProgramSession, call: ModelCall) -> TurnPrompt:

@@ -17,7 +17,7 @@ import msgspec
 from hpcrl.engines.base import GenerateRequest, OutputStructure
 from hpcrl.rollout.agents.episode_record import ConversationChoice
 from hpcrl.rollout.agents.recording import ConversationRecording, TurnPrompt
-from hpcrl.rollout.agents.requests import ApiError, ModelCall, SamplingFields
+from hpcrl.rollout.agents.requests import ApiError, MessageMemory, ModelCall, SamplingFields
 from hpcrl.rollout.agents.responses_form import ResponseMemory
 from hpcrl.rollout.episode import EpisodeLimits
 from hpcrl.rollout.tasks import stable_hash
@@ -61,6 +61,9 @@ class ProgramSession:
     num_calls: int = 0
     ignored_fields: list[str] = field(default_factory=list)
     """The names of fields that its requests had and that were ignored, each once."""
+    memory: MessageMemory = field(default_factory=MessageMemory)
+    large_body: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a large request is read: a program has one of them at a time."""
     responses: ResponseMemory = field(default_factory=ResponseMemory)
 
     def admit(self) -> int:

@@ -4,6 +4,7 @@ TextRequest      the body of a completion
 TextForm         one request, and the responses to it
 tokenize, detokenize  a text or a conversation to ids, and back
 list_prompt_ids  the ids of a call's prompt, which is not recorded
+check_count      refuses more messages than the context has tokens
 """
 
 import time
@@ -32,7 +33,7 @@ from hpcrl.rollout.agents.requests import (
     NumTops,
     list_unknown_fields,
     make_tool,
-    normalise_messages,
+    normalise_message,
     parse_body,
     refuse_fields,
 )
@@ -173,7 +174,9 @@ def tokenize(body: bytes, template: ChatTemplate, *, context_length: int) -> Jso
     request, _ = parse_body(body, TokenizeRequest)
     if request.messages:
         tools = [make_tool(tool.get("function"), place="tools") for tool in request.tools or []]
-        call = ModelCall(model="", messages=normalise_messages(request.messages), tools=tools or None)
+        messages = [normalise_message(one, f"messages[{index}]") for index, one in enumerate(request.messages)]
+        check_count(len(messages), context_length=context_length)
+        call = ModelCall(model="", messages=messages, tools=tools or None)
         ids = list_prompt_ids(call, template)
     elif request.prompt is not None:
         ids = template.encode(request.prompt)
@@ -183,6 +186,13 @@ def tokenize(body: bytes, template: ChatTemplate, *, context_length: int) -> Jso
     if request.return_token_strs:
         found["token_strs"] = [template.decode_token(token) for token in ids]
     return found
+
+
+def check_count(num_messages: int, *, context_length: int) -> None:
+    """Refuse to render messages that cannot fit, as each is at least a token."""
+    if num_messages > context_length:
+        why = f"{num_messages} messages are more than this model's context has tokens, {context_length}: send fewer"
+        raise ApiError(400, why, param="messages", code="context_length_exceeded")
 
 
 def detokenize(body: bytes, template: ChatTemplate) -> JsonObject:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
-from threading import get_ident
+from threading import Event, get_ident
 
 import aiohttp
 import anthropic
@@ -451,9 +451,59 @@ def test_the_prompt_of_a_long_body_is_made_beside_the_event_loop(template, monke
         for num_words in (60_000, 6):
             await post_long(client, "chat/completions", role="assistant", num_words=num_words)
 
-    on(template, body, "a<eos>")
+    on(template, body, "a<eos>", "a<eos>", limits=msgspec.structs.replace(LIMITS, context_length=1 << 20))
     assert threads[0] != get_ident()
     assert threads[-1] == get_ident()
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "messages/count_tokens", "../tokenize"])
+def test_more_messages_than_the_context_has_tokens_are_refused_before_they_are_rendered(template, path, monkeypatch):
+    monkeypatch.setattr(type(template), "render", lambda *_, **__: pytest.fail("it was rendered"))
+    messages = b",".join([b'{"role":"assistant","content":""}'] * 20_000 + [b'{"role":"user","content":""}'])
+    data = b'{"model": "hpcrl", "max_tokens": 9, "messages": [' + messages + b"]}"
+
+    async def body(client):
+        async with (
+            aiohttp.ClientSession(headers={"x-api-key": client.api_key}) as raw,
+            raw.post(f"{client.proxy.url}/{path}", data=data) as http,
+        ):
+            return http.status, await http.text()
+
+    status, text = on(template, body)
+    assert status == 400
+    assert "20001" in text
+
+
+def test_a_program_has_one_large_request_read_at_a_time(template, monkeypatch):
+    """Small calls are answered meanwhile, also those of other programs, and large ones of others have their turn."""
+    started, go_on, bodies = Event(), Event(), []
+
+    def parse(body, *given, parse=text_form.parse_body, **named):
+        if len(body) > 1000:
+            bodies.append(body)
+            started.set()
+            assert go_on.wait(20)
+        return parse(body, *given, **named)
+
+    monkeypatch.setattr(text_form, "parse_body", parse)
+
+    async def body(client):
+        large = {"prompt": "word " * 60_000}
+        async with aiohttp.ClientSession(client.proxy.url[:-3], headers={"x-api-key": client.api_key}) as raw:
+
+            async def tokenize(sent):
+                async with raw.post("/tokenize", json=sent) as http:
+                    return (await http.json())["count"]
+
+            calls = [asyncio.create_task(tokenize(large)) for _ in range(3)]
+            await asyncio.to_thread(started.wait, 20)
+            small = await tokenize({"prompt": "a"})
+            num_before = len(bodies)
+            go_on.set()
+            return small, num_before, await asyncio.gather(*calls)
+
+    small, num_before, counts = on(template, body)
+    assert (small, num_before, counts) == (1, 1, [300_000] * 3)
 
 
 RECORDED = sorted((Path(__file__).parent / "requests").glob("*.json"))

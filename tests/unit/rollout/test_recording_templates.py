@@ -138,8 +138,8 @@ def test_a_huge_message_is_tokenised_once(tmp_path: Path, monkeypatch: pytest.Mo
     huge = {"role": "user", "content": "a word <|im_end|> and another " * 10_000}
     turn = record(recording, template, [huge], "Left.<|im_end|>", answer=TOLD)
     encoded: list[str] = []
-    encode = ChatTemplate.encode
-    monkeypatch.setattr(ChatTemplate, "encode", lambda self, text: [encoded.append(text), encode(self, text)][1])
+    encode = ChatTemplate.encode_marks
+    monkeypatch.setattr(ChatTemplate, "encode_marks", lambda self, text: [encoded.append(text), encode(self, text)][1])
     assert recording.chat_prompt([huge, TOLD, AGAIN], tools=None).parent is turn
     assert max(map(len, encoded)) < 200
 
@@ -172,10 +172,10 @@ def test_rendering_a_part_gives_the_ids_of_rendering_all(
     tools = None if name in ("Gemma-3", "Phi-4") else TOOLS
     template = load(tmp_path, name)
     quick = play_long(template, name, tools=tools)
-    assert any(template.known_excerpts.values()) == any(turn.prompt.parent for turn in quick)
-    whole = partialmethod(ChatTemplate.render_after, is_checked=True)
+    assert any(template.known_excerpts.values())
+    whole = partialmethod(ChatTemplate.render_after, num_messages=0)
     monkeypatch.setattr(
-        ChatTemplate, "render_after", lambda self, *args, is_checked, **more: whole.__get__(self)(*args, **more)
+        ChatTemplate, "render_after", lambda self, *args, num_messages, **more: whole.__get__(self)(*args, **more)
     )
     assert summarise(quick) == summarise(play_long(template, name, tools=tools))
 
@@ -223,3 +223,21 @@ def test_a_template_that_changes_late_is_noticed(tmp_path: Path) -> None:
     (directory / "chat_template.jinja").write_text(late + FAMILIES["Phi-4"].template)
     turns = play_long(load_chat_template(directory), "Phi-4", tools=None)
     assert sum(turn.prompt.parent is None for turn in turns) == 2, "one row before, one from the next check on"
+
+
+@pytest.mark.parametrize(("name", "said"), [("Qwen2.5", ""), ("Qwen3-2507 thinking", "mm</think>\n\n")])
+def test_what_an_episode_stores_grows_with_its_new_tokens(tmp_path: Path, name: str, said: str) -> None:
+    """Old thoughts are left out of each prompt, or none are: either way a turn stores what is new in it."""
+    template = load(tmp_path, name)
+    recording = ConversationRecording(template)
+    messages: list[Any] = []
+    stored: list[int] = []
+    for number in range(24):
+        messages.append({"role": "user", "content": f"{number} {'a word ' * 50}"})
+        turn = record(recording, template, list(messages), f"{said}Left.<|im_end|>", answer=TOLD)
+        messages.append(TOLD)
+        if turn.prompt.parent is None:
+            assert turn.prompt.token_ids() == template.encode(turn.prompt.rendered)
+        stored.append(len(turn.prompt.ids.own) + len(turn.prompt.text.own) + len(turn.prompt.messages.own))
+    assert (recording.turns[-1].prompt.parent is None) == (name != "Qwen2.5")
+    assert max(stored[2:]) < 1.2 * stored[1]

@@ -1,6 +1,7 @@
 """The text that a family is made to write for a required call is read as that call."""
 
 import json
+from array import array
 
 import pytest
 
@@ -13,6 +14,7 @@ from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers
 from hpcrl.rollout.agents.reasoning_parsers import REASONING_PARSERS
 from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ModelCall
+from hpcrl.rollout.agents.shared_sequence import SharedSequence
 from hpcrl.rollout.agents.structures import CALL_WRITERS, make_structure
 from hpcrl.rollout.agents.tool_families import TOOL_PARSERS
 from hpcrl.rollout.agents.tool_parsers import ToolCall, parse_answer
@@ -27,6 +29,10 @@ PARAMETERS = {
 }
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("add", "look_up")]
 ARGUMENTS = {"a": 1, "b": 'x "y"\n<z>'}
+
+
+def make_prompt(rendered):
+    return TurnPrompt(parent=None, ids=SharedSequence(array("i")), text=SharedSequence(rendered))
 
 
 def make_value(schema, *, tool):
@@ -63,7 +69,7 @@ def write(parts, *, tool):
 def test_a_required_call_that_is_written_is_read(family, tool, prompt):
     parser = AnswerParser(tools=TOOL_PARSERS[family], reasoning=REASONING_PARSERS[REASONING.get(family, "none")])
     call = ModelCall(model="hpcrl", tools=TOOLS, must_call=("add", "look_up"))
-    turn = TurnPrompt(parent=None, new_token_ids=[], rendered=prompt)
+    turn = make_prompt(prompt)
     structure = make_structure(call, turn, parser)
     check_structure(structure)
     text = write(structure.parts, tool=tool)
@@ -108,7 +114,7 @@ def test_a_model_that_thinks_may_do_so_before_what_it_must_write(tmp_path, famil
     parser = AnswerParser.from_choice(choose_parsers(template.text, EngineConfig()), template, tmp_path)
     asked = {"tools": TOOLS, "must_call": ("add",)} if kind == "call" else {"output_schema": PARAMETERS}
     call = ModelCall(model="hpcrl", messages=[{"role": "user", "content": "1 + 1?"}], **asked)
-    prompt = TurnPrompt(parent=None, new_token_ids=[], rendered=template.render(call.messages, tools=call.tools))
+    prompt = make_prompt(template.render(call.messages, tools=call.tools))
     structure = make_structure(call, prompt, parser)
     compiler = GrammarCompiler(tmp_path / "tokenizer.json", vocabulary=template.vocabulary_size)
 
