@@ -14,6 +14,7 @@ reasoning_parsers  thoughts in generated text, by family
 generation     choices, stop strings, streaming
 session        one attempt of an episode
 recording      the tree of recorded turns
+shared_sequence  texts and ids that start alike, stored once
 episode_record  the record that is made of it
 program        runs an agent program as an episode
 """
