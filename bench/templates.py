@@ -14,7 +14,7 @@ docs/templates.md.
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,19 +54,23 @@ class TrainedShare(NamedTuple):
 
 
 class ModelClient:
-    """An agent's connection to a model that writes what it is asked to."""
+    """An agent's connection to a model that writes what it is asked to; its directory has been saved."""
 
-    def __init__(self, family: ModelFamily, directory: Path) -> None:
+    def __init__(self, family: ModelFamily, directory: Path, kwargs: Mapping[str, Any] | None = None) -> None:
         self._family = family
-        config = ModelConfig(chat_template_kwargs=dict(family.kwargs))
-        self._template = load_chat_template(save_family(directory, family), config)
+        config = ModelConfig(chat_template_kwargs=dict(family.kwargs if kwargs is None else kwargs))
+        self._template = load_chat_template(directory, config)
         self.recording = ConversationRecording(self._template)
         self.num_generated = 0
+        self.conversations: list[tuple[list[Message], Any]] = []
+        """The messages after each turn and its tools, with the thoughts that the client does not send back."""
+        self._thoughts: dict[str, str] = {}
 
     def answer(self, messages: list[Message], text: str, *, tools: Any = None) -> list[Message]:
         """Let the model answer in text; return the conversation with the answer."""
-        written = self._family.write_answer(text, thought=f"I think of {len(messages)}.")
-        return self._record(messages, written, {"role": "assistant", "content": text}, tools=tools)
+        thought = f"I think of {len(messages)}."
+        written = self._family.write_answer(text, thought=thought)
+        return self._record(messages, written, {"role": "assistant", "content": text}, thought=thought, tools=tools)
 
     def call(self, messages: list[Message], number: int) -> list[Message]:
         """Let the model call a tool."""
@@ -74,17 +78,26 @@ class ModelClient:
         function = {"name": name, "arguments": arguments}
         answer = {"role": "assistant", "content": ""}
         answer |= {"tool_calls": [{"id": f"call{number:05}", "type": "function", "function": function}]}
-        written = self._family.write_call(name, arguments, thought=f"Where is {number}?")
-        return self._record(messages, written, answer, tools=TOOLS)
+        thought = f"Where is {number}?"
+        written = self._family.write_call(name, arguments, thought=thought)
+        return self._record(messages, written, answer, thought=thought, tools=TOOLS)
 
-    def _record(self, messages: list[Message], written: str, answer: Message, *, tools: Any) -> list[Message]:
+    def _record(
+        self, messages: list[Message], written: str, answer: Message, *, thought: str, tools: Any
+    ) -> list[Message]:
         prompt = self.recording.chat_prompt(messages, tools=tools)
         ids = self._template.encode(written)
         num = len(ids)
         completion = Completion(token_ids=ids, logprobs=[-1.0] * num, versions=[0] * num, finish_reason="stop")
         self.recording.record_answer(prompt, completion, answer=answer, is_trained=True, started_at=0.0, generate_s=0.0)
         self.num_generated += num
+        self._thoughts[str(answer)] = thought if self._family.thought else ""
+        self.conversations.append(([self._with_thought(one) for one in [*messages, answer]], tools))
         return [*messages, answer]
+
+    def _with_thought(self, message: Message) -> Message:
+        thought = self._thoughts.get(str(message))
+        return {**message, "reasoning_content": thought} if thought else message
 
 
 def ask(text: str) -> Message:
@@ -141,7 +154,12 @@ def measure_share(
 ) -> TrainedShare:
     """Let an agent play with a model of the family; return what is trained."""
     with tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as directory:
-        model = ModelClient(family, Path(directory))
+        model = ModelClient(family, save_family(Path(directory), family))
+    return play_agent(model, agent, choice=choice)
+
+
+def play_agent(model: ModelClient, agent: Callable[[ModelClient], None], *, choice: ConversationChoice) -> TrainedShare:
+    """Let an agent play with a model; return what is trained."""
     try:
         agent(model)
     except ConfigError as error:

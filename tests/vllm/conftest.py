@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ORDER = (
     "test_vllm_export",
     "test_vllm_contract",
+    "test_vllm_forms",
     "test_vllm_handover",
     "test_vllm_bad_input",
     "test_vllm_weights",
