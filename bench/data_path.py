@@ -104,11 +104,12 @@ def work(world: World, spool: str, way: str) -> RankResult:
     """Run one rank's part of all steps of one way."""
     torch.set_num_threads(1)
     make = WAYS[way]
-    reader = DiskSpoolReader(Path(spool), on_damage=_refuse)
+    stored = DiskSpoolReader(Path(spool), on_damage=_refuse).poll() if world.rank == 0 else []
+    num = world.size * ROWS
     seconds: list[float] = []
     peak, before = 0, _private()
     for step in range(NUM_STEPS):
-        chosen = reader.take(world.size * ROWS) if world.rank == 0 else []
+        chosen = stored[step * num : (step + 1) * num]
         world.wait()
         if step < NUM_STEPS - NUM_WATCHED:
             started = time.perf_counter()

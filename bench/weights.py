@@ -26,6 +26,7 @@ from bench.figures import Figure, main
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.embedded.engine import EmbeddedEngine
+from hpcrl.testing.engines import pause_steps
 from hpcrl.weights.couriers import delta_codec
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import TensorLayout
@@ -273,11 +274,10 @@ async def reload_nothing() -> float:
 
 async def reload(engine: EmbeddedEngine, version: int) -> float:
     """Update as engines do without our weight transfer: pause, read the files, resume."""
-    await engine.pause()
-    start = time.perf_counter()
-    await engine.load_version(version)
-    await engine.resume()
-    return time.perf_counter() - start
+    async with pause_steps(engine):
+        start = time.perf_counter()
+        await engine.load_version(version)
+        return time.perf_counter() - start
 
 
 async def watched(engine: EmbeddedEngine, update: Coroutine[Any, Any, float]) -> Update:

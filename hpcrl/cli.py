@@ -129,17 +129,17 @@ def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:
-    from hpcrl.campaign import lifecycle as campaign
+    from hpcrl.campaign import lifecycle
 
-    request = campaign.load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
-    if unchecked := campaign.check_model(request):
+    request = lifecycle.load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+    if unchecked := lifecycle.check_model(request):
         print(f"hpcrl: {unchecked}", file=sys.stderr)  # noqa: T201
     if arguments.json:
         sys.stdout.write(request.plan.to_json().decode())
     elif arguments.dag:
         _show_dag(request.recipe, how=arguments.dag)
     else:
-        _show_plan(request.plan, campaign.preview_script(request, name=f"{request.recipe.name}-1"))
+        _show_plan(request.plan, lifecycle.preview_script(request, name=f"{request.recipe.name}-1"))
     return 0
 
 
@@ -150,16 +150,16 @@ def _show_dag(recipe: "Recipe", *, how: str) -> None:
 
 
 def _run_submit(arguments: argparse.Namespace) -> int:
-    from hpcrl.campaign import lifecycle as campaign
+    from hpcrl.campaign import lifecycle
 
-    request = campaign.load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+    request = lifecycle.load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     if arguments.dry_run:
-        opinion = campaign.dry_run(request)
-        _show_plan(request.plan, campaign.preview_script(request, name=arguments.name or f"{request.recipe.name}-1"))
+        opinion = lifecycle.dry_run(request)
+        _show_plan(request.plan, lifecycle.preview_script(request, name=arguments.name or f"{request.recipe.name}-1"))
         _print_line(f"dry run: nothing was submitted. {request.site.name}: {opinion}")
         return 0
-    campaign_dir = campaign.submit(request, name=arguments.name)
-    job = campaign.read_submission(campaign_dir.job(0))
+    campaign_dir = lifecycle.submit(request, name=arguments.name)
+    job = lifecycle.read_submission(campaign_dir.job(0))
     _print_line(
         f"campaign {campaign_dir.name}: {request.recipe.name} on {request.site.name}, job {job.id}, "
         f"in {campaign_dir.root}"
@@ -171,23 +171,22 @@ def _run_submit(arguments: argparse.Namespace) -> int:
 
 
 def _run_ls(arguments: argparse.Namespace) -> int:
-    from hpcrl.campaign import directory as home
+    from hpcrl.campaign import directory
     from hpcrl.monitor.view import print_campaigns
 
-    return print_campaigns(home.list_campaigns(), as_json=arguments.json)
+    return print_campaigns(directory.list_campaigns(), as_json=arguments.json)
 
 
 def _run_monitor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from hpcrl.campaign import directory as home
-    from hpcrl.campaign import lifecycle as campaign
+    from hpcrl.campaign import directory, lifecycle
     from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
     from hpcrl.monitor.snapshot import encode_snapshot
     from hpcrl.monitor.view import show_snapshot, watch_campaign
 
-    campaign_dir = home.find_campaign(arguments.campaign)
-    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(campaign.read_site(campaign_dir)))
+    campaign_dir = directory.find_campaign(arguments.campaign)
+    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(lifecycle.read_site(campaign_dir)))
     if arguments.json:
         sys.stdout.write(encode_snapshot(collector.poll()).decode())
     elif arguments.once:
@@ -201,24 +200,23 @@ def _watch_campaign(name: str) -> int:
     """Follow a campaign to its end and print the result."""
     from rich.console import Console
 
-    from hpcrl.campaign import directory as home
-    from hpcrl.campaign import lifecycle as campaign
+    from hpcrl.campaign import directory, lifecycle
     from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
     from hpcrl.monitor.view import watch_campaign
 
-    campaign_dir = home.find_campaign(name)
-    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(campaign.read_site(campaign_dir)))
+    campaign_dir = directory.find_campaign(name)
+    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(lifecycle.read_site(campaign_dir)))
     snapshot = watch_campaign(collector, console=Console(highlight=False), until_done=True)
-    for line in campaign.final_summary(campaign_dir, state=snapshot.state, rewards=snapshot.reward_mean):
+    for line in lifecycle.final_summary(campaign_dir, state=snapshot.state, rewards=snapshot.reward_mean):
         _print_line(line)
     return 0 if snapshot.state in ("done", "stopped", "queued", "running", "draining") else EXIT_FAILED
 
 
 def _run_logs(arguments: argparse.Namespace) -> int:
-    from hpcrl.campaign import directory as home
+    from hpcrl.campaign import directory
 
-    campaign = home.find_campaign(arguments.campaign)
-    jobs = home.list_jobs(campaign)
+    campaign = directory.find_campaign(arguments.campaign)
+    jobs = directory.list_jobs(campaign)
     job = next((job for job in reversed(jobs) if any(job.logs.glob("*.log"))), jobs[-1])  # the last may be queued
     role = {"driver": "batch"}.get(arguments.role, arguments.role)
     logs = sorted(job.logs.glob(f"{role}*.log" if role else "*.log"))
@@ -235,30 +233,29 @@ def _run_logs(arguments: argparse.Namespace) -> int:
 
 
 def _run_stop(arguments: argparse.Namespace) -> int:
-    from hpcrl.campaign import lifecycle as campaign
+    from hpcrl.campaign import lifecycle
 
-    stop = campaign.stop_now if arguments.now else campaign.stop_gracefully
+    stop = lifecycle.stop_now if arguments.now else lifecycle.stop_gracefully
     _print_line(stop(arguments.campaign))
     return 0
 
 
 def _run_resume(arguments: argparse.Namespace) -> int:
-    from hpcrl.campaign import directory as home
-    from hpcrl.campaign import lifecycle as campaign
+    from hpcrl.campaign import directory, lifecycle
 
-    campaign_dir = campaign.resume(arguments.campaign)
-    job = home.list_jobs(campaign_dir)[-1]
+    campaign_dir = lifecycle.resume(arguments.campaign)
+    job = directory.list_jobs(campaign_dir)[-1]
     _print_line(
-        f"campaign {campaign_dir.name}: job {campaign.read_submission(job).id} continues from the last checkpoint"
+        f"campaign {campaign_dir.name}: job {lifecycle.read_submission(job).id} continues from the last checkpoint"
     )
     return _watch_campaign(campaign_dir.name) if arguments.watch else 0
 
 
 def _run_traj(arguments: argparse.Namespace) -> int:
     """Replace this process by an interpreter that can read segments."""
-    from hpcrl.campaign import directory as home
+    from hpcrl.campaign import directory
 
-    campaign = home.find_campaign(arguments.campaign)
+    campaign = directory.find_campaign(arguments.campaign)
     python = _find_python_with("h5py", campaign)
     sys.stdout.flush()
     try:
@@ -274,16 +271,16 @@ def _find_python_with(module: str, campaign_dir: "CampaignDir") -> str:
     """Return this interpreter if it has the module, else the interpreter of the campaign's jobs."""
     from importlib.util import find_spec
 
-    from hpcrl.campaign import lifecycle as campaign
+    from hpcrl.campaign import lifecycle
 
-    return sys.executable if find_spec(module) else campaign.read_site(campaign_dir).python or sys.executable
+    return sys.executable if find_spec(module) else lifecycle.read_site(campaign_dir).python or sys.executable
 
 
 def _run_export(arguments: argparse.Namespace) -> int:
     """Run the export with an interpreter that has torch."""
-    from hpcrl.campaign import directory as home
+    from hpcrl.campaign import directory
 
-    campaign = home.find_campaign(arguments.campaign)
+    campaign = directory.find_campaign(arguments.campaign)
     step = [] if arguments.step is None else [str(arguments.step)]
     words = [
         _find_python_with("torch", campaign),

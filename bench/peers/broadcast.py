@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed
 import xxhash
-from mpi4py import MPI
+from mpi4py import MPI  # noqa: TID251
 from safetensors.torch import load_file, save_file
 
 WORLD = MPI.COMM_WORLD

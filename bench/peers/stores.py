@@ -51,7 +51,7 @@ def write_lmdb(directory: Path, batch: Sequence[Trajectory], per_batch: int) -> 
 
 def write_arrow(directory: Path, batch: Sequence[Trajectory], per_batch: int) -> None:
     """Write an Arrow IPC file per batch."""
-    import pyarrow as pa
+    import pyarrow as pa  # noqa: TID251
 
     for number, group in enumerate(_groups(batch, per_batch)):
         table = _arrow(group)
@@ -63,7 +63,7 @@ def write_arrow(directory: Path, batch: Sequence[Trajectory], per_batch: int) ->
 
 def write_parquet(directory: Path, batch: Sequence[Trajectory], per_batch: int) -> None:
     """Write a Parquet file per batch, zstd at its default level."""
-    import pyarrow.parquet as pq
+    import pyarrow.parquet as pq  # noqa: TID251
 
     for number, group in enumerate(_groups(batch, per_batch)):
         temporary = directory / f".{number}.tmp"
@@ -131,7 +131,7 @@ def _lmdb_reader(directory: Path, batch: Sequence[Trajectory]) -> Callable[[int]
 
 
 def _arrow_reader(directory: Path, per_batch: int) -> Callable[[int], Columns]:
-    import pyarrow as pa
+    import pyarrow as pa  # noqa: TID251
 
     files = [pa.ipc.open_file(pa.memory_map(str(path))).read_all() for path in sorted(directory.glob("*.arrow"))]
     lists = [{name: file[name].chunk(0) for name in COLUMNS} for file in files]
@@ -165,7 +165,7 @@ def _groups(batch: Sequence[Trajectory], per_batch: int) -> list[Sequence[Trajec
 
 
 def _arrow(group: Sequence[Trajectory]) -> Any:
-    import pyarrow as pa
+    import pyarrow as pa  # noqa: TID251
 
     offsets = np.zeros(len(group) + 1, np.int32)
     np.cumsum([len(one) for one in group], out=offsets[1:])

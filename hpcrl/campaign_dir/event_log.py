@@ -2,7 +2,6 @@
 
 EventLog     append events
 EventReader  read new events
-read_events  read all lines
 
 A line is written by one write(2) on an O_APPEND descriptor, so a killed process tears at most its own last line.
 Every line has `time` (seconds since the epoch), `event`, and its writer: `job`, `role`, `worker`, `node`.
@@ -18,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.campaign_dir.events import CampaignEvent, build_line, parse_event
+from hpcrl.campaign_dir.paths import CampaignDir, make_worker_name
 from hpcrl.system.files import parse_json_lines
+
+EVENT_SUFFIX = ".jsonl"
 
 
 class EventLog:
@@ -28,6 +30,12 @@ class EventLog:
         self.path = path
         self._origin = origin
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    @classmethod
+    def open(cls, campaign: CampaignDir, *name: str | int, job: int, role: str, **origin: Any) -> "EventLog":
+        """Open the log of one worker of a job; `name` is its role and what tells it from others of this role."""
+        worker = make_worker_name(job, *name)
+        return cls(campaign.events / f"{worker}{EVENT_SUFFIX}", job=job, role=role, worker=worker, **origin)
 
     def emit(self, event: CampaignEvent) -> None:
         """Append one event."""
@@ -47,7 +55,7 @@ class EventReader:
     """A reader of a directory of event files; each call continues where the last one ended."""
 
     directory: Path
-    pattern: str = "*.jsonl"
+    pattern: str = f"*{EVENT_SUFFIX}"
     """Pattern of the files to read."""
     touched: dict[str, float] = field(default_factory=dict)
     """Time when each file (by its name without .jsonl) was last written or touched, as of the last call."""
@@ -55,6 +63,12 @@ class EventReader:
     """Files that could not be read at the last call, with the reason."""
     offsets: dict[str, int] = field(default_factory=dict)
     """Bytes read of each file; another process can continue with them."""
+
+    @classmethod
+    def for_role(cls, directory: Path, role: str, *, job: int | None = None) -> "EventReader":
+        """Return a reader of the workers of one role, in one job or in all."""
+        number = "*" if job is None else make_worker_name(job)
+        return cls(directory, pattern=f"{number}-{role}-*{EVENT_SUFFIX}")
 
     def poll(self) -> Iterator[CampaignEvent]:
         """Return new events, file by file; incomplete lines wait for the next call, unknown ones are skipped."""
@@ -84,8 +98,3 @@ class EventReader:
         end = data.rfind(b"\n") + 1
         self.offsets[path.name] = offset + end
         return data[:end]
-
-
-def read_events(directory: Path) -> list[dict[str, Any]]:
-    """Return all lines of a campaign so far, in order of time."""
-    return sorted(EventReader(directory).poll_lines(), key=lambda event: float(event.get("time", 0.0)))

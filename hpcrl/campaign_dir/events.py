@@ -11,7 +11,7 @@ out; unknown keys are skipped.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -177,10 +177,10 @@ class VersionLoaded(CampaignEvent, frozen=True, kw_only=True, tag="loaded"):
     """Time without generation in the engine."""
 
 
-class RungChanged(CampaignEvent, frozen=True, kw_only=True, tag="rung"):
+class TransportChanged(CampaignEvent, frozen=True, kw_only=True, tag="transport"):
     """The transport of versions to the engines has changed."""
 
-    rung: str
+    transport: str
     reason: str = ""
 
 
@@ -287,10 +287,29 @@ class LayoutChosen(CampaignEvent, frozen=True, kw_only=True, tag="layout"):
     """Nodes of each component."""
 
 
+FaultSubject = Literal[
+    "chain",
+    "checkpoint",
+    "courier",
+    "env-fault",
+    "env-paused",
+    "evaluation",
+    "metrics",
+    "node",
+    "policy-fault",
+    "request",
+    "reward",
+    "spool",
+    "step",
+    "weights",
+    "worker-pool",
+]
+
+
 class FaultReported(CampaignEvent, frozen=True, kw_only=True, tag="fault"):
     """A fault that does not end the campaign; details are set where known."""
 
-    what: str
+    what: FaultSubject
     detail: str = ""
     id: str | UnsetType = UNSET
     """The episode concerned."""
@@ -348,8 +367,8 @@ def describe_event(event: CampaignEvent) -> str | None:
             return f"worker {event.of or event.worker} restarted"
         case LayoutChosen():
             return f"layout {event.layout}" + _append_reason(event.reason)
-        case RungChanged():
-            return f"weights go by {event.rung}" + _append_reason(event.reason)
+        case TransportChanged():
+            return f"weights go by {event.transport}" + _append_reason(event.reason)
         case FaultReported():
             return event.what + _append_reason(event.detail)
     return _describe_training_event(event)

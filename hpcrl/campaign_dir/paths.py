@@ -3,6 +3,7 @@
     CampaignDir    the directory of a campaign
     JobDir         the directory of one of its jobs
     SpoolName, SPOOLS    its spools
+    make_worker_name     the name of a worker in events, endpoints, logs and spools
 
 Files below a directory of one owner (a version in weights/, a segment in spools/) are named by that owner.
 
@@ -11,7 +12,7 @@ CAMPAIGN/
     recipe.json, site.json, plan.json: the request, resolved
     stop: present when the campaign has been asked to stop
     settled.json: progress of the trainer, which limits how far env workers may be ahead
-    flips.json: workers that do the other role's work for now
+    switched-roles.json: workers that do the other role's work for now
     jobs/000/: one Slurm job (or local run)
         job.sh: its script, unless submitit made one under its id (ID_submission.sh)
         submitted.json: its id, the only one that may be cancelled
@@ -21,16 +22,16 @@ CAMPAIGN/
         logs/, parsl/: one log a worker; files of parsl
         windows, reward-jobs: shared memory to be removed, and reward jobs to be cancelled, after this job
         ranks-0.json: the address where the ranks of one start of the trainer meet
-        couriers-LIFE.json, meetings/LIFE: status of the couriers, and their addresses for TCP
+        couriers-INCARNATION.json, meetings/INCARNATION: status of the couriers, and their addresses for TCP
         kv/: KV from prefill to decode engines, if they have no faster way
-    events/: JSON lines, one file a process
+    events/: JSON lines, one file a process (hpcrl.campaign_dir.event_log)
     endpoints/: one file an engine worker, 0600 (it contains the token)
     model/: architecture and tokenizer, in the format of transformers
     tasks/: the rows of each domain's task set, and where each row is
     task-blocks/: one file per block of task numbers that an env worker reserved, such as 0-3
         0-under-way.jsonl: the running groups of env worker 0
         0-rows.json: how far env worker 0 has come in each domain's rows
-        0-word.json: the version up to which training may go without making these too old
+        0-hold.json: the version up to which training may go without making these too old
     spools/rollouts|scored|archive/: trajectories as played, with rewards, and after training
     weights/: versions of the weights
     evaluations/: results on held-out tasks
@@ -44,6 +45,11 @@ from typing import Literal, get_args
 
 SpoolName = Literal["rollouts", "scored", "archive"]
 SPOOLS: tuple[SpoolName, ...] = get_args(SpoolName)
+
+
+def make_worker_name(job: int, *parts: str | int) -> str:
+    """Return the name of a process of a job, such as 000-env-1."""
+    return "-".join(map(str, (f"{job:03d}", *parts)))
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class CampaignDir:
     @property
     def switched_roles(self) -> Path:
         """The workers that do the other role's work for now."""
-        return self.root / "flips.json"
+        return self.root / "switched-roles.json"
 
     @property
     def model(self) -> Path:
@@ -136,17 +142,17 @@ class CampaignDir:
 
     def hold(self, env_index: int) -> Path:
         """The version up to which training may go without making env worker `env_index`'s running groups too old."""
-        return self.root / "task-blocks" / f"{env_index}-word.json"
+        return self.root / "task-blocks" / f"{env_index}-hold.json"
 
     def holds(self) -> list[Path]:
         """Return the hold files of all env workers."""
-        return sorted(self.task_blocks.glob("*-word.json"))
+        return sorted(self.task_blocks.glob("*-hold.json"))
 
     def spool(self, name: str) -> Path:
         return self.root / "spools" / name
 
     def job(self, number: int) -> "JobDir":
-        return JobDir(self.jobs / f"{number:03d}")
+        return JobDir(self.jobs / make_worker_name(number))
 
     def job_numbers(self) -> list[int]:
         """Return the numbers of the jobs that exist, oldest first."""

@@ -41,7 +41,7 @@ class LoopHooks(Generic[R]):
     """The operations of an engine that the loop calls."""
 
     can_step: Callable[[], bool]
-    """Return whether there is work, apart from being paused."""
+    """Return whether there is work."""
     step: Callable[[], Awaitable[Iterable[R]]]
     """Admit waiting rows (`RequestLoop.next_waiting`) and run one step; returns the rows that are done."""
     drop: Callable[[Collection[R]], Awaitable[None]]
@@ -60,7 +60,6 @@ class RequestLoop(Generic[R]):
         self._waiting: list[tuple[int, int, R]] = []
         self._num_queued = 0
         self._to_drop: dict[R, None] = {}
-        self._paused = False
         self._wake_event = asyncio.Event()
         self._step_event = asyncio.Event()
         """Set and replaced after every step, to wake the streams."""
@@ -159,16 +158,6 @@ class RequestLoop(Generic[R]):
 
     # ---- steps
 
-    async def pause(self) -> None:
-        """Stop between two steps; requests are kept."""
-        self._paused = True
-        async with self.between_steps:
-            pass
-
-    def resume(self) -> None:
-        self._paused = False
-        self.wake()
-
     def wake(self) -> None:
         """Wake the loop: there may be work."""
         self._wake_event.set()
@@ -178,7 +167,7 @@ class RequestLoop(Generic[R]):
             while True:
                 await self._wake_event.wait()
                 self._wake_event.clear()
-                while self._to_drop or (not self._paused and self._hooks.can_step()):
+                while self._to_drop or self._hooks.can_step():
                     async with self.between_steps:
                         await self._run_step()
         except Exception as error:
@@ -186,14 +175,14 @@ class RequestLoop(Generic[R]):
             raise
 
     async def _run_step(self) -> None:
-        """Drop the rows that were cancelled, then, unless paused, run one step."""
+        """Drop the rows that were cancelled, then run one step if there is work."""
         if self._to_drop:
             dropped, self._to_drop = self._to_drop, {}
             self._waiting = [entry for entry in self._waiting if entry[2] not in dropped]
             heapq.heapify(self._waiting)
             await self._hooks.drop(dropped)
             self._resolve_futures(dropped)
-        if not self._paused and self._hooks.can_step():
+        if self._hooks.can_step():
             done = await self._hooks.step()
             self._step_event.set()
             self._step_event = asyncio.Event()

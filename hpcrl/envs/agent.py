@@ -201,82 +201,82 @@ class AgentProgram:
                 image = await stack.enter_async_context(open_image(image, self._images))
             root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="hpcrl-agent-"))  # 0700
             stack.push_async_callback(asyncio.to_thread, _remove_tree, root)
-            boxes = _SandboxFactory(kind=kind, image=image, root=root)
-            stages = [self._make_program_stage(boxes, fields, access)]
+            sandboxes = _SandboxFactory(kind=kind, image=image, root=root)
+            stages = [self._make_program_stage(sandboxes, fields, access)]
             if self._judge is not None:
-                stages.append(self._make_judge_stage(boxes, fields))
-            return self._read_outcome(await self._supervise(stages, boxes, directory=directory))
+                stages.append(self._make_judge_stage(sandboxes, fields))
+            return self._read_outcome(await self._supervise(stages, sandboxes, directory=directory))
 
-    def _make_program_stage(self, boxes: "_SandboxFactory", fields: TaskFields, access: ModelAccess) -> Stage:
+    def _make_program_stage(self, sandboxes: "_SandboxFactory", fields: TaskFields, access: ModelAccess) -> Stage:
         shown = json.dumps({name: value for name, value in fields.items() if name not in self._judge_fields})
-        forwarded = boxes.kind != "none"
+        forwarded = sandboxes.kind != "none"
         url = f"http://127.0.0.1:{INSIDE_PORT}/v1" if forwarded else access.url
         launch = ProgramLaunch(
-            command=boxes.resolve_python(self._command),
+            command=sandboxes.resolve_python(self._command),
             task=shown,
             environment={
                 **self._environment,
-                **boxes.task_variables(shown),
+                **sandboxes.task_variables(shown),
                 **{"OPENAI_BASE_URL": url, "OPENAI_API_KEY": access.api_key, "OPENAI_MODEL": access.model},
                 **{"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": access.api_key},
             },
             forward_port=INSIDE_PORT if forwarded else 0,
             socket=access.socket,
             reward_key=access.reward_key if self._posts_reward else "",
-            **self._process_limits(boxes),
+            **self._process_limits(sandboxes),
         )
-        return boxes.make_stage(
+        return sandboxes.make_stage(
             "program",
             launch,
             readable=(str(Path(access.socket).parent), *self._readable),
-            environment=_build_environment(boxes.kind),
+            environment=_build_environment(sandboxes.kind),
             timeout_s=self._timeout_s,
             timeout_name="timeout_s",
         )
 
-    def _make_judge_stage(self, boxes: "_SandboxFactory", fields: TaskFields) -> Stage:
+    def _make_judge_stage(self, sandboxes: "_SandboxFactory", fields: TaskFields) -> Stage:
         assert self._judge is not None
         task = json.dumps(fields)
         launch = ProgramLaunch(
-            command=boxes.resolve_python(self._judge),
+            command=sandboxes.resolve_python(self._judge),
             task=task,
-            environment=boxes.task_variables(task),
-            **self._process_limits(boxes),
+            environment=sandboxes.task_variables(task),
+            **self._process_limits(sandboxes),
         )
-        return boxes.make_stage(
+        return sandboxes.make_stage(
             "judge",
             launch,
             readable=(*self._readable, *self._judge_readable),
-            environment=_build_environment("bubblewrap" if boxes.kind == "none" else boxes.kind),
+            environment=_build_environment("bubblewrap" if sandboxes.kind == "none" else sandboxes.kind),
             timeout_s=self._judge_timeout_s,
             timeout_name="judge_timeout_s",
         )
 
-    def _process_limits(self, boxes: "_SandboxFactory") -> dict[str, Any]:
+    def _process_limits(self, sandboxes: "_SandboxFactory") -> dict[str, Any]:
         return {
             "memory_bytes": self._max_memory_mb << 20,
             "cpu_s": self._cpu_s,
             "file_bytes": self._max_disk_mb << 20,
-            "max_tasks": self._max_processes + NUM_RESERVED_TASKS if boxes.counts_tasks else 0,
+            "max_tasks": self._max_processes + NUM_RESERVED_TASKS if sandboxes.counts_tasks else 0,
         }
 
     async def _supervise(
-        self, stages: Sequence[Stage], boxes: "_SandboxFactory", *, directory: str | None
+        self, stages: Sequence[Stage], sandboxes: "_SandboxFactory", *, directory: str | None
     ) -> EpisodeOutcome:
         """Run the stages in a separate process; raises EnvFault if that fails."""
-        disks = [str(boxes.root / stage.name) for stage in stages]
+        disks = [str(sandboxes.root / stage.name) for stage in stages]
         episode = EpisodeStages(
             stages=[asdict(stage) for stage in stages],
-            directories=boxes.directories,
+            directories=sandboxes.directories,
             copied_from=directory or "",
             max_processes=self._max_processes,
             max_memory_mb=self._max_memory_mb,
             max_disk_mb=self._max_disk_mb,
             disks=disks,
-            has_fixed_disks=boxes.has_fixed_disks,
+            has_fixed_disks=sandboxes.has_fixed_disks,
         )
         command = [sys.executable, "-I", "-S", "-c", _START_CODE.format(root=str(_ROOT), module="supervisor")]
-        if boxes.has_fixed_disks:
+        if sandboxes.has_fixed_disks:
             for disk in disks:
                 await asyncio.to_thread(Path(disk).mkdir, mode=0o700)
             command = wrap_with_disks(command, disks, max_mb=self._max_disk_mb)

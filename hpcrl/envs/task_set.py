@@ -151,8 +151,8 @@ def _iterate_lines(path: str, what: str) -> Iterator[bytes]:
 def _iterate_parquet(path: str, what: str) -> Iterator[bytes]:
     """Yield the rows of a Parquet file, of which a small part is in memory at a time."""
     try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        import pyarrow as pa  # noqa: TID251
+        import pyarrow.parquet as pq  # noqa: TID251
     except ImportError as error:
         raise ConfigError(
             f"{what} = {path!r} needs the package pyarrow: pip install 'hpcrl[export]', or give JSON lines"

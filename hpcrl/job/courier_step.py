@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.campaign_dir.events import CampaignEvent, RungChanged, WorkerFailed, WorkerRestarted
+from hpcrl.campaign_dir.events import CampaignEvent, TransportChanged, WorkerFailed, WorkerRestarted
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import MpiConfig
@@ -157,23 +157,23 @@ class CourierSupervisor:
     def _return_from_files(self, status: CourierStatus) -> None:
         """Use couriers again: they now serve, or have delivered a version later than an engine's request for files."""
         name = self.commands[self._num_useless].transport
-        if self.transport.rung != name:
-            self.transport = Transport(rung=name, reason=status.reason)
+        if self.transport.name != name:
+            self.transport = Transport(name=name, reason=status.reason)
             return
         announced = read_transport(self.weights)
-        if announced is None or announced.rung != "files":
+        if announced is None or announced.name != "files":
             self._version_at_request = None
         elif self._version_at_request is None:
             self._version_at_request = find_newest_version(self.weights) or 0
         elif self._returns_left > 0 and status.carried is not None and status.carried > self._version_at_request:
             self._returns_left -= 1
             reason = f"every node has received version {status.carried}, which is later than the request for files"
-            self.transport = Transport(rung=name, reason=reason)
+            self.transport = Transport(name=name, reason=reason)
             self._version_at_request = None
 
     def _fall_back(self, reason: str, *, permanently: bool) -> None:
         """Use files for now; start the next transport if this one is useless, else retry this one later."""
-        self.transport = Transport(rung="files", reason=reason)
+        self.transport = Transport(name="files", reason=reason)
         self._failures = 0
         if permanently:
             self._num_useless += 1
@@ -255,7 +255,7 @@ class WeightPlane:
             return
         above, why = list_transports(mpi, layout=self._layout)
         starting = f"the couriers are being started ({above[0]})" if above else ""
-        files = Transport(rung="files", reason="; ".join(filter(None, (why, starting))))
+        files = Transport(name="files", reason="; ".join(filter(None, (why, starting))))
         self._use_transport(files)
         if above:
             self._couriers = CourierSupervisor(
@@ -290,4 +290,4 @@ class WeightPlane:
 
     def _use_transport(self, transport: Transport) -> None:
         write_transport(make_private_dir(self._run.weights), transport)
-        self._emit(RungChanged(rung=transport.rung, reason=transport.reason))
+        self._emit(TransportChanged(transport=transport.name, reason=transport.reason))

@@ -121,10 +121,7 @@ class JobDriver:
         make_private_dir(job.parsl)
         for path in (job.drain, job.end, job.outcome, job.dump_stacks):
             remove_path(path)
-        name = f"{job.number:03d}-driver"
-        events = EventLog(
-            campaign.events / f"{name}.jsonl", job=job.number, role="driver", worker=name, node=place.node
-        )
+        events = EventLog.open(campaign, "driver", job=job.number, role="driver", node=place.node)
         return cls(
             place=place,
             plan=msgspec.json.decode(campaign.plan.read_bytes(), type=Plan),
@@ -211,7 +208,7 @@ class JobDriver:
             self._worker_failed("train-0", f"exit code {trainer_code}: {read_last_line(self.job.log('train-0'))}")
             runtime.start_trainer()
         for role, node in runtime.replace_lost_blocks():
-            self.events.emit(FaultReported(what="worker pool", detail=f"{role} on {node} ended and was started again"))
+            self.events.emit(FaultReported(what="worker-pool", detail=f"{role} on {node} ended and was started again"))
             pool = f"the worker pool of {role} on {node}"
             if self.plan.survive_node_loss and self.budget.is_used_up(pool) and runtime.drop_node(role, node):
                 self.events.emit(FaultReported(what="node", detail=f"{role} continues without {node}"))

@@ -109,9 +109,9 @@ class TensorBoardSink:
     """The event files of TensorBoard: `tensorboard --logdir CAMPAIGN/metrics/tensorboard` shows them."""
 
     def __init__(self, directory: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # noqa: TID251
+        from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: TID251
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: TID251
 
         self._event, self._session, self._summary = Event, SessionLog, Summary
         self._writer = EventFileWriter(str(make_private_dir(directory)))
@@ -136,7 +136,7 @@ class WandbSink:
     """A run of Weights & Biases, one for all jobs of a campaign; offline, `wandb sync` sends its directories later."""
 
     def __init__(self, campaign: CampaignDir, metrics: MetricsConfig) -> None:
-        import wandb
+        import wandb  # noqa: TID251
 
         created = read_json(campaign.manifest)["created"]
         mode: Literal["online", "offline"] = "online" if metrics.wandb == "online" else "offline"
@@ -239,8 +239,7 @@ def main() -> int:
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     die_with_parent()
-    worker = f"{job:03d}-metrics-0"
-    events = EventLog(campaign.events / f"{worker}.jsonl", job=job, role="metrics", worker=worker, node=current_node())
+    events = EventLog.open(campaign, "metrics", 0, job=job, role="metrics", node=current_node())
     make_private_dir(campaign.metrics)
     recipe = msgspec.json.decode(campaign.recipe.read_bytes(), type=Recipe)
     feeder = MetricsFeeder(campaign, make_sink_factories(recipe.metrics, campaign=campaign), emit=events.emit)

@@ -111,5 +111,5 @@ def _count_jobs_left(job: JobDir, plan: Plan) -> int:
 
 
 def _has_checkpoint(campaign: CampaignDir, number: int) -> bool:
-    events = EventReader(campaign.events, pattern=f"{number:03d}-train-*.jsonl").poll()
+    events = EventReader.for_role(campaign.events, "train", job=number).poll()
     return any(isinstance(event, CheckpointSaved) for event in events)

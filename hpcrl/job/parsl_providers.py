@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parsl.jobs.states import JobState, JobStatus
-from parsl.providers.base import ExecutionProvider
+from parsl.jobs.states import JobState, JobStatus  # noqa: TID251
+from parsl.providers.base import ExecutionProvider  # noqa: TID251
 
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import SlurmError

@@ -23,11 +23,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import parsl
-from parsl.config import Config
-from parsl.executors import HighThroughputExecutor
-from parsl.jobs.error_handlers import noop_error_handler
-from parsl.providers.base import ExecutionProvider
+import parsl  # noqa: TID251
+from parsl.config import Config  # noqa: TID251
+from parsl.executors import HighThroughputExecutor  # noqa: TID251
+from parsl.jobs.error_handlers import noop_error_handler  # noqa: TID251
+from parsl.providers.base import ExecutionProvider  # noqa: TID251
 
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import RoleName

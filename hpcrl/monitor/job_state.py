@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from hpcrl.campaign_dir.paths import CampaignDir, JobDir
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.monitor.progress import JobProgress
 from hpcrl.slurm.status import ACTIVE, ENDED, WAITING, JobStatus
 from hpcrl.slurm.submit import SubmittedJob
@@ -225,7 +225,11 @@ def judge_jobs(
         status = statuses.get(job.submitted.id)
         progress = events.get(job.number, JobProgress())
         facts = _collect_job_facts(
-            job, progress, status, has_heartbeat=f"{job.number:03d}" in live_jobs, stop_requested=stop_requested
+            job,
+            progress,
+            status,
+            has_heartbeat=make_worker_name(job.number) in live_jobs,
+            stop_requested=stop_requested,
         )
         state, reason = derive_job_state(facts)
         verdicts.append(JobVerdict(record=job, state=state, reason=reason, slurm=status))

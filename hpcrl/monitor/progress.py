@@ -32,6 +32,7 @@ from hpcrl.campaign_dir.events import (
     WorkerStarted,
     describe_event,
 )
+from hpcrl.campaign_dir.paths import make_worker_name
 from hpcrl.spool.token_fates import STALE, TOO_LONG, TRAINED
 
 RATE_WINDOW_S = 60.0
@@ -218,8 +219,8 @@ class CampaignProgress:
     def _find_worker(self, event: CampaignEvent) -> WorkerProgress:
         subject = getattr(event, "of", None)
         if subject:
-            short_name = subject.removeprefix(f"{event.job:03d}-")
-            name, role = f"{event.job:03d}-{short_name}", short_name.rpartition("-")[0]
+            short_name = subject.removeprefix(make_worker_name(event.job) + "-")
+            name, role = make_worker_name(event.job, short_name), short_name.rpartition("-")[0]
         else:
             name, role = event.worker, event.role
         workers = self.jobs[event.job].workers

@@ -2,7 +2,6 @@
 
 WorkerContext           one worker of one role in one job
 open_context            read the campaign and start the heartbeat
-make_worker_name        the name of a worker in events, endpoints and spools
 redirect_output         send all output of the process to the worker's log
 pin_devices             give the worker its devices and cores
 BEAT_INTERVAL_S         the time between heartbeats
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from hpcrl.campaign_dir.event_log import EventLog
-from hpcrl.campaign_dir.paths import CampaignDir, JobDir
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
@@ -46,7 +45,7 @@ class WorkerContext:
     @property
     def name(self) -> str:
         """The name of this worker, unique in the campaign: job, role, index."""
-        return make_worker_name(self.job, self.role, self.index)
+        return make_worker_name(self.job.number, self.role, self.index)
 
     @property
     def place(self) -> WorkerPlace:
@@ -66,22 +65,17 @@ class WorkerContext:
         self.end_requested.wait(seconds)
 
 
-def make_worker_name(job: JobDir, role: str, index: int) -> str:
-    """Return the name of a worker in events, endpoints and spools."""
-    return f"{job.number:03d}-{role}-{index}"
-
-
 def open_context(campaign: CampaignDir, job_number: int, role: RoleName, index: int) -> WorkerContext:
     """Read the campaign, open this worker's event log and start its heartbeat."""
     job = campaign.job(job_number)
     plan = msgspec.json.decode(campaign.plan.read_bytes(), type=Plan)
     component = plan.components[plan.role(role).component]
-    name = make_worker_name(job, role, index)
-    events = EventLog(
-        campaign.events / f"{name}.jsonl",
+    events = EventLog.open(
+        campaign,
+        role,
+        index,
         job=job_number,
         role=role,
-        worker=name,
         node=current_node(),
         partition=os.environ.get(PARTITION_VARIABLE, component.partition),
     )

@@ -22,7 +22,7 @@ from aiohttp import ClientSession
 
 from hpcrl.campaign_dir import endpoints
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
-from hpcrl.campaign_dir.events import FaultReported, RungChanged, VersionLoaded
+from hpcrl.campaign_dir.events import FaultReported, TransportChanged, VersionLoaded
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import EngineConfig
 from hpcrl.config.site import InferenceConfig
@@ -252,10 +252,10 @@ class WeightFollower:
             return
         self._behind_since = self._behind_since or time.monotonic()
         transport = read_transport(weights)
-        if time.monotonic() - self._behind_since > MAX_BEHIND_S and transport is not None and transport.rung != "files":
-            reason = f"{self._context.name} has waited {MAX_BEHIND_S:g} s for version {published} by {transport.rung}"
-            write_transport(weights, Transport(rung="files", reason=reason))
-            self._context.events.emit(RungChanged(rung="files", reason=reason))
+        if time.monotonic() - self._behind_since > MAX_BEHIND_S and transport is not None and transport.name != "files":
+            reason = f"{self._context.name} has waited {MAX_BEHIND_S:g} s for version {published} by {transport.name}"
+            write_transport(weights, Transport(name="files", reason=reason))
+            self._context.events.emit(TransportChanged(transport="files", reason=reason))
 
 
 def run(context: WorkerContext) -> None:

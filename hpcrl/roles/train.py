@@ -362,5 +362,5 @@ def _make_publisher(context: WorkerContext, leader: RankLeader | None) -> Weight
     files = FileStore(campaign.weights)
     publisher = WeightPublisher(files, window, events=context.events, keep_versions=context.recipe.train.keep_versions)
     if context.plan.layout == "local":
-        publisher.set_transport(Transport(rung="window", reason="every worker is on this node"))
+        publisher.set_transport(Transport(name="window", reason="every worker is on this node"))
     return publisher

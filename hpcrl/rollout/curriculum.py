@@ -49,7 +49,7 @@ class Curriculum:
             load_code(name, what="rollout.curriculum"),
             name=name,
             weights={domain: table.weight for domain, table in recipe.domains.items() if not table.held_out},
-            events=EventReader(events, pattern="*-reward-*.jsonl"),
+            events=EventReader.for_role(events, "reward"),
         )
 
     def poll_weights(self, *, now: float) -> dict[str, float] | None:

@@ -3,7 +3,7 @@
 - settled.json (trainer -> env workers): how many trajectories are settled (trained on, dropped, or seen twice), and the
   version of the weights from which that is so. Env workers subtract it from what is durable: the difference still waits
   for training, and admission starts that many fewer groups.
-- N-word.json (env worker N -> trainer): the version that the trainer should not pass yet, since a later one would make
+- N-hold.json (env worker N -> trainer): the version that the trainer should not pass yet, since a later one would make
   running episodes of this worker too old.
 
 Training thus frees room for new episodes, and running episodes delay training; each side reads only its own input, as

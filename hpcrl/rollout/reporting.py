@@ -94,8 +94,9 @@ class EpisodeReporter:
             fates if status in TRAINABLE else {status: fates.total()}
         )
         fault = trajectory.extra.get("fault")
-        if fault:
-            self._emit(FaultReported(what=status, detail=fault, id=trajectory.id))
+        if fault:  # an earlier attempt may have failed where the last one did not
+            what = "policy-fault" if status == "policy-fault" else "env-fault"
+            self._emit(FaultReported(what=what, detail=fault, id=trajectory.id))
         failed = trajectory.status == "env-fault"
         pause_s = self._agenda.record_end(trajectory.domain, fault=failed, now=now)
         if pause_s is not None:

@@ -133,7 +133,7 @@ def _submit_local(script: str, *, job: JobDir) -> SubmittedJob:
 
 
 def _submit_slurm(script: str, job: JobDir, site: Site) -> SubmittedJob:
-    import submitit
+    import submitit  # noqa: TID251
 
     class HetExecutor(submitit.SlurmExecutor):
         """The submission and job folder of submitit, with our batch script in place of a pickled function."""

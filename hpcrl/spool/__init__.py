@@ -2,7 +2,6 @@
 
 ids        ids of groups, episodes, attempts and requests
 status     how an episode ended
-base       the protocols of writers and readers
 record     a trajectory and its packed form
 token_fates  what became of generated tokens: trained, or why not
 rows       the conversations of a trajectory, each as the model saw it

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, BinaryIO, Literal
 
-import h5py
+import h5py  # noqa: TID251
 import numpy as np
 
 from hpcrl.errors import SpoolError
@@ -135,7 +135,7 @@ def _align_offset(offset: int) -> int:
 def _import_filters(what: str) -> Any:
     """Return hdf5plugin; importing it registers its filters with HDF5."""
     try:
-        import hdf5plugin  # not needed without compression
+        import hdf5plugin  # noqa: TID251 - not needed without compression
     except ImportError as error:
         raise SpoolError(
             f"{what}, and Python package hdf5plugin is missing: pip install 'hpcrl[compress]', "

@@ -1,49 +1,20 @@
 """Read a spool as a consumer: with its own cursor, each episode once, damaged segments quarantined.
 
-TrajectoryFilter   the trajectories that a consumer wants
-EVERYTHING         the filter that admits all
-SpoolCursor        delivers rows on request; the common part of the readers of disk and memory
-DiskSpoolReader    the cursor over a directory of segments
+SpoolCursor      delivers new rows; the common part of the readers of disk and memory
+DiskSpoolReader  the cursor over a directory of segments
 """
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import msgspec
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool.listing import SegmentListing, parse_segment_name, quarantine_segment
 from hpcrl.spool.record import TRAINABLE, Trajectory, TrajectoryFacts
 from hpcrl.spool.segment import is_out_of_reach, read_segment
-from hpcrl.spool.status import EpisodeStatus
 
 _DeliveryKey = tuple[str, bool]
-
-
-class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """The conditions on the trajectories that a consumer wants; without any, all are admitted."""
-
-    domains: frozenset[str] = frozenset()
-    statuses: frozenset[EpisodeStatus] = frozenset()
-    min_version: int = 0
-    """The oldest version of the weights that an episode may have started with."""
-    max_version: int | None = None
-
-    def admits(self, facts: TrajectoryFacts) -> bool:
-        in_window = self.min_version <= facts.start_version and (
-            self.max_version is None or facts.start_version <= self.max_version
-        )
-        return (
-            in_window
-            and (not self.domains or facts.domain in self.domains)
-            and (not self.statuses or facts.status in self.statuses)
-        )
-
-
-EVERYTHING = TrajectoryFilter()
 
 
 class SpoolCursor:
@@ -54,42 +25,34 @@ class SpoolCursor:
 
     def __init__(self, *, consumed: Container[str]) -> None:
         self.num_duplicates = 0
+        """The number of trajectories dropped because their episode had been delivered."""
         self._consumed = consumed
-        self._ready: deque[tuple[str, Trajectory]] = deque()
-        """Rows, each with its source."""
         self._delivered: dict[_DeliveryKey, str] = {}
 
-    def poll(self, where: TrajectoryFilter = EVERYTHING) -> list[Trajectory]:
-        self._discover_sources()
-        return list(self._iterate_matching(where))
+    def poll(self) -> list[Trajectory]:
+        """Return the trajectories that became durable since the last call, each once."""
+        return [
+            trajectory
+            for source, trajectories in self._read_new_sources()
+            for trajectory in trajectories
+            if self._is_new(trajectory, source) and trajectory.id not in self._consumed
+        ]
 
-    def take(self, num: int, where: TrajectoryFilter = EVERYTHING) -> list[Trajectory]:
-        self._discover_sources()
-        return list(itertools.islice(self._iterate_matching(where), num))
-
-    def _discover_sources(self) -> None:
-        """Look for new sources."""
-
-    def _load_next_source(self) -> bool:
-        """Make the rows of one more source ready; return False if there is none."""
+    def _read_new_sources(self) -> Iterator[tuple[str, Sequence[Trajectory]]]:
+        """Yield every source that is new, with its rows."""
         raise NotImplementedError
 
-    def _count_passed(self, source: str, key: _DeliveryKey | None) -> None:
+    def _note_row(self, source: str, key: _DeliveryKey | None) -> None:
         """Note that a row of `source` was delivered or skipped; `key` is set if it was the first of its episode."""
 
-    def _iterate_matching(self, where: TrajectoryFilter) -> Iterator[Trajectory]:
-        while self._ready or self._load_next_source():
-            if not self._ready:
-                continue
-            source, trajectory = self._ready.popleft()
-            key = (trajectory.id, trajectory.status in TRAINABLE)
-            is_new = key not in self._delivered
-            if is_new:
-                self._delivered[key] = source
-            self._count_passed(source, key if is_new else None)
-            self.num_duplicates += not is_new
-            if is_new and trajectory.id not in self._consumed and where.admits(trajectory):
-                yield trajectory
+    def _is_new(self, trajectory: Trajectory, source: str) -> bool:
+        key = (trajectory.id, trajectory.status in TRAINABLE)
+        is_new = key not in self._delivered
+        if is_new:
+            self._delivered[key] = source
+        self._note_row(source, key if is_new else None)
+        self.num_duplicates += not is_new
+        return is_new
 
 
 @dataclass
@@ -145,7 +108,7 @@ class DiskSpoolReader(SpoolCursor):
             if name in self._known:
                 self._drop_rows(self._known[name])
 
-    def _discover_sources(self) -> None:
+    def _discover_names(self) -> None:
         added, removed = self._check_changes()
         for name in removed:
             if name in added and name in self._known and self._known[name].num_rows:
@@ -167,16 +130,14 @@ class DiskSpoolReader(SpoolCursor):
             raise SpoolError(f"spool {str(self._directory)!r} had {len(self._known)} segments and is gone: restore it")
         return self._listing.changes()
 
-    def _load_next_source(self) -> bool:
-        if not self._unread:
-            return False
-        name = self._unread.popleft()
-        # The name is known if the segment was removed and added again meanwhile.
-        trajectories = self._read_trajectories(name) if name not in self._known else None
-        if trajectories is not None:
-            self._known[name] = _ReadSegment(num_rows=len(trajectories))
-            self._ready.extend((name, trajectory) for trajectory in trajectories)
-        return True
+    def _read_new_sources(self) -> Iterator[tuple[str, Sequence[Trajectory]]]:
+        self._discover_names()
+        while self._unread:
+            name = self._unread.popleft()
+            trajectories = self._read_trajectories(name)
+            if trajectories is not None:
+                self._known[name] = _ReadSegment(num_rows=len(trajectories))
+                yield name, trajectories
 
     def _read_trajectories(self, name: str) -> list[Trajectory] | None:
         path = self._directory / name
@@ -204,10 +165,8 @@ class DiskSpoolReader(SpoolCursor):
         if not is_reported:
             self._on_damage(path, self.damaged[name])
 
-    def _count_passed(self, source: str, key: _DeliveryKey | None) -> None:
-        read = self._known.get(source)
-        if read is None or not read.num_rows:  # removed while its rows were waiting
-            return
+    def _note_row(self, source: str, key: _DeliveryKey | None) -> None:
+        read = self._known[source]
         read.num_passed += 1
         self.num_passed += 1
         if key is not None:

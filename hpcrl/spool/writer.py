@@ -52,7 +52,7 @@ Both may raise SpoolError, and leave nothing then.
 
 
 class BatchWriter:
-    """A writer that fills batches and writes them with `draft`."""
+    """A writer that fills batches and writes them with `draft`. Every method may be called from any thread."""
 
     def __init__(self, draft: BatchDrafter, *, batching: BatchLimits, clock: Callable[[], float]) -> None:
         self._draft = draft
@@ -75,6 +75,7 @@ class BatchWriter:
         return self._num_bytes < 2 * self._batching.max_bytes
 
     def append(self, trajectory: Trajectory) -> None:
+        """Hold a trajectory in memory. After an error it is not held."""
         packed = pack_trajectory(trajectory)
         with self._state_lock:
             self._check_room(packed)
@@ -82,6 +83,11 @@ class BatchWriter:
             self._num_bytes += packed.num_bytes
 
     def flush_due(self) -> list[str]:
+        """Start to write the batch if it is full or old; to be called regularly.
+
+        Returns the ids that became durable and were not returned yet. It waits only for a batch that is still being
+        written when the next is due. An error is that of an earlier batch, which is kept and tried again later.
+        """
         with self._flush_lock:
             if self._pending is not None and self._pending.is_finished:
                 self._await_pending()
@@ -90,6 +96,7 @@ class BatchWriter:
             return self._take_acknowledged()
 
     def flush(self) -> list[str]:
+        """Make all that is held durable; returns every id not returned yet. An error loses nothing; call again."""
         with self._flush_lock:
             with contextlib.suppress(SpoolError):  # what could not be written is open again and is tried now
                 self._await_pending()
@@ -98,6 +105,7 @@ class BatchWriter:
             return self._take_acknowledged()
 
     def close(self) -> list[str]:
+        """Refuse further trajectories, then `flush`."""
         with self._state_lock:
             self._closed = True
         return self.flush()

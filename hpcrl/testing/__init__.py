@@ -3,5 +3,7 @@
 ranks   several ranks of a trainer, each in a process
 nodes   couriers of several simulated nodes
 memory  a spool and a weight store in memory
+event_lines  the events of a campaign as dicts
+engines  an engine held between two steps
 model_templates  small tokenizers with the chat templates of current families
 """

@@ -1,13 +1,13 @@
 """A spool and a weight store in the memory of one process; they behave like those on disk."""
 
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 from hpcrl.errors import WeightsError
 from hpcrl.spool.reader import SpoolCursor
-from hpcrl.spool.record import PackedTrajectory, attach_columns, parse_facts
+from hpcrl.spool.record import PackedTrajectory, Trajectory, attach_columns, parse_facts
 from hpcrl.spool.writer import BatchLimits, BatchWriter
 from hpcrl.weights.store import Tensors, _checksums, _make_manifest, _verify_tensors
 from hpcrl.weights.versions import VersionManifest, WeightVersion, check_newer
@@ -41,13 +41,11 @@ class MemorySpoolReader(SpoolCursor):
         self._spool = spool
         self._next = 0
 
-    def _load_next_source(self) -> bool:
-        if self._next == len(self._spool.durable):
-            return False
-        packed = self._spool.durable[self._next]
-        self._ready.append((str(self._next), attach_columns(parse_facts(packed.facts), packed.columns)))
-        self._next += 1
-        return True
+    def _read_new_sources(self) -> Iterator[tuple[str, Sequence[Trajectory]]]:
+        while self._next < len(self._spool.durable):
+            packed = self._spool.durable[self._next]
+            self._next += 1
+            yield str(self._next), [attach_columns(parse_facts(packed.facts), packed.columns)]
 
 
 class MemoryStore:

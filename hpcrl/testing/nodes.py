@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.errors import WeightsError
+from hpcrl.testing.event_lines import read_events
 from hpcrl.weights.couriers.protocol import CourierStatus
 from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.window.file import WindowKey, unlink_recorded_windows

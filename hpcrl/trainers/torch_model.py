@@ -45,7 +45,7 @@ _ADAPTER_NAME = "default"
 def add_adapters(module: Any, *, rank: int, alpha: float) -> Any:
     """Add the same adapters on every rank, every time; the output layer and the embeddings stay as they are."""
     try:
-        from peft import LoraConfig, get_peft_model  # an extra
+        from peft import LoraConfig, get_peft_model  # noqa: TID251 - an extra
     except ModuleNotFoundError as error:
         raise TrainError(
             f'train.lora_rank = {rank} needs the package peft ({error}): pip install "hpcrl[lora]", or set it to 0'

@@ -11,8 +11,8 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow as pa  # noqa: TID251
+import pyarrow.parquet as pq  # noqa: TID251
 
 from hpcrl.spool.record import COLUMNS, Trajectory
 from hpcrl.system.files import publish_file, publish_json, sync_directory

@@ -1,8 +1,8 @@
 """The layout of a version: where every tensor is stored in one flat run of bytes. Nothing heavy is imported.
 
-    TensorLayout, TensorSlot        all tensors by HF name (or, on a node with a part, boxes of them), and one of them
-    ShardOrigin                     the tensor that a box was cut from
-    TensorShard                     the box of one tensor that one rank of a trainer holds
+    TensorLayout, TensorSlot        all tensors by HF name (or, on a node with a part, shards of them), and one of them
+    ShardOrigin                     the tensor that a shard was cut from
+    TensorShard                     the place in a tensor of the values that one rank of a trainer holds
     make_whole_shard, split_tensor  the usual shards: all of a tensor, and even slices along an axis
     check_shard, check_cover        values fit their shard - every value is held by exactly one shard
     align_nbytes                    round up to the alignment
@@ -11,7 +11,7 @@
 Each node of a trainer may keep only its own part of a version; the whole is then assembled nowhere.
 
     PartAssignment                  the node of every rank, and the layout of every node's part
-    build_part_layout               the boxes of some ranks as a window's layout, merged where they fill a larger box
+    build_part_layout               the shards of some ranks as a window's layout, merged where they fill a larger one
     join_layouts                    the layout of the whole, from those of all its parts
 """
 
@@ -41,7 +41,7 @@ ITEM_SIZES = {
 
 
 class ShardOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """The tensor that a box with its own slot was cut from."""
+    """The tensor that a shard with its own slot was cut from."""
 
     name: str
     start: tuple[int, ...]
@@ -50,7 +50,7 @@ class ShardOrigin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorSlot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A tensor, or one box of it, and its offset."""
+    """A tensor, or one shard of it, and its offset."""
 
     name: str
     dtype: str
@@ -59,7 +59,7 @@ class TensorSlot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     offset: int
     nbytes: int
     cut: ShardOrigin | None = None
-    """The tensor it is a box of; None: it is a whole tensor."""
+    """The tensor it is a shard of; None: it is a whole tensor."""
 
     @property
     def shard(self) -> "TensorShard":
@@ -86,17 +86,17 @@ class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def pack(cls, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> "TensorLayout":
         """Lay out tensors given by name, dtype and shape."""
-        return cls._place_boxes((name, dtype, shape, None) for name, dtype, shape in tensors)
+        return cls._lay_out((name, dtype, shape, None) for name, dtype, shape in tensors)
 
     @classmethod
-    def from_boxes(cls, boxes: "Iterable[tuple[TensorShard, TensorSlot]]") -> "TensorLayout":
-        """Lay out boxes, each given with its tensor; a box that is all of its tensor keeps the tensor's name."""
-        return cls._place_boxes(_describe_box(shard, tensor) for shard, tensor in boxes)
+    def from_shards(cls, shards: "Iterable[tuple[TensorShard, TensorSlot]]") -> "TensorLayout":
+        """Lay out shards, each given with its tensor; one that is all of its tensor keeps the tensor's name."""
+        return cls._lay_out(_describe_shard(shard, tensor) for shard, tensor in shards)
 
     @classmethod
-    def _place_boxes(cls, boxes: "Iterable[tuple[str, str, tuple[int, ...], ShardOrigin | None]]") -> "TensorLayout":
+    def _lay_out(cls, tensors: "Iterable[tuple[str, str, tuple[int, ...], ShardOrigin | None]]") -> "TensorLayout":
         slots, offset = [], 0
-        for name, dtype, shape, cut in boxes:
+        for name, dtype, shape, cut in tensors:
             if dtype not in ITEM_SIZES:
                 raise WeightsError(
                     f"tensor {name!r} is {dtype}, which a layout does not support: "
@@ -114,7 +114,7 @@ class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
             layout = msgspec.json.decode(data, type=cls)
         except msgspec.DecodeError as error:
             raise WeightsError(f"the layout of the weights is damaged ({error}): publish them again") from None
-        if layout != cls._place_boxes((t.name, t.dtype, t.shape, t.cut) for t in layout.tensors):
+        if layout != cls._lay_out((t.name, t.dtype, t.shape, t.cut) for t in layout.tensors):
             raise WeightsError(
                 "the layout of the weights is damaged (its offsets do not match its tensors): publish them again"
             )
@@ -153,7 +153,7 @@ class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorShard(msgspec.Struct, frozen=True, kw_only=True):
-    """The box of one canonical tensor that a rank holds, with any TP, PP and DP.
+    """The slice of one canonical tensor that a rank holds, with any TP, PP and DP.
 
     A trainer's fused tensor (qkv, gate and up) is several shards; a replicated one is written by one rank.
     """
@@ -164,18 +164,18 @@ class TensorShard(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The index of this box in the whole tensor."""
+        """The index of this shard in the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
     @property
     def num_values(self) -> int:
         return math.prod(self.shape)
 
-    def index_in(self, box: "TensorShard") -> tuple[slice, ...] | None:
-        """Return the index of this box in another box of its tensor; None if that does not hold all of it."""
-        start = tuple(own - first for own, first in zip(self.start, box.start, strict=True))
+    def index_in(self, outer: "TensorShard") -> tuple[slice, ...] | None:
+        """Return the index of this shard in another of its tensor; None if that does not hold all of it."""
+        start = tuple(own - first for own, first in zip(self.start, outer.start, strict=True))
         ends = (first + size for first, size in zip(start, self.shape, strict=True))
-        if min(start, default=0) < 0 or any(end > size for end, size in zip(ends, box.shape, strict=True)):
+        if min(start, default=0) < 0 or any(end > size for end, size in zip(ends, outer.shape, strict=True)):
             return None
         return TensorShard(name=self.name, start=start, shape=self.shape).index
 
@@ -194,7 +194,7 @@ def align_nbytes(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _describe_box(shard: TensorShard, tensor: TensorSlot) -> tuple[str, str, tuple[int, ...], ShardOrigin | None]:
+def _describe_shard(shard: TensorShard, tensor: TensorSlot) -> tuple[str, str, tuple[int, ...], ShardOrigin | None]:
     if shard.shape == tensor.shape:
         return tensor.name, tensor.dtype, tensor.shape, None
     name = f"{tensor.name}@{','.join(map(str, shard.start))}"
@@ -207,7 +207,7 @@ def make_whole_shard(tensor: TensorSlot) -> TensorShard:
 
 
 def split_tensor(tensor: TensorSlot, *, axis: int, num_shards: int) -> list[TensorShard]:
-    """Split a tensor into `num_shards` boxes along an axis, as evenly as possible, the larger ones first."""
+    """Split a tensor into `num_shards` shards along an axis, as evenly as possible, the larger ones first."""
     edges = [-(-index * tensor.shape[axis] // num_shards) for index in range(num_shards + 1)]
     return [
         TensorShard(
@@ -232,14 +232,14 @@ def check_shard(shard: TensorShard, tensors: Mapping[str, TensorSlot], *, dtype:
 def check_cover(layout: TensorLayout, held_by_rank: Sequence[Sequence[TensorShard]]) -> None:
     """Raise WeightsError, naming the tensor and the ranks, unless every value is in exactly one shard."""
     tensors = layout.tensors_by_name()
-    boxes: dict[str, list[tuple[TensorShard, int]]] = {name: [] for name in tensors}
+    holders: dict[str, list[tuple[TensorShard, int]]] = {name: [] for name in tensors}
     for rank, shards in enumerate(held_by_rank):
         for shard in shards:
             if shard.num_values:
-                boxes[_find_tensor(shard, tensors).name].append((shard, rank))
+                holders[_find_tensor(shard, tensors).name].append((shard, rank))
     for tensor in layout.tensors:
-        _check_disjoint(boxes[tensor.name])
-        lacking = math.prod(tensor.shape) - sum(shard.num_values for shard, _ in boxes[tensor.name])
+        _check_disjoint(holders[tensor.name])
+        lacking = math.prod(tensor.shape) - sum(shard.num_values for shard, _ in holders[tensor.name])
         if lacking:
             raise WeightsError(
                 f"tensor {tensor.name!r}: {lacking} of its {math.prod(tensor.shape)} values are held by no rank: "
@@ -247,13 +247,13 @@ def check_cover(layout: TensorLayout, held_by_rank: Sequence[Sequence[TensorShar
             )
 
 
-def _check_disjoint(boxes: list[tuple[TensorShard, int]]) -> None:
-    """Raise WeightsError if two boxes of one tensor overlap."""
-    in_order = sorted(boxes, key=lambda box: box[0].start)
+def _check_disjoint(shards_and_ranks: list[tuple[TensorShard, int]]) -> None:
+    """Raise WeightsError if two shards of one tensor overlap."""
+    in_order = sorted(shards_and_ranks, key=lambda pair: pair[0].start)
     for number, (shard, rank) in enumerate(in_order):
         for other, other_rank in in_order[number + 1 :]:
             if shard.start and other.start[0] >= shard.start[0] + shard.shape[0]:
-                break  # all later ones start after this box, too
+                break  # all later ones start after this one, too
             if all(
                 max(a, b) < min(a + m, b + n)
                 for a, m, b, n in zip(shard.start, shard.shape, other.start, other.shape, strict=True)
@@ -294,15 +294,13 @@ class PartAssignment:
     def from_shards(
         cls, layout: TensorLayout, *, nodes: Sequence[str], held_by_rank: Sequence[Sequence[TensorShard]]
     ) -> "PartAssignment":
-        """Assign parts to nodes by the boxes that their ranks hold; WeightsError unless these make up the whole."""
+        """Assign parts to nodes by the shards that their ranks hold; WeightsError unless these make up the whole."""
         check_cover(layout, held_by_rank)
         shards: dict[str, list[TensorShard]] = {node: [] for node in nodes}
-        for node, boxes in zip(nodes, held_by_rank, strict=True):
-            shards[node] += [shard for shard in boxes if shard.num_values]
+        for node, held in zip(nodes, held_by_rank, strict=True):
+            shards[node] += [shard for shard in held if shard.num_values]
         shards[nodes[0]] += [make_whole_shard(tensor) for tensor in layout.tensors if not math.prod(tensor.shape)]
-        return cls(
-            nodes=tuple(nodes), layouts={node: build_part_layout(layout, boxes) for node, boxes in shards.items()}
-        )
+        return cls(nodes=tuple(nodes), layouts={node: build_part_layout(layout, held) for node, held in shards.items()})
 
     def writer(self, rank: int) -> int:
         """Return the rank that commits what this one stages."""
@@ -314,33 +312,33 @@ class PartAssignment:
 
 
 def build_part_layout(layout: TensorLayout, shards: Iterable[TensorShard]) -> TensorLayout:
-    """Lay out these boxes, in the order of their tensors."""
+    """Lay out these shards, in the order of their tensors."""
     by_name: dict[str, list[TensorShard]] = {}
     for shard in shards:
         by_name.setdefault(shard.name, []).append(shard)
-    return TensorLayout.from_boxes(
-        (box, tensor) for tensor in layout.tensors for box in _merge_shards(by_name.get(tensor.name, []), tensor)
+    return TensorLayout.from_shards(
+        (shard, tensor) for tensor in layout.tensors for shard in _merge_shards(by_name.get(tensor.name, []), tensor)
     )
 
 
 def join_layouts(parts: Sequence[TensorLayout]) -> TensorLayout:
-    """Lay out all tensors of which the parts hold boxes; WeightsError unless they hold every value once."""
+    """Lay out all tensors of which the parts hold shards; WeightsError unless they hold every value once."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for part in parts:
-        for box in part.tensors:
-            seen = (box.dtype, box.shape if box.cut is None else box.cut.shape)
-            if tensors.setdefault(box.shard.name, seen) != seen:
+        for shard_slot in part.tensors:
+            seen = (shard_slot.dtype, shard_slot.shape if shard_slot.cut is None else shard_slot.cut.shape)
+            if tensors.setdefault(shard_slot.shard.name, seen) != seen:
                 raise WeightsError(
-                    f"tensor {box.shard.name!r} is {seen[0]} {list(seen[1])} on one node of the trainer and "
-                    f"{tensors[box.shard.name]} on another: do all ranks hold the same model?"
+                    f"tensor {shard_slot.shard.name!r} is {seen[0]} {list(seen[1])} on one node of the trainer and "
+                    f"{tensors[shard_slot.shard.name]} on another: do all ranks hold the same model?"
                 )
     layout = TensorLayout.pack((name, dtype, shape) for name, (dtype, shape) in tensors.items())
-    check_cover(layout, [[box.shard for box in part.tensors] for part in parts])
+    check_cover(layout, [[shard_slot.shard for shard_slot in part.tensors] for part in parts])
     return layout
 
 
 def _merge_shards(shards: list[TensorShard], tensor: TensorSlot) -> list[TensorShard]:
-    """Merge disjoint boxes into the box that they fill together, if they do."""
+    """Merge disjoint shards into the one that they fill together, if they do."""
     if len(shards) < 2:
         return shards
     low = tuple(map(min, zip(*(shard.start for shard in shards), strict=True)))

@@ -107,22 +107,22 @@ def iterate_tensors(
     `parts` are by writer. OSError if a part is not written, WeightsError if it is damaged.
     """
     slots = {writer: own if writer == rank else _map_part(directory, writer, part) for writer, part in parts.items()}
-    boxes: dict[str, list[tuple[memoryview, TensorSlot]]] = defaultdict(list)
+    shard_slots: dict[str, list[tuple[memoryview, TensorSlot]]] = defaultdict(list)
     for writer, part in parts.items():
-        for box in part.tensors:
-            boxes[box.shard.name].append((slots[writer], box))
+        for shard_slot in part.tensors:
+            shard_slots[shard_slot.shard.name].append((slots[writer], shard_slot))
     for tensor in layout.tensors:
-        yield _assemble_tensor(tensor, boxes[tensor.name])
+        yield _assemble_tensor(tensor, shard_slots[tensor.name])
 
 
-def _assemble_tensor(tensor: TensorSlot, boxes: list[tuple[memoryview, TensorSlot]]) -> memoryview:
-    if len(boxes) == 1 and boxes[0][1].cut is None:
-        slot, box = boxes[0]
-        return slot[box.offset : box.offset + box.nbytes]
+def _assemble_tensor(tensor: TensorSlot, shard_slots: list[tuple[memoryview, TensorSlot]]) -> memoryview:
+    if len(shard_slots) == 1 and shard_slots[0][1].cut is None:
+        slot, shard_slot = shard_slots[0]
+        return slot[shard_slot.offset : shard_slot.offset + shard_slot.nbytes]
     data = memoryview(bytearray(tensor.nbytes))
     values = view_values(data, msgspec.structs.replace(tensor, offset=0))
-    for slot, box in boxes:
-        values[box.shard.index] = view_values(slot, box)
+    for slot, shard_slot in shard_slots:
+        values[shard_slot.shard.index] = view_values(slot, shard_slot)
     return data
 
 
@@ -132,9 +132,11 @@ def _map_part(directory: Path, writer: int, part: TensorLayout) -> memoryview:
     if path.stat().st_size != part.nbytes:
         raise WeightsError(f"{path} has {path.stat().st_size} bytes and not {part.nbytes}: it is truncated")
     data = np.memmap(path, np.uint8, "r").data if part.nbytes else memoryview(b"")
-    for box in part.tensors:
-        if (actual := compute_checksum(data, box).hex()) != (expected := mark.checksums.get(box.name)):
-            raise WeightsError(f"{path}: box {box.name!r} has checksum {actual}, {expected} was written: it is damaged")
+    for shard_slot in part.tensors:
+        if (actual := compute_checksum(data, shard_slot).hex()) != (expected := mark.checksums.get(shard_slot.name)):
+            raise WeightsError(
+                f"{path}: shard {shard_slot.name!r} has checksum {actual}, {expected} was written: it is damaged"
+            )
     return data
 
 

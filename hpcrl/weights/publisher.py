@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from hpcrl.campaign_dir.event_log import EventLog
-from hpcrl.campaign_dir.events import RungChanged, VersionPublished
+from hpcrl.campaign_dir.events import TransportChanged, VersionPublished
 from hpcrl.errors import WeightsError
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.store import Tensors
@@ -89,7 +89,7 @@ class WeightPublisher:
     def set_transport(self, transport: Transport) -> None:
         """Set the transport of all further versions, for every worker and in the event log."""
         write_transport(self._files.directory, transport)
-        self._events.emit(RungChanged(rung=transport.rung, reason=transport.reason))
+        self._events.emit(TransportChanged(transport=transport.name, reason=transport.reason))
 
     def publish(
         self, weights: Any, weight_version: WeightVersion, *, gather_tensors: Callable[[], Tensors] | None = None
@@ -153,7 +153,7 @@ class WeightPublisher:
                 raise
             window.close()
             self._window = None
-            self.set_transport(Transport(rung="files", reason=str(error)))
+            self.set_transport(Transport(name="files", reason=str(error)))
             return None
         return lambda: window.commit(staged)
 
@@ -174,7 +174,7 @@ class WeightPublisher:
     def _engines_read_files(self) -> bool:
         """Return True if engines need every version in files."""
         transport = read_transport(self._files.directory)
-        return transport is None or transport.rung == "files"
+        return transport is None or transport.name == "files"
 
     def _run_in_background(self, work: Callable[[], None]) -> None:
         self._background.append(self._thread.submit(work))

@@ -1,10 +1,10 @@
 """The store of windows that the ranks of a trainer fill together: a full tensor is assembled nowhere.
 
-    ShardStore       one rank's end: every rank stages the boxes that it holds, and rank 0 commits
+    ShardStore       one rank's end: every rank stages the shards that it holds, and rank 0 commits
     RankMessage      what a rank sends to the others before they write, and after
     AllGather        sends every rank's message to all ranks
     make_all_gather  make one over a torch.distributed group
-    LocalShards      the boxes of a rank
+    LocalShards      the shards of a rank
 
     store = ShardStore(make_window_key(campaign, node=node), job=job, layout=layout, rank=rank, all_gather=all_gather)
     store.stage(shards, weight_version)         # on every rank; training continues when it returns
@@ -39,7 +39,7 @@ from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window, WriteTicket
 
 LocalShards = Sequence[tuple[TensorShard, torch.Tensor]]
-"""The boxes that a rank holds: where each belongs, and its values."""
+"""The shards that a rank holds: where each belongs, and its values."""
 AllGather = Callable[[bytes], list[bytes]]
 """Returns the messages of all ranks, in their order, once all have sent theirs; so it is a barrier too."""
 
@@ -88,7 +88,7 @@ class ShardStore:
     # ---- every rank
 
     def stage(self, shards: LocalShards, weight_version: WeightVersion) -> None:
-        """Copy this rank's boxes into the slot; all ranks call it, and the tensors may change when it returns.
+        """Copy this rank's shards into the slot; all ranks call it, and the tensors may change when it returns.
 
         Raise WeightsError, on all ranks, if a tensor is missing, extra, held twice, or of a wrong shape or type, or
         if the window cannot be written to.
@@ -169,7 +169,7 @@ class ShardStore:
 
     def _agree_on_ticket(self, shards: LocalShards, weight_version: WeightVersion) -> WriteTicket:
         """Return the place to write, once all ranks have sent what they hold and it is checked."""
-        error, ticket, boxes = "", None, tuple(shard for shard, _ in shards)
+        error, ticket, own_shards = "", None, tuple(shard for shard, _ in shards)
         try:
             self._wait_for_background()
             _check_values(shards, self._layout)
@@ -178,7 +178,7 @@ class ShardStore:
         except WeightsError as found:
             error = str(found)
         messages = self._gather_messages(
-            RankMessage(error=error, layout=self._layout.digest(), shards=boxes, turn=ticket)
+            RankMessage(error=error, layout=self._layout.digest(), shards=own_shards, turn=ticket)
         )
         for rank, message in enumerate(messages):
             if message.layout != messages[0].layout:
@@ -198,7 +198,7 @@ class ShardStore:
         elif (
             PartAssignment.from_shards(self._layout, nodes=self._parts.nodes, held_by_rank=held_by_rank) != self._parts
         ):
-            raise WeightsError("the ranks hold other boxes of the weights than at the start: restart the trainer")
+            raise WeightsError("the ranks hold other shards of the weights than at the start: restart the trainer")
 
     def _gather_messages(self, message: RankMessage) -> list[RankMessage]:
         """Exchange messages with all ranks; WeightsError, on all of them, if one reports an error."""
@@ -279,14 +279,14 @@ def _check_values(shards: LocalShards, layout: TensorLayout) -> None:
 
 
 def _fill_slot(slot: memoryview, layout: TensorLayout, shards: LocalShards) -> None:
-    """Copy each shard, from any device, with one strided copy into the box of the layout that holds it."""
-    tensors, boxes = view_tensors(slot, layout), defaultdict[str, list[TensorSlot]](list)
-    for box in layout.tensors:
-        boxes[box.shard.name].append(box)
+    """Copy each shard, from any device, with one strided copy into the slot of the layout that holds it."""
+    tensors, shard_slots = view_tensors(slot, layout), defaultdict[str, list[TensorSlot]](list)
+    for shard_slot in layout.tensors:
+        shard_slots[shard_slot.shard.name].append(shard_slot)
     for shard, values in shards:
-        for box in boxes[shard.name] if shard.num_values else ():
-            if (index := shard.index_in(box.shard)) is not None:
-                tensors[box.name][index].copy_(values.detach())
+        for shard_slot in shard_slots[shard.name] if shard.num_values else ():
+            if (index := shard.index_in(shard_slot.shard)) is not None:
+                tensors[shard_slot.name][index].copy_(values.detach())
 
 
 def _share_checksums(window: Window, ticket: WriteTicket) -> None:

@@ -1,10 +1,10 @@
 """The versions of the weights in a directory: names and manifests only, nothing heavy is imported.
 
-DIRECTORY/v00000007/    a version; it is renamed to this last, so it is complete
+DIRECTORY/v00000007/      a version; it is renamed to this last, so it is complete
   model.safetensors
   manifest.json
-DIRECTORY/newest.json   the newest version that the trainer has made; it may be in windows only
-DIRECTORY/rung.json     the transport to the engines: windows, windows with couriers between nodes, or files
+DIRECTORY/newest.json     the newest version that the trainer has made; it may be in windows only
+DIRECTORY/transport.json  the transport to the engines: windows, windows with couriers between nodes, or files
 """
 
 import contextlib
@@ -38,7 +38,7 @@ TransportName = Literal["window", "mpi", "tcp", "files"]
 class Transport(msgspec.Struct, frozen=True, kw_only=True):
     """The way versions reach the engines; files, the last in the fallback order, always work."""
 
-    rung: TransportName
+    name: TransportName
     """window: all workers are on one node - mpi, tcp: couriers transfer between nodes - files: all is in files."""
     reason: str
 
@@ -65,13 +65,13 @@ def find_newest_version(directory: Path) -> int | None:
 
 def write_transport(directory: Path, transport: Transport) -> None:
     """Record the transport that every worker uses from now on."""
-    publish_file(directory / "rung.json", msgspec.json.encode(transport))
+    publish_file(directory / "transport.json", msgspec.json.encode(transport))
 
 
 def read_transport(directory: Path) -> Transport | None:
     """Read the transport in use; None if none is recorded, and then versions are read from files."""
     try:
-        return msgspec.json.decode((directory / "rung.json").read_bytes(), type=Transport)
+        return msgspec.json.decode((directory / "transport.json").read_bytes(), type=Transport)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 

@@ -13,33 +13,27 @@ import pytest
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool.listing import announce_changes, count_spool_trajectories, list_segments
-from hpcrl.spool.reader import DiskSpoolReader, TrajectoryFilter
-from hpcrl.spool.record import COLUMNS, EpisodeTurn, Trajectory, pack_trajectory
+from hpcrl.spool.reader import DiskSpoolReader
+from hpcrl.spool.record import COLUMNS, EpisodeTurn, pack_trajectory
 from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter, derive_segment
 from hpcrl.testing.memory import MemorySpool, MemorySpoolReader, MemorySpoolWriter
+from tests.support.trajectories import make_trajectory
 
 FORK = multiprocessing.get_context("fork")
 
 
 def trajectory(name="math/0/0", num_tokens=6, **changed):
-    fields = {
-        "id": name,
-        "group": name.rpartition("/")[0],
+    odd = {
         "domain": "math",
-        "seed": 1,
-        "status": "done",
-        "producer": "000-env-0",
         "created": 1.5,
         "start_version": 2,
         "end_version": 3,
         "turns": [EpisodeTurn(start=2, end=num_tokens, reward=0.5, generate_s=0.25)],
-        "token_ids": np.arange(num_tokens, dtype=np.int32),
-        "logprobs": np.array([0, np.nan, -np.inf, -1.5, *[0.0] * num_tokens], np.float32)[:num_tokens],
-        "versions": np.full(num_tokens, 2, np.int32),
+        "logprobs": [0, np.nan, -np.inf, -1.5, *[0.0] * num_tokens][:num_tokens],
         "loss_mask": np.arange(num_tokens) > 1,
     }
-    return Trajectory(**{**fields, **changed})
+    return make_trajectory(name, num_tokens, version=2, **{**odd, **changed})
 
 
 def exact(record):
@@ -258,49 +252,6 @@ def test_threads_may_append_while_another_flushes(spool):
     assert reader.num_duplicates == 0
 
 
-def test_micro_batches_are_taken_one_after_another(spool):
-    writer, reader = spool.writer(), spool.reader()
-    for index in range(5):
-        writer.append(trajectory(f"math/0/{index}"))
-    writer.flush()
-    assert ids(reader.take(2)) == ["math/0/0", "math/0/1"]
-    assert ids(reader.take(2)) == ["math/0/2", "math/0/3"]
-    writer.append(trajectory("math/0/5"))
-    writer.flush()
-    assert ids(reader.take(9)) == ["math/0/4", "math/0/5"]
-    assert reader.take(1) == []
-
-
-@pytest.mark.parametrize(
-    ("where", "wanted"),
-    [
-        (TrajectoryFilter(), ["math/0/0", "code/1/0", "math/2/0"]),
-        (TrajectoryFilter(domains=frozenset({"math"})), ["math/0/0", "math/2/0"]),
-        (TrajectoryFilter(statuses=frozenset({"truncated"})), ["code/1/0"]),
-        (TrajectoryFilter(min_version=3), ["math/2/0"]),
-        (TrajectoryFilter(max_version=2), ["math/0/0", "code/1/0"]),
-        (TrajectoryFilter(domains=frozenset({"code"}), min_version=3), []),
-    ],
-)
-def test_a_consumer_gets_what_it_asks_for(spool, where, wanted):
-    writer, reader = spool.writer(), spool.reader()
-    writer.append(trajectory("math/0/0"))
-    writer.append(trajectory("code/1/0", domain="code", status="truncated"))
-    writer.append(trajectory("math/2/0", start_version=3))
-    writer.flush()
-    assert ids(reader.take(9, where)) == wanted
-    assert reader.poll() == []
-
-
-def test_a_trajectory_that_a_consumer_skips_counts_as_delivered(spool):
-    writer, reader = spool.writer(), spool.reader()
-    for _ in range(2):
-        writer.append(trajectory())
-        writer.flush()
-    assert reader.poll(TrajectoryFilter(min_version=99)) == []
-    assert reader.num_duplicates == 1
-
-
 def test_a_full_writer_has_no_room(spool):
     writer = spool.writer(batching=BatchLimits(max_bytes=5_000))
     assert writer.has_room
@@ -466,11 +417,13 @@ def test_a_transformation_that_fails_leaves_nothing(disk):
 
 def test_a_segment_that_is_removed_before_it_is_read_is_forgotten(disk):
     writer, reader = disk.writer(), disk.reader()
-    for index in range(3):
+    writer.append(trajectory("math/0/0"))
+    writer.flush()
+    assert ids(reader.poll()) == ["math/0/0"]
+    for index in (1, 2):
         writer.append(trajectory(f"math/0/{index}"))
         writer.flush()
     first, second, third = list_segments(disk.directory)
-    assert ids(reader.take(1)) == ["math/0/0"]
     (disk.directory / second).unlink()
     announce_changes(disk.directory, removed=[second, third])
     announce_changes(disk.directory, added=[third])

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
-from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import SINGLE_RANK
+from tests.support.trajectories import make_trajectory
 
 
 def packed(model_dir, train, **options):
@@ -65,24 +65,14 @@ def trajectory(group, index, *, reward, seed=0, length=20, **changed):
     rng = np.random.default_rng([seed, index, length])
     generated = np.zeros(length, dtype=np.bool_)
     generated[length // 4 : length // 2] = generated[length * 3 // 4 :] = True
-    fields = {
-        "id": f"{group}/{index}",
-        "group": group,
-        "domain": "math",
-        "seed": seed,
-        "status": "done",
-        "producer": "000-env-0",
-        "created": 0.0,
-        "start_version": 1,
-        "end_version": 1,
+    random = {
         "token_ids": rng.integers(0, VOCABULARY, length, dtype=np.int32),
-        "logprobs": np.where(generated, -np.log(VOCABULARY) + 0.1 * rng.normal(size=length), 0).astype(np.float32),
-        "versions": np.ones(length, dtype=np.int32),
+        "logprobs": np.where(generated, -np.log(VOCABULARY) + 0.1 * rng.normal(size=length), 0),
         "loss_mask": generated,
         "turns": [],
         "reward": reward,
     }
-    return Trajectory(**{**fields, **changed})
+    return make_trajectory(f"{group}/{index}", version=1, **{**random, **changed})
 
 
 def batch(seed=0):

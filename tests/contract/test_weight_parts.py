@@ -33,7 +33,7 @@ KINDS = ("int8", "bfloat16", "float32", "int64")
 
 @st.composite
 def trainers(draw: st.DrawFn) -> tuple[TensorLayout, list[str], Held]:
-    """Draw a model whose tensors are split repeatedly along any axis, and ranks on up to three nodes with the boxes."""
+    """Draw a model whose tensors are split repeatedly along any axis, and ranks on up to three nodes with shards."""
     shapes = draw(st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=4))
     layout = TensorLayout.pack((f"t{i}", draw(st.sampled_from(KINDS)), shape) for i, shape in enumerate(shapes))
     nodes = sorted(draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=5)))
@@ -68,9 +68,9 @@ def model(layout: TensorLayout, *, seed: int = 0) -> bytearray:
 def slot_of(part: TensorLayout, layout: TensorLayout, data: bytearray) -> bytearray:
     """Return the content of a node's window."""
     slot, tensors = bytearray(part.nbytes), layout.tensors_by_name()
-    for box in part.tensors:
-        view_values(memoryview(slot), box)[...] = view_values(memoryview(data), tensors[box.shard.name])[
-            box.shard.index
+    for shard_slot in part.tensors:
+        view_values(memoryview(slot), shard_slot)[...] = view_values(memoryview(data), tensors[shard_slot.shard.name])[
+            shard_slot.shard.index
         ]
     return slot
 
@@ -164,14 +164,17 @@ def tensor_parallel() -> Held:
     return held
 
 
-def test_boxes_of_a_node_that_fill_a_larger_one_are_one() -> None:
+def test_shards_of_a_node_that_fill_a_larger_one_are_one() -> None:
     first, second = PartAssignment.from_shards(LAYOUT, nodes=NODES, held_by_rank=tensor_parallel()).layouts.values()
-    assert [(box.name, box.shape) for box in first.tensors] == [
+    assert [(shard_slot.name, shard_slot.shape) for shard_slot in first.tensors] == [
         ("q@0,0", (32, 32)),
         ("o@0,0", (32, 32)),
         ("norm", (32,)),
     ]
-    assert [(box.name, box.shape) for box in second.tensors] == [("q@32,0", (32, 32)), ("o@0,32", (32, 32))]
+    assert [(shard_slot.name, shard_slot.shape) for shard_slot in second.tensors] == [
+        ("q@32,0", (32, 32)),
+        ("o@0,32", (32, 32)),
+    ]
 
 
 def test_rows_are_sent_as_one_run_and_columns_are_scattered() -> None:
@@ -197,9 +200,9 @@ def flip(data: bytearray) -> None:
     data[3] ^= 1
 
 
-def test_a_box_that_changes_on_the_way_is_refused_by_its_name() -> None:
+def test_a_shard_that_changes_on_the_way_is_refused_by_its_name() -> None:
     parts, slots = parts_of(LAYOUT, NODES, tensor_parallel())
-    with pytest.raises(WeightsError, match=r"box 'o@0,32' of rank 1 arrived with checksum"):
+    with pytest.raises(WeightsError, match=r"shard 'o@0,32' of rank 1 arrived with checksum"):
         receive_parts(LAYOUT, parts, slots, damage=flip)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.rollout.tasks import NUM_SEEDS
 from hpcrl.spool.ids import is_held_out
 from hpcrl.spool.segment import read_segment
 from hpcrl.system.files import read_json
+from hpcrl.testing.event_lines import read_events
 from tests.support.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

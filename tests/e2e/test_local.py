@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import read_json
+from hpcrl.testing.event_lines import read_events
 from hpcrl.weights.versions import list_versions
 from tests.support.campaigns import (
     SMALL,
@@ -47,7 +47,7 @@ def test_the_quickstart_learns_and_leaves_nothing_running(campaigns: Path) -> No
     assert "mean reward" in output
     assert str(run.root) in output
     assert num_consumed_groups(run) == seen["step"] * read_json(run.recipe)["train"]["groups_per_step"]
-    assert [event["rung"] for event in events_of(run, "rung")] == ["window"]
+    assert [event["transport"] for event in events_of(run, "transport")] == ["window"]
     assert [event["version"] for event in events_of(run, "published")] == list(range(seen["step"] + 1))
     assert {event["role"] for event in events_of(run, "loaded") if event["version"] > 0} == {"prefill", "decode"}
     assert events_of(run, "fault") == []

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.network import current_node
+from hpcrl.testing.event_lines import read_events
 from hpcrl.weights.versions import list_versions
 from hpcrl.weights.window.file import make_window_key
 from tests.support.campaigns import SMALL, hpcrl, snapshot, steps
@@ -38,7 +38,7 @@ def test_a_sync_campaign_completes_though_rewards_fail_and_weights_go_by_files(c
     faults = [event["id"] for event in events_of(run, "fault")]
     assert faults, "rewards failed"
     assert all(int(name.split("/")[1]) % 2 for name in faults)
-    assert [event["rung"] for event in events_of(run, "rung")] == ["window", "files"]
-    assert "another user has this name" in events_of(run, "rung")[-1]["reason"]
+    assert [event["transport"] for event in events_of(run, "transport")] == ["window", "files"]
+    assert "another user has this name" in events_of(run, "transport")[-1]["reason"]
     assert list_versions(run.weights)[-1] == 4
     assert {event["version"] for event in events_of(run, "loaded")} & {1, 2, 3, 4}

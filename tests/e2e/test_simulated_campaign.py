@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.rollout.routing.role_switch import read_switched_roles
 from hpcrl.spool.record import EpisodeTurn
 from hpcrl.spool.segment import read_segment
+from hpcrl.testing.event_lines import read_events
 from tests.support.campaigns import SMALL, hpcrl, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

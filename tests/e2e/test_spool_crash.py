@@ -8,7 +8,7 @@ import time
 
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
-from tests.support.spools import trajectory
+from tests.support.trajectories import make_trajectory
 
 FORK = multiprocessing.get_context("fork")
 NUM_KILLS = 30
@@ -21,7 +21,7 @@ def write_until_killed(directory, run, pipe):
     rng = random.Random(run)
     number = 0
     while True:
-        writer.append(trajectory(f"math/{run}/{number}", rng.randrange(20_000)))
+        writer.append(make_trajectory(f"math/{run}/{number}", rng.randrange(20_000)))
         for name in writer.flush_due():
             os.write(pipe, f"{name}\n".encode())
         number += 1

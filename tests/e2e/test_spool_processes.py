@@ -8,7 +8,7 @@ import time
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
 from hpcrl.system.files import publish_json, read_json
-from tests.support.spools import trajectory
+from tests.support.trajectories import make_trajectory
 
 FORK = multiprocessing.get_context("fork")
 NUM_WRITERS = 16
@@ -25,7 +25,7 @@ def write(directory, number):
     writer = DiskSpoolWriter(directory, producer=f"000-env-{number}", batching=BatchLimits(max_count=7))
     acknowledged = []
     for index in range(PER_WRITER):
-        writer.append(trajectory(f"math-{number}/{index}/0", index * 10))
+        writer.append(make_trajectory(f"math-{number}/{index}/0", index * 10))
         acknowledged += writer.flush_due()
     acknowledged += writer.close()
     assert acknowledged == [f"math-{number}/{index}/0" for index in range(PER_WRITER)]
@@ -73,7 +73,7 @@ def test_a_consumer_that_is_killed_at_any_moment_uses_everything_once(tmp_path):
     acknowledged = []
     for run in range(NUM_KILLS):
         for index in range(6):
-            writer.append(trajectory(f"math/{run * 6 + index}/0", rng.randrange(2000)))
+            writer.append(make_trajectory(f"math/{run * 6 + index}/0", rng.randrange(2000)))
         consumer = FORK.Process(target=consume_until_killed, args=(spool, commit))
         consumer.start()
         time.sleep(rng.uniform(0.0, 0.05))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.testing.event_lines import read_events
 from tests.support.campaigns import (
     SMALL,
     driver_of,
@@ -43,7 +43,7 @@ def test_two_ranks_killed_with_their_driver_resume_train_every_group_once_and_sa
     assert (seen["state"], seen["step"], len(seen["jobs"])) == ("done", 6, 2)
     assert num_consumed_groups(run) == 6 * 2  # a group that is trained on twice counts once
     events = list(read_events(run.events))
-    assert [event["rung"] for event in events if event["event"] == "rung"] == ["window", "window"]
+    assert [event["transport"] for event in events if event["event"] == "transport"] == ["window", "window"]
     assert {event["version"] for event in events if event["event"] == "published"} >= set(range(7))
     newest = sorted(run.checkpoints.iterdir())[-1]
     assert len(list(newest.glob("state-*.safetensors"))) == 2

@@ -194,7 +194,7 @@ def test_bytes_of_a_part_that_change_on_the_way_are_never_seen(two_and_two: Flee
     trainer[1].commit(sums=[bytes(16)] * len(trainer[1].layout.tensors))
     two_and_two.ended()
     assert {two_and_two.newest(node) for node in two_and_two.receivers} == {2}
-    assert any("box 'embed@524288,0' of rank 1" in fault["detail"] for fault in two_and_two.events("fault"))
+    assert any("shard 'embed@524288,0' of rank 1" in fault["detail"] for fault in two_and_two.events("fault"))
 
 
 def test_no_version_is_ever_mixed_while_couriers_are_killed_at_random(two_and_two: Fleet) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.testing.event_lines import read_events
 from tests.support.campaigns import SMALL, hpcrl, snapshot, until
 from tests.support.lab_tools import Lab
 
@@ -36,7 +36,7 @@ def test_the_quickstart_learns_on_separate_partitions_with_weights_by_mpi(lab: L
     assert {role: node.rstrip("0123456789") for role, node in where.items()} == partitions
     expected = dict.fromkeys(("env", "prefill", "decode", "train"), "COMPLETED")
     until(lambda: states(lab, seen["jobs"][0]["id"]) == expected, what="sacct shows every component COMPLETED")
-    assert [event["rung"] for event in events_of(run, "rung")] == ["files", "mpi"]
+    assert [event["transport"] for event in events_of(run, "transport")] == ["files", "mpi"]
     carried = events_of(run, "courier")
     assert {(event["node"], *event["to"]) for event in carried} == {("train1", "prefill1", "decode1")}
     assert all(event["bytes"] > 0 and event["wall_s"] > 0 for event in carried)
@@ -84,7 +84,7 @@ def test_a_campaign_is_stored_where_the_site_sets_it_and_uses_files_where_it_has
     run = CampaignDir(campaigns / "e")
     assert (campaigns / "e").is_symlink()
     assert (elsewhere / "e" / "campaign.json").is_file()
-    assert [event["rung"] for event in events_of(run, "rung")] == ["files"]
+    assert [event["transport"] for event in events_of(run, "transport")] == ["files"]
     assert {event["node"] for event in events_of(run, "loaded")} == {"prefill1", "decode1"}
     assert events_of(run, "follower"), "a second job was queued"
     until(lambda: lab.run("squeue", "-h") == "", what="it does not wait behind a campaign that is done")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.testing.event_lines import read_events
 from hpcrl.testing.nodes import courier_pids, processes
 from hpcrl.weights.versions import list_versions, read_transport
 from tests.support.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
@@ -21,7 +21,7 @@ def named(run: CampaignDir, name: str) -> list[dict[str, object]]:
 
 
 def transports(run: CampaignDir) -> list[object]:
-    return [event["rung"] for event in named(run, "rung")]
+    return [event["transport"] for event in named(run, "transport")]
 
 
 def test_a_campaign_whose_mpi_does_not_work_uses_tcp(lab: Lab, campaigns: Path) -> None:
@@ -31,7 +31,7 @@ def test_a_campaign_whose_mpi_does_not_work_uses_tcp(lab: Lab, campaigns: Path) 
     until(lambda: len(named(run, "courier")) > 1, what="versions were carried", timeout_s=300)
     assert transports(run)[-1] == "tcp"
     assert "mpi" not in transports(run)
-    assert any("a world of 1 where 3 ranks were started" in str(event["reason"]) for event in named(run, "rung"))
+    assert any("a world of 1 where 3 ranks were started" in str(event["reason"]) for event in named(run, "transport"))
     assert {event["node"] for event in named(run, "courier")} == {"train1"}
     hpcrl("stop", "t", "--now")
 
@@ -59,7 +59,7 @@ def test_couriers_are_restarted_alone(lab: Lab, campaigns: Path, home: Path) -> 
     assert {"rank", "bucket", "bytes"} <= fault.keys()
     transport = read_transport(run.weights)
     assert transport is not None
-    assert transport.rung == "mpi"
+    assert transport.name == "mpi"
     hpcrl("stop", "r", "--now")
     until(lambda: not processes_of(home), what="no process is left", timeout_s=60)
     assert snapshot("r")["state"] == "stopped"

@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.testing.event_lines import read_events
 from tests.support.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
 from tests.support.lab_tools import Lab
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.testing.event_lines import read_events
 from tests.support.campaigns import SMALL, hpcrl, outcome, steps, until
 from tests.support.lab_tools import Lab, running_lab
 
@@ -45,7 +45,7 @@ def test_a_campaign_continues_without_a_lost_node_and_its_weights_are_still_sent
     until(lambda: len(steps(run)) > made + 1, what="steps are made without it", timeout_s=240)
     faults = [event["detail"] for event in read_events(run.events) if event["event"] == "fault"]
     assert f"decode continues without {LOST}" in faults
-    assert [event["rung"] for event in read_events(run.events) if event["event"] == "rung"][-1] == "mpi"
+    assert [event["transport"] for event in read_events(run.events) if event["event"] == "transport"][-1] == "mpi"
     hpcrl("stop", "n")
     assert outcome(run)["outcome"] == "stopped"
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.testing.event_lines import read_events
 from tests.support.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
@@ -25,7 +25,7 @@ def test_a_site_without_het_jobs_trains_in_one_allocation_with_weights_by_mpi(la
     run, seen = CampaignDir(campaigns / "o"), snapshot("o")
     assert seen["state"] == "done"
     assert [event["layout"] for event in named(run, "layout")] == ["hetstep"]
-    assert [event["rung"] for event in named(run, "rung")] == ["files", "mpi"]
+    assert [event["transport"] for event in named(run, "transport")] == ["files", "mpi"]
     carried = named(run, "courier")
     assert {(event["node"], *event["to"]) for event in carried} == {("train2", "prefill2", "train1")}
     assert {event["role"]: event["node"] for event in named(run, "worker-started")} == NODES

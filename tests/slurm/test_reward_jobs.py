@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.spool.listing import SegmentListing
 from hpcrl.system.processes import read_start_ticks
+from hpcrl.testing.event_lines import read_events
 from tests.support.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
@@ -102,8 +102,8 @@ def test_a_reward_job_without_work_ends_while_the_campaign_continues(lab: Lab, c
     scored_on = {(event["partition"], event["node"]) for event in events(run, "scored")}
     assert {partition for partition, _ in scored_on} == {"preempt"}
     assert {node for _, node in scored_on} <= ENV_NODES
-    assert [event["rung"] for event in events(run, "rung")][-1] == "tcp"
-    assert any("the site has no MPI" in str(event["reason"]) for event in events(run, "rung"))
+    assert [event["transport"] for event in events(run, "transport")][-1] == "tcp"
+    assert any("the site has no MPI" in str(event["reason"]) for event in events(run, "transport"))
 
 
 def test_a_segment_of_a_preempted_reward_job_is_still_scored(

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import read_json
 from hpcrl.system.network import current_node
+from hpcrl.testing.event_lines import read_events
 from hpcrl.weights.window.file import make_window_key
 
 SMALL = ("-s", "train.num_steps=4", "-s", "train.groups_per_step=2", "-s", "rollout.group_size=4")

@@ -14,7 +14,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.rollout.agents.episode_record import build_record
-from hpcrl.spool.record import EpisodeTurn, Trajectory
+from hpcrl.spool.record import EpisodeTurn
 from hpcrl.trainers.checkpoint import find_newest, load_checkpoint, save_checkpoint
 from hpcrl.trainers.leader import RankLeader, follow_orders
 from hpcrl.trainers.publishing import open_shard_store
@@ -24,6 +24,7 @@ from hpcrl.weights.publisher import WeightPublisher
 from hpcrl.weights.versions import Transport, WeightVersion, read_transport
 from hpcrl.weights.window.file import WindowKey
 from tests.support.conversations import FACTS, answer
+from tests.support.trajectories import make_trajectory
 
 VOCABULARY = 32
 CONTEXT = 64
@@ -65,19 +66,11 @@ def trajectory(group, index, *, reward, length, seed=0):
     generated = np.zeros(length, dtype=np.bool_)
     for start, end in spans:
         generated[start:end] = True
-    return Trajectory(
-        id=f"{group}/{index}",
-        group=group,
-        domain="math",
-        seed=seed,
-        status="done",
-        producer="000-env-0",
-        created=0.0,
-        start_version=1,
-        end_version=1,
+    return make_trajectory(
+        f"{group}/{index}",
+        version=1,
         token_ids=rng.integers(0, VOCABULARY, length, dtype=np.int32),
-        logprobs=np.where(generated, -np.log(VOCABULARY) + 0.1 * rng.normal(size=length), 0).astype(np.float32),
-        versions=np.ones(length, dtype=np.int32),
+        logprobs=np.where(generated, -np.log(VOCABULARY) + 0.1 * rng.normal(size=length), 0),
         loss_mask=generated,
         turns=[EpisodeTurn(start=start, end=end, reward=reward / 2) for start, end in spans],
         reward=reward,
@@ -219,7 +212,7 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, t
     publisher = WeightPublisher(
         FileStore(run.weights), leader.window(key, job=run.job(0)), events=events, keep_versions=4
     )
-    publisher.set_transport(Transport(rung=transport, reason="a test"))
+    publisher.set_transport(Transport(name=transport, reason="a test"))
     for version in (1, 2):
         publisher.publish(
             leader.weight_shards(), WeightVersion(version=version, step=version), gather_tensors=leader.tensors
@@ -238,7 +231,7 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, t
     return {
         "same": same,
         "num_gathered": num_gathered,
-        "rung": read_transport(run.weights).rung,
+        "transport": read_transport(run.weights).name,
         "windows": windows,
         "files": sorted(path.name for path in run.weights.iterdir()),
         "nbytes": sum(tensor.nbytes for tensor in expected.values()),

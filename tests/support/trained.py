@@ -20,6 +20,7 @@ from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.checkpoint import save_checkpoint
 from hpcrl.trainers.export import export_model
 from hpcrl.trainers.torch import TorchTrainer
+from tests.support.trajectories import make_trajectory
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,12 @@ def train_and_export(directory: Path) -> TrainedModel:
 def make_episode(token_ids: list[int], *, index: int = 0, start: int = 6) -> Trajectory:
     """Return an episode in which the model generated all tokens from `start`."""
     generated = np.arange(len(token_ids)) >= start
-    return Trajectory(
-        id=f"t/0/{index}",
-        group="t/0",
-        domain="t",
-        seed=0,
-        status="done",
-        producer="000-env-0",
-        created=0.0,
-        start_version=0,
-        end_version=0,
+    return make_trajectory(
+        f"t/0/{index}",
         turns=[],
         reward=float(index % 2),
-        token_ids=np.array(token_ids, np.int32),
-        logprobs=np.where(generated, -4.6, 0.0).astype(np.float32),
-        versions=np.zeros(len(token_ids), np.int32),
+        token_ids=token_ids,
+        logprobs=np.where(generated, -4.6, 0.0),
         loss_mask=generated,
     )
 

@@ -43,7 +43,8 @@ def test_turns_of_a_killed_engine_are_finished_elsewhere(
             turns = [asyncio.create_task(router.generate(request(number))) for number in range(4)]
             while vllm_place.do(doomed.engine.load_figures()).num_running < len(turns):
                 await asyncio.sleep(0.05)
-            vllm_place.do(doomed.engine.pause())  # none of them ends before the engine does
+            pause = doomed.engine.server.post("/pause", limit_s=60, mode="keep", clear_cache="false")
+            vllm_place.do(pause)  # none of them ends before the engine does
             announce_endpoint(tmp_path, other.endpoint)
             await router.refresh()
             os.killpg(doomed.engine.server.pid, signal.SIGKILL)

@@ -38,7 +38,7 @@ class Tied(torch.nn.Module):
 
 @pytest.fixture
 def model() -> Tied:
-    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading  # noqa: TID251
 
     torch.manual_seed(0)
     made = Tied().eval()

@@ -161,26 +161,6 @@ def test_kv_of_the_previous_version_is_not_used(
         assert answer.token_ids == greedy(model, PROMPT, answer.token_ids)
 
 
-def test_a_paused_engine_loads_and_stays_paused(
-    vllm_place: "Place", updated: "Behind", model: Any, version: int
-) -> None:
-    engine = updated.engine
-    vllm_place.window.publish(stir(model, seed=version), WeightVersion(version=version, step=version))
-
-    async def body() -> tuple[bool, Completion]:
-        await engine.pause()
-        turn = asyncio.create_task(engine.generate(ask("waits")))
-        await engine.load_version(version)
-        paused = bool((await engine.server.get("/is_paused", limit_s=60))["is_paused"])
-        assert not turn.done()
-        await engine.resume()
-        return paused, await turn
-
-    paused, answer = vllm_place.do(body())
-    assert paused
-    assert set(answer.versions) == {version}
-
-
 def test_a_version_older_than_the_one_in_use_is_refused(vllm_place: "Place", updated: "Behind") -> None:
     with pytest.raises(WeightsError, match="never go back"):
         vllm_place.do(updated.engine.load_version(updated.engine.version - 1))

@@ -194,13 +194,6 @@ class SimEngine:
             num_places=self._settings.max_batch,
         )
 
-    async def pause(self) -> None:
-        """Stop between two steps; requests are kept."""
-        await self._request_loop.pause()
-
-    async def resume(self) -> None:
-        self._request_loop.resume()
-
     # ---- UpdatableEngine
 
     async def load_version(self, version: int) -> float:

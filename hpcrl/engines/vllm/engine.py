@@ -66,8 +66,6 @@ class VllmEngine:
         self._names = itertools.count()
         self._background_tasks: set[asyncio.Task[None]] = set()
         self._switching = asyncio.Lock()
-        self._paused = False
-        self._torn = False
         self._generated_before = 0
         self._pruned_at_s = 0.0
 
@@ -183,18 +181,6 @@ class VllmEngine:
             num_places=self._launch.max_batch,
         )
 
-    async def pause(self) -> None:
-        """Stop between two steps; requests are kept."""
-        async with self._switching:
-            await self._pause()
-            self._paused = True
-
-    async def resume(self) -> None:
-        async with self._switching:
-            self._paused = False
-            if not self._torn:
-                await self.server.post("/resume", limit_s=SHORT_TIMEOUT_S)
-
     # ---- UpdatableEngine
 
     async def load_version(self, version: int) -> float:
@@ -205,8 +191,7 @@ class VllmEngine:
         async with self._switching:
             started_s = time.monotonic()
             await self._switch_version(version)
-            if not self._paused:
-                await self.server.post("/resume", limit_s=SHORT_TIMEOUT_S)
+            await self.server.post("/resume", limit_s=SHORT_TIMEOUT_S)
             return time.monotonic() - started_s
 
     async def _prepare_version(self, version: int) -> None:
@@ -225,7 +210,6 @@ class VllmEngine:
 
     async def _switch_version(self, version: int) -> None:
         """Pause the server and switch; if that fails it stays paused."""
-        self._torn = True
         self.server.write_version(version)
         try:
             await self.server.post(SWITCH_ROUTE, {"version": version}, limit_s=UPDATE_TIMEOUT_S)
@@ -234,11 +218,7 @@ class VllmEngine:
                 f"version {version} was loaded in part, the engine waits for another: {error}"
             ) from error
         await asyncio.sleep(0)  # streams first yield chunks of the old version that have just been received
-        self._torn = False
         self.version = version
-
-    async def _pause(self) -> None:
-        await self.server.post("/pause", limit_s=UPDATE_TIMEOUT_S, mode="keep", clear_cache="false")
 
     # ---- inside
 

@@ -76,9 +76,8 @@ def main() -> NoReturn:
     die_with_parent(signal.SIGKILL)  # a stopped process must end with its step too
     faulthandler.enable()
     settings = _parse_settings(sys.argv[1:])
-    name = f"{settings.here.job.number:03d}-courier-{settings.here.node}"
-    path = settings.here.campaign.events / f"{name}.jsonl"
-    events = EventLog(path, job=settings.here.job.number, role="courier", worker=name, node=settings.here.node)
+    here = settings.here
+    events = EventLog.open(here.campaign, "courier", here.node, job=here.job.number, role="courier", node=here.node)
     try:
         _run_courier(settings, events)
     except WeightsError as error:
@@ -123,17 +122,17 @@ def _run_courier(settings: CourierSettings, events: EventLog) -> NoReturn:
 
 def _join_mpi(settings: CourierSettings) -> tuple[ByteTransport, list[str]]:
     """Return the transport, and the node of every rank."""
-    from hpcrl.weights.couriers import wire_mpi as mpi  # each transport imports a package that the other does not need
+    from hpcrl.weights.couriers import wire_mpi  # each transport imports a package that the other does not need
 
     faulthandler.dump_traceback_later(JOIN_TIMEOUT_S, exit=True)
-    return mpi.join_ranks(settings.here.node, num_ranks=len(settings.nodes))
+    return wire_mpi.join_ranks(settings.here.node, num_ranks=len(settings.nodes))
 
 
 def _join_tcp(settings: CourierSettings) -> tuple[ByteTransport, list[str]]:
-    from hpcrl.weights.couriers import wire_tcp as tcp
+    from hpcrl.weights.couriers import wire_tcp
 
     faulthandler.dump_traceback_later(JOIN_TIMEOUT_S, exit=True)
-    transport = tcp.join_ranks(
+    transport = wire_tcp.join_ranks(
         settings.here.node,
         nodes=settings.nodes,
         meeting=settings.here.job.meeting(settings.incarnation),

@@ -2,7 +2,7 @@
 
 VersionReceiver   the courier; it writes the window of its node
 IncomingVersion   a version on its way into a slot: all its parts, one after the other
-RunningChecksums  checksums of some boxes of a part, computed while their bytes arrive
+RunningChecksums  checksums of some shards of a part, computed while their bytes arrive
 FinishVersion     make a received version visible
 """
 
@@ -42,33 +42,33 @@ MAX_PRIVATE_PER_LANE = 4
 
 
 class RunningChecksums:
-    """The checksums of some boxes of a part, computed while their bytes arrive and are still in the cache."""
+    """The checksums of some shards of a part, computed while their bytes arrive and are still in the cache."""
 
-    def __init__(self, boxes: Iterable[TensorSlot], *, on_box_done: Callable[[TensorSlot], None]) -> None:
-        """Call `on_box_done` for each box once all its bytes have arrived."""
+    def __init__(self, shard_slots: Iterable[TensorSlot], *, on_shard_done: Callable[[TensorSlot], None]) -> None:
+        """Call `on_shard_done` for each shard once all its bytes have arrived."""
         self.digests: dict[str, bytes] = {}
-        self._remaining = deque(boxes)
+        self._remaining = deque(shard_slots)
         self._hash = start_hash()
-        self._on_box_done = on_box_done
+        self._on_shard_done = on_shard_done
 
     def update(self, start: int, data: memoryview) -> None:
-        """Add the part's bytes from `start` on; bytes left out between two calls belong to no box."""
+        """Add the part's bytes from `start` on; bytes left out between two calls belong to no shard."""
         stop = start + len(data)
         while self._remaining:
-            box = self._remaining[0]
-            first, end = max(start, box.offset), box.offset + box.nbytes
+            shard_slot = self._remaining[0]
+            first, end = max(start, shard_slot.offset), shard_slot.offset + shard_slot.nbytes
             if first < min(stop, end):
                 self._hash.update(data[first - start : min(stop, end) - start])
             if stop < end:
                 return
             self._remaining.popleft()
-            self.digests[box.name] = self._hash.digest()
+            self.digests[shard_slot.name] = self._hash.digest()
             self._hash.reset()
-            self._on_box_done(box)
+            self._on_shard_done(shard_slot)
 
 
 class IncomingVersion:
-    """A version that is being received; each lane, a thread, computes the checksums of its share of the boxes."""
+    """A version that is being received; each lane, a thread, computes the checksums of its share of the shards."""
 
     def __init__(
         self, slot: memoryview, layout: TensorLayout, parts: Sequence[NodePart], *, lanes: Sequence[ThreadPoolExecutor]
@@ -76,17 +76,17 @@ class IncomingVersion:
         self._slot, self._layout, self._parts, self._lanes = slot, layout, parts, lanes
         self._shares = [
             [
-                RunningChecksums(part.layout.tensors[i :: len(lanes)], on_box_done=self._finish_box)
+                RunningChecksums(part.layout.tensors[i :: len(lanes)], on_shard_done=self._finish_shard)
                 for i in range(len(lanes))
             ]
             for part in parts
         ]
         self._spans = [split_into_spans(part.layout, layout) for part in parts]
         self._tensors = layout.tensors_by_name()
-        self._num_missing_boxes = self._count_contiguous_boxes()
+        self._num_missing_shards = self._count_contiguous_shards()
         self._lock = Lock()
         self._joined_digests: dict[str, bytes] = {}
-        """Checksums of tensors that arrive in several boxes."""
+        """Checksums of tensors that arrive in several shards."""
         self._expected: deque[tuple[int, ByteSpan]] = deque()
         self._pending: list[Future[None]] = []
         self._private_work: deque[Future[None]] = deque()
@@ -130,19 +130,21 @@ class IncomingVersion:
     def verify_checksums(self) -> tuple[dict[str, str], list[bytes]]:
         """Return the expected checksums of all tensors, and the actual ones in order.
 
-        WeightsError if a box differs from its source's; a tensor in several boxes is right if all of these are.
+        WeightsError if a shard differs from its source's; a tensor in several shards is right if all of these are.
         """
         expected: dict[str, str] = {}
         actual = dict(self._joined_digests)
         for part, shares in zip(self._parts, self._shares, strict=True):
             for share in shares:
-                share.update(part.layout.nbytes, memoryview(b""))  # the last boxes may have no bytes
+                share.update(part.layout.nbytes, memoryview(b""))  # the last shards may have no bytes
             done = {name: digest for share in shares for name, digest in share.digests.items()}
-            boxes = {box.name: box for box in part.layout.tensors if box.cut is not None}
-            expected |= {name: checksum for name, checksum in part.checksums.items() if name not in boxes}
-            actual |= {name: digest for name, digest in done.items() if name not in boxes}
-            for name in boxes:
-                _check_box(name, done[name].hex(), part)
+            shard_slots = {
+                shard_slot.name: shard_slot for shard_slot in part.layout.tensors if shard_slot.cut is not None
+            }
+            expected |= {name: checksum for name, checksum in part.checksums.items() if name not in shard_slots}
+            actual |= {name: digest for name, digest in done.items() if name not in shard_slots}
+            for name in shard_slots:
+                _check_shard(name, done[name].hex(), part)
 
         def compute_joined(_: int, tensor: TensorSlot) -> None:
             if tensor.name not in actual:
@@ -154,21 +156,26 @@ class IncomingVersion:
         actual |= self._joined_digests
         return expected, [actual[tensor.name] for tensor in self._layout.tensors]
 
-    def _count_contiguous_boxes(self) -> Counter[str]:
-        """Count the boxes of each tensor that arrives in several, none of which must be scattered."""
-        boxes = Counter(box.shard.name for part in self._parts for box in part.layout.tensors if box.cut is not None)
+    def _count_contiguous_shards(self) -> Counter[str]:
+        """Count the shards of each tensor that arrives in several, none of which must be scattered."""
+        shard_slots = Counter(
+            shard_slot.shard.name
+            for part in self._parts
+            for shard_slot in part.layout.tensors
+            if shard_slot.cut is not None
+        )
         for part, spans in zip(self._parts, self._spans, strict=True):
             for span in spans:
                 if span.target_start is None:
-                    boxes.pop(part.layout.tensors[span.box_index].shard.name, None)
-        return boxes
+                    shard_slots.pop(part.layout.tensors[span.shard_index].shard.name, None)
+        return shard_slots
 
-    def _finish_box(self, box: TensorSlot) -> None:
-        """Compute a tensor's checksum after its last box, while other tensors arrive."""
-        name = box.shard.name
+    def _finish_shard(self, shard_slot: TensorSlot) -> None:
+        """Compute a tensor's checksum after its last shard, while other tensors arrive."""
+        name = shard_slot.shard.name
         with self._lock:
-            self._num_missing_boxes[name] -= 1
-            is_last = self._num_missing_boxes[name] == 0
+            self._num_missing_shards[name] -= 1
+            is_last = self._num_missing_shards[name] == 0
         if is_last:
             self._joined_digests[name] = compute_checksum(self._slot, self._tensors[name])
 
@@ -177,14 +184,14 @@ class IncomingVersion:
             self._pending.append(lane.submit(share.update, start, data))
 
     def _scatter_span(self, number: int, span: ByteSpan, data: memoryview) -> None:
-        box = self._parts[number].layout.tensors[span.box_index]
-        scatter(data, span, box=box, tensor=self._tensors[box.shard.name], slot=self._slot)
+        shard_slot = self._parts[number].layout.tensors[span.shard_index]
+        scatter(data, span, shard_slot=shard_slot, tensor=self._tensors[shard_slot.shard.name], slot=self._slot)
 
 
-def _check_box(name: str, actual: str, part: NodePart) -> None:
+def _check_shard(name: str, actual: str, part: NodePart) -> None:
     if actual != (expected := part.checksums.get(name)):
         raise WeightsError(
-            f"box {name!r} of rank {part.source} arrived with checksum {actual}, {expected} was sent: "
+            f"shard {name!r} of rank {part.source} arrived with checksum {actual}, {expected} was sent: "
             "it was damaged, or changed, on the way; the version before it stays in use"
         )
 

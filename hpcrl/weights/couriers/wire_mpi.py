@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-import mpi4py
+import mpi4py  # noqa: TID251
 
 from hpcrl.system.processes import die_with_parent
 from hpcrl.weights.couriers.link import NAP_RANGE_S, DoneCheck, MessageTag
@@ -31,7 +31,7 @@ from hpcrl.weights.window.shm_cleanup import remove_orphan_mpi
 
 mpi4py.rc.initialize = False  # only under the watchdog
 mpi4py.rc.finalize = False  # it would wait for ranks that may be gone
-from mpi4py import MPI  # noqa: E402
+from mpi4py import MPI  # noqa: E402, TID251
 
 MAX_VALUE_NBYTES = 900
 """With the longest key and the step's name, this still makes a command that Slurm can read."""

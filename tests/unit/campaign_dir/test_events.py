@@ -24,12 +24,12 @@ from hpcrl.campaign_dir.events import (
     NextJobQueued,
     ParsersChosen,
     RewardJobsScaled,
-    RungChanged,
     SegmentScored,
     SegmentsRetired,
     StaleDropped,
     StepFinished,
     TrainingResumed,
+    TransportChanged,
     TurnRouted,
     VersionDelivered,
     VersionLoaded,
@@ -117,7 +117,11 @@ LINES = [
         '"to": ["b"], "sources": ["a"]',
     ),
     (VersionLoaded(version=1, wall_s=0.2, stall_s=0.1), "loaded", '"version": 1, "wall_s": 0.2, "stall_s": 0.1'),
-    (RungChanged(rung="files", reason="no window"), "rung", '"rung": "files", "reason": "no window"'),
+    (
+        TransportChanged(transport="files", reason="no window"),
+        "transport",
+        '"transport": "files", "reason": "no window"',
+    ),
     (
         StepFinished(
             step=3,
@@ -260,8 +264,8 @@ def test_every_kind_of_event_has_a_line_here():
 
 def test_an_unknown_event_and_an_unknown_field_are_skipped():
     assert parse_event({"event": "started-dreaming", "time": 1.0, "job": 0}) is None
-    line = {"event": "rung", "time": 1.0, "job": 0, "rung": "files", "reason": "why", "speed": [1]}
-    assert parse_event(line) == RungChanged(time=1.0, rung="files", reason="why")
+    line = {"event": "transport", "time": 1.0, "job": 0, "transport": "files", "reason": "why", "speed": [1]}
+    assert parse_event(line) == TransportChanged(time=1.0, transport="files", reason="why")
 
 
 def test_a_line_without_a_time_is_skipped():

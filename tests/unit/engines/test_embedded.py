@@ -20,6 +20,7 @@ from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.engines.embedded.kv_cache import HandoverStore, PrefixCache, RowKv, pack_kv, unpack_kv
 from hpcrl.engines.embedded.sampling import compute_logprobs, draw_uniforms, sample_tokens
 from hpcrl.errors import EngineError, WeightsError
+from hpcrl.testing.engines import pause_steps
 from hpcrl.testing.memory import MemoryStore
 from hpcrl.weights.model_update import BorrowedWeights, collect_parameters
 from hpcrl.weights.versions import WeightVersion
@@ -173,9 +174,8 @@ def test_new_weights_in_mid_generation_are_recorded_per_token(model: Any, tiny_m
     async def body() -> list[Completion]:
         answers = [asyncio.create_task(engine.generate(request)) for request in requests]
         await until_generated(engine, 60)
-        await engine.pause()
-        await engine.load_version(4)
-        await engine.resume()
+        async with pause_steps(engine):
+            await engine.load_version(4)
         return await asyncio.gather(*answers)
 
     answers = on(engine, body)
@@ -298,10 +298,9 @@ def test_requests_dropped_between_an_update_and_the_next_step_leave_the_others_r
     async def body() -> list[Completion]:
         answers = [asyncio.create_task(engine.generate(request)) for request in requests]
         await until_generated(engine, 9)
-        await engine.pause()
-        await engine.load_version(1)
-        await engine.abort("r0")
-        await engine.resume()
+        async with pause_steps(engine):
+            await engine.load_version(1)
+            await engine.abort("r0")
         return [*await asyncio.gather(*answers), await engine.generate(ask("next", token_ids=[5] * 40))]
 
     aborted, *others = on(engine, body)
@@ -362,15 +361,14 @@ def test_a_paused_engine_keeps_its_requests(model: Any) -> None:
     async def body() -> Completion:
         running = asyncio.create_task(engine.generate(ask("a", max_new_tokens=400)))
         await until_generated(engine, 5)
-        await engine.pause()
-        waiting = asyncio.create_task(engine.generate(ask("b")))
-        before = await engine.load_figures()
-        for _ in range(50):
-            await asyncio.sleep(0)
-        after = await engine.load_figures()
-        assert after.num_generated_tokens == before.num_generated_tokens < 400
-        assert (after.num_running, after.num_waiting) == (1, 1)
-        await engine.resume()
+        async with pause_steps(engine):
+            waiting = asyncio.create_task(engine.generate(ask("b")))
+            before = await engine.load_figures()
+            for _ in range(50):
+                await asyncio.sleep(0)
+            after = await engine.load_figures()
+            assert after.num_generated_tokens == before.num_generated_tokens < 400
+            assert (after.num_running, after.num_waiting) == (1, 1)
         return [await running, await waiting]
 
     assert [len(answer.token_ids) for answer in on(engine, body)] == [400, 12]
@@ -385,11 +383,10 @@ def test_where_requests_wait_the_lowest_priority_goes_first_and_equals_in_their_
         ended.append(name)
 
     async def body() -> None:
-        await engine.pause()
-        turns = [asyncio.create_task(served(*turn)) for turn in (("last", 2), ("b", 1), ("c", 1), ("first", 0))]
-        while (await engine.load_figures()).num_waiting < len(turns):
-            await asyncio.sleep(0)
-        await engine.resume()
+        async with pause_steps(engine):
+            turns = [asyncio.create_task(served(*turn)) for turn in (("last", 2), ("b", 1), ("c", 1), ("first", 0))]
+            while (await engine.load_figures()).num_waiting < len(turns):
+                await asyncio.sleep(0)
         await asyncio.gather(*turns)
 
     on(engine, body)
@@ -402,12 +399,12 @@ def test_requests_can_be_aborted_while_the_engine_is_paused(model: Any) -> None:
     async def body() -> list[Completion]:
         running = asyncio.create_task(engine.generate(ask("a", max_new_tokens=400)))
         await until_generated(engine, 5)
-        await engine.pause()
-        waiting = asyncio.create_task(engine.generate(ask("b")))
-        await asyncio.sleep(0)
-        await engine.abort("a")
-        await engine.abort("b")
-        return [await running, await waiting]
+        async with pause_steps(engine):
+            waiting = asyncio.create_task(engine.generate(ask("b")))
+            await asyncio.sleep(0)
+            await engine.abort("a")
+            await engine.abort("b")
+            return [await running, await waiting]
 
     running, waiting = on(engine, body)
     assert (running.finish_reason, waiting.finish_reason) == ("aborted", "aborted")
@@ -526,10 +523,10 @@ def test_a_request_aborted_while_its_kv_is_fetched_ends(model: Any) -> None:
         answer = asyncio.create_task(engine.generate(ask(kv=handle)))
         await fetching.wait()
         await engine.abort("r")
-        await engine.pause()
-        go_on.set()
-        await answer
-        assert (await engine.load_figures()).num_waiting == 0
+        async with pause_steps(engine):
+            go_on.set()
+            await answer
+            assert (await engine.load_figures()).num_waiting == 0
         return answer.result()
 
     answer = on(engine, body)

@@ -11,6 +11,7 @@ from hpcrl.engines.sim.engine import SimEngine, SimSettings, make_sim_engine
 from hpcrl.errors import EngineError, EngineRefusedError, WeightsError
 from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.testing.engines import pause_steps
 
 SHAPE = ModelShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
 PACE = estimate_speed(GPU_CATALOGUE["h100"], shape=SHAPE)
@@ -140,11 +141,10 @@ def test_versions_do_not_go_back():
 
 def test_no_token_is_generated_while_the_engine_is_paused():
     async def body(engine, loop):
-        await engine.pause()
-        turn = asyncio.create_task(engine.generate(ask()))
-        await asyncio.sleep(100)
-        num_generated = engine.batch.num_generated
-        await engine.resume()
+        async with pause_steps(engine):
+            turn = asyncio.create_task(engine.generate(ask()))
+            await asyncio.sleep(100)
+            num_generated = engine.batch.num_generated
         return num_generated, len((await turn).token_ids)
 
     assert on(body) == (0, 20)

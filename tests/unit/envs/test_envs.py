@@ -4,7 +4,6 @@ import asyncio
 import threading
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,29 +13,16 @@ from hpcrl.envs.arithmetic import Arithmetic, correct, evaluate_expression
 from hpcrl.envs.base import Step, adapt_env, env_reward, make_env
 from hpcrl.envs.gymnasium_text import INVALID_COST, FrozenLake, Taxi, goal_and_way, success
 from hpcrl.errors import ConfigError
-from hpcrl.spool.record import EpisodeTurn, Trajectory
+from hpcrl.spool.record import EpisodeTurn
 from tests.support.episodes import play
+from tests.support.trajectories import make_trajectory
 
 SMALL = {"map": ["SFF", "FHF", "FFG"], "show": "position"}
 
 
 def recorded(steps):
-    return Trajectory(
-        id="lake/0/0",
-        group="lake/0",
-        domain="lake",
-        seed=0,
-        status="done",
-        producer="000-env-0",
-        created=0.0,
-        start_version=0,
-        end_version=0,
-        token_ids=np.zeros(len(steps), np.int32),
-        logprobs=np.zeros(len(steps), np.float32),
-        versions=np.zeros(len(steps), np.int32),
-        loss_mask=np.ones(len(steps), np.bool_),
-        turns=[EpisodeTurn(start=i, end=i + 1, reward=step.reward) for i, step in enumerate(steps)],
-    )
+    turns = [EpisodeTurn(start=i, end=i + 1, reward=step.reward) for i, step in enumerate(steps)]
+    return make_trajectory("lake/0/0", len(steps), turns=turns)
 
 
 class TestFrozenLake:

@@ -11,7 +11,7 @@ import pytest
 from hpcrl.envs.judge import judge, read_score
 from hpcrl.envs.repair import BROKEN_FUNCTIONS, Repair, draw_broken_function, mended, run_python
 from hpcrl.errors import ConfigError
-from tests.support.trajectories import trajectory
+from tests.support.campaign_spools import trajectory
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 

@@ -7,8 +7,8 @@ import sys
 import tracemalloc
 
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow as pa  # noqa: TID251
+import pyarrow.parquet as pq  # noqa: TID251
 import pytest
 
 from hpcrl.config.recipe import DomainConfig, TaskSetConfig

@@ -23,7 +23,7 @@ from hpcrl.weights.couriers.protocol import CourierStatus
 from hpcrl.weights.versions import Transport, TransportName, WeightVersion, announce_version, write_transport
 from tests.support.campaigns import until
 
-FILES = Transport(rung="files", reason="starting")
+FILES = Transport(name="files", reason="starting")
 SAY = """
 import sys, time
 from pathlib import Path
@@ -88,7 +88,7 @@ def start(started: list[CourierSupervisor], job: JobDir, *programs: str) -> Cour
 
 
 def serving(couriers: CourierSupervisor, name: TransportName = "mpi") -> None:
-    until(lambda: couriers.poll() is None and couriers.transport.rung == name, what=f"{name} is in use", timeout_s=60)
+    until(lambda: couriers.poll() is None and couriers.transport.name == name, what=f"{name} is in use", timeout_s=60)
 
 
 def failures(couriers: CourierSupervisor, *, number: int) -> list[str]:
@@ -163,7 +163,7 @@ def test_couriers_without_a_lost_node_start_at_once_even_after_they_were_abandon
     assert couriers._process is not None
     couriers._process.kill()
     failures(couriers, number=MAX_RESTARTS + 1)
-    assert couriers.transport.rung == "files"
+    assert couriers.transport.name == "files"
     couriers.replace_commands(left)
     serving(couriers)
 
@@ -201,7 +201,7 @@ def test_a_hopeless_transport_is_not_tried_again(started: list[CourierSupervisor
     couriers = start(started, job, HOPELESS, HOPELESS)
     assert failures(couriers, number=2) == ["a world of 1", "a world of 1"]
     assert not couriers.is_running
-    assert couriers.transport == Transport(rung="files", reason="a world of 1")
+    assert couriers.transport == Transport(name="files", reason="a world of 1")
 
 
 def test_couriers_that_served_have_a_larger_budget_and_then_versions_go_by_files(
@@ -216,7 +216,7 @@ def test_couriers_that_served_have_a_larger_budget_and_then_versions_go_by_files
     assert couriers.is_running
     failures(couriers, number=1)
     assert not couriers.is_running
-    assert couriers.transport == Transport(rung="files", reason="rank 2 on n2 is stuck")
+    assert couriers.transport == Transport(name="files", reason="rank 2 on n2 is stuck")
 
 
 def test_abandoned_couriers_are_tried_again_a_few_times(
@@ -228,7 +228,7 @@ def test_abandoned_couriers_are_tried_again_a_few_times(
     for _ in range(1 + MAX_RETURNS):
         serving(couriers)
         failures(couriers, number=1)
-        assert couriers.transport.rung == "files"
+        assert couriers.transport.name == "files"
     for _ in range(3):
         couriers.poll()
     assert not couriers.is_running
@@ -274,7 +274,7 @@ def test_couriers_are_used_again_once_they_deliver_a_later_version(
     serving(couriers)
     for turn in range(1, MAX_RETURNS + 2):
         announce_version(couriers.weights, WeightVersion(version=10 * turn, step=turn))
-        write_transport(couriers.weights, Transport(rung="files", reason="decode-0 has waited"))
+        write_transport(couriers.weights, Transport(name="files", reason="decode-0 has waited"))
         before = couriers.transport
         carried(couriers, 10 * turn)
         for _ in range(3):
@@ -285,7 +285,7 @@ def test_couriers_are_used_again_once_they_deliver_a_later_version(
         if turn > MAX_RETURNS:
             assert couriers.transport is before
         else:
-            assert couriers.transport.rung == "mpi"
+            assert couriers.transport.name == "mpi"
             assert f"version {10 * turn + 1}" in couriers.transport.reason
             write_transport(couriers.weights, couriers.transport)
             couriers.poll()
@@ -301,7 +301,7 @@ def test_silent_couriers_are_restarted_though_their_step_does_not_end(
     [wrong] = failures(couriers, number=1)
     assert "no heartbeat" in wrong
     assert couriers.is_running
-    assert couriers.transport.rung == "mpi"
+    assert couriers.transport.name == "mpi"
 
 
 def test_every_heartbeat_of_the_couriers_is_seen(started: list[CourierSupervisor], job: JobDir) -> None:

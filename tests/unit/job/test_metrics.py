@@ -169,7 +169,7 @@ def test_tensorboard_shows_no_withdrawn_steps(run):
 
 
 def shown_in(directory: Path) -> dict[int, float]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: TID251
 
     events = EventAccumulator(str(directory))
     events.Reload()

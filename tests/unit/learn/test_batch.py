@@ -16,29 +16,14 @@ from hpcrl.learn.batch import (
     make_micro_batches,
     make_rows,
 )
-from hpcrl.spool.record import EpisodeTurn, Trajectory
+from hpcrl.spool.record import EpisodeTurn
+from tests.support.trajectories import make_trajectory
 
 
 def trajectory(group="math/0", index=0, *, tokens=(1, 2, 3, 4), generated=(False, False, True, True), **changed):
-    """A short trajectory whose token t has log-prob -t/10."""
-    fields = {
-        "id": f"{group}/{index}",
-        "group": group,
-        "domain": "math",
-        "seed": 0,
-        "status": "done",
-        "producer": "000-env-0",
-        "created": 0.0,
-        "start_version": 0,
-        "end_version": 0,
-        "token_ids": np.array(tokens, dtype=np.int32),
-        "logprobs": -np.arange(len(tokens), dtype=np.float32) / 10,
-        "versions": np.zeros(len(tokens), dtype=np.int32),
-        "loss_mask": np.array(generated, dtype=np.bool_),
-        "turns": [],
-        "reward": 1.0,
-    }
-    return Trajectory(**{**fields, **changed})
+    """Make a short trajectory whose token t has log-prob -t/10."""
+    columns = {"token_ids": tokens, "logprobs": -np.arange(len(tokens)) / 10, "loss_mask": generated}
+    return make_trajectory(f"{group}/{index}", **{**columns, "turns": [], "reward": 1.0, **changed})
 
 
 def group(name, *, size=4, **changed):

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.cells import cell_len
-from rich.console import Console
+from rich.cells import cell_len  # noqa: TID251
+from rich.console import Console  # noqa: TID251
 
 from hpcrl.campaign_dir.events import (
     CheckpointSaved,

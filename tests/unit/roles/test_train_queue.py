@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import msgspec
-import numpy as np
 import pytest
 
 from hpcrl.campaign_dir.events import FaultReported, SegmentsRetired
@@ -14,9 +13,9 @@ from hpcrl.roles.train_queue import TrainQueue
 from hpcrl.rollout.flow_control import HoldWriter
 from hpcrl.spool import retention
 from hpcrl.spool.listing import announce_changes, count_spool_trajectories, list_segments
-from hpcrl.spool.record import EpisodeTurn, Trajectory
 from hpcrl.spool.writer import DiskSpoolWriter, derive_segment
 from hpcrl.system.files import make_private_dir, read_json
+from tests.support.trajectories import make_trajectory
 
 GROUP = 4
 
@@ -44,24 +43,7 @@ def play(context, group, *, version=0, num=GROUP):
     """Play, seal and score a group; return the name of its segment."""
     writer = DiskSpoolWriter(context.campaign.spool("rollouts"), producer=f"000-env-{group}")
     for index in range(num):
-        writer.append(
-            Trajectory(
-                id=f"lake/{group}/{index}",
-                group=f"lake/{group}",
-                domain="lake",
-                seed=1,
-                status="done",
-                producer="000-env-0",
-                created=0.0,
-                start_version=version,
-                end_version=version,
-                turns=[EpisodeTurn(start=0, end=1)],
-                token_ids=np.zeros(1, np.int32),
-                logprobs=np.zeros(1, np.float32),
-                versions=np.full(1, version, np.int32),
-                loss_mask=np.ones(1, np.bool_),
-            )
-        )
+        writer.append(make_trajectory(f"lake/{group}/{index}", 1, version=version))
     writer.flush()
     (name,) = [
         name for name in list_segments(context.campaign.spool("rollouts")) if name.startswith(f"000-env-{group}-")

@@ -5,7 +5,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import msgspec
-import numpy as np
 import pytest
 
 from hpcrl.campaign_dir.events import EvaluationFinished, FaultReported
@@ -30,8 +29,8 @@ from hpcrl.rollout.routing.router import Router
 from hpcrl.rollout.routing.trajectories import NUM_LEVELS, TrajectoryState, TrajectoryTable, with_ids
 from hpcrl.rollout.tasks import NUM_SEEDS, TaskStream, make_held_out_task
 from hpcrl.spool.ids import is_held_out
-from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import checkpoint
+from tests.support.trajectories import make_trajectory
 
 EVERY = 10
 BASE = ("evaluation.every_versions=10", "evaluation.num_episodes=4")
@@ -52,20 +51,14 @@ def result(number, version, reward):
 
 
 def played(task, index, *, status="done", version=0):
-    return Trajectory(
-        id=task.episode(index),
-        group=task.group,
-        domain=task.domain,
+    return make_trajectory(
+        task.episode(index),
         seed=task.seed,
         status=status,
-        producer="000-env-0",
-        created=0.0,
-        start_version=version,
-        end_version=version,
-        token_ids=np.array([1, 2], np.int32),
-        logprobs=np.zeros(2, np.float32),
-        versions=np.array([0, version], np.int32),
-        loss_mask=np.array([False, True]),
+        version=version,
+        token_ids=[1, 2],
+        versions=[0, version],
+        loss_mask=[False, True],
         turns=[],
         extra={"fault": "it broke"} if status == "env-fault" else {},
     )

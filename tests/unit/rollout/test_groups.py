@@ -1,32 +1,17 @@
 """Groups of episodes and their ledger."""
 
-import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hpcrl.rollout.groups import EpisodeGroups, format_end_line, format_start_line, replay_journal
-from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.record import TRAINABLE
 from hpcrl.spool.status import STATUSES
+from tests.support.trajectories import make_trajectory
 
 
 def trajectory(episode, status="done", start_version=0):
-    return Trajectory(
-        id=episode,
-        group=episode.rpartition("/")[0],
-        domain="lake",
-        seed=0,
-        status=status,
-        producer="000-env-0",
-        created=0.0,
-        start_version=start_version,
-        end_version=0,
-        token_ids=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
-        versions=np.zeros(0, np.int32),
-        loss_mask=np.zeros(0, np.bool_),
-        turns=[],
-    )
+    return make_trajectory(episode, 0, status=status, start_version=start_version, turns=[])
 
 
 def test_a_group_starts_with_its_redundant_episodes():

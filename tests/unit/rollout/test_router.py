@@ -396,7 +396,7 @@ def test_a_worker_that_switched_serves_the_other_role(pool, tmp_path_factory):
     pool.add("prefill")
     for number in range(2):
         pool.add("decode", number)
-    path = tmp_path_factory.mktemp("flips") / "flips.json"
+    path = tmp_path_factory.mktemp("roles") / "switched-roles.json"
     path.write_text('{"000-decode-1": "prefill"}')
 
     async def run():
@@ -411,7 +411,7 @@ def test_the_leader_switches_a_worker_when_an_overload_has_lasted(pool, tmp_path
     pool.add("prefill")
     for number in range(2):
         pool.add("decode", number)
-    path = tmp_path_factory.mktemp("flips") / "flips.json"
+    path = tmp_path_factory.mktemp("roles") / "switched-roles.json"
 
     async def run():
         switcher = RoleSwitcher(path, rules=RouterConfig(switch_roles=True), is_leader=True)
@@ -485,7 +485,7 @@ def test_sizing_by_the_cost_model_moves_a_worker_to_the_role_that_lacks_one(pool
     for number in range(5):
         pool.add("decode", number, gpu="h20")
     shape = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
-    path = tmp_path_factory.mktemp("flips") / "flips.json"
+    path = tmp_path_factory.mktemp("roles") / "switched-roles.json"
     rules = RouterConfig(sizing="auto")
 
     async def run():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
-from hpcrl.campaign_dir.event_log import EventLog, read_events
+from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import load_recipe
 from hpcrl.config.site import load_site
@@ -14,6 +14,7 @@ from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.errors import PlanError
 from hpcrl.plan.plan import make_plan
 from hpcrl.rollout.routing.factory import make_router
+from hpcrl.testing.event_lines import read_events
 
 CONFIG = {
     "hidden_size": 4096,

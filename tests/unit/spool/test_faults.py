@@ -13,12 +13,12 @@ from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import COLUMNS, pack_trajectory
 from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
-from tests.support import spools
 from tests.support.disks import largest_file
+from tests.support.trajectories import make_trajectory
 
 
 def trajectory(number=0, num_tokens=500):
-    return spools.trajectory(f"math/{number}/0", num_tokens, seed=number)
+    return make_trajectory(f"math/{number}/0", num_tokens, seed=number)
 
 
 def exact(trajectories):

@@ -8,20 +8,19 @@ from hpcrl.spool.listing import list_segments
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import pack_trajectory
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
-from tests.support import spools
 from tests.support.recorded_disk import Recording, acknowledged, after_power_loss
+from tests.support.trajectories import make_trajectory
 
 NUM_CUTS = 300
 
 
 def trajectory(number):
     num_tokens = 50 + number * 37 % 400
-    return spools.trajectory(
+    return make_trajectory(
         f"math/{number}/0",
-        num_tokens,
         seed=number,
-        token_ids=np.arange(num_tokens, dtype=np.int32) + number,
-        logprobs=np.full(num_tokens, -number, np.float32),
+        token_ids=np.arange(num_tokens) + number,
+        logprobs=np.full(num_tokens, -number),
     )
 
 

@@ -9,27 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.errors import SpoolError
-from hpcrl.spool.record import EpisodeTurn, Trajectory, attach_columns, pack_trajectory, parse_facts
+from hpcrl.spool.record import EpisodeTurn, attach_columns, pack_trajectory, parse_facts
+from tests.support.trajectories import make_trajectory
 
 
 def trajectory(num_tokens=4, **changed):
-    fields = {
-        "id": "math/0/1",
-        "group": "math/0",
-        "domain": "math",
-        "seed": 7,
-        "status": "done",
-        "producer": "000-env-0",
-        "created": 1.5,
-        "start_version": 2,
-        "end_version": 3,
-        "turns": [EpisodeTurn(start=1, end=num_tokens, reward=0.5)],
-        "token_ids": np.arange(num_tokens, dtype=np.int32),
-        "logprobs": np.zeros(num_tokens, np.float32),
-        "versions": np.zeros(num_tokens, np.int32),
-        "loss_mask": np.ones(num_tokens, np.bool_),
-    }
-    return Trajectory(**{**fields, **changed})
+    turns = [EpisodeTurn(start=1, end=num_tokens, reward=0.5)]
+    return make_trajectory("math/0/1", num_tokens, **{"turns": turns, "start_version": 2, "end_version": 3, **changed})
 
 
 def stored_facts(record):

@@ -3,14 +3,13 @@
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool import retention
 from hpcrl.spool.listing import announce_changes, count_spool_trajectories, list_segments
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.record import EpisodeTurn, Trajectory
+from hpcrl.spool.record import EpisodeTurn
 from hpcrl.spool.retention import (
     INTENT_FILE,
     SettledSegments,
@@ -22,26 +21,12 @@ from hpcrl.spool.retention import (
 )
 from hpcrl.spool.segment import read_segment
 from hpcrl.spool.writer import DiskSpoolWriter, derive_segment
+from tests.support.trajectories import make_trajectory
 
 
 def trajectory(name, version=0):
-    return Trajectory(
-        id=name,
-        group=name.rpartition("/")[0],
-        domain="math",
-        seed=1,
-        status="done",
-        producer="000-env-0",
-        created=0.0,
-        start_version=version,
-        end_version=version,
-        turns=[EpisodeTurn(start=0, end=3, reward=0.5, generate_s=0.25)],
-        token_ids=np.arange(3, dtype=np.int32),
-        logprobs=np.zeros(3, np.float32),
-        versions=np.full(3, version, np.int32),
-        loss_mask=np.ones(3, np.bool_),
-        extra={"newer": [1, 2]},
-    )
+    turns = [EpisodeTurn(start=0, end=3, reward=0.5, generate_s=0.25)]
+    return make_trajectory(name, 3, version=version, turns=turns, extra={"newer": [1, 2]})
 
 
 class Books:

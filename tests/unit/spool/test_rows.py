@@ -8,31 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.errors import SpoolError
-from hpcrl.spool.record import ConversationRow, EpisodeTurn, Trajectory, attach_columns, pack_trajectory, parse_facts
+from hpcrl.spool.record import ConversationRow, EpisodeTurn, attach_columns, pack_trajectory, parse_facts
 from hpcrl.spool.rows import count_by_fate, expand_row, list_placed_turns, list_row_turns, list_spans
 from hpcrl.spool.segment import read_segment
+from tests.support.trajectories import make_trajectory
 
 OLD_SEGMENTS = Path(__file__).parents[1] / "campaign_dir" / "old_campaign" / "spools" / "scored"
 
 
 def trajectory(num_tokens=8, **changed):
-    fields = {
-        "id": "math/0/1",
-        "group": "math/0",
-        "domain": "math",
-        "seed": 7,
-        "status": "done",
-        "producer": "000-env-0",
-        "created": 1.5,
-        "start_version": 2,
-        "end_version": 3,
+    columns = {
         "turns": [],
-        "token_ids": np.arange(num_tokens, dtype=np.int32) + 100,
-        "logprobs": -np.arange(num_tokens, dtype=np.float32),
-        "versions": np.arange(num_tokens, dtype=np.int32),
-        "loss_mask": np.ones(num_tokens, np.bool_),
+        "token_ids": np.arange(num_tokens) + 100,
+        "logprobs": -np.arange(num_tokens),
+        "versions": np.arange(num_tokens),
     }
-    return Trajectory(**{**fields, **changed})
+    return make_trajectory("math/0/1", num_tokens, **{**columns, **changed})
 
 
 FORKED = {

@@ -5,7 +5,7 @@ import math
 import os
 import random
 
-import h5py
+import h5py  # noqa: TID251
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,29 +14,23 @@ from hypothesis.extra import numpy as npst
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool import segment as segment_module
-from hpcrl.spool.record import COLUMNS, EpisodeTurn, Trajectory, pack_trajectory
+from hpcrl.spool.record import COLUMNS, EpisodeTurn, pack_trajectory
 from hpcrl.spool.segment import read_segment, write_segment
 from tests.support.disks import largest_file
+from tests.support.trajectories import make_trajectory
 
 
 def trajectory(number=0, num_tokens=5, **changed):
-    fields = {
-        "id": f"math/{number}/0",
-        "group": f"math/{number}",
-        "domain": "math",
+    odd = {
         "seed": number,
-        "status": "done",
-        "producer": "000-env-0",
         "created": 1.5,
-        "start_version": 2,
         "end_version": 3,
         "turns": [EpisodeTurn(start=0, end=num_tokens, reward=0.5)],
-        "token_ids": np.arange(num_tokens, dtype=np.int32) + 1000 * number,
-        "logprobs": -np.arange(num_tokens, dtype=np.float32),
-        "versions": np.full(num_tokens, 2, np.int32),
+        "token_ids": np.arange(num_tokens) + 1000 * number,
+        "logprobs": -np.arange(num_tokens),
         "loss_mask": np.arange(num_tokens) % 2 == 0,
     }
-    return Trajectory(**{**fields, **changed})
+    return make_trajectory(f"math/{number}/0", num_tokens, version=2, **{**odd, **changed})
 
 
 def exact(trajectories):

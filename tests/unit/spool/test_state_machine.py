@@ -15,7 +15,7 @@ from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.retention import SettledSegments, SpoolDirs, recover_retirement, retire_segments
 from hpcrl.spool.segment import read_segment
 from hpcrl.spool.writer import DiskSpoolWriter, derive_segment
-from tests.support.spools import trajectory
+from tests.support.trajectories import make_trajectory
 
 NUM_KEPT = 2
 """The number of checkpoints that are kept."""
@@ -55,14 +55,14 @@ class Campaign(RuleBasedStateMachine):
     @rule(producer=st.sampled_from(["env-0", "env-1"]), num=st.integers(1, 3))
     def write(self, producer, num):
         for _ in range(num):
-            self.writers[producer].append(trajectory(f"math/{self.num_sent}/0", 1, producer="env"))
+            self.writers[producer].append(make_trajectory(f"math/{self.num_sent}/0", 1, producer="env"))
             self.num_sent += 1
 
     @rule(producer=st.sampled_from(["env-0", "env-1"]), number=st.integers(0, 30))
     def write_again(self, producer, number):
         """Write an episode again, as a retry does whose first run was stored after all."""
         if number < self.num_sent:
-            self.writers[producer].append(trajectory(f"math/{number}/0", 1, producer="env"))
+            self.writers[producer].append(make_trajectory(f"math/{number}/0", 1, producer="env"))
 
     @rule(producer=st.sampled_from(["env-0", "env-1"]))
     def seal(self, producer):

@@ -13,11 +13,12 @@ from hpcrl.campaign_dir.endpoints import (
     make_token,
     withdraw_endpoint,
 )
-from hpcrl.campaign_dir.event_log import EventLog, EventReader, read_events
+from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import DrainStarted, JobStarted
 from hpcrl.errors import ConfigError
 from hpcrl.system.files import make_private_dir, publish_file, remove_path, staged_path
 from hpcrl.system.network import find_bind_address
+from hpcrl.testing.event_lines import read_events
 
 
 def test_a_published_file_is_private_and_complete(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
-from hpcrl.spool.record import Trajectory
 from hpcrl.testing.ranks import RANK_SERVER
 from hpcrl.trainers.checkpoint import (
     PendingCheckpoint,
@@ -31,6 +30,7 @@ from hpcrl.trainers.checkpoint import (
 )
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.disks import largest_file
+from tests.support.trajectories import make_trajectory
 
 
 class Counter:
@@ -278,19 +278,12 @@ def trajectories_of(step):
     rng = np.random.default_rng(step)
     generated = np.arange(12) >= 5
     return [
-        Trajectory(
-            id=f"math/{step}/{index}",
-            group=f"math/{step}",
-            domain="math",
+        make_trajectory(
+            f"math/{step}/{index}",
             seed=step,
-            status="done",
-            producer="000-env-0",
-            created=0.0,
-            start_version=step,
-            end_version=step,
+            version=step,
             token_ids=rng.integers(0, 32, 12, dtype=np.int32),
-            logprobs=np.where(generated, -3.4, 0.0).astype(np.float32),
-            versions=np.zeros(12, dtype=np.int32),
+            logprobs=np.where(generated, -3.4, 0.0),
             loss_mask=generated,
             turns=[],
             reward=float(index % 2),

@@ -8,14 +8,14 @@ import sys
 
 import msgspec
 import numpy as np
-import pyarrow.parquet as pq
+import pyarrow.parquet as pq  # noqa: TID251
 import pytest
 
 from hpcrl.spool.record import COLUMNS, EpisodeTurn
 from hpcrl.traj import parquet
 from hpcrl.traj.__main__ import main
+from tests.support.campaign_spools import Spools, trajectory, unscored
 from tests.support.disks import largest_file
-from tests.support.trajectories import Spools, trajectory, unscored
 
 
 @pytest.fixture

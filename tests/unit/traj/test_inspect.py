@@ -22,7 +22,7 @@ from hpcrl.system.files import publish_json
 from hpcrl.testing.model_templates import FAMILIES, save_family
 from hpcrl.traj.__main__ import main
 from hpcrl.traj.conversation import make_message_splitter
-from tests.support.trajectories import Spools, trajectory, unscored
+from tests.support.campaign_spools import Spools, trajectory, unscored
 
 QWEN = (
     "{%- if messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content }}"

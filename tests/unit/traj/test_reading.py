@@ -25,7 +25,7 @@ from hpcrl.traj.conversation import (
 )
 from hpcrl.traj.history import SeenIds, TrajectoryHistory, TrajectorySelection
 from hpcrl.traj.stats import DomainTally, count_by_domain, count_fates
-from tests.support.trajectories import Spools, trajectory, unscored
+from tests.support.campaign_spools import Spools, trajectory, unscored
 
 
 @pytest.fixture

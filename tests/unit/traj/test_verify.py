@@ -16,8 +16,8 @@ from hpcrl.spool.listing import quarantine_segment
 from hpcrl.spool.record import ConversationRow, EpisodeTurn
 from hpcrl.traj.__main__ import main
 from hpcrl.traj.verify import SpoolVerifier
+from tests.support.campaign_spools import Spools, trajectory, unscored
 from tests.support.campaigns import hpcrl
-from tests.support.trajectories import Spools, trajectory, unscored
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_a_campaign_that_runs_meanwhile_is_clean(spools):
 _WRITER = """
 import sys
 from pathlib import Path
-from tests.support.trajectories import Spools, trajectory, unscored
+from tests.support.campaign_spools import Spools, trajectory, unscored
 
 spools = Spools(Path(sys.argv[1]))
 print("ready", flush=True)

@@ -1,4 +1,4 @@
-"""Layouts of tensors, and the boxes that a trainer's ranks hold."""
+"""Layouts of tensors, and the shards that a trainer's ranks hold."""
 
 from collections.abc import Callable
 from typing import Any
@@ -90,7 +90,7 @@ def test_layouts_that_differ_name_the_tensor(tensors: list[tuple[str, str, tuple
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[TensorShard]]:
-    """Split a tensor in two, then one of the boxes again, and so on, along any axis."""
+    """Split a tensor in two, then one of the shards again, and so on, along any axis."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
     pieces = [TensorShard(name="t", start=(0,) * len(shape), shape=shape)]
     for _ in range(draw(st.integers(0, 5))):
@@ -112,7 +112,7 @@ def test_however_a_tensor_is_cut_its_pieces_cover_it(cut: tuple[tuple[int, ...],
 
 
 @st.composite
-def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[TensorShard]]:
+def shards_of_a_tensor(draw: st.DrawFn) -> tuple[tuple[int, ...], list[TensorShard]]:
     shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple))
     shards = []
     for _ in range(draw(st.integers(0, 5))):
@@ -122,9 +122,11 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[TensorShard]]:
     return shape, shards
 
 
-@given(boxes())
-def test_boxes_cover_a_tensor_just_when_every_value_is_in_one(box: tuple[tuple[int, ...], list[TensorShard]]) -> None:
-    shape, shards = box
+@given(shards_of_a_tensor())
+def test_shards_cover_a_tensor_just_when_every_value_is_in_one(
+    drawn: tuple[tuple[int, ...], list[TensorShard]],
+) -> None:
+    shape, shards = drawn
     count = torch.zeros(shape, dtype=torch.int32)
     for shard in shards:
         count[shard.index] += 1
@@ -161,7 +163,7 @@ def test_tensor_parallel_shards_cover_a_model() -> None:
     check_cover(MODEL, held_by_two())
 
 
-def test_a_scalar_is_one_box() -> None:
+def test_a_scalar_is_one_shard() -> None:
     layout = TensorLayout.pack([("s", "float32", ())])
     scalar = make_whole_shard(layout.tensors[0])
     check_cover(layout, [[scalar]])

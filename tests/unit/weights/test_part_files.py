@@ -134,7 +134,7 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
-        (flip, r"box 'q@400,0' has checksum .* it is damaged"),
+        (flip, r"shard 'q@400,0' has checksum .* it is damaged"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "it is truncated"),
     ],
 )
@@ -191,9 +191,9 @@ def test_a_restarted_trainer_finds_the_version_that_all_nodes_have(run: Campaign
     again.end()
 
 
-def test_ranks_that_hold_other_boxes_than_at_the_start_are_refused_on_all_nodes(trainer: Trainer) -> None:
+def test_ranks_that_hold_other_shards_than_at_the_start_are_refused_on_all_nodes(trainer: Trainer) -> None:
     swapped = trainer.together(lambda store, rank: store.stage(held(1 - rank, 1), WeightVersion(version=1, step=1)))
-    assert ["other boxes of the weights than at the start" in str(error) for error in swapped] == [True, True]
+    assert ["other shards of the weights than at the start" in str(error) for error in swapped] == [True, True]
 
 
 def test_no_engine_reads_the_window_of_a_part(run: CampaignDir, trainer: Trainer) -> None:

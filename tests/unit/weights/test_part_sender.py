@@ -123,7 +123,9 @@ def test_its_part_is_sent_to_the_first_receiver(
     data = publish(1)
     contributor._send_part(announced(1))
     rows, columns = SECOND.tensors
-    assert wire.sent == [data[box.offset : box.offset + box.nbytes] for box in (rows, columns)]
+    assert wire.sent == [
+        data[shard_slot.offset : shard_slot.offset + shard_slot.nbytes] for shard_slot in (rows, columns)
+    ]
     assert last_report(wire) == CourierReport(nbytes=SECOND.nbytes, ended=9)
 
 
@@ -133,13 +135,13 @@ def test_a_lost_part_is_replaced_by_the_same_number_of_bytes_and_reported(
     for version in (1, 2, 3):
         publish(version)
     contributor._send_part(announced(1))
-    assert [len(piece) for piece in wire.sent] == [box.nbytes for box in SECOND.tensors]
+    assert [len(piece) for piece in wire.sent] == [shard_slot.nbytes for shard_slot in SECOND.tensors]
     assert last_report(wire) == CourierReport(nbytes=SECOND.nbytes, ended=9, damaged=9)
 
 
 def test_a_missing_window_is_reported_too(contributor: PartSender, wire: Listening) -> None:
     contributor._send_part(announced(1))
-    assert [len(piece) for piece in wire.sent] == [box.nbytes for box in SECOND.tensors]
+    assert [len(piece) for piece in wire.sent] == [shard_slot.nbytes for shard_slot in SECOND.tensors]
     assert last_report(wire).damaged == 9
 
 
@@ -158,5 +160,5 @@ def test_a_part_that_is_overwritten_while_it_is_sent_is_reported(
 
     monkeypatch.setattr(wire, "send", send_late)
     contributor._send_part(announced(1))
-    assert [len(piece) for piece in wire.sent] == [box.nbytes for box in SECOND.tensors]
+    assert [len(piece) for piece in wire.sent] == [shard_slot.nbytes for shard_slot in SECOND.tensors]
     assert last_report(wire).damaged == 9

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.campaign_dir.event_log import EventLog, read_events
+from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import WeightsError
+from hpcrl.testing.event_lines import read_events
 from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.publisher import WeightPublisher
 from hpcrl.weights.versions import (
@@ -24,7 +25,7 @@ from hpcrl.weights.window.file import WindowKey, unlink_recorded_windows
 from hpcrl.weights.window_store import WindowStore
 from tests.support.disks import largest_file
 
-WINDOW = Transport(rung="window", reason="one node")
+WINDOW = Transport(name="window", reason="one node")
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_an_engine_that_asks_for_files_gets_the_newest_version_without_another_s
     publisher.publish(weights(1.0), WeightVersion(version=1, step=1))
     publisher.poll()
     assert list_versions(run.weights) == []
-    write_transport(run.weights, Transport(rung="files", reason="decode-0 cannot read the window"))
+    write_transport(run.weights, Transport(name="files", reason="decode-0 cannot read the window"))
     publisher.poll()
     publisher.close()
     assert list_versions(run.weights) == [1]
@@ -123,9 +124,9 @@ def test_a_window_that_cannot_be_created_switches_to_files_with_an_event(run: Ca
     publisher.publish(weights(2.0, num=200_000), WeightVersion(version=2, step=2))
     publisher.close()
     assert list_versions(run.weights) == [1, 2]
-    assert read_transport(run.weights) == Transport(rung="files", reason=events_of(run, "rung")[-1]["reason"])
-    assert "no window of" in events_of(run, "rung")[-1]["reason"]
-    assert [event["rung"] for event in events_of(run, "rung")] == ["window", "files"]
+    assert read_transport(run.weights) == Transport(name="files", reason=events_of(run, "transport")[-1]["reason"])
+    assert "no window of" in events_of(run, "transport")[-1]["reason"]
+    assert [event["transport"] for event in events_of(run, "transport")] == ["window", "files"]
 
 
 def test_a_version_that_cannot_be_written_to_files_is_an_error_at_the_next_publish(run: CampaignDir) -> None:
