@@ -97,7 +97,9 @@ def _bound_figures(scripts: list[Script], fleet: Fleet) -> list[Figure]:
         Figure(name="makespan: router / bound", value=router.makespan_s / bound_s, bar=BAR_BOUND, better="lower"),
         *(Figure(name=f"lost over the bound: {what}", value=share, unit="bounds") for what, share in lost.items()),
         Figure(name="router / bound, were KV everywhere at once", value=router.makespan_s / free_s),
-        Figure(name="router that is told the hardware of each trajectory / bound", value=assigned.makespan_s / bound_s),
+        Figure(
+            name="router that is given the hardware of each trajectory / bound", value=assigned.makespan_s / bound_s
+        ),
         Figure(name="longest trajectory in full batches / bound", value=crowded_s(scripts, fleet) / bound_s),
         Figure(name="router: prompt tokens computed", value=router.prefilled_share, unit="share"),
     ]
@@ -127,7 +129,7 @@ def _hardware_figures(*, full: bool) -> list[Figure]:
         figures += [
             Figure(name=f"{task}: 2 H800 / 6 H20", value=ratio),
             Figure(
-                name=f"{task}: outside what RollArt tells ({low:.2f} to {high:.2f}) by",
+                name=f"{task}: outside what RollArt reports ({low:.2f} to {high:.2f}) by",
                 value=max(low / ratio, ratio / high, 1.0) - 1,
                 unit="share",
                 bar=0.2,

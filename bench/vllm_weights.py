@@ -93,7 +93,12 @@ async def _measure(root: Path, *, rounds: int) -> list[Figure]:
         Figure(name="longest silence: ours", value=1e3 * mine, unit="ms", better="lower"),
         Figure(name="longest silence: vLLM's reload from disk", value=1e3 * other, unit="ms", better="lower"),
         Figure(name="pause to resume: ours", value=1e3 * my_pause, unit="ms", better="lower"),
-        Figure(name="KV of as many tokens, computed by itself", value=1e3 * median(alone), unit="ms", better="lower"),
+        Figure(
+            name="KV of the same number of tokens, computed by itself",
+            value=1e3 * median(alone),
+            unit="ms",
+            better="lower",
+        ),
         Figure(name="between two tokens, usually", value=1e3 * usual, unit="ms", better="lower"),
     ]
 

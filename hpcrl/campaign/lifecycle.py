@@ -1,4 +1,4 @@
-"""The life of a campaign, on the login node. Light imports: no torch, parsl, h5py, mpi4py.
+"""A campaign from submit to its end, on the login node. Light imports: no torch, parsl, h5py, mpi4py.
 
 CampaignRequest, load_request, check_request    recipe, site and plan, loaded and checked
 preview_script, dry_run, submit                 before and at submission
@@ -26,7 +26,7 @@ from hpcrl.campaign.model_check import MISSING_PACKAGE
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
 from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.site import Site, load_site
-from hpcrl.config.toml import find_toml
+from hpcrl.config.toml import find_toml, to_struct
 from hpcrl.envs.task_set import import_task_set
 from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.monitor.job_state import FINAL_JOB_STATES, judge_jobs, read_heartbeats, read_jobs, select_slurm_ids
@@ -37,7 +37,7 @@ from hpcrl.slurm.status import ACTIVE, UNKNOWN, WAITING, JobStatus, query_job_st
 from hpcrl.system.files import make_private_dir, publish_file, publish_json, read_json, remove_path
 from hpcrl.system.processes import is_alive
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 CHECK_TIMEOUT_S = 120
 MODEL_CHECK_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 30.0
@@ -344,8 +344,12 @@ def read_site(campaign: CampaignDir) -> Site:
 
 def _read_struct(path: Path, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError) as error:
+        data = path.read_bytes()
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError:  # a key that was renamed since gets its new name in the message
+            return to_struct(msgspec.json.decode(data), kind, source=path.name)
+    except (OSError, msgspec.DecodeError, ConfigError) as error:
         raise CampaignError(
             f"{path} cannot be read ({error}): the campaign is damaged or was made by another version of hpcrl"
         ) from error

@@ -33,7 +33,7 @@ class EventLog:
 
     @classmethod
     def open(cls, campaign: CampaignDir, *name: str | int, job: int, role: str, **origin: Any) -> "EventLog":
-        """Open the log of one worker of a job; `name` is its role and what tells it from others of this role."""
+        """Open the log of one worker of a job; `name` is its role and its index or node."""
         worker = make_worker_name(job, *name)
         return cls(campaign.events / f"{worker}{EVENT_SUFFIX}", job=job, role=role, worker=worker, **origin)
 

@@ -84,7 +84,7 @@ class RewardJobsScaled(CampaignEvent, frozen=True, kw_only=True, tag="reward-job
 
 
 class EpisodesCounted(CampaignEvent, frozen=True, kw_only=True, tag="episodes"):
-    """The counts of one env worker; all but `running` increase for as long as its process lives."""
+    """The counts of one env worker; all but `running` increase until its process ends."""
 
     running: NonNegativeCount = 0
     done: NonNegativeCount = 0

@@ -86,8 +86,11 @@ def load_table(kind: ConfigKind, name: str, *, settings: Sequence[str] = ()) -> 
     """Return the table of a recipe or site with `extends` and settings applied, and its path for messages."""
     path = find_toml(kind, name)
     table = _load_extended(kind, path, seen=())
-    for setting in settings:
-        _apply_setting(table, setting)
+    parsed = [_parse_setting(setting) for setting in settings]
+    for key, _ in parsed:
+        _drop_replaced(table, key)
+    for key, value in parsed:
+        _apply_setting(table, key, value)
     _refuse_deep(table, source=str(path))
     return table, str(path)
 
@@ -153,7 +156,7 @@ def _too_deep(source: object) -> str:
 
 
 def _replaced_key(trail: tuple[str, ...]) -> str | None:
-    """Return the sibling key that is not inherited from the parent when a table sets this one.
+    """Return the sibling key that is dropped when a child of `extends`, or a setting, sets this one.
 
     Options are arguments of one function, and another function may not accept them; a model has a path or is tiny.
     """
@@ -181,26 +184,37 @@ def _merge_tables(base: TomlTable, over: TomlTable, *, trail: tuple[str, ...] = 
     return merged
 
 
-def _apply_setting(table: TomlTable, setting: str) -> None:
-    """Set one `dotted.key=value`; a value that is not TOML is plain text."""
+def _parse_setting(setting: str) -> tuple[tuple[str, ...], Any]:
+    """Return the key and the value of one `dotted.key=value`; a value that is not TOML is plain text."""
     key, equals, text = setting.partition("=")
-    parts = [part.strip() for part in key.split(".")]
+    parts = tuple(part.strip() for part in key.split("."))
     if not equals or not all(parts):
         raise ConfigError(f"-s {setting}: expected key=value, such as -s rollout.group_size=16")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return parts, tomllib.loads(f"value = {text}")["value"]
     except RecursionError:
         raise ConfigError(_too_deep(f"-s {key.strip()}")) from None
     except tomllib.TOMLDecodeError:
-        value = text
-    if parts[0] == "model" and isinstance(model := table.get("model"), dict):
-        model.pop(_replaced_key(tuple(parts[:2])), None)
-    for part in parts[:-1]:
+        return parts, text
+
+
+def _drop_replaced(table: TomlTable, key: tuple[str, ...]) -> None:
+    """Drop what the files set beside a key and a setting of it replaces; done before any setting is applied."""
+    for length, part in enumerate(key, start=1):
+        table.pop(_replaced_key(key[:length]) or "", None)
+        inner = table.get(part)
+        if not isinstance(inner, dict):
+            return
+        table = inner
+
+
+def _apply_setting(table: TomlTable, key: tuple[str, ...], value: Any) -> None:
+    for part in key[:-1]:
         inner = table.setdefault(part, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"-s {setting}: {part!r} is {inner!r}, not a table: leave out what follows it")
+            raise ConfigError(f"-s {'.'.join(key)}: {part!r} is {inner!r}, not a table: leave out what follows it")
         table = inner
-    table[parts[-1]] = value
+    table[key[-1]] = value
 
 
 def _refuse_unknown(value: Any, kind: Any, *, source: str, trail: tuple[str, ...]) -> None:

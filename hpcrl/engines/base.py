@@ -101,7 +101,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     """Generation ends with the first of these, which is part of the answer."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens with this total probability; log-probabilities are of what remains."""
+    """Sample from the likeliest tokens with this total probability; log-probabilities are of those tokens."""
     top_k: int = 0
     """Sample from this number of likeliest tokens; 0: from all."""
     top_logprobs: int = 0

@@ -484,7 +484,7 @@ def _make_absolute(paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def _find_directory_problem(directory: str) -> str:
-    return "" if Path(directory).is_dir() else f"directory = {directory!r}: there is no such directory"
+    return "" if Path(directory).is_dir() else f"directory = {directory!r}: no such directory"
 
 
 def _remove_tree(root: Path) -> None:

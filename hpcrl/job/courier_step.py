@@ -117,7 +117,7 @@ class CourierSupervisor:
         """Start the step without waiting for it."""
         remove_path(self.job.courier_status(self.incarnation))
         self.incarnation = secrets.token_hex(8)
-        command = [*self.commands[self._num_useless].command, f"--life={self.incarnation}"]
+        command = [*self.commands[self._num_useless].command, f"--incarnation={self.incarnation}"]
         with self.job.log("couriers").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -49,10 +49,10 @@ class RewardJobScaler:
     waiting_since: float | None = None
 
     def decide(self, *, waiting: int, jobs: int, now: float) -> str | None:
-        """Return "begin" (one more job), "end" (all jobs) or None; `waiting` counts segments not yet scored."""
+        """Return "start" (one more job), "end" (all jobs) or None; `waiting` counts segments not yet scored."""
         if waiting:
             self.idle_since = None
-            return "begin" if jobs < min(self.max_jobs, -(-waiting // SEGMENTS_PER_JOB)) else None
+            return "start" if jobs < min(self.max_jobs, -(-waiting // SEGMENTS_PER_JOB)) else None
         if self.idle_since is None:
             self.idle_since = now
         if not jobs or now - self.idle_since < self.idle_s:
@@ -135,7 +135,7 @@ class RewardScoring:
         waiting = sum(task.elastic for task in self.tasks.values())
         jobs = workers.num_reward_jobs()
         match self.scale.decide(waiting=waiting, jobs=jobs, now=now):
-            case "begin":
+            case "start":
                 workers.start_reward_job()
                 self.emit(RewardJobsScaled(num=jobs + 1, waiting=waiting))
             case "end":

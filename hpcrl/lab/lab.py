@@ -136,7 +136,7 @@ def up(state_dir: Path, *, cluster: LabCluster = DEFAULT_CLUSTER) -> LabStatus:
 
 
 def down(state_dir: Path) -> bool:
-    """Cancel the jobs, end every process of the lab and remove its directory; return False if there was no lab."""
+    """Cancel the jobs, end every process of the lab and remove its directory; return False without a lab."""
     lab = _resolve_lab_dir(state_dir)
     _refuse_inside(lab)
     if not (lab.record.exists() or lab.lock.exists()):

@@ -75,7 +75,7 @@ class ChatTemplate:
     text: str = ""
     """The template itself."""
     close_id: int | None = None
-    """The token that ends the model's turn in the history; None if it is no special token."""
+    """The token that ends the model's turn in the history; None if it is not a special token."""
     close_ids: frozenset[int] = frozenset()
     """The generated tokens after which a turn is closed already: gpt-oss generates another than its history has."""
     stop_token_ids: tuple[int, ...] = ()
@@ -138,7 +138,7 @@ class ChatTemplate:
 
         Without `is_checked`, only a short conversation of the same structure is rendered, if its text after an answer
         was once found to be that of the whole conversation; `excerpt` is that of the turn before. Everything is
-        rendered unless `has_same_variables`, which says that the prompt was rendered with these tools and variables.
+        rendered unless `has_same_variables`, which means that the prompt was rendered with these tools and variables.
 
         `read_prompt` returns the text up to the answer and the `num_messages` messages that it is of; `answer` is its
         message and `answer_text` the text that was generated, special tokens included. What the template writes around

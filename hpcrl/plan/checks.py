@@ -155,7 +155,7 @@ def _check_evaluation(recipe: Recipe) -> None:
 
 
 def _check_tasks(recipe: Recipe) -> None:
-    """Check that some domain never ends, and that evaluations of a domain with tasks have rows of their own."""
+    """Check that some domain never ends, and that evaluations of a domain with tasks have separate rows."""
     trained = {name: domain for name, domain in recipe.domains.items() if not domain.held_out}
     if all(domain.task_set is not None and domain.task_set.epochs for domain in trained.values()):
         raise PlanError(

@@ -86,7 +86,7 @@ def make_shared_components(
 
 
 def _per_node(placed: Sequence[tuple[RoleName, PartitionChoice]], recipe: Recipe, site: Site) -> PerNode:
-    """Return enough for the most demanding of these roles, or the whole node."""
+    """Return enough for the largest of these roles, or the whole node."""
     partition = site.partitions[placed[0][1].partition]
     if partition.exclusive:
         return PerNode(partition.cores_per_node, int(partition.mem_gib_per_node), partition.gpus_per_node)

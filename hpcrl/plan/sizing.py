@@ -39,7 +39,7 @@ class _WorkerDemand:
     why: str
 
     def describe(self, num: int) -> str:
-        less = "" if num == self.num else f" of the {self.num} that it could use, because there is no room for more"
+        less = "" if num == self.num else f" of the {self.num} that it could use, because more do not fit"
         return f"{self.role} has {num} workers{less}: {self.why}"
 
 
@@ -69,7 +69,7 @@ class WorkerNumbers:
 
 
 def with_single_workers(recipe: Recipe) -> Recipe:
-    """Set open numbers to one worker: where sizing starts, and what remains where facts are missing."""
+    """Set open numbers to one worker: where sizing starts, and what is kept where facts are missing."""
     return WorkerNumbers(recipe=recipe, demands=[]).limit(1)[0]
 
 

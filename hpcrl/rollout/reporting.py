@@ -8,7 +8,7 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 
-from hpcrl.campaign_dir.events import CampaignEvent, EpisodesCounted, FaultReported
+from hpcrl.campaign_dir.events import CampaignEvent, EpisodesCounted, FaultReported, FaultSubject
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, join_chunks
 from hpcrl.rollout.groups import EpisodeGroups
@@ -95,7 +95,7 @@ class EpisodeReporter:
         )
         fault = trajectory.extra.get("fault")
         if fault:  # an earlier attempt may have failed where the last one did not
-            what = "policy-fault" if status == "policy-fault" else "env-fault"
+            what: FaultSubject = "policy-fault" if status == "policy-fault" else "env-fault"
             self._emit(FaultReported(what=what, detail=fault, id=trajectory.id))
         failed = trajectory.status == "env-fault"
         pause_s = self._agenda.record_end(trajectory.domain, fault=failed, now=now)

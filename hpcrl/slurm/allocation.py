@@ -53,7 +53,7 @@ class JobAllocation:
         return ["srun", *group, *place, *size, "--overlap", "--mpi=none", "--unbuffered"]
 
     def without_node(self, node: str) -> "JobAllocation":
-        """Return the allocation that remains when a node is lost."""
+        """Return the allocation that is left when a node is lost."""
         return replace(self, nodes=[[name for name in names if name != node] for names in self.nodes])
 
     def mpi_step_command(self, components: Sequence[JobComponent], command: Sequence[str], *, mpi: str) -> list[str]:

@@ -41,7 +41,7 @@ _SETTINGS = ("SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SCANCEL_", "SI
 def run_slurm(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = COMMAND_TIMEOUT_S
 ) -> subprocess.CompletedProcess[str]:
-    """Run one command and return its result; the exit code is TIMED_OUT if there was no answer in time.
+    """Run one command and return its result; the exit code is TIMED_OUT without an answer in time.
 
     `env` is the environment to start from (default: this process's). Raise SlurmError if the command does not exist:
     waiting would not help.

@@ -64,8 +64,8 @@ def explain_reason(reason: str) -> str:
     word = re.split(r"[,:(\s]", reason.strip("() "), maxsplit=1)[0]
     if word in _REASONS:
         return _REASONS[word]
-    for beginning, words in _LIMIT_REASONS:
-        if word.startswith(beginning):
+    for start, words in _LIMIT_REASONS:
+        if word.startswith(start):
             return f"{words} ({word})"
     return reason
 

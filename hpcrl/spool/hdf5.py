@@ -4,7 +4,7 @@
     compress_columns    a whole file with compressed columns
     decompress_columns  the bytes of the columns of such a file
 
-HDF5 takes milliseconds to lay out a file, as long as writing it takes. All files of one schema have the same
+HDF5 takes milliseconds to arrange a file, as long as writing it takes. All files of one schema have the same
 structures and differ only in numbers, so HDF5 lays out one empty file per process, and its numbers are filled in:
 lengths, addresses and the end of the file. The oldest file format is used: every HDF5 tool reads it, and it holds no
 checksums that would have to be recomputed (a checksum in the segment's index covers these bytes). The HDF5 standard

@@ -278,7 +278,7 @@ def _write_buffers(fd: int, buffers: ByteBuffers) -> None:
 
 
 def _drop_written(buffers: list[memoryview], written: int) -> list[memoryview]:
-    """Return what remains of `buffers` after `written` bytes of them."""
+    """Return what is left of `buffers` after `written` bytes of them."""
     for index, buffer in enumerate(buffers):
         if written < len(buffer):
             return [buffer[written:], *buffers[index + 1 :]]

@@ -261,7 +261,7 @@ def derive_segment(
 ) -> Path:
     """Make the segment of the same name in `target_dir`, trajectory by trajectory, unless it exists.
 
-    Two processes may derive one segment at once: both succeed, and one complete file remains.
+    Two processes may derive one segment at once: both succeed, and one complete file is left.
     """
     target = target_dir / source.name
     if not target.exists():

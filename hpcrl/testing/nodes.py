@@ -51,7 +51,7 @@ class Fleet:
     num_sources: int = 1
     before: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Words put before the courier's command on a node."""
-    lives: int = 0
+    num_starts: int = 0
     process: "subprocess.Popen[bytes] | None" = None
     windows: list[Window] = field(default_factory=list)
     """The trainer's windows, closed with the fleet."""
@@ -82,10 +82,15 @@ class Fleet:
 
     def launch(self) -> None:
         """Start one run of the step; like one of srun's, it ends when one of its ranks does."""
-        self.lives += 1
+        self.num_starts += 1
         arguments = [str(self.run.root), "0", ",".join(self.nodes), ",".join(self.sources)]
         arguments.append(f"--silent-s={self.silent_s:g}")
-        arguments += [f"--wire={self.wire}", "--interface=lo", f"--life={self.lives}", f"--codec={self.codec}"]
+        arguments += [
+            f"--wire={self.wire}",
+            "--interface=lo",
+            f"--incarnation={self.num_starts}",
+            f"--codec={self.codec}",
+        ]
         courier = [sys.executable, "-m", "hpcrl.weights.couriers", *arguments]
         commands = {node: [*self.before.get(node, ()), *courier] for node in self.nodes}
         with self.job.log("couriers").open("ab") as log:
@@ -98,7 +103,7 @@ class Fleet:
             )
 
     def standing(self) -> CourierStatus | None:
-        return CourierStatus.read(self.job.courier_status(str(self.lives)))
+        return CourierStatus.read(self.job.courier_status(str(self.num_starts)))
 
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None

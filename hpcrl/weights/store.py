@@ -106,9 +106,9 @@ def _copy_tensors(tensors: Tensors, slot: memoryview, layout: TensorLayout) -> l
     sums = [b""] * len(layout.tensors)
     flat = torch.frombuffer(slot, dtype=torch.uint8) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
 
-    def copy(index: int, placed: TensorSlot) -> None:
-        target = flat[placed.offset : placed.offset + placed.nbytes]
-        source = tensors[placed.name].detach()
+    def copy(index: int, slot: TensorSlot) -> None:
+        target = flat[slot.offset : slot.offset + slot.nbytes]
+        source = tensors[slot.name].detach()
         if source.device.type == "cpu" and source.is_contiguous():
             sums[index] = _copy_and_hash(source.reshape(-1).view(torch.uint8).numpy(), target.numpy())
         else:

@@ -57,7 +57,7 @@ def is_remote(image: str) -> bool:
 
 def find_image_problem(image: str) -> str:
     """Return why an image cannot be used, as far as that is known without pulling it; "" if nothing is known."""
-    return "" if is_remote(image) or Path(image).exists() else f"image = {image!r}: there is no such file or directory"
+    return "" if is_remote(image) or Path(image).exists() else f"image = {image!r}: no such file or directory"
 
 
 @contextlib.asynccontextmanager

@@ -5,7 +5,7 @@
     ConversationChoice    which conversations are trained on
 
 A conversation is what the model saw and generated up to a turn that nothing continued. Its row shares the longest
-beginning that an earlier row has, token by token: so a template that renders the whole history for each turn, without
+prefix that an earlier row has, token by token: so a template that renders the whole history for each turn, without
 its old thoughts, stores what changed and no more. What is shared ends before the first turn that no earlier row holds.
 """
 
@@ -155,7 +155,7 @@ class _RowBuilder:
             self._columns[name].append(column)
 
     def _find_parent(self, ids: NDArray[np.int32], keys: Sequence[bytes], *, hints: set[int]) -> tuple[int, int]:
-        """Find the row that shares the longest beginning, and its length: of the hints, the last row, and by chunks."""
+        """Find the row that shares the longest prefix, and its length: of the hints, the last row, and by chunks."""
         known = itertools.takewhile(self._latest.__contains__, keys[: len(ids) // CHUNK_TOKENS])
         by_chunks = {self._latest[key] for key in list(known)[-1:]}
         candidates = hints | by_chunks | {len(self.rows) - 1}

@@ -1,4 +1,4 @@
-"""Tell the model's thoughts from the rest of a generated text, whole or while it grows: REASONING_PARSERS, by name.
+"""Separate the model's thoughts from the rest of a generated text, whole or while it grows: REASONING_PARSERS, by name.
 
 think      <think>...</think>, also if the prompt opened it   Qwen3, QwQ, DeepSeek-R1, GLM-4.5, Phi-4-reasoning
 magistral  [THINK]...[/THINK]                                 Magistral
@@ -126,7 +126,7 @@ _HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", *_
 class HarmonyParser:
     """The form of gpt-oss: messages, each with a header that names its channel and perhaps its recipient.
 
-    Messages with a recipient are left as they are for the tool parser; of the others only the text remains.
+    Messages with a recipient are left as they are for the tool parser; of the others only the text is kept.
     """
 
     marks: Collection[str] = _HARMONY_MARKS

@@ -29,7 +29,7 @@ OTHER_ROLE: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
 OVERLOAD_RATIO = 4.0
 """A role is overloaded once its workers have this many times the load of the other's ..."""
 RECOVERY_RATIO = 1.5
-"""... and remains so until they have less than this."""
+"""... and stays so until they have less than this."""
 MIN_LOAD = 2.0
 """The mean number of requests per worker below which no role is overloaded."""
 MIN_OVERLOAD_S = 30.0

@@ -157,7 +157,7 @@ class Router:
         num_new, num_held = self.trajectories.reply_tokens(request), self._expected_kv_tokens(request, state)
         turn = TurnFacts(strip_held_out(request.domain), len(request.token_ids), num_new, state, num_held)
         if should_release_kv(turn, self._view):
-            self.reasons["KV given up"] += 1
+            self.reasons["KV abandoned"] += 1
             self._release_kv(state)
             state.num_cached = 0
         return choose_workers(turn, self._view, draw=self._draw, refused=refused)

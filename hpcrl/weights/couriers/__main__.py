@@ -168,7 +168,7 @@ def _parse_settings(arguments: list[str]) -> CourierSettings:
     parser.add_argument(
         "--codec", choices=get_args(CodecSetting), default="auto", help="what is sent: full versions or deltas"
     )
-    parser.add_argument("--life", default="0", help="a name that no earlier run of them had")
+    parser.add_argument("--incarnation", default="0", help="a name that no earlier run of them had")
     parser.add_argument("--silent-s", type=float, default=SILENCE_TIMEOUT_S, help="longest silence of a rank")
     given = parser.parse_args(arguments)
     campaign = CampaignDir(given.campaign)
@@ -177,7 +177,7 @@ def _parse_settings(arguments: list[str]) -> CourierSettings:
         nodes=tuple(given.nodes.split(",")),
         sources=tuple(given.sources.split(",")),
         transport_name=given.wire,
-        incarnation=given.life,
+        incarnation=given.incarnation,
         codec=given.codec,
         interface=given.interface,
         silence_timeout_s=given.silent_s,

@@ -39,7 +39,7 @@ class DeltaHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     version: int
     layout: str
     """Digest of the layout of both versions."""
-    pieces: list[tuple[Size, Size]]
+    sizes: list[tuple[Size, Size]]
     """For each chunk: bytes of its gaps, number of its changed values."""
 
 
@@ -75,7 +75,7 @@ def encode_delta(
         total += gaps.nbytes + changed.nbytes
         if total >= layout.nbytes:
             return None
-    header = msgspec.msgpack.encode(DeltaHeader(base=base, version=version, layout=layout.digest(), pieces=sizes))
+    header = msgspec.msgpack.encode(DeltaHeader(base=base, version=version, layout=layout.digest(), sizes=sizes))
     if _LENGTH.size + len(header) + total >= layout.nbytes:
         return None
     return b"".join([_LENGTH.pack(len(header)), header, *encoded])
@@ -105,11 +105,11 @@ def apply_delta(delta: bytes | memoryview, slot: memoryview, layout: TensorLayou
         )
     rest = np.frombuffer(delta, np.uint8)[_LENGTH.size + _LENGTH.unpack_from(delta)[0] :]
     chunks = list(_iterate_chunks(layout))
-    expected_nbytes = sum(gaps + num * chunk.item for (gaps, num), chunk in zip(header.pieces, chunks, strict=False))
-    if len(header.pieces) != len(chunks) or expected_nbytes != len(rest):
+    expected_nbytes = sum(gaps + num * chunk.item for (gaps, num), chunk in zip(header.sizes, chunks, strict=False))
+    if len(header.sizes) != len(chunks) or expected_nbytes != len(rest):
         raise WeightsError(f"the delta to version {header.version} is cut short or too long: send it in full")
     target = np.frombuffer(slot, np.uint8)
-    for (num_gaps, num), chunk in zip(header.pieces, chunks, strict=True):
+    for (num_gaps, num), chunk in zip(header.sizes, chunks, strict=True):
         positions = _decode_positions(rest[:num_gaps])
         values = chunk.values(target)
         if len(positions) != num or (num and positions[-1] >= len(values)):

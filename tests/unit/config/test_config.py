@@ -191,6 +191,14 @@ def test_options_of_the_parent_are_replaced_by_a_table_that_sets_env(recipe: Pat
     assert (lake.env, lake.options, lake.reward_options) == ("my.own:Env", {"size": 8}, {"scale": 2})
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_setting_of_env_drops_the_options_of_the_file_and_keeps_those_of_settings(recipe: Path, order: int) -> None:
+    recipe.write_text(RECIPE + LAKE_OPTIONS)
+    settings = ('domains.lake.env="my.own:Env"', "domains.lake.options.size=8")
+    lake = load_recipe(str(recipe), settings=settings[::order]).domains["lake"]
+    assert (lake.env, lake.options, lake.reward_options) == ("my.own:Env", {"size": 8}, {"scale": 2})
+
+
 def test_reward_options_of_the_parent_are_replaced_by_a_table_that_sets_reward(recipe: Path) -> None:
     recipe.write_text(RECIPE + LAKE_OPTIONS)
     lake = load_recipe(str(child_of(recipe, '[domains.lake]\nreward = "my.own:reward"'))).domains["lake"]

@@ -214,10 +214,10 @@ def test_a_directory_is_copied_for_each_episode(template, tmp_path):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"directory": "/no/such"}, "directory = '/no/such': there is no such directory"),
+        ({"directory": "/no/such"}, "directory = '/no/such': no such directory"),
         ({"directory": "/tmp/{repo}"}, "the task has no field 'repo'; it has name, seed"),
         ({"directory": "/tmp/{name}"}, "the task's name = '../etc' cannot be part of a path"),
-        ({"image": "/no/such.sif"}, "image = '/no/such.sif': there is no such file"),
+        ({"image": "/no/such.sif"}, "image = '/no/such.sif': no such file"),
     ],
 )
 def test_what_is_not_there_is_a_fault_of_the_episode(template, options, why, monkeypatch):

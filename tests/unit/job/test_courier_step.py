@@ -29,7 +29,7 @@ import sys, time
 from pathlib import Path
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.weights.couriers.protocol import CourierStatus
-where = JobDir(Path(sys.argv[1])).courier_status(sys.argv[2].removeprefix("--life="))
+where = JobDir(Path(sys.argv[1])).courier_status(sys.argv[2].removeprefix("--incarnation="))
 """
 SERVE = (
     SAY

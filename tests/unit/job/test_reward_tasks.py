@@ -18,9 +18,9 @@ def scale(**changed):
 
 
 def test_work_starts_a_job_and_much_work_starts_more_up_to_the_limit():
-    assert scale().decide(waiting=1, jobs=0, now=0) == "begin"
+    assert scale().decide(waiting=1, jobs=0, now=0) == "start"
     assert scale().decide(waiting=SEGMENTS_PER_JOB, jobs=1, now=0) is None
-    assert scale().decide(waiting=SEGMENTS_PER_JOB + 1, jobs=1, now=0) == "begin"
+    assert scale().decide(waiting=SEGMENTS_PER_JOB + 1, jobs=1, now=0) == "start"
     assert scale().decide(waiting=1000, jobs=2, now=0) is None
 
 
