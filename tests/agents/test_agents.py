@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from hpcrl.campaign_dir.event_log import read_events
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.envs.isolation.sandbox import choose_sandbox
 from hpcrl.errors import EnvFault
 from hpcrl.lab import lab as labs
 from hpcrl.learn.consumed import read_consumed_groups
 from hpcrl.spool.token_fates import explain_untrained
+from hpcrl.testing.event_lines import read_events
 from tests.support.agent_recipe import AGENTS, find_missing, write_recipe
 from tests.support.campaigns import end_campaigns, hpcrl, steps
 from tests.support.lab_tools import running_lab

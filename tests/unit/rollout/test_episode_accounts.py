@@ -12,7 +12,7 @@ from hpcrl.rollout.groups import EpisodeGroups
 from hpcrl.rollout.journal import EpisodeJournal
 from hpcrl.rollout.task_sets import TaskSets
 from hpcrl.rollout.tasks import TaskStream
-from tests.support.trajectories import trajectory
+from tests.support.campaign_spools import trajectory
 
 WORKER = EnvWorkerId(0, 1)
 

@@ -9,7 +9,7 @@ from hpcrl.errors import SpoolError
 from hpcrl.rollout.rollout_spool import RolloutSpool, open_rollout_spool
 from hpcrl.spool.record import pack_trajectory
 from hpcrl.spool.writer import BatchLimits, BatchWriter
-from tests.support.trajectories import trajectory
+from tests.support.campaign_spools import trajectory
 
 
 def open_spool(draft, emitted=(), **limits):
