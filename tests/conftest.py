@@ -1,4 +1,4 @@
-"""Fixtures of all suites: a private home, a tiny model, reports of failed campaigns, and a check of skips in CI."""
+"""Fixtures of all suites: a private home, a tiny model, reports of failed campaigns, checks of skips and leftovers."""
 
 import os
 from collections.abc import Generator
@@ -8,10 +8,12 @@ import hypothesis
 import pytest
 
 from tests.support.campaigns import last_words
+from tests.support.leftovers import LeftoverCheck, campaigns_are_running, start_check
 
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
 
+LEFTOVERS = pytest.StashKey[LeftoverCheck]()
 MUST_RUN_IN_CI = ("mpi", "slurm", "vllm")
 
 
@@ -48,10 +50,18 @@ def must_run(report: pytest.TestReport | pytest.CollectReport) -> bool:
     return isinstance(report, pytest.CollectReport) or any(mark in report.keywords for mark in MUST_RUN_IN_CI)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # the processes of xdist belong to the session that started them
+        session.stash[LEFTOVERS] = start_check()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail in CI if a whole suite was skipped or a module could not be imported."""
+    """Show what was left; fail in CI if a whole suite was skipped or a module could not be imported."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    left = session.stash[LEFTOVERS].end() if LEFTOVERS in session.stash else []
+    if left and reporter is not None and not campaigns_are_running():
+        reporter.write_line(f"{len(left)} files were left behind, such as {', '.join(left[:4])}", red=True)
     if not os.environ.get("CI") or reporter is None:
         return
     skipped = [r for r in reporter.stats.get("skipped", []) if must_run(r)]

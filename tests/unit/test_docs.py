@@ -112,3 +112,18 @@ def test_a_row_of_the_architecture_names_modules_of_its_packages(row):
     missing = {name for name in named_modules(row) if not any((ROOT / folder / name).exists() for folder in packages)}
     assert packages, row
     assert missing == set()
+
+
+def test_every_walk_gives_its_number_of_files_and_names_real_classes() -> None:
+    walks = re.split(r"^## (?=[A-D]\. )", WALKS.read_text().partition("## Beside")[0], flags=re.MULTILINE)[1:]
+    assert len(walks) == 4
+    classes = {
+        node.name
+        for path in ROOT.joinpath("hpcrl").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    for walk in walks:
+        assert f"\n{len({path for path, _ in STATION.findall(walk)})} files." in walk
+        _, _, names = walk.partition("Names of what")
+        assert set(re.findall(r"`(\w+)`", names)) <= classes
