@@ -81,7 +81,7 @@ def main(args: list[str]) -> int:
         ("modules with one importer, under 120 lines", percent(len(small), len(content)), 8, "%"),
         ("modules in the root", len(list(PACKAGE.glob("*.py"))), 3, ""),
         ("dialect words in code and docs", sum(words.values()), 99, ""),
-        ("dialect words in tests and benches", sum(test_words.values()), 240, ""),
+        ("dialect words in tests and benches", sum(test_words.values()), 299, ""),
     ]
     missed = False
     for label, value, bar, unit in rows:
