@@ -69,7 +69,7 @@ def write_state(state_shards: Iterable[StateShard], path: Path) -> None:
         tensors[str(number)] = state_shard.tensor.detach().cpu().contiguous()
         stored.append(_StoredShard(part=state_shard.part, shard=state_shard.shard, whole=state_shard.whole_shape))
     try:
-        save_file(tensors, path, metadata={"shards": msgspec.json.encode(stored).decode()})
+        save_file(tensors, path, metadata={"pieces": msgspec.json.encode(stored).decode()})
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(f"{path.name}: {error}") from error
 
@@ -137,7 +137,7 @@ def _open_state_file(path: Path) -> Any:
 
 def _read_stored_shards(path: Path) -> list[_StoredShard]:
     with _open_state_file(path) as file:
-        described = (file.metadata() or {}).get("shards", "[]")
+        described = (file.metadata() or {}).get("pieces", "[]")
     return msgspec.json.decode(described, type=list[_StoredShard])
 
 
