@@ -7,6 +7,7 @@
 It is a separate process with limits on time and memory, since a chat template is a program that may run without end.
 """
 
+import contextlib
 import resource
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.config.recipe import Recipe
+from hpcrl.config.recipe import DomainConfig, Recipe
+from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError, HpcrlError
 
 MISSING_PACKAGE = 3
@@ -40,7 +42,7 @@ def main() -> int:
 
 def check_model(recipe: Recipe) -> None:
     """Check architecture, context length and chat template; those of a tiny model are known to be good."""
-    from hpcrl.models.chat_layout import load_chat_layout
+    from hpcrl.models.chat_layout import load_chat_layout, load_chat_template
     from hpcrl.models.model_config import read_context_length, read_model_config
 
     if recipe.model.path is None:
@@ -54,7 +56,27 @@ def check_model(recipe: Recipe) -> None:
         raise ConfigError(f"{path / 'config.json'} is not a model's configuration: {error}") from error
     read_context_length(path, max_model_len=recipe.engine.max_model_len)
     _check_architecture(recipe, fields)
-    load_chat_layout(path, recipe.model)
+    load_chat_template(path, recipe.model)
+    try:
+        load_chat_layout(path, recipe.model)
+    except ConfigError:
+        if not all(map(_may_be_program, recipe.domains.values())):
+            raise
+
+
+def _may_be_program(domain: DomainConfig) -> bool:
+    """Return whether a domain's environment calls the model itself, which needs no layout of turns.
+
+    True for one that cannot be loaded here, which the check of the recipe's code refuses. Only where a layout is
+    missing is the environment's module imported.
+    """
+    if domain.python is not None:
+        return False
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return callable(getattr(load_code(domain.env, what="env"), "run", None))
+    except ConfigError:
+        return True
 
 
 def _check_architecture(recipe: Recipe, fields: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@
     ProgramEnv, ModelAccess      an environment that calls the model itself, and how it reaches it
     RewardFunction, env_reward   the score of a trajectory, and the default one
     make_env, make_env_in_thread, make_program, construct_env  make one by its name in a recipe
-    adapt_env, is_program        its async form, and its kind
+    adapt_env, is_program_domain  its async form, and its kind
     check_task_parameter         refuse an environment that cannot be given a row of a task set
     check_program_choices        refuse options of a program that have other values than those known
     SAMPLING, TRAINS             the values of two options that every agent program has
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, ca
 
 import msgspec
 
+from hpcrl.config.recipe import DomainConfig
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError
 
@@ -110,6 +111,9 @@ class TaskPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """Messages as OpenAI clients send them; the model answers the last."""
     tools: list[dict[str, Any]] = []
     """Tools that the chat template describes to the model; the environment reads the calls in its answers."""
+    keep_thoughts: bool = True
+    """Whether the thoughts in an answer stay in the prompts of later turns. If not, an answer that had one is shown to
+    the model by the chat template without it, and the turn after it starts another training row."""
 
 
 class Env(Protocol):
@@ -235,10 +239,12 @@ def make_program(name: str, options: dict[str, Any], *, what: str) -> ProgramEnv
     return cast(ProgramEnv, construct_env(name, options, what=what))
 
 
-def is_program(name: str) -> bool:
-    """Return whether this environment calls the model itself; False if it cannot be loaded, which fails later."""
+def is_program_domain(domain: DomainConfig) -> bool:
+    """Return whether a domain's environment calls the model itself; False if it cannot be loaded, which fails later."""
+    if domain.python is not None:
+        return False
     try:
-        return callable(getattr(load_code(name, what="env"), "run", None))
+        return callable(getattr(load_code(domain.env, what="env"), "run", None))
     except ConfigError:
         return False
 

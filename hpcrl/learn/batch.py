@@ -204,25 +204,25 @@ def credit_last_token(credit_K: NDArray[Any], turns_N: NDArray[np.intp]) -> NDAr
 
 
 def compute_row_lengths(trajectory: Trajectory) -> list[int]:
-    """Return the lengths of the trajectory's rows without making them; with turns, no column is read."""
+    """Return the lengths of the trajectory's rows without making them."""
     if not trajectory.turns:
         rows = range(max(len(trajectory.rows), 1))
         trained = [np.flatnonzero(expand_row(trajectory, number).loss_mask[1:]) for number in rows]
         return [int(positions[-1]) + 1 if len(positions) else 0 for positions in trained]
     lengths = []
     for span, turns in zip(list_spans(trajectory), _list_trained_turns(trajectory), strict=True):
-        end = max((turn.end for turn in turns), default=span.start)
+        end = max((_find_trained(trajectory, turn)[-1] + 1 for turn in turns), default=span.start)
         lengths.append(max(end - span.start + span.shares - 1, 0) if turns else 0)
     return lengths
 
 
 def count_row_tokens(trajectory: Trajectory) -> list[int]:
-    """Count the model tokens of each row; with turns, no column is read. The first token of a row is not predicted."""
+    """Count the model tokens of each row; the first token of a row is not predicted."""
     if not trajectory.turns:
         rows = range(max(len(trajectory.rows), 1))
         return [int(np.count_nonzero(expand_row(trajectory, number).loss_mask[1:])) for number in rows]
     return [
-        sum(turn.end - max(turn.start, span.start + (span.shares == 0)) for turn in turns)
+        sum(len(_find_trained(trajectory, turn, first=span.start + (span.shares == 0))) for turn in turns)
         for span, turns in zip(list_spans(trajectory), _list_trained_turns(trajectory), strict=True)
     ]
 
@@ -230,9 +230,21 @@ def count_row_tokens(trajectory: Trajectory) -> list[int]:
 def _list_trained_turns(trajectory: Trajectory) -> list[list[EpisodeTurn]]:
     """Return for each row its own turns that have tokens to train on."""
     return [
-        [turn for turn in (trajectory.turns[number] for number in own) if not turn.masked and turn.end > turn.start]
+        [
+            turn
+            for turn in (trajectory.turns[number] for number in own)
+            if not turn.masked and turn.end - turn.start > turn.num_forced
+        ]
         for own in list_row_turns(trajectory)
     ]
+
+
+def _find_trained(trajectory: Trajectory, turn: EpisodeTurn, *, first: int = 0) -> Sequence[int]:
+    """Return the positions of a turn's trained tokens, from `first` on; a column is read only if some were forced."""
+    start = max(turn.start, first)
+    if not turn.num_forced:
+        return range(start, turn.end)
+    return [start + int(position) for position in np.flatnonzero(trajectory.loss_mask[start : turn.end])]
 
 
 def _make_row(

@@ -17,14 +17,14 @@ from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.engines.base import Completion, InferenceEngine
 from hpcrl.engines.http import RemoteEngine, make_client_session
-from hpcrl.envs.base import Env
+from hpcrl.envs.base import Env, is_program_domain
 from hpcrl.envs.pool import open_env
 from hpcrl.learn.evaluations import EvaluationStore
 from hpcrl.models.chat_layout import load_chat_layout
 from hpcrl.models.model_config import read_context_length
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.episode_player import EpisodePlayer, HeldOutPlayer
-from hpcrl.roles.program_proxy import make_proxy
+from hpcrl.roles.program_proxy import make_proxy, make_thought_reader
 from hpcrl.rollout.admission import AdmissionControl, compute_share
 from hpcrl.rollout.curriculum import Curriculum
 from hpcrl.rollout.episode import ConversationLayout, loop_time
@@ -72,14 +72,16 @@ async def _run_env_worker(context: WorkerContext) -> None:
         router = await stack.enter_async_context(
             make_router(recipe, campaign, env_index=context.index, connect=connect, seed=seed, events=context.events)
         )
+        has_turns = not all(map(is_program_domain, recipe.domains.values()))
         env_worker = EnvWorker(
             context,
             router=router,
-            layout=load_chat_layout(campaign.model, recipe.model),
+            layout=load_chat_layout(campaign.model, recipe.model) if has_turns else None,
             rollouts=open_rollout_spool(
                 campaign.spool("rollouts"), recipe=recipe, producer=context.name, emit=context.events.emit
             ),
         )
+        env_worker.player.read_answer = make_thought_reader(context)
         if env_worker.task_queue.program_domains:
             proxy = make_proxy(context, env_worker.policy)
             env_worker.player.proxy = await stack.enter_async_context(proxy)
@@ -92,7 +94,8 @@ class EnvWorker:
 
     context: WorkerContext
     router: Router
-    layout: ConversationLayout
+    layout: ConversationLayout | None
+    """None if all domains are agent programs."""
     rollouts: RolloutSpool
     open_env: EnvOpener = open_env
     episodes: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import msgspec
 
 from hpcrl.config.recipe import DomainConfig, Recipe
-from hpcrl.envs.base import Env, RewardFunction, TaskEnv, is_program, make_program
+from hpcrl.envs.base import Env, RewardFunction, TaskEnv, is_program_domain, make_program
 from hpcrl.rollout.agents.program import run_program
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.episode import ConversationLayout, EpisodeLimits, run_episode
 from hpcrl.rollout.rewards import to_reward_parts
 from hpcrl.rollout.task_queue import ReadFields, TaskQueue
 from hpcrl.rollout.tasks import AgentTask
+from hpcrl.rollout.thoughts import AnswerReader
 from hpcrl.rollout.turn import StreamingGenerator
 from hpcrl.spool.record import Trajectory
 
@@ -28,13 +29,16 @@ class EpisodePlayer:
     """Plays episodes; holds what all episodes of an env worker have in common."""
 
     recipe: Recipe
-    layout: ConversationLayout
+    layout: ConversationLayout | None
+    """None if all domains are agent programs."""
     policy: StreamingGenerator
     task_queue: TaskQueue
     read_fields: ReadFields
     context_length: int
     newest_version: Callable[[], int]
     producer: str
+    read_answer: AnswerReader | None = None
+    """Finds thoughts, for environments that leave them out of later prompts."""
     proxy: ModelProxy | None = None
     """The endpoint for agent programs, if there are any."""
 
@@ -56,7 +60,7 @@ class EpisodePlayer:
         limits: EpisodeLimits,
     ) -> Trajectory:
         """Play an episode to its end and return its trajectory."""
-        if domain.python is None and is_program(domain.env):
+        if is_program_domain(domain):
             assert self.proxy is not None
             return await run_program(
                 task,
@@ -68,6 +72,7 @@ class EpisodePlayer:
                 newest_version=self.newest_version,
                 producer=self.producer,
             )
+        assert self.layout is not None
         return await run_episode(
             task,
             index=index,
@@ -77,6 +82,7 @@ class EpisodePlayer:
             limits=limits,
             newest_version=self.newest_version,
             producer=self.producer,
+            read_answer=self.read_answer,
         )
 
     def limits(self, domain: DomainConfig) -> EpisodeLimits:

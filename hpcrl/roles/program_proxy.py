@@ -2,19 +2,23 @@
 
 make_proxy           makes the endpoint of one worker
 choose_parser        chooses how answers to agent programs are read
+make_thought_reader  makes what finds thoughts in answers to environments
 IgnoredFieldReport   reports fields of requests that are ignored, once for each domain
 MAX_REPORTED_FIELDS  a limit
 """
 
 from collections.abc import Callable
+from functools import cache
 
 from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, ParsersChosen
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.roles.context import WorkerContext
 from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers
+from hpcrl.rollout.agents.reasoning_parsers import ReasoningParser
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.agents.session import ProgramSession
+from hpcrl.rollout.thoughts import AnswerReader, make_answer_reader
 from hpcrl.rollout.turn import StreamingGenerator
 
 MAX_REPORTED_FIELDS = 256
@@ -43,6 +47,18 @@ def choose_parser(context: WorkerContext, template: ChatTemplate) -> AnswerParse
             )
         )
     return AnswerParser.from_choice(choice, template, context.campaign.model)
+
+
+def make_thought_reader(context: WorkerContext) -> AnswerReader:
+    """Make what finds thoughts, for environments that leave them out of later prompts; it loads when first used."""
+    template = load_chat_template(context.campaign.model, context.recipe.model)
+
+    @cache
+    def load_parser() -> ReasoningParser:
+        choice = choose_parsers(template.text, context.recipe.engine)._replace(tool_parser="none")
+        return AnswerParser.from_choice(choice, template, context.campaign.model).reasoning
+
+    return make_answer_reader(template, load_parser)
 
 
 class IgnoredFieldReport:

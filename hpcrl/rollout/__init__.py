@@ -2,6 +2,7 @@
 
 episode           one episode, turn by turn
 turn              one turn, across interruptions
+thoughts          prompts without the thoughts of earlier answers
 episode_accounts  what follows when episodes start and end
 groups            groups of episodes and how they ended
 admission         how many groups may start

@@ -5,7 +5,8 @@
     run_episode               runs it; an error in its environment or its engines is a status, not an exception
     loop_time, retry_pause_s  the event loop's time, and the pause before a new attempt
 
-Token ids are appended as received and never made from text again. After an infrastructure fault the episode starts
+Token ids are appended as received and never made from text again, unless the environment has thoughts left out of later
+prompts: what follows such a change is another row of the record. After an infrastructure fault the episode starts
 again, following a pause; if no attempt succeeds, its status is `env-fault`. An action that the environment rejects is
 an ordinary step. Only cancelling ends an episode without a trajectory: the caller knows why. Time is that of the event
 loop, so an episode runs in virtual time as it does in real time.
@@ -15,7 +16,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,9 +25,10 @@ from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.envs.base import Env, Step, TaskPrompt
 from hpcrl.errors import ConfigError, EngineError, EnvFault
 from hpcrl.rollout.tasks import AgentTask, stable_hash
+from hpcrl.rollout.thoughts import AnswerReader, ShortHistory
 from hpcrl.rollout.turn import TurnGenerator, generate_turn
 from hpcrl.spool.ids import make_attempt_id, make_request_id
-from hpcrl.spool.record import EpisodeTurn, Trajectory
+from hpcrl.spool.record import ConversationRow, EpisodeTurn, Trajectory
 from hpcrl.spool.status import EpisodeStatus
 
 T = TypeVar("T")
@@ -79,8 +81,9 @@ async def run_episode(
     limits: EpisodeLimits,
     newest_version: Callable[[], int],
     producer: str,
+    read_answer: AnswerReader | None = None,
 ) -> Trajectory:
-    """Run the group's episode `index` to its end."""
+    """Run the group's episode `index` to its end; `read_answer` is for environments that leave thoughts out."""
     fault = ""
     end = loop_time() + limits.episode_timeout_s
     for attempt in range(limits.env_retries + 1):
@@ -89,7 +92,13 @@ async def run_episode(
         builder = _TrajectoryBuilder(task, index=index, producer=producer, start_version=newest_version())
         try:
             current = _EpisodeAttempt(
-                builder, number=attempt, layout=layout, policy=policy, limits=limits, newest_version=newest_version
+                builder,
+                number=attempt,
+                layout=layout,
+                policy=policy,
+                limits=limits,
+                newest_version=newest_version,
+                read_answer=read_answer,
             )
             env_time = _run_in_env(make_env, current.run, create_timeout_s=limits.create_timeout_s)
             status = await _run_until(end, env_time, f"{builder.id}: no end in {limits.episode_timeout_s:g} s")
@@ -115,12 +124,25 @@ def retry_pause_s(first_s: float, *, attempt: int, episode: str) -> float:
     return float(min(first_s * 2 ** min(attempt - 1, 16), MAX_PAUSE_S) * (0.5 + spread))
 
 
+class _TurnPrompt(NamedTuple):
+    """The prompt of a turn: the first tokens of the conversation so far, and what follows them."""
+
+    num_kept: int
+    new_ids: Sequence[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_kept + len(self.new_ids)
+
+
 class _TrajectoryBuilder:
     """A trajectory in the making."""
 
     def __init__(self, task: AgentTask, *, index: int, producer: str, start_version: int) -> None:
         self.task = task
         self.id = task.episode(index)
+        self.context_ids: list[int] = []
+        """The conversation so far, as the model last saw it."""
         self.token_ids: list[int] = []
         self.start_version = start_version
         self.reset_s = 0.0
@@ -129,10 +151,34 @@ class _TrajectoryBuilder:
         self._versions: list[int] = []
         self._mask: list[bool] = []
         self._turns: list[EpisodeTurn] = []
+        self._rows: list[ConversationRow] = []
+        """The rows before the last, whose end is not known yet."""
+        self._shares = 0
+        """The tokens that the last row shares with the one before."""
 
-    def add_prompt(self, token_ids: Sequence[int]) -> None:
-        """Add tokens that the model was given."""
-        self._add(token_ids, logprobs=[0.0] * len(token_ids), versions=[0] * len(token_ids), is_reply=False)
+    @property
+    def row(self) -> int:
+        """The index of the row that new tokens belong to."""
+        return len(self._rows)
+
+    def add_prompt(self, prompt: _TurnPrompt) -> None:
+        """Add tokens that the model was given; another row starts if it was given less than all before."""
+        if prompt.num_kept < len(self.context_ids):
+            self._rows.append(self._end_row())
+            self._shares = prompt.num_kept
+            del self.context_ids[prompt.num_kept :]
+        num = len(prompt.new_ids)
+        self._add(prompt.new_ids, logprobs=[0.0] * num, versions=[0] * num, is_reply=False)
+
+    def change_prompt(self, prompt_ids: Sequence[int]) -> _TurnPrompt:
+        """Return a prompt, given as a whole, as what it keeps of the conversation and what is new."""
+        pairs = enumerate(zip(self.context_ids, prompt_ids, strict=False))
+        num_kept = next((at for at, (one, other) in pairs if one != other), min(len(self.context_ids), len(prompt_ids)))
+        return _TurnPrompt(num_kept, prompt_ids[num_kept:])
+
+    def _end_row(self) -> ConversationRow:
+        parent = len(self._rows) - 1 if self._shares else -1
+        return ConversationRow(end=len(self.token_ids), parent=parent, shares=self._shares)
 
     def add_reply(self, completion: Completion) -> None:
         """Add tokens that the model generated."""
@@ -151,6 +197,7 @@ class _TrajectoryBuilder:
                 f"episode {self.id}: the engine returned {len(token_ids)} tokens, {len(logprobs)} log-probabilities "
                 f"and {len(versions)} versions: one of each per token is needed"
             )
+        self.context_ids += token_ids
         self.token_ids += token_ids
         self._logprobs += logprobs
         self._versions += versions
@@ -173,6 +220,7 @@ class _TrajectoryBuilder:
             versions=np.array(self._versions, dtype=np.int32),
             loss_mask=np.array(self._mask, dtype=np.bool_),
             turns=self._turns,
+            rows=[*self._rows, self._end_row()] if self._rows else [],
             reset_s=self.reset_s,
             extra={"fault": fault, "attempts": attempts} if fault else {},
         )
@@ -190,8 +238,12 @@ class _EpisodeAttempt:
         policy: TurnGenerator,
         limits: EpisodeLimits,
         newest_version: Callable[[], int],
+        read_answer: AnswerReader | None,
     ) -> None:
         self._builder = builder
+        self._read_answer = read_answer
+        self._history: ShortHistory | None = None
+        """The conversation of an environment that leaves thoughts out."""
         self._number = number
         self._layout = layout
         self._policy = policy
@@ -205,39 +257,55 @@ class _EpisodeAttempt:
             env.reset(builder.task.seed), limits.reset_timeout_s, f"{builder.id}: reset", "reset_timeout_s"
         )
         builder.reset_s = loop_time() - started_at
-        prompt_ids = self._open_conversation(observation)
-        if len(prompt_ids) >= limits.context_length:
+        prompt = _TurnPrompt(0, self._open_conversation(observation))
+        if prompt.num_tokens >= limits.context_length:
             raise EnvFault(
-                f"{builder.id}: the first observation has {len(prompt_ids)} tokens, "
+                f"{builder.id}: the first observation has {prompt.num_tokens} tokens, "
                 f"the model sees {self._num_free_tokens}"
             )
         for turn in range(limits.max_turns):
-            if len(builder.token_ids) + len(prompt_ids) >= limits.context_length:
+            if prompt.num_tokens >= limits.context_length:
                 return "truncated"
-            builder.add_prompt(prompt_ids)
-            step, reply_ids = await self._run_turn(env, turn)
+            builder.add_prompt(prompt)
+            step, completion = await self._run_turn(env, turn)
             if self._newest_version() - builder.start_version > limits.max_lag:
                 return "aborted-stale"
             if step.done:
                 return "done"
-            prompt_ids = self._layout.next_turn(step.observation, generated=reply_ids)
+            prompt = self._make_next_prompt(step.observation, completion)
         return "truncated"
 
     def _open_conversation(self, start: object) -> list[int]:
         """Return the ids of the first turn; messages that the chat template refuses are a fault."""
         if not isinstance(start, TaskPrompt):
             return self._layout.first_turn(_check_text(start, self._builder.id))
+        if not start.keep_thoughts:
+            assert self._read_answer is not None
+            self._history = ShortHistory(start, render=self._layout.first_messages, read_answer=self._read_answer)
         try:
             return self._layout.first_messages(start.messages, tools=start.tools)
         except ConfigError as error:
             raise EnvFault(f"{self._builder.id}: reset: {error}") from error
 
+    def _make_next_prompt(self, observation: str, completion: Completion) -> _TurnPrompt:
+        """Return the prompt of the next turn: all before and the observation, unless a thought is left out."""
+        context_ids, generated = self._builder.context_ids, completion.token_ids
+        if self._history is not None:
+            prompt_ids = context_ids[: len(context_ids) - len(generated)]
+            try:
+                changed = self._history.add_turn(completion, observation, prompt_ids=prompt_ids)
+            except ConfigError as error:
+                raise EnvFault(f"{self._builder.id}: keep_thoughts = false: {error}") from error
+            if changed is not None:
+                return self._builder.change_prompt(changed)
+        return _TurnPrompt(len(context_ids), self._layout.next_turn(observation, generated=generated))
+
     @property
     def _num_free_tokens(self) -> int:
-        return self._limits.context_length - len(self._builder.token_ids)
+        return self._limits.context_length - len(self._builder.context_ids)
 
-    async def _run_turn(self, env: Env, turn: int) -> tuple[Step, list[int]]:
-        """Generate the model's reply and step the environment; return the step and the reply's token ids."""
+    async def _run_turn(self, env: Env, turn: int) -> tuple[Step, Completion]:
+        """Generate the model's reply and step the environment; return the step and the reply."""
         builder, limits, started_at = self._builder, self._limits, loop_time()
         start = len(builder.token_ids)
         completion = await generate_turn(self._policy, self._make_request(turn))
@@ -255,15 +323,16 @@ class _EpisodeAttempt:
                 generate_s=generated_at - started_at,
                 step_s=loop_time() - generated_at,
                 remote_prefill=completion.remote_prefill,
+                row=builder.row,
             )
         )
-        return step, reply_ids
+        return step, completion
 
     def _make_request(self, turn: int) -> GenerateRequest:
         builder, limits = self._builder, self._limits
         return GenerateRequest(
             request_id=make_request_id(make_attempt_id(builder.id, self._number), turn),
-            token_ids=list(builder.token_ids),
+            token_ids=list(builder.context_ids),
             max_new_tokens=min(limits.max_new_tokens, self._num_free_tokens),
             temperature=limits.temperature,
             seed=stable_hash(builder.task.seed, builder.id, self._number, turn, bits=63),

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 
 from hpcrl.config.recipe import DomainConfig
-from hpcrl.envs.base import Env, TaskFields, is_program
+from hpcrl.envs.base import Env, TaskFields, is_program_domain
 from hpcrl.envs.pool import EnvPool, EnvSlots, open_env
 from hpcrl.errors import EnvFault
 from hpcrl.hardware.memory_model import num_env_places
@@ -46,9 +46,7 @@ class TaskQueue:
         `cpus` and `mem_gib` are those of the worker with its environments; `open_env` makes an environment;
         `read_fields` reads the row of a task.
         """
-        self.program_domains = {
-            name for name, domain in domains.items() if domain.python is None and is_program(domain.env)
-        }
+        self.program_domains = {name for name, domain in domains.items() if is_program_domain(domain)}
         """Domains whose environment is an agent program; those are never prepared ahead."""
         self._domains = domains
         self._read_fields = read_fields

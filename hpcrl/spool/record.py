@@ -34,7 +34,7 @@ from hpcrl.errors import SpoolError
 from hpcrl.spool.status import EpisodeStatus
 
 SCHEMA_MAJOR = 2
-SCHEMA_MINOR = 0
+SCHEMA_MINOR = 1
 
 TRAINABLE: frozenset[EpisodeStatus] = frozenset({"done", "truncated"})
 
@@ -60,6 +60,8 @@ class EpisodeTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """The index in `rows` of the conversation that has it among its own tokens."""
     masked: str = ""
     """The reason why its tokens are not trained, one of `MASK_REASONS`; empty if they are."""
+    num_forced: int = 0
+    """The tokens of a turn that is trained which are not: the required form of the answer allowed no other."""
     extra: dict[str, Any] = {}
     """Facts of a newer minor schema version, kept as they came."""
 

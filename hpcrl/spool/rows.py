@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.spool.record import Trajectory, TrajectoryFacts
+from hpcrl.spool.token_fates import FORCED
 from hpcrl.spool.token_fates import TRAINED as TRAINED
 
 
@@ -126,5 +127,7 @@ def count_by_fate(facts: TrajectoryFacts) -> Counter[str]:
     """Count the generated tokens: `trained`, and those masked by reason."""
     counts: Counter[str] = Counter()
     for turn in facts.turns:
-        counts[turn.masked or TRAINED] += turn.end - turn.start
+        counts[turn.masked or TRAINED] += turn.end - turn.start - turn.num_forced
+        if turn.num_forced:
+            counts[FORCED] += turn.num_forced
     return counts

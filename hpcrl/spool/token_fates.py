@@ -1,6 +1,6 @@
 """What became of the tokens that episodes generated, by name: `trained`, or why they are not. Pure, without numpy.
 
-TRAINED, STALE, TOO_LONG   names; the others are statuses of episodes and the reasons for which turns are masked
+TRAINED, FORCED, STALE, TOO_LONG  names; the others are statuses of episodes and the reasons for which turns are masked
 measure_trained_share      the share that is trained
 explain_untrained          the reasons why the rest is not, the largest first
 MIN_TRAINED_SHARE          the share below which people are warned
@@ -8,13 +8,14 @@ MIN_TRAINED_SHARE          the share below which people are warned
 
 from collections.abc import Mapping
 
-TRAINED, STALE, TOO_LONG = "trained", "stale", "too-long"
+TRAINED, FORCED, STALE, TOO_LONG = "trained", "forced", "stale", "too-long"
 MIN_TRAINED_SHARE = 0.95
-NOT_COUNTED = frozenset({"aborted-redundant"})
-"""Extra episodes of a group are not there to be trained on."""
+NOT_COUNTED = frozenset({"aborted-redundant", FORCED})
+"""Extra episodes of a group are not there to be trained on, and tokens without an alternative were not chosen."""
 FATE_TEXTS = {
     "choice": "in a conversation that `trains` leaves out",
     "sampling": "sampled otherwise than training assumes",
+    FORCED: "decided by the required form of an answer",
     "aborted-stale": "aborted as stale",
     STALE: "dropped as stale",
     TOO_LONG: "in a conversation longer than the trainer reads",

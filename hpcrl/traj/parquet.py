@@ -34,6 +34,7 @@ _TURN_TYPE = pa.struct(
         ("remote_prefill", pa.bool_()),
         ("row", pa.int32()),
         ("masked", pa.string()),
+        ("num_forced", pa.int32()),
     ]
 )
 _ROW_TYPE = pa.struct(

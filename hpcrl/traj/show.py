@@ -32,6 +32,7 @@ from hpcrl.spool.rows import (
     list_row_turns,
     list_spans,
 )
+from hpcrl.spool.token_fates import FATE_TEXTS, FORCED
 from hpcrl.system.terminal import (
     STATUS_STYLES,
     draw_time_bar,
@@ -346,6 +347,8 @@ def _build_json_fields(
 
 def describe_fate(turn: EpisodeTurn) -> tuple[str, str]:
     """Return whether a turn is trained, or why not, and its style."""
+    if not turn.masked and turn.num_forced:
+        return f"trained, but {turn.num_forced} {FATE_TEXTS[FORCED]}", "green"
     if not turn.masked:
         return "trained", "green"
     return f"not trained: {escape_to_one_line(MASK_REASONS.get(turn.masked, turn.masked))}", "yellow"
@@ -419,7 +422,7 @@ def _describe_row(row: int, span: RowSpan, trajectory: Trajectory, numbers: Sequ
 def _count_turns(trajectory: Trajectory, numbers: Sequence[int]) -> str:
     turns = [trajectory.turns[number] for number in numbers]
     num_generated = sum(turn.end - turn.start for turn in turns)
-    num_trained = sum(turn.end - turn.start for turn in turns if not turn.masked)
+    num_trained = sum(turn.end - turn.start - turn.num_forced for turn in turns if not turn.masked)
     fate = "all" if num_trained == num_generated else "none" if not num_trained else f"{num_trained:,}"
     return f"{len(turns):,} turn{'' if len(turns) == 1 else 's'}, {num_generated:,} generated, {fate} trained"
 

@@ -88,8 +88,8 @@ def _turn_error(trajectory: Trajectory) -> str | None:
             turn = trajectory.turns[number]
             if not position <= turn.start <= turn.end <= span.end:
                 return f"turn {number + 1} is tokens {turn.start} to {turn.end}, which are not its alone"
-            trained = trajectory.loss_mask[turn.start : turn.end]
-            if trained.any() if turn.masked else not trained.all():
+            num_trained = 0 if turn.masked else turn.end - turn.start - turn.num_forced
+            if np.count_nonzero(trajectory.loss_mask[turn.start : turn.end]) != num_trained:
                 return f"turn {number + 1} does not fit the loss mask"
             if trajectory.loss_mask[position : turn.start].any():
                 return f"turn {number + 1} does not fit the loss mask"

@@ -250,6 +250,7 @@ class CompletionCall:
             completion,
             answer=answer.message if self._call.text is None else None,
             is_trained=self.session.can_train(request),
+            has_form=request.structure is not None,
             started_at=started_at,
             generate_s=loop_time() - started_at,
         )

@@ -99,6 +99,8 @@ class RecordedTurn:
     """The answer as the client received it; None for one that is not a message."""
     is_trained: bool
     """False if it was not sampled as training assumes."""
+    has_form: bool = False
+    """True if the request required a form of the answer, so that some tokens had no alternative."""
     started_at: float
     """The time of the request, by the clock of the episode."""
     generate_s: float
@@ -300,6 +302,7 @@ class ConversationRecording:
         is_trained: bool,
         started_at: float,
         generate_s: float,
+        has_form: bool = False,
     ) -> RecordedTurn:
         """Record an answer, which the client received as the message `answer`."""
         if not len(completion.token_ids) == len(completion.logprobs) == len(completion.versions):
@@ -314,6 +317,7 @@ class ConversationRecording:
             text=self._template.decode(completion.token_ids),
             answer=answer,
             is_trained=is_trained,
+            has_form=has_form,
             started_at=started_at,
             generate_s=generate_s,
         )

@@ -15,6 +15,12 @@ from hpcrl.testing.model_templates import FAMILIES, save_family
 
 NEVER_ENDS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
+OPENS_LATER_ANSWERS_DIFFERENTLY = """\
+{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{{ 'Again: ' if messages|length > 2 else '' }}{% endif %}"""
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -106,3 +112,17 @@ def test_the_check_imports_no_torch(model: Path, home: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_template_without_a_layout_of_turns_is_refused_only_if_an_environment_needs_one(
+    tmp_path: Path, home: Path
+) -> None:
+    model = save_family(tmp_path / "model", FAMILIES["Qwen2.5"])
+    (model / "chat_template.jinja").write_text(OPENS_LATER_ANSWERS_DIFFERENTLY)
+    with pytest.raises(ConfigError, match="opens the first answer by"):
+        check_model(request_of(model).recipe)
+    check_model(lifecycle.load_request("agent", site="local", settings=(f'model.path="{model}"',)).recipe)
+    native = 'domains.sums={env = "hpcrl.envs.arithmetic:Arithmetic"}'
+    both = lifecycle.load_request("agent", site="local", settings=(f'model.path="{model}"', native)).recipe
+    with pytest.raises(ConfigError, match="opens the first answer by"):
+        check_model(both)

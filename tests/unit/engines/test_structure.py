@@ -92,6 +92,7 @@ def test_log_probabilities_are_of_the_tokens_that_the_structure_allows(model: An
         assert read_text(answer.token_ids) in [text + "<eos>" for text in TEXTS]
         expected = score_masked(model, request.token_ids, answer.token_ids, stop=STOP, temperature=temperature)
         assert answer.logprobs == pytest.approx(expected, abs=1e-4)
+        assert [score == 0 for score in answer.logprobs] == [score == 0 for score in expected]  # exactly: not trained
         assert set(answer.top[0]) == {*encode("y"), *encode("n")}
 
 

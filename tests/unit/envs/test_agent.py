@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from hpcrl.config.recipe import DomainConfig
 from hpcrl.envs.agent import AgentProgram, find_reward
-from hpcrl.envs.base import is_program, make_program
+from hpcrl.envs.base import is_program_domain, make_program
 from hpcrl.envs.isolation.sandbox import SandboxSpec, choose_sandbox, wrap_command
 from hpcrl.errors import ConfigError, EngineError, EnvFault
 from hpcrl.models.chat_layout import load_chat_template
@@ -228,9 +229,12 @@ def test_bad_options_are_refused(options):
 
 
 def test_a_program_is_distinguished_from_other_environments():
-    assert is_program("hpcrl.envs.agent:AgentProgram")
-    assert not is_program("hpcrl.envs.arithmetic:Arithmetic")
-    assert not is_program("no.such:Thing")
+    assert is_program_domain(DomainConfig(env="hpcrl.envs.agent:AgentProgram"))
+    assert not is_program_domain(
+        DomainConfig(env="hpcrl.envs.agent:AgentProgram", python="python3", isolation="process")
+    )
+    assert not is_program_domain(DomainConfig(env="hpcrl.envs.arithmetic:Arithmetic"))
+    assert not is_program_domain(DomainConfig(env="no.such:Thing"))
 
 
 def test_the_interpreter_is_ours(template):

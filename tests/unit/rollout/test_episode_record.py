@@ -2,14 +2,20 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcrl.learn.batch import compute_row_lengths, count_row_tokens
 from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.spool.record import attach_columns, pack_trajectory, parse_facts
 from hpcrl.spool.rows import count_by_fate, expand_row, list_placed_turns, list_row_turns
+from hpcrl.spool.token_fates import measure_trained_share
+from hpcrl.traj.verify import record_error
 from tests.support.conversations import FACTS, answer, call_trees
 
 
@@ -29,6 +35,12 @@ def in_the_loss(rows):
         for row, mask in zip(columns, masks, strict=True)
         for values in zip(*(column[mask].tolist() for column in row), strict=True)
     )
+
+
+def with_logprobs(turn, *, logprobs, has_form):
+    """Return the turn with other log-probabilities, as an answer whose form was or was not required."""
+    completion = msgspec.structs.replace(turn.completion, logprobs=logprobs)
+    return replace(turn, completion=completion, has_form=has_form)
 
 
 def store(turns, *, choice):
@@ -106,3 +118,36 @@ def test_versions_are_those_of_what_is_trained():
     turns = [answer(2, None, [1], [2] * 9), answer(0, None, [1], [3])]
     assert build_record(turns, FACTS, reward=1.0, choice="all").start_version == 0
     assert build_record(turns, FACTS, reward=1.0, choice="longest").start_version == 2
+
+
+def test_tokens_that_the_required_form_decided_are_not_trained_and_are_counted():
+    turn = with_logprobs(answer(0, None, [7], [1, 2, 3]), logprobs=[0.0, -0.5, 0.0], has_form=True)
+    record, (row,) = store([turn], choice="all")
+    assert row.loss_mask.tolist() == [False, False, True, False]
+    assert record.turns[0].num_forced == 2
+    assert count_by_fate(record) == Counter(trained=1, forced=2)
+    assert measure_trained_share(count_by_fate(record)) == 1.0
+    assert record_error(record, is_scored=False) is None
+    assert (compute_row_lengths(record), count_row_tokens(record)) == ([2], [1])
+
+
+def test_a_certain_token_of_a_free_answer_is_trained():
+    turn = with_logprobs(answer(0, None, [7], [1, 2]), logprobs=[0.0, -0.5], has_form=False)
+    record, (row,) = store([turn], choice="all")
+    assert row.loss_mask.tolist() == [False, True, True]
+    assert record.turns[0].num_forced == 0
+
+
+@given(call_trees(), st.randoms(use_true_random=False))
+def test_rows_are_measured_as_they_are_made_whatever_was_forced(turns, random):
+    replaced = {}
+    for turn in turns:  # a parent comes before those that continue it
+        logprobs = [random.choice([0.0, -1.0]) for _ in turn.completion.token_ids]
+        parent = replaced.get(turn.prompt.parent)
+        turn_again = replace(turn, prompt=replace(turn.prompt, parent=parent))
+        replaced[turn] = with_logprobs(turn_again, logprobs=logprobs, has_form=random.random() < 0.7)
+    record, rows = store(list(replaced.values()), choice="all")
+    made = [np.flatnonzero(row.loss_mask[1:]) for row in rows]
+    assert count_row_tokens(record) == [len(positions) for positions in made]
+    assert compute_row_lengths(record) == [int(positions[-1]) + 1 if len(positions) else 0 for positions in made]
+    assert record_error(record, is_scored=False) is None
