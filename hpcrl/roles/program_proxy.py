@@ -14,11 +14,11 @@ from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, ParsersChose
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.roles.context import WorkerContext
-from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers
+from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers, make_answer_reader
 from hpcrl.rollout.agents.reasoning_parsers import ReasoningParser
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.agents.session import ProgramSession
-from hpcrl.rollout.thoughts import AnswerReader, make_answer_reader
+from hpcrl.rollout.thoughts import AnswerReader
 from hpcrl.rollout.turn import StreamingGenerator
 
 MAX_REPORTED_FIELDS = 256

@@ -2,21 +2,16 @@
 
     ShortHistory     a conversation whose earlier answers have no thoughts
     AnswerReader     the protocol of a function that finds the thought in an answer
-    make_answer_reader  make one for the model of a campaign
 
-Only an answer that has a thought is written anew, by the chat template from the text that follows the thought. All
+Only an answer that has a thought is rendered again, by the chat template from the text that follows the thought. All
 other token ids stay as generated.
 """
 
-import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hpcrl.engines.base import Completion
 from hpcrl.envs.base import TaskPrompt
-from hpcrl.models.chat_template import ChatTemplate
-from hpcrl.rollout.agents.reasoning_parsers import ReasoningParser
-from hpcrl.rollout.agents.tool_parsers import ContentText
 
 NUM_OPENING_IDS = 64
 """The ids at the end of a prompt that may have opened a thought."""
@@ -34,27 +29,6 @@ class AnswerReader(Protocol):
 
     def __call__(self, completion: Completion, *, prompt_ids: Sequence[int]) -> AnswerText:
         """Read an answer to this prompt, or to the end of it."""
-
-
-def make_answer_reader(template: ChatTemplate, find_parser: Callable[[], ReasoningParser]) -> AnswerReader:
-    """Make a reader for a model; its parser is only loaded when it is needed."""
-
-    def read_answer(completion: Completion, *, prompt_ids: Sequence[int]) -> AnswerText:
-        parser = find_parser()
-        text = _decode_with_marks(template, completion.token_ids, parser.marks)
-        reader = parser.make_reader(template.decode_all(prompt_ids[-NUM_OPENING_IDS:]))
-        pieces = [*reader.feed(text), *reader.finish()]
-        content = "".join(piece.text for piece in pieces if isinstance(piece, ContentText))
-        return AnswerText(content, content != text)
-
-    return read_answer
-
-
-def _decode_with_marks(template: ChatTemplate, token_ids: Sequence[int], marks: Collection[str]) -> str:
-    """Decode an answer; of the special tokens only these marks are part of the text."""
-    shown = {template.mark_ids[mark]: mark for mark in marks if mark in template.mark_ids}
-    parts = itertools.groupby(token_ids, key=shown.get)
-    return "".join(template.decode(list(part)) if mark is None else mark * len(list(part)) for mark, part in parts)
 
 
 class ShortHistory:

@@ -3,17 +3,20 @@
 AnswerParser    the parsers of a model: makes a reader for each answer
 VllmToolParser, VllmReasoningParser  parsers of vLLM, which read an answer once it is whole
 choose_parsers  the names of the parsers, by the chat template, unless the recipe names them
+make_answer_reader  a reader that only finds thoughts, for answers to environments
 
 The marks that a template writes are those that its model generates, by which families differ.
 """
 
+import itertools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from hpcrl.config.recipe import AUTO_PARSER, VLLM_PARSER_PREFIX, EngineConfig
+from hpcrl.engines.base import Completion
 from hpcrl.engines.vllm.parsers import ExtractCalls, ExtractThoughts, load_reasoning_parser, load_tool_parser
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents.reasoning_parsers import REASONING_PARSERS, ReasoningParser
@@ -31,6 +34,7 @@ from hpcrl.rollout.agents.tool_parsers import (
     decode_json,
     make_call,
 )
+from hpcrl.rollout.thoughts import NUM_OPENING_IDS, AnswerReader, AnswerText
 
 TOOL_MARKS = (
     ("<|channel|>", "gpt-oss"),
@@ -197,3 +201,24 @@ class WholeReader:
         except Exception:  # the parsers of others raise anything
             logging.getLogger(__name__).warning("a parser failed: its answer is content", exc_info=True)
             return [ContentText(text)]
+
+
+def make_answer_reader(template: ChatTemplate, find_parser: Callable[[], ReasoningParser]) -> AnswerReader:
+    """Make a reader for a model; its parser is only loaded when it is needed."""
+
+    def read_answer(completion: Completion, *, prompt_ids: Sequence[int]) -> AnswerText:
+        parser = find_parser()
+        text = _decode_with_marks(template, completion.token_ids, parser.marks)
+        reader = parser.make_reader(template.decode_all(prompt_ids[-NUM_OPENING_IDS:]))
+        pieces = [*reader.feed(text), *reader.finish()]
+        content = "".join(piece.text for piece in pieces if isinstance(piece, ContentText))
+        return AnswerText(content, content != text)
+
+    return read_answer
+
+
+def _decode_with_marks(template: ChatTemplate, token_ids: Sequence[int], marks: Collection[str]) -> str:
+    """Decode an answer; of the special tokens only these marks are part of the text."""
+    shown = {template.mark_ids[mark]: mark for mark in marks if mark in template.mark_ids}
+    parts = itertools.groupby(token_ids, key=shown.get)
+    return "".join(template.decode(list(part)) if mark is None else mark * len(list(part)) for mark, part in parts)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hpcrl.engines.base import Completion
 from hpcrl.envs.base import Step, TaskPrompt
 from hpcrl.models.chat_layout import load_chat_layout
+from hpcrl.rollout.agents.answer_parser import make_answer_reader
 from hpcrl.rollout.agents.reasoning_parsers import REASONING_PARSERS
 from hpcrl.rollout.episode import EpisodeLimits, run_episode
 from hpcrl.rollout.tasks import AgentTask
-from hpcrl.rollout.thoughts import make_answer_reader
 from hpcrl.spool.record import attach_columns, pack_trajectory, parse_facts
 from hpcrl.spool.rows import count_by_fate, expand_row, list_placed_turns
 from hpcrl.testing.model_templates import FAMILIES, save_family
