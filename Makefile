@@ -3,14 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-# uv installs what pip would, in a fifth of the time. It reads variables of its own, and no pip.conf: where only that
-# knows the package index, `make INSTALLER=pip`.
+# uv installs what pip would, in a fifth of the time. It reads no pip.conf, so it is given what pip would use.
 INSTALLER ?= uv
-export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
-export UV_INDEX_URL ?= $(PIP_INDEX_URL)
-export UV_EXTRA_INDEX_URL ?= $(PIP_EXTRA_INDEX_URL)
-export UV_HTTP_TIMEOUT ?= 180
-INSTALL_uv = $(BIN)/uv pip install --quiet --python $(BIN)/python
+pip_setting = "$${PIP_$(1):-$$($(BIN)/python -m pip config get global.$(2) 2>/dev/null)}"
+UV = UV_FIND_LINKS=$(call pip_setting,FIND_LINKS,find-links) UV_CONSTRAINT=$(call pip_setting,CONSTRAINT,constraint) \
+	UV_INDEX_URL=$(call pip_setting,INDEX_URL,index-url) \
+	UV_EXTRA_INDEX_URL=$(call pip_setting,EXTRA_INDEX_URL,extra-index-url) UV_HTTP_TIMEOUT=180 $(BIN)/uv
+INSTALL_uv = $(UV) pip install --quiet --python $(BIN)/python
 INSTALL_pip = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALL = $(INSTALL_$(INSTALLER))
 
@@ -88,15 +87,15 @@ $(VENV)/.vllm: $(VENV)/.local
 
 .venv-%/.done: $(VENV)/bin/python pyproject.toml
 	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-$*
-	@$(BIN)/uv pip install --quiet --python .venv-$*/bin/python $(PACKAGES)
+	@$(UV) pip install --quiet --python .venv-$*/bin/python $(PACKAGES)
 	@touch $@
 .venv-envs/.done: PACKAGES = --editable '.[envs]'
 .venv-verifiers/.done: PACKAGES = 'verifiers>=0.4,<0.5'
 
 # The packages are those of tests/agents/requirements.txt; without npm the programs in Node are skipped.
 .venv-agents/.done: tests/agents/requirements.txt tests/agents/package.json
-	$(PYTHON) -m venv .venv-agents
-	@.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check -r tests/agents/requirements.txt
+	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-agents
+	@$(UV) pip install --quiet --python .venv-agents/bin/python -r tests/agents/requirements.txt
 	cp tests/agents/package.json .venv-agents/
 	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .venv-agents; fi
 	@touch $@
