@@ -65,6 +65,7 @@ class ModelClient:
         self.conversations: list[tuple[list[Message], Any]] = []
         """The messages after each turn and its tools, with the thoughts that the client does not send back."""
         self._thoughts: dict[str, str] = {}
+        self.has_tools = self._template.form.has_tools
 
     def answer(self, messages: list[Message], text: str, *, tools: Any = None) -> list[Message]:
         """Let the model answer in text; return the conversation with the answer."""
@@ -149,13 +150,16 @@ AGENTS: dict[str, Callable[[ModelClient], None]] = {
 }
 
 
+def make_model(family: ModelFamily) -> ModelClient:
+    with tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as directory:
+        return ModelClient(family, save_family(Path(directory), family))
+
+
 def measure_share(
     family: ModelFamily, agent: Callable[[ModelClient], None], *, choice: ConversationChoice
 ) -> TrainedShare:
     """Let an agent play with a model of the family; return what is trained."""
-    with tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as directory:
-        model = ModelClient(family, save_family(Path(directory), family))
-    return play_agent(model, agent, choice=choice)
+    return play_agent(make_model(family), agent, choice=choice)
 
 
 def play_agent(model: ModelClient, agent: Callable[[ModelClient], None], *, choice: ConversationChoice) -> TrainedShare:
@@ -191,9 +195,11 @@ def make_table() -> list[str]:
             note = refusals.setdefault(cell.refusal, len(refusals) + 1) if cell.refusal else 0
             rows = f"{cell.num_rows} row{'s' * (cell.num_rows > 1)}"
             cells.append(f"refused ({note})" if note else f"{cell.share:.0%}, {rows} ({longest.share:.0%})")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        mark = "" if make_model(family).has_tools else " [t]"
+        lines.append(f"| {name}{mark} | {' | '.join(cells)} |")
     return [
         *lines,
+        "\n[t] The template leaves tools out: they are described in the system message.",
         *(f"\n({number}) The template refuses this conversation: {why}" for why, number in refusals.items()),
     ]
 

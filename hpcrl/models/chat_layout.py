@@ -24,13 +24,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from tokenizers import Tokenizer
 
 from hpcrl.config.recipe import ModelConfig
 from hpcrl.errors import ConfigError
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.models.jinja_template import SETTINGS_FILE, compile_template, read_template_text
-from hpcrl.models.message_form import Message, find_message_form
+from hpcrl.models.message_form import Message, find_message_form, renders_tools
 from hpcrl.system.files import read_json
 
 _USER_1, _AGENT_1, _USER_2 = "Observation one.", "Answer one.", "Observation two."
@@ -145,12 +146,14 @@ def _load_template(model_dir: Path, config: ModelConfig) -> tuple[ChatTemplate, 
         raise ConfigError(
             f"{source}: no token ends an answer of this model: name one in eos_token_id of generation_config.json"
         )
+    has_tools = renders_tools(lambda messages, tools: template.render_adapted(messages, tools=tools))
+    form = msgspec.structs.replace(find_message_form(template.render_adapted), has_tools=has_tools)
     return replace(
         template,
         close_id=marks.get(pieces.close_mark),
         close_ids=frozenset(marks[mark] for mark in (pieces.close_mark, pieces.stop_mark) if mark),
         stop_token_ids=tuple(stops),
-        form=find_message_form(template.render_adapted),
+        form=form,
         system=config.system,
     ), pieces
 

@@ -8,6 +8,7 @@ ChatTemplate.make_decoder   ids to text chunk by chunk, never half a character
 RenderedTurn                what render_after returns
 MarkPlace                   the place of a mark in a text
 tokenize_text               a plain text to ids
+describe_error              the text of an error, or its name
 GUARD_CHARACTER             put into marks that messages contain
 """
 
@@ -29,6 +30,11 @@ GUARD_CHARACTER = "\ufdd0"
 """The character put into a mark in a message, so that it does not count; Unicode reserves it as a noncharacter."""
 MAX_REMEMBERED_CHARS, MAX_REMEMBERED_TEXTS = 16, 1024
 """The longest text whose ids are remembered, and the number of such texts."""
+
+
+def describe_error(error: Exception) -> str:
+    """Return what a program reports of an error; some, such as MemoryError, have no text but their name."""
+    return str(error) or type(error).__name__
 
 
 def tokenize_text(tokenizer: Any, text: str) -> list[int]:
@@ -84,6 +90,8 @@ class ChatTemplate:
     """Variables of the template that the recipe sets."""
     system: str | None = None
     """The system message of conversations that have none."""
+    call_form: str = ""
+    """How the model writes a call, for a template that does not describe tools; "" if that is unknown."""
     known_excerpts: dict[Hashable, bool] = field(default_factory=dict)
     """Whether a short conversation of this structure had the text of the whole one after an answer, if it was kept."""
     remembered_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -98,10 +106,16 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation as the model receives it; ConfigError if the template refuses it.
 
-        `template_kwargs` are variables of the template for this conversation; they override those of the recipe.
+        `template_kwargs` are variables of the template for this conversation; they override those of the recipe. Tools
+        that the template does not describe are described in the system message.
         """
         if self.system is not None and not any(m.get("role") in ("system", "developer") for m in messages):
             messages = [{"role": "system", "content": self.system}, *messages]
+        if tools and not self.form.has_tools:
+            messages, tools = (
+                self.form.add_tools(messages, self._guard_all(list(tools)), call_form=self.call_form),
+                None,
+            )
         return self.render_adapted(self.form.adapt(messages), tools=tools, template_kwargs=template_kwargs)
 
     def render_adapted(
@@ -118,7 +132,9 @@ class ChatTemplate:
         try:
             return self.compiled.render({**variables, "add_generation_prompt": opens_answer})
         except Exception as error:  # a template is a program, and may raise anything
-            raise ConfigError(f"{self.source}: its chat template refuses this conversation: {error}") from error
+            raise ConfigError(
+                f"{self.source}: its chat template refuses this conversation: {describe_error(error)}"
+            ) from error
 
     def render_after(
         self,

@@ -3,13 +3,15 @@
 MessageForm            the form, and messages brought into it
 MessageForm.adapt      a client's conversation as the template accepts it
 MessageForm.stub       a placeholder with the structure of an answer
+MessageForm.add_tools   a conversation with a text about tools that the template does not render
 find_message_form      try out what a template renders
 find_excerpt            a short conversation with the structure of a long one
 STUB_TEXT, STUB_THOUGHT  the placeholder's text and thought
 THOUGHT_MARKS          what generated text contains if it has a thought
 
 Templates differ in the roles that they render, in how often instructions may occur, in tool-call arguments as objects
-or text, in the length of the ids of tool calls, and in where they expect a thought.
+or text, in the length of the ids of tool calls, in where they expect a thought, and in whether they describe
+tools at all.
 """
 
 import hashlib
@@ -25,6 +27,8 @@ from hpcrl.errors import ConfigError
 Message = Mapping[str, Any]
 RenderMessages = Callable[[Sequence[Message]], str]
 """Renders messages as they are; raises ConfigError where the template refuses them."""
+RenderTools = Callable[[Sequence[Message], Sequence[Any]], str]
+"""Renders messages and tools; raises ConfigError like the other."""
 STUB_TEXT, STUB_THOUGHT = "Stub-of-an-answer", "Stub-of-a-thought"
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 THOUGHT_MARKS = (
@@ -53,6 +57,8 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
     """True if the ids of tool calls need a fixed length."""
     has_thought_fields: bool = False
     """True if a thought is a field of a message, not part of its content."""
+    has_tools: bool = True
+    """True if the template describes the tools of a conversation to the model."""
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages as the template accepts them, with nothing left out."""
@@ -74,6 +80,20 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
         elif has_thought:
             message["content"] = f"<think>\n{STUB_THOUGHT}\n</think>\n\n{message['content']}"
         return message | ({"tool_calls": calls} if calls else {})
+
+    def add_tools(self, messages: Sequence[Message], tools: Sequence[Any], *, call_form: str) -> list[Message]:
+        """Return the messages with a description of the tools in the first system message.
+
+        `call_form` is how the model writes a call; it may be unknown, "".
+        """
+        lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
+        text = "\n".join(["You can call these functions, described in JSON:", *lines])
+        if call_form:
+            text += f"\nWrite a call in this form, with nothing else in its place:\n{call_form}"
+        if messages and messages[0].get("role") in ("system", "developer"):
+            first, *others = messages
+            return [{**first, "content": f"{first.get('content') or ''}\n\n{text}"}, *others]
+        return [{"role": "system", "content": text}, *messages]
 
     def _place_instructions(self, messages: Sequence[Message]) -> Sequence[Message]:
         if not self.has_developer:
@@ -140,6 +160,16 @@ def _describe_message(message: Message) -> Hashable:
     content = message.get("content")
     thought = any(message.get(name) for name in THOUGHT_FIELDS) or (isinstance(content, str) and "</think>" in content)
     return message.get("role"), bool(content), len(message.get("tool_calls") or ()), thought
+
+
+def renders_tools(render: RenderTools) -> bool:
+    """Return whether a template describes a conversation's tools, with a system message or without."""
+    system, user = {"role": "system", "content": "A rule."}, {"role": "user", "content": "A question."}
+    function = {"name": _PROBES[0], "description": _PROBES[1], "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    return any(
+        _renders(lambda sent: render(sent, tools), messages, _PROBES[0]) for messages in ([user], [system, user])
+    )
 
 
 def find_message_form(render: RenderMessages) -> MessageForm:

@@ -1,13 +1,14 @@
-"""The endpoint that an env worker opens for agent programs: how answers are read, and which fields are ignored.
+"""The endpoint that an env worker opens for agent programs: how answers are read, and what is reported of requests.
 
-make_proxy           makes the endpoint of one worker
-choose_parser        chooses how answers to agent programs are read
-make_thought_reader  makes what finds thoughts in answers to environments
-IgnoredFieldReport   reports fields of requests that are ignored, once for each domain
-MAX_REPORTED_FIELDS  a limit
+make_proxy            makes the endpoint of one worker
+choose_parser         chooses how answers to agent programs are read
+make_thought_reader   makes what finds thoughts in answers to environments
+RequestReport         reports what is not done as a request asks, once for each domain
+MAX_REPORTED_NOTICES  a limit
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, ParsersChosen
@@ -18,22 +19,24 @@ from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers, mak
 from hpcrl.rollout.agents.reasoning_parsers import ReasoningParser
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.agents.session import ProgramSession
+from hpcrl.rollout.agents.tool_families import find_call_form
 from hpcrl.rollout.thoughts import AnswerReader
 from hpcrl.rollout.turn import StreamingGenerator
 
-MAX_REPORTED_FIELDS = 256
-"""The most ignored fields of requests that a worker reports."""
+MAX_REPORTED_NOTICES = 256
+"""The most notices about requests that a worker reports."""
 
 
 def make_proxy(context: WorkerContext, policy: StreamingGenerator) -> ModelProxy:
     """Make the endpoint at which `policy` serves the agent programs of a worker."""
     template = load_chat_template(context.campaign.model, context.recipe.model)
+    parser = choose_parser(context, template)
     return ModelProxy(
         policy,
-        template=template,
-        parser=choose_parser(context, template),
+        template=replace(template, call_form=find_call_form(parser.tools)),
+        parser=parser,
         aliases=context.recipe.rollout.model_aliases,
-        report_ignored=IgnoredFieldReport(context.events.emit).report_field,
+        report=RequestReport(context.events.emit).report,
     )
 
 
@@ -61,17 +64,17 @@ def make_thought_reader(context: WorkerContext) -> AnswerReader:
     return make_answer_reader(template, load_parser)
 
 
-class IgnoredFieldReport:
-    """Reports ignored fields of requests, each once for its domain; an episode's record has all of them."""
+class RequestReport:
+    """Reports what programs send and what becomes of it, each notice once for its domain."""
 
     def __init__(self, emit: Callable[[CampaignEvent], None]) -> None:
         self._emit = emit
         self._known: set[tuple[str, str]] = set()
 
-    def report_field(self, session: ProgramSession, name: str) -> None:
-        """Report a field, unless that is done or too many are reported already."""
-        if (session.domain, name) in self._known or len(self._known) >= MAX_REPORTED_FIELDS:
+    def report(self, session: ProgramSession, notice: str) -> None:
+        """Report a notice, unless that is done or too many are reported already."""
+        if (session.domain, notice) in self._known or len(self._known) >= MAX_REPORTED_NOTICES:
             return
-        self._known.add((session.domain, name))
-        detail = f"programs of domain {session.domain!r} send {name!r}, which is not known here: it is ignored"
+        self._known.add((session.domain, notice))
+        detail = f"programs of domain {session.domain!r} send {notice}"
         self._emit(FaultReported(what="request", detail=detail, id=session.trajectory, domain=session.domain))

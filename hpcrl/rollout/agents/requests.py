@@ -102,15 +102,15 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     ignored_fields: tuple[str, ...] = ()
     """The fields of the request that no form of the API here knows."""
 
-    def count_tokens_at_least(self, *, longest_token: int, has_tools: bool) -> int:
-        """Count tokens that the prompt will surely have, without rendering it; `has_tools`: the template has them.
+    def count_tokens_at_least(self, *, longest_token: int) -> int:
+        """Count tokens that the prompt will surely have, without rendering it; tools are in every prompt.
 
         A message is at least a token; the text of a tool may be shorter than its JSON, and an answer lose its thoughts.
         """
         if self.text is not None:
             return len(self.text) // longest_token + 1 if isinstance(self.text, str) else len(self.text)
         num_chars = sum(len(message["content"].rpartition("</think>")[2]) for message in self.messages)
-        if has_tools and self.tools:
+        if self.tools:
             num_chars += len(msgspec.json.encode(self.tools)) // 8
         return max(num_chars // longest_token + 1, len(self.messages))
 

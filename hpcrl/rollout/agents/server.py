@@ -69,8 +69,9 @@ class RunWork(Protocol):
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
-ReportIgnored = Callable[[ProgramSession, str], None]
-"""Report a field of requests that was ignored, once for each episode."""
+ReportNotice = Callable[[ProgramSession, str], None]
+"""Report what a program sends and what becomes of it, a phrase; it may be called for each request."""
+TOOLS_NOTICE = "tools, which the chat template leaves out: they are described in the system message"
 
 
 class RewardRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +91,7 @@ class ModelProxy:
         parser: AnswerParser | None = None,
         model: str = DEFAULT_MODEL,
         aliases: Collection[str] = (),
-        report_ignored: ReportIgnored | None = None,
+        report: ReportNotice = lambda session, notice: None,
     ) -> None:
         self.url = ""
         self.socket_path = Path()
@@ -99,7 +100,7 @@ class ModelProxy:
         self.template = template
         self._parser = parser or AnswerParser()
         self._model, self._aliases = model, tuple(aliases)
-        self._report_ignored = report_ignored
+        self._report = report
         self._longest_token = max(map(len, template.tokenizer.get_vocab()))
         self._sessions: dict[bytes, ProgramSession] = {}
         self._rewarded_sessions: dict[bytes, ProgramSession] = {}
@@ -224,12 +225,10 @@ class ModelProxy:
             self._check_model(form.call.model)
             number = session.admit()
             for name in session.note_ignored_fields(form.call.ignored_fields):
-                if self._report_ignored is not None:
-                    self._report_ignored(session, name)
-            has_tools = "tools" in self.template.text
-            session.check_length(
-                form.call.count_tokens_at_least(longest_token=self._longest_token, has_tools=has_tools)
-            )
+                self._report(session, f"{name!r}, which is not known here: it is ignored")
+            if form.call.tools and not self.template.form.has_tools:
+                self._report(session, TOOLS_NOTICE)
+            session.check_length(form.call.count_tokens_at_least(longest_token=self._longest_token))
             prompt = await run(partial(_make_prompt, session, form.call))
         call = CompletionCall(
             session=session,
@@ -309,6 +308,10 @@ class ModelProxy:
             return _error_response(http, error)
         except RecursionError:
             return _error_response(http, ApiError(400, "the request body is nested too deeply", code="invalid_value"))
+        except web.HTTPRequestEntityTooLarge:
+            notice = f"a body of more than {MAX_BODY_BYTES} bytes: it is refused"
+            self._report(session, notice)
+            return _error_response(http, ApiError(413, f"the request has {notice}: send less", code="invalid_value"))
         except web.HTTPException as error:
             return _error_response(http, ApiError(error.status, error.text or error.reason))
 

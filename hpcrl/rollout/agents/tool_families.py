@@ -12,6 +12,7 @@ gemma         ```tool_code with Python calls; call:NAME{key:value}            Ge
 phi           <|tool_call|>{...}<|/tool_call|>, or functools[{...}]           Phi-4-mini
 none          no calls: all text is content
 
+CALL_FORMS     a call in each of them, as it is described to a model whose template does not
 list_types     the types that the schema of an argument allows
 deepseek_mark  a special token of DeepSeek
 
@@ -563,3 +564,22 @@ TOOL_PARSERS: Mapping[str, ToolParser] = {
     ),
     "none": TextParser(),
 }
+
+CALL_FORMS: Mapping[str, str] = {
+    "hermes": '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
+    "qwen3-coder": "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
+    "deepseek": f"{_DEEPSEEK_FRAMES[0]}{CALL_BEGIN}NAME{_CALL_SEPARATOR}ARGUMENTS{_CALL_END}{_DEEPSEEK_FRAMES[1]}",
+    "mistral": '[TOOL_CALLS][{"name": "NAME", "arguments": ARGUMENTS}]',
+    "gpt-oss": "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+    "llama": '{"name": "NAME", "parameters": ARGUMENTS}',
+    "pythonic": "[NAME(KEY=VALUE)]",
+    "gemma": "```tool_code\nNAME(KEY=VALUE)\n```",
+    "phi": '<|tool_call|>[{"name": "NAME", "arguments": ARGUMENTS}]<|/tool_call|>',
+}
+"""A call as each family writes it; ARGUMENTS is a JSON object."""
+
+
+def find_call_form(parser: ToolParser) -> str:
+    """Return how a call that this parser reads is written; "" for one without a known form."""
+    return next((CALL_FORMS.get(name, "") for name, known in TOOL_PARSERS.items() if known is parser), "")

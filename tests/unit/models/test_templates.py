@@ -1,6 +1,7 @@
 """Templates with the structure of current families: layouts, what they accept of messages, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hpcrl.models.chat_layout import load_chat_layout, load_chat_template
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.testing.model_templates import FAMILIES, ModelFamily, save_family
 
+LEAVE_TOOLS_OUT = {"Gemma-3", "DeepSeek-V3", "DeepSeek-R1", "Phi-4"}
 WITHOUT_TOOLS = ("Gemma-3", "Phi-4")
 USER, RULES = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be kind."}
 LAYOUTS = {
@@ -230,3 +232,29 @@ def test_a_model_without_any_stop_is_refused(tmp_path: Path) -> None:
     family = ModelFamily(template="{% for m in messages %}{{ m.content }}\n{% endfor %}", special=(), eos="")
     with pytest.raises(ConfigError, match="no token ends an answer"):
         load_chat_template(save_family(tmp_path, family))
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("messages", [[USER], [RULES, USER]], ids=["plain", "system"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_model_reads_of_its_tools(tmp_path: Path, name: str, messages: list[dict[str, Any]]) -> None:
+    template = load(tmp_path, name)
+    assert template.form.has_tools == (name not in LEAVE_TOOLS_OUT)
+    rendered = template.render(messages, tools=[TOOL])
+    assert rendered.count('"name": "look"') == 1
+    assert len(template.encode(rendered)) > len(template.encode(template.render(messages)))
+    for message in messages:
+        assert message["content"] in rendered
+
+
+def test_a_described_tool_comes_with_the_form_of_a_call(tmp_path: Path) -> None:
+    template = replace(load(tmp_path, "Phi-4"), call_form="<tool_call>FORM</tool_call>")
+    assert "FORM" in template.render([USER], tools=[TOOL])
+    assert "FORM" not in template.render([USER])
+
+
+def test_a_template_that_exhausts_memory_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="refuses this conversation: MemoryError"):
+        load_chat_template(save_template(tmp_path, "{{ 'x' * (2 ** 60) }}"))

@@ -210,7 +210,7 @@ def test_the_same_structure_is_asked_for_in_every_form(template):
 
 def test_unknown_fields_are_ignored_and_reported_once(template):
     reported = []
-    options = {"report_ignored": lambda session, name: reported.append((session.name, name))}
+    options = {"report": lambda session, notice: reported.append((session.name, notice))}
 
     async def body(client):
         for _ in range(2):
@@ -219,7 +219,27 @@ def test_unknown_fields_are_ignored_and_reported_once(template):
         return client.session.ignored_fields
 
     assert on(template, body, "a<eos>", "b<eos>", proxy_options=options) == ["fancy", "top_a"]
-    assert reported == [("s/0/0", "fancy"), ("s/0/0", "top_a")]
+    assert reported == [("s/0/0", f"{name!r}, which is not known here: it is ignored") for name in ("fancy", "top_a")]
+
+
+def test_tools_that_the_template_leaves_out_are_described_and_reported(template):
+    reported = []
+
+    async def body(client):
+        await client.chat.completions.create(model="hpcrl", messages=QUESTION, tools=TOOLS)
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {client.api_key}"}) as http:
+            url = client.proxy.url.removesuffix("/v1") + "/tokenize"
+            counts = []
+            for tools in ([], TOOLS):
+                async with http.post(url, json={"messages": QUESTION, "tools": tools}) as response:
+                    counts.append((await response.json())["count"])
+        return template.decode_all(client.policy.requests[0].token_ids), counts
+
+    options = {"report": lambda session, notice: reported.append(notice)}
+    prompt, (bare, described) = on(template, body, "a<eos>", proxy_options=options)
+    assert json.dumps(TOOLS[0]["function"]) in prompt
+    assert described > bare + len(json.dumps(TOOLS[0]["function"]))
+    assert reported == ["tools, which the chat template leaves out: they are described in the system message"]
 
 
 def test_the_names_of_ignored_fields_that_an_episode_keeps_are_bounded(template):

@@ -5,6 +5,7 @@ import itertools
 import json
 
 import aiohttp
+import msgspec
 import openai
 import pytest
 
@@ -90,7 +91,9 @@ def test_tool_calls_are_sent_as_such_and_continued(template, stream):
         await chat(client, messages=[*QUESTION, message, result], tools=TOOLS)
         return call.function, content, client.session.recording.turns
 
-    function, content, turns = on(template, body, ["so", f" {CALL[:15]}", f"{CALL[15:]}<eos>"], "ok<eos>")
+    spoken = [["so", f" {CALL[:15]}", f"{CALL[15:]}<eos>"], "ok<eos>"]
+    limits = msgspec.structs.replace(LIMITS, context_length=1024)  # for the description of the tools
+    function, content, turns = on(template, body, *spoken, limits=limits)
     assert (function.name, json.loads(function.arguments), content) == ("add", {"a": 1}, "so")
     assert turns[1].prompt.parent is turns[0]
 
@@ -380,9 +383,11 @@ def test_a_body_that_is_too_long_is_refused(template, monkeypatch):
             await chat(client, messages=[{"role": "user", "content": "x" * 2000}])
         return caught.value.status_code, caught.value.body["message"]
 
-    status, message = on(template, body)
-    assert status == 413
-    assert "1000" in message
+    reported = []
+    options = {"report": lambda session, notice: reported.append(notice)}
+    status, message = on(template, body, proxy_options=options)
+    assert (status, message) == (413, "the request has a body of more than 1000 bytes: it is refused: send less")
+    assert reported == ["a body of more than 1000 bytes: it is refused"]
 
 
 def test_one_model_is_described_and_another_is_not_found(template):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.rollout.agents.tool_families import TOOL_PARSERS
+from hpcrl.rollout.agents.tool_families import CALL_FORMS, TOOL_PARSERS
 from hpcrl.rollout.agents.tool_parsers import ToolCall, parse_answer
 
 TOOLS = [
@@ -138,6 +138,18 @@ def test_an_answer_of_a_family_is_read(family, text, content, calls):
 @pytest.mark.parametrize(("family", "text", "content", "calls"), TABLE)
 def test_an_answer_is_read_the_same_character_by_character(family, text, content, calls):
     assert read(family, *text) == (content, calls)
+
+
+@pytest.mark.parametrize("family", CALL_FORMS)
+def test_a_call_in_the_form_that_models_are_given_is_read(family):
+    text = CALL_FORMS[family].replace("ARGUMENTS", '{"x": 1}').replace("NAME", "add").replace("KEY", "x")
+    tool = {"function": {"name": "add", "parameters": {"properties": {"x": {"type": "integer"}}}}}
+    reader, start = TOOL_PARSERS[family].make_reader([tool]), "<|start|>assistant" * (family == "gpt-oss")
+    assert parse_answer(reader, start + text.replace("VALUE", "1")) == ("", "", [ToolCall("add", {"x": 1})])
+
+
+def test_every_family_has_a_form_of_calls_to_describe():
+    assert set(CALL_FORMS) == set(TOOL_PARSERS) - {"none"}
 
 
 def test_every_family_is_in_the_table():
