@@ -3,12 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-# uv installs what pip would, in a fifth of the time. It reads no pip.conf, so it is given what pip would use.
+# uv installs what pip would, in a fifth of the time. It reads no pip.conf, so it is given what pip would use, and it looks
+# at all indexes, as pip does.
 INSTALLER ?= uv
 pip_setting = "$${PIP_$(1):-$$($(BIN)/python -m pip config get global.$(2) 2>/dev/null)}"
 UV = UV_FIND_LINKS=$(call pip_setting,FIND_LINKS,find-links) UV_CONSTRAINT=$(call pip_setting,CONSTRAINT,constraint) \
 	UV_INDEX_URL=$(call pip_setting,INDEX_URL,index-url) \
-	UV_EXTRA_INDEX_URL=$(call pip_setting,EXTRA_INDEX_URL,extra-index-url) UV_HTTP_TIMEOUT=180 $(BIN)/uv
+	UV_EXTRA_INDEX_URL=$(call pip_setting,EXTRA_INDEX_URL,extra-index-url) UV_INDEX_STRATEGY=unsafe-best-match UV_HTTP_TIMEOUT=180 $(BIN)/uv
 INSTALL_uv = $(UV) pip install --quiet --python $(BIN)/python
 INSTALL_pip = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALL = $(INSTALL_$(INSTALLER))
