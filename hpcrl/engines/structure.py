@@ -1,5 +1,6 @@
 """Write the required form of an answer's text as a grammar: the same one in every engine that honours it.
 
+    relax_structure   leave out of its schemas what no answer can be held to, and that JSON Schema lets be ignored
     check_structure   refuse a structure that no engine can serve, before it is sent
     write_grammar     a request's structure as a grammar of llguidance, in Lark's form
     read_answered     the tokens in its first line, which another engine has generated
@@ -8,8 +9,9 @@
     MAX_STRUCTURE_BYTES, MAX_STRUCTURE_DEPTH, MAX_ALTERNATIVES, MAX_ITEMS  bounds
 
 The grammar ends with a stop token of the request. JSON is written with any white space between its values and with
-the properties of an object in the order of the schema; `oneOf` is read as `anyOf`. A keyword that llguidance cannot
-hold an answer to is refused with its name; annotations such as `title` are ignored, as JSON Schema demands.
+the properties of an object in the order of the schema; `oneOf` is read as `anyOf`. A keyword that only restricts an
+answer, and that llguidance cannot hold it to, is left out by name; annotations such as `title` are ignored. What gives
+the answer its shape, such as `$ref` or `type`, is refused if it cannot be read.
 """
 
 import functools
@@ -40,6 +42,87 @@ _MARK_PATTERN = re.compile(r"<|\[[A-Z_]+\]")
 _JSON_STARTS = frozenset('{["-0123456789tfn')
 _JSON_OPTIONS = {"coerce_one_of": True}
 _NUM_REMEMBERED = 128
+_UNHELD_KEYWORDS = frozenset(
+    "uniqueItems contains minContains maxContains unevaluatedItems unevaluatedProperties propertyNames "
+    "dependentRequired dependentSchemas dependencies not if then else".split()
+)
+"""Keywords of JSON Schema that only restrict an answer, and that llguidance does not know."""
+_MAPS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_SCHEMA_KEYWORDS = frozenset(
+    ("allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalItems", "additionalProperties")
+)
+"""Keywords whose value is a schema, or a list of them."""
+
+
+def relax_structure(structure: OutputStructure) -> tuple[OutputStructure, list[str]]:
+    """Return the structure without what no answer can be held to, and the keywords that were left out.
+
+    Raises EngineError if it is too large.
+    """
+    _check_bounds(structure)
+    dropped: dict[str, None] = {}
+    parts = [_relax_part(part, dropped) for part in structure.parts]
+    return msgspec.structs.replace(structure, parts=parts), list(dropped)
+
+
+def _relax_part(part: OutputPart, dropped: dict[str, None]) -> OutputPart:
+    match part:
+        case JsonValue(schema=schema):
+            return JsonValue(schema=_relax_schema(schema, dropped))
+        case PartChoice(alternatives=alternatives):
+            relaxed = [[_relax_part(inner, dropped) for inner in alternative] for alternative in alternatives]
+            return msgspec.structs.replace(part, alternatives=relaxed)
+    return part
+
+
+def _relax_schema(schema: Any, dropped: dict[str, None]) -> Any:
+    if isinstance(schema, list):
+        return [_relax_schema(item, dropped) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    left_out = {keyword: name for keyword in schema if (name := _name_unheld(schema, keyword))}
+    dropped |= {name: None for keyword, name in left_out.items() if schema[keyword] is not False}
+    if "patternProperties" in left_out:  # what it describes is allowed as anything, not forbidden
+        left_out["additionalProperties"] = ""
+    kept: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in left_out:
+            continue
+        if keyword in _MAPS_OF_SCHEMAS and isinstance(value, dict):
+            kept[keyword] = {name: _relax_schema(inner, dropped) for name, inner in value.items()}
+        else:
+            kept[keyword] = _relax_schema(value, dropped) if keyword in _SCHEMA_KEYWORDS else value
+    return kept
+
+
+def _name_unheld(schema: dict[str, Any], keyword: str) -> str:
+    """Return the name of a keyword that an answer cannot be held to, with its value if another could be; else ""."""
+    value, kinds = schema[keyword], schema.get("type", "string")
+    is_text = isinstance(kinds, str | list) and "string" in kinds
+    match keyword:
+        case "format" | "pattern" if is_text and isinstance(value, str):
+            return "" if _is_held({"type": "string", keyword: value}) else f"{keyword} {value[:64]!r}"
+        case "patternProperties" if isinstance(value, dict):
+            return next((f"{keyword} {key[:64]!r}" for key in value if not _is_held({keyword: {key: {}}})), "")
+        case "minProperties" | "maxProperties":
+            return "" if _is_held({**_pick_counted(schema), keyword: value}) else keyword
+    return keyword if keyword in _UNHELD_KEYWORDS else ""
+
+
+def _pick_counted(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return what decides whether an object's properties can be counted."""
+    names = schema["properties"] if isinstance(schema.get("properties"), dict) else None
+    counted: dict[str, Any] = {"type": "object", "properties": {key: {} for key in names or ()}}
+    return counted | ({"required": schema["required"]} if "required" in schema else {})
+
+
+def _is_held(schema: dict[str, Any]) -> bool:
+    """Return whether llguidance can hold an answer to a schema."""
+    try:
+        check_structure(OutputStructure(parts=[JsonValue(schema=schema)]))
+    except EngineError:
+        return False
+    return True
 
 
 def check_structure(structure: OutputStructure) -> None:
@@ -158,8 +241,9 @@ def raise_matcher_error(matcher: LLMatcher) -> None:
     """Raise EngineError with the first line of what is wrong, if something is."""
     if not matcher.is_error():
         return
-    lines = matcher.get_error().splitlines() or ["unknown"]
-    why = re.sub(r"^at \d+\(\d+\): ", "", lines[0])
+    lines = [line.strip() for line in matcher.get_error().splitlines()] or ["unknown"]
+    first = lines[0] if not lines[0].endswith(":") else " ".join(line for line in lines if line.strip("^ "))
+    why = re.sub(r"^at \d+\(\d+\): ", "", first)
     if why.startswith("NoExtension"):
         why = "no text matches it: see its $ref and enum"
     raise EngineError(f"the structure of the answer cannot be held to: {why[:300]}")

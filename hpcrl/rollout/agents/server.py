@@ -30,7 +30,7 @@ import msgspec
 from aiohttp import web
 
 from hpcrl.engines.base import OutputStructure
-from hpcrl.engines.structure import check_structure
+from hpcrl.engines.structure import check_structure, relax_structure
 from hpcrl.envs.base import ModelAccess
 from hpcrl.errors import ConfigError, EngineAnswerError, EngineError
 from hpcrl.models.chat_template import ChatTemplate
@@ -235,7 +235,7 @@ class ModelProxy:
             call=form.call,
             number=number,
             prompt=prompt,
-            structure=await _make_structure(form.call, prompt, self._parser),
+            structure=await self._make_structure(session, form.call, prompt),
             policy=self._policy,
             template=self.template,
             parser=self._parser,
@@ -245,6 +245,23 @@ class ModelProxy:
         answers = await gather_or_cancel([call.complete(index) for index in range(call.num_choices)])
         session.check_staleness()
         return _json_response(form.make_response(answers, call.usage))
+
+    async def _make_structure(
+        self, session: ProgramSession, call: ModelCall, prompt: TurnPrompt
+    ) -> OutputStructure | None:
+        """Return what the answer must be, as far as engines can hold it to that; large schemas take a while."""
+        asked = make_structure(call, prompt, self._parser)
+        if asked is None:
+            return None
+        try:
+            structure, dropped = await asyncio.to_thread(relax_structure, asked)
+            await asyncio.to_thread(check_structure, structure)
+        except EngineError as error:
+            param = "tools" if call.output_schema is None else "response_format"
+            raise ApiError(400, str(error), param=param, code="invalid_value") from None
+        for keyword in dropped:
+            self._report(session, f"{keyword} in a JSON schema, to which no answer can be held: it is ignored")
+        return structure
 
     async def _read(self, http: web.BaseRequest, session: ProgramSession, read: Callable[[bytes], T]) -> T:
         """Read a request that no engine answers."""
@@ -354,18 +371,6 @@ def _make_prompt(session: ProgramSession, call: ModelCall) -> TurnPrompt:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from None
 
 
-async def _make_structure(call: ModelCall, prompt: TurnPrompt, parser: AnswerParser) -> OutputStructure | None:
-    """Return what the answer must be, if engines can hold it to that; large schemas take a while."""
-    structure = make_structure(call, prompt, parser)
-    if structure is not None:
-        try:
-            await asyncio.to_thread(check_structure, structure)
-        except EngineError as error:
-            param = "tools" if call.output_schema is None else "response_format"
-            raise ApiError(400, str(error), param=param, code="invalid_value") from None
-    return structure
-
-
 def _make_card(name: str) -> JsonObject:
     """Return the description of the model under a name, as both OpenAI's and Anthropic's clients read it."""
     made = {"created": int(time.time()), "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
@@ -400,6 +405,16 @@ def _json_response(value: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), headers=JSON_HEADERS)
 
 
+_RESPONSES_PARAMS = {"messages": "input", "response_format": "text.format"}
+
+
+def _name_param(path: str, param: str | None) -> str | None:
+    """Return the name that a form of API has for a field, which is that of the chat API elsewhere."""
+    return _RESPONSES_PARAMS.get(param or "", param) if path == "/v1/responses" else param
+
+
 def _error_response(http: web.BaseRequest, error: ApiError) -> web.Response:
-    body = messages_form.encode_error(error) if http.path.startswith(MESSAGES_PATH) else {"error": error.error}
+    body: JsonObject = {"error": {**error.error, "param": _name_param(http.path, error.error["param"])}}
+    if http.path.startswith(MESSAGES_PATH):
+        body = messages_form.encode_error(error)
     return web.Response(status=error.status, body=msgspec.json.encode(body), headers=JSON_HEADERS)

@@ -1,13 +1,16 @@
 """Structured answers: what is refused, and tokens, log-probabilities and interruptions of the embedded engine."""
 
 import asyncio
+import datetime
 import json
+import pathlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+import pydantic
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -27,7 +30,7 @@ from hpcrl.engines.base import (
 from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.engines.embedded.grammar import AnswerMatcher, GrammarCompiler
 from hpcrl.engines.http import serve_over_http
-from hpcrl.engines.structure import check_structure, read_answered, read_token_names, write_grammar
+from hpcrl.engines.structure import check_structure, read_answered, read_token_names, relax_structure, write_grammar
 from hpcrl.errors import EngineError
 from hpcrl.models.tiny import CHARACTERS, MARKS
 from hpcrl.rollout.agents.structures import CALL_WRITERS
@@ -303,7 +306,7 @@ def nest(schema: dict[str, Any], *, levels: int) -> dict[str, Any]:
         ([JsonValue(schema={"enum": ["\ud800"]})], "half a character"),
         ([JsonValue(schema={"type": "integer", "minimum": 10**400})], "number out of range"),
         ([JsonValue(schema={"type": "number", "minimum": float("nan")})], "expected value"),
-        ([JsonValue(schema={"type": "string", "pattern": "("})], "regex"),
+        ([JsonValue(schema={"type": "string", "pattern": "("})], "regex parse error: .*unclosed group"),
         ([JsonValue(schema={"x-guidance": {"lenient": True}, "not": {}})], "not"),
     ],
 )
@@ -358,3 +361,70 @@ def test_a_body_nested_deeper_than_the_stack_is_a_bad_request(model: Any) -> Non
     status, answer = on(engine, body)
     assert status == 400
     assert "not a valid GenerateRequest" in answer["error"]
+
+
+OPTIONAL = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "dropped"),
+    [
+        ({"format": "path"}, "format 'path'"),
+        ({"format": "password", "minLength": 2}, "format 'password'"),
+        ({"format": "date"}, None),
+        ({"pattern": "^(?!a)b"}, "pattern '^(?!a)b'"),
+        ({"pattern": "^b+$"}, None),
+        ({"type": "integer", "format": "int32"}, None),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "uniqueItems": False}, None),
+        ({"type": "array", "contains": {"const": 1}}, "contains"),
+        ({**OPTIONAL, "propertyNames": {"pattern": "^a"}}, "propertyNames"),
+        ({**OPTIONAL, "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({**OPTIONAL, "minProperties": 1}, "minProperties"),
+        ({**OPTIONAL, "not": {"required": ["q"]}}, "not"),
+        (
+            {**OPTIONAL, "patternProperties": {"^(?!x)": {}}, "additionalProperties": False},
+            "patternProperties '^(?!x)'",
+        ),
+        ({"type": "object", "properties": {"contains": {"type": "string"}, "format": {"const": "path"}}}, None),
+    ],
+)
+@pytest.mark.parametrize("place", ["whole", "optional", "referenced", "call"])
+def test_what_no_answer_can_be_held_to_is_left_out_by_name(
+    place: str, keywords: dict[str, Any], dropped: str | None
+) -> None:
+    schema = {"type": "string", **keywords}
+    wholes = {
+        "whole": schema,
+        "optional": {"type": "object", "properties": {"x": {"anyOf": [schema, {"type": "null"}]}}},
+        "referenced": {"$defs": {"it": schema}, "type": "array", "items": {"$ref": "#/$defs/it"}},
+        "call": schema,
+    }
+    part: OutputPart = JsonValue(schema=wholes[place])
+    part = PartChoice(alternatives=[[part], []]) if place == "call" else part
+    relaxed, names = relax_structure(structure(part))
+    assert names == ([dropped] if dropped else [])
+    check_structure(relaxed)
+    if dropped is None and keywords.get("uniqueItems") is None:
+        assert relaxed == structure(part)
+
+
+def test_if_then_else_are_left_out_together() -> None:
+    schema = {**OPTIONAL, "if": {"required": ["a"]}, "then": {"required": ["b"]}, "else": {}}
+    assert relax_structure(structure(JsonValue(schema=schema))) == (
+        structure(JsonValue(schema=OPTIONAL)),
+        ["if", "then", "else"],
+    )
+
+
+def test_a_model_of_pydantic_with_odd_types_can_be_asked_for() -> None:
+    class Report(pydantic.BaseModel):
+        where: pathlib.Path
+        secret: pydantic.SecretStr
+        raw: bytes
+        tags: set[str]
+        at: datetime.datetime
+
+    relaxed, names = relax_structure(structure(JsonValue(schema=Report.model_json_schema())))
+    assert sorted(names) == ["format 'binary'", "format 'password'", "format 'path'", "uniqueItems"]
+    check_structure(relaxed)

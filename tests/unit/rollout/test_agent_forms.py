@@ -242,6 +242,35 @@ def test_tools_that_the_template_leaves_out_are_described_and_reported(template)
     assert reported == ["tools, which the chat template leaves out: they are described in the system message"]
 
 
+def test_a_schema_with_more_than_answers_can_be_held_to_is_served_and_reported_once(template):
+    reported, schema = [], {"type": "array", "items": {"type": "string", "format": "path"}, "uniqueItems": True}
+    form = {"type": "json_schema", "json_schema": {"name": "paths", "schema": schema}}
+
+    async def body(client):
+        await client.chat.completions.create(model="hpcrl", messages=QUESTION, response_format=form)
+        return client.policy.requests[0].structure.parts
+
+    options = {"report": lambda session, notice: reported.append(notice)}
+    (part,) = on(template, body, "[]<eos>", proxy_options=options)
+    assert part.schema == {"type": "array", "items": {"type": "string"}}
+    assert reported == [
+        f"{keyword} in a JSON schema, to which no answer can be held: it is ignored"
+        for keyword in ("uniqueItems", "format 'path'")
+    ]
+
+
+def test_an_error_of_responses_names_the_field_of_that_form(template):
+    async def body(client):
+        form = {"type": "json_schema", "name": "x", "schema": {"type": "blob"}}
+        with pytest.raises(openai.BadRequestError) as schema:
+            await client.responses.create(model="hpcrl", input="a", text={"format": form})
+        with pytest.raises(openai.BadRequestError) as length:
+            await client.responses.create(model="hpcrl", input="a" * 5000)
+        return schema.value.param, length.value.param
+
+    assert on(template, body) == ("text.format", "input")
+
+
 def test_the_names_of_ignored_fields_that_an_episode_keeps_are_bounded(template):
     async def body(client):
         extra = {f"{number}{'x' * 1000}": 1 for number in range(100)}
