@@ -42,9 +42,9 @@ _MARK_PATTERN = re.compile(r"<|\[[A-Z_]+\]")
 _JSON_STARTS = frozenset('{["-0123456789tfn')
 _JSON_OPTIONS = {"coerce_one_of": True}
 _NUM_REMEMBERED = 128
-_UNHELD_KEYWORDS = frozenset(
-    "uniqueItems contains minContains maxContains unevaluatedItems unevaluatedProperties propertyNames "
-    "dependentRequired dependentSchemas dependencies not if then else".split()
+_UNHELD_KEYWORDS = (
+    *("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties"),
+    *("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "not", "if", "then", "else"),
 )
 """Keywords of JSON Schema that only restrict an answer, and that llguidance does not know."""
 _MAPS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})

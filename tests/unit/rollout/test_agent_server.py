@@ -173,7 +173,7 @@ def test_the_recipe_decides_how_training_data_is_sampled(template):
         ({"extra_body": {"guided_regex": "a+"}}, 400, "unsupported_parameter", "guided_regex"),
         ({"response_format": {"type": "grammar"}}, 400, "invalid_value", "response_format"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "blob"}}}},
             400,
             "invalid_value",
             "response_format",
