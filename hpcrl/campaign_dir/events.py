@@ -239,6 +239,18 @@ class StaleDropped(CampaignEvent, frozen=True, kw_only=True, tag="stale"):
     """Tokens that would have been trained, by domain."""
 
 
+class FlatGroupsDropped(CampaignEvent, frozen=True, kw_only=True, tag="flat"):
+    """The trainer dropped groups in which no episode was better than another; others take their place."""
+
+    num: NonNegativeCount
+    """Groups dropped since the last such event."""
+    version: NonNegativeCount = 0
+    domains: dict[str, int] = {}
+    """Those groups, by domain."""
+    shares: dict[str, float] = {}
+    """The share of flat groups among all that the trainer has seen of these domains since it started."""
+
+
 class EvaluationFinished(CampaignEvent, frozen=True, kw_only=True, tag="evaluation"):
     """The result of a round of held-out tasks; a repeated event has the same number."""
 

@@ -55,7 +55,7 @@ Pipeline = Mapping[str, DagNode]
 
 
 def make_standard_nodes(
-    *, advantage: str, kl: str = "none", proximal: str = "recomputed", num_minibatches: int = 1
+    *, advantage: str, kl: str = "none", proximal: str = "recomputed", policy_moves: bool = False
 ) -> dict[str, DagNode]:
     """Return the built-in nodes for these settings of [train]."""
     critic = advantage == "gae"
@@ -78,7 +78,7 @@ def make_standard_nodes(
     if kl != "none":
         nodes["reference"] = DagNode(function="hpcrl.learn.loss:gather_logprobs", inputs=["rows"], role="reference")
         losses.append("reference")
-    if proximal == "recomputed" and num_minibatches > 1:
+    if proximal == "recomputed" and policy_moves:
         nodes["proximal"] = DagNode(function="hpcrl.learn.loss:gather_logprobs", inputs=["rows"], role="policy")
         losses.append("proximal")
     nodes["update"] = DagNode(function="hpcrl.learn.loss:compute_policy_loss", inputs=losses, role="policy")
@@ -92,7 +92,10 @@ def make_standard_nodes(
 def make_nodes_for(train: TrainConfig) -> dict[str, DagNode]:
     """Return the built-in nodes for a recipe's [train]."""
     return make_standard_nodes(
-        advantage=train.advantage, kl=train.kl, proximal=train.proximal, num_minibatches=train.num_minibatches
+        advantage=train.advantage,
+        kl=train.kl,
+        proximal=train.proximal,
+        policy_moves=train.policy_moves or train.has_kl_reward,
     )
 
 

@@ -15,6 +15,7 @@ Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+BetaShare = Annotated[float, Meta(ge=0, lt=1)]
 UserCode = Annotated[str, Meta(pattern=USER_CODE_PATTERN)]
 """`package.module:name`, importable where the workers run."""
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
@@ -143,6 +144,8 @@ class RolloutConfig(ConfigTable, frozen=True, kw_only=True):
     max_new_tokens: Count = 256
     """Tokens the model may generate in one turn."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Only the most likely tokens that together have this probability are sampled (docs/learning.md)."""
     model_aliases: list[Annotated[str, Meta(min_length=1)]] = []
     """Further names by which agent programs may ask for the model, beside the one they are given; "*" is any name."""
 
@@ -305,10 +308,24 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     value_clip: Annotated[float, Meta(gt=0)] | None = None
     """Limit of a value's change in one training step; beyond it, its loss has no gradient."""
     flat_groups: Literal["keep", "drop"] = "keep"
-    """Groups whose episodes all had the same reward: they have no gradient, but count in the mean of the loss."""
+    """Groups without a gradient, because all episodes had the same reward. keep: they count in the mean of the loss;
+    drop: others take their place, and the step waits for them (dynamic sampling of DAPO)."""
+    reward_scale: Literal["none", "domain"] = "none"
+    """domain: rewards are divided by the standard deviation of their domain's in the step."""
+    response_budget: dict[Name, Count] = {}
+    """Tokens that the model may generate in an episode, by domain, for `overlong` and aggregation "fixed"; the default
+    of each domain is max_turns x max_new_tokens."""
+    overlong: Literal["keep", "filter", "punish"] = "keep"
+    """Episodes that reach the response budget. filter: the loss leaves them out, and truncated ones; punish: the reward
+    falls by up to 1 over the last `overlong_margin` of the budget (both: DAPO)."""
+    overlong_margin: Share = 0.2
+    """The share of the response budget over which `overlong = "punish"` lowers the reward."""
     ratio: Literal["token", "sequence"] = "token"
     """The ratio that is clipped: each token's, or the geometric mean over its sequence (GSPO)."""
-    clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    surrogate: Literal["clip", "cispo"] = "clip"
+    """clip: a clipped ratio stops the gradient (PPO); cispo: the clipped ratio is a weight without a gradient."""
+    clip_low: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    """The ratio is clipped at 1 - clip_low; with 1 it has no lower bound."""
     clip_high: Annotated[float, Meta(gt=0)] = 0.2
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
     """The ratio from which an episode with a negative advantage pushes no further."""
@@ -316,18 +333,26 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """The unit of equal weight in the mean: every token, every sequence, or every token over a constant length."""
     proximal: Literal["recomputed", "behaviour"] = "recomputed"
     """The reference of the clip: the policy at the start of the step (decoupled PPO), or the one that acted (PPO)."""
-    correction: Literal["none", "token", "sequence", "mask-token", "mask-sequence"] = "token"
-    """Importance weight of proximal / behaviour, per token or sequence: truncated, or zero outside the limits."""
+    correction: Literal["none", "token", "sequence", "geometric", "mask-token", "mask-sequence", "mask-geometric"] = (
+        "token"
+    )
+    """Importance weight of proximal / behaviour, by token, sequence, or the geometric mean of a sequence: truncated, or
+    zero outside the limits."""
     max_is_ratio: Annotated[float, Meta(ge=1)] = 2.0
     """Limit of the importance ratio between the policy at the start of the step and the one that acted."""
     min_is_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """The lower limit, for corrections that mask."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """Estimator of KL(current || the initial model); it needs a second model in memory."""
+    """Estimator of the KL to the initial model (docs/learning.md); it needs a second model in memory."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """A term of the loss (k2, k3), or a cost in each token's reward (k1)."""
     kl_coef: Annotated[float, Meta(ge=0)] = 0.001
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    """AdamW's, of matrices; norms and biases are not decayed."""
+    adam_betas: tuple[BetaShare, BetaShare] = (0.9, 0.999)
+    adam_eps: Annotated[float, Meta(gt=0)] = 1e-8
     tokens_per_micro_batch: Count = 16384
     """Padded tokens in one forward pass; a step accumulates gradients over all its passes."""
     rows: Literal["padded", "packed"] = "padded"
@@ -337,7 +362,9 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     lora_alpha: Annotated[float, Meta(gt=0)] = 32.0
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
     num_minibatches: Count = 1
-    """Optimizer steps per training step, each on a part of its trajectories; above 1 the policy moves in between."""
+    """Parts of a step's trajectories, with an optimizer step on each; above 1 the policy moves in between."""
+    epochs: Count = 1
+    """The number of times that a training step goes through its minibatches."""
     max_skipped_steps: Count = 5
     """Consecutive steps skipped for a non-finite loss or gradient, after which the campaign fails."""
     checkpoint_every_steps: Count = 10
@@ -347,6 +374,15 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     keep_versions: Count = 4
     pipeline: dict[Name, PipelineNode] = {}
     """Nodes added to those of `advantage` and the loss, by name."""
+
+    @property
+    def policy_moves(self) -> bool:
+        """Return whether the policy changes within a training step, before its last loss is computed."""
+        return self.num_minibatches * self.epochs > 1
+
+    @property
+    def has_kl_reward(self) -> bool:
+        return self.kl != "none" and self.kl_in == "reward"
 
 
 class EvaluationConfig(ConfigTable, frozen=True, kw_only=True):
@@ -486,4 +522,14 @@ def load_recipe(name: str, *, settings: tuple[str, ...] = ()) -> Recipe:
     recipe = to_struct(table, Recipe, source=source)
     if (recipe.model.path is None) == (recipe.model.tiny is None):
         raise ConfigError(f"{source}: [model] needs either `path` (a model directory) or [model.tiny], and not both")
-    return recipe
+    return _fill_response_budgets(recipe)
+
+
+def _fill_response_budgets(recipe: Recipe) -> Recipe:
+    """Return the recipe with a response budget for every domain."""
+    budgets = {
+        name: domain.max_turns * (domain.max_new_tokens or recipe.rollout.max_new_tokens)
+        for name, domain in recipe.domains.items()
+    }
+    train = msgspec.structs.replace(recipe.train, response_budget=budgets | recipe.train.response_budget)
+    return msgspec.structs.replace(recipe, train=train)

@@ -2,6 +2,7 @@
 
 advantage    advantages of a group
 batch        trajectories as training rows
+rewards      rewards as training sees them
 loss         policy losses
 pipeline     nodes that a user's recipe adds
 evaluations  the results of evaluations on disk

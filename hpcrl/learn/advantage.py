@@ -6,6 +6,7 @@
     keep_rewards                    an estimator that compares nothing
     ESTIMATORS, STEP_ESTIMATORS     those estimators by the recipe's names
     AdvantageEstimator, FloatArray  their type, and the type of their arrays
+    NormalizationScope              the episodes over which an estimator normalises
     trloo                           the leave-one-out estimator over turns
     gae                             the advantage of every token, from a critic's values
     compute_turn_rewards            the reward of each turn
@@ -13,6 +14,7 @@
     normalize_values                values with mean 0 and variance 1
     group_indices                   the members of each group
     is_flat                         whether a group's rewards are all equal
+    is_flat_group                   whether a group has no advantages
     STD_EPSILON                     the term added to standard deviations
 
 Legend: B rows, G episodes of one group, N episodes of a step, K turns of an episode, T model tokens of an episode
@@ -23,24 +25,27 @@ visible as NaN: the trainer skips the step and reports the reason.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcrl.config.recipe import TrainConfig
 from hpcrl.spool.record import TrajectoryFacts
 
 FloatArray = NDArray[np.float64]
 AdvantageEstimator = Callable[[FloatArray], FloatArray]
+NormalizationScope = Literal["step", "domain", "nothing"]
 
 STD_EPSILON = 1e-6
 """The term added to the standard deviation, so that rewards equal up to rounding are not scaled up to size one."""
 
 
 def grpo(rewards_G: FloatArray) -> FloatArray:
-    """Return the distance from the group's mean in standard deviations (DeepSeekMath, arXiv 2402.03300)."""
+    """Return the distance from the group's mean in standard deviations of a sample (DeepSeekMath, arXiv 2402.03300)."""
     if is_flat(rewards_G):
         return np.zeros_like(rewards_G)
-    return np.asarray((rewards_G - rewards_G.mean()) / (rewards_G.std() + STD_EPSILON))
+    return np.asarray((rewards_G - rewards_G.mean()) / (rewards_G.std(ddof=1) + STD_EPSILON))
 
 
 def dr_grpo(rewards_G: FloatArray) -> FloatArray:
@@ -76,10 +81,12 @@ def compute_advantages(
     advantage: str,
     gamma: float = 1.0,
     num_tokens_N: Sequence[int] | None = None,
+    normalized_over: NormalizationScope = "step",
 ) -> list[FloatArray]:
     """Compute the advantage of each turn of each episode; an episode without turns counts as one turn.
 
-    `num_tokens_N` is the number of model tokens of each episode, for estimators that weigh by tokens.
+    `num_tokens_N` is the number of model tokens of each episode, for estimators that weigh by tokens. Those that
+    normalise do so over all tokens of the step or of each domain, or leave that to the ranks ("nothing").
     """
     groups = [episode.group for episode in episodes]
     if advantage == "trloo":
@@ -90,7 +97,12 @@ def compute_advantages(
     if advantage in STEP_ESTIMATORS:
         compared_N = compute_group_advantages(rewards_N, groups=groups, estimator=STEP_ESTIMATORS[advantage])
         weights_N = np.ones_like(rewards_N) if num_tokens_N is None else np.asarray(num_tokens_N, dtype=np.float64)
-        return _repeat_per_turn(normalize_values(compared_N, weights_N=weights_N), episodes)
+        if normalized_over == "nothing":
+            return _repeat_per_turn(compared_N, episodes)
+        domains = [episode.domain if normalized_over == "domain" else "" for episode in episodes]
+        for members in group_indices(domains).values():
+            compared_N[members] = normalize_values(compared_N[members], weights_N=weights_N[members])
+        return _repeat_per_turn(compared_N, episodes)
     return _repeat_per_turn(
         compute_group_advantages(rewards_N, groups=groups, estimator=ESTIMATORS[advantage]), episodes
     )
@@ -168,6 +180,14 @@ def gae(
 def is_flat(rewards_G: FloatArray) -> bool:
     """Return True for a group in which no episode was better than another."""
     return bool(np.all(rewards_G == rewards_G[0]))
+
+
+def is_flat_group(episodes: Sequence[TrajectoryFacts], train: TrainConfig) -> bool:
+    """Return whether no turn of a group was better than what it is compared with."""
+    if train.advantage != "trloo":
+        return is_flat(np.array([episode.reward for episode in episodes], dtype=np.float64))
+    credits = compute_advantages(episodes, advantage=train.advantage, gamma=train.gamma)
+    return not any(credit_K.any() for credit_K in credits)
 
 
 def group_indices(groups: Sequence[str]) -> dict[str, list[int]]:

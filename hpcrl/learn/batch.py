@@ -1,7 +1,8 @@
 """The input of a training step: which groups it trains on, and their tokens in micro-batches.
 
-    choose_groups        the trajectories of the next step, those that can never be used, and the rest
+    choose_groups        the trajectories of the next step, those that are never used, and the rest
     GroupChoice          its result
+    count_groups         how many groups trajectories belong to, by domain
     make_rows            trajectories -> shifted rows, one for each conversation, cut after the last model token
     make_chosen_rows     some of the rows of one trajectory
     TrainingRow          a row
@@ -24,6 +25,7 @@ Position t of a row predicts token t + 1. The shift is made in `_make_row`, and 
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -38,12 +40,14 @@ from hpcrl.spool.rows import RowColumns, expand_row, list_row_turns, list_spans
 
 
 class GroupChoice(NamedTuple):
-    """The result of a choice: each available trajectory is in one of three lists, unless consumed or a duplicate."""
+    """The result of a choice: each available trajectory is in one of four lists, unless consumed or a duplicate."""
 
     chosen: list[Trajectory]
     """The members of exactly `groups_per_step` whole groups, group by group, or nothing."""
     stale: list[Trajectory]
     """Those never trained on: too far behind, not trainable, or more than the chosen group needs."""
+    flat: list[Trajectory]
+    """The members of whole groups that have nothing to learn from; others take their place."""
     rest: list[Trajectory]
     """The ones to offer again."""
 
@@ -56,8 +60,11 @@ def choose_groups(
     version: int,
     max_lag: int,
     consumed: Container[str],
+    is_flat_group: Callable[[Sequence[Trajectory]], bool] = lambda _: False,
 ) -> GroupChoice:
     """Choose the oldest complete groups, once there are enough; the order of `available` does not matter.
+
+    Groups that `is_flat_group` finds flat are not trained on, and do not count.
 
     Groups arrive with exactly `group_size` members, so one with an unusable member is dropped as a whole: no other
     member will be made, and the rest of the group would count as work that training still has to do.
@@ -79,7 +86,10 @@ def choose_groups(
             continue
         for trajectory in members:  # a failed one stays until its group has arrived: it marks the group as lost
             (stale if version - trajectory.start_version > max_lag else rest).append(trajectory)
-    complete = [name for name, members in groups.items() if len(members) >= group_size][:groups_per_step]
+    complete = [name for name, members in groups.items() if len(members) >= group_size]
+    flat_names = [name for name in complete if is_flat_group(groups[name][:group_size])]
+    flat = [trajectory for name in flat_names for trajectory in groups.pop(name)]
+    complete = [name for name in complete if name in groups][:groups_per_step]
     chosen = []
     if len(complete) == groups_per_step:
         for name in complete:
@@ -87,7 +97,12 @@ def choose_groups(
             chosen += members[:group_size]
             stale += members[group_size:]
     rest += [trajectory for members in groups.values() for trajectory in members]
-    return GroupChoice(chosen, stale, rest)
+    return GroupChoice(chosen, stale, flat, rest)
+
+
+def count_groups(trajectories: Iterable[Trajectory]) -> Counter[str]:
+    """Count the groups that trajectories belong to, by domain."""
+    return Counter({trajectory.group: trajectory.domain for trajectory in trajectories}.values())
 
 
 def _sort_unconsumed(available: Iterable[Trajectory], *, consumed: Container[str]) -> list[Trajectory]:

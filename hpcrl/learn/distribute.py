@@ -27,7 +27,6 @@ import msgspec
 import numpy as np
 
 from hpcrl.config.recipe import TrainConfig
-from hpcrl.learn.advantage import group_indices
 from hpcrl.learn.batch import (
     TrainingRow,
     compute_row_lengths,
@@ -39,6 +38,7 @@ from hpcrl.learn.batch import (
     spread_credit,
 )
 from hpcrl.learn.pipeline import assign_credits, transform_rows
+from hpcrl.learn.rewards import find_overlong
 from hpcrl.spool.record import Trajectory
 
 IndexLists = list[list[int]]
@@ -182,7 +182,7 @@ def distribute_step(
         for index, trajectory in enumerate(trajectories)
         for row, length in enumerate(compute_row_lengths(trajectory))
     ]
-    dropped = _find_flat(trajectories) if train.flat_groups == "drop" else set()
+    dropped = find_overlong(trajectories, train)
     kept = [
         position
         for position, (index, _, length) in enumerate(lengths)
@@ -243,13 +243,6 @@ def load_share_rows(
             rows.update(zip(positions, made, strict=True))
         parts.append(transform_rows([rows[position] for position in range(len(items))], train))
     return parts
-
-
-def _find_flat(trajectories: Sequence[Trajectory]) -> set[int]:
-    """Return the indices of trajectories whose group has equal rewards throughout (DAPO leaves them out)."""
-    members = group_indices([trajectory.group for trajectory in trajectories]).values()
-    flat = [group for group in members if len({trajectories[index].reward for index in group}) == 1]
-    return {index for group in flat for index in group}
 
 
 def _skip_step(num_ranks: int, reason: str) -> StepShares:

@@ -6,12 +6,14 @@
     compute_correction_weights  the weight of each token for being off-policy
     compute_token_shares        the share of each token in the loss
     estimate_kl                 the KL term
+    compute_kl_costs            the KL as a cost in the reward
     compute_value_loss          the loss of a critic
     compute_ratio_quantiles     quantiles of the importance ratio
     compute_log_distribution    log-probs of the whole vocabulary
     gather_logprobs             log-probs of the generated tokens
     compute_entropies           entropies from log-probs
     sum_by_row, average_by_row  sums and means over rows, at every token
+    sum_to_go                   sums over the rest of a row, from every token on
 
 Legend: N model tokens of a micro-batch, R its rows, V vocabulary
 
@@ -23,11 +25,13 @@ The loss involves four policies:
 - current: the policy in training
 - reference: the policy that training started from; the KL term keeps the current policy near it
 
-    loss = sum over tokens of  share * (-weight * surrogate + kl_coef * kl - entropy_coef * entropy)
+    loss = sum over tokens of  share * (-weight * surrogate + kl_coef * kl_weight * kl - entropy_coef * entropy)
 
-- surrogate: min(ratio * A, clip(ratio, 1 - low, 1 + high) * A), for A < 0 at least dual_clip * A
+- surrogate: min(ratio * A, clip(ratio, 1 - low, 1 + high) * A), for A < 0 at least dual_clip * A;
+  with CISPO clip(ratio) * A * log current, where the clipped ratio is a constant for the gradient
 - ratio: current / proximal of the token, or the geometric mean over its sequence (GSPO)
 - weight: computed from proximal / behaviour as `train.correction` selects; a constant for the gradient
+- kl_weight: the same of current / behaviour, since the samples are the behaviour policy's and the KL the current one's
 - share: the token's part in the mean, as `train.aggregation` selects
 
 docs/learning.md names the paper of every choice.
@@ -158,14 +162,20 @@ def compute_policy_loss(
     log_ratio_N = _clamp_log_ratio(logprobs_N - token_inputs.proximal_N.detach())
     if train.ratio == "sequence":
         log_ratio_N = average_by_row(log_ratio_N, token_inputs.rows_N)
-    surrogate_N, clipped_N = _compute_surrogate(log_ratio_N.exp(), token_inputs.advantages_N, train)
+    if train.surrogate == "cispo":
+        surrogate_N, clipped_N = _compute_cispo_surrogate(log_ratio_N, logprobs_N, token_inputs.advantages_N, train)
+    else:
+        surrogate_N, clipped_N = _compute_surrogate(log_ratio_N.exp(), token_inputs.advantages_N, train)
     log_is_N = _clamp_log_ratio(token_inputs.proximal_N.detach() - token_inputs.behaviour_N)
     weights_N, truncated_N = compute_correction_weights(log_is_N, token_inputs.rows_N, train)
     terms_N = -weights_N * surrogate_N
     kl_N = torch.zeros_like(logprobs_N)
     if token_inputs.reference_N is not None:
         kl_N = estimate_kl(logprobs_N, token_inputs.reference_N, estimator=train.kl)
-        terms_N = terms_N + train.kl_coef * kl_N
+        if train.kl_in == "loss":
+            log_now_N = _clamp_log_ratio(logprobs_N.detach() - token_inputs.behaviour_N)
+            kl_weights_N, _ = compute_correction_weights(log_now_N, token_inputs.rows_N, train)
+            terms_N = terms_N + train.kl_coef * kl_weights_N * kl_N
     if train.entropy_coef:
         terms_N = terms_N - train.entropy_coef * entropy_N
     loss = (token_inputs.shares_N * terms_N).sum()
@@ -196,23 +206,41 @@ def _compute_surrogate(ratio_N: Tensor, advantages_N: Tensor, train: TrainConfig
     return torch.where(too_low_N, floor_N, surrogate_N), clipped_N | too_low_N
 
 
+def _compute_cispo_surrogate(
+    log_ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor, train: TrainConfig
+) -> tuple[Tensor, Tensor]:
+    """Compute the objective of CISPO (arXiv 2506.13585), in which no token loses its gradient, and where it is clipped.
+
+    Its value is that of PPO's clipped term; its gradient that of the clipped ratio times the log-prob.
+    """
+    ratio_N = log_ratio_N.detach().exp()
+    bounded_N = ratio_N.clamp(1 - train.clip_low, 1 + train.clip_high)
+    return bounded_N * advantages_N * (1 + logprobs_N - logprobs_N.detach()), bounded_N != ratio_N
+
+
 def compute_correction_weights(log_is_N: Tensor, rows_N: Tensor, train: TrainConfig) -> tuple[Tensor, Tensor]:
     """Compute each token's weight for being off-policy, and where that is not the ratio itself."""
     ratio_N = log_is_N.exp()
     if train.correction in ("sequence", "mask-sequence"):
         ratio_N = _clamp_log_ratio(sum_by_row(log_is_N, rows_N)).exp()
+    elif train.correction in ("geometric", "mask-geometric"):
+        ratio_N = average_by_row(log_is_N, rows_N).exp()
     match train.correction:
         case "none":
             return torch.ones_like(ratio_N), torch.zeros_like(ratio_N, dtype=torch.bool)
-        case "token" | "sequence":
+        case "token" | "sequence" | "geometric":
             return ratio_N.clamp(max=train.max_is_ratio), ratio_N > train.max_is_ratio
-        case "mask-token" | "mask-sequence":
+        case "mask-token" | "mask-sequence" | "mask-geometric":
             outside_N = (ratio_N > train.max_is_ratio) | (ratio_N < train.min_is_ratio)
             return ratio_N.masked_fill(outside_N, 0.0), outside_N
 
 
 def estimate_kl(logprobs_N: Tensor, reference_N: Tensor, *, estimator: str) -> Tensor:
-    """Estimate KL(current || reference) from the generated tokens: Schulman's k1, k2, k3."""
+    """Estimate KL(current || reference) from the generated tokens: Schulman's k1, k2, k3.
+
+    In the loss the gradient of k2 is that of this KL, the gradient of k3 that of KL(reference || current), and the
+    gradient of k1 zero on average, which is why k1 is only a cost in the reward.
+    """
     drift_N = _clamp_log_ratio(reference_N - logprobs_N)
     match estimator:
         case "k1":
@@ -221,6 +249,16 @@ def estimate_kl(logprobs_N: Tensor, reference_N: Tensor, *, estimator: str) -> T
             return drift_N.square() / 2
         case _:
             return drift_N.exp() - 1 - drift_N
+
+
+def compute_kl_costs(started_N: Tensor, reference_N: Tensor, rows_N: Tensor, *, train: TrainConfig) -> Tensor:
+    """Compute what the KL costs each token: k1 from the policy at the start of the step, times its coefficient.
+
+    A critic gets each token's own cost. Else a token's cost is that of the rest of its row, from itself on: the
+    gradient of the expected sum is then exactly that of KL(current || reference) over whole sequences.
+    """
+    costs_N = train.kl_coef * _clamp_log_ratio(started_N - reference_N)
+    return costs_N if train.advantage == "gae" else sum_to_go(costs_N, rows_N)
 
 
 def compute_value_loss(
@@ -235,20 +273,20 @@ def compute_value_loss(
 
 
 def compute_token_shares(
-    rows_N: Tensor, *, aggregation: str, num_tokens: float, num_sequences: float, max_length: int
+    rows_N: Tensor, *, aggregation: str, num_tokens: float, num_sequences: float, budget: int
 ) -> Tensor:
     """Compute the share of each token in the loss; `num_tokens` and `num_sequences` are the whole optimizer step's.
 
     token      every token the same (DAPO, arXiv 2503.14476)
     sequence   every sequence the same, whatever its length (GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071)
-    fixed      every token the same, divided by a constant length and not by the lengths seen (Dr. GRPO)
+    fixed      every token the same, divided by the response budget and not by the lengths seen (Dr. GRPO)
     """
     ones_N = torch.ones(len(rows_N), device=rows_N.device)
     match aggregation:
         case "sequence":
             return ones_N / (sum_by_row(ones_N, rows_N) * num_sequences)
         case "fixed":
-            return ones_N / (num_sequences * max_length)
+            return ones_N / (num_sequences * budget)
         case _:
             return ones_N / num_tokens
 
@@ -258,6 +296,13 @@ def sum_by_row(values_N: Tensor, rows_N: Tensor) -> Tensor:
     num_rows = int(rows_N.max()) + 1 if len(rows_N) else 0
     sums_R = values_N.new_zeros(num_rows).index_add(0, rows_N, values_N)
     return sums_R[rows_N]
+
+
+def sum_to_go(values_N: Tensor, rows_N: Tensor) -> Tensor:
+    """Return the sum from each token to the end of its row; the tokens of a row follow one another."""
+    sums_N = values_N.double().cumsum(0)
+    ends_R = torch.bincount(rows_N).cumsum(0) - 1 if len(rows_N) else rows_N
+    return (sums_N[ends_R[rows_N]] - sums_N + values_N).to(values_N.dtype)
 
 
 def average_by_row(values_N: Tensor, rows_N: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ from hpcrl.config import pipeline
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import TrainError
-from hpcrl.learn.advantage import FloatArray, compute_advantages, compute_turn_rewards
+from hpcrl.learn.advantage import FloatArray, NormalizationScope, compute_advantages, compute_turn_rewards
 from hpcrl.learn.batch import TrainingRow, count_row_tokens
+from hpcrl.learn.rewards import shape_rewards
 from hpcrl.spool.record import Trajectory
 
 
@@ -61,10 +62,16 @@ def transform_rows(rows: list[TrainingRow], train: TrainConfig) -> list[Training
 
 def compute_credits(trajectories: Sequence[Trajectory], train: TrainConfig) -> list[FloatArray]:
     """Compute the credits of the trajectories: advantages, or rewards where a critic turns them into advantages."""
+    trajectories = shape_rewards(trajectories, train)
     if train.advantage == "gae":
         return [compute_turn_rewards(trajectory) for trajectory in trajectories]
     counts = [sum(count_row_tokens(trajectory)) for trajectory in trajectories]
-    return compute_advantages(trajectories, advantage=train.advantage, gamma=train.gamma, num_tokens_N=counts)
+    scope: NormalizationScope = "nothing" if train.has_kl_reward else "step"  # after a KL, the ranks normalise
+    if train.reward_scale == "domain":
+        scope = "domain"
+    return compute_advantages(
+        trajectories, advantage=train.advantage, gamma=train.gamma, num_tokens_N=counts, normalized_over=scope
+    )
 
 
 def load_functions(train: TrainConfig) -> dict[str, Callable[..., Any]]:

@@ -32,6 +32,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_router(recipe)
     _check_engine(recipe)
     _check_trainer(recipe)
+    _check_algorithm(recipe)
     _check_isolation(recipe)
     _check_evaluation(recipe)
     _check_tasks(recipe)
@@ -75,6 +76,87 @@ def _check_trainer(recipe: Recipe) -> None:
             f"a step has {batch} trajectories for {ranks // shared} ranks x train.num_minibatches = "
             f"{train.num_minibatches}: raise train.groups_per_step or lower the others"
         )
+
+
+def _check_algorithm(recipe: Recipe) -> None:
+    """Check that every setting of the loss acts, and that the gradient of each is not zero on average."""
+    train = recipe.train
+    if train.advantage == "sft":
+        raise PlanError(
+            'train.advantage = "sft" imitates what the policy sampled itself, and its gradient is zero on average: '
+            "choose an estimator that compares rewards"
+        )
+    problems = (_find_idle_clip(train), _find_idle_kl(train), _find_wrong_drop(train), _find_top_p_conflict(recipe))
+    for problem in problems:
+        if problem is not None:
+            raise PlanError(problem)
+    for domain in train.response_budget:
+        if domain not in recipe.domains:
+            raise PlanError(
+                f"train.response_budget.{domain}: unknown domain: {_suggest_known(domain, sorted(recipe.domains))}"
+            )
+
+
+def _find_idle_clip(train: TrainConfig) -> str | None:
+    """Return a setting of the clip or the correction that cannot act, with a fix."""
+    plain = TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0)
+    names = ("ratio", "surrogate", "clip_low", "clip_high", "dual_clip")
+    changed = [name for name in names if getattr(train, name) != getattr(plain, name)]
+    if train.surrogate == "cispo" and (train.ratio != plain.ratio or train.dual_clip is not None):
+        return (
+            'train.surrogate = "cispo" makes the clipped ratio of each token a weight: set ratio = "token", and '
+            "remove dual_clip"
+        )
+    if train.proximal == "recomputed" and not train.policy_moves and changed:
+        return (
+            f"train.{changed[0]} = {getattr(train, changed[0])!r} cannot act: with one optimizer step in each and "
+            'proximal = "recomputed" the clipped ratio is exactly 1; set train.num_minibatches or train.epochs to 2 or '
+            'more, or train.proximal = "behaviour"'
+        )
+    if train.proximal == "behaviour" and train.correction not in (plain.correction, "none"):
+        return (
+            f'train.correction = {train.correction!r} cannot act: with proximal = "behaviour" its ratio is exactly 1; '
+            'set proximal = "recomputed", or correction = "none"'
+        )
+    return None
+
+
+def _find_idle_kl(train: TrainConfig) -> str | None:
+    """Return an estimator of the KL whose gradient is not the KL's, with a fix."""
+    if train.kl == "k1" and train.kl_in == "loss":
+        return 'train.kl = "k1" in the loss has no gradient on average: set kl_in = "reward", or kl = "k2" or "k3"'
+    if train.kl in ("k2", "k3") and train.kl_in == "reward":
+        return f'train.kl = {train.kl!r} with kl_in = "reward": the cost in a reward is the log-ratio; set kl = "k1"'
+    if train.kl == "none" and train.kl_in == "reward":
+        return 'train.kl_in = "reward" with kl = "none" cannot act: set kl = "k1"'
+    return None
+
+
+def _find_wrong_drop(train: TrainConfig) -> str | None:
+    if train.flat_groups == "drop" and train.advantage in ("gae", "reinforce++", "reinforce++-baseline"):
+        return (
+            f'train.flat_groups = "drop" with advantage = {train.advantage!r}, which compares more than the episodes '
+            'of a group: equal rewards still have a gradient; set flat_groups = "keep"'
+        )
+    return None
+
+
+def _find_top_p_conflict(recipe: Recipe) -> str | None:
+    """Return a setting under which a truncated distribution of the engines would bias or stop training."""
+    train, top_p = recipe.train, recipe.rollout.top_p
+    if top_p == 1:
+        return None
+    if train.proximal == "behaviour":
+        return (
+            f'rollout.top_p = {top_p:g} with train.proximal = "behaviour": log-probs of engines are of the truncated '
+            'distribution, so the clipped ratio would not start at 1; set proximal = "recomputed", or top_p = 1'
+        )
+    if train.correction in ("none", "sequence", "mask-sequence"):
+        return (
+            f"rollout.top_p = {top_p:g} with train.correction = {train.correction!r}: each token's weight is its "
+            'nucleus, whose product over a sequence vanishes; set correction = "token" or "geometric", or top_p = 1'
+        )
+    return None
 
 
 def find_megatron_conflict(train: TrainConfig) -> str | None:

@@ -94,6 +94,7 @@ class EpisodePlayer:
             context_length=self.context_length,
             max_lag=rollout.max_lag,
             temperature=rollout.temperature,
+            top_p=rollout.top_p,
             # The pool applies the domain's own limit, from the moment when the environment may start.
             create_timeout_s=domain.episode_timeout_s,
             reset_timeout_s=domain.reset_timeout_s,

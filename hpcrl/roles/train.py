@@ -19,9 +19,17 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.campaign_dir.events import CheckpointSaved, FaultReported, StaleDropped, StepFinished, TrainingResumed
+from hpcrl.campaign_dir.events import (
+    CheckpointSaved,
+    FaultReported,
+    FlatGroupsDropped,
+    StaleDropped,
+    StepFinished,
+    TrainingResumed,
+)
 from hpcrl.errors import TrainError
 from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.learn.batch import GroupChoice, count_groups
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.learn.evaluations import EvaluationStore, find_version_score, is_round_due
 from hpcrl.models.tiny import make_tiny_model
@@ -138,6 +146,10 @@ class TrainingLoop:
     saved_step: int
     num_skipped: int = 0
     """Steps in a row that changed nothing."""
+    num_flat_groups: Counter[str] = field(default_factory=Counter)
+    """The groups dropped as flat, by domain."""
+    num_seen_groups: Counter[str] = field(default_factory=Counter)
+    """Those, and the groups trained on, by domain."""
     reward: float | None = None
     """The mean reward of the last step."""
     saving: "Future[None] | None" = None
@@ -196,6 +208,7 @@ class TrainingLoop:
             for trajectory in choice.stale:
                 lost[trajectory.domain] += count_by_fate(trajectory)[TRAINED]
             self.context.events.emit(StaleDropped(num=len(choice.stale), version=self.version, token_counts=dict(lost)))
+        self.report_flat_groups(choice)
         if not choice.chosen:
             return False
         wait_s = time.monotonic() - self.waiting_since
@@ -217,6 +230,17 @@ class TrainingLoop:
             self.train_queue.retire(version=self.version)
         self.waiting_since = time.monotonic()
         return True
+
+    def report_flat_groups(self, choice: GroupChoice) -> None:
+        """Report the groups that were dropped because they are flat, and their share of all."""
+        dropped, trained = count_groups(choice.flat), count_groups(choice.chosen)
+        self.num_flat_groups += dropped
+        self.num_seen_groups += dropped + trained
+        if dropped:
+            shares = {name: round(self.num_flat_groups[name] / self.num_seen_groups[name], 4) for name in dropped}
+            self.context.events.emit(
+                FlatGroupsDropped(num=dropped.total(), version=self.version, domains=dict(dropped), shares=shares)
+            )
 
     def compute_mfu(self, metrics: StepMetrics) -> float | None:
         """Return the share of the trainer's peak FLOPS that the step used; None without GPUs."""

@@ -8,10 +8,12 @@ workers read how many are settled (hpcrl.rollout.flow_control).
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl.campaign_dir.events import FaultReported, SegmentsRetired
 from hpcrl.errors import SpoolError
+from hpcrl.learn.advantage import is_flat_group
 from hpcrl.learn.batch import GroupChoice, choose_groups
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.roles.context import WorkerContext
@@ -85,7 +87,12 @@ class TrainQueue:
             version=version,
             max_lag=recipe.rollout.max_lag,
             consumed=self._consumed,
+            is_flat_group=self._is_dropped,
         )
+
+    def _is_dropped(self, members: Sequence[Trajectory]) -> bool:
+        train = self._context.recipe.train
+        return train.flat_groups == "drop" and is_flat_group(members, train)
 
     def segment_of(self, trajectory: Trajectory) -> str:
         """Return the segment of "scored" that has a chosen trajectory."""

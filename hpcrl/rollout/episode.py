@@ -61,6 +61,7 @@ class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The number of tokens that the model can see; an episode that would need more is truncated."""
     max_lag: int
     temperature: float = 1.0
+    top_p: float = 1.0
     create_timeout_s: float = 60.0
     reset_timeout_s: float = 60.0
     step_timeout_s: float = 60.0
@@ -335,6 +336,7 @@ class _EpisodeAttempt:
             token_ids=list(builder.context_ids),
             max_new_tokens=min(limits.max_new_tokens, self._num_free_tokens),
             temperature=limits.temperature,
+            top_p=limits.top_p,
             seed=stable_hash(builder.task.seed, builder.id, self._number, turn, bits=63),
             stop_token_ids=list(self._layout.stop_token_ids),
         )

@@ -7,6 +7,7 @@ step_metrics      the metrics of a step
 torch             the torch trainer
 torch_model       its model, and LoRA
 critic            the value model
+optimizer         AdamW, as the recipe sets it
 megatron          the Megatron-core trainer
 state             tensors on disk, for any parallelism
 checkpoint        checkpoints

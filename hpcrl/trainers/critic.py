@@ -15,6 +15,7 @@ from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.advantage import STD_EPSILON, gae
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import compute_token_shares, compute_value_loss
+from hpcrl.trainers.micro_batch_loss import compute_mean_and_std
 from hpcrl.trainers.step import compute_learning_rate
 from hpcrl.trainers.torch_model import TrainedModel, load_critic
 from hpcrl.trainers.world import World
@@ -39,7 +40,8 @@ class Critic:
         """Replace rewards by advantages, with mean 0 and variance 1 over all tokens of the step."""
         with torch.no_grad():
             found = [[self._estimate_advantages(micro) for micro in minibatch] for minibatch in minibatches]
-        mean, std = self._mean_and_std([advantages_N for minibatch in found for advantages_N, _, _ in minibatch])
+        columns = [advantages_N for minibatch in found for advantages_N, _, _ in minibatch]
+        mean, std = compute_mean_and_std(columns, world=self._world)
         self._evaluated.clear()
         result = []
         for minibatch, estimates in zip(minibatches, found, strict=True):
@@ -68,7 +70,7 @@ class Critic:
                     before_N=before_N,
                     returns_N=returns_N,
                     shares_N=compute_token_shares(
-                        micro.rows_N, aggregation="token", num_tokens=num_tokens, num_sequences=1, max_length=1
+                        micro.rows_N, aggregation="token", num_tokens=num_tokens, num_sequences=1, budget=1
                     ),
                     clip=self._train.value_clip,
                 )
@@ -101,15 +103,6 @@ class Critic:
         inside_BT = np.arange(advantages_BT.shape[1]) < lengths_B[:, None]
         advantages_N = torch.from_numpy(advantages_BT[inside_BT]).float().to(values_N.device)
         return advantages_N, values_N, advantages_N + values_N
-
-    def _mean_and_std(self, advantages: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation over all tokens of all ranks."""
-        all_N = torch.cat(advantages).double()
-        count = torch.tensor(float(len(all_N)), dtype=torch.double, device=all_N.device)
-        num, total = self._world.sum(torch.stack([count, all_N.sum()])).unbind()
-        mean = total / num
-        squared_error = self._world.sum((all_N - mean).square().sum())
-        return mean.float(), (squared_error / num).sqrt().float()
 
 
 def _pad_by_row(values_N: Tensor, rows: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> NDArray[np.float64]:

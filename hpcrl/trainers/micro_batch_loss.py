@@ -1,15 +1,33 @@
-"""The loss of one micro-batch, from its logits.
+"""The loss of one micro-batch, from its logits, and what changes its advantages before.
+
+    compute_micro_batch_loss    the loss, and its sums for the metrics
+    subtract_kl_costs           a micro-batch with the costs of the KL
+    normalize_advantages        micro-batches whose advantages have mean 0 and variance 1 over all ranks
+    compute_mean_and_std        mean and standard deviation over all ranks
+    MinibatchTotals, PriorLogprobs   what a loss needs to know beside them
 
 Legend: N model tokens of a micro-batch, V vocabulary
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hpcrl.config.recipe import TrainConfig
+from hpcrl.learn.advantage import STD_EPSILON
 from hpcrl.learn.batch import MicroBatch
-from hpcrl.learn.loss import LossSums, TokenInputs, compute_policy_loss, compute_token_shares, logprobs_and_entropy
+from hpcrl.learn.loss import (
+    LossSums,
+    TokenInputs,
+    compute_kl_costs,
+    compute_policy_loss,
+    compute_token_shares,
+    logprobs_and_entropy,
+)
+from hpcrl.trainers.world import World
 
 
 class MinibatchTotals(NamedTuple):
@@ -54,8 +72,36 @@ def compute_micro_batch_loss(
             aggregation=train.aggregation,
             num_tokens=totals.num_tokens,
             num_sequences=totals.num_sequences,
-            max_length=max_length,
+            budget=min(max(train.response_budget.values(), default=max_length), max_length),
         ),
         reference_N=prior.reference_N,
     )
     return compute_policy_loss(logprobs_N, entropy_N=entropy_N, token_inputs=token_inputs, train=train)
+
+
+def subtract_kl_costs(micro: MicroBatch, prior: PriorLogprobs, *, train: TrainConfig) -> MicroBatch:
+    """Subtract what the KL costs each token from its advantage, or from its reward where a critic follows."""
+    assert prior.reference_N is not None, "a recipe with a KL has a reference model"
+    started_N = micro.behaviour_N if prior.proximal_N is None else prior.proximal_N
+    costs_N = compute_kl_costs(started_N, prior.reference_N, micro.rows_N, train=train)
+    return replace(micro, advantages_N=micro.advantages_N - costs_N)
+
+
+def normalize_advantages(minibatches: list[list[MicroBatch]], *, world: World) -> list[list[MicroBatch]]:
+    """Normalise advantages to mean 0 and variance 1 over all tokens of all ranks."""
+    columns = [micro.advantages_N for minibatch in minibatches for micro in minibatch]
+    mean, std = compute_mean_and_std(columns, world=world)
+    return [
+        [replace(micro, advantages_N=(micro.advantages_N - mean) / (std + STD_EPSILON)) for micro in minibatch]
+        for minibatch in minibatches
+    ]
+
+
+def compute_mean_and_std(columns: Sequence[Tensor], *, world: World) -> tuple[Tensor, Tensor]:
+    """Compute mean and standard deviation over all values of all ranks."""
+    all_N = torch.cat(list(columns)).double()
+    count = torch.tensor(float(len(all_N)), dtype=torch.double, device=all_N.device)
+    num, total = world.sum(torch.stack([count, all_N.sum()])).unbind()
+    mean = total / num
+    squared_error = world.sum((all_N - mean).square().sum())
+    return mean.float(), (squared_error / num).sqrt().float()

@@ -75,7 +75,7 @@ def learn_minibatches(
     step: int,
     skipped: str | None = None,
 ) -> LearnResult:
-    """Make one optimizer step per minibatch; one that is not finite is not applied and ends the training step.
+    """Make an optimizer step per minibatch and epoch; one that is not finite is not applied and ends the training step.
 
     `minibatch_rows` are this rank's rows of each minibatch; every rank passes the same number of minibatches.
     """
@@ -92,9 +92,10 @@ def learn_minibatches(
     if result.skipped is not None:
         return result
     prepared = trainer.prepare_minibatches(minibatches)
-    for number, (minibatch, each) in enumerate(zip(prepared, totals, strict=True)):
+    numbered = list(enumerate(zip(prepared, totals, strict=True)))
+    for number, (minibatch, each) in numbered * train.epochs:
         sums = trainer.accumulate_gradient(minibatch, each)
-        result.add(sums, norm=trainer.clip_gradient())
+        result.add(sums, norm=trainer.clip_gradient(), num_tokens=each.num_tokens)
         if result.skipped is not None:
             trainer.discard_gradient()
             break

@@ -35,6 +35,8 @@ class LearnResult:
     sums: LossSums
     skipped: str | None = None
     num_tokens: int = 0
+    num_summed: float = 0.0
+    """The tokens that the sums are over: each epoch counts."""
     num_padded_tokens: int = 0
     learning_rate: float = 0.0
     norms: list[float] = field(default_factory=list)
@@ -44,9 +46,10 @@ class LearnResult:
     def num_steps(self) -> int:
         return len(self.norms)
 
-    def add(self, sums: LossSums, *, norm: float) -> None:
+    def add(self, sums: LossSums, *, norm: float, num_tokens: float) -> None:
         """Add the result of one optimizer step; `skipped` is set if it is not finite and must not be applied."""
         self.sums = self.sums.add(sums)
+        self.num_summed += num_tokens
         self.norms.append(norm)
         loss = sums.loss.item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -54,7 +57,7 @@ class LearnResult:
 
     def metric_fields(self) -> dict[str, Any]:
         """Return the fields of StepMetrics that come from learning."""
-        tokens = self.num_tokens or math.nan
+        tokens = self.num_summed or math.nan
         low, middle, high = compute_ratio_quantiles(self.sums.ratio_bins.cpu(), (0.05, 0.5, 0.95))
         return {
             "skipped": self.skipped,

@@ -17,13 +17,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpcrl.config.recipe import TrainConfig
+from hpcrl.learn.advantage import STEP_ESTIMATORS
 from hpcrl.learn.batch import MicroBatch, empty_micro_batch
 from hpcrl.learn.loss import LossSums, compute_log_distribution, gather_logprobs
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import torch_model
 from hpcrl.trainers.base import PreparedMinibatch, RankSnapshot, StepMetrics
 from hpcrl.trainers.critic import Critic
-from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs, compute_micro_batch_loss
+from hpcrl.trainers.micro_batch_loss import (
+    MinibatchTotals,
+    PriorLogprobs,
+    compute_micro_batch_loss,
+    normalize_advantages,
+    subtract_kl_costs,
+)
 from hpcrl.trainers.state import StateShard, check_same_shapes, fill_shards, read_whole_shapes
 from hpcrl.trainers.step import Minibatch, make_row_reader, train_step
 from hpcrl.trainers.torch_model import TrainedModel, load_causal
@@ -135,13 +142,18 @@ class TorchTrainer:
                 for part, num in zip(minibatches, most, strict=True)
             ]
         minibatches = [[micro.to(self.world.device) for micro in part] for part in minibatches]
+        moves = len(minibatches) * self._train.epochs > 1
+        priors = [[self._prior_logprobs(micro, policy_moves=moves) for micro in part] for part in minibatches]
+        if self._train.has_kl_reward:
+            minibatches = [
+                [subtract_kl_costs(micro, prior, train=self._train) for micro, prior in zip(part, known, strict=True)]
+                for part, known in zip(minibatches, priors, strict=True)
+            ]
         if self._critic is not None:
             minibatches = self._critic.add_advantages(minibatches)
-        moves = len(minibatches) > 1
-        return [
-            PreparedMinibatch(part, [self._prior_logprobs(micro, policy_moves=moves) for micro in part])
-            for part in minibatches
-        ]
+        elif self._train.has_kl_reward and self._train.advantage in STEP_ESTIMATORS:
+            minibatches = normalize_advantages(minibatches, world=self.world)
+        return [PreparedMinibatch(part, known) for part, known in zip(minibatches, priors, strict=True)]
 
     def accumulate_gradient(self, minibatch: PreparedMinibatch, totals: MinibatchTotals) -> LossSums:
         """Add the gradient of a minibatch; ranks exchange theirs during its last micro-batch."""
@@ -182,9 +194,9 @@ class TorchTrainer:
         return self._critic.learn(number, num_tokens=totals.num_tokens, step=step)
 
     def _prior_logprobs(self, micro: MicroBatch, *, policy_moves: bool) -> PriorLogprobs:
-        """Compute the prior log-probs; the proximal ones only where the policy changes before they are used."""
+        """Compute the prior log-probs; the proximal ones only where rewards or a later optimizer step need them."""
         with torch.no_grad():
-            wanted = policy_moves and self._train.proximal == "recomputed"
+            wanted = (policy_moves or self._train.has_kl_reward) and self._train.proximal == "recomputed"
             proximal_N = self._logprobs(micro) if wanted else None
             reference_N = self._logprobs(micro, model=self._reference) if self._reference is not None else None
         return PriorLogprobs(proximal_N, reference_N)

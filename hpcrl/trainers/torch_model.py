@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
+from hpcrl.trainers.optimizer import make_optimizer
 from hpcrl.trainers.state import StateShard, make_whole_shard
 from hpcrl.trainers.world import World
 from hpcrl.weights.layout import TensorShard
@@ -90,9 +91,7 @@ class TrainedModel:
         self.module = module.to(world.device).eval()  # eval: no dropout; gradients still flow
         self._distributed_module = _distribute_module(self.module, sharding=train.sharding, world=world)
         self.parameters: list[Tensor] = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=learning_rate, weight_decay=train.weight_decay, fused=True
-        )
+        self.optimizer = make_optimizer(self.parameters, train=train, learning_rate=learning_rate, fused=True)
 
     def __call__(self, *inputs: Tensor, **options: Any) -> Any:
         """Run a forward pass; every rank of the world must run the same number."""

@@ -199,7 +199,7 @@ def bare_step(model_dir, episodes, *, learning_rate, temperature):
     total = 0.0
     for episode in episodes:
         peers = [other.reward for other in episodes if other.group == episode.group]
-        advantage = (episode.reward - np.mean(peers)) / np.std(peers)
+        advantage = (episode.reward - np.mean(peers)) / np.std(peers, ddof=1)
         tokens = torch.from_numpy(episode.token_ids.astype(np.int64))
         logprobs = (model(tokens[None]).logits[0] / temperature).log_softmax(-1)
         for position in np.flatnonzero(episode.loss_mask):

@@ -145,6 +145,7 @@ class ProgramSession:
             token_ids=token_ids,
             max_new_tokens=min(call.max_tokens or limits.max_new_tokens, limits.max_new_tokens, room),
             temperature=limits.temperature,
+            top_p=limits.top_p,
             stop_token_ids=[*stop_token_ids, *call.stop_token_ids],
             top_logprobs=call.top_logprobs,
             structure=structure,
@@ -174,10 +175,10 @@ class ProgramSession:
         return msgspec.structs.replace(
             request,
             temperature=self.limits.temperature if sampling.temperature is None else sampling.temperature,
-            top_p=sampling.top_p or 1.0,
+            top_p=sampling.top_p or self.limits.top_p,
             top_k=1 if sampling.top_p == 0 else max(sampling.top_k or 0, 0),
         )
 
     def can_train(self, request: GenerateRequest) -> bool:
         """Return whether the request is sampled as training assumes."""
-        return (request.temperature, request.top_p, request.top_k) == (self.limits.temperature, 1.0, 0)
+        return (request.temperature, request.top_p, request.top_k) == (self.limits.temperature, self.limits.top_p, 0)

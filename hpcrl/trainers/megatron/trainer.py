@@ -31,6 +31,7 @@ from hpcrl.trainers.base import PreparedMinibatch, RankSnapshot, StepMetrics
 from hpcrl.trainers.megatron.model import build_model_part, patch_for_cpu
 from hpcrl.trainers.megatron.weight_names import ParallelRank, map_shards
 from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs, compute_micro_batch_loss
+from hpcrl.trainers.optimizer import make_optimizer
 from hpcrl.trainers.state import WEIGHT_PART, StateShard, check_same_shapes, fill_shards, read_whole_shapes
 from hpcrl.trainers.step import Minibatch, make_row_reader, train_step
 from hpcrl.trainers.torch_model import MOMENT_PARTS
@@ -58,9 +59,7 @@ class MegatronTrainer:
         with patch_for_cpu():
             self._model_part = build_model_part(model_dir, train=train, world=world, seed=seed)
         self._parameters: dict[str, Tensor] = dict(self._model_part.module.named_parameters())
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(), lr=train.learning_rate, weight_decay=train.weight_decay
-        )
+        self._optimizer = make_optimizer(self._parameters.values(), train=train, learning_rate=train.learning_rate)
 
     @property
     def num_shares(self) -> int:
@@ -150,7 +149,7 @@ class MegatronTrainer:
     def prepare_minibatches(self, minibatches: list[Minibatch]) -> list[PreparedMinibatch]:
         """Give every rank the same number of micro-batches, all of one shape, with prior log-probs."""
         same = [self._of_one_shape(part) for part in minibatches]
-        moves = len(same) > 1 and self._train.proximal == "recomputed"
+        moves = len(same) * self._train.epochs > 1 and self._train.proximal == "recomputed"
         return [
             PreparedMinibatch(part, self._proximal_logprobs(part) if moves else _empty_logprobs(part)) for part in same
         ]

@@ -18,6 +18,7 @@ from hpcrl.campaign_dir.events import (
     EpisodesCounted,
     EvaluationFinished,
     FaultReported,
+    FlatGroupsDropped,
     JobEnded,
     JobStarted,
     LayoutChosen,
@@ -176,6 +177,11 @@ LINES = [
         StaleDropped(num=2, version=5, token_counts={"lake": 8}),
         "stale",
         '"num": 2, "version": 5, "token_counts": {"lake": 8}',
+    ),
+    (
+        FlatGroupsDropped(num=3, version=5, domains={"lake": 3}, shares={"lake": 0.75}),
+        "flat",
+        '"num": 3, "version": 5, "domains": {"lake": 3}, "shares": {"lake": 0.75}',
     ),
     (
         EvaluationFinished(

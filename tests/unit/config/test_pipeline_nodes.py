@@ -18,8 +18,8 @@ from hpcrl.config.pipeline import (
 
 BUILT_IN = {
     "grpo": {"advantage": "grpo"},
-    "ppo": {"advantage": "gae", "num_minibatches": 4},
-    "grpo with a reference": {"advantage": "grpo", "kl": "k3", "num_minibatches": 2},
+    "ppo": {"advantage": "gae", "policy_moves": True},
+    "grpo with a reference": {"advantage": "grpo", "kl": "k3", "policy_moves": True},
     "sft": {"advantage": "sft"},
 }
 
@@ -76,7 +76,7 @@ def test_a_pipeline_that_cannot_run_gets_the_reason(pipeline, message):
 
 
 def test_rendered_pipelines_show_every_node_and_the_order():
-    pipeline = make_standard_nodes(advantage="gae", kl="k3", num_minibatches=2)
+    pipeline = make_standard_nodes(advantage="gae", kl="k3", policy_moves=True)
     shown = render_text(pipeline)
     assert all(name in shown for name in pipeline)
     assert shown.endswith("deal -> rows -> values -> reference -> proximal -> update -> update-critic")

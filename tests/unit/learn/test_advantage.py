@@ -21,7 +21,7 @@ from hpcrl.spool.record import EpisodeTurn, TrajectoryFacts
 
 def slow_grpo(rewards):
     mean = sum(rewards) / len(rewards)
-    std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
     return [(reward - mean) / (std + 1e-6) for reward in rewards]
 
 

@@ -41,9 +41,9 @@ def ids(trajectories):
 
 def test_nothing_is_chosen_until_there_are_enough_complete_groups():
     available = group("math/0") + group("math/1", size=3)
-    chosen, stale, rest = choose(available, groups_per_step=2)
-    assert (chosen, stale) == ([], [])
-    assert sorted(ids(rest)) == sorted(ids(available))
+    choice = choose(available, groups_per_step=2)
+    assert (choice.chosen, choice.stale, choice.flat) == ([], [], [])
+    assert sorted(ids(choice.rest)) == sorted(ids(available))
 
 
 def test_the_oldest_complete_group_is_chosen_and_the_others_wait():
@@ -60,20 +60,49 @@ def test_a_group_started_on_older_weights_comes_before_one_that_ended_earlier():
 
 @pytest.mark.parametrize(("version", "is_stale"), [(3, False), (4, False), (5, True)])
 def test_a_trajectory_is_stale_when_it_started_more_than_max_lag_versions_ago(version, is_stale):
-    chosen, stale, _ = choose(group("math/0", start_version=3), version=version, max_lag=1)
-    assert (len(stale), len(chosen)) == ((4, 0) if is_stale else (0, 4))
+    choice = choose(group("math/0", start_version=3), version=version, max_lag=1)
+    assert (len(choice.stale), len(choice.chosen)) == ((4, 0) if is_stale else (0, 4))
 
 
 def test_consumed_trajectories_are_never_seen_again():
     old = group("math/0")
-    assert choose(old, consumed=set(ids(old))) == ([], [], [])
+    assert choose(old, consumed=set(ids(old))) == ([], [], [], [])
 
 
 def test_the_late_twin_of_an_episode_does_not_fill_its_group():
     available = [*group("math/0", size=3), trajectory("math/0", 2, created=7.0)]
-    chosen, _, rest = choose(available)
-    assert chosen == []
-    assert len(rest) == 3
+    choice = choose(available)
+    assert choice.chosen == []
+    assert len(choice.rest) == 3
+
+
+def uneven(name, **changed):
+    """Make a group of which the first episode alone is rewarded."""
+    return [trajectory(name, index, reward=float(index == 0), **changed) for index in range(4)]
+
+
+def is_flat_reward(members):
+    return len({one.reward for one in members}) == 1
+
+
+def test_flat_groups_are_dropped_and_others_take_their_place():
+    available = [*group("math/0"), *uneven("math/1", created=1.0), *group("math/2", created=2.0), *uneven("math/3")]
+    choice = choose(available, groups_per_step=2, is_flat_group=is_flat_reward)
+    assert set(ids(choice.chosen)) == {f"math/{number}/{index}" for number in (1, 3) for index in range(4)}
+    assert set(ids(choice.flat)) == {f"math/{number}/{index}" for number in (0, 2) for index in range(4)}
+    assert choice.rest == []
+
+
+def test_a_step_waits_for_the_groups_that_replace_flat_ones():
+    choice = choose([*group("math/0"), *uneven("math/1")], groups_per_step=2, is_flat_group=is_flat_reward)
+    assert choice.chosen == []
+    assert set(ids(choice.rest)) == set(ids(uneven("math/1")))
+
+
+def test_a_group_that_is_not_whole_is_not_flat_yet():
+    choice = choose(group("math/0", size=3), is_flat_group=is_flat_reward)
+    assert choice.flat == []
+    assert len(choice.rest) == 3
 
 
 def test_episodes_beyond_the_group_size_are_stale_and_the_first_ones_are_kept():

@@ -38,14 +38,16 @@ VARIANTS = {
     "truncated per sequence": {"correction": "sequence"},
     "masked per token": {"correction": "mask-token"},
     "masked per sequence": {"correction": "mask-sequence", "max_is_ratio": 50.0, "min_is_ratio": 0.02},
+    "truncated geometric mean": {"correction": "geometric", "max_is_ratio": 1.02},
+    "masked geometric mean": {"correction": "mask-geometric", "max_is_ratio": 1.1, "min_is_ratio": 0.95},
     "dual clip": {"dual_clip": 1.3},
     "GSPO": {"ratio": "sequence", "aggregation": "sequence", "clip_low": 0.005, "clip_high": 0.005},
     "GSPO with dual clip": {"ratio": "sequence", "dual_clip": 1.01, "clip_low": 0.01, "clip_high": 0.01},
     "sequences count the same": {"aggregation": "sequence"},
     "divided by a constant": {"aggregation": "fixed"},
-    "k1 to a reference": {"kl": "k1"},
     "k2 to a reference": {"kl": "k2"},
     "k3 to a reference": {"kl": "k3"},
+    "k3 under masks": {"kl": "k3", "correction": "mask-geometric", "max_is_ratio": 1.1, "min_is_ratio": 0.9},
 }
 
 
@@ -69,10 +71,12 @@ def slow_kl(current, reference, estimator):
     return {"k1": -math.log(ratio), "k2": math.log(ratio) ** 2 / 2, "k3": ratio - 1 - math.log(ratio)}[estimator]
 
 
-def slow_weight(tokens, index, train):
+def slow_weight(tokens, index, train, *, policy="proximal"):
     """Return the importance weight of one token, and whether it differs from the ratio."""
-    row = [i for i in range(N) if ROWS[i] == ROWS[index]] if "sequence" in train.correction else [index]
-    ratio = math.prod(math.exp(tokens["proximal"][i] - tokens["behaviour"][i]) for i in row)
+    row = [index] if train.correction.endswith("token") else [i for i in range(N) if ROWS[i] == ROWS[index]]
+    ratio = math.prod(math.exp(tokens[policy][i] - tokens["behaviour"][i]) for i in row)
+    if train.correction.endswith("geometric"):
+        ratio = ratio ** (1 / len(row))
     if train.correction == "none":
         return 1.0, False
     if train.correction.startswith("mask"):
@@ -105,7 +109,8 @@ def slow_loss(tokens, train):
         weight, cut = slow_weight(tokens, index, train)
         term = -weight * surrogate - train.entropy_coef * tokens["entropy"][index]
         if train.kl != "none":
-            term += train.kl_coef * slow_kl(tokens["current"][index], tokens["reference"][index], train.kl)
+            weight, _ = slow_weight(tokens, index, train, policy="now")
+            term += train.kl_coef * weight * slow_kl(tokens["current"][index], tokens["reference"][index], train.kl)
         total += slow_share(index, train) * term
         clipped += stopped
         truncated += cut
@@ -122,10 +127,12 @@ def tokens(request):
 
     behaviour = -3 * torch.rand(N, generator=generator, dtype=torch.float64)
     proximal = near(behaviour, 0.4)
+    current = near(proximal, 0.3)
     return {
         "behaviour": behaviour,
         "proximal": proximal,
-        "current": near(proximal, 0.3),
+        "current": current,
+        "now": current.clone(),  # the current policy as a constant
         "reference": near(behaviour, 0.5),
         "advantages": torch.randn(N, generator=generator, dtype=torch.float64),
         "entropy": 2 * torch.rand(N, generator=generator, dtype=torch.float64),
@@ -134,7 +141,7 @@ def tokens(request):
 
 def shares(train, *, rows=ROWS):
     return compute_token_shares(
-        rows, aggregation=train.aggregation, num_tokens=N, num_sequences=len(LENGTHS), max_length=100
+        rows, aggregation=train.aggregation, num_tokens=N, num_sequences=len(LENGTHS), budget=100
     ).double()
 
 

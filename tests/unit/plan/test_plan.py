@@ -134,6 +134,43 @@ def test_a_trainer_with_conflicting_settings_is_refused(settings: tuple[str, ...
     assert message in refused(*settings).replace("'", '"')
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("train.advantage=sft",), "its gradient is zero on average"),
+        (("train.clip_high=0.28",), "the clipped ratio is exactly 1"),
+        (("train.ratio=sequence",), "the clipped ratio is exactly 1"),
+        (("train.dual_clip=3",), 'train.proximal = "behaviour"'),
+        (("train.surrogate=cispo",), "set train.num_minibatches or train.epochs"),
+        (("train.surrogate=cispo", "train.ratio=sequence", "train.epochs=2"), 'set ratio = "token"'),
+        (("train.proximal=behaviour", "train.correction=mask-token"), "its ratio is exactly 1"),
+        (("train.kl=k1",), 'set kl_in = "reward"'),
+        (("train.kl=k3", "train.kl_in=reward"), 'set kl = "k1"'),
+        (("train.kl_in=reward",), 'set kl = "k1"'),
+        (("train.flat_groups=drop", "train.advantage=reinforce++"), "equal rewards still have a gradient"),
+        (("rollout.top_p=0.9", "train.proximal=behaviour"), "would not start at 1"),
+        (("rollout.top_p=0.9", "train.correction=mask-sequence"), "vanishes"),
+        (("train.response_budget.lakes=9",), 'Did you mean "lake"'),
+    ],
+)
+def test_settings_of_the_algorithm_that_cannot_act_are_refused(settings: tuple[str, ...], message: str) -> None:
+    assert message.lower() in refused(*settings).replace("'", '"').lower()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("train.clip_high=0.28", "train.num_minibatches=4"),
+        ("train.ratio=sequence", "train.proximal=behaviour"),
+        ("train.dual_clip=3", "train.epochs=2"),
+        ("train.kl=k1", "train.kl_in=reward"),
+        ("rollout.top_p=0.9", "train.correction=geometric"),
+    ],
+)
+def test_settings_of_the_algorithm_that_act_are_planned(settings: tuple[str, ...]) -> None:
+    assert plan(*settings)
+
+
 def test_a_node_has_room_for_two_versions_of_the_weights_beside_its_workers() -> None:
     one_each = ("resources.prefill.num_workers=1", "resources.decode.num_workers=1")
     sized = plan("model.num_params=100000000", *one_each)

@@ -39,7 +39,7 @@ def context(tmp_path, monkeypatch):
     return SimpleNamespace(campaign=run, recipe=recipe, events=Events())
 
 
-def play(context, group, *, version=0, num=GROUP):
+def play(context, group, *, version=0, num=GROUP, rewards=(1.0,) * GROUP):
     """Play, seal and score a group; return the name of its segment."""
     writer = DiskSpoolWriter(context.campaign.spool("rollouts"), producer=f"000-env-{group}")
     for index in range(num):
@@ -48,12 +48,14 @@ def play(context, group, *, version=0, num=GROUP):
     (name,) = [
         name for name in list_segments(context.campaign.spool("rollouts")) if name.startswith(f"000-env-{group}-")
     ]
-    return score(context, name)
+    return score(context, name, rewards=rewards)
 
 
-def score(context, name):
+def score(context, name, *, rewards=(1.0,) * GROUP):
     source, target = context.campaign.spool("rollouts") / name, context.campaign.spool("scored")
-    derive_segment(source, target, lambda one: msgspec.structs.replace(one, reward=1.0))
+    derive_segment(
+        source, target, lambda one: msgspec.structs.replace(one, reward=rewards[int(one.id.rpartition("/")[2])])
+    )
     return name
 
 
@@ -218,3 +220,16 @@ def test_a_damaged_segment_is_scored_again_and_not_a_third_time(context):
     assert list_segments(context.campaign.spool("rollouts")) == []
     assert (context.campaign.spool("rollouts") / "quarantine" / name).exists()
     assert len(context.events.of(FaultReported)) == 3
+
+
+def test_flat_groups_are_settled_so_that_others_are_admitted_and_the_step_waits(context):
+    train_config = msgspec.structs.replace(context.recipe.train, flat_groups="drop")
+    context.recipe = msgspec.structs.replace(context.recipe, train=train_config)
+    stock = TrainQueue(context, consumed=ConsumedTrajectories())
+    for number in range(7):
+        play(context, number)
+        choice = stock.choose(version=0)
+        assert (len(choice.flat), choice.chosen, choice.rest) == (GROUP, [], [])
+        assert settled(context) == (number + 1) * GROUP
+    play(context, 7, rewards=(0.0, 1.0, 1.0, 1.0))
+    assert [one.group for one in stock.choose(version=0).chosen] == ["lake/7"] * GROUP

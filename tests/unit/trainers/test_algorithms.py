@@ -1,47 +1,366 @@
-"""Every algorithm of docs/learning.md can be set in a recipe, and makes steps."""
+"""Every algorithm of docs/learning.md: its step equals a slow reference, written from the papers one token at a time.
+
+The policy is a table of log-odds by the last token, so the reference needs no network. The data were sampled by two
+older versions of it, which change within an episode.
+"""
 
 import math
+import re
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
 from hpcrl.config.pipeline import make_pipeline
 from hpcrl.config.recipe import load_recipe
+from hpcrl.learn.distribute import split_minibatches
 from hpcrl.plan.checks import check_recipe
+from hpcrl.spool.record import EpisodeTurn, Trajectory
 from hpcrl.trainers.torch import TorchTrainer
-from tests.support.learners import batch, make_model
 
-ALGORITHMS = {
-    "GRPO": ("advantage=grpo", "aggregation=sequence", "kl=k3"),
-    "RLOO": ("advantage=rloo",),
-    "REINFORCE++": ("advantage=reinforce++",),
-    "REINFORCE++ with a baseline": ("advantage=reinforce++-baseline",),
-    "PPO": ("advantage=gae", "num_minibatches=2", "gae_lambda=0.95", "value_clip=0.2"),
-    "DAPO": ("advantage=grpo", "clip_high=0.28", "flat_groups=drop", "aggregation=token"),
-    "GSPO": ("advantage=grpo", "ratio=sequence", "aggregation=sequence", "clip_low=0.0003", "clip_high=0.0004"),
-    "Dr. GRPO": ("advantage=dr-grpo", "aggregation=fixed"),
-    "TRLOO": ("advantage=trloo", "gamma=0.9"),
-    "SFT": ("advantage=sft", "correction=none"),
+VOCABULARY, CONTEXT, GROUP, RATE = 5, 64, 4, 12.0
+BUDGET = 12
+PAGE = Path(__file__).parents[3] / "docs" / "learning.md"
+NODES = {
+    "PPO with a critic": {"values", "proximal", "update-critic"},
+    "GRPO": {"reference"},
+    "REINFORCE++": {"reference", "proximal"},
 }
-NODES = {"PPO": {"values", "proximal", "update-critic"}, "GRPO": {"reference"}}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("algorithms") / "model")
+def read_algorithms():
+    """Return the settings of each row of the page's table."""
+    table = PAGE.read_text().partition("| | settings |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    return {name: tomllib.loads("\n".join(re.findall(r"`([^`]+)`", settings))) for name, settings in rows}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_algorithm_is_set_in_a_recipe_and_makes_two_steps(model, name):
-    recipe = load_recipe("quickstart", settings=tuple(f"train.{setting}" for setting in ALGORITHMS[name]))
+ALGORITHMS = read_algorithms()
+MORE = {
+    "two epochs": {"epochs": 2, "num_minibatches": 2, "clip_high": 0.3},
+    "dual clip": {"dual_clip": 1.1, "num_minibatches": 4},
+    "the clip from the policy that acted": {"proximal": "behaviour", "clip_high": 0.28},
+    "sequence weights": {"correction": "sequence"},
+    "geometric weights": {"correction": "geometric", "max_is_ratio": 1.02},
+    "masked sequences": {"correction": "mask-sequence", "max_is_ratio": 3.0, "min_is_ratio": 0.3},
+    "GRPO with masks": {"kl": "k3", "correction": "mask-token", "max_is_ratio": 1.2, "min_is_ratio": 0.9},
+    "PPO with the KL in its rewards": {"advantage": "gae", "gae_lambda": 0.9, "kl": "k1", "kl_in": "reward"},
+    "rewards by domain": {"advantage": "reinforce++", "reward_scale": "domain"},
+    "overlong episodes filtered": {"overlong": "filter"},
+}
+ALL = {**ALGORITHMS, **MORE}
+
+
+class TableModel(torch.nn.Module):
+    """A causal model that sees one token: a table of log-odds, or of values with one column."""
+
+    config = SimpleNamespace(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = torch.nn.Parameter(table.clone())
+
+    def forward(self, inputs_BT, position_ids=None, logits_to_keep=None, use_cache=False):
+        logits_BTV = self.table[inputs_BT]
+        return SimpleNamespace(logits=logits_BTV if logits_to_keep is None else logits_BTV[:, logits_to_keep])
+
+
+def tables():
+    """Return the policy at the start of the step, two older ones, the reference, and a critic's values."""
+    generator = torch.Generator().manual_seed(7)
+    draw = [torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64) for _ in range(4)]
+    policy = 0.5 * draw[0]
+    values = torch.randn(VOCABULARY, 1, generator=generator, dtype=torch.float64)
+    return policy, (policy + 0.15 * draw[1], policy + 0.25 * draw[2]), policy + 0.3 * draw[3], values
+
+
+def played():
+    """Play six groups in two domains with the older policies; the second turn of an episode is a version newer."""
+    rng = np.random.default_rng(11)
+    _, older, _, _ = tables()
+    episodes = []
+    for number in range(6):
+        for index in range(GROUP):
+            tokens, logprobs, mask, turns = [int(rng.integers(VOCABULARY))], [0.0], [False], []
+            for version, table in enumerate(older):
+                start = len(tokens)
+                for _ in range(int(rng.integers(1, 9))):
+                    odds = table[tokens[-1]].log_softmax(-1).numpy()
+                    tokens.append(int(rng.choice(VOCABULARY, p=np.exp(odds))))
+                    logprobs.append(odds[tokens[-1]])
+                    mask.append(True)
+                turns.append(EpisodeTurn(start=start, end=len(tokens), reward=float(rng.integers(0, 3)) / 4))
+                if not version:  # what the environment answers
+                    tokens.append(int(rng.integers(VOCABULARY)))
+                    logprobs.append(0.0)
+                    mask.append(False)
+            episodes.append(make_episode(number, index, tokens, logprobs, mask, turns))
+    return episodes
+
+
+def make_episode(number, index, tokens, logprobs, mask, turns):
+    domain = "lake" if number % 2 else "sums"
+    scale = 10.0 if domain == "sums" else 1.0
+    turns = [EpisodeTurn(start=turn.start, end=turn.end, reward=scale * turn.reward) for turn in turns]
+    return Trajectory(
+        id=f"{domain}/{number}/{index}",
+        group=f"{domain}/{number}",
+        domain=domain,
+        seed=number,
+        status="done",
+        producer="000-env-0",
+        created=0.0,
+        start_version=0,
+        end_version=1,
+        token_ids=np.array(tokens, dtype=np.int32),
+        logprobs=np.array(logprobs, dtype=np.float32),
+        versions=np.zeros(len(tokens), dtype=np.int32),
+        loss_mask=np.array(mask, dtype=np.bool_),
+        turns=turns,
+        reward=sum(turn.reward for turn in turns) + scale * (index == number % GROUP),
+    )
+
+
+# ---- The reference: plain loops over episodes and tokens, in double precision.
+
+
+class SlowEpisode:
+    """An episode as the papers see it: pairs of state and action, log-probs, an advantage for each."""
+
+    def __init__(self, episode):
+        self.episode = episode
+        self.positions = [t for t in range(len(episode.token_ids)) if episode.loss_mask[t]]
+        self.states = [int(episode.token_ids[t - 1]) for t in self.positions]
+        self.actions = [int(episode.token_ids[t]) for t in self.positions]
+        self.behaviour = [float(episode.logprobs[t]) for t in self.positions]
+        self.turn = [sum(turn.start <= t for turn in episode.turns) - 1 for t in self.positions]
+        self.advantages = []
+
+    def logprobs(self, table):
+        return [table[s].log_softmax(-1)[a] for s, a in zip(self.states, self.actions, strict=True)]
+
+
+def slow_rewards(slow, train):
+    """Return the reward of each episode: punished as DAPO's equation 13, in units of its domain."""
+    rewards = []
+    for one in slow:
+        reward, length = one.episode.reward, len(one.positions)
+        if train.overlong == "punish":
+            cache = train.overlong_margin * BUDGET
+            if length > BUDGET:
+                reward -= 1
+            elif length > BUDGET - cache:
+                reward += (BUDGET - cache - length) / cache
+        rewards.append(reward)
+    if train.reward_scale == "domain":
+        for domain in ("lake", "sums"):
+            members = [i for i, one in enumerate(slow) if one.episode.domain == domain]
+            std = np.std([rewards[i] for i in members])
+            for i in members:
+                rewards[i] /= std
+    return rewards
+
+
+def slow_advantages(slow, train, policy, reference, values):
+    """Set the advantage of each token by the paper of `train.advantage`."""
+    rewards = slow_rewards(slow, train)
+    kl_costs = [[0.0] * len(one.positions) for one in slow]
+    if train.kl_in == "reward":
+        for costs, one in zip(kl_costs, slow, strict=True):
+            pairs = zip(one.logprobs(policy), one.logprobs(reference), strict=True)
+            costs[:] = [train.kl_coef * float(p - q) for p, q in pairs]
+    for i, one in enumerate(slow):
+        peers = [rewards[j] for j, other in enumerate(slow) if other.episode.group == one.episode.group]
+        plain = slow_comparison(rewards[i], peers, train.advantage)
+        to_go = [sum(kl_costs[i][t:]) for t in range(len(one.positions))]
+        one.advantages = [plain - cost for cost in to_go]
+    if train.advantage == "trloo":
+        set_turn_advantages(slow, train.gamma)
+    if train.advantage == "gae":
+        set_critic_advantages(slow, rewards, kl_costs, values, train)
+    if train.advantage.startswith("reinforce++") or train.advantage == "gae":
+        for domains in (["lake"], ["sums"]) if train.reward_scale == "domain" else (["lake", "sums"],):
+            normalize([one for one in slow if one.episode.domain in domains])
+
+
+def normalize(slow):
+    tokens = [advantage for one in slow for advantage in one.advantages]
+    mean, std = np.mean(tokens), np.std(tokens)
+    for one in slow:
+        one.advantages = [(advantage - mean) / std for advantage in one.advantages]
+
+
+def slow_comparison(reward, peers, advantage):
+    """Return what an episode is worth beside its group, itself included."""
+    mean = sum(peers) / len(peers)
+    match advantage:
+        case "grpo":
+            return (reward - mean) / math.sqrt(sum((r - mean) ** 2 for r in peers) / (len(peers) - 1))
+        case "dr-grpo" | "reinforce++-baseline":
+            return reward - mean
+        case "rloo":
+            return reward - (sum(peers) - reward) / (len(peers) - 1)
+        case _:
+            return reward
+
+
+def slow_turn_rewards(episode):
+    rewards = [turn.reward for turn in episode.turns]
+    rewards[-1] += episode.reward - sum(rewards)
+    return rewards
+
+
+def set_turn_advantages(slow, gamma):
+    returns = []
+    for one in slow:
+        first, second = slow_turn_rewards(one.episode)
+        returns.append((first + gamma * second, second))
+    for i, one in enumerate(slow):
+        others = [j for j, o in enumerate(slow) if o.episode.group == one.episode.group and j != i]
+        by_turn = [returns[i][k] - sum(returns[j][k] for j in others) / len(others) for k in (0, 1)]
+        one.advantages = [by_turn[k] for k in one.turn]
+
+
+def set_critic_advantages(slow, rewards, kl_costs, values, train):
+    for one, costs in zip(slow, kl_costs, strict=True):
+        num = len(one.positions)
+        value = [float(values[s]) for s in one.states] + [0.0]
+        paid = [-cost for cost in costs]
+        for k, reward in enumerate(slow_turn_rewards(one.episode)):
+            paid[max(t for t in range(num) if one.turn[t] == k)] += reward
+        surprise = [paid[t] + train.gamma * value[t + 1] - value[t] for t in range(num)]
+        decay = train.gamma * train.gae_lambda
+        one.advantages = [sum(decay ** (u - t) * surprise[u] for u in range(t, num)) for t in range(num)]
+
+
+def slow_weights(one, logprobs, train):
+    """Return the importance weight of each token under the policy that these log-probs are of."""
+    logs = [p - b for p, b in zip(logprobs, one.behaviour, strict=True)]
+    if "sequence" in train.correction:
+        logs = [sum(logs)] * len(logs)
+    elif "geometric" in train.correction:
+        logs = [sum(logs) / len(logs)] * len(logs)
+    ratios = [math.exp(log) for log in logs]
+    if train.correction.startswith("mask"):
+        return [r if train.min_is_ratio <= r <= train.max_is_ratio else 0.0 for r in ratios]
+    return [min(r, train.max_is_ratio) for r in ratios]
+
+
+def slow_loss(minibatch, table, policy, reference, train):
+    """Return the loss of a minibatch and the number of clipped tokens; `policy` is that of the start of the step."""
+    num_tokens, total, clipped = sum(len(one.positions) for one in minibatch), 0.0, 0
+    for one in minibatch:
+        current, started = one.logprobs(table), [float(p) for p in one.logprobs(policy)]
+        if train.proximal == "behaviour":
+            started = one.behaviour
+        weights, weights_now = slow_weights(one, started, train), slow_weights(one, [c.item() for c in current], train)
+        num = len(current)
+        logs = [c - s for c, s in zip(current, started, strict=True)]
+        if train.ratio == "sequence":
+            logs = [sum(logs) / num] * num
+        for t in range(num):
+            ratio, advantage = logs[t].exp(), one.advantages[t]
+            bounded = min(max(ratio.item(), 1 - train.clip_low), 1 + train.clip_high)
+            if train.surrogate == "cispo":
+                gain, is_clipped = bounded * advantage * current[t], bounded != ratio.item()
+            else:
+                is_clipped = bounded * advantage < ratio.item() * advantage
+                gain = bounded * advantage + 0 * ratio if is_clipped else ratio * advantage
+                if train.dual_clip is not None and advantage < 0 and gain.item() < train.dual_clip * advantage:
+                    gain, is_clipped = train.dual_clip * advantage + 0 * ratio, True
+            term = -weights[t] * gain
+            if train.kl_in == "loss" and train.kl != "none":
+                log = one.logprobs(reference)[t] - current[t]
+                estimate = {"k2": log**2 / 2, "k3": log.exp() - 1 - log}[train.kl]
+                term = term + train.kl_coef * weights_now[t] * estimate
+            share = {
+                "token": 1 / num_tokens,
+                "sequence": 1 / (num * len(minibatch)),
+                "fixed": 1 / (BUDGET * len(minibatch)),
+            }[train.aggregation]
+            total = total + share * term
+            clipped += is_clipped
+    return total, clipped
+
+
+def slow_step(train, episodes):
+    """Make the optimizer steps of a training step by plain gradient descent; return gradients and the clip share."""
+    policy, _, reference, values = tables()
+    slow = [SlowEpisode(one) for one in episodes]
+    slow_advantages(slow, train, policy, reference, values)
+    if train.overlong == "filter":
+        slow = [one for one in slow if len(one.positions) < BUDGET]
+    parts = split_minibatches(range(len(slow)), num=train.num_minibatches, seed=3, step=1)
+    table, gradients, clipped, num = policy.clone(), [], 0, 0
+    for part in parts * train.epochs:
+        table.requires_grad_()
+        minibatch = [slow[i] for i in part]
+        loss, stopped = slow_loss(minibatch, table, policy, reference, train)
+        (gradient,) = torch.autograd.grad(loss, table)
+        gradients.append(gradient)
+        table = table.detach() - RATE * gradient
+        clipped, num = clipped + stopped, num + sum(len(one.positions) for one in minibatch)
+    return gradients, clipped / num
+
+
+# ---- The tests.
+
+
+def settings_of(name, **more):
+    """Return [train] of a recipe with a row's settings, as `hpcrl plan` accepts it."""
+    given = {**ALL[name], **more, "learning_rate": RATE, "groups_per_step": 8, "max_grad_norm": 1e9}
+    given |= {"kl_coef": 0.2} if "kl" in given else {}
+    recipe = load_recipe("quickstart", settings=tuple(f"train.{key}={value}" for key, value in given.items()))
     check_recipe(recipe)
     assert NODES.get(name, set()) <= make_pipeline(recipe.train).keys()
-    trainer = TorchTrainer(model, recipe.train, seed=1)
-    before = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
-    for step in (1, 2):
-        metrics = trainer.train_step(batch(step), step=step, version=step)
-        assert metrics.skipped is None
-        assert metrics.loss is not None
-        assert math.isfinite(metrics.loss)
-        assert (metrics.value_loss is not None) == (name == "PPO")
-    assert any(not torch.equal(tensor, before[name]) for name, tensor in trainer.tensors().items())
+    return msgspec.structs.replace(recipe.train, response_budget={"lake": BUDGET, "sums": BUDGET})
+
+
+@pytest.fixture
+def make_trainer(monkeypatch):
+    """Return a function that makes the torch trainer of the table, with plain gradient descent."""
+    policy, _, reference, values = tables()
+    models = []
+    monkeypatch.setattr("hpcrl.trainers.torch.load_causal", lambda _: models.pop(0))
+    monkeypatch.setattr("hpcrl.trainers.critic.load_critic", lambda _: TableModel(values))
+
+    def make(train):
+        models[:] = [TableModel(policy), TableModel(reference)]
+        trainer = TorchTrainer(Path("unused"), train, seed=3)
+        trainer._policy.optimizer = torch.optim.SGD(trainer._policy.parameters, lr=1.0)
+        gradients = []
+        apply = trainer.apply_gradient
+
+        def record(*, rate):
+            gradients.append(trainer._policy.parameters[0].grad.clone())
+            apply(rate=rate)
+
+        trainer.apply_gradient = record
+        return trainer, gradients
+
+    return make
+
+
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+@pytest.mark.parametrize("name", ALL)
+def test_every_gradient_of_a_step_equals_the_slow_reference(make_trainer, name, rows):
+    train, episodes = settings_of(name, rows=rows, tokens_per_micro_batch=40), played()
+    trainer, gradients = make_trainer(train)
+    metrics = trainer.train_step(episodes, step=1, version=1)
+    expected, clip_share = slow_step(train, episodes)
+    assert metrics.skipped is None
+    assert len(gradients) == len(expected) == train.num_minibatches * train.epochs
+    for found, slow in zip(gradients, expected, strict=True):
+        assert slow.abs().max() > 1e-3
+        torch.testing.assert_close(found, slow, rtol=1e-5, atol=1e-6)
+    assert metrics.clip_fraction == pytest.approx(clip_share, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["DAPO", "GSPO", "PPO with a critic"])
+def test_the_clip_acts_as_documented(make_trainer, name):
+    trainer, _ = make_trainer(settings_of(name))
+    assert trainer.train_step(played(), step=1, version=1).clip_fraction > 0.02

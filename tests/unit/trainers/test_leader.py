@@ -57,13 +57,14 @@ def test_an_order_takes_less_than_200_bytes_per_trajectory(spooled):
     assert len(msgspec.json.encode(RankOrder(do="learn", shares=made.shares))) < 200 * len(episodes)
 
 
-def test_flat_groups_are_dropped_if_the_recipe_asks_for_it(spooled):
+def test_overlong_episodes_are_in_no_share_if_the_recipe_filters_them(spooled):
     episodes, _, where = spooled
-    flat = [msgspec.structs.replace(episode, reward=1.0) for episode in episodes[:4]]
-    _, kept = dealt(flat + episodes[4:], where)
-    _, dropped = dealt(flat + episodes[4:], where, flat_groups="drop")
-    ids = {item.id for share in dropped.shares for part in share for item in part}
-    assert ids.isdisjoint(episode.id for episode in flat)
+    lengths = [int(episode.loss_mask.sum()) for episode in episodes]
+    budget = sorted(lengths)[6]
+    _, kept = dealt(episodes, where)
+    _, filtered = dealt(episodes, where, overlong="filter", response_budget={"math": budget})
+    ids = {item.id for share in filtered.shares for part in share for item in part}
+    assert ids == {episode.id for episode, length in zip(episodes, lengths, strict=True) if length < budget}
     assert sum(len(part) for share in kept.shares for part in share) == len(episodes)
 
 
