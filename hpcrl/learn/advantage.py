@@ -45,7 +45,7 @@ def grpo(rewards_G: FloatArray) -> FloatArray:
     """Return the distance from the group's mean in standard deviations of a sample (DeepSeekMath, arXiv 2402.03300)."""
     if is_flat(rewards_G):
         return np.zeros_like(rewards_G)
-    return np.asarray((rewards_G - rewards_G.mean()) / (rewards_G.std(ddof=1) + STD_EPSILON))
+    return np.asarray((rewards_G - rewards_G.mean()) / (rewards_G.std(ddof=min(len(rewards_G) - 1, 1)) + STD_EPSILON))
 
 
 def dr_grpo(rewards_G: FloatArray) -> FloatArray:
