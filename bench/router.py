@@ -215,7 +215,7 @@ def _decision_us(num_running: int) -> float:
         endpoint = EngineEndpoint(role=role, worker=f"000-{role}-{number}", node="n", url="u", token="t", gpu=gpu)
         worker = EngineState(endpoint, _Silent(), fleet.pace(gpu), role)  # type: ignore[arg-type]
         worker.update_load(
-            LoadFigures(version=0, num_running=draw.randrange(32), num_waiting=0, num_generated_tokens=0)
+            LoadFigures(version=0, num_running=draw.randrange(32), num_waiting=0, num_generated_tokens=0), now=0.0
         )
         workers[worker.name] = worker
     courses, known, names = (

@@ -1,7 +1,8 @@
 """Admission of new episodes, limited by how many can run at once and by how stale their data may become. Pure.
 
 AdmissionControl       decides how many groups an env worker may start now, in every mode
-count_admitted_groups  how many whole groups one of several env workers may start
+count_needed_groups    how many groups of one of several env workers training needs
+count_groups_with_room how many whole groups one of several env workers has room for
 get_mode_lag           how far ahead of training a mode lets episodes start
 limit_to_batch         a whole batch or nothing, for the mode that waits for the last episode of each
 add_spare_groups       a batch with spare groups, so that the slowest are not waited for
@@ -15,31 +16,35 @@ from hpcrl.config.recipe import Recipe, RolloutMode
 from hpcrl.rollout.groups import EpisodeGroups
 
 
-def count_admitted_groups(
+def count_needed_groups(
     worker: EnvWorkerId,
     *,
-    max_running: int,
-    episodes_per_group: int,
-    running_episodes: int,
     running_groups: int,
     max_lag: int,
     version: int,
     groups_per_step: int,
     accepted_groups: int,
 ) -> int:
-    """Return how many whole groups an env worker may start now; a group is never started in part.
+    """Return how many more groups of an env worker would stay fresh, of those that training needs.
 
-    This is the formula of RollArt and AReaL: the lesser of what may run at once and of what stays fresh,
-    (max_lag + version + 1) * groups_per_step - (accepted + running).
+    This is the formula of RollArt and AReaL, (max_lag + version + 1) * groups_per_step - (accepted + running).
 
-    Only `running_episodes` and `running_groups` are the worker's own; `accepted_groups` is the campaign's, so the
-    other workers make up for one that is slow or dead.
-    A `max_running` below `episodes_per_group` admits nothing, on any worker.
+    Only `running_groups` are the worker's own; `accepted_groups` is the campaign's, so the other workers make up for
+    one that is slow or dead.
+    """
+    fresh = (max_lag + version + 1) * groups_per_step - accepted_groups
+    return max(0, compute_share(max(0, fresh), worker) - running_groups)
+
+
+def count_groups_with_room(
+    worker: EnvWorkerId, *, max_running: int, episodes_per_group: int, running_episodes: int
+) -> int:
+    """Return how many whole groups an env worker has room for beside its running episodes.
+
+    A `max_running` below `episodes_per_group` leaves room for none, on any worker.
     """
     max_episodes = compute_share(max_running // episodes_per_group, worker) * episodes_per_group
-    fresh = (max_lag + version + 1) * groups_per_step - accepted_groups
-    own_groups = compute_share(max(0, fresh), worker)
-    return max(0, min((max_episodes - running_episodes) // episodes_per_group, own_groups - running_groups))
+    return max(0, (max_episodes - running_episodes) // episodes_per_group)
 
 
 def get_mode_lag(mode: RolloutMode, *, max_lag: int) -> int:
@@ -78,7 +83,10 @@ class AdmissionControl:
         self._rollout = rollout
         self._groups_per_step = recipe.train.groups_per_step
         self._worker = worker
+        self._num_needed = 0
+        """Groups that training needs from this worker besides those in flight, however many may run at once."""
         self._num_pending = 0
+        """Groups of the batch that are not released."""
 
     def num_admitted(self, groups: EpisodeGroups, *, num_unsealed: int, num_waiting: int) -> int:
         """Return how many groups may start now.
@@ -88,20 +96,18 @@ class AdmissionControl:
         """
         rollout = self._rollout
         num_in_flight = groups.num_open + num_unsealed // rollout.group_size
-        num_groups = count_admitted_groups(
+        self._num_needed = count_needed_groups(
             self._worker,
-            max_running=rollout.max_running,
-            episodes_per_group=rollout.episodes_per_group,
-            running_episodes=groups.num_running,
             running_groups=num_in_flight,
             max_lag=get_mode_lag(rollout.mode, max_lag=rollout.max_lag),
             version=0,  # neither count includes what the trainer consumed, so both restart from zero at every step
             groups_per_step=self._groups_per_step,
             accepted_groups=max(num_waiting, 0) // rollout.group_size,
         )
-        if rollout.mode != "one-step-off":
-            return num_groups
-        return limit_to_batch(num_groups, num_in_flight=num_in_flight, batch=self._own_share(self._groups_per_step))
+        if rollout.mode == "one-step-off":
+            batch = self._own_share(self._groups_per_step)
+            self._num_needed = limit_to_batch(self._num_needed, num_in_flight=num_in_flight, batch=batch)
+        return min(self._num_needed, self._count_room(groups))
 
     def has_fresh_weights(self, versions: Sequence[int], *, newest: int) -> bool:
         """Return whether the engines, which have these `versions`, have weights that a group may start with.
@@ -114,20 +120,28 @@ class AdmissionControl:
         return max(versions, default=-1) >= newest - self._rollout.max_lag
 
     def num_to_start(self, num_groups: int, groups: EpisodeGroups) -> int:
-        """Return how many groups to start, spare ones included; `record_release` reports when a batch is complete."""
+        """Return how many groups to start, spare ones included; `record_release` reports when a batch is complete.
+
+        A batch that is larger than `max_running` allows at once starts in parts, and is complete with the last.
+        """
         if not self.is_batched or not num_groups:
             return num_groups
         if not groups.num_open:
-            self._num_pending = num_groups
-        each = self._rollout.episodes_per_group
-        room = self._own_share(self._rollout.max_running // each) - groups.num_running // each
+            self._num_pending = max(num_groups, self._num_needed)
         spare = self._own_share(self._rollout.spare_groups)
-        return add_spare_groups(num_groups, num_in_flight=groups.num_open, spare=spare, room=room)
+        return add_spare_groups(num_groups, num_in_flight=groups.num_open, spare=spare, room=self._count_room(groups))
 
     def record_release(self) -> bool:
         """Record that a group was released; return True if its batch needs no other."""
         self._num_pending -= 1
         return self.is_batched and self._num_pending <= 0
+
+    def _count_room(self, groups: EpisodeGroups) -> int:
+        rollout = self._rollout
+        each, num_running = rollout.episodes_per_group, groups.num_running
+        return count_groups_with_room(
+            self._worker, max_running=rollout.max_running, episodes_per_group=each, running_episodes=num_running
+        )
 
     def _own_share(self, total: int) -> int:
         return compute_share(total, self._worker)

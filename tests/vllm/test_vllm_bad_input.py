@@ -47,7 +47,7 @@ async def program(
     for endpoint in endpoints:
         announce_endpoint(directory, endpoint)
     patience = RouterTimeouts(
-        refresh_interval_s=0.1, generate_timeout_s=5.0, first_pause_s=0.1, max_pause_s=1.0, max_attempts=8
+        refresh_interval_s=0.1, stall_timeout_s=5.0, first_pause_s=0.1, max_pause_s=1.0, max_attempts=8
     )
     template = load_chat_template(model)
     if not ends:

@@ -22,6 +22,8 @@ MAX_KV_SHARE = 0.9
 """The share of an engine's KV that trajectories should hold; the rest is for replies, and for KV no longer needed."""
 RECENT_WEIGHT = 0.1
 """The weight of the newest refresh in running means."""
+MAX_PACE_RATIO = 4.0
+"""How much longer than the mean pace of a worker allows a turn may take there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,10 @@ class RouterTimeouts:
     """The time that a worker may take to report its load."""
     prefill_timeout_s: float = 20.0
     """The time after which a turn continues without remote prefill."""
-    generate_timeout_s: float = 600.0
-    """The time that one attempt to generate may take."""
+    stall_timeout_s: float = 600.0
+    """The time in which a worker that has a turn must generate a token, of any turn."""
+    min_tokens_per_s: float = 1.0
+    """The pace at which a turn is generated at least, unless all turns of the worker are slower."""
     no_decode_timeout_s: float = 300.0
     """The time that a turn waits for a decode worker to appear, or to have room."""
     max_attempts: int = 4
@@ -80,6 +84,13 @@ class EngineState:
     """The number of these trajectories."""
     is_available: bool = False
     """True if it may be chosen: it has reported its load, and has not failed since."""
+    num_generated: int = -1
+    """The tokens that it had generated at the last refresh."""
+    progressed_at: float = float("-inf")
+    """The time of the last refresh at which it had generated more."""
+    refreshed_at: float = float("-inf")
+    token_s: float = 0.0
+    """The mean time between two tokens of a turn that it generates; 0: not known."""
     failures: int = 0
     """Failures in a row."""
     paused_until: float = 0.0
@@ -108,7 +119,17 @@ class EngineState:
     def kv_fullness(self, *, num_held: float) -> float:
         return num_held / (MAX_KV_SHARE * self.speed.kv_tokens) if self.speed and self.speed.kv_tokens else 0.0
 
-    def update_load(self, figures: LoadFigures) -> None:
+    def find_deadline(self, started_at: float, *, num_new: int, timeouts: RouterTimeouts) -> float:
+        """Return the time at which a turn of up to `num_new` tokens that started there at `started_at` has failed.
+
+        It fails when the worker no longer generates, or has forgotten the turn; a long answer does not.
+        """
+        token_s = max(1 / timeouts.min_tokens_per_s, MAX_PACE_RATIO * self.token_s)
+        latest = started_at + timeouts.stall_timeout_s + num_new * token_s
+        return min(latest, max(started_at, self.progressed_at) + timeouts.stall_timeout_s)
+
+    def update_load(self, figures: LoadFigures, *, now: float) -> None:
+        self._update_pace(figures, now=now)
         self.reported_requests = figures.num_running + figures.num_waiting
         self.version = figures.version
         self.places = figures.num_places or DEFAULT_PLACES
@@ -118,6 +139,15 @@ class EngineState:
         self.mean_running += RECENT_WEIGHT * (figures.num_running - self.mean_running)
         self.mean_tokens += RECENT_WEIGHT * (figures.running_tokens - self.mean_tokens)
         self.is_available = True
+
+    def _update_pace(self, figures: LoadFigures, *, now: float) -> None:
+        num_more, elapsed_s = figures.num_generated_tokens - self.num_generated, now - self.refreshed_at
+        if num_more:  # fewer than before: its server has restarted
+            self.progressed_at = now
+        if num_more > 0 and self.num_generated >= 0 and figures.num_running:
+            token_s = elapsed_s * figures.num_running / num_more
+            self.token_s += (RECENT_WEIGHT if self.token_s else 1.0) * (token_s - self.token_s)
+        self.num_generated, self.refreshed_at = figures.num_generated_tokens, now
 
     def record_failure(self, *, now: float, timeouts: RouterTimeouts) -> None:
         self.is_available = False

@@ -177,7 +177,7 @@ class Router:
     async def _read_load(self, worker: EngineState) -> None:
         try:
             async with asyncio.timeout(self._timeouts.load_timeout_s):
-                worker.update_load(await worker.engine.load_figures())
+                worker.update_load(await worker.engine.load_figures(), now=_loop_time())
         except (EngineError, TimeoutError):
             self._record_failure(worker)
 
@@ -303,8 +303,9 @@ class Router:
     async def _decode(
         self, worker: EngineState, request: GenerateRequest, decision: RoutingDecision, *, on_chunk: OnChunk | None
     ) -> Completion:
+        started_at = _loop_time()
         try:
-            async with asyncio.timeout(self._timeouts.generate_timeout_s):
+            async with self._limit_turn(worker, request):
                 with self._track_request(worker, seconds=decision.serve_s):
                     if on_chunk is None:
                         completion = await worker.engine.generate(request)
@@ -313,7 +314,9 @@ class Router:
         except TimeoutError:
             self._record_failure(worker)
             raise EngineError(
-                f"worker {worker.name} did not finish in {self._timeouts.generate_timeout_s:g} s"
+                f"worker {worker.name} did not finish {request.max_new_tokens} tokens in "
+                f"{_loop_time() - started_at:.0f} s, and generated its last token of any turn "
+                f"{_loop_time() - max(started_at, worker.progressed_at):.0f} s ago"
             ) from None
         except EngineRefusedError:
             raise
@@ -322,6 +325,29 @@ class Router:
             raise
         worker.version = max([worker.version, *completion.versions[-1:]])
         return completion
+
+    @contextlib.asynccontextmanager
+    async def _limit_turn(self, worker: EngineState, request: GenerateRequest) -> AsyncGenerator[None]:
+        """Raise TimeoutError in the body at its deadline, which moves as long as the worker generates."""
+        loop, started_at = asyncio.get_running_loop(), _loop_time()
+
+        def find_deadline() -> float:
+            return worker.find_deadline(started_at, num_new=request.max_new_tokens, timeouts=self._timeouts)
+
+        timer = loop.call_at(find_deadline(), lambda: check_deadline())
+
+        def check_deadline() -> None:
+            nonlocal timer
+            if (deadline := find_deadline()) > loop.time():
+                timer = loop.call_at(deadline, check_deadline)
+            else:
+                limit.reschedule(deadline)
+
+        try:
+            async with asyncio.timeout(None) as limit:
+                yield
+        finally:
+            timer.cancel()
 
     async def _stream_chunks(self, worker: EngineState, request: GenerateRequest, on_chunk: OnChunk) -> Completion:
         """Stream a turn; if the engine fails after a chunk was sent, which cannot be withdrawn, the turn ends there."""

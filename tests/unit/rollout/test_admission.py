@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.rollout.admission import add_spare_groups, compute_share, count_admitted_groups
+from hpcrl.rollout.admission import add_spare_groups, compute_share, count_groups_with_room, count_needed_groups
 
 counts = st.integers(0, 10_000)
 
@@ -22,7 +22,9 @@ def groups(**changed):
         "groups_per_step": 8,
         "accepted_groups": 0,
     }
-    return count_admitted_groups(**(asked | changed))
+    asked |= changed
+    room = {name: asked.pop(name) for name in ("max_running", "episodes_per_group", "running_episodes")}
+    return min(count_needed_groups(**asked), count_groups_with_room(asked["worker"], **room))
 
 
 @given(counts, st.integers(1, 64))

@@ -6,6 +6,7 @@ from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import load_recipe
 from hpcrl.rollout.admission import AdmissionControl
 from hpcrl.rollout.groups import EpisodeGroups
+from tests.support.trajectories import make_trajectory
 
 
 def gate_of(mode, *, spare=0, max_running=100, host=0, num_hosts=1):
@@ -51,6 +52,36 @@ def test_a_batch_is_complete_without_its_spare_groups():
     gate = gate_of("sync", spare=2)
     assert gate.num_to_start(4, groups_of(0)) == 6
     assert [gate.record_release() for _ in range(4)] == [False, False, False, True]
+
+
+def play_batches(gate, *, num_batches, slow):
+    """Play batches group by group, the groups of `slow` numbers last; return those released and those aborted."""
+    groups, next_number, released, aborted = EpisodeGroups(group_size=2, episodes_per_group=2), 0, [], []
+    while len(released) < num_batches * 4:
+        num_waiting = 2 * (len(released) % 4)  # the trainer consumes whole batches
+        for _ in range(gate.num_to_start(gate.num_admitted(groups, num_unsealed=0, num_waiting=num_waiting), groups)):
+            groups.start(f"lake/{next_number}")
+            next_number += 1
+        running = sorted({name.rpartition("/")[0] for name in groups.ledger.running}, key=lambda name: int(name[5:]))
+        assert running, "nothing runs and nothing may start"
+        ended = next((name for name in running if int(name[5:]) % 4 not in slow), running[0])
+        for index in range(2):
+            groups.end(make_trajectory(f"{ended}/{index}", 0, turns=[]))
+        released.append(ended)
+        if gate.record_release():
+            episodes, _ = groups.close_all()
+            aborted += episodes
+            for episode in episodes:
+                groups.record_abort(episode.rpartition("/")[0], episode)
+    return released, aborted
+
+
+@pytest.mark.parametrize("mode", ["sync", "one-step-off"])
+@pytest.mark.parametrize("max_running", [2, 4, 6, 8])
+def test_a_batch_that_cannot_run_at_once_is_trained_without_aborting_its_slowest_groups(mode, max_running):
+    released, aborted = play_batches(gate_of(mode, max_running=max_running), num_batches=5, slow={0, 2})
+    assert aborted == []
+    assert sorted(int(name[5:]) for name in released) == list(range(20))
 
 
 def test_spare_groups_take_only_the_room_that_there_is():

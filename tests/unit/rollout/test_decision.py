@@ -23,7 +23,8 @@ def worker(gpu, *, role="decode", num_running=0, held=0, holding=0):
     endpoint = EngineEndpoint(role=role, worker=f"000-{role}-{gpu}", node="n", url="u", token="t", gpu=gpu)
     made = EngineState(endpoint, engine=None, speed=estimate_speed(GPU_CATALOGUE[gpu], shape=SHAPE), role=role)
     made.update_load(
-        LoadFigures(version=0, num_running=num_running, num_waiting=0, num_generated_tokens=0, num_places=PLACES)
+        LoadFigures(version=0, num_running=num_running, num_waiting=0, num_generated_tokens=0, num_places=PLACES),
+        now=0.0,
     )
     made.mean_reported = 0.0
     made.own_kv_tokens, made.num_own_trajectories = held, holding

@@ -22,7 +22,7 @@ FAST = RouterTimeouts(
     first_pause_s=0.05,
     load_timeout_s=0.2,
     prefill_timeout_s=0.2,
-    generate_timeout_s=0.5,
+    stall_timeout_s=0.5,
     no_decode_timeout_s=0.5,
     max_attempts=3,
 )
@@ -154,6 +154,49 @@ def test_a_turn_that_fails_is_served_elsewhere(pool, mood):
     first = asyncio.run(run())
     assert first.generated
     assert len(pool.engines["000-decode-1"].generated) == 8
+
+
+class Slow(Fake):
+    """An engine that generates `pace` tokens a second in all, and answers after `answer_s`."""
+
+    answer_s, pace = 0.0, 0.0
+
+    async def generate(self, request):
+        self.generated.append(request)
+        await asyncio.sleep(self.answer_s)
+        return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason="length")
+
+    async def load_figures(self):
+        generated = int(self.pace * asyncio.get_running_loop().time())
+        return LoadFigures(version=0, num_running=1, num_waiting=0, num_generated_tokens=generated)
+
+
+def answer_slowly(pool, *, answer_s, pace, max_new_tokens):
+    worker = pool.add("decode")
+    engine = pool.engines[worker] = Slow(worker)
+    engine.answer_s, engine.pace = answer_s, pace
+
+    async def run():
+        timeouts = RouterTimeouts(max_attempts=1, refresh_interval_s=5.0)
+        async with pool.router(patience=timeouts) as router:
+            return await router.generate(msgspec.structs.replace(REQUEST, max_new_tokens=max_new_tokens))
+
+    return run_virtual(run())
+
+
+@pytest.mark.parametrize(("pace", "max_new_tokens"), [(40.0, 32_000), (0.3, 2_000)])
+def test_a_long_answer_is_awaited_as_long_as_its_worker_generates(pool, pace, max_new_tokens):
+    assert answer_slowly(pool, answer_s=max_new_tokens / pace, pace=pace, max_new_tokens=max_new_tokens).token_ids
+
+
+def test_a_worker_that_generates_nothing_fails_its_turn(pool):
+    with pytest.raises(EngineError, match="generated its last token of any turn 600 s ago"):
+        answer_slowly(pool, answer_s=700.0, pace=0.0, max_new_tokens=32_000)
+
+
+def test_a_worker_that_forgot_a_turn_fails_it_although_it_generates(pool):
+    with pytest.raises(EngineError, match="did not finish 1000 tokens in 1600 s"):
+        answer_slowly(pool, answer_s=1e6, pace=100.0, max_new_tokens=1000)
 
 
 def test_a_worker_that_failed_rests_and_comes_back(pool):
