@@ -22,7 +22,7 @@ from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.site import Site
 from hpcrl.errors import CampaignError, HpcrlError, SlurmError
 from hpcrl.slurm.submit import expand_path
-from hpcrl.system.files import make_private_dir, read_json, remove_path, sync_directory
+from hpcrl.system.files import is_file, make_private_dir, read_json, remove_path, sync_directory
 
 FORBIDDEN_IN_PATHS = "\n\r"
 
@@ -31,7 +31,7 @@ def find_campaign(name: str) -> CampaignDir:
     """Find a campaign by name or path."""
     candidates = [_find_campaigns_home() / name, Path(name)] if "/" not in name else [Path(name)]
     for path in candidates:
-        if (path / "campaign.json").is_file():
+        if is_file(path / "campaign.json"):
             return CampaignDir(path.resolve())
     known = ", ".join(campaign.name for campaign in list_campaigns()[:8])
     raise CampaignError(f"no campaign {name!r}: {'there are ' + known if known else 'there are none yet'} (`hpcrl ls`)")

@@ -26,7 +26,7 @@ from hpcrl.campaign.model_check import MISSING_PACKAGE
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
 from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.site import Site, load_site
-from hpcrl.config.toml import find_toml, to_struct
+from hpcrl.config.toml import LayeredTable, find_toml, to_struct
 from hpcrl.envs.task_set import import_task_set
 from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.monitor.job_state import FINAL_JOB_STATES, judge_jobs, read_heartbeats, read_jobs, select_slurm_ids
@@ -34,7 +34,16 @@ from hpcrl.plan.plan import Plan, make_plan
 from hpcrl.slurm import submit as slurm
 from hpcrl.slurm.script import choose_python, make_batch_script, make_job_script
 from hpcrl.slurm.status import ACTIVE, UNKNOWN, WAITING, JobStatus, query_job_states
-from hpcrl.system.files import make_private_dir, publish_file, publish_json, read_json, remove_path
+from hpcrl.system.files import (
+    expand_user,
+    is_directory,
+    is_file,
+    make_private_dir,
+    publish_file,
+    publish_json,
+    read_json,
+    remove_path,
+)
 from hpcrl.system.processes import is_alive
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -70,8 +79,8 @@ def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
     """
 
     def resolve(path: str) -> str:
-        near = beside / Path(path).expanduser()
-        return str((near if near.is_file() else Path(path).expanduser()).absolute())
+        near = beside / expand_user(path)
+        return str((near if is_file(near) else expand_user(path)).absolute())
 
     def resolve_all(paths: str | list[str] | None) -> str | list[str] | None:
         return [resolve(path) for path in paths] if isinstance(paths, list) else paths and resolve(paths)
@@ -83,7 +92,7 @@ def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
             domains[name] = msgspec.structs.replace(domain, tasks=msgspec.structs.replace(tasks, **found))
     model = msgspec.structs.replace(
         recipe.model,
-        path=recipe.model.path and str(Path(recipe.model.path).expanduser().absolute()),
+        path=recipe.model.path and str(expand_user(recipe.model.path).absolute()),
         chat_template=recipe.model.chat_template and resolve(recipe.model.chat_template),
     )
     return msgspec.structs.replace(recipe, model=model, domains=domains)
@@ -128,7 +137,7 @@ def dry_run(request: CampaignRequest) -> str:
 def check_request(request: CampaignRequest) -> None:
     """Check everything that would otherwise fail only in the queue or in the job."""
     model = request.recipe.model.path
-    if model is not None and not (Path(model) / "config.json").is_file():
+    if model is not None and not is_file(Path(model) / "config.json"):
         raise ConfigError(f"model.path = {model!r} is not a model directory: it has no config.json")
     if request.site.scheduler == "slurm":
         slurm.require_slurm(request.site)
@@ -141,7 +150,7 @@ def check_request(request: CampaignRequest) -> None:
 def check_model(request: CampaignRequest) -> str:
     """Check the model with the interpreter of the jobs; raise ConfigError, or return a note on what was not checked."""
     path = request.recipe.model.path
-    if path is not None and not Path(path).is_dir():
+    if path is not None and not is_directory(Path(path)):
         return f"model.path = {path!r} is not on this machine, so the model is not checked"
     if path is None and request.recipe.model.chat_template is None:
         return ""
@@ -348,7 +357,8 @@ def _read_struct(path: Path, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError:  # a key that was renamed since gets its new name in the message
-            return to_struct(msgspec.json.decode(data), kind, source=path.name)
+            table = msgspec.json.decode(data)
+            return to_struct(LayeredTable(table=table, layers=((path.name, table),)), kind)
     except (OSError, msgspec.DecodeError, ConfigError) as error:
         raise CampaignError(
             f"{path} cannot be read ({error}): the campaign is damaged or was made by another version of hpcrl"

@@ -518,10 +518,12 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
 
 def load_recipe(name: str, *, settings: tuple[str, ...] = ()) -> Recipe:
     """Load the recipe with this name or path, with `-s key=value` settings applied."""
-    table, source = load_table("recipes", name, settings=settings)
-    recipe = to_struct(table, Recipe, source=source)
+    layered = load_table("recipes", name, settings=settings)
+    recipe = to_struct(layered, Recipe)
     if (recipe.model.path is None) == (recipe.model.tiny is None):
-        raise ConfigError(f"{source}: [model] needs either `path` (a model directory) or [model.tiny], and not both")
+        raise ConfigError(
+            f"{layered.file}: [model] needs either `path` (a model directory) or [model.tiny], and not both"
+        )
     return _fill_response_budgets(recipe)
 
 

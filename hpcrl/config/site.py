@@ -118,15 +118,16 @@ class Site(ConfigTable, frozen=True, kw_only=True):
 
 def load_site(name: str, *, settings: tuple[str, ...] = ()) -> Site:
     """Load the site with this name or path, with settings applied."""
-    table, source = load_table("sites", name, settings=settings)
-    site = to_struct(table, Site, source=source)
+    layered = load_table("sites", name, settings=settings)
+    site = to_struct(layered, Site)
     for label, partition in site.partitions.items():
         if partition.gpu is not None and partition.gpu not in GPU_CATALOGUE:
             known = ", ".join(GPU_CATALOGUE)
+            source = layered.find_source(("partitions", label, "gpu"))
             raise ConfigError(f"{source}: partitions.{label}.gpu = {partition.gpu!r} is not in the catalogue: {known}")
         if (partition.gpu is None) != (partition.gpus_per_node == 0):
             raise ConfigError(
-                f"{source}: partitions.{label} has gpu = {partition.gpu!r} but gpus_per_node = "
+                f"{layered.file}: partitions.{label} has gpu = {partition.gpu!r} but gpus_per_node = "
                 f"{partition.gpus_per_node}: give both, or neither"
             )
     return site

@@ -3,23 +3,28 @@
 find_toml         the file meant by `quickstart` or `my/recipe.toml`
 load_table        its table, with `extends` resolved and `-s key=value` applied
 to_struct         the struct, or a ConfigError that names the key, the value and the nearest known name
+LayeredTable      a table and the files and settings that it was made of
 suggest_name      "did you mean ...? "
 shipped_folder, user_folder, list_known_names    the places and names of recipes and sites
 ConfigKind, TomlTable                            types
-USER_CODE_PATTERN, NAME_PATTERN, PATTERN_MEANINGS, MAX_DEPTH, RENAMED_KEYS    what is accepted
+USER_CODE_PATTERN, NAME_PATTERN, PATTERN_MEANINGS, RENAMED_KEYS    what is accepted
+MAX_DEPTH, MAX_BYTES, MAX_EXTENDS, MIN_INTEGER, MAX_INTEGER        limits
 """
 
 import difflib
+import math
 import os
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from hpcrl.errors import ConfigError
+from hpcrl.system.files import expand_user, is_file
 
 ConfigKind = Literal["recipes", "sites"]
 TomlTable = dict[str, Any]
@@ -34,6 +39,14 @@ PATTERN_MEANINGS = {
 """The meaning of each pattern, for error messages."""
 MAX_DEPTH = 64
 """Limit of nested tables and lists; no recipe or site needs a tenth of that."""
+MAX_BYTES = 1 << 18
+"""Limit of a file or setting; the largest recipe that ships has a hundredth of that."""
+MAX_EXTENDS = 16
+"""Limit of files that extend each other."""
+MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 63) - 1
+"""The integers of TOML."""
+_DEEP_KEY = re.compile(rf"(?<![\w.-])(?:[\"']?[\w-]+[\"']?[ \t]*\.[ \t]*){{{MAX_DEPTH},}}")
+"""A dotted key that is nested too deep: tomllib takes minutes for thousands of parts."""
 RENAMED_KEYS = {
     "router.reluctance": "router.mismatch_penalty",
     "router.home": "router.prefix_affinity",
@@ -68,12 +81,12 @@ def list_known_names(kind: ConfigKind) -> list[str]:
 def find_toml(kind: ConfigKind, name: str, *, beside: Path | None = None) -> Path:
     """Find the TOML file with this path or name."""
     if name.endswith(".toml") or "/" in name:
-        path = Path(name).expanduser()
+        path = expand_user(name)
         candidates = [beside / path, path] if beside else [path]
     else:
         candidates = [folder / f"{name}.toml" for folder in (beside, user_folder(kind), shipped_folder(kind)) if folder]
     for candidate in candidates:
-        if candidate.is_file():
+        if is_file(candidate):
             return candidate
     names = list_known_names(kind)
     raise ConfigError(
@@ -82,58 +95,144 @@ def find_toml(kind: ConfigKind, name: str, *, beside: Path | None = None) -> Pat
     )
 
 
-def load_table(kind: ConfigKind, name: str, *, settings: Sequence[str] = ()) -> tuple[TomlTable, str]:
-    """Return the table of a recipe or site with `extends` and settings applied, and its path for messages."""
-    path = find_toml(kind, name)
-    table = _load_extended(kind, path, seen=())
-    parsed = [_parse_setting(setting) for setting in settings]
+@dataclass(frozen=True, kw_only=True)
+class LayeredTable:
+    """The table of a recipe or site, and what it was made of: each file and setting with its own table."""
+
+    table: TomlTable
+    layers: tuple[tuple[str, TomlTable], ...]
+    """The file first, then its parents, then the settings."""
+
+    @property
+    def file(self) -> str:
+        return self.layers[0][0]
+
+    def find_source(self, trail: Sequence[str]) -> str:
+        """Return the file or setting that this key comes from; the file itself if it is in none."""
+        num_files = sum(not name.startswith("-s ") for name, _ in self.layers)
+        by_precedence = (*reversed(self.layers[num_files:]), *self.layers[:num_files])
+        return next((name for name, table in by_precedence if _has_key(table, trail)), self.file)
+
+
+def _has_key(table: Any, trail: Sequence[str]) -> bool:
+    for part in trail:
+        if isinstance(table, list) and part.isdigit():
+            return True
+        if not isinstance(table, dict) or part not in table:
+            return False
+        table = table[part]
+    return True
+
+
+def load_table(kind: ConfigKind, name: str, *, settings: Sequence[str] = ()) -> LayeredTable:
+    """Return the table of a recipe or site with `extends` and settings applied."""
+    files = _load_files(kind, find_toml(kind, name))
+    table: TomlTable = {}
+    for _, layer in reversed(files):
+        table = _merge_tables(table, layer)
+    prefix = "site." if kind == "sites" else ""
+    labels = [f"-s {prefix}{_shorten(setting)}" for setting in settings]
+    parsed = [_parse_setting(setting, label=label) for setting, label in zip(settings, labels, strict=True)]
     for key, _ in parsed:
         _drop_replaced(table, key)
-    for key, value in parsed:
-        _apply_setting(table, key, value)
-    _refuse_deep(table, source=str(path))
-    return table, str(path)
+    applied = [
+        (label, _apply_setting(table, key, value, label=label))
+        for label, (key, value) in zip(labels, parsed, strict=True)
+    ]
+    return LayeredTable(table=table, layers=(*files, *applied))
 
 
-def to_struct(table: TomlTable, kind: type[T], *, source: str) -> T:
-    """Convert `table`, or raise a ConfigError that names the wrong key, the value seen and what is expected."""
-    _refuse_unknown(table, kind, source=source, trail=())
+def to_struct(layered: LayeredTable, kind: type[T]) -> T:
+    """Convert the table, or raise a ConfigError that names the wrong key, the value seen and what is expected."""
+    _refuse_unknown(layered.table, kind, layered=layered, trail=())
     try:
-        return msgspec.convert(table, kind)
+        return msgspec.convert(layered.table, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {_explain_error(str(error), table, kind)}") from error
+        raise ConfigError(_explain_error(str(error), layered, kind)) from error
 
 
-def _load_extended(kind: ConfigKind, path: Path, *, seen: tuple[Path, ...]) -> TomlTable:
-    resolved = path.resolve()
-    if resolved in seen:
-        chain = " -> ".join(p.name for p in (*seen, resolved))
-        raise ConfigError(f"{path}: `extends` forms a cycle ({chain}): remove one of them")
-    table = _parse_toml(path)
-    base = table.pop("extends", None)
-    if base is None:
-        return table
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: extends: expected a name or a path, got {base!r}")
-    beside = path.parent if base.endswith(".toml") or "/" in base else None
-    own_name = beside is None and path.stem == base  # a user's own `lab.toml` that extends the shipped `lab`
-    parent = shipped_folder(kind) / f"{base}.toml" if own_name else find_toml(kind, base, beside=beside)
-    return _merge_tables(_load_extended(kind, parent, seen=(*seen, resolved)), table)
+def _load_files(kind: ConfigKind, path: Path) -> list[tuple[str, TomlTable]]:
+    """Return the tables of a file and of those that it extends, parents last."""
+    files: list[tuple[str, TomlTable]] = []
+    seen: list[Path] = []
+    while True:
+        if path.resolve() in seen:
+            chain = " -> ".join(p.name for p in (*seen, path.resolve()))
+            raise ConfigError(f"{path}: `extends` forms a cycle ({chain}): remove one of them")
+        if len(seen) > MAX_EXTENDS:
+            raise ConfigError(f"{files[0][0]}: more than {MAX_EXTENDS} files extend each other: merge some of them")
+        seen.append(path.resolve())
+        table = _parse_toml(path)
+        parent = table.pop("extends", None)
+        files.append((str(path), table))
+        if parent is None:
+            return files
+        path = _find_parent(kind, parent, path)
+
+
+def _find_parent(kind: ConfigKind, name: Any, path: Path) -> Path:
+    """Return the file that the file at `path` extends."""
+    if not isinstance(name, str):
+        raise ConfigError(f"{path}: extends: expected a name or a path, got {_show_value(name)}")
+    if name.endswith(".toml") or "/" in name:
+        return find_toml(kind, name, beside=path.parent)
+    if path.stem != name:
+        return find_toml(kind, name)
+    shipped = shipped_folder(kind) / f"{name}.toml"  # a user's own `lab.toml` extends the shipped `lab`
+    if not is_file(shipped):
+        raise ConfigError(
+            f"{path}: extends = {name!r} names this file itself, as no {kind[:-1]} of that name ships with hpcrl: "
+            "name another one, or leave `extends` out"
+        )
+    return shipped
 
 
 def _parse_toml(path: Path) -> TomlTable:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ConfigError(_too_deep(path)) from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}): save it as UTF-8") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    _refuse_deep(table, source=path)
+    try:
+        return _parse_text(text, source=str(path))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+
+
+def _parse_text(text: str, *, source: str) -> TomlTable:
+    """Parse TOML within the limits on depth, size and numbers."""
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{source}: larger than {MAX_BYTES >> 10} KiB: store long texts and data in other files")
+    if _DEEP_KEY.search(text):
+        raise ConfigError(_too_deep(source))
+    try:
+        table = tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError(_too_deep(source)) from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError as error:  # Python's own limit on digits
+        raise ConfigError(f"{source}: a number is too long: integers end at {MAX_INTEGER}") from error
+    _refuse_deep(table, source=source)
+    _refuse_odd_numbers(table, source=source, trail=())
     return table
+
+
+def _refuse_odd_numbers(value: Any, *, source: str, trail: tuple[str, ...]) -> None:
+    """Refuse numbers that JSON cannot hold: jobs read the recipe as JSON."""
+    match value:
+        case dict():
+            for key, inner in value.items():
+                _refuse_odd_numbers(inner, source=source, trail=(*trail, key))
+        case list():
+            for index, inner in enumerate(value):
+                _refuse_odd_numbers(inner, source=source, trail=(*trail, str(index)))
+        case float() if not math.isfinite(value):
+            raise ConfigError(f"{source}: {'.'.join(trail)} = {value}: give a finite number")
+        case int() if not MIN_INTEGER <= value <= MAX_INTEGER:
+            raise ConfigError(f"{source}: {'.'.join(trail)}: the integer is too large: integers end at {MAX_INTEGER}")
 
 
 def _refuse_deep(table: TomlTable, *, source: object) -> None:
@@ -184,16 +283,16 @@ def _merge_tables(base: TomlTable, over: TomlTable, *, trail: tuple[str, ...] = 
     return merged
 
 
-def _parse_setting(setting: str) -> tuple[tuple[str, ...], Any]:
+def _parse_setting(setting: str, *, label: str) -> tuple[tuple[str, ...], Any]:
     """Return the key and the value of one `dotted.key=value`; a value that is not TOML is plain text."""
     key, equals, text = setting.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     if not equals or not all(parts):
-        raise ConfigError(f"-s {setting}: expected key=value, such as -s rollout.group_size=16")
+        raise ConfigError(f"{label}: expected key=value, such as -s rollout.group_size=16")
+    if len(parts) > MAX_DEPTH:
+        raise ConfigError(_too_deep(label))
     try:
-        return parts, tomllib.loads(f"value = {text}")["value"]
-    except RecursionError:
-        raise ConfigError(_too_deep(f"-s {key.strip()}")) from None
+        return parts, _parse_text(f"value = {text}", source=label)["value"]
     except tomllib.TOMLDecodeError:
         return parts, text
 
@@ -208,30 +307,43 @@ def _drop_replaced(table: TomlTable, key: tuple[str, ...]) -> None:
         table = inner
 
 
-def _apply_setting(table: TomlTable, key: tuple[str, ...], value: Any) -> None:
+def _apply_setting(table: TomlTable, key: tuple[str, ...], value: Any, *, label: str) -> TomlTable:
+    """Set one key; return the setting as a table of its own."""
     for part in key[:-1]:
         inner = table.setdefault(part, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"-s {'.'.join(key)}: {part!r} is {inner!r}, not a table: leave out what follows it")
+            raise ConfigError(f"{label}: {part!r} is {_show_value(inner)}, not a table: leave out what follows it")
         table = inner
     table[key[-1]] = value
+    layer = {key[-1]: value}
+    for part in reversed(key[:-1]):
+        layer = {part: layer}
+    return layer
 
 
-def _refuse_unknown(value: Any, kind: Any, *, source: str, trail: tuple[str, ...]) -> None:
+def _show_value(value: Any) -> str:
+    return _shorten(repr(value))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _refuse_unknown(value: Any, kind: Any, *, layered: LayeredTable, trail: tuple[str, ...]) -> None:
     info = kind if isinstance(kind, msgspec.inspect.Type) else msgspec.inspect.type_info(kind)
     match info:
         case msgspec.inspect.StructType(fields=fields) if isinstance(value, dict):
             known = {field.encode_name: field.type for field in fields}
             for key, inner in value.items():
                 if key not in known:
-                    raise ConfigError(_explain_unknown_key(source, trail, key, known))
-                _refuse_unknown(inner, known[key], source=source, trail=(*trail, key))
+                    raise ConfigError(_explain_unknown_key(layered.find_source((*trail, key)), trail, key, known))
+                _refuse_unknown(inner, known[key], layered=layered, trail=(*trail, key))
         case msgspec.inspect.DictType(value_type=value_type) if isinstance(value, dict):
             for key, inner in value.items():
-                _refuse_unknown(inner, value_type, source=source, trail=(*trail, key))
+                _refuse_unknown(inner, value_type, layered=layered, trail=(*trail, key))
         case msgspec.inspect.UnionType(types=types):
             for member in types:
-                _refuse_unknown(value, member, source=source, trail=trail)
+                _refuse_unknown(value, member, layered=layered, trail=trail)
         case _:
             pass
 
@@ -251,7 +363,7 @@ def suggest_name(name: str, names: Sequence[str]) -> str:
     return f"did you mean {close[0]!r}? " if close else ""
 
 
-def _explain_error(message: str, table: TomlTable, kind: type[msgspec.Struct]) -> str:
+def _explain_error(message: str, layered: LayeredTable, kind: type[msgspec.Struct]) -> str:
     """Rewrite msgspec's "Expected `int`, got `str` - at `$.a.b`" with the key first, and add the value seen."""
     found = re.fullmatch(r"(?P<what>.*?)(?: - at `\$\.?(?P<trail>.*)`)?", message, re.DOTALL)
     assert found is not None
@@ -259,19 +371,20 @@ def _explain_error(message: str, table: TomlTable, kind: type[msgspec.Struct]) -
     for pattern, meaning in PATTERN_MEANINGS.items():
         what = what.replace(f"str matching regex {pattern!r}", meaning)
     trail = [part for part in re.split(r"[.\[\]]", (found["trail"] or "").replace("[...]", ".*")) if part]
-    trail = _resolve_wildcard(trail, message, table, kind)
+    trail = _resolve_wildcard(trail, message, layered.table, kind)
+    source = layered.find_source(trail)
     missing = re.search(r"Object missing required field (\S+)", what)
     if missing:
-        return f"{'.'.join([*trail, missing[1]])}: missing; it has no default, so add it"
-    seen: Any = table
+        return f"{layered.file}: {'.'.join([*trail, missing[1]])}: missing; it has no default, so add it"
+    seen: Any = layered.table
     for part in trail:
         if isinstance(seen, dict) and part in seen:
             seen = seen[part]
         elif isinstance(seen, list) and part.isdigit() and int(part) < len(seen):
             seen = seen[int(part)]
         else:
-            return f"{'.'.join(trail)}: {what}"
-    return f"{'.'.join(trail)}: {what[:1].lower()}{what[1:]} (seen: {seen!r})"
+            return f"{source}: {'.'.join(trail)}: {what}"
+    return f"{source}: {'.'.join(trail)}: {what[:1].lower()}{what[1:]} (seen: {_show_value(seen)})"
 
 
 def _resolve_wildcard(trail: list[str], message: str, table: TomlTable, kind: type[msgspec.Struct]) -> list[str]:

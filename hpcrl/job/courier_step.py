@@ -58,7 +58,7 @@ TERM_GRACE_S = 2.0
 def list_transports(mpi: MpiConfig, *, layout: JobLayout) -> tuple[list[TransportName], str]:
     """Return the transports to try before files, best first, and why MPI, or all of them, cannot be tried."""
     if not mpi.couriers:
-        return [], "the site does not want couriers (site.mpi.couriers = false)"
+        return [], "the site disables couriers (site.mpi.couriers = false)"
     if (why := _explain_no_mpi(mpi, layout)) is not None:
         return ["tcp"], why
     return ["mpi", "tcp"], ""

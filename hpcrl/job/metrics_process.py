@@ -21,7 +21,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class MetricsProcess:
-    """The metrics process of one job; it does not run if the recipe wants metrics only in the events."""
+    """The metrics process of one job; it does not run if the recipe has metrics only in the events."""
 
     def __init__(self, place: WorkerPlace, *, metrics: MetricsConfig, emit: Callable[[CampaignEvent], None]) -> None:
         self._is_wanted = metrics.tensorboard or metrics.wandb != "off"

@@ -77,7 +77,7 @@ class LabStartup:
         self._publish(complete=True)
 
     def _start_munge(self) -> None:
-        """Start munged, with --force: it wants its socket to be accessible to other users, and this one is private."""
+        """Start munged, with --force: it requires that other users can reach its socket, and this one is private."""
         home = self.lab.root / "munge"
         options = {"key": self.lab.munge_key, "socket": self.lab.munge_socket, "pid": home / "pid"}
         options |= {"log": home / "log", "seed": home / "seed"}

@@ -1,4 +1,4 @@
-"""The form in which a chat template wants messages; found out by rendering, since templates do not declare it. Pure.
+"""The form in which a chat template reads messages; found out by rendering, since templates do not declare it. Pure.
 
 MessageForm            the form, and messages brought into it
 MessageForm.adapt      a client's conversation as the template accepts it

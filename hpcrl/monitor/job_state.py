@@ -204,7 +204,7 @@ def read_jobs(
 
 
 def select_slurm_ids(jobs: Iterable[JobRecord]) -> list[str]:
-    """Return the ids of the jobs whose state only Slurm knows."""
+    """Return the ids of the jobs whose state only Slurm can report."""
     return [job.submitted.id for job in jobs if job.outcome is None and job.submitted.scheduler == "slurm"]
 
 

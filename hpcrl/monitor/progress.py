@@ -107,7 +107,7 @@ class DomainProgress:
     total: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_REWARDS))
     token_fates: Counter[str] = field(default_factory=Counter)
-    """What became of the tokens of ended episodes, as far as the env workers know; some are dropped later."""
+    """What became of the tokens of ended episodes, as far as reported by env workers; some are dropped later."""
     stale_tokens: int = 0
     """Those that were dropped because they had become too old."""
 

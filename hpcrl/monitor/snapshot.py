@@ -269,7 +269,7 @@ def build_snapshot(inputs: SnapshotInputs) -> CampaignSnapshot:
 
 def _build_job_view(verdict: JobVerdict, inputs: SnapshotInputs) -> JobView:
     slurm = {component.index: component for component in verdict.slurm.components} if verdict.slurm else {}
-    is_shared = inputs.plan.layout == "hetstep"  # Slurm knows one component then, with all nodes
+    is_shared = inputs.plan.layout == "hetstep"  # Slurm lists one component then, with all nodes
     components = []
     for component in inputs.plan.components:
         status = slurm.get(0 if is_shared else component.index)

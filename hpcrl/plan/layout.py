@@ -4,7 +4,7 @@ place_roles   choose both for a recipe on a site
 JobPlacement  the result
 JobLayout     one of:
 
-hetjob        a heterogeneous job: a component for each role, on the kind of node that it wants; the first choice
+hetjob        a heterogeneous job: a component for each role, on the kind of node that fits it; the first choice
 hetstep       one allocation on one partition, its nodes split among the roles: for sites without heterogeneous
               jobs, and for an MPI that cannot span components
 local         one machine without a scheduler

@@ -48,7 +48,7 @@ def evaluate_partition(label: str, demand: RoleDemand, site: Site, *, taken: dic
     wanted, gpus, shortfall = _match_affinity(demand, site)
     ranked = _rank_partitions(site, wanted, gpus=gpus, taken={})
     if label not in ranked:
-        return f"{demand.role}: {label} has no GPUs, and one worker wants {gpus}"
+        return f"{demand.role}: {label} has no GPUs, and one worker needs {gpus}"
     fit = _fit_workers(demand, label, site.partitions[label], gpus=gpus, taken=taken)
     if isinstance(fit, str):
         return f"{demand.role}: {fit}"
@@ -124,13 +124,13 @@ def _explain_refusal(
     if nodes == 0:
         return (
             f"{label} has nodes of {partition.cores_per_node} cores, {partition.mem_gib_per_node:g} GiB and "
-            f"{partition.gpus_per_node} GPUs, and one worker wants {resources.cpus_per_worker} cores, "
+            f"{partition.gpus_per_node} GPUs, and one worker needs {resources.cpus_per_worker} cores, "
             f"{resources.mem_gib_per_worker:g} GiB and {gpus} GPUs"
             + (f" beside {demand.reserved_cpus} reserved cores" if demand.reserved_cpus else "")
         )
     if taken + nodes > partition.max_nodes:
         others = f" beside {taken} for other roles" if taken else ""
-        return f"{label} allows {partition.max_nodes} nodes, and {resources.num_workers} workers want {nodes}{others}"
+        return f"{label} allows {partition.max_nodes} nodes, and {resources.num_workers} workers need {nodes}{others}"
     return None
 
 

@@ -90,7 +90,7 @@ class EvaluationRunner:
         self._hooks = hooks
         self._domains = list_evaluated_domains(recipe)
         self._last_result: EvaluationResult | None = None
-        """The last concluded round, as worker 0 knows it."""
+        """The last concluded round, as worker 0 has received it."""
         self._progress: _RoundProgress | None = None
         self._playing: set[asyncio.Task[None]] = set()
         self._polled_at = self._paused_until = float("-inf")

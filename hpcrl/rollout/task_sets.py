@@ -44,7 +44,7 @@ class TaskSets:
         self._saved_at = float("-inf")
 
     def is_ended(self, domain: str) -> bool:
-        """Return whether this worker has used all its rows of a domain as often as the recipe wants."""
+        """Return whether this worker has used all its rows of a domain as often as the recipe asks for."""
         config = self._configs.get(domain)
         if config is None or not config.epochs:
             return False

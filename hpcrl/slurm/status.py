@@ -50,7 +50,7 @@ _LIMIT_REASONS = (
     # Slurm composes these names (QOSMaxJobsPerUserLimit, AssocGrpGRESMinutes, ...), so prefixes are compared.
     ("QOSMax", "you are at a limit of its QOS"),
     ("QOSGrp", "all users of its QOS together are at a limit"),
-    ("QOSMin", "it asks for less than its QOS wants"),
+    ("QOSMin", "it asks for less than its QOS requires"),
     ("QOS", "a limit of its QOS"),
     ("AssocGrp", "its account is at a limit"),
     ("AssocMax", "you are at a limit of its account"),
@@ -139,7 +139,7 @@ def query_job_states(ids: Sequence[str], *, env: Mapping[str, str], timeout_s: f
     if missing:
         ended = _ask_accounting(_make_ended_command(missing), env, timeout_s=timeout_s)
         found |= parse_ended(ended.text)
-        why = queue.problem or ended.problem or "neither squeue nor sacct knows it"
+        why = queue.problem or ended.problem or "neither squeue nor sacct lists it"
         found |= {job: JobStatus(id=job, state=UNKNOWN, reason=why) for job in missing if job not in found}
     return states | {job: found[job] for job in numbers}
 

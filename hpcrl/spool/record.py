@@ -16,7 +16,7 @@ length. `loss_mask` is True for tokens that the model generated and that are tra
 where the model generated nothing. An episode with several conversations has `rows`, whose tokens are stored one after
 another without what a row shares with an earlier one: `hpcrl.spool.rows` puts them together.
 
-Schema: a newer minor version may add facts (of the episode or of a turn); a reader that does not know them keeps
+Schema: a newer minor version may add facts (of the episode or of a turn); a reader without them keeps
 them in `extra` and writes them back. A new column or a new status needs a new major version.
 """
 
@@ -158,7 +158,7 @@ def pack_trajectory(trajectory: Trajectory) -> PackedTrajectory:
 
 
 def parse_facts(data: bytes) -> TrajectoryFacts:
-    """Return the facts in a JSON object; those that this version does not know go to `extra`."""
+    """Return the facts in a JSON object; those that this version does not have go to `extra`."""
     if b'"extra"' not in data:  # a fact of that name is unknown to this version
         try:
             return _FACTS_DECODER.decode(data)

@@ -92,6 +92,21 @@ def publish_json(path: Path, value: Any, *, mode: int = 0o600) -> None:
     publish_file(path, json.dumps(value, indent=2, sort_keys=True) + "\n", mode=mode)
 
 
+def expand_user(path: str) -> Path:
+    """Return the path with a leading `~` expanded; the `~` of an unknown user stays."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises for an unknown user
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a path names a file; a name that is too long for the file system does not."""
+    return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for a name that is too long
+
+
+def is_directory(path: Path) -> bool:
+    """Return whether a path names a directory; a name that is too long does not."""
+    return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for a name that is too long
+
+
 def read_json(path: Path) -> Any:
     """Return the JSON value in `path`; the caller knows its shape."""
     return json.loads(path.read_bytes())

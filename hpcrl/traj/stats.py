@@ -77,7 +77,7 @@ class DomainFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The rewards of the trajectories that have one."""
     tokens: ValueSpread | None
     turns: ValueSpread | None
-    by_lag: dict[int, int]
+    by_updates: dict[int, int]
     """The number of trajectories by the versions between the start and the end of the episode."""
     generate_s: float
     step_s: float
@@ -91,7 +91,7 @@ class DomainTally:
     """The running counts of a domain: eight bytes per trajectory and quantity with quantiles."""
 
     by_status: Counter[str] = field(default_factory=Counter)
-    by_lag: Counter[int] = field(default_factory=Counter)
+    by_updates: Counter[int] = field(default_factory=Counter)
     token_fates: Counter[str] = field(default_factory=Counter)
     num_conversations: int = 0
     rewards: "array[float]" = field(default_factory=lambda: array("d"))
@@ -102,7 +102,7 @@ class DomainTally:
 
     def add(self, trajectory: Trajectory) -> None:
         self.by_status[trajectory.status] += 1
-        self.by_lag[trajectory.end_version - trajectory.start_version] += 1
+        self.by_updates[trajectory.end_version - trajectory.start_version] += 1
         self.tokens.append(len(trajectory))
         self.turns.append(len(trajectory.turns))
         self.token_fates.update(count_fates(trajectory))
@@ -128,7 +128,7 @@ class DomainTally:
             reward=measure_spread(self.rewards),
             tokens=measure_spread(self.tokens),
             turns=measure_spread(self.turns),
-            by_lag=dict(sorted(self.by_lag.items())),
+            by_updates=dict(sorted(self.by_updates.items())),
             generate_s=self.seconds["generate"],
             step_s=self.seconds["step"],
             reset_s=self.seconds["reset"],
@@ -216,7 +216,7 @@ def _iter_stat_lines(figures: DomainFigures, *, ascii_only: bool) -> Iterator[tu
         yield "rows", Text(f"{figures.num_conversations:,} conversations, {mean:.1f} an episode")
     if figures.trained_share is not None:
         yield "trained", _format_trained(figures.trained_share, figures.token_fates)
-    yield "lag", _format_lags(figures)
+    yield "updates", _format_updates(figures)
     times = [("generate", figures.generate_s), ("step", figures.step_s), ("reset", figures.reset_s)]
     mean_episode_s = sum(seconds for _, seconds in times) / figures.num_trajectories
     yield (
@@ -245,11 +245,11 @@ def _format_statuses(figures: DomainFigures) -> Text:
     return line
 
 
-def _format_lags(figures: DomainFigures) -> Text:
+def _format_updates(figures: DomainFigures) -> Text:
     """Format the shares of episodes by the versions between their start and their end."""
     total = figures.num_trajectories
-    shares = [f"{lag}: {format_percent(num / total)}" for lag, num in list(figures.by_lag.items())[:6]]
-    return Text("   ".join(shares) + ("   ..." if len(figures.by_lag) > 6 else ""))
+    shares = [f"{updates}: {format_percent(num / total)}" for updates, num in list(figures.by_updates.items())[:6]]
+    return Text("   ".join(shares) + ("   ..." if len(figures.by_updates) > 6 else ""))
 
 
 def _build_spread_table(figures: DomainFigures) -> Table:

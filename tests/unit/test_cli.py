@@ -240,7 +240,11 @@ def test_a_plan_as_json_is_deterministic(home: Path) -> None:
 
 def test_a_plan_for_people_shows_roles_cost_and_script(home: Path) -> None:
     output = hpcrl("plan", "quickstart", "--site", "lab").stdout
-    for part in ("prefill", "decode", "node-hours", "#SBATCH hetjob", "hetjob: site lab"):
+    rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.strip()}
+    assert " ".join(rows["role"]) == "component partition nodes ranks GPUs each cores each GiB each"
+    assert rows["decode"] == ["2", "decode", "1", "1", "1", "h20", "1", "4"]
+    assert rows["reward"] == ["0", "env", "1", "1", "-", "1", "1"]
+    for part in ("hetjob: site lab", "1.33 node-hours and 1 GPU-hours", "#SBATCH hetjob"):
         assert part in output
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.campaign.lifecycle import load_request
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WALKS = ROOT / "docs" / "how-it-travels.md"
@@ -127,3 +129,17 @@ def test_every_walk_gives_its_number_of_files_and_names_real_classes() -> None:
         assert f"\n{len({path for path, _ in STATION.findall(walk)})} files." in walk
         _, _, names = walk.partition("Names of what")
         assert set(re.findall(r"`(\w+)`", names)) <= classes
+
+
+FIRST_EXAMPLE = re.compile(r"^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WITH_EXAMPLES = [path for path in DOCUMENTS if FIRST_EXAMPLE.search(path.read_text())]
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=label)
+def test_the_first_example_of_a_page_plans_as_printed(path, tmp_path):
+    example = tmp_path / "example.toml"
+    example.write_text(FIRST_EXAMPLE.search(path.read_text())[1])
+    if path.name == "sites.md":
+        assert load_request("quickstart", site=str(example)).site.name == "perlmutter"
+    else:
+        assert load_request(str(example), site="local").plan.roles

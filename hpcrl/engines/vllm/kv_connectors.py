@@ -20,7 +20,7 @@ Address = tuple[str, int]
 
 
 def build_connector_config(connector: str, *, options: Mapping[str, Any], address: Address | None) -> dict[str, Any]:
-    """Return the configuration of one of vLLM's connectors; the engine's id is its address, so that others know it."""
+    """Return the configuration of one of vLLM's connectors; the engine's id is its address, for others to find."""
     named = {"engine_id": format_address(address)} if address else {}
     return named | _BOTH_ROLES | {"kv_connector": connector, "kv_connector_extra_config": dict(options)}
 

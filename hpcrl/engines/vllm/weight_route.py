@@ -4,7 +4,7 @@
     switch_version  the route
 
 The steps are those of vLLM's own routes, called within the server. The answer is sent while generation is paused, so
-that the engine knows of the version before its first token.
+that the engine has the version before its first token.
 """
 
 from argparse import Namespace

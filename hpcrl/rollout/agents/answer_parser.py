@@ -123,7 +123,7 @@ class AnswerParser:
         return ChainedReader(self.reasoning.make_reader(prompt.rendered), tools)
 
     def make_record_reader(self, prompt_end: str) -> TextReader:
-        """Make a reader for an answer of a record, which knows no tools."""
+        """Make a reader for an answer of a record, which has no tools."""
         return ChainedReader(self.reasoning.make_reader(prompt_end), self.tools.make_reader(()))
 
 

@@ -266,7 +266,7 @@ def read_schema(form: JsonObject | None, *, param: str) -> JsonObject | None:
 
 
 def read_sampling(request: CommonFields) -> SamplingFields:
-    """Return the fields that sampling knows."""
+    """Return the fields of sampling."""
     return SamplingFields(**{name: getattr(request, name) for name in SamplingFields.__struct_fields__})
 
 

@@ -4,7 +4,7 @@ ModelCall             a call, whichever form it came in
 SamplingFields        the sampling that the program asks for
 parse_body            decodes a body, or raises an ApiError that names the bad field
 MessageMemory         the messages that earlier requests of an episode had, which are not decoded again
-list_unknown_fields   the names in a body that a form does not know
+list_unknown_fields   the names in a body that a form does not have
 refuse_fields         refuses the fields that this model cannot obey
 normalise_message     a message as a chat template needs it
 read_text             the text of a content, given as text or as parts
@@ -100,7 +100,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     stream: bool = False
     ignored_fields: tuple[str, ...] = ()
-    """The fields of the request that no form of the API here knows."""
+    """The fields of the request that no form of the API here has."""
 
     def count_tokens_at_least(self, *, longest_token: int) -> int:
         """Count tokens that the prompt will surely have, without rendering it; tools are in every prompt.

@@ -1,4 +1,4 @@
-"""Serve the model to the agent programs of an env worker, on loopback and on a socket file, by the APIs they know.
+"""Serve the model to the agent programs of an env worker, on loopback and on a socket file, by the APIs that they use.
 
     ModelProxy        POST /v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/messages/count_tokens
                       /tokenize /detokenize /v1/hpcrl/reward, GET /v1/models

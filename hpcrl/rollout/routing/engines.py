@@ -1,4 +1,4 @@
-"""State of the engine workers as one env worker knows them: their loads, and which are paused after a failure.
+"""State of the engine workers in the view of one env worker: their loads, and which are paused after a failure.
 
 RouterTimeouts       how long the router waits, and how often it retries
 EngineState          one endpoint: its load, its speed, its failures
@@ -50,7 +50,7 @@ class RouterTimeouts:
 
 @dataclass(eq=False)
 class EngineState:
-    """One endpoint as this env worker knows it; "own" is this env worker's, "foreign" that of others."""
+    """One endpoint in the view of this env worker; "own" is this env worker's, "foreign" that of others."""
 
     endpoint: EngineEndpoint
     engine: InferenceEngine

@@ -8,7 +8,7 @@
     choose_role_to_grow      the role that should have one more worker, beyond a band of +-10 %
     OTHER_ROLE               prefill for decode, and the reverse
 
-A worker that prefills can also decode and the other way round; only the routers need to know. The file has all
+A worker that prefills can also decode and the other way round; only the routers read which does what. The file has all
 switched roles and is replaced as a whole, so every env worker reads the old roles or the new ones.
 """
 

@@ -1,12 +1,14 @@
 """Recipes and sites as TOML: found, extended, overridden, refused with a fix."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from hpcrl.campaign.lifecycle import check_request, load_request
 from hpcrl.config.recipe import load_recipe
 from hpcrl.config.site import load_site
-from hpcrl.config.toml import RENAMED_KEYS, find_toml, list_known_names, load_table
+from hpcrl.config.toml import MAX_BYTES, RENAMED_KEYS, find_toml, list_known_names, load_table
 from hpcrl.errors import ConfigError
 
 RECIPE = """
@@ -148,8 +150,8 @@ def test_an_unknown_gpu_is_refused(home: Path) -> None:
 
 
 def test_a_setting_can_create_a_table(recipe: Path) -> None:
-    table, _ = load_table("recipes", str(recipe), settings=("job.walltime_min=5",))
-    assert table["job"] == {"walltime_min": 5}
+    layered = load_table("recipes", str(recipe), settings=("job.walltime_min=5",))
+    assert layered.table["job"] == {"walltime_min": 5}
 
 
 DEEP = {
@@ -234,3 +236,97 @@ def test_the_error_for_an_old_key_names_the_new_one(recipe: Path, old: str, new:
     assert f"{old!r} is now called {new!r}" in refused(recipe, f"{old}=1")
     table, name = new.split(".")
     assert name in getattr(load_recipe(str(recipe)), table).__struct_fields__
+
+
+MANY_DIGITS = "9" * 5000
+
+
+@pytest.mark.parametrize("number", [MANY_DIGITS, f"0x{MANY_DIGITS}", str(2**63)], ids=["digits", "hex", "64-bit"])
+def test_an_integer_that_is_too_large_is_refused_in_a_file_and_in_a_setting(recipe: Path, number: str) -> None:
+    assert "too l" in refused(recipe, f"seed={number}")
+    recipe.write_text(f"seed = {number}\n{RECIPE}")
+    message = refused(recipe)
+    assert message.startswith(f"{recipe}: ")
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+def test_a_number_that_json_cannot_hold_is_refused(recipe: Path, number: str) -> None:
+    assert refused(recipe, f"train.learning_rate={number}").startswith("-s train.learning_rate=")
+    recipe.write_text(f"{RECIPE}[domains.lake.options]\nsizes = [1.0, {number}]\n")
+    assert f"domains.lake.options.sizes.1 = {number}: give a finite number" in refused(recipe)
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/x.toml", "n" * 300, "n" * 300 + ".toml", "a\0b.toml"])
+def test_a_name_that_no_file_can_have_is_unknown(home: Path, recipe: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="no recipe"):
+        load_recipe(name)
+    with pytest.raises(ConfigError, match="no site"):
+        load_site(name)
+    recipe.write_text(f"extends = {json.dumps(name)}\n")
+    assert "no recipe" in refused(recipe)
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/m", "n" * 300])
+def test_paths_in_a_recipe_may_name_what_no_file_can_have(home: Path, recipe: Path, name: str) -> None:
+    settings = (f"model.chat_template={name}", "model.tiny.hidden_size=32", f"domains.lake.tasks={name}")
+    with pytest.raises(ConfigError):
+        check_request(load_request(str(recipe), site="local", settings=settings))
+    with pytest.raises(ConfigError, match="is not a model directory"):
+        check_request(load_request(str(recipe), site="local", settings=(f"model.path={name}",)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" + ".".join(["a"] * 50_000) + "]", ".".join(["a"] * 50_000) + " = 1", "x = {" + "'a' . " * 20_000 + "a = 1}"],
+    ids=["header", "key", "inline"],
+)
+def test_a_dotted_key_of_many_parts_is_refused_before_it_is_parsed(recipe: Path, text: str) -> None:
+    recipe.write_text(text)
+    assert "nested" in refused(recipe)
+
+
+def test_a_file_that_is_too_large_is_refused(recipe: Path) -> None:
+    recipe.write_text(f"{RECIPE}\ndescription = '{'x' * MAX_BYTES}'")
+    assert "larger than 256 KiB" in refused(recipe)
+
+
+def test_a_long_text_with_dots_is_no_key(recipe: Path) -> None:
+    text = "A sentence ends. " * 200 + "." * 200 + "/".join(["a.b"] * 100)
+    recipe.write_text(f"description = '{text}'\n{RECIPE}")
+    assert load_recipe(str(recipe)).description == text
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("train.steps=10", "-s train.steps=10: unknown key 'train.steps': did you mean 'num_steps'?"),
+        ("train.num_steps=many", "-s train.num_steps=many: train.num_steps: expected int"),
+        ("train.num_steps.x=1", "-s train.num_steps.x=1: 'num_steps' is 2, not a table"),
+    ],
+)
+def test_the_error_for_a_setting_names_the_setting(recipe: Path, setting: str, expected: str) -> None:
+    assert refused(recipe, setting).startswith(expected)
+
+
+def test_the_error_for_a_site_setting_names_the_setting(home: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^-s site\.accountx=x: unknown key 'accountx': did you mean 'account'\?"):
+        load_site("local", settings=("accountx=x",))
+
+
+@pytest.mark.parametrize("line", ["num_stepz = 3", "num_steps = 'many'"])
+def test_the_error_for_a_key_of_the_parent_names_the_parent(recipe: Path, line: str) -> None:
+    child = child_of(recipe, "seed = 1")
+    recipe.write_text(RECIPE.replace("num_steps = 2", line))
+    assert refused(child).startswith(f"{child.parent}/small.toml: ")
+
+
+def test_a_file_that_extends_itself_by_its_name_is_refused(recipe: Path) -> None:
+    recipe.with_name("selfx.toml").write_text('extends = "selfx"\n')
+    assert "selfx.toml: extends = 'selfx' names this file itself" in refused(recipe.with_name("selfx.toml"))
+
+
+def test_a_long_chain_of_extends_is_refused(recipe: Path) -> None:
+    for number in range(1200):
+        recipe.with_name(f"r{number}.toml").write_text(f'extends = "r{number + 1}.toml"\n')
+    assert "more than 16 files extend each other" in refused(recipe.with_name("r0.toml"))

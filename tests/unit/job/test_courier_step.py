@@ -318,7 +318,7 @@ def test_every_heartbeat_of_the_couriers_is_seen(started: list[CourierSupervisor
 @pytest.mark.parametrize(
     ("mpi", "above", "why"),
     [
-        (MpiConfig(couriers=False, flavour="mpich"), [], "the site does not want couriers"),
+        (MpiConfig(couriers=False, flavour="mpich"), [], "the site disables couriers"),
         (MpiConfig(), ["tcp"], "the site has no MPI"),
         (MpiConfig(flavour="mpich", world_over_components="no"), ["tcp"], "no MPI over several components"),
         (MpiConfig(flavour="mpich"), ["tcp"], "mpi4py is not installed"),

@@ -260,8 +260,8 @@ def test_the_next_partition_is_chosen_if_the_best_cannot_hold_all() -> None:
 def test_one_allocation_that_no_partition_can_hold_is_refused_by_role_and_partition() -> None:
     message = refused(*ONE)
     assert 'het_jobs = "no"' in message
-    assert "decode: prefill allows 2 nodes, and 1 workers want 1 beside 2 for other roles" in message
-    assert "prefill: env has no GPUs, and one worker wants 1" in message
+    assert "decode: prefill allows 2 nodes, and 1 workers need 1 beside 2 for other roles" in message
+    assert "prefill: env has no GPUs, and one worker needs 1" in message
 
 
 def test_a_model_too_large_for_the_only_partition_is_refused_with_both() -> None:

@@ -12,6 +12,7 @@ from hpcrl.envs.base import Step, TaskPrompt, adapt_env
 from hpcrl.errors import EngineError
 from hpcrl.rollout.episode import EpisodeLimits, retry_pause_s, run_episode
 from hpcrl.rollout.tasks import AgentTask
+from hpcrl.rollout.turn import MAX_INTERRUPTIONS
 
 TASK = AgentTask(domain="lake", number=3, seed=11)
 END = 0
@@ -228,9 +229,11 @@ def test_an_interrupted_turn_continues():
 
 def test_engines_that_always_interrupt_are_a_policy_fault():
     nothing = Completion(token_ids=[], logprobs=[], versions=[], finish_reason="aborted")
-    trajectory = played(*[nothing] * 20)
+    policy = Scripted(*[nothing] * 20)
+    trajectory = asyncio.run(run(policy))
     assert trajectory.status == "policy-fault"
-    assert "interrupted this turn" in trajectory.extra["fault"]
+    assert len(policy.requests) == MAX_INTERRUPTIONS + 1
+    assert f"interrupted this turn {len(policy.requests)} times" in trajectory.extra["fault"]
 
 
 class Faulty(Echo):

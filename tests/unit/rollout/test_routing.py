@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcrl.engines.base import GenerateRequest
 from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.rollout.routing.decision import (
@@ -32,6 +33,7 @@ from hpcrl.rollout.routing.trajectories import (
     NUM_LEVELS,
     DomainCredits,
     PauseQuantiles,
+    TrajectoryTable,
     kv_keep_s,
     queue_level,
 )
@@ -145,11 +147,19 @@ def test_a_trajectory_that_waited_too_long_goes_first_again():
     assert queue_level(served_tokens=10**6, served_s=10, waited_s=21) == 0
 
 
-def test_a_domain_that_used_up_its_credit_goes_behind():
+def test_a_domain_that_used_up_its_credit_has_none_until_the_others_have_used_theirs():
     credits = DomainCredits({"a": 1.0, "b": 1.0})
     credits.spend("a", 10_000)
     credits.replenish(["a", "b"])
     assert (credits.has_credit("a"), credits.has_credit("b")) == (False, True)
+
+
+def test_turns_of_a_domain_that_used_up_its_credit_go_behind_all_levels():
+    table = TrajectoryTable(weights={"a": 1.0, "b": 1.0})
+    for domain in ("a", "b"):  # both have a turn under way
+        table.start_turn(GenerateRequest(request_id=domain, token_ids=[1], max_new_tokens=1, domain=domain), now=0.0)
+    table.credits.spend("a", 10_000)
+    assert (table.credit_penalty("a"), table.credit_penalty("b")) == (NUM_LEVELS, 0)
 
 
 def test_a_domain_that_alone_wants_something_is_not_held_back():

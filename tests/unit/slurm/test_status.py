@@ -141,7 +141,7 @@ def test_a_job_without_an_answer_is_unknown_with_the_reason(slurm: FakeSlurm) ->
 
 
 def test_a_job_that_slurm_does_not_know_is_unknown(slurm: FakeSlurm) -> None:
-    assert query_job_states(["77"], env=slurm.env)["77"].reason == "neither squeue nor sacct knows it"
+    assert query_job_states(["77"], env=slurm.env)["77"].reason == "neither squeue nor sacct lists it"
 
 
 def test_with_disabled_accounting_the_answer_of_squeue_stands(slurm: FakeSlurm) -> None:

@@ -310,7 +310,7 @@ def test_figures_are_those_of_the_trajectories():
     assert (figures.reward.num, figures.reward.min, figures.reward.max) == (11, 0.0, 1.0)
     assert figures.reward.p50 == pytest.approx(0.5)
     assert figures.reward.std == pytest.approx(np.std(np.arange(11) / 10))
-    assert (figures.num_tokens, figures.num_generated_tokens, figures.by_lag) == (132, 48, {1: 12})
+    assert (figures.num_tokens, figures.num_generated_tokens, figures.by_updates) == (132, 48, {1: 12})
     assert [(one.version, one.reward_mean) for one in figures.by_version][:2] == [(0, 0.0), (1, 0.1)]
 
 
