@@ -22,6 +22,7 @@ GENERATED = (0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1)
 def trajectory(number: int = 0, index: int = 0, *, domain: str = "lake", **changed: Any) -> Trajectory:
     """Make a trajectory of two turns: input "hi", output "ab", input "?", output "c"."""
     fields: dict[str, Any] = {
+        "domain": domain,
         "seed": 7 + number,
         "created": 1_800_000_000.0 + number + index / 100,
         "start_version": number,
