@@ -133,15 +133,15 @@ class CampaignDir:
         return self.root / "tasks"
 
     def task_progress(self, env_index: int) -> Path:
-        """The rows that env worker `env_index` has used of each domain's task set."""
+        """Return the file of the rows that env worker `env_index` has used of each domain's task set."""
         return self.root / "task-blocks" / f"{env_index}-rows.json"
 
     def journal(self, env_index: int) -> Path:
-        """The running groups of env worker `env_index`, whatever job it runs in."""
+        """Return the file of the running groups of env worker `env_index`, whatever job it runs in."""
         return self.root / "task-blocks" / f"{env_index}-under-way.jsonl"
 
     def hold(self, env_index: int) -> Path:
-        """The version up to which training may go without making env worker `env_index`'s running groups too old."""
+        """Return the file of the version up to which env worker `env_index`'s running groups stay fresh enough."""
         return self.root / "task-blocks" / f"{env_index}-hold.json"
 
     def holds(self) -> list[Path]:

@@ -209,7 +209,7 @@ class CourierSupervisor:
         self._end_step()
 
     def _is_silent(self, now: float) -> bool:
-        """True if the heartbeat has stopped. Each incarnation has its own file, so its first beat is a change."""
+        """Return whether the heartbeat has stopped; the first beat of an incarnation, in its own file, is a change."""
         beat = CourierStatus.read_touch_time(self.job.courier_status(self.incarnation))
         if beat != self._last_beat:
             self._last_beat, self._beat_changed_at = beat, now

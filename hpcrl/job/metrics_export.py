@@ -46,7 +46,7 @@ FIELDS_BY_HEADING = {
 
 
 class EventFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one event."""
+    """The numbers of one event that TensorBoard and W&B get, under their headings."""
 
     time: float
     step: int

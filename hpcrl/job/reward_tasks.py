@@ -61,7 +61,7 @@ class RewardJobScaler:
         return "end"
 
     def has_waited_too_long(self, *, since: float, now: float) -> bool:
-        """True if a segment that has waited since then should run on spare cores as well."""
+        """Return whether a segment that has waited since then should run on spare cores as well."""
         return now - since > self.patience_s
 
 
@@ -144,5 +144,5 @@ class RewardScoring:
 
 
 def _is_lost_worker(error: Any) -> bool:
-    """True if the task ended with its worker pool. Errors are known by name: only the runtime imports Parsl."""
+    """Return whether the task ended with its worker pool, by the name of its error: only the runtime imports Parsl."""
     return type(error).__name__ in ("ManagerLost", "WorkerLost")

@@ -98,7 +98,7 @@ class StallDetector:
     since: float = field(default_factory=time.monotonic)
 
     def has_stalled(self, seen: object) -> bool:
-        """True once `seen` has stayed the same for too long."""
+        """Return whether `seen` has stayed the same for too long."""
         if seen != self.last:
             self.last, self.since = seen, time.monotonic()
         return time.monotonic() - self.since > self.timeout_s

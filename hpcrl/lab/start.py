@@ -185,7 +185,7 @@ def _is_every_node_idle(lab: LabDir, cluster: LabCluster) -> bool:
 
 
 def _is_accounted(lab: LabDir, cluster: LabCluster) -> bool:
-    """True once slurmctld has registered the cluster in the accounts; sacct answers nothing before that."""
+    """Return whether slurmctld has registered the cluster in the accounts; sacct answers nothing before that."""
     table = run_slurm_command(
         lab, "sacctmgr", "--noheader", "--parsable2", "list", "cluster", "format=Cluster,ControlHost"
     )

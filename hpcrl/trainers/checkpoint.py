@@ -35,14 +35,14 @@ _READ_CHUNK_BYTES = 1 << 22
 
 
 class CheckpointFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of a checkpoint."""
+    """The size and the checksum that a file of a checkpoint must have."""
 
     num_bytes: int
     xxh3: str
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The manifest of a checkpoint."""
+    """What a checkpoint holds, by which it is found intact and resumed; written last."""
 
     format: int = FORMAT_VERSION
     step: int

@@ -133,3 +133,24 @@ def test_a_folder_and_its_subfolder_do_not_import_each_other():
                 arrows.add((str(path.parent.relative_to(ROOT)), str(folder.relative_to(ROOT))))
     cycles = {(one, other) for one, other in arrows if other.startswith(f"{one}/") and (other, one) in arrows}
     assert {pair for pair in cycles if pair[0] != "hpcrl"} == KNOWN_FOLDER_CYCLES
+
+
+NO_VERBS = {"A", "All", "An", "How", "One", "The", "This", "True", "What", "Whether"}
+PROPERTIES = {"property", "cached_property", "fixture"}
+
+
+def starts_with_verb(docstring: str) -> bool:
+    """Whether the first word may be an imperative: "Return", not "Returns", "True" or "The"."""
+    word = docstring.split()[0]
+    return word not in NO_VERBS and (not word.endswith("s") or word.endswith("ss"))
+
+
+def test_the_docstring_of_a_function_starts_with_an_imperative_verb():
+    wrong = []
+    for path in MODULES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (docstring := ast.get_docstring(node)):
+                decorators = {getattr(call, "id", getattr(call, "attr", "")) for call in node.decorator_list}
+                if not decorators & PROPERTIES and not starts_with_verb(docstring):
+                    wrong.append(f"{label(path)}:{node.lineno}: {docstring.splitlines()[0]}")
+    assert wrong == []

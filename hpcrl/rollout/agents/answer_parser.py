@@ -148,7 +148,7 @@ class ChainedReader:
 
 @dataclass(frozen=True)
 class VllmToolParser:
-    """A tool parser of vLLM."""
+    """A reader of tool calls by a parser of vLLM, from the whole answer: its streaming depends on the server."""
 
     extract: ExtractCalls
     marks: Collection[str]
@@ -167,7 +167,7 @@ class VllmToolParser:
 
 @dataclass(frozen=True)
 class VllmReasoningParser:
-    """A reasoning parser of vLLM."""
+    """A reader of thoughts by a parser of vLLM."""
 
     extract: ExtractThoughts
     marks: Collection[str]

@@ -63,7 +63,7 @@ REFUSED_FIELDS = (
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """The options of a stream."""
+    """What a request may ask of a stream besides its chunks."""
 
     include_usage: bool | None = None
 

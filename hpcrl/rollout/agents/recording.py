@@ -33,7 +33,7 @@ _NO_MESSAGES: SharedSequence[tuple[ChatMessage, ...]] = SharedSequence(())
 
 @dataclass(eq=False, frozen=True, kw_only=True)
 class TurnPrompt:
-    """The prompt of one turn."""
+    """The prompt of one turn, stored as what it adds to the turn that it continues."""
 
     parent: "RecordedTurn | None"
     ids: "SharedSequence[array[int]]"

@@ -136,17 +136,17 @@ class WindowOffsets:
         return self.head_nbytes + 2 * self.slot_nbytes
 
     def checksums_slice(self, slot: int) -> slice:
-        """The bytes of the checksums of a slot."""
+        """Return the bytes of the checksums of a slot."""
         start = self.tables_start + slot * self.table_nbytes
         return slice(start, start + self.num_tensors * CHECKSUM_BYTES)
 
     def checksum_slice(self, slot: int, index: int) -> slice:
-        """The bytes of the checksum of one tensor."""
+        """Return the bytes of the checksum of one tensor."""
         start = self.tables_start + slot * self.table_nbytes + index * CHECKSUM_BYTES
         return slice(start, start + CHECKSUM_BYTES)
 
     def mark_index(self, slot: int, index: int) -> int:
-        """The index, in words of 8 bytes, of the mark that records what has been done with a tensor."""
+        """Return the index, in words of 8 bytes, of the mark that records what has been done with a tensor."""
         start = self.tables_start + slot * self.table_nbytes + self.num_tensors * CHECKSUM_BYTES
         return start // 8 + index
 
