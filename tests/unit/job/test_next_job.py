@@ -10,8 +10,9 @@ import pytest
 
 from hpcrl.campaign import lifecycle
 from hpcrl.campaign_dir.event_log import EventLog
-from hpcrl.campaign_dir.events import CheckpointSaved
+from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, NextJobQueued
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.errors import SlurmError
 from hpcrl.job import next_job
 from hpcrl.system.files import make_private_dir, publish_json
@@ -67,6 +68,16 @@ def test_jobs_follow_one_another_up_to_the_number_in_the_recipe(
     assert f"hpcrl.job.driver {run.root} 1" in run.job(1).script.read_text()
     assert follow(run, 1, asked) == "4712"
     assert follow(run, 2, asked) is None, "three in a row"
+
+
+def test_a_queued_job_is_reported_once(run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest) -> None:
+    reported: list[CampaignEvent] = []
+    place = WorkerPlace(run, run.job(0), "node0")
+    for _ in range(2):
+        next_job.try_follow(place, plan=asked.plan, site=asked.site, slurm_id="4711", emit=reported.append)
+    (queued,) = reported
+    assert isinstance(queued, NextJobQueued)
+    assert (queued.slurm_id, queued.number) == ("4712", 1)
 
 
 def test_a_refused_job_leaves_nothing_and_may_be_tried_again(
