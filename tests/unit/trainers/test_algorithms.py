@@ -1,30 +1,32 @@
 """Every algorithm of docs/learning.md: its step equals a slow reference, written from the papers one token at a time.
 
-The policy is a table of log-odds by the last token, so the reference needs no network. The data were sampled by two
-older versions of it, which change within an episode.
+The policy is a table of log-odds by the last token, so the reference needs no network.
 """
 
 import math
-import re
-import tomllib
-from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
+import hpcrl.trainers.critic
+import hpcrl.trainers.torch
 from hpcrl.config.pipeline import make_pipeline
-from hpcrl.config.recipe import load_recipe
 from hpcrl.learn.distribute import split_minibatches
-from hpcrl.plan.checks import check_recipe
-from hpcrl.spool.record import EpisodeTurn, Trajectory
-from hpcrl.trainers.torch import TorchTrainer
+from hpcrl.testing.ranks import run_ranks
+from tests.support.table_policy import (
+    ALGORITHMS,
+    ALL,
+    BUDGET,
+    RATE,
+    make_table_trainer,
+    play_chain,
+    played,
+    settings_of,
+    tables,
+)
 
-VOCABULARY, CONTEXT, GROUP, RATE = 5, 64, 4, 12.0
-BUDGET = 12
-PAGE = Path(__file__).parents[3] / "docs" / "learning.md"
 NODES = {
     "PPO with a critic": {"values", "proximal", "update-critic"},
     "GRPO": {"reference"},
@@ -32,97 +34,11 @@ NODES = {
 }
 
 
-def read_algorithms():
-    """Return the settings of each row of the page's table."""
-    table = PAGE.read_text().partition("| | settings |\n|---|---|\n")[2].partition("\n\n")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
-    return {name: tomllib.loads("\n".join(re.findall(r"`([^`]+)`", settings))) for name, settings in rows}
-
-
-ALGORITHMS = read_algorithms()
-MORE = {
-    "two epochs": {"epochs": 2, "num_minibatches": 2, "clip_high": 0.3},
-    "dual clip": {"dual_clip": 1.1, "num_minibatches": 4},
-    "the clip from the policy that acted": {"proximal": "behaviour", "clip_high": 0.28},
-    "sequence weights": {"correction": "sequence"},
-    "geometric weights": {"correction": "geometric", "max_is_ratio": 1.02},
-    "masked sequences": {"correction": "mask-sequence", "max_is_ratio": 3.0, "min_is_ratio": 0.3},
-    "GRPO with masks": {"kl": "k3", "correction": "mask-token", "max_is_ratio": 1.2, "min_is_ratio": 0.9},
-    "PPO with the KL in its rewards": {"advantage": "gae", "gae_lambda": 0.9, "kl": "k1", "kl_in": "reward"},
-    "rewards by domain": {"advantage": "reinforce++", "reward_scale": "domain"},
-    "overlong episodes filtered": {"overlong": "filter"},
-}
-ALL = {**ALGORITHMS, **MORE}
-
-
-class TableModel(torch.nn.Module):
-    """A causal model that sees one token: a table of log-odds, or of values with one column."""
-
-    config = SimpleNamespace(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
-
-    def __init__(self, table):
-        super().__init__()
-        self.table = torch.nn.Parameter(table.clone())
-
-    def forward(self, inputs_BT, position_ids=None, logits_to_keep=None, use_cache=False):
-        logits_BTV = self.table[inputs_BT]
-        return SimpleNamespace(logits=logits_BTV if logits_to_keep is None else logits_BTV[:, logits_to_keep])
-
-
-def tables():
-    """Return the policy at the start of the step, two older ones, the reference, and a critic's values."""
-    generator = torch.Generator().manual_seed(7)
-    draw = [torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64) for _ in range(4)]
-    policy = 0.5 * draw[0]
-    values = torch.randn(VOCABULARY, 1, generator=generator, dtype=torch.float64)
-    return policy, (policy + 0.15 * draw[1], policy + 0.25 * draw[2]), policy + 0.3 * draw[3], values
-
-
-def played():
-    """Play six groups in two domains with the older policies; the second turn of an episode is a version newer."""
-    rng = np.random.default_rng(11)
-    _, older, _, _ = tables()
-    episodes = []
-    for number in range(6):
-        for index in range(GROUP):
-            tokens, logprobs, mask, turns = [int(rng.integers(VOCABULARY))], [0.0], [False], []
-            for version, table in enumerate(older):
-                start = len(tokens)
-                for _ in range(int(rng.integers(1, 9))):
-                    odds = table[tokens[-1]].log_softmax(-1).numpy()
-                    tokens.append(int(rng.choice(VOCABULARY, p=np.exp(odds))))
-                    logprobs.append(odds[tokens[-1]])
-                    mask.append(True)
-                turns.append(EpisodeTurn(start=start, end=len(tokens), reward=float(rng.integers(0, 3)) / 4))
-                if not version:  # what the environment answers
-                    tokens.append(int(rng.integers(VOCABULARY)))
-                    logprobs.append(0.0)
-                    mask.append(False)
-            episodes.append(make_episode(number, index, tokens, logprobs, mask, turns))
-    return episodes
-
-
-def make_episode(number, index, tokens, logprobs, mask, turns):
-    domain = "lake" if number % 2 else "sums"
-    scale = 10.0 if domain == "sums" else 1.0
-    turns = [EpisodeTurn(start=turn.start, end=turn.end, reward=scale * turn.reward) for turn in turns]
-    return Trajectory(
-        id=f"{domain}/{number}/{index}",
-        group=f"{domain}/{number}",
-        domain=domain,
-        seed=number,
-        status="done",
-        producer="000-env-0",
-        created=0.0,
-        start_version=0,
-        end_version=1,
-        token_ids=np.array(tokens, dtype=np.int32),
-        logprobs=np.array(logprobs, dtype=np.float32),
-        versions=np.zeros(len(tokens), dtype=np.int32),
-        loss_mask=np.array(mask, dtype=np.bool_),
-        turns=turns,
-        reward=sum(turn.reward for turn in turns) + scale * (index == number % GROUP),
-    )
+@pytest.fixture(autouse=True)
+def _restore_loaders(monkeypatch):
+    """Restore the functions that `make_table_trainer` replaces."""
+    monkeypatch.setattr(hpcrl.trainers.torch, "load_causal", hpcrl.trainers.torch.load_causal)
+    monkeypatch.setattr(hpcrl.trainers.critic, "load_critic", hpcrl.trainers.critic.load_critic)
 
 
 # ---- The reference: plain loops over episodes and tokens, in double precision.
@@ -310,46 +226,16 @@ def slow_step(train, episodes):
 # ---- The tests.
 
 
-def settings_of(name, **more):
-    """Return [train] of a recipe with a row's settings, as `hpcrl plan` accepts it."""
-    given = {**ALL[name], **more, "learning_rate": RATE, "groups_per_step": 8, "max_grad_norm": 1e9}
-    given |= {"kl_coef": 0.2} if "kl" in given else {}
-    recipe = load_recipe("quickstart", settings=tuple(f"train.{key}={value}" for key, value in given.items()))
-    check_recipe(recipe)
-    assert NODES.get(name, set()) <= make_pipeline(recipe.train).keys()
-    return msgspec.structs.replace(recipe.train, response_budget={"lake": BUDGET, "sums": BUDGET})
-
-
-@pytest.fixture
-def make_trainer(monkeypatch):
-    """Return a function that makes the torch trainer of the table, with plain gradient descent."""
-    policy, _, reference, values = tables()
-    models = []
-    monkeypatch.setattr("hpcrl.trainers.torch.load_causal", lambda _: models.pop(0))
-    monkeypatch.setattr("hpcrl.trainers.critic.load_critic", lambda _: TableModel(values))
-
-    def make(train):
-        models[:] = [TableModel(policy), TableModel(reference)]
-        trainer = TorchTrainer(Path("unused"), train, seed=3)
-        trainer._policy.optimizer = torch.optim.SGD(trainer._policy.parameters, lr=1.0)
-        gradients = []
-        apply = trainer.apply_gradient
-
-        def record(*, rate):
-            gradients.append(trainer._policy.parameters[0].grad.clone())
-            apply(rate=rate)
-
-        trainer.apply_gradient = record
-        return trainer, gradients
-
-    return make
+@pytest.mark.parametrize("name", NODES)
+def test_a_pipeline_has_the_nodes_of_its_algorithm(name):
+    assert NODES[name] <= make_pipeline(settings_of(name)).keys()
 
 
 @pytest.mark.parametrize("rows", ["padded", "packed"])
 @pytest.mark.parametrize("name", ALL)
-def test_every_gradient_of_a_step_equals_the_slow_reference(make_trainer, name, rows):
+def test_every_gradient_of_a_step_equals_the_slow_reference(name, rows):
     train, episodes = settings_of(name, rows=rows, tokens_per_micro_batch=40), played()
-    trainer, gradients = make_trainer(train)
+    trainer, gradients = make_table_trainer(train)
     metrics = trainer.train_step(episodes, step=1, version=1)
     expected, clip_share = slow_step(train, episodes)
     assert metrics.skipped is None
@@ -360,7 +246,34 @@ def test_every_gradient_of_a_step_equals_the_slow_reference(make_trainer, name, 
     assert metrics.clip_fraction == pytest.approx(clip_share, abs=1e-9)
 
 
+@pytest.mark.timeout(900)  # ranks are processes that import torch and transformers
+def test_four_ranks_have_the_gradients_of_the_slow_reference():
+    slow_steps = {name: slow_step(settings_of(name), played()) for name in ALL}
+    for rank in run_ranks(4, "tests.support.table_policy:compute_gradients", "packed"):
+        assert rank.keys() == slow_steps.keys()
+        for name, (gradients, clip_fraction) in rank.items():
+            expected, clip_share = slow_steps[name]
+            for found, slow in zip(gradients, expected, strict=True):
+                torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), slow, rtol=1e-5, atol=1e-6)
+            assert clip_fraction == pytest.approx(clip_share, abs=1e-9)
+
+
 @pytest.mark.parametrize("name", ["DAPO", "GSPO", "PPO with a critic"])
-def test_the_clip_acts_as_documented(make_trainer, name):
-    trainer, _ = make_trainer(settings_of(name))
+def test_the_clip_acts_as_documented(name):
+    trainer, _ = make_table_trainer(settings_of(name))
     assert trainer.train_step(played(), step=1, version=1).clip_fraction > 0.02
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_learns_a_chain_from_episodes_that_are_a_version_old(name):
+    train = msgspec.structs.replace(settings_of(name), kl_coef=0.001, max_grad_norm=1.0)
+    share = 2 / BUDGET if train.aggregation == "fixed" else 1  # of an episode's two tokens
+    trainer, _ = make_table_trainer(msgspec.structs.replace(train, learning_rate=2.0 / share))
+    policy = trainer._policy.parameters[0]
+    old = policy.detach().clone()
+    for step in range(1, 61):
+        now = policy.detach().clone()
+        trainer.train_step(play_chain(old, version=step), step=step, version=step)
+        old = now
+    chances = policy.detach().softmax(-1)
+    assert chances[0, 3] * chances[3, 4] > 0.8
