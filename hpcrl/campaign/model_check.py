@@ -10,6 +10,7 @@ It is a separate process with limits on time and memory, since a chat template i
 import contextlib
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,12 +50,13 @@ def check_model(recipe: Recipe) -> None:
         if recipe.model.chat_template is not None:
             raise ConfigError("model.chat_template needs model.path: a tiny model has a template already")
         return
-    path = Path(recipe.model.path)
+    path, max_model_len = Path(recipe.model.path), recipe.engine.max_model_len
     try:
         fields = read_model_config(path / "config.json").fields
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path / 'config.json'} is not a model's configuration: {error}") from error
-    read_context_length(path, max_model_len=recipe.engine.max_model_len)
+    context_length = read_context_length(path, max_model_len=None if _knows_context(fields) else max_model_len)
+    _check_lengths(recipe, context_length * _read_rope_factor(fields))
     _check_architecture(recipe, fields)
     load_chat_template(path, recipe.model)
     try:
@@ -62,6 +64,33 @@ def check_model(recipe: Recipe) -> None:
     except ConfigError:
         if not all(map(_may_be_program, recipe.domains.values())):
             raise
+
+
+def _knows_context(fields: Mapping[str, Any]) -> bool:
+    return fields.get("max_position_embeddings") is not None
+
+
+def _read_rope_factor(fields: Mapping[str, Any]) -> float:
+    """Return by how much an engine may stretch the context; only these forms do not count it in that already."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    stretched = (rope.get("rope_type") or rope.get("type")) in ("yarn", "linear", "dynamic")
+    return max(float(rope.get("factor") or 1.0), 1.0) if stretched else 1.0
+
+
+def _check_lengths(recipe: Recipe, context_length: float) -> None:
+    """Raise ConfigError for lengths in tokens that are beyond the model's context."""
+    limit = recipe.engine.max_model_len
+    if limit is not None and limit > context_length:
+        why = f"the model's context has {context_length:.0f} tokens: lower it, or leave it out"
+        raise ConfigError(f"engine.max_model_len = {limit}: {why}")
+    for domain_name, domain in recipe.domains.items():
+        name = "rollout.max_new_tokens" if domain.max_new_tokens is None else f"domains.{domain_name}.max_new_tokens"
+        num_tokens = domain.max_new_tokens or recipe.rollout.max_new_tokens
+        if num_tokens > (limit or context_length):
+            raise ConfigError(
+                f"{name} = {num_tokens}: prompt and answer together have {limit or context_length:.0f} tokens at most, "
+                "by the model and engine.max_model_len: lower it"
+            )
 
 
 def _may_be_program(domain: DomainConfig) -> bool:

@@ -303,6 +303,8 @@ class AgentProgram:
         A judge that was killed or exceeded a limit gives 0: the code that it runs can cause both, and must not get
         another attempt for that.
         """
+        for stage in outcome.full_disks:
+            _warn_of_full_disk(self._command, stage, self._max_disk_mb)
         if outcome.fault and not (outcome.was_ended and outcome.results):
             raise EnvFault(f"{self._name}: {outcome.fault}")
         program, *judged = (ProgramResult(**result) for result in outcome.results)
@@ -339,7 +341,7 @@ class AgentProgram:
 
     @property
     def _name(self) -> str:
-        return " ".join(" ".join(self._command).split())[:120]
+        return _describe_command(self._command)
 
 
 class _SandboxFactory:
@@ -436,6 +438,10 @@ def find_reward(output: str) -> float | None:
     return None
 
 
+def _describe_command(command: Sequence[str]) -> str:
+    return " ".join(" ".join(command).split())[:120]
+
+
 def _describe_end(result: ProgramResult, name: str) -> str:
     """Return how a stage failed; "" if it did not."""
     if result.exit_code == 0:
@@ -449,6 +455,14 @@ def _describe_signal(number: int) -> str:
         return f"was killed by {signal.Signals(number).name}"
     except ValueError:
         return f"was killed by signal {number}"
+
+
+@cache
+def _warn_of_full_disk(command: tuple[str, ...], stage: str, max_disk_mb: int) -> None:
+    """Report once for each command that its disk was filled: it may have ended well all the same."""
+    _log.warning(
+        "%s: the %s filled its disk: max_disk_mb = %d (reported once)", _describe_command(command), stage, max_disk_mb
+    )
 
 
 @cache

@@ -53,9 +53,12 @@ def read_model_limits(model: Path, *, max_model_len: int | None) -> ModelLimits:
 
 
 def read_context_length(model: Path, *, max_model_len: int | None) -> int:
-    """Read the context length of the model in `model`, or return `max_model_len` if that is less."""
+    """Read the context length of the model in `model`; `max_model_len` if that is less, or all that is known."""
     path = model / "config.json"
-    context_length = _require_context(read_model_config(path), path)
+    config = read_model_config(path)
+    if config.context_length is None and max_model_len is not None:
+        return max_model_len
+    context_length = _require_context(config, path)
     return min(context_length, max_model_len or context_length)
 
 

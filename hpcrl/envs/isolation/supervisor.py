@@ -80,6 +80,8 @@ class EpisodeOutcome:
     """A ProgramResult for each stage that ended by itself."""
     fault: str = ""
     """Why a stage did not."""
+    full_disks: list[str] = field(default_factory=list)
+    """The names of the stages that left no disk space, whether they failed or not."""
     was_ended: bool = False
     """True if that stage had started, and ended for what it did: it exceeded a limit other than its time, or ended its
     launcher."""
@@ -96,13 +98,19 @@ class StageEnded(StageFault):
 def run_stages(episode: EpisodeStages) -> EpisodeOutcome:
     """Run the stages up to the first that does not end by itself."""
     results: list[dict[str, Any]] = []
+    full_disks: list[str] = []
     try:
         _fill_directories(episode)
         for stage in episode.stages:
-            results.append(_run_stage(Stage(**stage), episode))
+            result = _run_stage(Stage(**stage), episode)
+            if episode.has_fixed_disks and _find_full_disk(episode) and not full_disks:
+                full_disks.append(stage["name"])
+                result["errors"] += f"\nno disk is left of max_disk_mb = {episode.max_disk_mb}"
+            results.append(result)
     except StageFault as fault:
-        return EpisodeOutcome(results=results, fault=str(fault), was_ended=isinstance(fault, StageEnded))
-    return EpisodeOutcome(results=results)
+        was_ended = isinstance(fault, StageEnded)
+        return EpisodeOutcome(results=results, fault=str(fault), was_ended=was_ended, full_disks=full_disks)
+    return EpisodeOutcome(results=results, full_disks=full_disks)
 
 
 def main() -> int:
@@ -192,8 +200,6 @@ def _run_stage(stage: Stage, episode: EpisodeStages) -> dict[str, Any]:
         why = printed[1].decode(errors="replace").strip()[-300:]
         fault = StageEnded if mark else StageFault
         raise fault(f"the sandbox of the {stage.name} ended with code {process.returncode}: {why}") from None
-    if result["exit_code"] != 0 and episode.has_fixed_disks and _find_full_disk(episode):
-        result["errors"] += f"\nno disk is left of max_disk_mb = {episode.max_disk_mb}"
     return result
 
 

@@ -50,6 +50,13 @@ def test_current_families_are_accepted(tmp_path: Path, home: Path, name: str) ->
         ({"rope_scaling": {"rope_type": "yarn"}}, ('train.trainer="megatron"',), "yarn"),
         ({}, ('train.trainer="megatron"',), "lacks a field"),
         ({}, ('model.chat_template="none.jinja"',), r"none\.jinja"),
+        ({"max_position_embeddings": 4096}, ("engine.max_model_len=8192",), r"max_model_len = 8192: .* 4096 tokens"),
+        ({"max_position_embeddings": 4096}, ("rollout.max_new_tokens=5000",), r"max_new_tokens = 5000: .* 4096 tokens"),
+        (
+            {},
+            ("engine.max_model_len=256", "rollout.max_new_tokens=300"),
+            r"max_new_tokens = 300: .* 256 tokens",
+        ),
     ],
 )
 def test_a_model_that_a_job_would_refuse_is_refused(
@@ -59,6 +66,19 @@ def test_a_model_that_a_job_would_refuse_is_refused(
     with pytest.raises(HpcrlError, match=problem) as refused:
         check_model(request_of(model, *settings).recipe)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_position_embeddings": None},
+        {"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    ],
+    ids=["unknown", "stretched"],
+)
+def test_a_context_may_be_set_where_the_model_leaves_it_open(model: Path, home: Path, changes: Any) -> None:
+    change_config(model, **changes)
+    check_model(request_of(model, "engine.max_model_len=8192").recipe)
 
 
 def test_parallelism_that_does_not_divide_the_model_is_refused(model: Path, home: Path) -> None:

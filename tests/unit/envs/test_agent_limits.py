@@ -106,15 +106,18 @@ def test_a_program_without_a_sandbox_that_fills_the_disk_is_ended(template):
 
 
 @needs_bubblewrap
-def test_a_judge_has_space_that_the_program_did_not_fill(template):
+def test_a_judge_has_space_that_the_program_did_not_fill_which_is_reported_once(template, caplog):
     fill = (
         "ask('a')\ntry:\n    with open('big', 'wb') as file:\n"
         "        for _ in range(64): file.write(bytes(1 << 20))\n"
         "except OSError: pass"
     )
     judge = ["python", "-c", "open('own', 'wb').write(bytes(8 << 20))\nopen('/tmp/own', 'w')\nprint(0.5)"]
-    trajectory = play(template, fill, sandbox="bubblewrap", max_disk_mb=16, judge=judge)
-    assert (trajectory.extra, trajectory.turns[-1].reward) == ({}, 0.5)
+    for _ in range(2):
+        trajectory = play(template, fill, sandbox="bubblewrap", max_disk_mb=16, judge=judge)
+        assert (trajectory.extra, trajectory.turns[-1].reward) == ({}, 0.5)
+    (line,) = [record.getMessage() for record in caplog.records if "disk" in record.getMessage()]
+    assert line.endswith("the program filled its disk: max_disk_mb = 16 (reported once)")
 
 
 @needs_bubblewrap
