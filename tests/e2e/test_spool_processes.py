@@ -35,7 +35,7 @@ def consume_all(directory):
     reader = DiskSpoolReader(directory, on_damage=refuse)
     seen = set()
     while len(seen) < NUM_WRITERS * PER_WRITER:
-        for one in reader.take(50):
+        for one in reader.poll():
             assert one.id not in seen
             assert one.token_ids.tolist() == list(range(len(one)))
             seen.add(one.id)
@@ -58,12 +58,11 @@ def consume_until_killed(directory, commit):
     used = read_json(commit) if commit.exists() else []
     reader = DiskSpoolReader(directory, on_damage=refuse, consumed=frozenset(used))
     while True:
-        batch = [one.id for one in reader.take(3)]
-        if batch:
-            used += batch
+        new = [one.id for one in reader.poll()]
+        for start in range(0, len(new), 3):
+            used += new[start : start + 3]
             publish_json(commit, used)
-        else:
-            time.sleep(0.001)
+        time.sleep(0.001)
 
 
 def test_a_consumer_that_is_killed_at_any_moment_uses_everything_once(tmp_path):
