@@ -198,7 +198,7 @@ class EnvWorker:
             await self.rollouts.wait_for_room()
         except asyncio.CancelledError:
             self.accounts.abort_episode(task, index)
-            self.task_queue.discard_envs(task)
+            self.task_queue.end_task(task)
             return
         finally:
             del self.episodes[episode]
@@ -223,7 +223,7 @@ class EnvWorker:
             self.episodes[episode].cancel()
         self._start_episodes(task, outcome.start)
         if outcome.released or outcome.is_lost:
-            self.task_queue.discard_envs(task)
+            self.task_queue.end_task(task)
 
     def _continue_evaluation(self) -> None:
         """Continue the evaluation, if there is one, in the room that training leaves."""

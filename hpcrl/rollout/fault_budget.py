@@ -2,7 +2,8 @@
 
 Only the last MAX_KEPT_ENDINGS endings of a domain count, so that a bad minute weighs the same in an old domain as in a
 new one. After a pause a single group may start, and its first episode to end decides: without a fault the domain is
-open again, with one the next pause is twice as long. The caller supplies the time.
+open again, with one the next pause is twice as long. If that group is cancelled, another may start. The caller
+supplies the time.
 
 Domains may share an environment, as all agent programs do, and each has its own budget: their options differ.
 """
@@ -27,8 +28,8 @@ class _DomainFaults:
     num_pauses: int = 0
     """Pauses since it was last open."""
     closed_until: float = 0.0
-    is_probing: bool = False
-    """True once a pause is over, until the first episode started since has ended."""
+    trial: str | None = None
+    """The group that was started after a pause, until the first of its episodes has ended."""
 
 
 class FaultBudget:
@@ -43,13 +44,19 @@ class FaultBudget:
     def may_start(self, domain: str, *, now: float) -> bool:
         """Return whether a group of this domain may start now."""
         known = self._domains.get(domain)
-        return known is None or (now >= known.closed_until and not known.is_probing)
+        return known is None or (now >= known.closed_until and known.trial is None)
 
-    def record_start(self, domain: str) -> None:
+    def record_start(self, domain: str, *, group: str) -> None:
         """Record that a group has started; after a pause it stays the only one until one of its episodes has ended."""
         known = self._domains.get(domain)
         if known is not None and known.num_pauses:
-            known.is_probing = True
+            known.trial = group
+
+    def record_cancel(self, domain: str, *, group: str) -> None:
+        """Record that a group starts no more episodes; another may be tried if this one has decided nothing."""
+        known = self._domains.get(domain)
+        if known is not None and known.trial == group:
+            known.trial = None
 
     def record_end(self, domain: str, *, fault: bool, now: float) -> float | None:
         """Record the end of an episode; return for how many seconds the domain is paused from now, or None."""
@@ -57,18 +64,18 @@ class FaultBudget:
         if now < known.closed_until:  # it started before the pause, which already accounts for it
             return None
         if known.num_pauses and not fault:
-            known.num_pauses, known.is_probing = 0, False
+            known.num_pauses, known.trial = 0, None
         known.endings.append(fault)
         if not fault or not self._is_over(known):
             return None
         pause_s: float = min(self._first_pause_s * 2**known.num_pauses, MAX_PAUSE_S)
         known.num_pauses += 1
         known.closed_until = now + pause_s
-        known.is_probing = False
+        known.trial = None
         known.endings.clear()
         return pause_s
 
     def _is_over(self, domain: _DomainFaults) -> bool:
-        if domain.is_probing:
+        if domain.trial is not None:
             return True
         return len(domain.endings) >= MIN_SAMPLES and sum(domain.endings) / len(domain.endings) > self._max_fault_share

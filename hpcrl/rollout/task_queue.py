@@ -82,7 +82,7 @@ class TaskQueue:
         if task is None:
             return None
         self._prefetched.remove(task)
-        self._budget.record_start(task.domain)
+        self._budget.record_start(task.domain, group=task.group)
         self._prefetch_tasks(open_domains)
         return task
 
@@ -94,9 +94,10 @@ class TaskQueue:
         """Take an environment for one episode of a task."""
         return await self._pools[task.domain].take(task.seed, self._read_fields(task))
 
-    def discard_envs(self, task: AgentTask) -> None:
-        """Discard the environments of a task of which no more episodes will start."""
+    def end_task(self, task: AgentTask) -> None:
+        """Discard the environments of a task of which no more episodes will start; it decides no pause any more."""
         self._pools[task.domain].forget(task.seed)
+        self._budget.record_cancel(task.domain, group=task.group)
 
     def record_end(self, domain: str, *, fault: bool, now: float) -> float | None:
         """Record how an episode ended; return for how many seconds its domain is paused from now, or None."""

@@ -33,17 +33,17 @@ def test_after_a_pause_one_group_is_tried():
     budget = FaultBudget(max_fault_share=0.5)
     pause_s = paused(budget)
     assert budget.may_start("web", now=pause_s)
-    budget.record_start("web")
+    budget.record_start("web", group="web/1")
     assert not budget.may_start("web", now=pause_s)
 
 
 def test_a_trial_that_gets_through_opens_the_domain():
     budget = FaultBudget(max_fault_share=0.5)
     pause_s = paused(budget)
-    budget.record_start("web")
+    budget.record_start("web", group="web/1")
     budget.record_end("web", fault=False, now=pause_s)
     assert budget.may_start("web", now=pause_s)
-    budget.record_start("web")
+    budget.record_start("web", group="web/1")
     assert budget.may_start("web", now=pause_s)
 
 
@@ -52,7 +52,7 @@ def test_each_failed_trial_doubles_the_pause_up_to_the_longest():
     now, pauses = 0.0, [paused(budget)]
     for _ in range(8):
         now += pauses[-1]
-        budget.record_start("web")
+        budget.record_start("web", group="web/1")
         pauses.append(budget.record_end("web", fault=True, now=now))
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
     assert pauses[-1] == MAX_PAUSE_S
@@ -64,3 +64,13 @@ def test_episodes_started_before_a_pause_do_not_affect_it():
     assert budget.record_end("web", fault=True, now=1.0) is None
     assert budget.record_end("web", fault=False, now=1.0) is None
     assert not budget.may_start("web", now=pause_s - 1)
+
+
+def test_a_trial_whose_group_is_cancelled_lets_another_start():
+    budget = FaultBudget(max_fault_share=0.5)
+    pause_s = paused(budget)
+    budget.record_start("web", group="web/1")
+    budget.record_cancel("web", group="web/0")
+    assert not budget.may_start("web", now=pause_s), "the cancelled group was started before the pause"
+    budget.record_cancel("web", group="web/1")
+    assert budget.may_start("web", now=pause_s)

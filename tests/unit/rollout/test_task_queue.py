@@ -256,6 +256,18 @@ def test_a_domain_whose_environment_fails_is_skipped_and_the_others_continue():
     asyncio.run(run())
 
 
+def test_a_domain_on_trial_is_tried_again_after_its_group_was_cancelled():
+    async def run():
+        plans = agenda(groups_ahead=0)
+        pauses = [plans.record_end("a", fault=True, now=0.0) for _ in range(MIN_SAMPLES)]
+        for _ in range(3):
+            tasks = [plans.take_task(now=pauses[-1]) for _ in range(4)]
+            (trial,) = (task for task in tasks if task.domain == "a")
+            plans.end_task(trial)
+
+    asyncio.run(run())
+
+
 def test_a_domain_that_fails_does_not_pause_another_of_the_same_environment():
     """All agent programs are one environment with different options, of which only one domain's may be wrong."""
     plans = agenda(groups_ahead=0, domain={"env": AGENT_ENV})
