@@ -24,10 +24,10 @@ import msgspec
 from hpcrl.campaign import directory
 from hpcrl.campaign.model_check import MISSING_PACKAGE
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
-from hpcrl.config.recipe import Recipe, load_recipe
+from hpcrl.config.recipe import Recipe, TeacherConfig, load_recipe
 from hpcrl.config.site import Site, load_site
 from hpcrl.config.toml import LayeredTable, find_toml, to_struct
-from hpcrl.envs.task_set import import_task_set
+from hpcrl.envs.task_set import check_conversations, import_conversations, import_task_set
 from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.monitor.job_state import FINAL_JOB_STATES, judge_jobs, read_heartbeats, read_jobs, select_slurm_ids
 from hpcrl.plan.plan import Plan, make_plan
@@ -69,6 +69,8 @@ def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> C
         load_recipe(recipe, settings=recipe_settings), beside=find_toml("recipes", recipe).parent
     )
     loaded_site = load_site(site, settings=site_settings)
+    if loaded_recipe.warmup is not None:
+        check_conversations(loaded_recipe.warmup)
     return CampaignRequest(recipe=loaded_recipe, site=loaded_site, plan=make_plan(loaded_recipe, loaded_site))
 
 
@@ -95,7 +97,9 @@ def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
         path=recipe.model.path and str(expand_user(recipe.model.path).absolute()),
         chat_template=recipe.model.chat_template and resolve(recipe.model.chat_template),
     )
-    return msgspec.structs.replace(recipe, model=model, domains=domains)
+    warmup = recipe.warmup and msgspec.structs.replace(recipe.warmup, path=resolve_all(recipe.warmup.path))
+    teacher = recipe.teacher and TeacherConfig(path=str(expand_user(recipe.teacher.path).absolute()))
+    return msgspec.structs.replace(recipe, model=model, domains=domains, warmup=warmup, teacher=teacher)
 
 
 def preview_script(request: CampaignRequest, *, name: str) -> str:
@@ -152,7 +156,7 @@ def check_model(request: CampaignRequest) -> str:
     path = request.recipe.model.path
     if path is not None and not is_directory(Path(path)):
         return f"model.path = {path!r} is not on this machine, so the model is not checked"
-    if path is None and request.recipe.model.chat_template is None:
+    if path is None and request.recipe.model.chat_template is None and request.recipe.teacher is None:
         return ""
     command = [choose_python(request.site), "-m", "hpcrl.campaign.model_check"]
     try:
@@ -414,7 +418,10 @@ def _write_description(campaign: CampaignDir, request: CampaignRequest) -> None:
 
 
 def _import_task_sets(campaign: CampaignDir, recipe: Recipe) -> None:
-    """Copy the rows of the domains' task sets into the campaign."""
+    """Copy the rows of the domains' task sets, and the conversations of the warm-up, into the campaign."""
+    if recipe.warmup is not None:
+        make_private_dir(campaign.warmup)
+        import_conversations(recipe.warmup, directory=campaign.warmup)
     for name, domain in recipe.domains.items():
         if domain.task_set is not None:
             make_private_dir(campaign.tasks)

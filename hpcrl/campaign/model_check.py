@@ -46,6 +46,7 @@ def check_model(recipe: Recipe) -> None:
     from hpcrl.models.chat_layout import load_chat_layout, load_chat_template
     from hpcrl.models.model_config import read_context_length, read_model_config
 
+    _check_teacher(recipe)
     if recipe.model.path is None:
         if recipe.model.chat_template is not None:
             raise ConfigError("model.chat_template needs model.path: a tiny model has a template already")
@@ -91,6 +92,37 @@ def _check_lengths(recipe: Recipe, context_length: float) -> None:
                 f"{name} = {num_tokens}: prompt and answer together have {limit or context_length:.0f} tokens at most, "
                 "by the model and engine.max_model_len: lower it"
             )
+
+
+def _check_teacher(recipe: Recipe) -> None:
+    """Check that the teacher has the tokens of the model; the trainer of a tiny model checks their number."""
+    if recipe.teacher is None:
+        return
+    path = Path(recipe.teacher.path)
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"teacher.path = {str(path)!r} is not a model directory: it has no config.json")
+    if recipe.model.path is None:
+        return
+    taught, known = (_read_vocabulary(Path(each)) for each in (recipe.model.path, path))
+    different = [token for token, number in taught.items() if known.get(token) != number]
+    if different or len(taught) != len(known):
+        example = min(different or known.keys() - taught.keys(), key=lambda token: (len(token), token))
+        raise ConfigError(
+            f"teacher.path = {str(path)!r} has another vocabulary than model.path ({len(known)} and {len(taught)} "
+            f"tokens; {example!r} is {known.get(example)} and {taught.get(example)}): a teacher scores the model's "
+            "tokens, so choose one of the same family"
+        )
+
+
+def _read_vocabulary(model_dir: Path) -> dict[str, int]:
+    from tokenizers import Tokenizer
+
+    try:
+        return dict(Tokenizer.from_file(str(model_dir / "tokenizer.json")).get_vocab(with_added_tokens=True))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError(
+            f"{model_dir / 'tokenizer.json'} cannot be read ({error}): save the tokenizer again"
+        ) from error
 
 
 def _may_be_program(domain: DomainConfig) -> bool:

@@ -28,6 +28,7 @@ CAMPAIGN/
     endpoints/: one file an engine worker, 0600 (it contains the token)
     model/: architecture and tokenizer, in the format of transformers
     tasks/: the rows of each domain's task set, and where each row is
+    warmup/: the conversations of the warm-up, and the number of its steps that are made
     task-blocks/: one file per block of task numbers that an env worker reserved, such as 0-3
         0-under-way.jsonl: the running groups of env worker 0
         0-rows.json: how far env worker 0 has come in each domain's rows
@@ -131,6 +132,16 @@ class CampaignDir:
     def tasks(self) -> Path:
         """The rows of the domains' task sets."""
         return self.root / "tasks"
+
+    @property
+    def warmup(self) -> Path:
+        """The conversations of a warm-up."""
+        return self.root / "warmup"
+
+    @property
+    def warmup_progress(self) -> Path:
+        """The number of warm-up steps that the trainer has made in its present job."""
+        return self.warmup / "steps"
 
     def task_progress(self, env_index: int) -> Path:
         """Return the file of the rows that env worker `env_index` has used of each domain's task set."""

@@ -385,6 +385,28 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
         return self.kl != "none" and self.kl_in == "reward"
 
 
+class WarmupConfig(ConfigTable, frozen=True, kw_only=True):
+    """Conversations that the first training steps imitate (SFT), before reinforcement learning or in its place."""
+
+    path: str | Annotated[list[str], Meta(min_length=1)]
+    """JSON lines (.jsonl) or Parquet (.parquet), or several such files, found like those of `domains.NAME.tasks`; a
+    row has `messages`, and `tools` where the model is given any."""
+    steps: Count
+    """The steps of `train.num_steps` that are the warm-up; if all are, nothing is played."""
+    conversations_per_step: Count = 32
+    learning_rate: Annotated[float, Meta(gt=0)] | None = None
+    """The learning rate of these steps in place of `train.learning_rate`."""
+    shuffle: bool = True
+    """Another order in each epoch, by the recipe's seed; false: the order of the file."""
+
+
+class TeacherConfig(ConfigTable, frozen=True, kw_only=True):
+    """A model with the same vocabulary that takes the place of the initial model in the KL: distillation."""
+
+    path: str
+    """A directory that transformers can load; every rank of the trainer holds the model."""
+
+
 class EvaluationConfig(ConfigTable, frozen=True, kw_only=True):
     """The periodic evaluation of the newest weights on tasks that are never trained on (docs/learning.md)."""
 
@@ -506,6 +528,8 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
     domains: Annotated[dict[Name, DomainConfig], Meta(min_length=1)]
     rollout: RolloutConfig
     train: TrainConfig
+    warmup: WarmupConfig | None = None
+    teacher: TeacherConfig | None = None
     evaluation: EvaluationConfig = EvaluationConfig()
     metrics: MetricsConfig = MetricsConfig()
     spool: SpoolConfig = SpoolConfig()

@@ -1,6 +1,7 @@
 """The rows of a domain's task set: copied into the campaign at submission, read one at a time in the job.
 
     import_task_set   copy the rows of a domain's files; refuse what is not a row
+    import_conversations, check_conversations    the same for the conversations of a warm-up, and only the check
     TaskRows          the rows of one split of a domain, on disk
     TaskSplit         "train" or "held-out"
     MAX_ROW_BYTES     the limit of one row
@@ -14,20 +15,23 @@ reads, and no process holds the rows or the index in memory.
 import os
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import msgspec
 
-from hpcrl.config.recipe import TaskSetConfig
+from hpcrl.config.recipe import TaskSetConfig, WarmupConfig
 from hpcrl.errors import ConfigError, EnvFault
+from hpcrl.models.conversation_data import parse_conversation
 
 TaskSplit = Literal["train", "held-out"]
 MAX_ROW_BYTES = 8 << 20
 """A message to an environment in another process has at most twice this."""
 ROWS_PER_BATCH = 256
+WARMUP_ROWS = "conversations"
+"""The name of a warm-up's rows, in a directory of their own."""
 _PLACE_FORMAT = struct.Struct("<QQ")
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
@@ -61,6 +65,30 @@ def import_task_set(config: TaskSetConfig, *, domain: str, directory: Path, only
         rows, held_out = rows.split_evenly(config.held_out_rows)
     for split, places in (("train", rows), ("held-out", held_out)):
         (directory / f"{domain}.{split}.index").write_bytes(places.to_bytes())
+
+
+def import_conversations(warmup: WarmupConfig, *, directory: Path) -> None:
+    """Copy the conversations of a warm-up's files to `directory`; raises ConfigError for a row that is not one."""
+    rows = _iterate_conversations(warmup)
+    with (directory / f"{WARMUP_ROWS}.jsonl").open("xb") as out:
+        places = _copy_rows(rows, out, first=0, end=None)
+        out.flush()
+        os.fsync(out.fileno())
+    (directory / f"{WARMUP_ROWS}.train.index").write_bytes(places.to_bytes())
+
+
+def check_conversations(warmup: WarmupConfig) -> int:
+    """Return the number of conversations in a warm-up's files; raises ConfigError for a row that is not one."""
+    return sum(1 for _ in _iterate_conversations(warmup))
+
+
+def _iterate_conversations(warmup: WarmupConfig) -> Iterator[bytes]:
+    rows = _iterate_files(warmup.path, what="warmup.path", check=parse_conversation)
+    first = next(rows, None)
+    if first is None:
+        raise ConfigError(f"warmup.path = {warmup.path!r} has no rows: a row is a line with a JSON object")
+    yield first
+    yield from rows
 
 
 class TaskRows:
@@ -126,16 +154,19 @@ def _copy_rows(rows: Iterator[bytes], out: BinaryIO, *, first: int, end: int | N
     return places
 
 
-def _iterate_files(paths: str | list[str], *, what: str) -> Iterator[bytes]:
-    """Yield the rows of the files as lines of JSON."""
+def _iterate_files(
+    paths: str | list[str], *, what: str, check: Callable[[dict[str, Any]], object] = bool
+) -> Iterator[bytes]:
+    """Yield the rows of the files as lines of JSON; `check` raises ConfigError for a row that cannot be used."""
     for path in [paths] if isinstance(paths, str) else paths:
         try:
-            yield from _iterate_parquet(path, what) if path.endswith(".parquet") else _iterate_lines(path, what)
+            iterate = _iterate_parquet if path.endswith(".parquet") else _iterate_lines
+            yield from iterate(path, what, check)
         except OSError as error:
             raise ConfigError(f"{what} = {path!r} cannot be read: {error.strerror or error}") from error
 
 
-def _iterate_lines(path: str, what: str) -> Iterator[bytes]:
+def _iterate_lines(path: str, what: str, check: Callable[[dict[str, Any]], object]) -> Iterator[bytes]:
     """Yield the lines that have a row; raises ConfigError for a line that is not a JSON object."""
     if not path.endswith((".jsonl", ".ndjson")):
         raise ConfigError(f"{what} = {path!r}: the name must end in .jsonl (a JSON object a line) or .parquet")
@@ -145,10 +176,10 @@ def _iterate_lines(path: str, what: str) -> Iterator[bytes]:
             number += 1
             row = line.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else line.strip()
             if row:
-                yield _check_row(row, f"{what} = {path!r}, line {number}")
+                yield _check_row(row, f"{what} = {path!r}, line {number}", check)
 
 
-def _iterate_parquet(path: str, what: str) -> Iterator[bytes]:
+def _iterate_parquet(path: str, what: str, check: Callable[[dict[str, Any]], object]) -> Iterator[bytes]:
     """Yield the rows of a Parquet file, of which a small part is in memory at a time."""
     try:
         import pyarrow as pa  # noqa: TID251
@@ -162,19 +193,23 @@ def _iterate_parquet(path: str, what: str) -> Iterator[bytes]:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=ROWS_PER_BATCH):
                 for row in batch.to_pylist():
-                    yield _check_row(msgspec.json.encode(row), f"{what} = {path!r}, row {number}")
+                    yield _check_row(msgspec.json.encode(row), f"{what} = {path!r}, row {number}", check)
                     number += 1
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise ConfigError(f"{what} = {path!r} cannot be read as Parquet, row {number}: {error}") from error
 
 
-def _check_row(row: bytes, where: str) -> bytes:
+def _check_row(row: bytes, where: str, check: Callable[[dict[str, Any]], object]) -> bytes:
     if len(row) > MAX_ROW_BYTES:
         raise ConfigError(f"{where} is longer than {MAX_ROW_BYTES >> 20} MiB: put large data into files, and name them")
     try:
-        _decoder.decode(row)
+        fields = _decoder.decode(row)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} is not a JSON object ({error}): {row[:60]!r}; correct or remove it") from None
+    try:
+        check(fields)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     return row
 
 

@@ -259,7 +259,9 @@ class JobDriver:
 
     def _check_progress(self, detector: "StallDetector") -> None:
         """If nothing changes for too long, dump all stacks to the logs and raise: nodes are never held idle."""
-        seen = (self.scoring.num_segments(), versions.find_newest_version(self.campaign.weights))
+        progress = self.campaign.warmup_progress
+        warmed_up = progress.read_text() if progress.exists() else ""
+        seen = (self.scoring.num_segments(), versions.find_newest_version(self.campaign.weights), warmed_up)
         if not detector.has_stalled(seen):
             return
         publish_file(self.job.dump_stacks, "")

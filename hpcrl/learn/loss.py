@@ -1,6 +1,7 @@
 """The policy loss, token by token.
 
     compute_policy_loss         the loss of a micro-batch, from log-probs and entropies
+    compute_imitation_loss      the loss of conversations to imitate, likewise
     TokenInputs, LossSums       its inputs, and its sums over tokens
     logprobs_and_entropy        log-probs and entropies from logits
     compute_correction_weights  the weight of each token for being off-policy
@@ -191,6 +192,21 @@ def compute_policy_loss(
             entropy=entropy_N.detach().sum(),
             ratio_bins=_count_ratio_bins(log_is_N),
         )
+    return loss, sums
+
+
+def compute_imitation_loss(
+    logprobs_N: Tensor, *, entropy_N: Tensor, token_inputs: TokenInputs
+) -> tuple[Tensor, LossSums]:
+    """Compute the cross-entropy of tokens to imitate (SFT): they were not sampled, so no ratio and no clip exist."""
+    loss = -(token_inputs.shares_N * token_inputs.advantages_N * logprobs_N).sum()
+    no_drift_N = torch.zeros_like(logprobs_N.detach())
+    sums = LossSums.zero(logprobs_N.device)._replace(
+        loss=loss.detach(),
+        is_ratio=no_drift_N.exp().sum(),
+        entropy=entropy_N.detach().sum(),
+        ratio_bins=_count_ratio_bins(no_drift_N),
+    )
     return loss, sums
 
 

@@ -103,11 +103,13 @@ class ChatTemplate:
         *,
         tools: Sequence[Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        opens_answer: bool = True,
     ) -> str:
         """Render a conversation as the model receives it; ConfigError if the template refuses it.
 
         `template_kwargs` are variables of the template for this conversation; they override those of the recipe. Tools
-        that the template does not describe are described in the system message.
+        that the template does not describe are described in the system message. Without `opens_answer` the text ends
+        with the last message.
         """
         if self.system is not None and not any(m.get("role") in ("system", "developer") for m in messages):
             messages = [{"role": "system", "content": self.system}, *messages]
@@ -116,7 +118,9 @@ class ChatTemplate:
                 self.form.add_tools(messages, self._guard_all(list(tools)), call_form=self.call_form),
                 None,
             )
-        return self.render_adapted(self.form.adapt(messages), tools=tools, template_kwargs=template_kwargs)
+        return self.render_adapted(
+            self.form.adapt(messages), tools=tools, template_kwargs=template_kwargs, opens_answer=opens_answer
+        )
 
     def render_adapted(
         self,

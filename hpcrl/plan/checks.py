@@ -37,6 +37,8 @@ def check_recipe(recipe: Recipe) -> None:
     _check_evaluation(recipe)
     _check_tasks(recipe)
     _check_pipeline(recipe)
+    _check_warmup(recipe)
+    _check_teacher(recipe)
 
 
 def _check_resources(recipe: Recipe) -> None:
@@ -84,7 +86,7 @@ def _check_algorithm(recipe: Recipe) -> None:
     if train.advantage == "sft":
         raise PlanError(
             'train.advantage = "sft" imitates what the policy sampled itself, and its gradient is zero on average: '
-            "choose an estimator that compares rewards"
+            "choose an estimator that compares rewards, or imitate data with [warmup]"
         )
     problems = (_find_idle_clip(train), _find_idle_kl(train), _find_wrong_drop(train), _find_top_p_conflict(recipe))
     for problem in problems:
@@ -253,6 +255,32 @@ def _check_tasks(recipe: Recipe) -> None:
         raise PlanError(
             f"domains.{name}.tasks has no rows that only evaluations use: set held_out_rows or held_out_path, "
             "or leave the domain out of evaluation.domains"
+        )
+
+
+def _check_warmup(recipe: Recipe) -> None:
+    """Check that the warm-up is a part of the steps, and that each rank has a conversation in each of them."""
+    warmup, train = recipe.warmup, recipe.train
+    if warmup is None:
+        return
+    if warmup.steps > train.num_steps:
+        raise PlanError(
+            f"warmup.steps = {warmup.steps} are more than train.num_steps = {train.num_steps}, which includes them: "
+            "lower the first or raise the second"
+        )
+    num_shares = recipe.resources.train.num_workers // (train.tensor_parallel * train.pipeline_parallel)
+    if warmup.conversations_per_step < num_shares:
+        raise PlanError(
+            f"warmup.conversations_per_step = {warmup.conversations_per_step} for {num_shares} ranks: raise it to "
+            f"{num_shares} or more"
+        )
+
+
+def _check_teacher(recipe: Recipe) -> None:
+    if recipe.teacher is not None and recipe.train.kl == "none":
+        raise PlanError(
+            'teacher is set and train.kl is "none", so nothing would use it: set train.kl = "k1" and kl_in = "reward", '
+            "and train.kl_coef, its weight beside the reward"
         )
 
 

@@ -9,4 +9,5 @@ reward          score finished segments
 serve           serve an engine, for prefill or decode
 train           train and publish weights
 train_queue     trajectories that wait to be trained on
+warmup          conversations of a data file, for the first steps
 """

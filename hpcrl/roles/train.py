@@ -35,8 +35,10 @@ from hpcrl.learn.evaluations import EvaluationStore, find_version_score, is_roun
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.train_queue import TrainQueue
+from hpcrl.roles.warmup import WarmupData
 from hpcrl.spool.rows import TRAINED, count_by_fate
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
+from hpcrl.system.files import publish_file
 from hpcrl.system.network import find_bind_address
 from hpcrl.system.variables import TRAINER_START_VARIABLE
 from hpcrl.trainers import checkpoint
@@ -67,17 +69,24 @@ def run(context: WorkerContext) -> int:
             _make_model(context)
         world.wait()
         rank_trainer = _make_trainer(context, world)
+        warmup = _open_warmup(context)
         if world.rank:
             store = open_shard_store(rank_trainer, _find_window_key(context), job=context.job)
-            follow_orders(rank_trainer, train=context.recipe.train, spool=context.campaign.spool("scored"), store=store)
+            spool = context.campaign.spool("scored")
+            follow_orders(rank_trainer, train=context.recipe.train, spool=spool, store=store, warmup=warmup)
             return EXIT_DONE
-        return _run_leader(context, rank_trainer)
+        return _run_leader(context, rank_trainer, warmup)
     finally:
         leave_world(world)
 
 
-def _run_leader(context: WorkerContext, rank_trainer: RankTrainer) -> int:
-    training_loop = TrainingLoop.start_or_resume(context, rank_trainer)
+def _open_warmup(context: WorkerContext) -> WarmupData | None:
+    recipe = context.recipe
+    return None if recipe.warmup is None else WarmupData(context.campaign, recipe, recipe.warmup)
+
+
+def _run_leader(context: WorkerContext, rank_trainer: RankTrainer, warmup: WarmupData | None) -> int:
+    training_loop = TrainingLoop.start_or_resume(context, rank_trainer, warmup=warmup)
     while training_loop.step < context.recipe.train.num_steps:
         if context.draining:
             training_loop.finish()
@@ -113,7 +122,10 @@ def _make_trainer(context: WorkerContext, world: World) -> RankTrainer:
         from hpcrl.trainers.megatron.trainer import MegatronTrainer  # needs a package that not every site has
 
         return MegatronTrainer(model, recipe.train, seed=recipe.seed, temperature=temperature, world=world)
-    return TorchTrainer(model, recipe.train, seed=recipe.seed, temperature=temperature, world=world)
+    reference = None if recipe.teacher is None else Path(recipe.teacher.path)
+    return TorchTrainer(
+        model, recipe.train, seed=recipe.seed, temperature=temperature, world=world, reference_dir=reference
+    )
 
 
 def _make_model(context: WorkerContext) -> None:
@@ -144,6 +156,7 @@ class TrainingLoop:
     step: int
     version: int
     saved_step: int
+    warmup: WarmupData | None = None
     num_skipped: int = 0
     """Steps in a row that changed nothing."""
     num_flat_groups: Counter[str] = field(default_factory=Counter)
@@ -160,8 +173,13 @@ class TrainingLoop:
     waiting_since: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def start_or_resume(cls, context: WorkerContext, rank_trainer: RankTrainer) -> "TrainingLoop":
-        """Start from the newest complete checkpoint or from the initial weights; then publish a version if needed."""
+    def start_or_resume(
+        cls, context: WorkerContext, rank_trainer: RankTrainer, *, warmup: WarmupData | None = None
+    ) -> "TrainingLoop":
+        """Start from the newest complete checkpoint or from the initial weights; then publish a version if needed.
+
+        The first version is of the weights after the warm-up: nothing is played before.
+        """
         campaign = context.campaign
         consumed, step, version = ConsumedTrajectories(), 0, 0
         found = checkpoint.find_newest(
@@ -172,7 +190,7 @@ class TrainingLoop:
             manifest, consumed = checkpoint.read_checkpoint(found)
             step, version = manifest.step, manifest.version
         train_queue = TrainQueue(context, consumed=consumed)
-        leader = _make_leader(context, rank_trainer, train_queue) if rank_trainer.world.size > 1 else None
+        leader = _make_leader(context, rank_trainer, train_queue, warmup) if rank_trainer.world.size > 1 else None
         publisher = _make_publisher(context, leader)
         trainer: Trainer = leader or rank_trainer
         if found is not None:
@@ -189,8 +207,11 @@ class TrainingLoop:
             step=step,
             version=version,
             saved_step=step if found is not None else -1,
+            warmup=warmup,
         )
         training_loop.train_queue.recover()
+        if training_loop.is_warming_up:
+            return training_loop
         newest = publisher.newest_version()
         if newest != version or publisher.newest_readable() != version:
             # Version numbers never decrease: versions published after the checkpoint are obsolete, so take a new one.
@@ -199,9 +220,35 @@ class TrainingLoop:
             publisher.persist()
         return training_loop
 
+    @property
+    def is_warming_up(self) -> bool:
+        """Return whether the next step is one of the warm-up."""
+        return self.warmup is not None and self.warmup.covers(self.step + 1)
+
+    def warm_up(self, warmup: WarmupData) -> None:
+        """Make one step of the warm-up; after the last one, publish the version that episodes start with."""
+        conversations = warmup.choose(self.step + 1)
+        metrics = self.trainer.train_step(conversations, step=self.step + 1, version=self.version, train=warmup.train)
+        self.step += 1
+        publish_file(self.context.campaign.warmup_progress, str(self.step))
+        no_rewards = {"reward_mean": None, "reward_std": None, "num_flat_groups": 0, "lag_mean": 0.0, "lag_max": 0}
+        metrics = msgspec.structs.replace(metrics, **no_rewards, lags={})
+        self.context.events.emit(StepFinished(**msgspec.structs.asdict(metrics), mfu=self.compute_mfu(metrics)))
+        self.check_skipped(metrics)
+        if not self.is_warming_up:
+            newest = self.publisher.newest_version()
+            self.version = self.version if newest is None else max(self.version, newest + 1)
+            self.publish()
+        if not self.is_warming_up or self.step % self.context.recipe.train.checkpoint_every_steps == 0:
+            self.start_checkpoint()
+        self.waiting_since = time.monotonic()
+
     def try_step(self) -> bool:
         """Make one step; return False if there are not enough groups for it."""
         recipe = self.context.recipe
+        if self.warmup is not None and self.is_warming_up:
+            self.warm_up(self.warmup)
+            return True
         choice = self.train_queue.choose(version=self.version)
         if choice.stale:
             lost: Counter[str] = Counter()
@@ -355,7 +402,9 @@ def _make_checkpoint_score(context: WorkerContext) -> Callable[[checkpoint.Check
     return lambda manifest: find_version_score(manifest.version, results, every=every)
 
 
-def _make_leader(context: WorkerContext, rank_trainer: RankTrainer, stock: TrainQueue) -> RankLeader:
+def _make_leader(
+    context: WorkerContext, rank_trainer: RankTrainer, stock: TrainQueue, warmup: WarmupData | None
+) -> RankLeader:
     return RankLeader(
         rank_trainer,
         train=context.recipe.train,
@@ -364,6 +413,7 @@ def _make_leader(context: WorkerContext, rank_trainer: RankTrainer, stock: Train
         checkpoints=context.campaign.checkpoints,
         segment_of=stock.segment_of,
         upcoming=stock.preview_choice,
+        warmup=warmup,
     )
 
 

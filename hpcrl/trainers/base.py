@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import torch
 
+from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import LossSums
@@ -107,8 +108,13 @@ class RankSnapshot:
 class Trainer(Protocol):
     """The owner of the weights, as the train role sees it: one rank, or rank 0 for all of them (`RankLeader`)."""
 
-    def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
-        """Train on whole groups. A loss or gradient that is not finite leaves the weights as they were."""
+    def train_step(
+        self, trajectories: Sequence[Trajectory], *, step: int, version: int, train: TrainConfig | None = None
+    ) -> StepMetrics:
+        """Train on whole groups. A loss or gradient that is not finite leaves the weights as they were.
+
+        `train` has the settings of this step, where they differ from those of the recipe (a warm-up's).
+        """
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the weights by their names in the model directory; they may change with the next step."""
@@ -147,6 +153,9 @@ class RankTrainer(Trainer, Protocol):
 
     @property
     def vocabulary_size(self) -> int: ...
+
+    def use_settings(self, train: TrainConfig) -> None:
+        """Use the settings of the step that starts; a warm-up has others than reinforcement learning."""
 
     def prepare_minibatches(self, minibatches: list[list[MicroBatch]]) -> list[PreparedMinibatch]:
         """Give every rank the same number of micro-batches, and compute what is needed before the weights change."""

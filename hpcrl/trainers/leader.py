@@ -8,6 +8,7 @@
     Together            the state of all ranks, written in the background
     leave_state         write one rank's part of a checkpoint
     fetch_trajectories  trajectories of the spool by their ids
+    WarmupSource        what ranks need of the steps that do not train on the spool
 
 Every rank maps its own rows from the spool. Rank 0 predicts what the next step will train on from the trajectories
 that already wait, and each rank reads its part of the prediction. If it was right the rows are ready, else they are
@@ -20,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -45,6 +46,19 @@ from hpcrl.weights.window.file import WindowKey
 
 MinibatchRows = list[list[TrainingRow]]
 """The rows of each minibatch."""
+
+
+class WarmupSource(Protocol):
+    """The data of steps that do not train on the spool: every rank reads its own (`hpcrl.roles.warmup`)."""
+
+    train: TrainConfig
+    """The settings of these steps."""
+
+    def covers(self, step: int) -> bool:
+        """Return whether a step is one of them."""
+
+    def fetch(self, items: Sequence[ShareItem]) -> list[Trajectory]:
+        """Return the trajectories of a share's items."""
 
 
 class RowPrefetcher:
@@ -154,11 +168,14 @@ class RankLeader:
         checkpoints: Path,
         segment_of: Callable[[Trajectory], str],
         upcoming: Callable[[int], Sequence[Trajectory]],
+        warmup: WarmupSource | None = None,
     ) -> None:
         """Prepare to lead; `segment_of` returns the segment of the spool that holds a trajectory.
 
-        `upcoming` predicts what the step that starts from a version will train on; all ranks prefetch it.
+        `upcoming` predicts what the step that starts from a version will train on; all ranks prefetch it. All ranks
+        have the same `warmup`.
         """
+        self._warmup = warmup
         self._segment_of = segment_of
         self._upcoming = upcoming
         self._trainer = trainer
@@ -169,25 +186,29 @@ class RankLeader:
         self._last_order_s = time.monotonic()
         self._prefetcher = _make_prefetcher(trainer, train=train, spool=spool)
 
-    def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
+    def train_step(
+        self, trajectories: Sequence[Trajectory], *, step: int, version: int, train: TrainConfig | None = None
+    ) -> StepMetrics:
+        source = _choose_source(self._warmup, step)
         return train_step(
             self._trainer,
             trajectories,
-            train=self._train,
+            train=train or self._train,
             seed=self._seed,
             step=step,
             version=version,
             read_rows=lambda dealt: self._distribute_rows(dealt, step=step, version=version),
-            segment_of=self._segment_of,
+            segment_of=self._segment_of if source is None else lambda _: "",
         )
 
     def _distribute_rows(self, step_shares: StepShares, *, step: int, version: int) -> list[list[TrainingRow]]:
         """Send every rank its share and the prediction for the next step; return rank 0's own rows."""
-        next_shares = self._predict_shares(step=step + 1, version=version + 1)
+        source = _choose_source(self._warmup, step)
+        next_shares = self._predict_shares(step=step + 1, version=version + 1) if source is None else []
         self._send_order(
             RankOrder(do="learn", step=step, skipped=step_shares.skipped, shares=step_shares.shares, ahead=next_shares)
         )
-        return _take_rows(self._prefetcher, step_shares.shares, next_shares, share=self._trainer.share)
+        return _take_rows(self._prefetcher, step_shares.shares, next_shares, share=self._trainer.share, source=source)
 
     def _predict_shares(self, *, step: int, version: int) -> list[RankShare]:
         """Predict the shares of the next step; empty without waiting trajectories or after the last step.
@@ -252,7 +273,14 @@ class RankLeader:
         self._last_order_s = time.monotonic()
 
 
-def follow_orders(trainer: RankTrainer, *, train: TrainConfig, spool: Path, store: ShardStore | None = None) -> None:
+def follow_orders(
+    trainer: RankTrainer,
+    *,
+    train: TrainConfig,
+    spool: Path,
+    store: ShardStore | None = None,
+    warmup: WarmupSource | None = None,
+) -> None:
     """Follow the orders of rank 0 until the end; `store` is this rank's shard store, where there is one."""
     executor, pending_write = ThreadPoolExecutor(1, "checkpoint"), None
     prefetcher = _make_prefetcher(trainer, train=train, spool=spool)
@@ -260,8 +288,10 @@ def follow_orders(trainer: RankTrainer, *, train: TrainConfig, spool: Path, stor
         order = msgspec.json.decode(trainer.world.broadcast(b""), type=RankOrder)
         match order.do:
             case "learn":
-                rows = _take_rows(prefetcher, order.shares, order.ahead, share=trainer.share)
-                learn_minibatches(trainer, rows, train=train, step=order.step, skipped=order.skipped)
+                source = _choose_source(warmup, order.step)
+                rows = _take_rows(prefetcher, order.shares, order.ahead, share=trainer.share, source=source)
+                settings = train if source is None else source.train
+                learn_minibatches(trainer, rows, train=settings, step=order.step, skipped=order.skipped)
             case "tensors":
                 trainer.tensors()
             case "stage" | "leave":
@@ -306,10 +336,22 @@ def _make_prefetcher(trainer: RankTrainer, *, train: TrainConfig, spool: Path) -
     return RowPrefetcher(read)
 
 
+def _choose_source(warmup: WarmupSource | None, step: int) -> WarmupSource | None:
+    """Return the warm-up if the step is part of it."""
+    return warmup if warmup is not None and warmup.covers(step) else None
+
+
 def _take_rows(
-    prefetcher: RowPrefetcher, shares: list[RankShare], next_shares: list[RankShare], *, share: int
-) -> list[list[TrainingRow]]:
-    """Return a rank's rows of this step and start to read those of the next."""
+    prefetcher: RowPrefetcher,
+    shares: list[RankShare],
+    next_shares: list[RankShare],
+    *,
+    share: int,
+    source: WarmupSource | None,
+) -> MinibatchRows:
+    """Return a rank's rows of this step, from the source if there is one, and start to read those of the next."""
+    if source is not None:
+        return load_share_rows(shares[share], fetch=source.fetch, train=source.train)
     rows = prefetcher.rows(shares[share])
     prefetcher.start(next_shares[share] if next_shares else [])
     return rows

@@ -22,6 +22,7 @@ from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import (
     LossSums,
     TokenInputs,
+    compute_imitation_loss,
     compute_kl_costs,
     compute_policy_loss,
     compute_token_shares,
@@ -60,6 +61,9 @@ def compute_micro_batch_loss(
     max_length: int,
 ) -> tuple[Tensor, LossSums]:
     """Compute the loss to differentiate; a token's share does not depend on its micro-batch or rank."""
+    imitates = train.advantage == "sft"
+    if imitates:  # data was not sampled at the rollout's temperature
+        temperature = 1.0
     logprobs_N, entropy_N = logprobs_and_entropy(logits_NV, micro.targets_N, temperature=temperature, train=train)
     proximal_N = micro.behaviour_N if train.proximal == "behaviour" else prior.proximal_N
     token_inputs = TokenInputs(
@@ -76,6 +80,8 @@ def compute_micro_batch_loss(
         ),
         reference_N=prior.reference_N,
     )
+    if imitates:
+        return compute_imitation_loss(logprobs_N, entropy_N=entropy_N, token_inputs=token_inputs)
     return compute_policy_loss(logprobs_N, entropy_N=entropy_N, token_inputs=token_inputs, train=train)
 
 

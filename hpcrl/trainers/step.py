@@ -79,6 +79,7 @@ def learn_minibatches(
 
     `minibatch_rows` are this rank's rows of each minibatch; every rank passes the same number of minibatches.
     """
+    trainer.use_settings(train)
     rate = compute_learning_rate(step, train=train, peak=train.learning_rate)
     result = LearnResult(LossSums.zero(trainer.world.device), skipped=skipped, learning_rate=rate)
     if skipped is not None:

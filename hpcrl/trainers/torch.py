@@ -11,12 +11,14 @@ generator state. Many ranks give the same numbers up to the order of sums.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpcrl.config.recipe import TrainConfig
+from hpcrl.errors import TrainError
 from hpcrl.learn.advantage import STEP_ESTIMATORS
 from hpcrl.learn.batch import MicroBatch, empty_micro_batch
 from hpcrl.learn.loss import LossSums, compute_log_distribution, gather_logprobs
@@ -48,9 +50,13 @@ class TorchTrainer:
         seed: int = 0,
         temperature: float = 1.0,
         world: World = SINGLE_RANK,
+        reference_dir: Path | None = None,
     ) -> None:
-        """Load the model; `temperature` is the rollout's: the stored log-probs were computed under it."""
-        self._train = train
+        """Load the model; `temperature` is the rollout's: the stored log-probs were computed under it.
+
+        The reference of the KL is the model in `reference_dir` if there is one, else the initial model.
+        """
+        self._recipe_train = self._train = train
         self._seed = seed
         self._temperature = temperature
         self.world = world
@@ -61,7 +67,7 @@ class TorchTrainer:
             prefix = torch_model.ADAPTER_PREFIX
         self._policy = TrainedModel(module, train=train, world=world, learning_rate=train.learning_rate, prefix=prefix)
         self._critic = Critic(model_dir, train=train, world=world) if train.advantage == "gae" else None
-        self._reference = None if train.kl == "none" else load_causal(model_dir).to(world.device).eval()
+        self._reference = None if train.kl == "none" else self._load_reference(reference_dir or model_dir)
 
     @property
     def num_shares(self) -> int:
@@ -82,11 +88,18 @@ class TorchTrainer:
         """The positions that the model can read."""
         return int(self._config.max_position_embeddings)
 
-    def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
-        read_rows = make_row_reader(trajectories, share=self.share, train=self._train)
+    def train_step(
+        self, trajectories: Sequence[Trajectory], *, step: int, version: int, train: TrainConfig | None = None
+    ) -> StepMetrics:
+        train = train or self._recipe_train
+        read_rows = make_row_reader(trajectories, share=self.share, train=train)
         return train_step(
-            self, trajectories, train=self._train, seed=self._seed, step=step, version=version, read_rows=read_rows
+            self, trajectories, train=train, seed=self._seed, step=step, version=version, read_rows=read_rows
         )
+
+    def use_settings(self, train: TrainConfig) -> None:
+        """Use the settings of the step that starts."""
+        self._train = train
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the whole weights on every rank; where they are sharded, all ranks must call this together."""
@@ -149,7 +162,7 @@ class TorchTrainer:
                 [subtract_kl_costs(micro, prior, train=self._train) for micro, prior in zip(part, known, strict=True)]
                 for part, known in zip(minibatches, priors, strict=True)
             ]
-        if self._critic is not None:
+        if self._critic is not None and self._train.advantage == "gae":
             minibatches = self._critic.add_advantages(minibatches)
         elif self._train.has_kl_reward and self._train.advantage in STEP_ESTIMATORS:
             minibatches = normalize_advantages(minibatches, world=self.world)
@@ -189,16 +202,26 @@ class TorchTrainer:
 
     def train_critic(self, number: int, *, totals: MinibatchTotals, step: int) -> float | None:
         """Make the critic's optimizer step on minibatch `number` and return its loss, None without a critic."""
-        if self._critic is None:
+        if self._critic is None or self._train.advantage != "gae":
             return None
         return self._critic.learn(number, num_tokens=totals.num_tokens, step=step)
+
+    def _load_reference(self, directory: Path) -> Any:
+        reference = load_causal(directory).to(self.world.device).eval()
+        if (num := int(reference.config.vocab_size)) != self.vocabulary_size:
+            raise TrainError(
+                f"teacher.path = {str(directory)!r} has {num} tokens and the model {self.vocabulary_size}: a teacher "
+                "needs the same vocabulary"
+            )
+        return reference
 
     def _prior_logprobs(self, micro: MicroBatch, *, policy_moves: bool) -> PriorLogprobs:
         """Compute the prior log-probs; the proximal ones only where rewards or a later optimizer step need them."""
         with torch.no_grad():
             wanted = (policy_moves or self._train.has_kl_reward) and self._train.proximal == "recomputed"
             proximal_N = self._logprobs(micro) if wanted else None
-            reference_N = self._logprobs(micro, model=self._reference) if self._reference is not None else None
+            compares = self._reference is not None and self._train.kl != "none"
+            reference_N = self._logprobs(micro, model=self._reference) if compares else None
         return PriorLogprobs(proximal_N, reference_N)
 
     def _logprobs(self, micro: MicroBatch, *, model: torch.nn.Module | TrainedModel | None = None) -> Tensor:

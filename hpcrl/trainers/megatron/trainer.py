@@ -52,7 +52,7 @@ class MegatronTrainer:
         """Load the model; `temperature` is the rollout's: the stored log-probs were computed under it."""
         if (problem := find_megatron_conflict(train)) is not None:
             raise TrainError(problem)
-        self._train = train
+        self._recipe_train = self._train = train
         self._seed = seed
         self._temperature = temperature
         self.world = world
@@ -80,11 +80,18 @@ class MegatronTrainer:
         """The positions that the model can read."""
         return int(self._model_part.config.max_position_embeddings)
 
-    def train_step(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> StepMetrics:
-        read_rows = make_row_reader(trajectories, share=self.share, train=self._train)
+    def train_step(
+        self, trajectories: Sequence[Trajectory], *, step: int, version: int, train: TrainConfig | None = None
+    ) -> StepMetrics:
+        train = train or self._recipe_train
+        read_rows = make_row_reader(trajectories, share=self.share, train=train)
         return train_step(
-            self, trajectories, train=self._train, seed=self._seed, step=step, version=version, read_rows=read_rows
+            self, trajectories, train=train, seed=self._seed, step=step, version=version, read_rows=read_rows
         )
+
+    def use_settings(self, train: TrainConfig) -> None:
+        """Use the settings of the step that starts."""
+        self._train = train
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the whole weights on every rank; all ranks must call this together."""

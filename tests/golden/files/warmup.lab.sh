@@ -1,0 +1,50 @@
+#!/bin/bash
+#SBATCH --job-name=hpcrl-warmup-1
+#SBATCH --time=00:20:00
+#SBATCH --export=ALL
+#SBATCH --signal=B:USR2@60
+#SBATCH --output=/scratch/someone/hpcrl/warmup-1/jobs/000/logs/batch.log
+#SBATCH --open-mode=append
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=3
+#SBATCH --partition=env
+#SBATCH --mem=7G
+#SBATCH hetjob
+#SBATCH --job-name=hpcrl-warmup-1
+#SBATCH --time=00:20:00
+#SBATCH --export=ALL
+#SBATCH --signal=B:USR2@60
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=1
+#SBATCH --partition=prefill
+#SBATCH --mem=4G
+#SBATCH --gres=gpu:h100:1
+#SBATCH hetjob
+#SBATCH --job-name=hpcrl-warmup-1
+#SBATCH --time=00:20:00
+#SBATCH --export=ALL
+#SBATCH --signal=B:USR2@60
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=1
+#SBATCH --partition=decode
+#SBATCH --mem=4G
+#SBATCH --gres=gpu:h20:1
+#SBATCH hetjob
+#SBATCH --job-name=hpcrl-warmup-1
+#SBATCH --time=00:20:00
+#SBATCH --export=ALL
+#SBATCH --signal=B:USR2@60
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=1
+#SBATCH --partition=train
+#SBATCH --mem=4G
+#SBATCH --gres=gpu:h100:1
+
+set -eu
+umask 077
+
+exec /opt/hpcrl/bin/python -m hpcrl.job.driver /scratch/someone/hpcrl/warmup-1 0

@@ -1,0 +1,81 @@
+"""Distillation: a student moves to its teacher along its own samples, and another vocabulary is refused."""
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.campaign.model_check import check_model
+from hpcrl.config.recipe import ModelConfig, TeacherConfig, TinyModel, TrainConfig, load_recipe
+from hpcrl.errors import ConfigError, TrainError
+from hpcrl.models.tiny import make_tiny_model
+from hpcrl.testing.model_templates import FAMILIES, save_family
+from hpcrl.trainers.torch import TorchTrainer
+from tests.support.learners import make_model
+from tests.support.trajectories import make_trajectory
+
+TRAIN = TrainConfig(
+    num_steps=100, groups_per_step=1, learning_rate=2e-2, kl="k1", kl_in="reward", kl_coef=1.0, correction="none"
+)
+PROMPT = 5
+
+
+def distribution(model):
+    return torch.log_softmax(model(torch.tensor([[PROMPT]])).logits[0, -1].detach().double(), -1)
+
+
+def sample(trainer, generator):
+    """Return a group of answers of one token; all have the same reward."""
+    chances = distribution(trainer._policy).exp()
+    drawn = torch.multinomial(chances, 32, replacement=True, generator=generator)
+    return [
+        make_trajectory(
+            f"t/0/{index}",
+            turns=[],
+            reward=0.0,
+            token_ids=[PROMPT, int(token)],
+            loss_mask=[False, True],
+            logprobs=np.array([0.0, float(chances[token].log())]),
+        )
+        for index, token in enumerate(drawn)
+    ]
+
+
+def test_a_student_reaches_its_teacher_along_its_own_samples(tmp_path):
+    torch.set_num_threads(1)
+    student_dir, teacher_dir = make_model(tmp_path / "student"), make_model(tmp_path / "teacher", seed=1)
+    trainer = TorchTrainer(student_dir, TRAIN, reference_dir=teacher_dir)
+    teacher = distribution(trainer._reference)
+    generator = torch.Generator().manual_seed(0)
+
+    def distance():
+        student = distribution(trainer._policy)
+        return float((student.exp() * (student - teacher)).sum())
+
+    before = distance()
+    for step in range(1, 26):
+        assert trainer.train_step(sample(trainer, generator), step=step, version=0).skipped is None
+    assert distance() < before / 4
+
+
+def test_a_teacher_of_another_size_of_vocabulary_is_refused_by_the_trainer(tmp_path):
+    make_tiny_model(tmp_path / "teacher", TinyModel(), seed=0)
+    with pytest.raises(TrainError, match="has 100 tokens and the model 32"):
+        TorchTrainer(make_model(tmp_path / "student"), TRAIN, reference_dir=tmp_path / "teacher")
+
+
+def test_a_teacher_with_other_tokens_is_refused_at_plan(tmp_path):
+    paths = [save_family(tmp_path / name, FAMILIES[name]) for name in ("Qwen2.5", "Gemma-3")]
+    (paths[1] / "config.json").write_text("{}")
+    recipe = msgspec.structs.replace(
+        load_recipe("quickstart"),
+        model=ModelConfig(path=str(paths[0])),
+        teacher=TeacherConfig(path=str(paths[1])),
+    )
+    with pytest.raises(
+        ConfigError, match=r"teacher.path = .* has another vocabulary than model.path \(\d+ and \d+ tok"
+    ):
+        check_model(recipe)
+    missing = msgspec.structs.replace(recipe, teacher=TeacherConfig(path=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"is not a model directory: it has no config\.json"):
+        check_model(missing)
