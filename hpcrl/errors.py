@@ -12,6 +12,7 @@
     │   ├── EngineRefusedError  the engine is full: the request is offered to the next one
     │   └── EngineAnswerError   the response of the engine is not valid
     ├── EnvFault          the environment's infrastructure failed: retried, never scored
+    │   └── PolicyFailure  what the policy did made its episode fail: an outcome with a reward
     └── TrainError        training cannot continue
 
 The command line prints the message alone and exits with 2; anything else is a bug and keeps its traceback.
@@ -64,6 +65,14 @@ class EngineAnswerError(EngineError):
 
 class EnvFault(HpcrlError):
     """The environment's infrastructure failed; the episode is retried and never scored."""
+
+
+class PolicyFailure(EnvFault):
+    """What the policy did made its episode fail: an outcome (hpcrl.spool.outcome), unless nothing was generated yet."""
+
+    def __init__(self, outcome: str, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
 
 
 class TrainError(HpcrlError):

@@ -101,6 +101,8 @@ class EpisodesCounted(CampaignEvent, frozen=True, kw_only=True, tag="episodes"):
     evicted: NonNegativeCount = 0
     by_domain: dict[str, dict[str, int]] = {}
     """Ended episodes by domain and status."""
+    outcomes: dict[str, dict[str, int]] = {}
+    """Ended episodes by domain and outcome (hpcrl.spool.outcome)."""
     token_fates: dict[str, dict[str, int]] = {}
     """Tokens generated in ended episodes, by domain and what became of them: `trained` if they were left to training,
     else the reason: a status (`aborted-stale`, ...), or why a turn is masked (`spool.record.MASK_REASONS`)."""
@@ -144,6 +146,8 @@ class SegmentScored(CampaignEvent, frozen=True, kw_only=True, tag="scored"):
     reward_mean: float | None = None
     rewards: dict[str, list[float]] = {}
     """Rewards by domain."""
+    reward_errors: dict[str, int] = {}
+    """How many of them are `on_reward_error`, since the reward function failed, by domain."""
 
 
 class VersionPublished(CampaignEvent, frozen=True, kw_only=True, tag="published"):
@@ -266,6 +270,8 @@ class EvaluationFinished(CampaignEvent, frozen=True, kw_only=True, tag="evaluati
     oldest: int | None = None
     """Oldest version that generated any of it."""
     newest: int | None = None
+    outcomes: dict[str, dict[str, int]] = {}
+    """All episodes that were started, by domain and outcome (hpcrl.spool.outcome)."""
 
 
 class SegmentsRetired(CampaignEvent, frozen=True, kw_only=True, tag="retired"):

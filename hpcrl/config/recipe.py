@@ -20,6 +20,8 @@ UserCode = Annotated[str, Meta(pattern=USER_CODE_PATTERN)]
 """`package.module:name`, importable where the workers run."""
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 RoleName = Literal["env", "prefill", "decode", "reward", "train"]
+FailureReward = Annotated[float, Meta(ge=-1e6, le=1e6)] | Literal["score", "fault"]
+"""A reward; "score": what the reward function says of the episode as it is; "fault": retried, and never scored."""
 Affinity = Literal["compute", "bandwidth", "cpu"]
 RolloutMode = Literal["async", "one-step-off", "sync"]
 ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "reward", "train")
@@ -110,6 +112,17 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     """Limit of the whole episode: all its attempts, including generation."""
     env_retries: CountOrZero = 2
     """Restarts of an episode after infrastructure faults."""
+    on_timeout: FailureReward = 0.0
+    """Reward of an episode whose step, program or whole time was too long; "score": that of the reward function;
+    "fault": it is restarted, and never scored."""
+    on_exit: FailureReward = 0.0
+    """Reward of an episode whose program, after a turn at least, exited with an error or reported no reward."""
+    on_max_turns: FailureReward = "score"
+    """Reward of an episode that used up `max_turns`."""
+    on_overflow: FailureReward = "score"
+    """Reward of an episode whose conversation filled the model's context."""
+    on_reward_error: Annotated[float, Meta(ge=-1e6, le=1e6)] | Literal["fault"] = 0.0
+    """Reward of an episode whose judge or reward function raised an error, or returned what is not a finite number."""
 
     @property
     def task_set(self) -> TaskSetConfig | None:

@@ -44,7 +44,8 @@ from hpcrl.envs.isolation.sandbox import (
     wrap_with_disks,
 )
 from hpcrl.envs.isolation.supervisor import EpisodeOutcome, EpisodeStages, Stage
-from hpcrl.errors import ConfigError, EnvFault
+from hpcrl.errors import ConfigError, EnvFault, PolicyFailure
+from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
 
 INSIDE_PORT = 8000
 """The port of the model on the loopback of a sandbox, which is private to it."""
@@ -186,7 +187,10 @@ class AgentProgram:
                     raise ConfigError(f"AgentProgram: {found}")
 
     async def run(self, seed: int, access: ModelAccess, task: TaskFields | None = None) -> float | None:
-        """Run the program and return its reward, or None if it printed none; raises EnvFault if it fails."""
+        """Run the program and return its reward, or None if it printed none.
+
+        Raises PolicyFailure if the program or its judge fails, EnvFault if one cannot be started.
+        """
         fields = {"seed": seed, **self._task, **(task or {})}
         image = directory = None
         if self._image is not None:
@@ -298,35 +302,33 @@ class AgentProgram:
             raise EnvFault(f"{self._name}: its supervisor ended with {process.returncode}: {why}") from None
 
     def _read_outcome(self, outcome: EpisodeOutcome) -> float | None:
-        """Return the reward; raises EnvFault for stages that failed.
+        """Return the reward; raises PolicyFailure for stages that failed, and EnvFault for those that did not start.
 
-        A judge that was killed or exceeded a limit gives 0: the code that it runs can cause both, and must not get
-        another attempt for that.
+        What a program leaves can make its judge fail, or be killed by a limit, so that is the policy's failure too.
         """
         for stage in outcome.full_disks:
             _warn_of_full_disk(self._command, stage, self._max_disk_mb)
-        if outcome.fault and not (outcome.was_ended and outcome.results):
-            raise EnvFault(f"{self._name}: {outcome.fault}")
+        if outcome.fault:
+            why = f"{self._name}: {outcome.fault}"
+            if not (outcome.was_ended or outcome.was_late):
+                raise EnvFault(why)
+            of_program = OUTCOME_TIMEOUT if outcome.was_late else OUTCOME_EXIT
+            raise PolicyFailure(OUTCOME_REWARD_ERROR if outcome.results else of_program, why)
         program, *judged = (ProgramResult(**result) for result in outcome.results)
         self.problem = _describe_end(program, "program")
-        if outcome.fault:  # of the judge
-            _log.warning("%s: %s: the reward is 0", self._name, outcome.fault)
-            return 0.0
         if not judged:
             if self.problem:
-                raise EnvFault(self.problem)
+                raise PolicyFailure(OUTCOME_EXIT, self.problem)
             return find_reward(program.output)
         (judge,) = judged
         if self._judge_reward == "exit-code" and judge.was_started:
             return float(judge.exit_code == 0)
         if problem := _describe_end(judge, "judge"):
-            if judge.exit_code < 0:
-                _log.warning("%s: %s: the reward is 0", self._name, problem)
-                return 0.0
-            raise EnvFault(problem)
+            raise PolicyFailure(OUTCOME_REWARD_ERROR, problem) if judge.was_started else EnvFault(problem)
         last_line = judge.output.strip().rpartition("\n")[2]
         if (reward := find_reward(last_line)) is None:
-            raise EnvFault(f"the last line of the judge is {last_line[-100:]!r}: it must be the reward, a number")
+            why = f"the last line of the judge is {last_line[-100:]!r}: it must be the reward, a number"
+            raise PolicyFailure(OUTCOME_REWARD_ERROR, why)
         return reward
 
     def _check_judge_files(self) -> None:
@@ -432,9 +434,12 @@ def find_reward(output: str) -> float | None:
             reward = value["reward"] if isinstance(value, dict) else value
             if isinstance(reward, bool) or not isinstance(reward, int | float):
                 continue
-            if not math.isfinite(reward):
-                raise EnvFault(f"the reported reward is {reward}: it must be a finite number")
-            return float(reward)
+            with contextlib.suppress(OverflowError):
+                if math.isfinite(reward):
+                    return float(reward)
+            raise PolicyFailure(
+                OUTCOME_REWARD_ERROR, f"the reported reward is {value!r:.100}: it must be a finite number"
+            )
     return None
 
 

@@ -1,6 +1,7 @@
 """The protocol of an environment: text in, text and a reward out, with plain or async methods.
 
     Env, Step, TaskPrompt        an environment, its answer to one action, and the start of a task with messages
+    TaskStart                    whatever a reset may return
     TaskFields, TaskEnv          one row of a domain's task set, and an environment that is reset to it
     ProgramEnv, ModelAccess      an environment that calls the model itself, and how it reaches it
     RewardFunction, env_reward   the score of a trajectory, and the default one
@@ -13,7 +14,7 @@
 
 An environment is a class that the recipe names as `package.module:Name`, made with the domain's `options`. Any
 exception it raises is an infrastructure fault, which is retried and never scored: a bad action of an agent is a normal
-step.
+step. A step that takes too long, or whose reward is not a finite number, is an outcome: the domain's settings score it.
 """
 
 import asyncio
@@ -116,14 +117,21 @@ class TaskPrompt(msgspec.Struct, frozen=True, kw_only=True):
     the model by the chat template without it, and the turn after it starts another training row."""
 
 
+TaskStart = str | TaskPrompt | Step
+"""What reset returns: an observation, a task prompt, or a Step that is done if the task ended before the first turn."""
+
+
 class Env(Protocol):
     """One environment, used for one episode at a time.
 
     In a domain with `tasks`, `reset` is called as reset(seed, task=fields), with the fields of one row.
     """
 
-    async def reset(self, seed: int) -> str | TaskPrompt:
-        """Start the task of `seed` and return the first observation. The same seed is the same task."""
+    async def reset(self, seed: int) -> TaskStart:
+        """Start the task of `seed` and return the first observation. The same seed is the same task.
+
+        A `Step` that is done says that the task ended before the model's first turn: no data, and no fault.
+        """
 
     async def step(self, action: str) -> Step:
         """Perform the action that the model generated."""
@@ -178,8 +186,8 @@ class TaskEnv:
         self._env = env
         self._task = task
 
-    async def reset(self, seed: int) -> str | TaskPrompt:
-        return cast(str | TaskPrompt, await self._env.reset(seed, task=self._task))
+    async def reset(self, seed: int) -> TaskStart:
+        return cast(TaskStart, await self._env.reset(seed, task=self._task))
 
     async def step(self, action: str) -> Step:
         return cast(Step, await self._env.step(action))
@@ -292,7 +300,7 @@ class _ThreadedEnv:
         self._env = env
         self._thread = thread
 
-    async def reset(self, seed: int, task: TaskFields | None = None) -> str | TaskPrompt:
+    async def reset(self, seed: int, task: TaskFields | None = None) -> TaskStart:
         given = {} if task is None else {"task": task}
         return await self._thread.call(partial(self._env.reset, seed, **given))
 

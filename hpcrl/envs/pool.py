@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 
 from hpcrl.config.recipe import DomainConfig
-from hpcrl.envs.base import Env, Step, TaskEnv, TaskFields, TaskPrompt, make_env_in_thread
+from hpcrl.envs.base import Env, Step, TaskEnv, TaskFields, TaskStart, make_env_in_thread
 from hpcrl.envs.isolation.process import ProcessEnv, ProcessLimits
 from hpcrl.envs.isolation.sandbox import SandboxChoice
 from hpcrl.errors import EnvFault
@@ -163,12 +163,12 @@ class EnvPool:
 class _PreparedEnv:
     """An environment that was reset before it is needed."""
 
-    def __init__(self, env: Env, *, seed: int, first: str | TaskPrompt) -> None:
+    def __init__(self, env: Env, *, seed: int, first: TaskStart) -> None:
         self._env = env
         self._seed = seed
-        self._first: str | TaskPrompt | None = first
+        self._first: TaskStart | None = first
 
-    async def reset(self, seed: int) -> str | TaskPrompt:
+    async def reset(self, seed: int) -> TaskStart:
         first, self._first = self._first, None
         return first if first is not None and seed == self._seed else await self._env.reset(seed)
 

@@ -70,7 +70,7 @@ class TextArena:
         self._random = IsolatedRandom()
         self._make_game()
 
-    async def reset(self, seed: int) -> str:
+    async def reset(self, seed: int) -> str | Step:
         self._random.seed(seed)
         self._draw = random.Random(seed)
         with self._random.activate():
@@ -78,7 +78,7 @@ class TextArena:
             self._env.reset(num_players=self._num_players, seed=seed)
             seen, done = self._play_others()
         if done:
-            raise RuntimeError(f"{self._game} ended before the player of seat {self._seat} had a turn")
+            return Step(observation=f"the game ended before seat {self._seat} had a turn", done=True)
         self._shown = ""
         return self._new_text(seen)
 

@@ -18,6 +18,7 @@ continued; the next job starts another one with the newest weights. So nothing i
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -46,7 +47,9 @@ class EvaluationPart(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     """The tokens of all these trajectories, generated and observed."""
     num_faults: int = 0
-    """The episodes that ended without a score: they do not measure the agent."""
+    """The episodes that ended without a score, each after several attempts: they do not measure the agent."""
+    outcomes: dict[str, dict[str, int]] = {}
+    """All episodes that were started, by domain and outcome (hpcrl.spool.outcome)."""
     oldest: int | None = None
     """The oldest version that generated a token; engines load new ones while episodes run."""
     newest: int | None = None
@@ -67,6 +70,7 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
     length_mean: float
     oldest: int | None
     newest: int | None
+    outcomes: dict[str, dict[str, int]] = {}
 
 
 def is_round_due(last: EvaluationResult | None, *, newest: int, every: int) -> bool:
@@ -91,7 +95,16 @@ def merge_parts(round: EvaluationRound, parts: Sequence[EvaluationPart]) -> Eval
         length_mean=sum(part.num_tokens for part in parts) / num if num else 0.0,
         oldest=min(oldest, default=None),
         newest=max(newest, default=None),
+        outcomes=_sum_outcomes(parts),
     )
+
+
+def _sum_outcomes(parts: Sequence[EvaluationPart]) -> dict[str, dict[str, int]]:
+    summed: dict[str, Counter[str]] = {}
+    for part in parts:
+        for name, counts in part.outcomes.items():
+            summed.setdefault(name, Counter()).update(counts)
+    return {name: dict(summed[name]) for name in sorted(summed)}
 
 
 def find_version_score(version: int, results: Sequence[EvaluationResult], *, every: int) -> float | None:

@@ -33,6 +33,7 @@ from hpcrl.campaign_dir.events import (
     describe_event,
 )
 from hpcrl.campaign_dir.paths import make_worker_name
+from hpcrl.spool.outcome import OUTCOME_REWARD_ERROR
 from hpcrl.spool.token_fates import STALE, TOO_LONG, TRAINED
 
 RATE_WINDOW_S = 60.0
@@ -108,6 +109,8 @@ class DomainProgress:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_REWARDS))
     token_fates: Counter[str] = field(default_factory=Counter)
     """What became of the tokens of ended episodes, as far as reported by env workers; some are dropped later."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Ended episodes by outcome."""
     stale_tokens: int = 0
     """Those that were dropped because they had become too old."""
 
@@ -258,6 +261,8 @@ class CampaignProgress:
             return
         for domain, rewards in event.rewards.items():
             self._find_domain(domain).add(rewards)
+        for domain, num in event.reward_errors.items():
+            self._find_domain(domain).outcomes[OUTCOME_REWARD_ERROR] += num
 
     def _count_episodes(self, worker: WorkerProgress, counts: EpisodesCounted) -> None:
         previous = worker.episodes or EpisodesCounted(time=counts.time)
@@ -272,6 +277,11 @@ class CampaignProgress:
             known = previous.token_fates.get(domain, {})
             self._find_domain(domain).token_fates.update(
                 {name: max(0, num - known.get(name, 0)) for name, num in fates.items()}
+            )
+        for domain, outcomes in counts.outcomes.items():
+            before = previous.outcomes.get(domain, {})
+            self._find_domain(domain).outcomes.update(
+                {name: max(0, num - before.get(name, 0)) for name, num in outcomes.items()}
             )
         self.token_rate.add(counts.time, counts.num_tokens - previous.num_tokens)
         worker.episodes = counts

@@ -6,7 +6,7 @@ DEFAULT_HEIGHT, STATE_STYLES        height and colours
 """
 
 import datetime
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcrl.monitor.snapshot import CampaignSnapshot, JobView
+from hpcrl.spool.outcome import MAX_FAILED_SHARE, measure_failures, measure_outcomes
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
 from hpcrl.system.terminal import Sparkline
 
@@ -149,7 +150,8 @@ def _render_figures(snapshot: CampaignSnapshot) -> RenderableType:
     grid.add_column(style="dim", width=8)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     for label, text in _iter_figure_rows(snapshot):
-        grid.add_row(label, Text(text, style="yellow" if label == "trained" and find_low_shares(snapshot) else ""))
+        warned = (label == "trained" and find_low_shares(snapshot)) or (label == "outcomes" and find_failing(snapshot))
+        grid.add_row(label, Text(text, style="yellow" if warned else ""))
     return grid
 
 
@@ -163,6 +165,8 @@ def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
     yield "episodes", f"{episodes.running:,} running   {ended}"
     if len(snapshot.domains) > 1:
         yield "domains", "   ".join(_format_domains(snapshot))
+    if outcomes := list(_iter_outcomes(snapshot)):
+        yield "outcomes", "   ".join(outcomes)
     yield "tokens", "   ".join(_format_tokens(snapshot))
     if trained := list(_iter_trained_shares(snapshot)):
         yield "trained", "   ".join(trained)
@@ -177,6 +181,29 @@ def _format_domains(snapshot: CampaignSnapshot) -> Iterator[str]:
     for name, domain in snapshot.domains.items():
         if domain.reward_recent is not None:
             yield f"{name} {domain.reward_recent:.3f} ({domain.scored:,})"
+
+
+def _iter_outcomes(snapshot: CampaignSnapshot) -> Iterator[str]:
+    """Yield how the episodes of each domain ended, where not all ended by themselves; what needs attention first."""
+    failing = find_failing(snapshot)
+    yield from failing
+    for name, domain in snapshot.domains.items():
+        shares = measure_outcomes(domain.outcomes)
+        if set(shares) - {"finished"} and not any(text.startswith(f"{name} ") for text in failing):
+            yield f"{name} {format_shares(shares)}"
+
+
+def find_failing(snapshot: CampaignSnapshot) -> list[str]:
+    """Describe the domains most of whose episodes failed for what the policy did: their program may be broken."""
+    return [
+        f"{name} {format_shares(measure_outcomes(domain.outcomes))}: its program or its reward may be broken"
+        for name, domain in snapshot.domains.items()
+        if measure_failures(domain.outcomes) > MAX_FAILED_SHARE
+    ]
+
+
+def format_shares(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{share:.1%} {name}" for name, share in shares.items())
 
 
 def _iter_trained_shares(snapshot: CampaignSnapshot) -> Iterator[str]:

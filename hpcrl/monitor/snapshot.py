@@ -65,6 +65,8 @@ class DomainView(msgspec.Struct, frozen=True, kw_only=True):
     """The share of the tokens of ended episodes that is trained; None if no event counts them."""
     token_fates: dict[str, int]
     """What became of those tokens: `trained`, or why they are not."""
+    outcomes: dict[str, int]
+    """Ended episodes by outcome; one whose reward function failed counts a second time, as `reward-error`."""
 
 
 class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
@@ -334,6 +336,7 @@ def _build_domain_view(rewards: DomainProgress, fates: dict[str, int]) -> Domain
         reward_recent=sum(rewards.recent) / len(rewards.recent) if rewards.recent else None,
         trained_share=measure_trained_share(fates),
         token_fates=fates,
+        outcomes=dict(rewards.outcomes.most_common()),
     )
 
 

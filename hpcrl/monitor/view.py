@@ -36,6 +36,7 @@ from hpcrl.monitor.job_state import (
 from hpcrl.monitor.screen import (
     DEFAULT_HEIGHT,
     STATE_STYLES,
+    find_failing,
     find_low_shares,
     finite_values,
     format_clock_time,
@@ -213,6 +214,7 @@ def _format_summary_line(snapshot: CampaignSnapshot) -> str:
     if episodes.faulted:
         parts.append(f"{episodes.faulted:,} faulted")
     parts += [f"trained: {text}" for text in find_low_shares(snapshot)]
+    parts += [f"outcomes: {text}" for text in find_failing(snapshot)]
     if snapshot.detail.reason:
         parts.append(snapshot.detail.reason)
     return "  ".join(parts)

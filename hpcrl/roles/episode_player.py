@@ -16,7 +16,7 @@ from hpcrl.envs.base import Env, RewardFunction, TaskEnv, is_program_domain, mak
 from hpcrl.rollout.agents.program import run_program
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.episode import ConversationLayout, EpisodeLimits, run_episode
-from hpcrl.rollout.rewards import to_reward_parts
+from hpcrl.rollout.rewards import list_fault_outcomes, score_trajectory
 from hpcrl.rollout.task_queue import ReadFields, TaskQueue
 from hpcrl.rollout.tasks import AgentTask
 from hpcrl.rollout.thoughts import AnswerReader
@@ -101,6 +101,7 @@ class EpisodePlayer:
             step_timeout_s=domain.step_timeout_s,
             episode_timeout_s=domain.episode_timeout_s,
             env_retries=domain.env_retries,
+            faults=list_fault_outcomes(domain),
         )
 
 
@@ -128,9 +129,10 @@ class HeldOutPlayer:
         finally:
             self.forget(task.episode(index))
 
-    async def score(self, name: str, trajectory: Trajectory) -> float:
-        """Return the sum of a trajectory's reward parts."""
-        return sum(to_reward_parts(await asyncio.to_thread(self.rewards[name], trajectory)).values())
+    async def score(self, name: str, trajectory: Trajectory) -> Trajectory:
+        """Return the trajectory with its reward, as in training."""
+        domain = self.player.recipe.domains[name]
+        return await asyncio.to_thread(score_trajectory, trajectory, domain, self.rewards[name])
 
     async def _open_env(self, task: AgentTask, name: str, domain: DomainConfig) -> Env:
         fields = self.player.read_fields(task)

@@ -7,20 +7,20 @@ A task may run twice (a lost worker, a preempted node): the twin has one name an
 """
 
 import functools
-import math
 import os
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import msgspec
+from typing import cast
 
 from hpcrl.campaign_dir.events import FaultReported, SegmentScored, WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import HpcrlError, SpoolError
 from hpcrl.roles.context import WorkerContext, open_context, redirect_output
-from hpcrl.rollout.rewards import load_reward, to_reward_parts
+from hpcrl.rollout.rewards import load_reward, score_trajectory
 from hpcrl.spool.listing import quarantine_segment
-from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.record import Trajectory
 from hpcrl.spool.segment import is_out_of_reach
 from hpcrl.spool.writer import MAX_PAUSE_S, MIN_PAUSE_S, derive_segment
 from hpcrl.system.variables import PARTITION_VARIABLE
@@ -36,19 +36,40 @@ def score(campaign: str, job_number: int, segment: str) -> None:
     pause_s = MIN_PAUSE_S
     source = campaign_dir.spool("rollouts") / segment
     while source.exists():  # otherwise it was retired or quarantined: there is nothing to do
-        rewards: dict[str, list[float]] = {}
+        scored = _ScoredCounts()
         try:
-            scorer, compression = _make_scorer(context, seen=rewards), context.recipe.spool.compression
+            scorer, compression = _make_scorer(context, seen=scored), context.recipe.spool.compression
             derive_segment(source, campaign_dir.spool("scored"), scorer, compression=compression)
         except SpoolError as error:
             pause_s = _handle_spool_error(error, source, context, pause_s=pause_s)
         except HpcrlError as error:
             raise RuntimeError(str(error)) from None  # a plain exception reaches the driver whatever packages it has
         else:
-            given = [reward for domain in rewards.values() for reward in domain]
-            mean = sum(given) / len(given) if given else None
-            context.events.emit(SegmentScored(segment=segment, num=len(given), reward_mean=mean, rewards=rewards))
+            context.events.emit(scored.summarise(segment))
             return
+
+
+@dataclass(frozen=True)
+class _ScoredCounts:
+    """The rewards of one segment, and how often its domains' functions failed."""
+
+    rewards: dict[str, list[float]] = field(default_factory=dict)
+    reward_errors: Counter[str] = field(default_factory=Counter)
+
+    def add(self, trajectory: Trajectory, *, has_failed: bool) -> None:
+        self.rewards.setdefault(trajectory.domain, []).append(cast(float, trajectory.reward))
+        self.reward_errors[trajectory.domain] += has_failed
+
+    def summarise(self, segment: str) -> SegmentScored:
+        given = [reward for domain in self.rewards.values() for reward in domain]
+        mean = sum(given) / len(given) if given else None
+        return SegmentScored(
+            segment=segment,
+            num=len(given),
+            reward_mean=mean,
+            rewards=self.rewards,
+            reward_errors={name: num for name, num in self.reward_errors.items() if num},
+        )
 
 
 def _handle_spool_error(error: SpoolError, source: Path, context: WorkerContext, *, pause_s: float) -> float:
@@ -75,30 +96,19 @@ def _open_reward_context(campaign: str, job_number: int) -> WorkerContext:
     return context
 
 
-def _make_scorer(context: WorkerContext, *, seen: dict[str, list[float]]) -> Callable[[Trajectory], Trajectory]:
+def _make_scorer(context: WorkerContext, *, seen: _ScoredCounts) -> Callable[[Trajectory], Trajectory]:
     """Return the function that scores one trajectory; one that cannot be trained on stays unscored."""
-    rewards = {
-        name: load_reward(name, domain, model=context.campaign.model) for name, domain in context.recipe.domains.items()
-    }
+    domains = context.recipe.domains
+    rewards = {name: load_reward(name, domain, model=context.campaign.model) for name, domain in domains.items()}
 
-    def score_trajectory(trajectory: Trajectory) -> Trajectory:
-        if trajectory.status not in TRAINABLE:
-            return trajectory
-        try:
-            parts = to_reward_parts(rewards[trajectory.domain](trajectory))
-        except Exception as error:  # noqa: BLE001 - a user's reward may raise anything; one episode must not end a run
-            return _mark_faulted(trajectory, f"{type(error).__name__}: {error}", context)
-        total = math.fsum(parts.values())
-        if not math.isfinite(total):
-            return _mark_faulted(trajectory, f"it returned {parts!r}, and a reward must be a finite number", context)
-        seen.setdefault(trajectory.domain, []).append(total)
-        return msgspec.structs.replace(trajectory, reward=total, reward_parts=parts)
+    def score_one(trajectory: Trajectory) -> Trajectory:
+        scored = score_trajectory(trajectory, domains[trajectory.domain], rewards[trajectory.domain])
+        has_failed = (scored.status, scored.outcome) != (trajectory.status, trajectory.outcome)
+        if scored.reward is not None:
+            seen.add(scored, has_failed=has_failed)
+        if has_failed:
+            reason = scored.extra["fault" if scored.reward is None else "reason"]
+            context.events.emit(FaultReported(what="reward", detail=f"{trajectory.id}: {reason}", id=trajectory.id))
+        return scored
 
-    return score_trajectory
-
-
-def _mark_faulted(trajectory: Trajectory, reason: str, context: WorkerContext) -> Trajectory:
-    """Mark a trajectory whose reward failed; it is never scored as zero, since the agent is not to blame."""
-    name = context.recipe.domains[trajectory.domain].reward
-    context.events.emit(FaultReported(what="reward", detail=f"{name} on {trajectory.id}: {reason}", id=trajectory.id))
-    return msgspec.structs.replace(trajectory, status="env-fault")
+    return score_one

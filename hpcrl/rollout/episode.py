@@ -2,14 +2,16 @@
 
     ConversationLayout        what an episode needs of the chat layout
     EpisodeLimits             how long, how far and how stale an episode may be
+    EpisodeEnding             how it ended; of a failure of the policy made by failure_ending, checked by refuse_faults
     run_episode               runs it; an error in its environment or its engines is a status, not an exception
     loop_time, retry_pause_s  the event loop's time, and the pause before a new attempt
 
 Token ids are appended as received and never made from text again, unless the environment has thoughts left out of later
 prompts: what follows such a change is another row of the record. After an infrastructure fault the episode starts
 again, following a pause; if no attempt succeeds, its status is `env-fault`. An action that the environment rejects is
-an ordinary step. Only cancelling ends an episode without a trajectory: the caller knows why. Time is that of the event
-loop, so an episode runs in virtual time as it does in real time.
+an ordinary step; one that it answers too late, or with an invalid reward, ends the episode with an outcome that the
+domain's settings score (hpcrl.spool.outcome). Only cancelling ends an episode without a trajectory: the caller knows
+why. Time is that of the event loop, so an episode runs in virtual time as it does in real time.
 """
 
 import asyncio
@@ -23,11 +25,18 @@ import numpy as np
 
 from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.envs.base import Env, Step, TaskPrompt
-from hpcrl.errors import ConfigError, EngineError, EnvFault
+from hpcrl.errors import ConfigError, EngineError, EnvFault, PolicyFailure
 from hpcrl.rollout.tasks import AgentTask, stable_hash
 from hpcrl.rollout.thoughts import AnswerReader, ShortHistory
 from hpcrl.rollout.turn import TurnGenerator, generate_turn
 from hpcrl.spool.ids import make_attempt_id, make_request_id
+from hpcrl.spool.outcome import (
+    OUTCOME_MAX_TURNS,
+    OUTCOME_OVERFLOW,
+    OUTCOME_REWARD_ERROR,
+    OUTCOME_TIMEOUT,
+    OUTCOME_UNPLAYED,
+)
 from hpcrl.spool.record import ConversationRow, EpisodeTurn, Trajectory
 from hpcrl.spool.status import EpisodeStatus
 
@@ -68,6 +77,8 @@ class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
     episode_timeout_s: float = 3600.0
     """The limit for all attempts together, generation included."""
     env_retries: int = 2
+    faults: frozenset[str] = frozenset()
+    """The outcomes of the policy's failures that this domain treats as faults."""
     first_pause_s: float = 0.5
     """The pause before the first new attempt after a fault; it doubles each time."""
 
@@ -91,27 +102,68 @@ async def run_episode(
         if attempt:
             await asyncio.sleep(retry_pause_s(limits.first_pause_s, attempt=attempt, episode=task.episode(index)))
         builder = _TrajectoryBuilder(task, index=index, producer=producer, start_version=newest_version())
-        try:
-            current = _EpisodeAttempt(
-                builder,
-                number=attempt,
-                layout=layout,
-                policy=policy,
-                limits=limits,
-                newest_version=newest_version,
-                read_answer=read_answer,
-            )
-            env_time = _run_in_env(make_env, current.run, create_timeout_s=limits.create_timeout_s)
-            status = await _run_until(end, env_time, f"{builder.id}: no end in {limits.episode_timeout_s:g} s")
-        except EnvFault as error:
-            fault = str(error)
-        except _EpisodeTimeoutError as error:
-            return builder.build("env-fault", fault=str(error), attempts=attempt + 1)
-        except EngineError as error:
-            return builder.build("policy-fault", fault=str(error), attempts=attempt + 1)
-        else:
-            return builder.build(status, fault=fault, attempts=attempt + 1)
-    return builder.build("env-fault", fault=fault, attempts=attempt + 1)
+        current = _EpisodeAttempt(
+            builder,
+            number=attempt,
+            layout=layout,
+            policy=policy,
+            limits=limits,
+            newest_version=newest_version,
+            read_answer=read_answer,
+        )
+        env_time = _run_in_env(make_env, current.run, create_timeout_s=limits.create_timeout_s)
+        ending = refuse_faults(await _conclude_attempt(env_time, builder, limits, end=end, is_first=not fault), limits)
+        if ending.status in ("env-fault", "policy-fault"):
+            fault = ending.reason
+        if ending.status != "env-fault" or loop_time() >= end:
+            break
+    return builder.build(ending, fault=fault, attempts=attempt + 1)
+
+
+class EpisodeEnding(NamedTuple):
+    """The way an episode ended."""
+
+    status: EpisodeStatus
+    outcome: str = ""
+    reason: str = ""
+    """The fault, or what exactly the policy failed at."""
+
+
+async def _conclude_attempt(
+    attempt: Coroutine[Any, Any, EpisodeEnding],
+    builder: "_TrajectoryBuilder",
+    limits: EpisodeLimits,
+    *,
+    end: float,
+    is_first: bool,
+) -> EpisodeEnding:
+    """Return how an attempt ended; `is_first` is False after an attempt that was a fault."""
+    why = f"{builder.id}: no end in episode_timeout_s = {limits.episode_timeout_s:g} s"
+    try:
+        return await _run_until(end, attempt, why)
+    except PolicyFailure as failure:
+        return failure_ending(failure)
+    except EnvFault as error:
+        return EpisodeEnding("env-fault", reason=str(error))
+    except _EpisodeTimeoutError as error:
+        # Without a turn, or after a fault, it was not the policy that took the time.
+        if builder.num_turns and is_first:
+            return failure_ending(PolicyFailure(OUTCOME_TIMEOUT, str(error)))
+        return EpisodeEnding("env-fault", reason=str(error))
+    except EngineError as error:
+        return EpisodeEnding("policy-fault", reason=str(error))
+
+
+def refuse_faults(ending: EpisodeEnding, limits: EpisodeLimits) -> EpisodeEnding:
+    """Return the ending, or a fault if the domain treats its outcome as one."""
+    if ending.outcome not in limits.faults:
+        return ending
+    return EpisodeEnding("env-fault", reason=ending.reason or f"{ending.outcome}, which the recipe treats as a fault")
+
+
+def failure_ending(failure: PolicyFailure) -> EpisodeEnding:
+    """Return the ending of an episode that the policy made fail; only what took too long was cut off."""
+    return EpisodeEnding("truncated" if failure.outcome == OUTCOME_TIMEOUT else "done", failure.outcome, str(failure))
 
 
 def loop_time() -> float:
@@ -187,6 +239,10 @@ class _TrajectoryBuilder:
         self.start_version = min([self.start_version, *completion.versions])
         self._add(completion.token_ids, logprobs=completion.logprobs, versions=completion.versions, is_reply=True)
 
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
     def add_turn(self, turn: EpisodeTurn) -> None:
         self._turns.append(turn)
 
@@ -204,14 +260,16 @@ class _TrajectoryBuilder:
         self._versions += versions
         self._mask += [is_reply] * len(token_ids)
 
-    def build(self, status: EpisodeStatus, *, fault: str, attempts: int) -> Trajectory:
+    def build(self, ending: EpisodeEnding, *, fault: str, attempts: int) -> Trajectory:
+        faults: dict[str, Any] = {"fault": fault, "attempts": attempts} if fault else {}
         reply_versions = [version for version, is_reply in zip(self._versions, self._mask, strict=True) if is_reply]
         return Trajectory(
             id=self.id,
             group=self.task.group,
             domain=self.task.domain,
             seed=self.task.seed,
-            status=status,
+            status=ending.status,
+            outcome=ending.outcome,
             producer=self._producer,
             created=time.time(),
             start_version=self.start_version,
@@ -223,7 +281,7 @@ class _TrajectoryBuilder:
             turns=self._turns,
             rows=[*self._rows, self._end_row()] if self._rows else [],
             reset_s=self.reset_s,
-            extra={"fault": fault, "attempts": attempts} if fault else {},
+            extra=faults | ({"reason": ending.reason} if ending.outcome and ending.reason else {}),
         )
 
 
@@ -251,13 +309,15 @@ class _EpisodeAttempt:
         self._limits = limits
         self._newest_version = newest_version
 
-    async def run(self, env: Env) -> EpisodeStatus:
+    async def run(self, env: Env) -> EpisodeEnding:
         builder, limits = self._builder, self._limits
         started_at = loop_time()
         observation = await _await_env(
             env.reset(builder.task.seed), limits.reset_timeout_s, f"{builder.id}: reset", "reset_timeout_s"
         )
         builder.reset_s = loop_time() - started_at
+        if isinstance(observation, Step) and observation.done:
+            return EpisodeEnding("aborted-redundant", OUTCOME_UNPLAYED)
         prompt = _TurnPrompt(0, self._open_conversation(observation))
         if prompt.num_tokens >= limits.context_length:
             raise EnvFault(
@@ -266,15 +326,15 @@ class _EpisodeAttempt:
             )
         for turn in range(limits.max_turns):
             if prompt.num_tokens >= limits.context_length:
-                return "truncated"
+                return EpisodeEnding("truncated", OUTCOME_OVERFLOW)
             builder.add_prompt(prompt)
             step, completion = await self._run_turn(env, turn)
             if self._newest_version() - builder.start_version > limits.max_lag:
-                return "aborted-stale"
+                return EpisodeEnding("aborted-stale")
             if step.done:
-                return "done"
+                return EpisodeEnding("done")
             prompt = self._make_next_prompt(step.observation, completion)
-        return "truncated"
+        return EpisodeEnding("truncated", OUTCOME_MAX_TURNS)
 
     def _open_conversation(self, start: object) -> list[int]:
         """Return the ids of the first turn; messages that the chat template refuses are a fault."""
@@ -314,19 +374,24 @@ class _EpisodeAttempt:
         generated_at, reply_ids = loop_time(), completion.token_ids
         stops = self._layout.stop_token_ids
         action = self._layout.decode(reply_ids[:-1] if reply_ids and reply_ids[-1] in stops else reply_ids)
-        step = await _await_env(env.step(action), limits.step_timeout_s, f"{builder.id}: step {turn}", "step_timeout_s")
-        step = _check_step(step, builder.id)
-        builder.add_turn(
-            EpisodeTurn(
-                start=start,
-                end=len(builder.token_ids),
-                reward=step.reward,
-                generate_s=generated_at - started_at,
-                step_s=loop_time() - generated_at,
-                remote_prefill=completion.remote_prefill,
-                row=builder.row,
+        reward = 0.0
+        try:
+            what = f"{builder.id}: step {turn}"
+            step = await _await_env(env.step(action), limits.step_timeout_s, what, "step_timeout_s")
+            step = _check_step(step, builder.id)
+            reward = step.reward
+        finally:  # also of a turn that made the episode fail
+            builder.add_turn(
+                EpisodeTurn(
+                    start=start,
+                    end=len(builder.token_ids),
+                    reward=reward,
+                    generate_s=generated_at - started_at,
+                    step_s=loop_time() - generated_at,
+                    remote_prefill=completion.remote_prefill,
+                    row=builder.row,
+                )
             )
-        )
         return step, completion
 
     def _make_request(self, turn: int) -> GenerateRequest:
@@ -346,8 +411,8 @@ class _EpisodeTimeoutError(Exception):
     """The time of the whole episode is used up, so a new attempt is pointless."""
 
 
-async def _run_until(end: float, attempt: Coroutine[Any, Any, EpisodeStatus], what: str) -> EpisodeStatus:
-    """Return an attempt's status if it ends before `end`, by the loop's time."""
+async def _run_until(end: float, attempt: Coroutine[Any, Any, EpisodeEnding], what: str) -> EpisodeEnding:
+    """Return an attempt's ending if it ends before `end`, by the loop's time."""
     try:
         async with asyncio.timeout_at(end) as limit:
             return await attempt
@@ -358,10 +423,10 @@ async def _run_until(end: float, attempt: Coroutine[Any, Any, EpisodeStatus], wh
 
 async def _run_in_env(
     make_env: Callable[[], Awaitable[Env]],
-    run_attempt: Callable[[Env], Awaitable[EpisodeStatus]],
+    run_attempt: Callable[[Env], Awaitable[EpisodeEnding]],
     *,
     create_timeout_s: float,
-) -> EpisodeStatus:
+) -> EpisodeEnding:
     """Make an environment, run an attempt in it, and close it, whatever happens."""
     env = await _await_env(make_env(), create_timeout_s, "making the environment")
     try:
@@ -373,6 +438,8 @@ async def _run_in_env(
 async def _await_env(call: Awaitable[T], seconds: float, what: str, setting: str = "") -> T:
     """Return the environment's result; a call that is late or raises is a fault. `setting` names the time limit.
 
+    A late step is a failure of the policy, whose action it is.
+
     A late call is abandoned, not awaited: code that hangs may also ignore being cancelled.
     """
     task: asyncio.Future[T] = asyncio.ensure_future(call)
@@ -383,7 +450,8 @@ async def _await_env(call: Awaitable[T], seconds: float, what: str, setting: str
             task.cancel()
             task.add_done_callback(_consume_outcome)
     if not task.done():
-        raise EnvFault(f"{what}: no answer in {f'{setting} = ' * bool(setting)}{seconds:g} s")
+        why = f"{what}: no answer in {f'{setting} = ' * bool(setting)}{seconds:g} s"
+        raise (PolicyFailure(OUTCOME_TIMEOUT, why) if setting == "step_timeout_s" else EnvFault(why))
     try:
         return task.result()
     except EnvFault as error:
@@ -417,8 +485,9 @@ def _check_step(step: object, episode: str) -> Step:
     _check_text(step.observation, episode)
     try:
         reward = float(step.reward)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         reward = float("nan")
     if not np.isfinite(reward):
-        raise EnvFault(f"{episode}: step returned the reward {step.reward!r}: a finite number is needed")
+        why = f"{episode}: step returned the reward {step.reward!r:.100}: a finite number is needed"
+        raise PolicyFailure(OUTCOME_REWARD_ERROR, why)
     return Step(observation=step.observation, reward=reward, done=bool(step.done))

@@ -5,12 +5,13 @@
     PlayEpisode, ScoreTrajectory the types of two of them
     list_evaluated_domains       the domains that a recipe evaluates, with their options
 
-No evaluation data enters a spool or the ledger of training: its episodes are only counted here. They take the room
+No evaluation data enters a spool or the ledger of training: its episodes are only counted here, all that were started.
+What the policy failed at has the reward that its domain sets; a fault of the infrastructure is played again, and
+counted apart only if that fails too: a mean over the survivors would flatter the policy. The episodes take the room
 that training leaves, and run one at a time where it leaves none.
 """
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from hpcrl.learn.evaluations import (
     merge_parts,
 )
 from hpcrl.rollout.tasks import AgentTask, make_held_out_task
+from hpcrl.spool.outcome import OUTCOME_UNPLAYED, name_outcome
 from hpcrl.spool.record import TRAINABLE, Trajectory
 
 POLL_INTERVAL_S = 0.5
@@ -39,9 +41,12 @@ RETRY_INTERVAL_S = 30.0
 ENGINES_TIMEOUT_S = 30.0
 """The time a round waits for all engines to serve its version; the result records which versions were used."""
 
+MAX_ATTEMPTS = 3
+"""The number of times that an episode is played that ends in a fault of the infrastructure."""
+
 PlayEpisode = Callable[[AgentTask, int, str, DomainConfig], Awaitable[Trajectory]]
 """Runs one episode: called with the held-out task, the episode's index, the domain's name and its settings."""
-ScoreTrajectory = Callable[[str, Trajectory], Awaitable[float]]
+ScoreTrajectory = Callable[[str, Trajectory], Awaitable[Trajectory]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,7 @@ class _RoundProgress:
     rewards: dict[str, list[float]] = field(default_factory=dict)
     num_tokens: int = 0
     num_faults: int = 0
+    outcomes: dict[str, dict[str, int]] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
 
     def summary(self) -> EvaluationPart:
@@ -72,6 +78,7 @@ class _RoundProgress:
             rewards=self.rewards,
             num_tokens=self.num_tokens,
             num_faults=self.num_faults,
+            outcomes=self.outcomes,
             oldest=min(self.versions, default=None),
             newest=max(self.versions, default=None),
         )
@@ -164,26 +171,37 @@ class EvaluationRunner:
 
     async def _play_episode(self, progress: _RoundProgress, name: str, index: int) -> None:
         task = make_held_out_task(name, recipe_seed=self._recipe.seed, round=progress.round.number, index=index)
-        try:
-            trajectory = await self._hooks.play(task, index, name, self._domains[name])
-            reward = await self._score_trajectory(name, trajectory)
-        except Exception as error:  # noqa: BLE001 - one bad episode must not end the round
+        trajectory = await self._play_until_scored(task, index, name)
+        counts = progress.outcomes.setdefault(name, {})
+        outcome = "env-fault" if trajectory is None else name_outcome(trajectory.status, trajectory.outcome)
+        counts[outcome] = counts.get(outcome, 0) + 1
+        if trajectory is None:
             progress.num_faults += 1
-            detail = f"{type(error).__name__}: {error}"
-            self._hooks.emit(FaultReported(what="evaluation", detail=detail, id=task.episode(index)))
-            return
-        progress.rewards.setdefault(name, []).append(reward)
-        progress.num_tokens += len(trajectory)
-        progress.versions += {int(version) for version in trajectory.versions[trajectory.loss_mask]}
+        elif trajectory.reward is not None:
+            progress.rewards.setdefault(name, []).append(trajectory.reward)
+            progress.num_tokens += len(trajectory)
+            progress.versions += {int(version) for version in trajectory.versions[trajectory.loss_mask]}
 
-    async def _score_trajectory(self, name: str, trajectory: Trajectory) -> float:
-        """Return a trajectory's reward; raise EnvFault if it ended in a fault or its reward is not finite."""
-        if trajectory.status not in TRAINABLE:
+    async def _play_until_scored(self, task: AgentTask, index: int, name: str) -> Trajectory | None:
+        """Return the episode with its reward, or without one if it had no turn; None if every attempt was a fault."""
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                trajectory = await self._hooks.play(task, index, name, self._domains[name])
+                if trajectory.outcome == OUTCOME_UNPLAYED:
+                    return trajectory
+                return await self._score_trajectory(name, trajectory)
+            except Exception as error:  # noqa: BLE001 - one bad episode must not end the round
+                detail = f"{type(error).__name__}: {error}"
+                self._hooks.emit(FaultReported(what="evaluation", detail=detail, id=task.episode(index)))
+        return None
+
+    async def _score_trajectory(self, name: str, trajectory: Trajectory) -> Trajectory:
+        """Return a trajectory with its reward; raise EnvFault for a fault of the infrastructure."""
+        if trajectory.status in TRAINABLE:
+            trajectory = await self._hooks.score(name, msgspec.structs.replace(trajectory, domain=name))
+        if trajectory.status not in TRAINABLE or trajectory.reward is None:
             raise EnvFault(f"{trajectory.status}: {trajectory.extra.get('fault', 'no reason was recorded')}")
-        reward = await self._hooks.score(name, msgspec.structs.replace(trajectory, domain=name))
-        if not math.isfinite(reward):
-            raise EnvFault(f"{self._domains[name].reward} returned {reward}: a reward must be a finite number")
-        return reward
+        return trajectory
 
 
 def list_evaluated_domains(recipe: Recipe) -> dict[str, DomainConfig]:

@@ -16,6 +16,7 @@ from hpcrl.rollout.routing.trajectories import with_ids
 from hpcrl.rollout.task_queue import TaskQueue
 from hpcrl.rollout.turn import StreamingGenerator
 from hpcrl.spool.ids import is_held_out
+from hpcrl.spool.outcome import name_outcome
 from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.rows import count_by_fate
 from hpcrl.spool.status import EpisodeStatus
@@ -82,6 +83,7 @@ class EpisodeReporter:
         self._agenda = agenda
         self._emit = emit
         self._by_domain: dict[str, Counter[str]] = {}
+        self._outcomes: dict[str, Counter[str]] = {}
         self._token_fates: dict[str, Counter[str]] = {}
         self._reported: EpisodesCounted | None = None
         self._reported_at = 0.0
@@ -89,6 +91,8 @@ class EpisodeReporter:
     def end_episode(self, trajectory: Trajectory, status: EpisodeStatus, *, now: float) -> None:
         """Count an ending by its status and emit its fault; too many faults pause its domain for a while."""
         self._by_domain.setdefault(trajectory.domain, Counter())[status] += 1
+        outcome = trajectory.outcome if status == trajectory.status else ""
+        self._outcomes.setdefault(trajectory.domain, Counter())[name_outcome(status, outcome)] += 1
         fates = count_by_fate(trajectory)
         self._token_fates.setdefault(trajectory.domain, Counter()).update(
             fates if status in TRAINABLE else {status: fates.total()}
@@ -141,5 +145,6 @@ class EpisodeReporter:
             replaced=self._groups.num_replaced,
             evicted=self._groups.num_evicted,
             by_domain={name: dict(counter) for name, counter in self._by_domain.items()},
+            outcomes={name: dict(counter) for name, counter in self._outcomes.items()},
             token_fates={name: dict(counter) for name, counter in self._token_fates.items()},
         )

@@ -1,7 +1,8 @@
 """The spools: trajectories on disk, durable and optionally compressed.
 
 ids        ids of groups, episodes, attempts and requests
-status     how an episode ended
+status     how an episode ended, in six words
+outcome    how, and for what reason: the table of all outcomes
 record     a trajectory and its packed form
 token_fates  what became of generated tokens: trained, or why not
 rows       the conversations of a trajectory, each as the model saw it

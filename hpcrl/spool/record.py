@@ -34,7 +34,7 @@ from hpcrl.errors import SpoolError
 from hpcrl.spool.status import EpisodeStatus
 
 SCHEMA_MAJOR = 2
-SCHEMA_MINOR = 1
+SCHEMA_MINOR = 2
 
 TRAINABLE: frozenset[EpisodeStatus] = frozenset({"done", "truncated"})
 
@@ -99,6 +99,8 @@ class TrajectoryFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     rows: list[ConversationRow] = []
     """The conversations; empty if the columns are one."""
     reset_s: float = 0.0
+    outcome: str = ""
+    """How it ended, one of `hpcrl.spool.outcome.OUTCOMES`; "" if its status says it all."""
     reward: float | None = None
     """The reward; None until scored."""
     reward_parts: dict[str, float] = {}

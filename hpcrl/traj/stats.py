@@ -20,6 +20,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hpcrl.spool.outcome import name_outcome
 from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.rows import count_by_fate
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, TRAINED, explain_untrained, measure_trained_share
@@ -66,6 +67,7 @@ class DomainFigures(msgspec.Struct, frozen=True, kw_only=True):
     domain: str
     num_trajectories: int
     by_status: dict[str, int]
+    by_outcome: dict[str, int]
     num_tokens: int
     num_generated_tokens: int
     token_fates: dict[str, int]
@@ -91,6 +93,7 @@ class DomainTally:
     """The running counts of a domain: eight bytes per trajectory and quantity with quantiles."""
 
     by_status: Counter[str] = field(default_factory=Counter)
+    by_outcome: Counter[str] = field(default_factory=Counter)
     by_updates: Counter[int] = field(default_factory=Counter)
     token_fates: Counter[str] = field(default_factory=Counter)
     num_conversations: int = 0
@@ -102,6 +105,7 @@ class DomainTally:
 
     def add(self, trajectory: Trajectory) -> None:
         self.by_status[trajectory.status] += 1
+        self.by_outcome[name_outcome(trajectory.status, trajectory.outcome)] += 1
         self.by_updates[trajectory.end_version - trajectory.start_version] += 1
         self.tokens.append(len(trajectory))
         self.turns.append(len(trajectory.turns))
@@ -120,6 +124,7 @@ class DomainTally:
             domain=domain,
             num_trajectories=len(self.tokens),
             by_status=dict(self.by_status.most_common()),
+            by_outcome=dict(self.by_outcome.most_common()),
             num_tokens=int(sum(self.tokens)),
             num_generated_tokens=self.token_fates.total(),
             token_fates=dict(self.token_fates.most_common()),
@@ -209,6 +214,8 @@ def _print_domain(console: Console, figures: DomainFigures) -> None:
 
 def _iter_stat_lines(figures: DomainFigures, *, ascii_only: bool) -> Iterator[tuple[str, RenderableType]]:
     yield "status", _format_statuses(figures)
+    if set(figures.by_outcome) - {"finished"}:
+        yield "outcome", Text("   ".join(f"{name} {num:,}" for name, num in figures.by_outcome.items()))
     generated_share = figures.num_generated_tokens / figures.num_tokens if figures.num_tokens else 0.0
     yield "tokens", Text(f"{figures.num_tokens:,}, of which the model generated {format_percent(generated_share)}")
     if figures.num_conversations > figures.num_trajectories:

@@ -12,6 +12,7 @@ hangs, forks or leaves its session can outlive it.
 import asyncio
 import contextlib
 import inspect
+import math
 import os
 import resource
 import select
@@ -90,19 +91,30 @@ def _handle_request(runner: asyncio.Runner, env: Any, request: EnvRequest) -> En
             observation = _await_result(runner, env.reset(seed) if task is None else env.reset(seed, task=task))
             if isinstance(observation, TaskPrompt):
                 return EnvAnswer(prompt=observation)
+            if isinstance(observation, Step) and observation.done:
+                return EnvAnswer(observation=observation.observation, done=True)
             if not isinstance(observation, str):
+                what = type(observation).__name__
                 return EnvAnswer(
-                    error=f"reset returned {type(observation).__name__}: it must return text or TaskPrompt"
+                    error=f"reset returned {what}: it must return text, TaskPrompt, or a Step that is done"
                 )
             return EnvAnswer(observation=observation)
         case Act(action=action):
             step = _await_result(runner, env.step(action))
             if not isinstance(step, Step):
                 return EnvAnswer(error=f"step returned {type(step).__name__}: it must return hpcrl.envs.base.Step")
-            return EnvAnswer(observation=step.observation, reward=step.reward, done=step.done)
+            return EnvAnswer(observation=step.observation, reward=_to_number(step.reward), done=step.done)
         case _:
             _await_result(runner, env.close() if env is not None else None)
             return EnvAnswer()
+
+
+def _to_number(reward: object) -> float:
+    """Return a reward as a number; NaN, which the episode reports, for anything else."""
+    try:
+        return float(reward)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _await_result(runner: asyncio.Runner, value: Any) -> Any:

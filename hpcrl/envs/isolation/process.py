@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import msgspec
 
-from hpcrl.envs.base import Step, TaskFields, TaskPrompt
+from hpcrl.envs.base import Step, TaskFields, TaskStart
 from hpcrl.envs.isolation.sandbox import SandboxChoice, SandboxSpec, choose_sandbox, list_readable_paths, wrap_command
 from hpcrl.envs.isolation.wire import (
     HEADER_BYTES,
@@ -127,8 +127,10 @@ class ProcessEnv:
         """The id of the keeper and of the process group of both processes."""
         return self._process.pid
 
-    async def reset(self, seed: int, task: TaskFields | None = None) -> str | TaskPrompt:
+    async def reset(self, seed: int, task: TaskFields | None = None) -> TaskStart:
         answer = await self._request_answer(Reset(seed=seed, task=task))
+        if answer.done:
+            return Step(observation=answer.observation, done=True)
         return answer.prompt or answer.observation
 
     async def step(self, action: str) -> Step:

@@ -5,7 +5,7 @@
     EpisodeStages    the stages of an episode, and the limits of each as a whole
     Stage            one sandbox: its command, and what its launcher (program_launcher) runs in it
     EpisodeOutcome   the results of the stages, or the fault that ended one
-    StageFault, StageEnded  why a stage has no result
+    StageFault, StageLate, StageEnded  why a stage has no result
     measure_tree     count the tasks and the memory of a process and all below it
     WATCH_INTERVAL_S, DISK_WATCH_INTERVAL_S, MAX_DISK_WATCH_SHARE  constants
 
@@ -85,10 +85,16 @@ class EpisodeOutcome:
     was_ended: bool = False
     """True if that stage had started, and ended for what it did: it exceeded a limit other than its time, or ended its
     launcher."""
+    was_late: bool = False
+    """True if that stage exceeded its time."""
 
 
 class StageFault(Exception):
     """A stage was ended, or could not be started."""
+
+
+class StageLate(StageFault):
+    """A stage exceeded its time."""
 
 
 class StageEnded(StageFault):
@@ -108,8 +114,13 @@ def run_stages(episode: EpisodeStages) -> EpisodeOutcome:
                 result["errors"] += f"\nno disk is left of max_disk_mb = {episode.max_disk_mb}"
             results.append(result)
     except StageFault as fault:
-        was_ended = isinstance(fault, StageEnded)
-        return EpisodeOutcome(results=results, fault=str(fault), was_ended=was_ended, full_disks=full_disks)
+        return EpisodeOutcome(
+            results=results,
+            fault=str(fault),
+            was_ended=isinstance(fault, StageEnded),
+            was_late=isinstance(fault, StageLate),
+            full_disks=full_disks,
+        )
     return EpisodeOutcome(results=results, full_disks=full_disks)
 
 
@@ -210,7 +221,7 @@ def _watch_stage(stage: Stage, episode: EpisodeStages, pid: int, reader: threadi
     while reader.is_alive():
         reader.join(WATCH_INTERVAL_S)
         if time.monotonic() > deadline:
-            raise StageFault(f"the {stage.name} was still running after {stage.timeout_name} = {stage.timeout_s:g} s")
+            raise StageLate(f"the {stage.name} was still running after {stage.timeout_name} = {stage.timeout_s:g} s")
         num_tasks, num_bytes = measure_tree(pid)
         if num_tasks > episode.max_processes:
             raise StageEnded(

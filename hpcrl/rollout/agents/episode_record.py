@@ -48,6 +48,7 @@ class EpisodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float
     """The start of its program; `reset_s` is the time from then to the first request."""
     ended_at: float
+    outcome: str = ""
     extra: dict[str, Any] = {}
 
 
@@ -71,6 +72,7 @@ def build_record(
         domain=facts.domain,
         seed=facts.seed,
         status=facts.status,
+        outcome=facts.outcome,
         producer=facts.producer,
         created=time.time(),
         start_version=min([facts.start_version, *versions]),

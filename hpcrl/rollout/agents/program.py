@@ -1,28 +1,31 @@
 """Run one episode of an agent program, which calls the model itself: the other kind beside hpcrl.rollout.episode.
 
-run_program runs it to the same statuses, with the same retries and deadlines. A failed engine is not recorded as a
-fault of the environment; a program that is stale or cancelled is ended at once.
+run_program runs it to the same statuses and outcomes, with the same retries and deadlines. A failed engine is not
+recorded as a fault of the environment, nor as a failure of the policy; a program that is stale or cancelled is ended at
+once. A program that fails before the model has answered it is a fault: the policy had no part in that.
 """
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from hpcrl.envs.base import ModelAccess, ProgramEnv, TaskFields
-from hpcrl.errors import EnvFault, HpcrlError
+from hpcrl.errors import EngineError, EnvFault, HpcrlError, PolicyFailure
 from hpcrl.rollout.agents.episode_record import EpisodeFacts, build_record
 from hpcrl.rollout.agents.recording import ConversationRecording
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.agents.session import ProgramSession
-from hpcrl.rollout.episode import EpisodeLimits, loop_time, retry_pause_s
+from hpcrl.rollout.episode import EpisodeEnding, EpisodeLimits, failure_ending, loop_time, refuse_faults, retry_pause_s
+from hpcrl.rollout.rewards import is_infrastructure_error
 from hpcrl.rollout.tasks import AgentTask
 from hpcrl.spool.ids import make_attempt_id
+from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
 from hpcrl.spool.record import Trajectory
-from hpcrl.spool.status import EpisodeStatus
 
 
 async def run_program(
@@ -52,32 +55,40 @@ async def run_program(
             start_version=newest_version(),
         )
         started_at = loop_time()
-        reward, problem = await _run_attempt(make_program, session, proxy, read_fields, seconds=end - loop_time())
-        status = _final_status(session, reward)
-        fault = problem or fault
-        if status != "env-fault" or loop_time() >= end:
+        result = await _run_attempt(make_program, session, proxy, read_fields, seconds=end - loop_time())
+        ending = refuse_faults(_conclude_attempt(session, result, is_first=not fault), limits)
+        if ending.status in ("env-fault", "policy-fault"):
+            fault = ending.reason
+        if ending.status != "env-fault" or loop_time() >= end:
             break
     facts = EpisodeFacts(
         id=task.episode(index),
         group=task.group,
         domain=task.domain,
         seed=task.seed,
-        status=status,
+        status=ending.status,
+        outcome=ending.outcome,
         producer=producer,
         start_version=session.start_version,
         started_at=started_at,
         ended_at=loop_time(),
-        extra=_describe_attempts(session, fault=fault, num_attempts=attempt + 1),
+        extra=_describe_attempts(session, ending, fault=fault, num_attempts=attempt + 1),
     )
-    build = partial(build_record, reward=reward or 0.0, choice=session.trained_conversations)
+    build = partial(
+        build_record, reward=result if isinstance(result, float) else 0.0, choice=session.trained_conversations
+    )
     # In a thread: hundreds of long conversations take seconds.
     return await asyncio.to_thread(build, list(session.recording.turns), facts)
 
 
-def _describe_attempts(session: ProgramSession, *, fault: str, num_attempts: int) -> dict[str, Any]:
+def _describe_attempts(
+    session: ProgramSession, ending: EpisodeEnding, *, fault: str, num_attempts: int
+) -> dict[str, Any]:
     """Return what the record keeps about the attempts and their requests."""
-    faults = {"fault": fault, "attempts": num_attempts} if fault else {}
-    return faults | ({"ignored_fields": session.ignored_fields} if session.ignored_fields else {})
+    found: dict[str, Any] = {"fault": fault, "attempts": num_attempts} if fault else {}
+    if ending.outcome and ending.reason:
+        found["reason"] = ending.reason
+    return found | ({"ignored_fields": session.ignored_fields} if session.ignored_fields else {})
 
 
 async def _run_attempt(
@@ -87,32 +98,44 @@ async def _run_attempt(
     read_fields: Callable[[], TaskFields | None],
     *,
     seconds: float,
-) -> tuple[float | None, str]:
-    """Run the program once; return its reward, or None and the fault."""
+) -> float | HpcrlError:
+    """Run the program once; return its reward, or why there is none."""
     token = proxy.open(session)
+    problem = ""
     try:
         async with asyncio.timeout(seconds):
             access = msgspec.structs.replace(proxy.model_access(token), reward_key=session.reward_key)
             program, fields = make_program(), read_fields()
             printed_reward = await _await_program(program, session, access, fields)
+            problem = getattr(program, "problem", "")
     except TimeoutError:
-        return None, f"{session.name}: no end in episode_timeout_s = {session.limits.episode_timeout_s:g} s"
+        why = f"{session.name}: no end in episode_timeout_s = {session.limits.episode_timeout_s:g} s"
+        return _EpisodeLateError(OUTCOME_TIMEOUT, why)
     except HpcrlError as error:
-        return None, session.fault or str(error)
+        return error
     finally:
         await proxy.close(token)
-    reward = printed_reward if session.reward is None else session.reward
-    if session.is_stale:
-        return reward, ""
-    problem = getattr(program, "problem", "")
     if not session.recording.turns:
         why = f", {problem}" if problem else ""
-        return None, session.fault or f"{session.name}: the program never called the model{why}"
+        return EnvFault(f"{session.name}: the program never called the model{why}")
     if problem and session.fault:  # it ended because no engine answered: what it left is not judged
-        return None, session.fault
+        return EngineError(session.fault)
+    reward = printed_reward if session.reward is None else session.reward
     if reward is None:
-        return None, session.fault or f"{session.name}: the program neither printed nor posted a reward"
-    return reward, ""
+        return PolicyFailure(OUTCOME_EXIT, f"{session.name}: the program neither printed nor posted a reward")
+    return _check_reward(reward, session.name)
+
+
+def _check_reward(reward: object, name: str) -> float | PolicyFailure:
+    """Return a reward as a finite number, or the failure that it is."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if math.isfinite(number := float(reward)):  # type: ignore[arg-type]
+            return number
+    return PolicyFailure(OUTCOME_REWARD_ERROR, f"{name}: the reward is {reward!r:.100}: a finite number is needed")
+
+
+class _EpisodeLateError(PolicyFailure):
+    """The time of the whole episode is used up."""
 
 
 async def _await_program(
@@ -128,7 +151,8 @@ async def _await_program(
     except (HpcrlError, asyncio.CancelledError):
         raise
     except Exception as error:
-        raise EnvFault(f"{session.name}: {type(error).__name__}: {error}") from error
+        why = f"{session.name}: {type(error).__name__}: {error}"
+        raise (EnvFault(why) if is_infrastructure_error(error) else PolicyFailure(OUTCOME_EXIT, why)) from error
     finally:
         stop_waiter.cancel()
         running.cancel()
@@ -136,10 +160,17 @@ async def _await_program(
             await asyncio.wait({running})
 
 
-def _final_status(session: ProgramSession, reward: float | None) -> EpisodeStatus:
-    """Return the status of the ended episode."""
+def _conclude_attempt(session: ProgramSession, result: float | HpcrlError, *, is_first: bool) -> EpisodeEnding:
+    """Return how an attempt ended; `is_first` is False after an attempt that was a fault."""
     if session.is_stale:
-        return "aborted-stale"
-    if reward is None or not session.recording.turns:
-        return "policy-fault" if session.fault else "env-fault"
-    return "truncated" if session.is_truncated else "done"
+        return EpisodeEnding("aborted-stale")
+    if isinstance(result, float):
+        return EpisodeEnding("truncated" if session.limit else "done", session.limit)
+    if session.fault:
+        return EpisodeEnding("policy-fault", reason=session.fault)
+    is_failure = isinstance(result, PolicyFailure) and session.recording.turns
+    if not is_failure or (isinstance(result, _EpisodeLateError) and not is_first):
+        return EpisodeEnding("env-fault", reason=str(result))
+    if session.limit:  # it was told to end, and did not end well
+        return EpisodeEnding("truncated", session.limit, str(result))
+    return failure_ending(cast(PolicyFailure, result))

@@ -22,6 +22,7 @@ from hpcrl.rollout.agents.responses_form import ResponseMemory
 from hpcrl.rollout.episode import EpisodeLimits
 from hpcrl.rollout.tasks import stable_hash
 from hpcrl.spool.ids import make_request_id
+from hpcrl.spool.outcome import OUTCOME_MAX_TURNS, OUTCOME_OVERFLOW
 
 MAX_IGNORED_FIELDS, MAX_FIELD_CHARS = 32, 64
 """The most names of ignored fields that an episode remembers, and how much of each."""
@@ -51,8 +52,8 @@ class ProgramSession:
     reward: float | None = None
     """The reward posted by the program."""
     is_stale: bool = False
-    is_truncated: bool = False
-    """True once a call was refused for lack of context or turns: an episode that ends well is then truncated."""
+    limit: str = ""
+    """The outcome of an episode that ends after a call was refused for lack of turns or context."""
     fault: str = ""
     """The reason why no engine answered the last call; an answered call clears it."""
     stop_event: asyncio.Event = field(default_factory=asyncio.Event)
@@ -78,7 +79,7 @@ class ProgramSession:
         if self.is_stale:
             raise ApiError(410, f"this episode is more than max_lag = {self.limits.max_lag} versions old", code="stale")
         if self.num_calls >= self.limits.max_turns:
-            self.is_truncated = True
+            self.limit = OUTCOME_MAX_TURNS
             raise ApiError(
                 400, f"an episode may call the model {self.limits.max_turns} times at most", code="max_turns"
             )
@@ -123,7 +124,7 @@ class ProgramSession:
         """Refuse a prompt with at least this number of tokens, if that leaves no room for an answer."""
         most = self.limits.context_length
         if num_tokens >= most:
-            self.is_truncated = True
+            self.limit = OUTCOME_OVERFLOW
             why = f"the prompt has {num_tokens} tokens, this model's maximum context length is {most}: shorten it"
             raise ApiError(400, why, code="context_length_exceeded", param="messages")
 

@@ -78,12 +78,14 @@ LINES = [
             replaced=0,
             evicted=0,
             by_domain={"lake": {"done": 2}},
+            outcomes={"lake": {"exit": 2}},
             token_fates={"lake": {"trained": 30}},
         ),
         "episodes",
         '"running": 1, "done": 2, "truncated": 0, "aborted_stale": 0, "aborted_redundant": 0, "env_fault": 0, '
         '"policy_fault": 0, "num_tokens": 30, "turns": 4, "remote_prefills": 3, "groups_lost": 0, "replaced": 0, '
-        '"evicted": 0, "by_domain": {"lake": {"done": 2}}, "token_fates": {"lake": {"trained": 30}}',
+        '"evicted": 0, "by_domain": {"lake": {"done": 2}}, '
+        '"outcomes": {"lake": {"exit": 2}}, "token_fates": {"lake": {"trained": 30}}',
     ),
     (
         ParsersChosen(tool_parser="hermes", reasoning_parser="think", reason="tool calls by the recipe"),
@@ -100,9 +102,9 @@ LINES = [
         '"serve_s": 1.0, "is_home": true',
     ),
     (
-        SegmentScored(segment="s.h5", num=0, reward_mean=None, rewards={}),
+        SegmentScored(segment="s.h5", num=0, reward_mean=None, rewards={}, reward_errors={"lake": 1}),
         "scored",
-        '"segment": "s.h5", "num": 0, "reward_mean": null, "rewards": {}',
+        '"segment": "s.h5", "num": 0, "reward_mean": null, "rewards": {}, "reward_errors": {"lake": 1}',
     ),
     (
         VersionPublished(version=1, step=1, wall_s=0.2, stall_s=0.1),
@@ -197,7 +199,7 @@ LINES = [
         ),
         "evaluation",
         '"number": 0, "version": 0, "reward_mean": null, "domains": {}, "num_episodes": 0, "num_faults": 4, '
-        '"length_mean": 0.0, "oldest": null, "newest": null',
+        '"length_mean": 0.0, "oldest": null, "newest": null, "outcomes": {}',
     ),
     (SegmentsRetired(num=8, num_segments=1, archive=None), "retired", '"num": 8, "num_segments": 1, "archive": null'),
     (

@@ -60,16 +60,43 @@ def test_the_key_of_the_model_posts_no_reward(template):
         ("ask('a')\nprint('{\"reward\": 1}')\nraise SystemExit(3)", "code 3"),
         ("ask('a')\nraise ValueError('lost')", "ValueError: lost"),
         ("ask('a')\nprint('done')", "neither printed nor posted a reward"),
-        ("ask('a')\nprint('{\"reward\": NaN}')", "finite number"),
-        ("print(1.0)", "never called the model"),
+        ("ask('a')\nprint('\"1.0\"')", "neither printed nor posted a reward"),
+        ("ask('a')\nprint('[1, 2]')", "neither printed nor posted a reward"),
         ("ask('a')\nos.kill(os.getpid(), 11)", "SIGSEGV"),
     ],
 )
-def test_a_program_that_fails_is_a_fault_and_never_scored(template, code, why):
-    trajectory = play(template, code)
-    assert trajectory.status == "env-fault"
+def test_a_program_that_fails_after_a_turn_has_the_outcome_exit(template, code, why):
+    trajectory = play(template, code, retries=1)
+    assert (trajectory.status, trajectory.outcome) == ("done", "exit")
+    assert why in trajectory.extra["reason"]
+    assert [turn.reward for turn in trajectory.turns] == [0.0]
+    trajectory = play(template, code, limits={"faults": frozenset({"exit"})})
+    assert (trajectory.status, trajectory.outcome) == ("env-fault", "")
     assert why in trajectory.extra["fault"]
-    assert trajectory.reward is None
+
+
+@pytest.mark.parametrize("reward", ["NaN", "Infinity", "1" + "0" * 400])
+def test_a_reward_that_is_no_finite_number_is_a_reward_error(template, reward):
+    trajectory = play(
+        template, f"ask('a')\nprint('{{{{\"reward\": {reward}}}}}')".replace("{{", "{").replace("}}", "}")
+    )
+    assert (trajectory.status, trajectory.outcome) == ("done", "reward-error")
+    assert "finite number" in trajectory.extra["reason"]
+
+
+@pytest.mark.parametrize("code", ["print(1.0)", "raise SystemExit(3)"])
+def test_a_program_that_never_calls_the_model_is_a_fault_and_never_scored(template, code):
+    trajectory = play(template, code)
+    assert (trajectory.status, trajectory.outcome, trajectory.reward) == ("env-fault", "", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "limits", "outcome"),
+    [("b", {"max_turns": 1}, "max-turns"), ("b" * 80, {}, "overflow")],
+)
+def test_a_program_that_fails_when_it_is_told_to_end_has_reached_that_limit(template, text, limits, outcome):
+    trajectory = play(template, f"ask('a')\nask('{text}')", limits=limits)
+    assert (trajectory.status, trajectory.outcome, len(trajectory.turns)) == ("truncated", outcome, 1)
 
 
 def test_a_program_that_cannot_be_found_is_a_fault(template):
@@ -90,8 +117,8 @@ def test_a_program_that_hangs_is_ended_with_all_its_children(template, tmp_path)
         f"open({str(mark)!r}, 'w').write(f'{{child.pid}} {{os.getpid()}}')\ntime.sleep(600)"
     )
     trajectory = play(template, code, timeout_s=3.0)
-    assert trajectory.status == "env-fault"
-    assert "timeout_s = 3 s" in trajectory.extra["fault"]
+    assert (trajectory.status, trajectory.outcome) == ("truncated", "timeout")
+    assert "timeout_s = 3 s" in trajectory.extra["reason"]
     for pid in map(int, mark.read_text().split()):
         assert not is_alive(pid, read_start_ticks(pid))
 
@@ -114,8 +141,8 @@ def test_a_gigabyte_of_output_does_no_harm(template):
 
 def test_memory_is_limited(template):
     trajectory = play(template, "ask('a')\nhoard = bytearray(1 << 30)\nprint(1)", max_memory_mb=256)
-    assert trajectory.status == "env-fault"
-    assert "MemoryError" in trajectory.extra["fault"]
+    assert trajectory.outcome == "exit"
+    assert "MemoryError" in trajectory.extra["reason"]
 
 
 def test_an_engine_that_fails_a_program_is_a_policy_fault(template):
@@ -140,8 +167,7 @@ def test_a_program_that_used_up_its_turns_is_truncated(template):
 def test_a_fault_restarts_the_program(template, tmp_path):
     mark = tmp_path / "been"
     first = f"if not os.path.exists({str(mark)!r}):\n    open({str(mark)!r}, 'w')\n    raise SystemExit(1)\n"
-    code = f"ask('a')\n{first}print(1)"
-    trajectory = play(template, code, retries=1)
+    trajectory = play(template, f"{first}ask('a')\nprint(1)", retries=1)
     assert (trajectory.status, trajectory.extra["attempts"], len(trajectory.turns)) == ("done", 2, 1)
 
 

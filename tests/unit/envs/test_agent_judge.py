@@ -38,6 +38,13 @@ def judged_by(code):
     return {"judge": ["python", "-c", code]}
 
 
+def failed_reward_of(trajectory):
+    """Return the reward of a program whose judge was ended, which the recipe replaces by on_reward_error."""
+    assert (trajectory.status, trajectory.outcome) == ("done", "reward-error")
+    assert "fault" not in trajectory.extra
+    return trajectory.turns[-1].reward
+
+
 def reward_of(trajectory):
     assert (trajectory.status, trajectory.extra) == ("done", {})
     return trajectory.turns[-1].reward
@@ -129,20 +136,23 @@ def test_files_and_fields_of_the_judge_are_hidden_from_the_program(template, tmp
         ("import sys\nsys.stdout.buffer.write(bytes(range(256)) * 1000)", "the last line of the judge is"),
     ],
 )
-def test_a_judge_that_fails_is_a_fault_and_not_a_reward(template, judge, why):
+def test_a_judge_that_fails_is_a_reward_error_and_not_a_reward(template, judge, why):
     started_s = time.monotonic()
     trajectory = play(
         template, "ask('a')\nprint(1)", judge_timeout_s=1.0 if "600" in judge else 60.0, **judged_by(judge)
     )
-    assert (trajectory.status, trajectory.reward) == ("env-fault", None)
-    assert re.search(why, trajectory.extra["fault"].replace("\n", " "))
+    assert (trajectory.status, trajectory.outcome, trajectory.reward) == ("done", "reward-error", None)
+    assert re.search(why, trajectory.extra["reason"].replace("\n", " "))
     assert time.monotonic() - started_s < 60
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize(("last", "reward"), [("print(0.5)", 0.5), ("os.kill(os.getpid(), signal.SIGKILL)", 0.0)])
-def test_code_in_the_sandbox_of_a_judge_cannot_forge_its_reward(template, last, reward):
-    assert reward_of(play(template, "ask('a')", sandbox="bubblewrap", **judged_by(FORGE + last))) == reward
+@pytest.mark.parametrize(
+    ("last", "outcome"), [("print(0.5)", ""), ("os.kill(os.getpid(), signal.SIGKILL)", "reward-error")]
+)
+def test_code_in_the_sandbox_of_a_judge_cannot_forge_its_reward(template, last, outcome):
+    trajectory = play(template, "ask('a')", sandbox="bubblewrap", **judged_by(FORGE + last))
+    assert (trajectory.outcome, trajectory.turns[-1].reward) == (outcome, 0.0 if outcome else 0.5)
 
 
 @needs_bubblewrap
@@ -153,7 +163,7 @@ def test_code_that_is_judged_and_kills_its_judge_gets_no_second_attempt(template
         "subprocess.run([sys.executable, 'tested.py'])\nprint(1)"
     )
     trajectory = play(template, plant, sandbox="bubblewrap", retries=1, **judged_by(judge))
-    assert reward_of(trajectory) == 0.0
+    assert failed_reward_of(trajectory) == 0.0
 
 
 HOARD = (
@@ -177,7 +187,8 @@ FILL_DISK = "import time\nfor n in range(2): open(str(n), 'wb').write(bytes(12 <
     ],
 )
 def test_a_judge_that_is_killed_or_exceeds_a_limit_gives_0(template, judge, options):
-    assert reward_of(play(template, "ask('a')", **options, **judged_by(judge))) == 0.0
+    trajectory = play(template, "ask('a')", **options, **judged_by(judge))
+    assert failed_reward_of(trajectory) == 0.0
 
 
 def test_a_judge_that_is_missing_is_a_fault_also_by_exit_code(template):

@@ -46,8 +46,9 @@ def template(tiny_model_dir):
 
 
 def fault_of(trajectory):
-    assert (trajectory.status, trajectory.reward) == ("env-fault", None)
-    return trajectory.extra["fault"]
+    """Return why a program was ended that had called the model: a failure of the policy."""
+    assert (trajectory.status, trajectory.outcome, trajectory.reward) == ("done", "exit", None)
+    return trajectory.extra["reason"]
 
 
 @pytest.mark.parametrize("sandbox", SANDBOXES)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hpcrl.engines.base import Completion
+from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.envs.base import Step, TaskPrompt, adapt_env
 from hpcrl.errors import EngineError
 from hpcrl.rollout.episode import EpisodeLimits, retry_pause_s, run_episode
@@ -297,11 +298,13 @@ FAULTS = [
     "reset hangs",
     "reset gives bytes",
     "step raises",
-    "step hangs",
     "step gives None",
-    "step gives NaN",
-    "step gives text for a reward",
     "step is cancelled from within",
+]
+FAILURES = [
+    ("step hangs", "truncated", "timeout", "no answer in step_timeout_s = 0.02 s"),
+    ("step gives NaN", "done", "reward-error", "the reward nan"),
+    ("step gives text for a reward", "done", "reward-error", "the reward 'much'"),
 ]
 
 
@@ -327,6 +330,54 @@ def test_a_fault_that_stays_is_never_scored(faulty, fault):
     assert trajectory.extra["fault"]
 
 
+@pytest.mark.parametrize(("failure", "status", "outcome", "reason"), FAILURES)
+def test_a_step_that_the_policy_made_fail_ends_the_episode_and_keeps_its_turn(faulty, failure, status, outcome, reason):
+    trajectory = played("done.", make_env=faulty(failure), step_timeout_s=0.02)
+    assert (trajectory.status, trajectory.outcome) == (status, outcome)
+    assert reason in trajectory.extra["reason"]
+    assert [(turn.start, turn.end, turn.reward) for turn in trajectory.turns] == [(5, 10, 0.0)]
+    assert trajectory.loss_mask.sum() == 5
+
+
+@pytest.mark.parametrize(("failure", "status", "outcome", "reason"), FAILURES)
+def test_a_failure_that_the_recipe_calls_a_fault_is_tried_again_and_never_scored(
+    faulty, failure, status, outcome, reason
+):
+    make_env = faulty(failure, failure)
+    trajectory = played(
+        "done.", "done.", make_env=make_env, step_timeout_s=0.02, env_retries=1, faults=frozenset({outcome})
+    )
+    assert (trajectory.status, trajectory.outcome) == ("env-fault", "")
+    assert reason in trajectory.extra["fault"]
+    assert len(make_env.envs) == 2
+
+
+def test_too_many_turns_are_a_fault_if_the_recipe_says_so():
+    assert played("a", "b", max_turns=2).outcome == "max-turns"
+    trajectory = played("a", "b", max_turns=2, env_retries=0, faults=frozenset({"max-turns"}))
+    assert (trajectory.status, trajectory.outcome) == ("env-fault", "")
+
+
+def test_an_episode_that_ends_before_its_first_turn_is_neither_a_fault_nor_data():
+    class Lost(Echo):
+        async def reset(self, seed):
+            return Step(observation="lost", done=True)
+
+    trajectory = played(make_env=Lost)
+    assert (trajectory.status, trajectory.outcome, trajectory.extra) == ("aborted-redundant", "unplayed", {})
+
+
+def test_the_time_of_an_episode_that_was_played_is_the_policys():
+    class Slow(Echo):
+        async def step(self, action):
+            await asyncio.sleep(40.0)
+            return await super().step(action)
+
+    trajectory = run_virtual(run(Scripted("a", "b", "c", "d"), make_env=Slow, episode_timeout_s=100.0))
+    assert (trajectory.status, trajectory.outcome, len(trajectory.turns)) == ("truncated", "timeout", 3)
+    assert "episode_timeout_s = 100 s" in trajectory.extra["reason"]
+
+
 def test_an_environment_that_ignores_being_cancelled_is_left_behind(faulty):
     async def play():
         trajectory = await run(Scripted("done.", "done."), make_env=make_env, step_timeout_s=0.02)
@@ -334,7 +385,7 @@ def test_an_environment_that_ignores_being_cancelled_is_left_behind(faulty):
         return trajectory
 
     make_env = faulty("step ignores being cancelled")
-    assert asyncio.run(play()).status == "done"
+    assert asyncio.run(play()).outcome == "timeout"
 
 
 def test_an_environment_that_cannot_be_made_is_a_fault():
@@ -369,7 +420,7 @@ def test_a_plain_environment_that_hangs_is_abandoned():
             hang.set()
 
     trajectory = played("a", make_env=lambda: adapt_env(Plain()), step_timeout_s=0.02, env_retries=0)
-    assert trajectory.status == "env-fault"
+    assert trajectory.outcome == "timeout"
     assert hang.is_set()
 
 
@@ -439,7 +490,7 @@ def test_an_episode_over_its_whole_time_is_a_fault_and_is_not_tried_again():
 
     trajectory = played(make_env=Slow, episode_timeout_s=0.12, env_retries=1000)
     assert trajectory.status == "env-fault"
-    assert "no end in 0.12 s" in trajectory.extra["fault"]
+    assert "no end in episode_timeout_s = 0.12 s" in trajectory.extra["fault"]
     assert all(env.closed for env in attempts)
 
 

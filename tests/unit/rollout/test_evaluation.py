@@ -1,6 +1,7 @@
 """Evaluations: their tasks, schedule and results."""
 
 import asyncio
+import dataclasses
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from hpcrl.campaign_dir.events import EvaluationFinished, FaultReported
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import load_recipe
 from hpcrl.engines.base import Completion, GenerateRequest
-from hpcrl.errors import PlanError
+from hpcrl.errors import EnvFault, PlanError
 from hpcrl.learn.evaluations import (
     EvaluationPart,
     EvaluationResult,
@@ -23,7 +24,7 @@ from hpcrl.learn.evaluations import (
 )
 from hpcrl.plan.checks import check_recipe
 from hpcrl.rollout.curriculum import Curriculum
-from hpcrl.rollout.evaluation import EvaluationHooks, EvaluationRunner, list_evaluated_domains
+from hpcrl.rollout.evaluation import MAX_ATTEMPTS, EvaluationHooks, EvaluationRunner, list_evaluated_domains
 from hpcrl.rollout.reporting import CountingPolicy
 from hpcrl.rollout.routing.router import Router
 from hpcrl.rollout.routing.trajectories import NUM_LEVELS, TrajectoryState, TrajectoryTable, with_ids
@@ -92,7 +93,7 @@ class EnvWorkers:
 
     async def reward(self, name, trajectory):
         assert trajectory.domain == name, "a reward function never sees that its trajectory is held out"
-        return self.score
+        return msgspec.structs.replace(trajectory, reward=self.score)
 
     def results(self):
         return [event for event in self.events if isinstance(event, EvaluationFinished)]
@@ -241,13 +242,54 @@ def test_a_worker_restarted_in_its_job_keeps_the_existing_parts(tmp_path):
     assert again.results()[0].num_episodes == 4
 
 
-@pytest.mark.parametrize(("status", "score"), [("env-fault", 1.0), ("policy-fault", 1.0), ("done", float("nan"))])
+@pytest.mark.parametrize(("status", "score"), [("env-fault", 1.0), ("policy-fault", 1.0), ("done", None)])
 def test_an_episode_without_a_score_is_reported_and_counted_apart(tmp_path, status, score):
     workers = EnvWorkers(tmp_path, status=status, score=score)
     asyncio.run(workers.tend())
     assert workers.results()[0].num_faults == 4
     assert workers.results()[0].reward_mean is None
-    assert sum(isinstance(event, FaultReported) for event in workers.events) == 4
+    assert workers.results()[0].outcomes == {"lake": {"env-fault": 4}}
+    assert sum(isinstance(event, FaultReported) for event in workers.events) == 4 * MAX_ATTEMPTS
+
+
+def test_an_episode_that_was_a_fault_once_is_played_again_and_counts(tmp_path):
+    async def run():
+        workers = EnvWorkers(tmp_path)
+        play, failing = workers.play, [EnvFault("the node was lost")]
+
+        async def fail_once(*args):
+            if failing:
+                raise failing.pop()
+            return await play(*args)
+
+        for worker in workers.workers:
+            worker._hooks = dataclasses.replace(worker._hooks, play=fail_once)
+        await workers.tend()
+        return workers.results()[0]
+
+    result = asyncio.run(run())
+    assert (result.num_episodes, result.num_faults, result.outcomes) == (4, 0, {"lake": {"finished": 4}})
+
+
+def test_an_evaluation_counts_what_the_policy_failed_at_and_not_what_had_no_turn(tmp_path):
+    async def run():
+        workers = EnvWorkers(tmp_path, score=0.0)
+        play = workers.play
+
+        async def play_variously(task, index, name, domain):
+            trajectory = await play(task, index, name, domain)
+            if index == 0:
+                return msgspec.structs.replace(trajectory, status="aborted-redundant", outcome="unplayed")
+            return msgspec.structs.replace(trajectory, outcome="exit") if index == 1 else trajectory
+
+        for worker in workers.workers:
+            worker._hooks = dataclasses.replace(worker._hooks, play=play_variously)
+        await workers.tend()
+        return workers.results()[0]
+
+    result = asyncio.run(run())
+    assert (result.num_episodes, result.num_faults, result.reward_mean) == (3, 0, 0.0)
+    assert result.outcomes == {"lake": {"unplayed": 1, "exit": 1, "finished": 2}}
 
 
 def test_a_disk_that_fails_delays_an_evaluation_and_loses_nothing(tmp_path):

@@ -1,0 +1,93 @@
+"""The reward of each outcome: by the settings of the domain, or by its function."""
+
+import math
+
+import pytest
+
+from hpcrl.config.recipe import DomainConfig, load_recipe
+from hpcrl.errors import ConfigError, EnvFault, PolicyFailure
+from hpcrl.rollout.rewards import list_fault_outcomes, score_trajectory
+from hpcrl.spool.outcome import OUTCOME_SETTINGS, OUTCOMES, measure_failures, measure_outcomes, name_outcome
+from hpcrl.spool.status import STATUSES
+from tests.support.trajectories import make_trajectory
+
+
+def domain_of(**settings):
+    return DomainConfig(env="package.module:Env", reward="package.module:score", **settings)
+
+
+def scored(reward, *, outcome="", status="done", **settings):
+    def give(trajectory):
+        if isinstance(reward, Exception):
+            raise reward
+        return reward
+
+    return score_trajectory(make_trajectory(outcome=outcome, status=status), domain_of(**settings), give)
+
+
+@pytest.mark.parametrize(("setting", "reward"), [(-0.5, -0.5), ("score", 1.0)])
+@pytest.mark.parametrize("outcome", ["timeout", "exit", "max-turns", "overflow"])
+def test_a_setting_of_the_domain_scores_its_outcome(outcome, setting, reward):
+    trajectory = scored(1.0, outcome=outcome, **{OUTCOME_SETTINGS[outcome]: setting})
+    assert (trajectory.reward, trajectory.outcome, trajectory.status) == (reward, outcome, "done")
+
+
+def test_by_default_failures_give_zero_and_limits_what_the_function_says():
+    rewards = {outcome: scored(1.0, outcome=outcome).reward for outcome in OUTCOME_SETTINGS}
+    assert rewards == {"max-turns": 1.0, "overflow": 1.0, "timeout": 0.0, "exit": 0.0, "reward-error": 0.0}
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        math.nan,
+        math.inf,
+        10**400,
+        "1.0",
+        b"1",
+        None,
+        [1.0, 2.0],
+        {},
+        {"a": "1"},
+        {"a": math.inf, "b": -math.inf},
+        {"x" * 1000: 1.0},
+        {str(number): 1.0 for number in range(1000)},
+        ValueError("malformed"),
+        PolicyFailure("exit", "tests did not run"),
+    ],
+)
+def test_a_reward_that_is_not_one_is_a_reward_error(reward):
+    trajectory = scored(reward, on_reward_error=-1.0)
+    assert (trajectory.reward, trajectory.outcome, trajectory.status) == (-1.0, "reward-error", "done")
+    assert len(trajectory.extra["reason"]) < 1000
+    assert scored(reward, on_reward_error="fault").status == "env-fault"
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("no route"), TimeoutError(), ImportError("sympy"), EnvFault("judge is down")]
+)
+def test_infrastructure_that_fails_a_reward_function_is_never_scored(error):
+    trajectory = scored(error)
+    assert (trajectory.reward, trajectory.status) == (None, "env-fault")
+
+
+def test_the_recipe_names_the_outcomes_that_are_faults():
+    assert list_fault_outcomes(domain_of()) == frozenset()
+    assert list_fault_outcomes(domain_of(on_exit="fault", on_reward_error="fault")) == {"exit", "reward-error"}
+
+
+@pytest.mark.parametrize("value", ["'zero'", "nan", "inf", "1e9", "true"])
+def test_a_setting_that_is_no_reward_is_refused(value):
+    with pytest.raises(ConfigError, match="on_exit"):
+        load_recipe("quickstart", settings=(f"domains.lake.on_exit={value}",))
+
+
+def test_every_status_and_every_setting_has_an_outcome():
+    assert {name_outcome(status, "") for status in STATUSES} <= set(OUTCOMES)
+    assert all(name in DomainConfig.__struct_fields__ for name in OUTCOME_SETTINGS.values())
+
+
+def test_shares_leave_out_what_training_aborted():
+    counts = {"finished": 6, "exit": 3, "env-fault": 1, "aborted-redundant": 90}
+    assert measure_outcomes(counts) == {"finished": 0.6, "exit": 0.3, "env-fault": 0.1}
+    assert measure_failures(counts) == 0.3
