@@ -13,6 +13,7 @@
     │   └── EngineAnswerError   the response of the engine is not valid
     ├── EnvFault          the environment's infrastructure failed: retried, never scored
     │   └── PolicyFailure  what the policy did made its episode fail: an outcome with a reward
+    ├── RewardError       the process that computes rewards ended
     └── TrainError        training cannot continue
 
 The command line prints the message alone and exits with 2; anything else is a bug and keeps its traceback.
@@ -73,6 +74,10 @@ class PolicyFailure(EnvFault):
     def __init__(self, outcome: str, message: str) -> None:
         super().__init__(message)
         self.outcome = outcome
+
+
+class RewardError(HpcrlError):
+    """The process that computes rewards ended."""
 
 
 class TrainError(HpcrlError):

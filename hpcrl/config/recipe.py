@@ -110,6 +110,8 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     step_timeout_s: Seconds = 60.0
     episode_timeout_s: Seconds = 3600.0
     """Limit of the whole episode: all its attempts, including generation."""
+    reward_timeout_s: Seconds = 120.0
+    """Limit of one call of the reward function; a call that takes longer is killed."""
     env_retries: CountOrZero = 2
     """Restarts of an episode after infrastructure faults."""
     on_timeout: FailureReward = 0.0
@@ -491,6 +493,8 @@ class RewardConfig(ConfigTable, frozen=True, kw_only=True):
 
     placement: Literal["spare", "elastic"] = "spare"
     """spare: on spare cores of the job; elastic: in separate preemptible jobs, which run only while there is work."""
+    concurrency: Count = 64
+    """The reward calls that each worker may have under way; a plain function has a process for each."""
     max_jobs: Count = 2
     """Reward jobs at a time; each is one node."""
     idle_s: Seconds = 20.0

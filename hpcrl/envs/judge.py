@@ -8,16 +8,16 @@ The request is repeated if the endpoint does not answer, or answers without a nu
 function fails: that is not the agent's fault and is never scored.
 """
 
+import asyncio
 import json
 import os
 import re
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from hpcrl.errors import ConfigError
+import aiohttp
+
+from hpcrl.errors import ConfigError, EnvFault
 from hpcrl.spool.record import Trajectory
 
 RUBRIC = "How well did the assistant do what it was asked in this conversation?"
@@ -26,7 +26,7 @@ MAX_TEXT_CHARS = 32_000
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
-def judge(
+async def judge(
     trajectory: Trajectory,
     *,
     text: str,
@@ -35,7 +35,7 @@ def judge(
     rubric: str = RUBRIC,
     highest: float = 10.0,
     key_variable: str = "OPENAI_API_KEY",
-    timeout_s: float = 60.0,
+    timeout_s: float = 30.0,
     attempts: int = 3,
 ) -> float:
     """Return a model's score of a conversation, from 0 to 1.
@@ -53,13 +53,12 @@ def judge(
     problem: Exception | None = None
     for attempt in range(attempts):
         try:
-            return read_score(
-                _request_judgement(f"{url}/chat/completions", body, key_variable, timeout_s), highest=highest
-            )
-        except (OSError, ValueError, LookupError, TypeError) as error:
+            answer = await _request_judgement(f"{url}/chat/completions", body, key_variable, timeout_s)
+            return read_score(answer, highest=highest)
+        except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
             problem = error
-            time.sleep(0.5 * 2**attempt * (attempt + 1 < attempts))
-    raise RuntimeError(f"judge: {url} returned no score in {attempts} attempts; the last error: {problem}")
+            await asyncio.sleep(0.5 * 2**attempt * (attempt + 1 < attempts))
+    raise EnvFault(f"judge: {url} returned no score in {attempts} attempts; the last error: {problem}")
 
 
 def read_score(answer: str, *, highest: float) -> float:
@@ -70,11 +69,13 @@ def read_score(answer: str, *, highest: float) -> float:
     return float(numbers[-1]) / highest
 
 
-def _request_judgement(url: str, body: Mapping[str, Any], key_variable: str, timeout_s: float) -> str:
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get(key_variable):
-        headers["Authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
-    with urllib.request.urlopen(request, timeout=timeout_s) as response:
-        answer = json.load(response)
+async def _request_judgement(url: str, body: Mapping[str, Any], key_variable: str, timeout_s: float) -> str:
+    key = os.environ.get(key_variable)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limit = aiohttp.ClientTimeout(total=timeout_s)
+    async with (
+        aiohttp.ClientSession(timeout=limit, raise_for_status=True, trust_env=True) as session,
+        session.post(url, json=body, headers=headers) as response,
+    ):
+        answer = json.loads(await response.read())
     return str(answer["choices"][0]["message"]["content"])

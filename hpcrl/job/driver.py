@@ -110,6 +110,7 @@ class JobDriver:
             campaign=self.campaign,
             reward=self.recipe.reward,
             elastic=self.plan.reward_jobs is not None,
+            num_shards=self.plan.num_reward_shards,
             emit=self.events.emit,
             count_failure=self.budget.count_failure,
         )

@@ -1,4 +1,4 @@
-"""Reward tasks of the driver: one for each sealed segment without a scored twin, and the number of reward jobs.
+"""Reward tasks of the driver: one for each shard that has unscored segments, and the number of reward jobs.
 
     RewardScoring      the reward tasks of one job
     RewardJobScaler    when reward jobs start and end, and when work stops waiting for them (pure)
@@ -10,7 +10,7 @@ A task may run twice (a preempted job, a wait that was cancelled): the twin has 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, RewardJobsScaled
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import RewardConfig
-from hpcrl.spool.listing import SegmentListing
+from hpcrl.spool.listing import SegmentListing, find_shard
 
 SEGMENTS_PER_JOB = 16
 """Segments that wait for each reward job before another job is started."""
@@ -29,7 +29,7 @@ POLL_INTERVAL_S = 1.0
 class RewardWorkers(Protocol):
     """The interface that runs the tasks; the job's runtime implements it."""
 
-    def score(self, segment: str, *, elastic: bool) -> "Future[None]": ...
+    def score(self, segments: list[str], *, shard: int, num_shards: int, elastic: bool) -> "Future[None]": ...
 
     def num_reward_jobs(self) -> int: ...
 
@@ -67,10 +67,13 @@ class RewardJobScaler:
 
 @dataclass
 class _ScoringTask:
-    """The scoring of one segment."""
+    """The scoring of one shard."""
 
     future: "Future[None]"
     since: float
+    """The time at which it started, or at which one of its segments was last scored."""
+    pending: set[str]
+    """The segments of the shard that are not scored."""
     elastic: bool
 
 
@@ -85,7 +88,10 @@ class RewardScoring:
     emit: Callable[[CampaignEvent], None]
     count_failure: Callable[[str, str], None]
     """Called with what failed and why; raises once it has failed too often."""
-    tasks: dict[str, _ScoringTask] = field(default_factory=dict)
+    num_shards: int = 1
+    """The parts into which segments are divided: one for each reward worker that there may be."""
+    tasks: dict[int, _ScoringTask] = field(default_factory=dict)
+    """The task of each shard."""
     scaled_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -98,12 +104,17 @@ class RewardScoring:
     def poll(self, workers: RewardWorkers) -> None:
         """Collect tasks that have ended, start new ones, and start or end reward jobs."""
         now = time.monotonic()
-        for segment in [name for name, task in self.tasks.items() if task.future.done()]:
-            self._collect(segment, self.tasks.pop(segment).future)
+        for shard in [shard for shard, task in self.tasks.items() if task.future.done()]:
+            self._collect(self.tasks.pop(shard))
         scored = self.scored.name_set()  # first: a segment is retired from "rollouts" before it is from "scored"
         pending = self.rollouts.name_set() - scored
-        for segment in sorted(pending - self.tasks.keys()):
-            self._start_task(workers, segment, elastic=self.elastic, now=now)
+        for shard, segments in self._divide(pending).items():
+            task = self.tasks.get(shard)
+            if task is None and segments:
+                self._start_task(workers, shard, segments, elastic=self.elastic, now=now)
+            elif task is not None:
+                task.since = now if task.pending - segments else task.since
+                task.pending = segments
         if self.elastic and now - self.scaled_at >= POLL_INTERVAL_S:
             self.scaled_at = now
             self._use_spare_cores(workers, now=now)
@@ -113,26 +124,37 @@ class RewardScoring:
         """Return the numbers of played and scored segments; if both stay the same for long, the job has stalled."""
         return len(self.rollouts.names()), len(self.scored.names())
 
-    def _start_task(self, workers: RewardWorkers, segment: str, *, elastic: bool, now: float) -> None:
-        self.tasks[segment] = _ScoringTask(future=workers.score(segment, elastic=elastic), since=now, elastic=elastic)
+    def _divide(self, pending: Set[str]) -> dict[int, set[str]]:
+        """Return the pending segments of each shard."""
+        shards: dict[int, set[str]] = {shard: set() for shard in range(self.num_shards)}
+        for segment in pending:
+            shards[find_shard(segment, num_shards=self.num_shards)].add(segment)
+        return shards
 
-    def _collect(self, segment: str, future: "Future[None]") -> None:
-        error = future.exception()
+    def _start_task(self, workers: RewardWorkers, shard: int, segments: set[str], *, elastic: bool, now: float) -> None:
+        future = workers.score(sorted(segments), shard=shard, num_shards=self.num_shards, elastic=elastic)
+        self.tasks[shard] = _ScoringTask(future=future, since=now, pending=segments, elastic=elastic)
+
+    def _collect(self, task: _ScoringTask) -> None:
+        error = task.future.exception()
         if error is None:
             return
-        self.emit(FaultReported(what="reward", detail=f"{segment}: {error}"))
-        if not _is_lost_worker(error):  # a preempted job is not the segment's fault: it is scored again
-            self.count_failure(f"the scoring of {segment}", str(error))
+        self.emit(FaultReported(what="reward", detail=f"{', '.join(sorted(task.pending)[:3])}: {error}"))
+        if not _is_lost_worker(error):  # a preempted job is not the fault of segments: they are scored again
+            self.count_failure(f"the scoring of {min(task.pending, default='segments')}", str(error))
 
     def _use_spare_cores(self, workers: RewardWorkers, *, now: float) -> None:
-        for segment, task in list(self.tasks.items()):
-            if task.elastic and not task.future.done() and self.scale.has_waited_too_long(since=task.since, now=now):
-                why = f"no reward job took it for {self.scale.patience_s:g} s: it now runs on spare cores"
-                self.emit(FaultReported(what="reward", detail=f"{segment}: {why}"))
-                self._start_task(workers, segment, elastic=False, now=now)
+        for shard, task in list(self.tasks.items()):
+            if not task.elastic or task.future.done() or not task.pending:
+                continue
+            if self.scale.has_waited_too_long(since=task.since, now=now):
+                names = ", ".join(sorted(task.pending)[:3])
+                why = f"no reward job scored any for {self.scale.patience_s:g} s: they now run on spare cores"
+                self.emit(FaultReported(what="reward", detail=f"{names} ({len(task.pending)} segments): {why}"))
+                self._start_task(workers, shard, task.pending, elastic=False, now=now)
 
     def _rescale(self, workers: RewardWorkers, *, now: float) -> None:
-        waiting = sum(task.elastic for task in self.tasks.values())
+        waiting = sum(len(task.pending) for task in self.tasks.values() if task.elastic)
         jobs = workers.num_reward_jobs()
         match self.scale.decide(waiting=waiting, jobs=jobs, now=now):
             case "start":

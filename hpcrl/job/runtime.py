@@ -128,14 +128,16 @@ class JobRuntime:
         """Start a long-lived worker; the future is done when the worker ends."""
         return self._submit(role, WORKER_FUNCTION, str(self._campaign.root), self._job.number, role, index)
 
-    def score(self, segment: str, *, elastic: bool) -> "Future[None]":
-        """Start a reward task for one segment of the spool "rollouts": in a reward job, or on spare cores."""
+    def score(self, segments: list[str], *, shard: int, num_shards: int, elastic: bool) -> "Future[None]":
+        """Start a reward task for one shard of the spool "rollouts": in a reward job, or on spare cores."""
         return self._submit(
             ELASTIC_EXECUTOR if elastic else "reward",
             SCORE_FUNCTION,
             str(self._campaign.root),
             self._job.number,
-            segment,
+            segments,
+            shard,
+            num_shards,
         )
 
     def num_reward_jobs(self) -> int:

@@ -73,6 +73,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Return the plan of one role."""
         return next(role for role in self.roles if role.role == name)
 
+    @property
+    def num_reward_shards(self) -> int:
+        """Return the number of reward workers at a time, among which segments are divided."""
+        jobs = self.reward_jobs
+        return jobs.max_jobs * jobs.workers_per_job if jobs is not None else self.role("reward").num_workers
+
     def to_json(self) -> bytes:
         """Encode the plan: sorted keys, two spaces, one final newline."""
         return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=2) + b"\n"

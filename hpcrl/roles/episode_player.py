@@ -4,7 +4,6 @@ EpisodePlayer   plays episodes of training
 HeldOutPlayer   plays and scores episodes of evaluations
 """
 
-import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ from dataclasses import dataclass
 import msgspec
 
 from hpcrl.config.recipe import DomainConfig, Recipe
-from hpcrl.envs.base import Env, RewardFunction, TaskEnv, is_program_domain, make_program
+from hpcrl.envs.base import Env, TaskEnv, is_program_domain, make_program
 from hpcrl.rollout.agents.program import run_program
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.episode import ConversationLayout, EpisodeLimits, run_episode
-from hpcrl.rollout.rewards import list_fault_outcomes, score_trajectory
+from hpcrl.rollout.rewards import RewardCaller, apply_score, compute_score, list_fault_outcomes, needs_score
 from hpcrl.rollout.task_queue import ReadFields, TaskQueue
 from hpcrl.rollout.tasks import AgentTask
 from hpcrl.rollout.thoughts import AnswerReader
@@ -107,11 +106,11 @@ class EpisodePlayer:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutPlayer:
-    """Plays the episodes of evaluations, and computes their scores here, each in a thread: there are few of them."""
+    """Plays the episodes of evaluations, and computes their scores here: there are few of them."""
 
     player: EpisodePlayer
     open_env: Callable[[str, DomainConfig], Awaitable[Env]]
-    rewards: Mapping[str, RewardFunction]
+    rewards: Mapping[str, RewardCaller]
     forget: Callable[[str], None]
     """Called with each episode that has ended."""
 
@@ -132,7 +131,10 @@ class HeldOutPlayer:
     async def score(self, name: str, trajectory: Trajectory) -> Trajectory:
         """Return the trajectory with its reward, as in training."""
         domain = self.player.recipe.domains[name]
-        return await asyncio.to_thread(score_trajectory, trajectory, domain, self.rewards[name])
+        if not needs_score(trajectory, domain):
+            return apply_score(trajectory, domain, None)
+        score = await compute_score(self.rewards[name], trajectory, timeout_s=domain.reward_timeout_s)
+        return apply_score(trajectory, domain, score)
 
     async def _open_env(self, task: AgentTask, name: str, domain: DomainConfig) -> Env:
         fields = self.player.read_fields(task)

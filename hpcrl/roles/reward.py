@@ -1,52 +1,141 @@
-"""Role reward: short tasks, one per sealed segment of "rollouts"; each writes the scored twin of its segment.
+"""Role reward: tasks of one shard of the spool "rollouts"; each writes the scored twins of its segments.
 
-    score                  one task
+    score                  one task: the segments of a shard, also those that are sealed meanwhile
+    ScoringSession         the segments that a task has under way
     ELASTIC_INDEX_OFFSET   the first index of workers in reward jobs
+    MAX_SESSION_S, RECEIVE_TIMEOUT_S, MAX_RESTARTS    limits
 
-A task may run twice (a lost worker, a preempted node): the twin has one name and is either complete or absent.
+All calls of reward functions of a worker run at the same time, also those of several segments, in processes that are
+killed when they hang (`hpcrl.rollout.reward_process`). A task may run twice (a lost worker, a preempted node): the twin
+has one name and is either complete or absent.
 """
 
 import functools
 import os
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 from hpcrl.campaign_dir.events import FaultReported, SegmentScored, WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.errors import HpcrlError, SpoolError
+from hpcrl.errors import HpcrlError, RewardError, SpoolError
 from hpcrl.roles.context import WorkerContext, open_context, redirect_output
-from hpcrl.rollout.rewards import load_reward, score_trajectory
-from hpcrl.spool.listing import quarantine_segment
-from hpcrl.spool.record import Trajectory
-from hpcrl.spool.segment import is_out_of_reach
+from hpcrl.rollout.reward_process import RewardProcess, SegmentScores
+from hpcrl.rollout.rewards import RewardScore, apply_score
+from hpcrl.spool.listing import SegmentListing, find_shard, quarantine_segment
+from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.segment import is_out_of_reach, read_segment
 from hpcrl.spool.writer import MAX_PAUSE_S, MIN_PAUSE_S, derive_segment
 from hpcrl.system.variables import PARTITION_VARIABLE
 
 ELASTIC_INDEX_OFFSET = 1_000_000
 """Workers in reward jobs are numbered from here on: Parsl numbers the blocks of each pool from 0."""
+MAX_SESSION_S = 30.0
+"""A task starts no more segments after this time, so that a worker serves every shard."""
+RECEIVE_TIMEOUT_S = 0.2
+MAX_RESTARTS = 3
+"""The restarts of the process that computes rewards, in one task."""
 
 
-def score(campaign: str, job_number: int, segment: str) -> None:
-    """Score every trajectory of one segment."""
+def score(campaign: str, job_number: int, segments: list[str], shard: int, num_shards: int) -> None:
+    """Score these segments, and those of their shard that are sealed meanwhile."""
     context = _open_reward_context(campaign, job_number)
-    campaign_dir = context.campaign
-    pause_s = MIN_PAUSE_S
-    source = campaign_dir.spool("rollouts") / segment
-    while source.exists():  # otherwise it was retired or quarantined: there is nothing to do
-        scored = _ScoredCounts()
+    session = ScoringSession(context, _open_reward_process(campaign, job_number))
+    listings = [SegmentListing(context.campaign.spool(name)) for name in ("scored", "rollouts")]
+    ends_at = time.monotonic() + MAX_SESSION_S
+    try:
+        session.start(segments)
+        while session.under_way:
+            session.receive()
+            if time.monotonic() < ends_at and not context.draining:
+                scored, sealed = (listing.name_set() for listing in listings)
+                session.start([one for one in sealed - scored if find_shard(one, num_shards=num_shards) == shard])
+    except HpcrlError as error:
+        raise RuntimeError(str(error)) from None  # a plain exception reaches the driver whatever packages it has
+
+
+class ScoringSession:
+    """The segments that a task has under way."""
+
+    def __init__(self, context: WorkerContext, process: RewardProcess) -> None:
+        self._context = context
+        self._process = process
+        self._rollouts, self._scored = (context.campaign.spool(name) for name in ("rollouts", "scored"))
+        self._seen: set[str] = set()
+        self._num_restarts = 0
+        self.under_way: set[str] = set()
+
+    def start(self, segments: list[str]) -> None:
+        """Start to score segments; one that was retired, quarantined or scored elsewhere needs nothing."""
+        for name in sorted(set(segments) - self._seen):
+            self._seen.add(name)
+            if (self._rollouts / name).exists() and not (self._scored / name).exists():
+                self.under_way.add(name)
+                self._request([name])
+
+    def receive(self) -> None:
+        """Wait a moment for the scores of a segment, and write its twin."""
         try:
-            scorer, compression = _make_scorer(context, seen=scored), context.recipe.spool.compression
-            derive_segment(source, campaign_dir.spool("scored"), scorer, compression=compression)
-        except SpoolError as error:
-            pause_s = _handle_spool_error(error, source, context, pause_s=pause_s)
-        except HpcrlError as error:
-            raise RuntimeError(str(error)) from None  # a plain exception reaches the driver whatever packages it has
-        else:
-            context.events.emit(scored.summarise(segment))
+            answer = self._process.receive(RECEIVE_TIMEOUT_S)
+        except RewardError as error:
+            self._restart(error)
             return
+        if answer is not None and (name := Path(answer.segment).name) in self.under_way:  # else of an earlier task
+            self._write_twin(name, answer)
+            self.under_way.discard(name)
+
+    def _request(self, segments: list[str]) -> None:
+        try:
+            for name in segments:
+                self._process.request(self._rollouts / name)
+        except RewardError as error:
+            self._restart(error)
+
+    def _restart(self, error: RewardError) -> None:
+        """Request again all that is under way, of another process."""
+        self._num_restarts += 1
+        if self._num_restarts > MAX_RESTARTS:
+            raise error
+        self._context.events.emit(FaultReported(what="reward", detail=str(error)))
+        self._request(sorted(self.under_way))
+
+    def _write_twin(self, name: str, answer: SegmentScores) -> None:
+        """Write the scored twin of a segment; wait while the disk is full, quarantine the segment if it is damaged."""
+        source, context = self._rollouts / name, self._context
+        if answer.error:  # if it is neither gone nor quarantined, the driver starts another task for it
+            _check_segment(source, context)
+            return
+        pause_s = MIN_PAUSE_S
+        while source.exists() and not (self._scored / name).exists():
+            counts = _ScoredCounts()
+            apply_next = functools.partial(self._apply_next, iter(answer.scores), counts)
+            try:
+                derive_segment(source, self._scored, apply_next, compression=context.recipe.spool.compression)
+            except SpoolError as error:
+                pause_s = _handle_spool_error(error, source, context, pause_s=pause_s)
+                continue
+            context.events.emit(counts.summarise(name))
+
+    def _apply_next(
+        self, scores: Iterator[RewardScore | None], counts: "_ScoredCounts", trajectory: Trajectory
+    ) -> Trajectory:
+        """Return the trajectory with the next score, and report it if its function failed."""
+        score = next(scores)
+        domain = self._context.recipe.domains.get(trajectory.domain)
+        if trajectory.status not in TRAINABLE or domain is None:
+            return trajectory
+        scored = apply_score(trajectory, domain, score)
+        has_failed = score is not None and bool(score.error)
+        if scored.reward is not None:
+            counts.add(scored, has_failed=has_failed)
+        if has_failed:
+            reason = scored.extra["fault" if scored.reward is None else "reason"]
+            detail = f"{trajectory.id}: {reason}"
+            self._context.events.emit(FaultReported(what="reward", detail=detail, id=trajectory.id))
+        return scored
 
 
 @dataclass(frozen=True)
@@ -70,6 +159,15 @@ class _ScoredCounts:
             rewards=self.rewards,
             reward_errors={name: num for name, num in self.reward_errors.items() if num},
         )
+
+
+def _check_segment(source: Path, context: WorkerContext) -> None:
+    """Read a segment that the process could not read; quarantine it if it is damaged."""
+    try:
+        if source.exists():
+            read_segment(source)
+    except SpoolError as error:
+        _handle_spool_error(error, source, context, pause_s=MIN_PAUSE_S)
 
 
 def _handle_spool_error(error: SpoolError, source: Path, context: WorkerContext, *, pause_s: float) -> float:
@@ -96,19 +194,9 @@ def _open_reward_context(campaign: str, job_number: int) -> WorkerContext:
     return context
 
 
-def _make_scorer(context: WorkerContext, *, seen: _ScoredCounts) -> Callable[[Trajectory], Trajectory]:
-    """Return the function that scores one trajectory; one that cannot be trained on stays unscored."""
-    domains = context.recipe.domains
-    rewards = {name: load_reward(name, domain, model=context.campaign.model) for name, domain in domains.items()}
-
-    def score_one(trajectory: Trajectory) -> Trajectory:
-        scored = score_trajectory(trajectory, domains[trajectory.domain], rewards[trajectory.domain])
-        has_failed = (scored.status, scored.outcome) != (trajectory.status, trajectory.outcome)
-        if scored.reward is not None:
-            seen.add(scored, has_failed=has_failed)
-        if has_failed:
-            reason = scored.extra["fault" if scored.reward is None else "reason"]
-            context.events.emit(FaultReported(what="reward", detail=f"{trajectory.id}: {reason}", id=trajectory.id))
-        return scored
-
-    return score_one
+@functools.cache
+def _open_reward_process(campaign: str, job_number: int) -> RewardProcess:
+    """Return the process that computes this worker's rewards; it is kept from task to task."""
+    recipe = _open_reward_context(campaign, job_number).recipe
+    num_cpus = recipe.resources.reward.cpus_per_worker
+    return RewardProcess(Path(campaign), concurrency=recipe.reward.concurrency, num_cpus=num_cpus)

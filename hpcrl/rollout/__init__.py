@@ -16,7 +16,9 @@ rollout_spool     the groups that are released, until they are durable
 journal           the running episodes, on disk
 reporting         counters and events of the worker
 evaluation        rounds of evaluation
-rewards           a domain's reward function
+rewards           a domain's reward function, and the score of an episode
+reward_process    the process that computes the rewards of a worker
+reward_calls      that process: calls in children, which are killed when they hang
 routing           which engine serves a turn
 agents            the OpenAI API for agent programs
 """

@@ -1,16 +1,25 @@
 """Rewards of trajectories: by their domain's function, or by its settings for what the policy failed at.
 
-load_reward      loads a domain's function, with its options and, if it has a parameter for it, the decoded text
-score_trajectory returns a trajectory with its reward, or as a fault of the infrastructure
+load_reward      loads a domain's function with its options
+RewardCaller     a loaded function: plain or async, of one trajectory or of a list
+RewardScore      what a function gave a trajectory; describe_reward_error, describe_timeout if it failed
+needs_score      whether a trajectory's function is asked
+compute_score    calls a function in this process, for evaluations
+apply_score      returns a trajectory with its reward, or as a fault of the infrastructure
 list_fault_outcomes  the outcomes that a domain treats as faults
 to_reward_parts  converts what a function returned to named numbers
 is_infrastructure_error  whether an error of user code is never the policy's doing
+
+A function whose first parameter is called `trajectories` takes a list and returns one reward for each, in that order.
+One that has a parameter `text` (`texts`, with a list) is given the decoded tokens.
 """
 
+import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +27,74 @@ import msgspec
 
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.config.user_code import load_code
-from hpcrl.envs.base import RewardFunction
+from hpcrl.envs.base import OwnThread
 from hpcrl.errors import EnvFault, PolicyFailure
 from hpcrl.models.chat_layout import load_text_decoder
 from hpcrl.spool.outcome import OUTCOME_REWARD_ERROR, OUTCOME_SETTINGS
-from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.record import TRAINABLE, Trajectory, TrajectoryFacts
 from hpcrl.spool.rows import list_spans
 
 MAX_REWARD_PARTS, MAX_PART_NAME_CHARS = 64, 128
 
 
-def load_reward(name: str, domain: DomainConfig, *, model: Path) -> RewardFunction:
-    """Load a domain's reward function with its options; one with a parameter `text` receives the decoded tokens."""
-    reward: Callable[..., float | dict[str, float]] = load_code(domain.reward, what=f"domains.{name}.reward")
-    reward = functools.partial(reward, **domain.reward_options)
-    if "text" not in inspect.signature(reward).parameters:
-        return reward
-    decode = _load_decoder(model)
-    return lambda trajectory: reward(trajectory, text=_decode_trajectory(trajectory, decode))
+class RewardScore(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a reward function gave a trajectory."""
+
+    parts: dict[str, float] = {}
+    error: str = ""
+    """The reason why it gave no reward; empty if it did."""
+    is_infrastructure: bool = False
+    """True if the error is never the policy's doing."""
 
 
-def score_trajectory(trajectory: Trajectory, domain: DomainConfig, reward: RewardFunction) -> Trajectory:
+@dataclass(frozen=True)
+class RewardCaller:
+    """A domain's reward function, ready to be called."""
+
+    function: Callable[..., Any]
+    takes_list: bool
+    is_async: bool
+    decode: Callable[[list[int]], str] | None = None
+
+    def call(self, trajectories: Sequence[Trajectory]) -> Any:
+        """Call the function, with one trajectory unless it takes a list; returns what it returned."""
+        texts = [_decode_trajectory(one, self.decode) for one in trajectories] if self.decode else None
+        if self.takes_list:
+            return self.function(list(trajectories), **({} if texts is None else {"texts": texts}))
+        (trajectory,) = trajectories
+        return self.function(trajectory, **({} if texts is None else {"text": texts[0]}))
+
+    def read_scores(self, value: Any, *, num: int) -> list[RewardScore]:
+        """Return the score of each trajectory from what the function returned; raise ValueError if they are not `num`.
+
+        A value that is no reward is the error of its trajectory only.
+        """
+        if not self.takes_list:
+            return [_read_score(value)]
+        if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__") or len(value) != num:
+            raise ValueError(f"it returned {value!r:.200} for {num} trajectories: return a list, a reward for each")
+        return [_read_score(one) for one in value]
+
+
+def load_reward(name: str, domain: DomainConfig, *, model: Path) -> RewardCaller:
+    """Load a domain's reward function with its options."""
+    function: Callable[..., Any] = load_code(domain.reward, what=f"domains.{name}.reward")
+    parameters = list(inspect.signature(function).parameters)
+    takes_list = parameters[:1] == ["trajectories"]
+    return RewardCaller(
+        function=functools.partial(function, **domain.reward_options),
+        takes_list=takes_list,
+        is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
+        decode=_load_decoder(model) if ("texts" if takes_list else "text") in parameters else None,
+    )
+
+
+def needs_score(facts: TrajectoryFacts, domain: DomainConfig) -> bool:
+    """Return whether the domain's function is asked: not for a fault, nor where a setting has the reward."""
+    return facts.status in TRAINABLE and not isinstance(_find_setting(domain, facts.outcome), float | int)
+
+
+def apply_score(trajectory: Trajectory, domain: DomainConfig, score: RewardScore | None) -> Trajectory:
     """Return a trajectory that can be trained on with its reward; what fails is said in `extra`.
 
     The settings of its domain score what the policy failed at. An error of the function is such a failure too, unless
@@ -49,17 +105,38 @@ def score_trajectory(trajectory: Trajectory, domain: DomainConfig, reward: Rewar
     chosen = _find_setting(domain, trajectory.outcome)
     if isinstance(chosen, float | int):
         return _with_reward(trajectory, {"reward": float(chosen)})
-    try:
-        return _with_reward(trajectory, to_reward_parts(reward(trajectory)))
-    except Exception as error:  # noqa: BLE001 - a user's reward may raise anything; one episode must not end a run
-        reason = f"{domain.reward}: {type(error).__name__}: {error}"
-        is_ours = is_infrastructure_error(error)
-    if is_ours or isinstance(domain.on_reward_error, str):
+    assert score is not None
+    if not score.error:
+        return _with_reward(trajectory, score.parts)
+    reason = f"{domain.reward}: {score.error}"
+    if score.is_infrastructure or isinstance(domain.on_reward_error, str):
         return _as_fault(trajectory, reason)
     failed = msgspec.structs.replace(
         trajectory, outcome=OUTCOME_REWARD_ERROR, extra={**trajectory.extra, "reason": reason}
     )
     return _with_reward(failed, {"reward": float(domain.on_reward_error)})
+
+
+async def compute_score(caller: RewardCaller, trajectory: Trajectory, *, timeout_s: float) -> RewardScore:
+    """Call the function here, a plain one in a thread of its own; a call that takes longer is left behind."""
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            call = caller.call if caller.is_async else functools.partial(OwnThread().call, caller.call)
+            (score,) = caller.read_scores(await call([trajectory]), num=1)
+            return score
+    except Exception as error:  # noqa: BLE001 - a user's reward may raise anything; one episode must not end a run
+        return describe_timeout(timeout_s) if limit.expired() else describe_reward_error(error)
+
+
+def describe_timeout(timeout_s: float) -> RewardScore:
+    """Return the score of a trajectory whose function took too long."""
+    return RewardScore(error=f"it took longer than reward_timeout_s = {timeout_s:g} s: make it faster, or set more")
+
+
+def describe_reward_error(error: BaseException) -> RewardScore:
+    """Return the score of a trajectory whose function raised an error."""
+    text = f"{type(error).__name__}: {error}"[:2000]
+    return RewardScore(error=text, is_infrastructure=isinstance(error, Exception) and is_infrastructure_error(error))
 
 
 def is_infrastructure_error(error: Exception) -> bool:
@@ -90,6 +167,13 @@ def to_reward_parts(value: Any) -> dict[str, float]:
     if len(numbers) > MAX_REWARD_PARTS or max(map(len, numbers)) > MAX_PART_NAME_CHARS:
         raise ValueError(f"{what}, {MAX_REWARD_PARTS} at most, with names of {MAX_PART_NAME_CHARS} characters at most")
     return numbers
+
+
+def _read_score(value: Any) -> RewardScore:
+    try:
+        return RewardScore(parts=to_reward_parts(value))
+    except ValueError as error:
+        return RewardScore(error=str(error))
 
 
 def _find_setting(domain: DomainConfig, outcome: str) -> float | str | None:

@@ -4,6 +4,7 @@
     parse_segment_name, check_producer, find_next_number    read and make names
     list_segments         every segment, by listing the directory
     SegmentListing        the same, for callers that ask many times a second
+    find_shard            the part of a spool that a segment belongs to
     announce_changes      inform every SegmentListing of a change
     count_trajectories, count_spool_trajectories    counts, taken from the names
     sweep_leftovers       removes temporary files of killed writers
@@ -29,6 +30,7 @@ import contextlib
 import os
 import re
 import time
+import zlib
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +99,11 @@ def announce_changes(directory: Path, *, added: Iterable[str] = (), removed: Ite
             os.write(fd, os.fsencode(news))
         finally:
             os.close(fd)
+
+
+def find_shard(segment: str, *, num_shards: int) -> int:
+    """Return the shard of a segment: the workers of a spool divide its segments by it."""
+    return zlib.crc32(segment.encode()) % num_shards
 
 
 class SegmentListing:

@@ -11,6 +11,7 @@ from hpcrl.config.site import load_site
 from hpcrl.job.reward_tasks import SEGMENTS_PER_JOB, RewardJobScaler, RewardScoring
 from hpcrl.plan.plan import make_plan
 from hpcrl.slurm.script import make_reward_script
+from hpcrl.spool.listing import find_shard
 
 
 def scale(**changed):
@@ -55,8 +56,9 @@ class Workers:
         self.tasks = []
         self.jobs = 0
 
-    def score(self, segment, *, elastic):
-        self.tasks.append((segment, elastic, Future()))
+    def score(self, segments, *, shard, num_shards, elastic):
+        assert all(find_shard(segment, num_shards=num_shards) == shard for segment in segments)
+        self.tasks.append((*segments, elastic, Future()))
         return self.tasks[-1][2]
 
     def num_reward_jobs(self):

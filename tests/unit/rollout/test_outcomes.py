@@ -1,12 +1,13 @@
 """The reward of each outcome: by the settings of the domain, or by its function."""
 
+import asyncio
 import math
 
 import pytest
 
 from hpcrl.config.recipe import DomainConfig, load_recipe
 from hpcrl.errors import ConfigError, EnvFault, PolicyFailure
-from hpcrl.rollout.rewards import list_fault_outcomes, score_trajectory
+from hpcrl.rollout.rewards import RewardCaller, apply_score, compute_score, list_fault_outcomes, needs_score
 from hpcrl.spool.outcome import OUTCOME_SETTINGS, OUTCOMES, measure_failures, measure_outcomes, name_outcome
 from hpcrl.spool.status import STATUSES
 from tests.support.trajectories import make_trajectory
@@ -22,7 +23,11 @@ def scored(reward, *, outcome="", status="done", **settings):
             raise reward
         return reward
 
-    return score_trajectory(make_trajectory(outcome=outcome, status=status), domain_of(**settings), give)
+    trajectory, domain = make_trajectory(outcome=outcome, status=status), domain_of(**settings)
+    caller = RewardCaller(function=give, takes_list=False, is_async=False)
+    asked = needs_score(trajectory, domain)
+    score = asyncio.run(compute_score(caller, trajectory, timeout_s=60.0)) if asked else None
+    return apply_score(trajectory, domain, score)
 
 
 @pytest.mark.parametrize(("setting", "reward"), [(-0.5, -0.5), ("score", 1.0)])

@@ -1,0 +1,121 @@
+"""A reward task: twins are written once, what fails follows its domain, and a process that ends is started again."""
+
+import os
+import signal
+import time
+
+import msgspec
+import pytest
+
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import load_recipe
+from hpcrl.config.site import load_site
+from hpcrl.plan.plan import make_plan
+from hpcrl.roles.context import WorkerContext
+from hpcrl.roles.reward import ScoringSession
+from hpcrl.rollout.reward_process import RewardProcess
+from hpcrl.spool.segment import read_segment, write_segment
+from hpcrl.system.files import make_private_dir, publish_json
+from hpcrl.system.processes import list_descendants
+from hpcrl.testing.event_lines import read_events
+from tests.support.campaign_spools import trajectory, unscored
+
+NUM = 4
+
+
+class RewardStage:
+    """A reward worker in a campaign, and the sessions that it runs."""
+
+    def __init__(self, root):
+        self.run = CampaignDir(root)
+        for directory in (self.run.spool("rollouts"), self.run.spool("scored"), self.run.events):
+            make_private_dir(directory)
+        self.process = RewardProcess(root, concurrency=8, num_cpus=os.cpu_count())
+
+    def open(self, function, *, settings=(), **options):
+        recipe, site = (
+            load_recipe("quickstart", settings=("domains.lake.reward_timeout_s=0.5", *settings)),
+            load_site("local"),
+        )
+        lake = msgspec.structs.replace(
+            recipe.domains["lake"], reward=f"tests.support.many_rewards:{function}", reward_options=options
+        )
+        recipe = msgspec.structs.replace(recipe, domains={"lake": lake})
+        publish_json(self.run.recipe, msgspec.to_builtins(recipe))
+        context = WorkerContext(
+            campaign=self.run,
+            job=self.run.job(0),
+            role="reward",
+            index=0,
+            recipe=recipe,
+            site=site,
+            plan=make_plan(recipe, site),
+            events=EventLog(
+                self.run.events / "000-reward-0.jsonl", job=0, role="reward", worker="000-reward-0", node="n"
+            ),
+        )
+        return ScoringSession(context, self.process)
+
+    def add(self, name):
+        write_segment(self.run.spool("rollouts") / name, [unscored(trajectory(0, index)) for index in range(NUM)])
+
+    def twin(self, name):
+        return list(read_segment(self.run.spool("scored") / name))
+
+
+@pytest.fixture
+def stage(tmp_path):
+    stage = RewardStage(tmp_path)
+    yield stage
+    stage.process.close()
+
+
+def finish(session):
+    while session.under_way:
+        session.receive()
+
+
+def test_a_reward_that_hangs_costs_its_trajectory_and_not_its_segment(stage):
+    stage.add("a.h5")
+    session = stage.open("hang_for", index=2)
+    session.start(["a.h5"])
+    finish(session)
+    twin = stage.twin("a.h5")
+    assert [one.reward for one in twin] == [0.0, 1.0, 0.0, 3.0]
+    assert [one.outcome == twin[0].outcome for one in twin] == [True, True, False, True]
+    assert "reward_timeout_s = 0.5 s" in twin[2].extra["reason"]
+
+
+def test_a_failure_is_a_fault_where_its_domain_says_so(stage):
+    stage.add("a.h5")
+    session = stage.open("hang_for", index=2, settings=("domains.lake.on_reward_error=fault",))
+    session.start(["a.h5"])
+    finish(session)
+    assert [(one.status, one.reward) for one in stage.twin("a.h5")][1:3] == [("done", 1.0), ("env-fault", None)]
+
+
+def test_what_is_scored_already_is_not_scored_again(stage, tmp_path):
+    (tmp_path / "calls").mkdir()
+    for name in ("a.h5", "b.h5"):
+        stage.add(name)
+    session = stage.open("note", directory=str(tmp_path / "calls"))
+    session.start(["a.h5"])
+    finish(session)
+    again = stage.open("note", directory=str(tmp_path / "calls"))
+    again.start(["a.h5", "b.h5", "retired.h5"])
+    finish(again)
+    assert len(list((tmp_path / "calls").iterdir())) == 2 * NUM
+    scored = [event["segment"] for event in read_events(stage.run.events) if event["event"] == "scored"]
+    assert scored == ["a.h5", "b.h5"]
+
+
+def test_a_process_that_is_killed_is_started_again_for_what_is_left(stage):
+    stage.add("a.h5")
+    session = stage.open("hang_for", index=2)
+    session.start(["a.h5"])
+    while not (below := list_descendants()):
+        time.sleep(0.01)
+    os.kill(min(below), signal.SIGKILL)
+    finish(session)
+    assert [one.reward for one in stage.twin("a.h5")] == [0.0, 1.0, 0.0, 3.0]

@@ -1,0 +1,162 @@
+"""Rewards in processes that can be killed: many at a time, and what hangs, dies or returns nonsense costs itself."""
+
+import os
+import signal
+import time
+
+import msgspec
+import pytest
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import load_recipe
+from hpcrl.errors import RewardError
+from hpcrl.models.tiny import make_tiny_model
+from hpcrl.rollout.reward_process import RewardProcess
+from hpcrl.spool.segment import write_segment
+from hpcrl.system.files import publish_file
+from hpcrl.system.processes import list_descendants
+from tests.support.campaign_spools import trajectory
+
+NUM = 8
+
+
+class Scoring:
+    """A campaign directory, and the process that scores its segments."""
+
+    def __init__(self, root):
+        self.campaign = CampaignDir(root)
+        self.process = None
+
+    def start(self, function, *, timeout_s=30.0, concurrency=NUM, **options):
+        recipe = load_recipe("quickstart")
+        lake = msgspec.structs.replace(
+            recipe.domains["lake"],
+            reward=f"tests.support.many_rewards:{function}",
+            reward_options=options,
+            reward_timeout_s=timeout_s,
+        )
+        publish_file(self.campaign.recipe, msgspec.json.encode(msgspec.structs.replace(recipe, domains={"lake": lake})))
+        self.process = RewardProcess(self.campaign.root, concurrency=concurrency, num_cpus=os.cpu_count())
+
+    def request(self, *trajectories, name="a.h5"):
+        path = self.campaign.root / name
+        write_segment(path, trajectories or [trajectory(0, index) for index in range(NUM)])
+        self.process.request(path)
+
+    def rewards(self):
+        """Return the reward or the reason of each trajectory of the next segment."""
+        answer = self.process.receive(60.0)
+        assert not answer.error
+        return [score and (score.error or sum(score.parts.values())) for score in answer.scores]
+
+
+@pytest.fixture
+def scoring(tmp_path):
+    scoring = Scoring(tmp_path)
+    yield scoring
+    scoring.process.close()
+
+
+@pytest.mark.parametrize("function", ["block_together", "wait_together"])
+def test_rewards_of_a_segment_are_computed_at_the_same_time(scoring, tmp_path, function):
+    (tmp_path / "calls").mkdir()
+    scoring.start(function, directory=str(tmp_path / "calls"), num=NUM)
+    scoring.request()
+    assert scoring.rewards() == list(range(NUM))
+
+
+@pytest.mark.parametrize("function", ["block_together", "wait_together"])
+def test_rewards_of_two_segments_are_computed_at_the_same_time(scoring, tmp_path, function):
+    (tmp_path / "calls").mkdir()
+    scoring.start(function, directory=str(tmp_path / "calls"), num=4)
+    scoring.request(trajectory(0, 0), trajectory(0, 1), name="a.h5")
+    scoring.request(trajectory(1, 2), trajectory(1, 3), name="b.h5")
+    assert sorted([scoring.rewards(), scoring.rewards()]) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("function", ["hang_for", "wait_for"])
+def test_a_reward_that_hangs_costs_its_trajectory(scoring, function):
+    scoring.start(function, timeout_s=0.5, index=3)
+    scoring.request()
+    rewards = scoring.rewards()
+    assert "longer than reward_timeout_s = 0.5 s" in rewards.pop(3)
+    assert rewards == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_a_list_that_hangs_is_repeated_one_by_one(scoring):
+    scoring.start("of_a_list_with", timeout_s=0.5, index=3, fault="hang")
+    scoring.request()
+    rewards = scoring.rewards()
+    assert "longer than reward_timeout_s = 0.5 s" in rewards.pop(3)
+    assert rewards == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_a_reward_that_ends_its_process_costs_its_trajectory(scoring):
+    scoring.start("die_for", index=3)
+    scoring.request()
+    rewards = scoring.rewards()
+    assert rewards.pop(3) == "its process was killed by SIGKILL"
+    assert rewards == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_a_list_is_scored_by_one_call_with_texts(scoring, model):
+    (scoring.campaign.root / "model").symlink_to(model)
+    scoring.start("of_all")
+    scoring.request()
+    assert scoring.rewards() == [index + NUM / 100 + 1 for index in range(NUM)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("raise", "LookupError: not this one"), ("count", "return a list"), ("value", "finite")]
+)
+def test_a_list_that_fails_is_repeated_one_by_one(scoring, fault, reason):
+    scoring.start("of_a_list_with", index=3, fault=fault)
+    scoring.request()
+    rewards = scoring.rewards()
+    assert reason in rewards.pop(3)
+    assert rewards == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_what_is_no_reward_is_an_error_of_its_trajectory(scoring):
+    values = ["nan", "inf", "0.5", "none", "huge", [1.0], True, "parts"]
+    scoring.start("odd", values=values)
+    scoring.request()
+    rewards = scoring.rewards()
+    assert rewards[6:] == [1.0, 3.5]
+    assert all(reason.startswith("it returned") for reason in rewards[:6])
+
+
+def test_what_cannot_be_trained_is_not_scored(scoring, tmp_path):
+    (tmp_path / "calls").mkdir()
+    scoring.start("note", directory=str(tmp_path / "calls"))
+    scoring.request(trajectory(0, 0, status="env-fault", reward=None), trajectory(0, 1))
+    assert scoring.rewards() == [None, 1.0]
+    assert len(list((tmp_path / "calls").iterdir())) == 1
+
+
+def test_a_process_that_is_killed_is_reported(scoring):
+    scoring.start("wait_for", index=0)
+    scoring.request()
+    while len(below := list_descendants()) < 2:
+        time.sleep(0.01)
+    os.kill(min(below), signal.SIGKILL)
+    with pytest.raises(RewardError, match="code -9"):
+        scoring.process.receive(60.0)
+    scoring.request(name="b.h5")
+    assert scoring.process.receive(0.0) is None
+
+
+def test_no_process_is_left_when_the_worker_closes_it(scoring):
+    scoring.start("hang_for", index=0)
+    scoring.request()
+    while len(list_descendants()) < 3:
+        time.sleep(0.01)
+    scoring.process.close()
+    assert list_descendants() == []
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(directory, load_recipe("quickstart").model.tiny, seed=0)
+    return directory
