@@ -18,11 +18,14 @@ from typing import Any
 import msgspec
 
 from hpcrl.config.recipe import DomainConfig, Recipe
+from hpcrl.config.toml import suggest_name
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError, HpcrlError
 
 MISSING_PACKAGE = 3
 MAX_MEMORY_BYTES = 4 << 30
+SET_VARIABLES = ("messages", "tools", "add_generation_prompt")
+"""The variables of chat templates that no recipe sets."""
 GENERATING_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 """The ends of the names of architectures that generate text."""
 
@@ -44,6 +47,7 @@ def main() -> int:
 def check_model(recipe: Recipe) -> None:
     """Check architecture, context length and chat template; those of a tiny model are known to be good."""
     from hpcrl.models.chat_layout import load_chat_layout, load_chat_template
+    from hpcrl.models.jinja_template import list_variables
     from hpcrl.models.model_config import read_context_length, read_model_config
 
     _check_teacher(recipe)
@@ -59,12 +63,26 @@ def check_model(recipe: Recipe) -> None:
     context_length = read_context_length(path, max_model_len=None if _knows_context(fields) else max_model_len)
     _check_lengths(recipe, context_length * _read_rope_factor(fields))
     _check_architecture(recipe, fields)
-    load_chat_template(path, recipe.model)
+    template = load_chat_template(path, recipe.model)
+    _check_template_kwargs(recipe.model.chat_template_kwargs, list_variables(template.text), source=template.source)
     try:
         load_chat_layout(path, recipe.model)
     except ConfigError:
         if not all(map(_may_be_program, recipe.domains.values())):
             raise
+
+
+def _check_template_kwargs(kwargs: Mapping[str, Any], variables: list[str], *, source: Path) -> None:
+    """Raise ConfigError for a variable that hpcrl sets itself, or that the template never reads."""
+    known = [name for name in variables if name not in SET_VARIABLES and not name.endswith("_token")]
+    for name in kwargs:
+        if name in SET_VARIABLES:
+            raise ConfigError(f"model.chat_template_kwargs.{name}: each conversation has its own {name}: remove it")
+        if name not in variables:
+            raise ConfigError(
+                f"model.chat_template_kwargs.{name}: the chat template of {source} never reads it: "
+                f"{suggest_name(name, known)}it reads {', '.join(known) or 'no variable that can be set'}"
+            )
 
 
 def _knows_context(fields: Mapping[str, Any]) -> bool:

@@ -75,7 +75,7 @@ class AgentProgram:
     """An environment that runs `command` for each episode.
 
     command       a list; `python` is the one that runs hpcrl, or that of the image
-    task          added to the task, beside the seed
+    task          added to the task, beside the seed, which no other field replaces
     environment   variables to set
     sandbox       auto (apptainer if there is an image, else bubblewrap), apptainer, bubblewrap (no image), or none
     image         the image for apptainer: a file, or one of a registry such as docker://name; {field} is a task's field
@@ -143,6 +143,8 @@ class AgentProgram:
         ):
             if not number >= least:
                 raise ConfigError(f"AgentProgram: {name} = {number!r}: it must be {least:g} or more")
+        if "seed" in (task or {}):
+            raise ConfigError("AgentProgram: task has a field 'seed', which is the task's seed: give it another name")
         if judge is None and (judge_readable or judge_fields):
             raise ConfigError("AgentProgram: judge_readable and judge_fields need a judge: set `judge` to its command")
         if judge is not None and posts_reward:
@@ -191,7 +193,7 @@ class AgentProgram:
 
         Raises PolicyFailure if the program or its judge fails, EnvFault if one cannot be started.
         """
-        fields = {"seed": seed, **self._task, **(task or {})}
+        fields = self._make_fields(seed, task)
         image = directory = None
         if self._image is not None:
             image = fill_template(self._image, fields, what="image")
@@ -210,6 +212,10 @@ class AgentProgram:
             if self._judge is not None:
                 stages.append(self._make_judge_stage(sandboxes, fields))
             return self._read_outcome(await self._supervise(stages, sandboxes, directory=directory))
+
+    def _make_fields(self, seed: int, task: TaskFields | None) -> TaskFields:
+        """Return the fields of a task; one of a row that is called `seed` does not replace the task's own."""
+        return {**self._task, **(task or {}), "seed": seed}
 
     def _make_program_stage(self, sandboxes: "_SandboxFactory", fields: TaskFields, access: ModelAccess) -> Stage:
         shown = json.dumps({name: value for name, value in fields.items() if name not in self._judge_fields})
@@ -429,6 +435,10 @@ def fill_template(template: str, fields: TaskFields, *, what: str) -> str:
 def find_reward(output: str) -> float | None:
     """Find the reward in the last line that has one: a finite number, or an object with one; None if there is none."""
     for line in reversed(output.splitlines()):
+        if line.strip().lower().lstrip("+-") in ("inf", "infinity", "nan"):  # as Python prints them
+            raise PolicyFailure(
+                OUTCOME_REWARD_ERROR, f"the reported reward is {line.strip()}: it must be a finite number"
+            )
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             value = json.loads(line)
             reward = value["reward"] if isinstance(value, dict) else value

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, ca
 import msgspec
 
 from hpcrl.config.recipe import DomainConfig
+from hpcrl.config.toml import suggest_name
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError
 
@@ -223,6 +224,7 @@ async def make_env_in_thread(name: str, options: dict[str, Any], *, what: str) -
 def construct_env(name: str, options: dict[str, Any], *, what: str) -> Any:
     """Make the environment `name` with its options, without adapting it."""
     kind = load_code(name, what=what)
+    _check_option_names(kind, options, what=f"{what} = {name!r}")
     try:
         env = kind(**options)
     except ConfigError:
@@ -231,6 +233,22 @@ def construct_env(name: str, options: dict[str, Any], *, what: str) -> Any:
         raise ConfigError(f"{what} = {name!r} with options {options!r}: {type(error).__name__}: {error}") from error
     _check_methods(env)
     return env
+
+
+def _check_option_names(kind: Any, options: dict[str, Any], *, what: str) -> None:
+    """Raise ConfigError for an option that the environment does not have, with the nearest that it has."""
+    try:
+        parameters = inspect.signature(kind).parameters.values()
+    except (TypeError, ValueError):  # not of Python, such as a class of an extension
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = sorted(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"{what} has no option {name!r}: {suggest_name(name, known)}it has {', '.join(known) or 'none'}"
+            )
 
 
 def adapt_env(env: Any, *, thread: OwnThread | None = None) -> Env:

@@ -31,7 +31,7 @@ from hpcrl.config.recipe import ModelConfig
 from hpcrl.errors import ConfigError
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.models.jinja_template import SETTINGS_FILE, compile_template, read_template_text
-from hpcrl.models.message_form import Message, find_message_form, renders_tools
+from hpcrl.models.message_form import Message, find_message_form, renders_bare_tools, renders_tools
 from hpcrl.system.files import read_json
 
 _USER_1, _AGENT_1, _USER_2 = "Observation one.", "Answer one.", "Observation two."
@@ -146,8 +146,16 @@ def _load_template(model_dir: Path, config: ModelConfig) -> tuple[ChatTemplate, 
         raise ConfigError(
             f"{source}: no token ends an answer of this model: name one in eos_token_id of generation_config.json"
         )
-    has_tools = renders_tools(lambda messages, tools: template.render_adapted(messages, tools=tools))
-    form = msgspec.structs.replace(find_message_form(template.render_adapted), has_tools=has_tools)
+
+    def render(messages: Sequence[Message], tools: Sequence[Any]) -> str:
+        return template.render_adapted(messages, tools=tools)
+
+    has_tools = renders_tools(render)
+    form = msgspec.structs.replace(
+        find_message_form(template.render_adapted),
+        has_tools=has_tools,
+        needs_tool_descriptions=has_tools and not renders_bare_tools(render),
+    )
     return replace(
         template,
         close_id=marks.get(pieces.close_mark),

@@ -118,6 +118,8 @@ class ChatTemplate:
                 self.form.add_tools(messages, self._guard_all(list(tools)), call_form=self.call_form),
                 None,
             )
+        elif tools:
+            tools = self.form.adapt_tools(tools)
         return self.render_adapted(
             self.form.adapt(messages), tools=tools, template_kwargs=template_kwargs, opens_answer=opens_answer
         )

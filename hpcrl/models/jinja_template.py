@@ -1,6 +1,7 @@
 """Compile chat templates as transformers does: a sandbox of Jinja with a few functions and tags of its dialect.
 
 compile_template    a template that renders messages, or ConfigError
+list_variables      the names of the variables that a template reads
 read_template_text  the template of a model directory, from any of the places where transformers saves it
 """
 
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -33,18 +34,19 @@ class GenerationTag(Extension):
 
 def compile_template(template: str, *, source: Path) -> jinja2.Template:
     """Compile a template; ConfigError if it is not one."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
-    )
-    environment.globals |= {"raise_exception": _raise_template_error, "strftime_now": _format_now}
-    environment.filters["tojson"] = _to_json
     try:
-        compiled = environment.from_string(template)
+        compiled = _make_environment().from_string(template)
     except (jinja2.TemplateError, RecursionError) as error:
         raise ConfigError(f"{source}: its chat template cannot be compiled: {error}") from error
     # A plain dict: it is copied for every rendering, and jinja's ChainMap is slow.
     compiled.globals = dict(compiled.globals)
     return compiled
+
+
+def list_variables(template: str) -> list[str]:
+    """Return the names of the variables that a template reads and does not set itself, sorted."""
+    environment = _make_environment()
+    return sorted(meta.find_undeclared_variables(environment.parse(template)) - set(environment.globals))
 
 
 def read_template_text(model_dir: Path, settings: dict[str, Any]) -> str:
@@ -66,6 +68,15 @@ def read_template_text(model_dir: Path, settings: dict[str, Any]) -> str:
             "set model.chat_template to a file with one"
         )
     return template
+
+
+def _make_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
+    )
+    environment.globals |= {"raise_exception": _raise_template_error, "strftime_now": _format_now}
+    environment.filters["tojson"] = _to_json
+    return environment
 
 
 def _to_json(

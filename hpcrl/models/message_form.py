@@ -3,6 +3,7 @@
 MessageForm            the form, and messages brought into it
 MessageForm.adapt      a client's conversation as the template accepts it
 MessageForm.stub       a placeholder with the structure of an answer
+MessageForm.adapt_tools  the same of its tools
 MessageForm.add_tools   a conversation with a text about tools that the template does not render
 find_message_form      try out what a template renders
 find_excerpt            a short conversation with the structure of a long one
@@ -59,6 +60,8 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
     """True if a thought is a field of a message, not part of its content."""
     has_tools: bool = True
     """True if the template describes the tools of a conversation to the model."""
+    needs_tool_descriptions: bool = False
+    """True if the template refuses a tool without a description, which OpenAI's API allows."""
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages as the template accepts them, with nothing left out."""
@@ -80,6 +83,15 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
         elif has_thought:
             message["content"] = f"<think>\n{STUB_THOUGHT}\n</think>\n\n{message['content']}"
         return message | ({"tool_calls": calls} if calls else {})
+
+    def adapt_tools(self, tools: Sequence[Any]) -> list[Any]:
+        """Return the tools as the template accepts them."""
+        if not self.needs_tool_descriptions:
+            return list(tools)
+        return [
+            {**tool, "function": {"description": "", **tool["function"]}} if "function" in tool else tool
+            for tool in tools
+        ]
 
     def add_tools(self, messages: Sequence[Message], tools: Sequence[Any], *, call_form: str) -> list[Message]:
         """Return the messages with a description of the tools in the first system message.
@@ -164,8 +176,17 @@ def _describe_message(message: Message) -> Hashable:
 
 def renders_tools(render: RenderTools) -> bool:
     """Return whether a template describes a conversation's tools, with a system message or without."""
+    return _renders_tool(render, {"description": _PROBES[1]})
+
+
+def renders_bare_tools(render: RenderTools) -> bool:
+    """Return whether a template describes a tool that has no description itself."""
+    return _renders_tool(render, {})
+
+
+def _renders_tool(render: RenderTools, described: Message) -> bool:
     system, user = {"role": "system", "content": "A rule."}, {"role": "user", "content": "A question."}
-    function = {"name": _PROBES[0], "description": _PROBES[1], "parameters": {"type": "object", "properties": {}}}
+    function = {"name": _PROBES[0], **described, "parameters": {"type": "object", "properties": {}}}
     tools = [{"type": "function", "function": function}]
     return any(
         _renders(lambda sent: render(sent, tools), messages, _PROBES[0]) for messages in ([user], [system, user])

@@ -294,7 +294,10 @@ _GPT_OSS = """\
 {%- if messages[0].role in ('developer', 'system') %}{% set rules = messages[0].content %}{% set turns = messages[1:] %}
 {%- else %}{% set rules = '' %}{% set turns = messages %}{% endif %}
 {%- if rules or tools %}
-{{- '<|start|>developer<|message|>' + rules + (tools|tojson if tools else '') + '<|end|>' }}{% endif %}
+{{- '<|start|>developer<|message|>' + rules }}
+{%- for tool in tools or [] %}
+{{- '// ' + tool.function.description + '\n' + tool|tojson }}
+{%- endfor %}{{ '<|end|>' }}{% endif %}
 {%- set last = namespace(name=none) %}
 {%- for m in turns %}
 {%- if m.role == 'assistant' %}

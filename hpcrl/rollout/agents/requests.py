@@ -119,6 +119,10 @@ R = TypeVar("R", bound=msgspec.Struct)
 T = TypeVar("T")
 _INVALID_FIELD = re.compile(r"at `\$\.(?P<name>[A-Za-z_]+)")
 _MISSING_FIELD = re.compile(r"required field `(?P<name>[^`]+)`")
+_ESCAPE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]|(?P<lone>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL
+)
+"""An escape in JSON; `lone` is a surrogate that is not the first of a pair."""
 
 
 SentFields = Mapping[str, msgspec.Raw]
@@ -138,7 +142,9 @@ def _decode_json(body: bytes | msgspec.Raw, kind: type[T]) -> T:
         place = _MISSING_FIELD.search(str(error)) or _INVALID_FIELD.search(str(error))
         raise ApiError(400, str(error), code="invalid_value", param=place["name"] if place else None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the request body is not valid JSON: {error}", code="invalid_json") from None
+        lone = next((found["lone"] for found in _ESCAPE.finditer(body) if found["lone"]), None)
+        why = str(error) if lone is None else f"{lone.decode()} is half of a surrogate pair: leave it out or send both"
+        raise ApiError(400, f"the request body is not valid JSON: {why}", code="invalid_json") from None
 
 
 class MessageMemory:

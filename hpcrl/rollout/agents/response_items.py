@@ -5,7 +5,7 @@ OutputItems  the items of one response, made piece by piece with the events of a
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from hpcrl.rollout.agents.answers import ModelPiece, NamedCall, make_id
 from hpcrl.rollout.agents.requests import ApiError, JsonObject, normalise_message, read_call, read_text
@@ -99,13 +99,13 @@ class OutputItems:
         yield {"type": "response.output_item.added", "output_index": self._index, "item": dict(opened)}
         yield {"type": "response.content_part.added", **self._place, "part": self._make_part("")}
 
-    def close(self) -> Iterator[JsonObject]:
-        """Complete the open item, if there is one."""
+    def close(self, status: Literal["completed", "incomplete"] = "completed") -> Iterator[JsonObject]:
+        """End the open item, if there is one."""
         if self._kind is None:
             return
         text = "".join(self._texts)
         part, item = self._make_part(text), self.items[-1]
-        item |= {"content": [part], "status": "completed"}
+        item |= {"content": [part], "status": status}
         yield self._text_event("done", text=text)
         yield {"type": "response.content_part.done", **self._place, "part": part}
         yield {"type": "response.output_item.done", "output_index": self._index, "item": item}

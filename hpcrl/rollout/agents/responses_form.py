@@ -37,6 +37,7 @@ from hpcrl.rollout.agents.tool_parsers import ContentText
 IGNORED_FIELDS = chat_form.IGNORED_FIELDS | {"truncation", "max_tool_calls", "stream_options", "context_management"}
 """Fields that programs may send and that change no answer here."""
 REFUSED_FIELDS = ("background", "conversation", "prompt")
+_KNOWN_FIELDS = IGNORED_FIELDS | set(REFUSED_FIELDS)
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -97,7 +98,7 @@ class ResponsesForm:
         self._request, self._memory = request, memory
         self._messages = _read_conversation(request, memory)
         self.call = _make_call(
-            request, self._messages, ignored=list_unknown_fields(sent, ResponsesRequest, known=IGNORED_FIELDS)
+            request, self._messages, ignored=list_unknown_fields(sent, ResponsesRequest, known=_KNOWN_FIELDS)
         )
         self._entries = LogprobEntries(template) if _LOGPROBS in (request.include or ()) else None
         self._id = make_id("resp_")
@@ -122,7 +123,7 @@ class ResponsesForm:
     def end_events(self, answer: ModelAnswer) -> Iterable[JsonObject]:
         if not answer.calls and not answer.content:  # what is sent back must contain a message
             yield from self._number(self._output.add_piece(ContentText("")))
-        yield from self._number(self._output.close())
+        yield from self._number(self._output.close("incomplete" if answer.finish_reason == "length" else "completed"))
         if self._entries is not None:
             self._output.set_logprobs(self._entries.list_entries(answer.parts))
         self._memory.conversations[self._id] = [*self._messages, answer.message]

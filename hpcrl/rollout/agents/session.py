@@ -121,11 +121,11 @@ class ProgramSession:
         return new[:room]
 
     def check_length(self, num_tokens: int) -> None:
-        """Refuse a prompt with at least this number of tokens, if that leaves no room for an answer."""
+        """Refuse a prompt that surely has this number of tokens, if that leaves no room for an answer."""
         most = self.limits.context_length
         if num_tokens >= most:
             self.limit = OUTCOME_OVERFLOW
-            why = f"the prompt has {num_tokens} tokens, this model's maximum context length is {most}: shorten it"
+            why = f"the prompt has at least {num_tokens} tokens, the maximum context length is {most}: shorten it"
             raise ApiError(400, why, code="context_length_exceeded", param="messages")
 
     def make_requests(

@@ -31,6 +31,10 @@ def request_of(model: Path, *settings: str) -> lifecycle.CampaignRequest:
     return lifecycle.load_request("quickstart", site="local", settings=(f'model.path="{model}"', *settings))
 
 
+def test_a_variable_that_the_template_reads_may_be_set(model: Path, home: Path) -> None:
+    check_model(request_of(model, "model.chat_template_kwargs.enable_thinking=false").recipe)
+
+
 def change_config(model: Path, **changes: Any) -> None:
     path = model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -50,6 +54,8 @@ def test_current_families_are_accepted(tmp_path: Path, home: Path, name: str) ->
         ({"rope_scaling": {"rope_type": "yarn"}}, ('train.trainer="megatron"',), "yarn"),
         ({}, ('train.trainer="megatron"',), "lacks a field"),
         ({}, ('model.chat_template="none.jinja"',), r"none\.jinja"),
+        ({}, ("model.chat_template_kwargs.enable_thinkin=false",), "never reads it: did you mean 'enable_thinking'"),
+        ({}, ("model.chat_template_kwargs.add_generation_prompt=false",), "each conversation has its own"),
         ({"max_position_embeddings": 4096}, ("engine.max_model_len=8192",), r"max_model_len = 8192: .* 4096 tokens"),
         ({"max_position_embeddings": 4096}, ("rollout.max_new_tokens=5000",), r"max_new_tokens = 5000: .* 4096 tokens"),
         (

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import sys
 import time
 
@@ -11,7 +12,7 @@ from hpcrl.config.recipe import DomainConfig
 from hpcrl.envs.agent import AgentProgram, find_reward
 from hpcrl.envs.base import is_program_domain, make_program
 from hpcrl.envs.isolation.sandbox import SandboxSpec, choose_sandbox, wrap_command
-from hpcrl.errors import ConfigError, EngineError, EnvFault
+from hpcrl.errors import ConfigError, EngineError, EnvFault, PolicyFailure
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.system.processes import is_alive, read_start_ticks
@@ -238,6 +239,26 @@ def test_apptainer_is_preferred_where_there_is_an_image(monkeypatch):
 )
 def test_the_reward_is_the_last_line_that_is_one(output, reward):
     assert find_reward(output) == reward
+
+
+@pytest.mark.parametrize("printed", ["inf", "-inf", "nan", "+Infinity"])
+def test_a_number_that_is_not_finite_is_a_fault_as_python_prints_it(printed):
+    with pytest.raises(PolicyFailure, match=re.escape(f"the reported reward is {printed}: it must be a finite number")):
+        find_reward(f"{printed}\n")
+
+
+def test_the_seed_of_a_task_is_the_campaigns():
+    fields = AgentProgram(command=["x"], task={"a": 1, "b": 1})._make_fields(7, {"seed": 1, "b": 2})
+    assert fields == {"seed": 7, "a": 1, "b": 2}
+    with pytest.raises(ConfigError, match="task has a field 'seed'"):
+        make_program("hpcrl.envs.agent:AgentProgram", {"command": ["x"], "task": {"seed": 1}}, what="domains.x.env")
+
+
+def test_a_misspelled_option_names_the_nearest():
+    with pytest.raises(
+        ConfigError, match=r"domains\.x\.env = .* has no option 'commands': did you mean 'command'\? it has"
+    ):
+        make_program("hpcrl.envs.agent:AgentProgram", {"commands": ["x"]}, what="domains.x.env")
 
 
 @pytest.mark.parametrize(

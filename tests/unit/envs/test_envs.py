@@ -196,7 +196,7 @@ class TestMaking:
         [
             ("no_such_module:Env", {}, "importing no_such_module failed"),
             ("hpcrl.envs.arithmetic:Arithmetics", {}, "has no 'Arithmetics'; it has .*Arithmetic"),
-            ("hpcrl.envs.arithmetic:Arithmetic", {"terms": 3}, "with options {'terms': 3}: TypeError"),
+            ("hpcrl.envs.arithmetic:Arithmetic", {"terms": 3}, "has no option 'terms': did you mean 'num_terms'"),
             ("hpcrl.envs.arithmetic:Arithmetic", {"num_terms": 1}, "num_terms = 1"),
             ("builtins:dict", {}, "builtins:dict has no reset and no step and no close"),
         ],

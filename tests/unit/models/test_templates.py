@@ -258,3 +258,11 @@ def test_a_described_tool_comes_with_the_form_of_a_call(tmp_path: Path) -> None:
 def test_a_template_that_exhausts_memory_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="refuses this conversation: MemoryError"):
         load_chat_template(save_template(tmp_path, "{{ 'x' * (2 ** 60) }}"))
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in LEAVE_TOOLS_OUT])
+def test_a_tool_without_a_description_is_described_to_the_model(tmp_path: Path, name: str) -> None:
+    template = load(tmp_path, name)
+    function = {"name": "add_up", "parameters": {"type": "object"}}
+    assert "add_up" in template.render([USER], tools=[{"type": "function", "function": function}])
+    assert template.form.needs_tool_descriptions == (name == "gpt-oss")

@@ -13,6 +13,7 @@ import pytest
 
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents import chat_form, messages_form, responses_form, text_form
+from hpcrl.rollout.agents.requests import ApiError, parse_body
 from hpcrl.rollout.episode import EpisodeLimits
 from tests.support.scripted import CALL, QUESTION, TOOLS, opened
 
@@ -220,6 +221,47 @@ def test_unknown_fields_are_ignored_and_reported_once(template):
 
     assert on(template, body, "a<eos>", "b<eos>", proxy_options=options) == ["fancy", "top_a"]
     assert reported == [("s/0/0", f"{name!r}, which is not known here: it is ignored") for name in ("fancy", "top_a")]
+
+
+def test_a_response_that_need_not_be_in_the_background_is_nothing_to_report(template):
+    reported = []
+
+    async def body(client):
+        await client.responses.create(model="hpcrl", input="a", background=False)
+
+    on(template, body, "a<eos>", proxy_options={"report": lambda session, notice: reported.append(notice)})
+    assert reported == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_that_was_cut_is_incomplete(template, stream):
+    async def body(client):
+        asked = {"model": "hpcrl", "input": "a", "max_output_tokens": 2}
+        if not stream:
+            return await client.responses.create(**asked)
+        events = [event async for event in await client.responses.create(stream=True, **asked)]
+        assert [event.item.status for event in events if event.type == "response.output_item.done"] == ["incomplete"]
+        return events[-1].response
+
+    response = on(template, body, "a b c d")
+    assert (response.status, response.output[-1].status) == ("incomplete", "incomplete")
+
+
+@pytest.mark.parametrize(
+    ("body", "lone"),
+    [
+        (rb'{"model": "\ud83d"}', r"\ud83d"),
+        (rb'{"model": "\ud83d and more"}', r"\ud83d"),
+        (rb'{"model": "\ud83d\ude00 \uDE00"}', r"\uDE00"),
+        (rb'{"model": "\\ud83d', None),
+        (rb'{"model": "\ud83d\ude00', None),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_named(body, lone):
+    with pytest.raises(ApiError) as refused:
+        parse_body(body, chat_form.ChatRequest)
+    assert ("surrogate" in str(refused.value)) == (lone is not None)
+    assert lone is None or f"{lone} is half" in str(refused.value)
 
 
 def test_tools_that_the_template_leaves_out_are_described_and_reported(template):

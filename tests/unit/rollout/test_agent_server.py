@@ -339,6 +339,7 @@ def test_calls_beyond_max_turns_are_refused(template):
     [
         ("chat/completions", b"{nonsense", 400, "invalid_json"),
         ("chat/completions", b"\xff\xfe", 400, "invalid_json"),
+        ("chat/completions", b'{"model": "\\ud800"}', 400, "invalid_json"),
         ("chat/completions", b"[]", 400, "invalid_value"),
         ("chat/completions", b"{}", 400, "invalid_value"),
         ("completions", b'{"model": "hpcrl", "prompt": ""}', 400, "invalid_value"),
