@@ -22,7 +22,8 @@ def events_of(run: CampaignDir, name: str) -> list[dict[str, Any]]:
 
 def test_a_sync_campaign_completes_though_rewards_fail_and_weights_go_by_files(campaigns: Path, tmp_path: Path) -> None:
     """Each batch also has a spare group."""
-    failing = ("-s", "domains.lake.reward=tests.support.odd_rewards:of_every_other_group")
+    reward = "domains.lake.reward=tests.support.odd_rewards:of_every_other_group"
+    failing = ("-s", reward, "-s", "domains.lake.on_reward_error=fault")
     mode = ("-s", "rollout.mode=sync", "-s", "rollout.spare_groups=1")
     run = CampaignDir(make_private_dir(campaigns) / "f")
     in_the_way = make_window_key(run, node=current_node()).path
