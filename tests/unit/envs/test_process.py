@@ -1,6 +1,7 @@
 """Environments in separate processes, good ones and bad ones."""
 
 import asyncio
+import math
 import os
 import shutil
 import subprocess
@@ -106,8 +107,9 @@ def test_a_failure_of_an_environment_is_a_fault_with_its_name(where, how, messag
     assert message in seen
 
 
-def test_a_reward_that_is_not_a_number_is_refused():
-    assert "protocol" in fault(started("Bad", where="step", how="wrong_reward"), step)
+def test_a_reward_that_is_not_a_number_arrives_as_nan_which_the_episode_reports():
+    [answer] = played(started("Bad", where="step", how="wrong_reward"), step)
+    assert math.isnan(answer.reward)
 
 
 def test_an_endless_observation_is_refused():

@@ -26,6 +26,8 @@ class Scoring:
     def __init__(self, root):
         self.campaign = CampaignDir(root)
         self.process = None
+        self._others = set(list_descendants())
+        """Processes of other tests, such as a fork server."""
 
     def start(self, function, *, timeout_s=30.0, concurrency=NUM, **options):
         recipe = load_recipe("quickstart")
@@ -42,6 +44,10 @@ class Scoring:
         path = self.campaign.root / name
         write_segment(path, trajectories or [trajectory(0, index) for index in range(NUM)])
         self.process.request(path)
+
+    def pids(self):
+        """Return the scoring process and the processes below it."""
+        return [pid for pid in list_descendants() if pid not in self._others]
 
     def rewards(self):
         """Return the reward or the reason of each trajectory of the next segment."""
@@ -137,7 +143,7 @@ def test_what_cannot_be_trained_is_not_scored(scoring, tmp_path):
 def test_a_process_that_is_killed_is_reported(scoring):
     scoring.start("wait_for", index=0)
     scoring.request()
-    while len(below := list_descendants()) < 2:
+    while len(below := scoring.pids()) < 2:
         time.sleep(0.01)
     os.kill(min(below), signal.SIGKILL)
     with pytest.raises(RewardError, match="code -9"):
@@ -149,10 +155,10 @@ def test_a_process_that_is_killed_is_reported(scoring):
 def test_no_process_is_left_when_the_worker_closes_it(scoring):
     scoring.start("hang_for", index=0)
     scoring.request()
-    while len(list_descendants()) < 3:
+    while len(scoring.pids()) < 3:
         time.sleep(0.01)
     scoring.process.close()
-    assert list_descendants() == []
+    assert scoring.pids() == []
 
 
 @pytest.fixture(scope="module")
