@@ -20,7 +20,7 @@ from hpcrl.engines.http import RemoteEngine, make_client_session
 from hpcrl.envs.base import Env, is_program_domain
 from hpcrl.envs.pool import open_env
 from hpcrl.learn.evaluations import EvaluationStore
-from hpcrl.models.chat_layout import load_chat_layout
+from hpcrl.models.chat_layout import load_chat_layout, load_chat_template
 from hpcrl.models.model_config import read_context_length
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.episode_player import EpisodePlayer, HeldOutPlayer
@@ -73,17 +73,19 @@ async def _run_env_worker(context: WorkerContext) -> None:
             make_router(recipe, campaign, env_index=context.index, connect=connect, seed=seed, events=context.events)
         )
         has_turns = not all(map(is_program_domain, recipe.domains.values()))
+        layout = load_chat_layout(campaign.model, recipe.model) if has_turns else None
+        template = layout.template if layout else load_chat_template(campaign.model, recipe.model)
         env_worker = EnvWorker(
             context,
             router=router,
-            layout=load_chat_layout(campaign.model, recipe.model) if has_turns else None,
+            layout=layout,
             rollouts=open_rollout_spool(
                 campaign.spool("rollouts"), recipe=recipe, producer=context.name, emit=context.events.emit
             ),
         )
-        env_worker.player.read_answer = make_thought_reader(context)
+        env_worker.player.read_answer = make_thought_reader(context, template)
         if env_worker.task_queue.program_domains:
-            proxy = make_proxy(context, env_worker.policy)
+            proxy = make_proxy(context, env_worker.policy, template=template)
             env_worker.player.proxy = await stack.enter_async_context(proxy)
         await env_worker.run_until_drained()
 

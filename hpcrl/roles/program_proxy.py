@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import cache
 
 from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, ParsersChosen
-from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.roles.context import WorkerContext
 from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers, make_answer_reader
@@ -27,9 +26,8 @@ MAX_REPORTED_NOTICES = 256
 """The most notices about requests that a worker reports."""
 
 
-def make_proxy(context: WorkerContext, policy: StreamingGenerator) -> ModelProxy:
+def make_proxy(context: WorkerContext, policy: StreamingGenerator, *, template: ChatTemplate) -> ModelProxy:
     """Make the endpoint at which `policy` serves the agent programs of a worker."""
-    template = load_chat_template(context.campaign.model, context.recipe.model)
     parser = choose_parser(context, template)
     return ModelProxy(
         policy,
@@ -52,9 +50,8 @@ def choose_parser(context: WorkerContext, template: ChatTemplate) -> AnswerParse
     return AnswerParser.from_choice(choice, template, context.campaign.model)
 
 
-def make_thought_reader(context: WorkerContext) -> AnswerReader:
+def make_thought_reader(context: WorkerContext, template: ChatTemplate) -> AnswerReader:
     """Make what finds thoughts, for environments that leave them out of later prompts; it loads when first used."""
-    template = load_chat_template(context.campaign.model, context.recipe.model)
 
     @cache
     def load_parser() -> ReasoningParser:
