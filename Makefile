@@ -68,9 +68,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hpcrl needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -c 'import ensurepip' || bash jobs/lab/packages.sh python3-venv
 	$(PYTHON) -m venv $(VENV)
-	$(if $(filter uv,$(INSTALLER)),@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv)
 
-$(VENV)/.local: $(VENV)/bin/python pyproject.toml
+$(BIN)/uv: | $(VENV)/bin/python
+	@$(INSTALL_pip) uv
+
+$(VENV)/.local: $(VENV)/bin/python pyproject.toml | $(addprefix $(BIN)/,$(filter uv,$(INSTALLER)))
 	@echo "installing hpcrl with its local engine and trainer into $(VENV) (some minutes the first time)"
 	@$(INSTALL) --editable '.[local]'
 	@touch $@
@@ -86,7 +88,7 @@ $(VENV)/.vllm: $(VENV)/.local
 	@$(BIN)/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
 	@touch $@
 
-.venv-%/.done: $(VENV)/bin/python pyproject.toml
+.venv-%/.done: pyproject.toml | $(BIN)/uv
 	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-$*
 	@$(UV) pip install --quiet --python .venv-$*/bin/python $(PACKAGES)
 	@touch $@
@@ -94,7 +96,7 @@ $(VENV)/.vllm: $(VENV)/.local
 .venv-verifiers/.done: PACKAGES = 'verifiers>=0.4,<0.5'
 
 # The packages are those of tests/agents/requirements.txt; without npm the programs in Node are skipped.
-.venv-agents/.done: tests/agents/requirements.txt tests/agents/package.json
+.venv-agents/.done: tests/agents/requirements.txt tests/agents/package.json | $(BIN)/uv
 	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-agents
 	@$(UV) pip install --quiet --python .venv-agents/bin/python -r tests/agents/requirements.txt
 	cp tests/agents/package.json .venv-agents/
