@@ -118,10 +118,11 @@ class TrainQueue:
 
     def retire(self, *, version: int) -> None:
         """Retire segments that no kept checkpoint needs, in a thread: training does not wait for it."""
-        oldest = checkpoint.find_oldest_number(self._context.campaign.checkpoints)
+        recipe = self._context.recipe
+        oldest = checkpoint.find_oldest_number(self._context.campaign.checkpoints, keep=recipe.train.keep_checkpoints)
         if oldest is None or (self._retiring is not None and self._retiring.is_alive()):
             return
-        max_bytes = self._context.recipe.spool.max_segment_mib << 20
+        max_bytes = recipe.spool.max_segment_mib << 20
         due = self._settled.due(oldest_checkpoint=oldest)
         chosen = choose_retirable(due, self._spool_dirs.scored, max_bytes=max_bytes)
         if chosen:

@@ -159,8 +159,7 @@ def prune_checkpoints(
     Only the one process that saves here may call this: it removes every temporary name.
     """
     committed = _list_committed(directory)
-    intact = [index for index, path in enumerate(committed) if _find_missing_file(path) is None]
-    removed = committed[: intact[-keep]] if len(intact) >= keep else []
+    removed = committed[: _count_older(committed, keep)]
     best = set(sorted(removed, key=lambda path: _score_checkpoint(path, score), reverse=True)[:keep_best])
     removed = [path for path in removed if path not in best]
     for path in removed:
@@ -175,10 +174,16 @@ def parse_commit_number(path: Path) -> int:
     return int(path.name.partition("-")[0])
 
 
-def find_oldest_number(directory: Path) -> int | None:
-    """Return the first commit that a resume could still go back to."""
+def find_oldest_number(directory: Path, *, keep: int) -> int | None:
+    """Return the oldest commit that is kept to resume from; those kept as the best may be older."""
     committed = _list_committed(directory)
-    return parse_commit_number(committed[0]) if committed else None
+    return parse_commit_number(committed[_count_older(committed, keep)]) if committed else None
+
+
+def _count_older(committed: list[Path], keep: int) -> int:
+    """Return how many commits are older than the `keep` newest ones that have all their files."""
+    intact = [index for index, path in enumerate(committed) if _find_missing_file(path) is None]
+    return intact[-keep] if len(intact) >= keep else 0
 
 
 def list_saved_steps(directory: Path) -> list[int]:

@@ -24,6 +24,7 @@ from hpcrl.trainers.checkpoint import (
     commit_checkpoint,
     find_damage,
     find_newest,
+    find_oldest_number,
     load_checkpoint,
     prune_checkpoints,
     save_checkpoint,
@@ -219,6 +220,14 @@ def test_the_best_are_kept_besides_the_newest(tmp_path):
         "000005-step-000004",
         "000006-step-000005",
     ]
+    # What the older ones needed of the spool may go: nobody resumes from one that is kept as the best.
+    assert find_oldest_number(tmp_path, keep=2) == 5
+
+
+def test_the_oldest_to_resume_from_is_the_first_while_fewer_than_asked_for_are_saved(tmp_path):
+    assert find_oldest_number(tmp_path, keep=2) is None
+    saved(tmp_path, 1)
+    assert find_oldest_number(tmp_path, keep=2) == 1
 
 
 def test_a_pending_checkpoint_is_committed_as_it_was_captured(tmp_path):
