@@ -154,3 +154,39 @@ def test_the_docstring_of_a_function_starts_with_an_imperative_verb():
                 if not decorators & PROPERTIES and not starts_with_verb(docstring):
                     wrong.append(f"{label(path)}:{node.lineno}: {docstring.splitlines()[0]}")
     assert wrong == []
+
+
+UNIT_TESTS = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
+
+
+@functools.cache
+def imported_folders(path: Path) -> set[Path]:
+    """Return the folders of hpcrl whose modules a file imports, relative to hpcrl."""
+    sources = [find_source(f"{module}.{name}") or find_source(module) for module, name in imported_names(path)]
+    folders = {source if source.is_dir() else source.parent for source in sources if source is not None}
+    return {folder.relative_to(PACKAGE) for folder in folders if folder.is_relative_to(PACKAGE)}
+
+
+def find_misplacement(path: Path) -> str:
+    """Return why a test file is in the wrong folder, or nothing: tests/unit mirrors hpcrl."""
+    folder = path.parent.relative_to(ROOT / "tests" / "unit")
+    if not list((PACKAGE / folder).glob("*.py")):
+        return f"there is no package hpcrl/{folder}"
+    homes = {module.parent.relative_to(PACKAGE) for module in MODULES if f"test_{module.stem}" == path.stem}
+    if homes and folder not in homes:
+        return f"its module is in {sorted(map(str, homes))}"
+    imported = imported_folders(path)
+    below = {str(other) for other in imported if folder in other.parents}
+    if below and folder != Path() and folder not in imported:
+        return f"it tests {sorted(below)} alone"
+    return ""
+
+
+def test_unit_tests_are_in_the_folder_of_the_package_that_they_test():
+    found = {str(path.relative_to(ROOT)): find_misplacement(path) for path in UNIT_TESTS}
+    assert {path: why for path, why in found.items() if why} == {}
+
+
+def test_no_two_test_files_have_one_name():
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))

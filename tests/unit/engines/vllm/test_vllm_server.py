@@ -28,7 +28,7 @@ from hpcrl.errors import EngineError, WeightsError
 from hpcrl.system.processes import list_descendants
 from tests.support.fakes.vllm_server import METRICS, UPDATE
 
-FAKE = (sys.executable, str(Path(__file__).parents[2] / "support" / "fakes" / "vllm_server.py"))
+FAKE = (sys.executable, str(Path(__file__).parents[3] / "support" / "fakes" / "vllm_server.py"))
 REQUEST = GenerateRequest(request_id="r", token_ids=[1, 2], max_new_tokens=1)
 
 

@@ -13,7 +13,7 @@ from hpcrl.envs.isolation.images import ImageCache, open_image
 from hpcrl.envs.isolation.sandbox import SandboxSpec, choose_sandbox, wrap_command
 from hpcrl.errors import ConfigError, EnvFault
 
-FAKES = Path(__file__).parents[2] / "support/fakes"
+FAKES = Path(__file__).parents[3] / "support/fakes"
 PULL_IN_ANOTHER_PROCESS = """
 import asyncio, sys
 from hpcrl.envs.isolation.images import ImageCache, open_image

@@ -173,7 +173,7 @@ def test_a_tree_of_processes_is_measured_with_its_threads():
 def test_the_kernel_limits_the_tasks_of_a_user_that_is_not_root():
     python = "/usr/bin/python3"
     packages = Path(msgspec.__file__).parents[1]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{Path(__file__).parents[3]}:{packages}", "TMPDIR": "/tmp"}
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{Path(__file__).parents[4]}:{packages}", "TMPDIR": "/tmp"}
     user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", python, "-c"]
     if subprocess.run([*user, "import msgspec, hpcrl.envs.agent"], env=environment, check=False).returncode:
         pytest.skip("the system's Python cannot import msgspec, or another user cannot read it")
