@@ -20,6 +20,7 @@ from typing import Any
 
 from bench.figures import Figure, main
 from bench.weights import NUM_READERS, SPAWN, qwen2_shapes, random_bfloat16, readers, scratch_run
+from hpcrl.errors import WeightsError
 from hpcrl.testing.nodes import MPIEXEC, Fleet, fleet, publish, until
 from hpcrl.weights.layout import PartAssignment, TensorLayout, split_tensor
 from hpcrl.weights.versions import WeightVersion
@@ -276,10 +277,13 @@ def look(key: WindowKey, pipe: Connection) -> None:
         if window is None or manifest is None or manifest.version == newest:
             time.sleep(0.002)
             continue
-        with window.read_version(manifest.version) as data:
-            values = np.frombuffer(data, np.uint64)
-            whole = bool((values == manifest.version).all())
-            del values
+        try:
+            with window.read_version(manifest.version) as data:
+                values = np.frombuffer(data, np.uint64)
+                whole = bool((values == manifest.version).all())
+                del values
+        except WeightsError:  # it is being overwritten: a newer one is there
+            continue
         wrong += not whole or manifest.version < newest
         newest, num = manifest.version, num + 1
     pipe.send({"last": int(newest == last), "wrong": wrong, "num": num})
