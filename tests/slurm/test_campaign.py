@@ -25,7 +25,7 @@ def events_of(run: CampaignDir, name: str) -> list[dict[str, Any]]:
 
 
 def test_the_quickstart_learns_on_separate_partitions_with_weights_by_mpi(lab: Lab, campaigns: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "q")
+    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "q", "-s", "train.num_steps=24")
     run = CampaignDir(campaigns / "q")
     seen = snapshot("q")
     assert seen["state"] == "done"
