@@ -99,7 +99,12 @@ def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
     )
     warmup = recipe.warmup and msgspec.structs.replace(recipe.warmup, path=resolve_all(recipe.warmup.path))
     teacher = recipe.teacher and TeacherConfig(path=str(expand_user(recipe.teacher.path).absolute()))
-    return msgspec.structs.replace(recipe, model=model, domains=domains, warmup=warmup, teacher=teacher)
+    nodes = {
+        name: msgspec.structs.replace(node, model=node.model and resolve(node.model))
+        for name, node in recipe.train.pipeline.items()
+    }
+    train = msgspec.structs.replace(recipe.train, pipeline=nodes)
+    return msgspec.structs.replace(recipe, model=model, domains=domains, train=train, warmup=warmup, teacher=teacher)
 
 
 def preview_script(request: CampaignRequest, *, name: str) -> str:
@@ -143,6 +148,11 @@ def check_request(request: CampaignRequest) -> None:
     model = request.recipe.model.path
     if model is not None and not is_file(Path(model) / "config.json"):
         raise ConfigError(f"model.path = {model!r} is not a model directory: it has no config.json")
+    for name, node in request.recipe.train.pipeline.items():
+        if node.model is not None and not (Path(node.model) / "config.json").is_file():
+            raise ConfigError(
+                f"train.pipeline.{name}.model = {node.model!r} is not a model directory: it has no config.json"
+            )
     if request.site.scheduler == "slurm":
         slurm.require_slurm(request.site)
         slurm.make_site_environment(request.site)

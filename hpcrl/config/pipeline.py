@@ -1,20 +1,23 @@
 """The pipeline of a training step as a DAG: which functions run, on which data, in which order. No heavy imports.
 
-    DagNode                                        a function, the nodes whose results it takes, the role that runs it
-    Pipeline, NodeRole, ResultKind                 types
+    DagNode                                        a function, the nodes whose results it takes, its output, its role
+    Pipeline, NodeRole, NodeOutput, NodeStage      types
     make_pipeline                                  the built-in pipeline of a recipe's [train], with the user's nodes
     make_standard_nodes, make_nodes_for            the built-in nodes
     find_result_kinds, list_built_in_names         results that a user's node can take, and names of built-in nodes
+    is_user_node                                   whether a node is the user's own
     check_user_nodes, find_problems                problems of a recipe's nodes: cycles, missing inputs, wrong roles
     compute_depths, order_nodes                    the order in which every worker runs the nodes, one after the other
     render_text, render_dot, render_mermaid, RENDERERS    a pipeline for people
-    TRAINER_ROLES, SPOOL_SOURCES, OTHER_ROLE_HINTS, REPLACEABLE_NODES    what a node may be
+    TRAINER_ROLES, SPOOL_SOURCES, OTHER_ROLE_HINTS, REPLACEABLE_NODES, STAGES    what a node may be
 
 Every data-parallel worker runs the whole DAG on its own rows (DistFlow, arXiv 2507.13833). Nodes of equal depth could
-run together, but never do, so that two large models are not in memory at once: `order_nodes` serialises them.
+run together, but never do, so that two large models are not in memory at once: `order_nodes` serialises them. What is
+drawn is what runs: `hpcrl/learn/pipeline.py` calls the function of each node with the results of its inputs.
 
-A user's node can take two kinds of results: those of `score` cover the step, all its trajectories, which rank 0 has;
-those of `rows` cover one minibatch, of which every worker has its own rows.
+A user's function can take two kinds of results: those of `score` cover the step, all its trajectories, which rank 0
+has; those of `rows` cover one minibatch, of which every worker has its own rows. The loss, and nodes with a model, take
+`batches`: the rows as tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +28,21 @@ import msgspec
 from hpcrl.config.recipe import PipelineNode, TrainConfig
 
 NodeRole = Literal["rollout", "reward", "reference", "critic", "policy"]
-ResultKind = Literal["step", "rows"]
+NodeOutput = Literal["step", "shares", "rows", "batches", "tokens", "loss", "weights"]
+"""The result of a node: of the whole step; which rank trains what; a rank's rows; the same as tensors; a number for
+each of their tokens; the gradient of a loss; other weights."""
+NodeStage = Literal["deal", "rows", "prepare", "learn"]
+STAGES: dict[NodeOutput, NodeStage] = {
+    "step": "deal",
+    "shares": "deal",
+    "rows": "rows",
+    "batches": "prepare",
+    "tokens": "prepare",
+    "loss": "learn",
+    "weights": "learn",
+}
+"""When a worker runs a node: rank 0 alone (deal); each rank, once in a step (rows, prepare); or each rank, once for
+every minibatch, since the weights change in between (learn)."""
 TRAINER_ROLES: tuple[NodeRole, ...] = ("reference", "critic", "policy")
 """Roles whose nodes the trainer's workers run; the others run elsewhere and write their results to a spool."""
 SPOOL_SOURCES = ("rollouts", "scored")
@@ -47,44 +64,66 @@ class DagNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     inputs: list[str]
     """Names of other nodes, or of spools."""
     role: NodeRole
-    gathers: bool = False
-    """The node needs the rows of all workers; otherwise each worker uses its own and nothing is sent."""
+    output: NodeOutput
+    model: str | None = None
+    """A model directory, for a node that runs a model of its own."""
+
+    @property
+    def stage(self) -> NodeStage:
+        return STAGES[self.output]
 
 
 Pipeline = Mapping[str, DagNode]
 
 
 def make_standard_nodes(
-    *, advantage: str, kl: str = "none", proximal: str = "recomputed", policy_moves: bool = False
+    *,
+    advantage: str,
+    kl: str = "none",
+    has_kl_reward: bool = False,
+    proximal: str = "recomputed",
+    policy_moves: bool = False,
 ) -> dict[str, DagNode]:
     """Return the built-in nodes for these settings of [train]."""
     critic = advantage == "gae"
     credit = "rewards" if critic else "advantage"
+    worker = "hpcrl.trainers.nodes"
     nodes = {
-        "sample": DagNode(function="hpcrl.roles.env:run", inputs=[], role="rollout"),
-        "score": DagNode(function="hpcrl.roles.reward:score", inputs=["sample"], role="reward"),
-        credit: DagNode(function="hpcrl.learn.pipeline:compute_credits", inputs=["score"], role="policy", gathers=True),
-        "deal": DagNode(
-            function="hpcrl.learn.distribute:distribute_step", inputs=["score", credit], role="policy", gathers=True
+        "sample": DagNode(function="hpcrl.roles.env:run", inputs=[], role="rollout", output="step"),
+        "score": DagNode(function="hpcrl.roles.reward:score", inputs=["sample"], role="reward", output="step"),
+        credit: DagNode(
+            function="hpcrl.learn.distribute:assign_credits", inputs=["score"], role="policy", output="step"
         ),
-        "rows": DagNode(function="hpcrl.learn.distribute:load_share_rows", inputs=["deal"], role="policy"),
+        "deal": DagNode(
+            function="hpcrl.learn.distribute:distribute_rows", inputs=["score", credit], role="policy", output="shares"
+        ),
+        "rows": DagNode(function=f"{worker}:read_rows", inputs=["deal"], role="policy", output="rows"),
+        "batches": DagNode(function=f"{worker}:make_batches", inputs=["rows"], role="policy", output="batches"),
     }
-    losses = ["rows"]
+    compute, batches, before = f"{worker}:compute_logprobs", "batches", []
+    if kl != "none":
+        nodes["reference"] = DagNode(function=compute, inputs=["batches"], role="reference", output="tokens")
+        before.append("reference")
+    if proximal == "recomputed" and (policy_moves or has_kl_reward):
+        nodes["proximal"] = DagNode(function=compute, inputs=["batches"], role="policy", output="tokens")
+        before.append("proximal")
+    if has_kl_reward:
+        nodes["costs"] = DagNode(
+            function=f"{worker}:subtract_costs", inputs=["batches", *before], role="policy", output="batches"
+        )
+        batches = "costs"
     if critic:
         nodes["values"] = DagNode(
-            function="hpcrl.trainers.critic:Critic.add_advantages", inputs=["rows"], role="critic"
+            function=f"{worker}:estimate_values", inputs=[batches], role="critic", output="batches"
         )
-        losses.append("values")
-    if kl != "none":
-        nodes["reference"] = DagNode(function="hpcrl.learn.loss:gather_logprobs", inputs=["rows"], role="reference")
-        losses.append("reference")
-    if proximal == "recomputed" and policy_moves:
-        nodes["proximal"] = DagNode(function="hpcrl.learn.loss:gather_logprobs", inputs=["rows"], role="policy")
-        losses.append("proximal")
-    nodes["update"] = DagNode(function="hpcrl.learn.loss:compute_policy_loss", inputs=losses, role="policy")
+        batches = "values"
+    losses = [batches, *before]
+    loss = "compute_imitation_loss" if advantage == "sft" else "compute_policy_loss"
+    nodes["loss"] = DagNode(function=f"hpcrl.learn.loss:{loss}", inputs=losses, role="policy", output="loss")
+    nodes["update"] = DagNode(function=f"{worker}:update_policy", inputs=["loss"], role="policy", output="weights")
     if critic:
         nodes["update-critic"] = DagNode(
-            function="hpcrl.learn.loss:compute_value_loss", inputs=["values"], role="critic"
+            function=f"{worker}:update_critic", inputs=["values", "update"], role="critic", output="weights"
         )
     return nodes
 
@@ -95,46 +134,64 @@ def make_nodes_for(train: TrainConfig) -> dict[str, DagNode]:
         advantage=train.advantage,
         kl=train.kl,
         proximal=train.proximal,
-        policy_moves=train.policy_moves or train.has_kl_reward,
+        policy_moves=train.policy_moves,
+        has_kl_reward=train.has_kl_reward,
     )
 
 
 def make_pipeline(train: TrainConfig) -> dict[str, DagNode]:
     """Return the pipeline of a recipe, unchecked (see `check_user_nodes`)."""
     nodes = make_nodes_for(train)
+    user_nodes = {name: declared for name, declared in train.pipeline.items() if name not in nodes}
+    own_loss = (declared := train.pipeline.get("loss")) is not None and declared.function is not None
+    if own_loss:
+        nodes["loss"] = msgspec.structs.replace(nodes["loss"], inputs=nodes["loss"].inputs[:1])
     for name, declared in train.pipeline.items():
-        if name == "update" and declared.inputs:  # every node that takes `rows` takes the update's new input instead
-            nodes = {known: _replace_rows_input(node, declared.inputs[0]) for known, node in nodes.items()}
-        elif name in nodes:
-            changed = {
-                "inputs": declared.inputs or nodes[name].inputs,
-                "function": declared.function or nodes[name].function,
-            }
-            nodes[name] = msgspec.structs.replace(nodes[name], **changed)
-    user_nodes = {
-        name: DagNode(function=declared.function or "", inputs=declared.inputs, role=declared.role or "policy")
-        for name, declared in train.pipeline.items()
-        if name not in nodes
-    }
-    complete = {**nodes, **user_nodes}
-    kinds = find_result_kinds(complete)
-    gathering = {
-        name: msgspec.structs.replace(node, gathers=True)
-        for name, node in user_nodes.items()
-        if kinds.get(name) == "step"
-    }
-    return {**complete, **gathering}
+        if name in nodes:
+            nodes[name] = msgspec.structs.replace(
+                nodes[name],
+                inputs=declared.inputs or nodes[name].inputs,
+                function=declared.function or nodes[name].function,
+                model=declared.model,
+            )
+    if own_loss and not any("proximal" in node.inputs for node in nodes.values()):
+        nodes.pop("proximal", None)  # only hpcrl's loss needs it
+    kinds = find_result_kinds({**nodes, **{name: _make_user_node(declared) for name, declared in user_nodes.items()}})
+    return nodes | {name: _make_user_node(declared, kinds.get(name)) for name, declared in user_nodes.items()}
 
 
-def find_result_kinds(pipeline: Pipeline) -> dict[str, ResultKind]:
+def _make_user_node(declared: PipelineNode, output: NodeOutput | None = None) -> DagNode:
+    """Make a node that the user added; what a function gives is of the kind that it takes."""
+    if declared.model is not None:
+        return DagNode(
+            function="hpcrl.trainers.nodes:compute_logprobs",
+            inputs=declared.inputs,
+            role=declared.role or "reference",
+            output="tokens",
+            model=declared.model,
+        )
+    return DagNode(
+        function=declared.function or "",
+        inputs=declared.inputs,
+        role=declared.role or "policy",
+        output=output or "step",
+    )
+
+
+def is_user_node(name: str, train: TrainConfig) -> bool:
+    """Return whether the function of a node is the user's own, to be called with its inputs alone."""
+    return name in train.pipeline and train.pipeline[name].function is not None
+
+
+def find_result_kinds(pipeline: Pipeline) -> dict[str, NodeOutput]:
     """Return the nodes whose results a user's node can take, each with the kind of its results."""
-    found: dict[str, ResultKind] = {"score": "step", "rows": "rows"}
-    found |= {name: "step" for name in ("advantage", "rewards") if name in pipeline}
-    built_in = {*found, *_BUILT_IN_NODES}
+    found: dict[str, NodeOutput] = {
+        name: node.output for name, node in pipeline.items() if name in _TAKEABLE_NODES or node.model is not None
+    }
     for _ in pipeline:  # enough rounds for the longest possible chain
         for name, node in pipeline.items():
             kinds = {found[source] for source in node.inputs if source in found}
-            if name not in built_in and len(kinds) == 1:
+            if name not in found and name not in _BUILT_IN_NODES and len(kinds) == 1:
                 found[name] = kinds.pop()
     return found
 
@@ -147,23 +204,44 @@ def check_user_nodes(train: TrainConfig) -> list[str]:
     for name, declared in train.pipeline.items():
         check = _check_built_in_node if name in make_nodes_for(train) else _check_user_node
         found += [f"train.pipeline.{name}: {wrong}" for wrong in check(name, declared, pipeline, kinds)]
+    found += [f"train.pipeline.loss: {wrong}" for wrong in _find_idle_settings(train, pipeline)]
     return found or find_problems(pipeline)
 
 
+def _find_idle_settings(train: TrainConfig, pipeline: Pipeline) -> Iterator[str]:
+    """Yield the settings of hpcrl's loss that cannot act where the user's replaces it."""
+    if not is_user_node("loss", train):
+        return
+    plain = TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0)
+    for name in ("ratio", "surrogate", "clip_low", "clip_high", "dual_clip", "correction", "kl", "entropy_coef"):
+        is_taken = name == "kl" and (train.has_kl_reward or "reference" in pipeline["loss"].inputs)
+        if getattr(train, name) != getattr(plain, name) and not is_taken:
+            fix = "remove it" + (', or add "reference" to the inputs' if name == "kl" else "")
+            yield f"train.{name} = {getattr(train, name)!r} is of hpcrl's loss, which this function replaces: {fix}"
+
+
 def _check_built_in_node(
-    name: str, declared: PipelineNode, pipeline: Pipeline, kinds: Mapping[str, ResultKind]
+    name: str, declared: PipelineNode, pipeline: Pipeline, kinds: Mapping[str, NodeOutput]
 ) -> Iterator[str]:
     """Yield the problems of a declared node that is built in."""
     if declared.function is not None and name not in REPLACEABLE_NODES:
         yield f"its function is built in; only {' and '.join(REPLACEABLE_NODES)} can have another function"
+    if declared.model is not None and name != "reference":
+        yield 'it has a model, which only `reference` and nodes of your own with role = "reference" can have'
     if declared.role is not None and declared.role != pipeline[name].role:
         yield f"its role is {pipeline[name].role!r}, not {declared.role!r}: remove `role`"
     if declared.options and declared.function is None:
         yield "it has options, but no function that takes them"
     if not declared.inputs:
         return
+    if name == "loss":
+        yield from _check_loss_inputs(declared, pipeline, kinds)
+        return
+    if name == "update":
+        yield f"it takes one loss, not {' and '.join(declared.inputs)}: add up terms in the function of the node `loss`"
+        return
     if name not in _CHANGEABLE_INPUTS:
-        yield f"its inputs cannot be changed, only those of {', '.join(_CHANGEABLE_INPUTS)}"
+        yield f"its inputs cannot be changed, only those of {', '.join([*_CHANGEABLE_INPUTS, 'loss'])}"
         return
     kind, number = _CHANGEABLE_INPUTS[name]
     if number and len(declared.inputs) != number:
@@ -172,25 +250,68 @@ def _check_built_in_node(
     yield from _check_inputs(declared.inputs, pipeline, kinds, kind=kind)
 
 
+def _check_loss_inputs(declared: PipelineNode, pipeline: Pipeline, kinds: Mapping[str, NodeOutput]) -> Iterator[str]:
+    """Yield the problems of the inputs of the loss: batches, then what has a number for each token."""
+    if declared.function is None:
+        yield (
+            "hpcrl's loss takes what it needs: add a function of your own that takes other inputs; the model of "
+            "`reference` is set with [train.pipeline.reference] model"
+        )
+    batches = next(name for name in ("values", "costs", "batches") if name in pipeline)
+    if declared.inputs and declared.inputs[0] != batches:
+        yield f"its first input is {batches!r}, not {declared.inputs[0]!r}"
+    yield from _check_inputs(declared.inputs[1:], pipeline, kinds, kind="tokens")
+
+
 def _check_user_node(
-    name: str, declared: PipelineNode, pipeline: Pipeline, kinds: Mapping[str, ResultKind]
+    name: str, declared: PipelineNode, pipeline: Pipeline, kinds: Mapping[str, NodeOutput]
 ) -> Iterator[str]:
     """Yield the problems of a declared node that is the user's own."""
+    if declared.model is not None:
+        yield from _check_model_node(declared, pipeline, kinds)
+    else:
+        yield from _check_function_node(declared, pipeline, kinds)
+    if not any(name in node.inputs for other, node in pipeline.items() if other != name):
+        taker = "loss" if declared.model is not None else "advantage, deal or batches"
+        yield f"no node takes it, so it would have no effect: add it to the inputs of {taker}"
+
+
+def _check_model_node(declared: PipelineNode, pipeline: Pipeline, kinds: Mapping[str, NodeOutput]) -> Iterator[str]:
+    """Yield the problems of a node with a model of its own."""
+    if declared.function is not None:
+        yield "it has a function and a model: a model gives the log-probs of the tokens, so remove `function`"
+    if declared.role != "reference":
+        yield f"it has a model, so its role is 'reference', not {declared.role!r}"
+    if declared.inputs != ["batches"]:
+        yield f'it has a model, which reads the batches: set inputs = ["batches"], not {declared.inputs}'
+    yield from _check_inputs(declared.inputs, pipeline, kinds)
+
+
+def _check_function_node(declared: PipelineNode, pipeline: Pipeline, kinds: Mapping[str, NodeOutput]) -> Iterator[str]:
+    """Yield the problems of a node with a function of the user's own."""
     if declared.function is None:
-        yield f"it has no function, and is not a built-in node here ({', '.join(list_built_in_names(pipeline))})"
+        yield (
+            "it has no function, no model, and is not a built-in node here "
+            f"({', '.join(list_built_in_names(pipeline))})"
+        )
     if declared.role is None:
         yield 'it has no role: set role = "policy", which the trainer runs'
     elif declared.role != "policy":
         yield f"nodes of role {declared.role!r} are not declared here: {OTHER_ROLE_HINTS[declared.role]}"
     if not declared.inputs:
         yield "it has no inputs: add some, such as score or rows"
-    yield from _check_inputs(declared.inputs, pipeline, kinds)
-    if not any(name in node.inputs for other, node in pipeline.items() if other != name):
-        yield "no node takes it, so it would have no effect: add it to the inputs of advantage, deal or update"
+    late = [source for source in declared.inputs if kinds.get(source) in ("batches", "tokens")]
+    if late:
+        yield (
+            f"it takes {late[0]!r}, so it would be a second loss, and a recipe has one: replace hpcrl's with "
+            "[train.pipeline.loss], and compute all terms in its function"
+        )
+    else:
+        yield from _check_inputs(declared.inputs, pipeline, kinds)
 
 
 def _check_inputs(
-    inputs: Sequence[str], pipeline: Pipeline, kinds: Mapping[str, ResultKind], *, kind: ResultKind | None = None
+    inputs: Sequence[str], pipeline: Pipeline, kinds: Mapping[str, NodeOutput], *, kind: NodeOutput | None = None
 ) -> Iterator[str]:
     present = [source for source in inputs if source in pipeline]
     if spools := [source for source in inputs if source in SPOOL_SOURCES]:
@@ -208,26 +329,29 @@ def _check_inputs(
         yield f"{each}: it can take only one of the two kinds"
 
 
-REPLACEABLE_NODES = ("advantage", "rewards")
+REPLACEABLE_NODES = ("advantage", "rewards", "loss")
 """Built-in nodes whose function can be replaced; `rewards` exists with a critic, `advantage` without."""
-_CHANGEABLE_INPUTS: dict[str, tuple[ResultKind, int]] = {
+_CHANGEABLE_INPUTS: dict[str, tuple[NodeOutput, int]] = {
     "advantage": ("step", 0),
     "rewards": ("step", 0),
     "deal": ("step", 2),
-    "update": ("rows", 1),
+    "batches": ("rows", 1),
 }
 """Built-in nodes whose inputs can be changed: the kind of results, and how many inputs (0: any number)."""
-_KIND_MEANINGS: dict[ResultKind, str] = {
+_KIND_MEANINGS: dict[NodeOutput, str] = {
     "step": "of the whole step, which rank 0 has",
     "rows": "of each worker's own rows",
+    "batches": "each worker's rows as tensors",
+    "tokens": "a number for each token",
 }
-_BUILT_IN_NODES = frozenset({"sample", "deal", "values", "reference", "proximal", "update", "update-critic"})
-"""Built-in nodes whose results no other node can take."""
+_TAKEABLE_NODES = ("score", "advantage", "rewards", "rows", "batches", "costs", "values", "reference", "proximal")
+"""Built-in nodes whose results other nodes can take."""
+_BUILT_IN_NODES = frozenset({*_TAKEABLE_NODES, "sample", "deal", "loss", "update", "update-critic"})
 
 
 def list_built_in_names(pipeline: Pipeline) -> list[str]:
     """Return the names of the built-in nodes of a pipeline."""
-    return [name for name in pipeline if name in _BUILT_IN_NODES | {"score", "advantage", "rewards", "rows"}]
+    return [name for name in pipeline if name in _BUILT_IN_NODES]
 
 
 def find_problems(pipeline: Pipeline) -> list[str]:
@@ -259,11 +383,6 @@ def _find_node_problems(name: str, node: DagNode, pipeline: Pipeline) -> list[st
     return found
 
 
-def _replace_rows_input(node: DagNode, replacement: str) -> DagNode:
-    """Return the node with `rows` replaced in its inputs."""
-    return msgspec.structs.replace(node, inputs=[replacement if source == "rows" else source for source in node.inputs])
-
-
 def compute_depths(pipeline: Pipeline) -> dict[str, int]:
     """Return the length of the longest path to each node."""
     found: dict[str, int] = {}
@@ -293,10 +412,13 @@ def render_text(pipeline: Pipeline) -> str:
     for name in sorted(pipeline, key=lambda name: depth[name]):
         node = pipeline[name]
         inputs = ", ".join(node.inputs) or "-"
-        moved = "  (rank 0 alone, ids only)" if node.gathers else ""
+        note = _STAGE_NOTES.get(node.stage, "") if node.role in TRAINER_ROLES else ""
         shown = "  " * depth[name] + name
-        lines.append(f"{shown:<{width}}  {node.role:<9}  <- {inputs:<24}  {node.function}{moved}")
+        lines.append(f"{shown:<{width}}  {node.role:<9}  <- {inputs:<24}  {node.model or node.function}{note}")
     return "\n".join([*lines, f"each trainer worker: {' -> '.join(order_nodes(pipeline))}"])
+
+
+_STAGE_NOTES: dict[NodeStage, str] = {"deal": "  (rank 0 alone, ids only)", "learn": "  (each minibatch)"}
 
 
 def render_dot(pipeline: Pipeline) -> str:

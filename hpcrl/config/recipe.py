@@ -287,6 +287,8 @@ class PipelineNode(ConfigTable, frozen=True, kw_only=True):
     """Code that is called with the results of its inputs, in order."""
     inputs: list[Name] = []
     """Names of other nodes."""
+    model: str | None = None
+    """A model directory, of a node with role "reference": it gives the log-probs of the tokens under this model."""
     role: Literal["policy", "reference", "critic", "reward", "rollout"] | None = None
     """The role that runs it; user nodes are the policy's, which the trainer runs."""
     options: dict[str, Any] = {}

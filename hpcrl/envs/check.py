@@ -8,13 +8,16 @@ output has only the message of the refusal; output of user code goes to standard
 """
 
 import asyncio
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import msgspec
 
-from hpcrl.config.recipe import VLLM_PARSER_PREFIX, DomainConfig, Recipe
+from hpcrl.config.recipe import VLLM_PARSER_PREFIX, DomainConfig, PipelineNode, Recipe
 from hpcrl.config.user_code import load_code
 from hpcrl.envs.base import check_task_parameter, construct_env
 from hpcrl.envs.pool import start_process
@@ -111,8 +114,25 @@ def check_packages(recipe: Recipe) -> None:
 def _check_pipeline(recipe: Recipe) -> None:
     for name, node in recipe.train.pipeline.items():
         what = f"train.pipeline.{name}.function"
-        if node.function is not None and not callable(load_code(node.function, what=what)):
+        if node.function is None:
+            continue
+        function = load_code(node.function, what=what)
+        if not callable(function):
             raise ConfigError(f"{what} = {node.function!r} is not a function")
+        if name == "loss":
+            _check_loss_signature(function, node)
+
+
+def _check_loss_signature(function: Callable[..., Any], node: PipelineNode) -> None:
+    """Check that a loss takes what it will be called with."""
+    names = ["logprobs", "behaviour", "advantages", "mask", *node.inputs[1:]]
+    try:
+        inspect.signature(function).bind(*names, **node.options)
+    except TypeError as error:
+        given = ", ".join([*names, *(f"{option}=..." for option in node.options)])
+        raise ConfigError(f"train.pipeline.loss is called as {node.function}({given}): {error}") from error
+    except ValueError:  # a function of C has no signature
+        return
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ advantage    advantages of a group
 batch        trajectories as training rows
 rewards      rewards as training sees them
 loss         policy losses
-pipeline     nodes that a user's recipe adds
+pipeline     the nodes of the learning pipeline, run in their order
+user_loss    a loss that a recipe brings
 evaluations  the results of evaluations on disk
 distribute   a step divided over ranks
 consumed     the trajectories that were trained on

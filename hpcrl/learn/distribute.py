@@ -1,6 +1,9 @@
 """Distribute a training step over ranks: ids and credits, never tokens.
 
-    distribute_step       trajectories -> for every rank, the rows of each of its minibatches, by id
+    distribute_step       run the nodes of rank 0: trajectories -> for every rank, the rows of its minibatches, by id
+    assign_credits        the node `advantage` (or `rewards`, with a critic)
+    distribute_rows       the node `deal`
+    DealWork              what these nodes know beside their inputs
     StepShares            a distributed step
     RankShare, ShareItem  one rank's part of it; one trajectory there
     load_share_rows       a rank's ids -> its rows, which it reads itself
@@ -22,11 +25,14 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from hpcrl.config.recipe import TrainConfig
+from hpcrl.learn.advantage import FloatArray
 from hpcrl.learn.batch import (
     TrainingRow,
     compute_row_lengths,
@@ -37,7 +43,13 @@ from hpcrl.learn.batch import (
     make_chosen_rows,
     spread_credit,
 )
-from hpcrl.learn.pipeline import assign_credits, transform_rows
+from hpcrl.learn.pipeline import (
+    NodeWork,
+    PipelineExecutor,
+    check_credits,
+    check_trajectories,
+    compute_credits,
+)
 from hpcrl.learn.rewards import find_overlong
 from hpcrl.spool.record import Trajectory
 
@@ -163,6 +175,18 @@ class StepShares(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of the busiest rank over the mean, in the worst minibatch."""
 
 
+@dataclass(kw_only=True)
+class DealWork(NodeWork):
+    """The step that rank 0 distributes."""
+
+    trajectories: Sequence[Trajectory]
+    num_ranks: int
+    seed: int
+    step: int
+    max_length: int
+    segment_of: Callable[[Trajectory], str]
+
+
 def distribute_step(
     trajectories: Sequence[Trajectory],
     *,
@@ -174,7 +198,33 @@ def distribute_step(
     segment_of: Callable[[Trajectory], str] = lambda _: "",
 ) -> StepShares:
     """Distribute a step; minibatches are drawn from (seed, step), so equal input gives equal shares."""
-    trajectories, values = assign_credits(trajectories, train)
+    work = DealWork(
+        train=train,
+        executor=PipelineExecutor(train),
+        trajectories=trajectories,
+        num_ranks=num_ranks,
+        seed=seed,
+        step=step,
+        max_length=max_length,
+        segment_of=segment_of,
+    )
+    results: dict[str, Any] = {"score": trajectories}
+    work.executor.run("deal", work=work, results=results)
+    shares: StepShares = results["deal"]
+    return shares
+
+
+def assign_credits(work: DealWork, *inputs: Any) -> list[FloatArray]:
+    """Give every turn its advantage, or its reward where a critic turns rewards into advantages."""
+    return compute_credits(check_trajectories(inputs[0], work.trajectories, work.node.inputs[0]), work.train)
+
+
+def distribute_rows(work: DealWork, dealt: Any, credits_: Any) -> StepShares:
+    """Divide the rows of a step over minibatches and ranks, with the credits of their turns."""
+    train, num_ranks, seed, step = work.train, work.num_ranks, work.seed, work.step
+    max_length, segment_of = work.max_length, work.segment_of
+    trajectories = check_trajectories(dealt, work.trajectories, work.node.inputs[0])
+    values = check_credits(credits_, trajectories, work.node.inputs[1])
     if not all(np.isfinite(credit).all() for credit in values):
         return _skip_step(num_ranks, "a reward is not finite")
     lengths = [
@@ -241,7 +291,7 @@ def load_share_rows(
             chosen = [(items[position].row, items[position].credit) for position in positions]
             made = make_chosen_rows(fetched[positions[0]], chosen, place_credit=place_credit)
             rows.update(zip(positions, made, strict=True))
-        parts.append(transform_rows([rows[position] for position in range(len(items))], train))
+        parts.append([rows[position] for position in range(len(items))])
     return parts
 
 

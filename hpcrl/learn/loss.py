@@ -3,6 +3,7 @@
     compute_policy_loss         the loss of a micro-batch, from log-probs and entropies
     compute_imitation_loss      the loss of conversations to imitate, likewise
     TokenInputs, LossSums       its inputs, and its sums over tokens
+    PolicyLoss                  the protocol of a loss
     logprobs_and_entropy        log-probs and entropies from logits
     compute_correction_weights  the weight of each token for being off-policy
     compute_token_shares        the share of each token in the loss
@@ -39,7 +40,7 @@ docs/learning.md names the paper of every choice.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -66,6 +67,8 @@ class TokenInputs:
     shares_N: Tensor
     """The share of each token; the shares of an optimizer step sum to 1 over all micro-batches and ranks."""
     reference_N: Tensor | None = None
+    others: tuple[Tensor, ...] = ()
+    """The results of further nodes, which a loss of the user's own takes."""
 
 
 class LossSums(NamedTuple):
@@ -103,6 +106,14 @@ class LossSums(NamedTuple):
     def unflatten(cls, flat: Tensor) -> Self:
         scalars = len(cls._fields) - 1
         return cls._make([*flat[:scalars].unbind(), flat[scalars:]])
+
+
+class PolicyLoss(Protocol):
+    """The loss of one micro-batch: what to differentiate, and its sums for the metrics."""
+
+    def __call__(
+        self, logprobs_N: Tensor, *, entropy_N: Tensor, token_inputs: TokenInputs, train: TrainConfig
+    ) -> tuple[Tensor, LossSums]: ...
 
 
 def compute_log_distribution(logits_NV: Tensor, *, temperature: float) -> Tensor:
@@ -196,7 +207,7 @@ def compute_policy_loss(
 
 
 def compute_imitation_loss(
-    logprobs_N: Tensor, *, entropy_N: Tensor, token_inputs: TokenInputs
+    logprobs_N: Tensor, *, entropy_N: Tensor, token_inputs: TokenInputs, train: TrainConfig
 ) -> tuple[Tensor, LossSums]:
     """Compute the cross-entropy of tokens to imitate (SFT): they were not sampled, so no ratio and no clip exist."""
     loss = -(token_inputs.shares_N * token_inputs.advantages_N * logprobs_N).sum()

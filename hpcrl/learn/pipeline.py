@@ -1,63 +1,97 @@
-"""Run the user's nodes of the pipeline: on the whole step before it is distributed, on rows afterwards.
+"""Run the nodes of the pipeline, one after the other, in the order that the planner made of the graph.
 
-    assign_credits   the step's trajectories and the credit of each turn: score -> ... -> advantage -> deal
-    transform_rows   the rows of a minibatch: rows -> ... -> update
-    compute_credits  the advantages without user nodes, or rewards where a critic turns them into advantages
-    load_functions   the user's functions by node; called early, it finds import errors before anything is queued
+    PipelineExecutor                  the nodes of a recipe with their functions; every worker has one
+    NodeWork                          what hpcrl's own nodes know beside their inputs
+    compute_credits                   the advantages, or rewards where a critic turns them into advantages
+    load_functions                    the user's functions by node; called early, it finds import errors before a job
+    check_trajectories, check_credits   refuse results of the user's nodes that `deal` cannot use
 
-A node that raises, or returns a result that the next cannot use, is a TrainError with the node's name: a step on half
-of its data would be worse than none.
+A function of hpcrl is called with the work and the results of the node's inputs, one of the user with the results alone
+(and its options). A node that raises, or returns a result that the next cannot use, is a TrainError with the node's
+name: a step on half of its data would be worse than none.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hpcrl.config import pipeline
+from hpcrl.config.pipeline import DagNode, NodeStage
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import TrainError
 from hpcrl.learn.advantage import FloatArray, NormalizationScope, compute_advantages, compute_turn_rewards
 from hpcrl.learn.batch import TrainingRow, count_row_tokens
+from hpcrl.learn.loss import PolicyLoss
 from hpcrl.learn.rewards import shape_rewards
+from hpcrl.learn.user_loss import adapt_loss
 from hpcrl.spool.record import Trajectory
 
-
-def assign_credits(
-    trajectories: Sequence[Trajectory], train: TrainConfig
-) -> tuple[Sequence[Trajectory], list[FloatArray]]:
-    """Return the trajectories to distribute, and the advantage (or reward) of each turn of each."""
-    if not train.pipeline:
-        return trajectories, compute_credits(trajectories, train)
-    nodes = pipeline.make_pipeline(train)
-    kinds, user_functions = pipeline.find_result_kinds(nodes), load_functions(train)
-    results: dict[str, Any] = {"score": trajectories}
-    for name in pipeline.order_nodes(nodes):
-        if kinds.get(name) != "step":
-            continue
-        arguments = [results[input_name] for input_name in nodes[name].inputs]
-        if name in user_functions:
-            results[name] = _call_node(name, user_functions[name], arguments)
-        else:
-            results[name] = compute_credits(_check_step(arguments[0], trajectories, nodes[name].inputs[0]), train)
-    step_node, credits_node = nodes["deal"].inputs
-    checked = _check_step(results[step_node], trajectories, step_node)
-    return checked, _check_credits(results[credits_node], checked, credits_node)
+LOSS_RUNNER = "hpcrl.trainers.nodes:compute_gradient"
+"""The function that runs a loss over the micro-batches of a minibatch: the node's own sees one of them at a time."""
 
 
-def transform_rows(rows: list[TrainingRow], train: TrainConfig) -> list[TrainingRow]:
-    """Return the rows to train on, the same number as were distributed."""
-    if not train.pipeline or not rows:
-        return rows
-    nodes = pipeline.make_pipeline(train)
-    kinds, user_functions = pipeline.find_result_kinds(nodes), load_functions(train)
-    results: dict[str, list[TrainingRow]] = {"rows": rows}
-    for name in pipeline.order_nodes(nodes):
-        if kinds.get(name) == "rows" and name in user_functions:
-            arguments = [results[input_name] for input_name in nodes[name].inputs]
-            results[name] = _check_rows(_call_node(name, user_functions[name], arguments), rows, name)
-    return results[nodes["update"].inputs[0]]
+@dataclass(kw_only=True)
+class NodeWork:
+    """The settings and state that hpcrl's own nodes use beside their inputs."""
+
+    train: TrainConfig
+    executor: "PipelineExecutor"
+    name: str = ""
+    """The node that runs."""
+    skipped: str | None = None
+    """The reason why no further node runs in this step, if any."""
+
+    @property
+    def node(self) -> DagNode:
+        return self.executor.nodes[self.name]
+
+
+class PipelineExecutor:
+    """The nodes of a recipe, in the order in which a worker runs them."""
+
+    def __init__(self, train: TrainConfig) -> None:
+        self.nodes = pipeline.make_pipeline(train)
+        self._order = pipeline.order_nodes(self.nodes)
+        self._train = train
+        self._user_functions = load_functions(train)
+
+    def run(self, stage: NodeStage, *, work: NodeWork, results: dict[str, Any]) -> None:
+        """Run the nodes of a stage and add their results, until one of them gives a reason to skip the step."""
+        for name in self._order:
+            node = self.nodes[name]
+            if node.stage != stage or work.skipped is not None:
+                continue
+            arguments = [results[source] for source in node.inputs]
+            if pipeline.is_user_node(name, self._train) and node.output != "loss":
+                results[name] = self._run_user_node(name, arguments)
+            else:
+                work.name = name
+                results[name] = _load_own(LOSS_RUNNER if node.output == "loss" else node.function)(work, *arguments)
+
+    def make_loss(self) -> PolicyLoss:
+        """Return the loss of a micro-batch: hpcrl's, or the user's."""
+        if pipeline.is_user_node("loss", self._train):
+            return adapt_loss(lambda *given: _call_node("loss", self._user_functions["loss"], given))
+        loss: PolicyLoss = _load_own(self.nodes["loss"].function)
+        return loss
+
+    def _run_user_node(self, name: str, arguments: Sequence[Any]) -> Any:
+        """Run a user's function on the whole step, or on the rows of each minibatch."""
+        function = self._user_functions[name]
+        if self.nodes[name].output != "rows":
+            return _call_node(name, function, arguments)
+        return [
+            _check_rows(_call_node(name, function, rows), rows[0], name) if rows[0] else rows[0]
+            for rows in zip(*arguments, strict=True)
+        ]
+
+
+def _load_own(function: str) -> Callable[..., Any]:
+    loaded: Callable[..., Any] = load_code(function, what="a node of hpcrl")
+    return loaded
 
 
 def compute_credits(trajectories: Sequence[Trajectory], train: TrainConfig) -> list[FloatArray]:
@@ -95,7 +129,7 @@ def _call_node(name: str, function: Callable[..., Any], arguments: Sequence[Any]
         raise TrainError(f"train.pipeline.{name} failed: {type(error).__name__}: {error}") from error
 
 
-def _check_step(result: Any, trajectories: Sequence[Trajectory], name: str) -> Sequence[Trajectory]:
+def check_trajectories(result: Any, trajectories: Sequence[Trajectory], name: str) -> Sequence[Trajectory]:
     """Check for the same trajectories in the same order; a node may change only their rewards."""
     ids = [getattr(one, "id", None) for one in result] if isinstance(result, Sequence) else None
     if ids != [trajectory.id for trajectory in trajectories]:
@@ -107,7 +141,7 @@ def _check_step(result: Any, trajectories: Sequence[Trajectory], name: str) -> S
     return checked
 
 
-def _check_credits(result: Any, trajectories: Sequence[Trajectory], name: str) -> list[FloatArray]:
+def check_credits(result: Any, trajectories: Sequence[Trajectory], name: str) -> list[FloatArray]:
     """Check for a number for each turn of each trajectory; one number counts for all turns of an episode."""
     hint = f"it must return one number, or one for each turn, for each of the {len(trajectories)} trajectories"
     if not hasattr(result, "__len__") or len(result) != len(trajectories):

@@ -163,10 +163,12 @@ def _find_top_p_conflict(recipe: Recipe) -> str | None:
 
 def find_megatron_conflict(train: TrainConfig) -> str | None:
     """Return the first setting that trainer "megatron" does not support, with a fix; None if there is none."""
-    plain = {"kl": "none", "sharding": "none", "rows": "padded", "lora_rank": 0}
+    plain = {"sharding": "none", "rows": "padded", "lora_rank": 0}
     for name, known in plain.items():
         if (seen := getattr(train, name)) != known:
             return f'train.{name} = {seen!r} is not supported by trainer "megatron": set it to {known!r}'
+    if train.has_kl_reward:
+        return 'train.kl_in = "reward" is not supported by trainer "megatron": set kl_in = "loss"'
     if train.advantage == "gae":
         return 'train.advantage = "gae" needs a critic, which trainer "megatron" does not have: use "torch"'
     return None
@@ -277,7 +279,12 @@ def _check_warmup(recipe: Recipe) -> None:
 
 
 def _check_teacher(recipe: Recipe) -> None:
-    if recipe.teacher is not None and recipe.train.kl == "none":
+    if recipe.teacher is None:
+        return
+    reference = recipe.train.pipeline.get("reference")
+    if reference is not None and reference.model is not None:
+        raise PlanError("teacher.path and train.pipeline.reference.model both set the model of the KL: remove one")
+    if recipe.train.kl == "none":
         raise PlanError(
             'teacher is set and train.kl is "none", so nothing would use it: set train.kl = "k1" and kl_in = "reward", '
             "and train.kl_coef, its weight beside the reward"

@@ -118,11 +118,13 @@ def _make_trainer(context: WorkerContext, world: World) -> RankTrainer:
     """Make this rank's part of the trainer that the recipe names."""
     recipe, model = context.recipe, context.campaign.model
     temperature = recipe.rollout.temperature
+    reference = None if recipe.teacher is None else Path(recipe.teacher.path)
     if recipe.train.trainer == "megatron":
         from hpcrl.trainers.megatron.trainer import MegatronTrainer  # needs a package that not every site has
 
-        return MegatronTrainer(model, recipe.train, seed=recipe.seed, temperature=temperature, world=world)
-    reference = None if recipe.teacher is None else Path(recipe.teacher.path)
+        return MegatronTrainer(
+            model, recipe.train, seed=recipe.seed, temperature=temperature, world=world, reference_dir=reference
+        )
     return TorchTrainer(
         model, recipe.train, seed=recipe.seed, temperature=temperature, world=world, reference_dir=reference
     )

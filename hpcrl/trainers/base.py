@@ -1,28 +1,33 @@
 """The interfaces of a trainer: trajectories in, one training step and its metrics out; weights by their HF names.
 
     Trainer            the calls of the train role, whether one rank trains or many
-    RankTrainer        the further calls of one rank: the parts of a step (`step.learn_minibatches`), its weight shards
-    PreparedMinibatch  the input of one optimizer step
+    RankTrainer        the further calls of one rank: what the nodes of a step need (`nodes.py`), its weight shards
+    TrainedCritic      the critic's
+    Minibatch, TokenColumns   what the nodes pass on
     StepMetrics        the metrics of a step
     WritableState      state that a thread can write
     RankSnapshot       one rank's state in memory
     check_trainable    refuse trajectories that no step can use
+    find_fixed_models  the models of nodes that never train, by node
 
 All ranks of a trainer make every call together.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
+from torch import Tensor
 
+from hpcrl.config.pipeline import make_pipeline
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import MicroBatch
-from hpcrl.learn.loss import LossSums
+from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs
 from hpcrl.trainers.state import StateShard, state_file_name, write_state
@@ -126,12 +131,20 @@ class Trainer(Protocol):
         """Continue exactly as if `snapshot` had been the last call, whatever parallelism wrote the directory."""
 
 
-class PreparedMinibatch(NamedTuple):
-    """The micro-batches of one optimizer step, on this rank's device, with what was computed before the first step."""
+Minibatch = list[MicroBatch]
+"""The micro-batches of one optimizer step, on this rank's device."""
+TokenColumns = list[Tensor | None]
+"""A number for each model token of a minibatch, by micro-batch; None where this rank has none or needs none."""
 
-    micro_batches: list[MicroBatch]
-    prior: list[PriorLogprobs]
-    """The prior log-probs of each micro-batch."""
+
+class TrainedCritic(Protocol):
+    """A model of values, in training."""
+
+    def add_advantages(self, minibatches: list[Minibatch]) -> list[Minibatch]:
+        """Replace the rewards of the minibatches by advantages."""
+
+    def learn(self, number: int, *, num_tokens: float, rate: float) -> float:
+        """Make an optimizer step on minibatch `number` of those evaluated; return the loss over all ranks."""
 
 
 class RankTrainer(Trainer, Protocol):
@@ -157,10 +170,19 @@ class RankTrainer(Trainer, Protocol):
     def use_settings(self, train: TrainConfig) -> None:
         """Use the settings of the step that starts; a warm-up has others than reinforcement learning."""
 
-    def prepare_minibatches(self, minibatches: list[list[MicroBatch]]) -> list[PreparedMinibatch]:
-        """Give every rank the same number of micro-batches, and compute what is needed before the weights change."""
+    @property
+    def critic(self) -> TrainedCritic | None:
+        """The critic, where the recipe needs one."""
 
-    def accumulate_gradient(self, minibatch: PreparedMinibatch, totals: MinibatchTotals) -> LossSums:
+    def place_batches(self, minibatches: list[Minibatch]) -> list[Minibatch]:
+        """Give every rank the same number of micro-batches, on its device."""
+
+    def compute_logprobs(self, minibatches: list[Minibatch], *, model: str | None) -> list[TokenColumns]:
+        """Compute the log-probs of all tokens under the policy, or under the model of the node with this name."""
+
+    def accumulate_gradient(
+        self, minibatch: Minibatch, priors: list[PriorLogprobs], *, totals: MinibatchTotals, policy_loss: PolicyLoss
+    ) -> LossSums:
         """Add the gradient of a minibatch, over all ranks."""
 
     def clip_gradient(self) -> float:
@@ -171,9 +193,6 @@ class RankTrainer(Trainer, Protocol):
 
     def discard_gradient(self) -> None:
         """Clear the gradient and leave the weights as they are."""
-
-    def train_critic(self, number: int, *, totals: MinibatchTotals, step: int) -> float | None:
-        """Make the critic's optimizer step on minibatch `number` and return its loss, None without a critic."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of the model, whichever rank holds it; the same on all ranks."""
@@ -193,3 +212,40 @@ def check_trainable(trajectories: Sequence[Trajectory], *, vocabulary_size: int)
                 f"trajectory {trajectory.id!r} has token ids from {ids.min()} to {ids.max()}, the model has "
                 f"0 to {vocabulary_size - 1}: engine and trainer must use the same model directory"
             )
+
+
+def find_fixed_models(
+    train: TrainConfig, model_dir: Path, *, teacher: Path | None, vocabulary_size: int
+) -> dict[str, Path]:
+    """Return the model directory of each node with a model that does not train.
+
+    That of `reference` is the teacher's, or the policy's first one, where it names none.
+    """
+    found: dict[str, Path] = {}
+    for name, node in make_pipeline(train).items():
+        if node.role != "reference":
+            continue
+        if node.model is not None:
+            found[name] = _check_vocabulary(f"train.pipeline.{name}.model", Path(node.model), vocabulary_size)
+        elif teacher is not None:
+            found[name] = _check_vocabulary("teacher.path", teacher, vocabulary_size)
+        else:
+            found[name] = model_dir
+    return found
+
+
+def _check_vocabulary(setting: str, path: Path, size: int) -> Path:
+    """Refuse what is no model directory, or a model with another number of tokens than the policy."""
+    try:
+        seen = json.loads((path / "config.json").read_text())["vocab_size"]
+    except (OSError, ValueError, KeyError) as error:
+        raise TrainError(
+            f"{setting} = {str(path)!r} is not a model directory: its config.json gives no vocab_size "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if seen != size:
+        raise TrainError(
+            f"{setting} = {str(path)!r} has a vocabulary of {seen} tokens, the policy one of {size}: choose a model "
+            "with the same tokenizer"
+        )
+    return path

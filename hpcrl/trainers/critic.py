@@ -16,7 +16,6 @@ from hpcrl.learn.advantage import STD_EPSILON, gae
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import compute_token_shares, compute_value_loss
 from hpcrl.trainers.micro_batch_loss import compute_mean_and_std
-from hpcrl.trainers.step import compute_learning_rate
 from hpcrl.trainers.torch_model import TrainedModel, load_critic
 from hpcrl.trainers.world import World
 
@@ -59,7 +58,7 @@ class Critic:
             )
         return result
 
-    def learn(self, number: int, *, num_tokens: float, step: int) -> float:
+    def learn(self, number: int, *, num_tokens: float, rate: float) -> float:
         """Make an optimizer step on minibatch `number` of those evaluated; return the loss over all ranks."""
         total = torch.zeros((), dtype=torch.double, device=self._world.device)
         evaluated = self._evaluated[number]
@@ -78,7 +77,6 @@ class Critic:
             total += loss.detach()
         value = float(self._world.sum(total))
         if np.isfinite(value) and np.isfinite(self.model.clip_gradient()):
-            rate = compute_learning_rate(step, train=self._train, peak=self._train.critic_learning_rate)
             self.model.step(learning_rate=rate)
         self.model.optimizer.zero_grad()
         return value

@@ -37,7 +37,8 @@ from hpcrl.spool.segment import read_segment
 from hpcrl.system.files import remove_path
 from hpcrl.trainers.base import RankTrainer, StepMetrics, WritableState
 from hpcrl.trainers.publishing import WindowOrders, list_weight_shards, open_shard_store
-from hpcrl.trainers.step import learn_minibatches, train_step
+from hpcrl.trainers.step import learn_rows, train_step
+from hpcrl.trainers.step_metrics import Stopwatch
 from hpcrl.weights import part_files
 from hpcrl.weights.layout import TensorShard
 from hpcrl.weights.sharded_store import ShardStore
@@ -289,9 +290,21 @@ def follow_orders(
         match order.do:
             case "learn":
                 source = _choose_source(warmup, order.step)
-                rows = _take_rows(prefetcher, order.shares, order.ahead, share=trainer.share, source=source)
-                settings = train if source is None else source.train
-                learn_minibatches(trainer, rows, train=settings, step=order.step, skipped=order.skipped)
+                learn_rows(
+                    trainer,
+                    order,
+                    train=train if source is None else source.train,
+                    step=order.step,
+                    read_share=lambda order: _take_rows(
+                        prefetcher,
+                        order.shares,
+                        order.ahead,
+                        share=trainer.share,
+                        source=_choose_source(warmup, order.step),
+                    ),
+                    skipped=order.skipped,
+                    watch=Stopwatch(),
+                )
             case "tensors":
                 trainer.tensors()
             case "stage" | "leave":

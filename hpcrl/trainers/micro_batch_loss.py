@@ -21,10 +21,9 @@ from hpcrl.learn.advantage import STD_EPSILON
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import (
     LossSums,
+    PolicyLoss,
     TokenInputs,
-    compute_imitation_loss,
     compute_kl_costs,
-    compute_policy_loss,
     compute_token_shares,
     logprobs_and_entropy,
 )
@@ -48,6 +47,8 @@ class PriorLogprobs(NamedTuple):
     proximal_N: Tensor | None = None
     """None where the policy cannot have changed since: then they equal the current ones."""
     reference_N: Tensor | None = None
+    others: tuple[Tensor, ...] = ()
+    """The results of further nodes that the loss takes, in the order of its inputs."""
 
 
 def compute_micro_batch_loss(
@@ -59,10 +60,10 @@ def compute_micro_batch_loss(
     train: TrainConfig,
     temperature: float,
     max_length: int,
+    policy_loss: PolicyLoss,
 ) -> tuple[Tensor, LossSums]:
     """Compute the loss to differentiate; a token's share does not depend on its micro-batch or rank."""
-    imitates = train.advantage == "sft"
-    if imitates:  # data was not sampled at the rollout's temperature
+    if train.advantage == "sft":  # data was not sampled at the rollout's temperature
         temperature = 1.0
     logprobs_N, entropy_N = logprobs_and_entropy(logits_NV, micro.targets_N, temperature=temperature, train=train)
     proximal_N = micro.behaviour_N if train.proximal == "behaviour" else prior.proximal_N
@@ -79,10 +80,9 @@ def compute_micro_batch_loss(
             budget=min(max(train.response_budget.values(), default=max_length), max_length),
         ),
         reference_N=prior.reference_N,
+        others=prior.others,
     )
-    if imitates:
-        return compute_imitation_loss(logprobs_N, entropy_N=entropy_N, token_inputs=token_inputs)
-    return compute_policy_loss(logprobs_N, entropy_N=entropy_N, token_inputs=token_inputs, train=train)
+    return policy_loss(logprobs_N, entropy_N=entropy_N, token_inputs=token_inputs, train=train)
 
 
 def subtract_kl_costs(micro: MicroBatch, prior: PriorLogprobs, *, train: TrainConfig) -> MicroBatch:

@@ -1,6 +1,6 @@
 """The torch trainer: a transformers causal LM, AdamW, on one rank or many (DDP or FSDP2).
 
-The order of a training step is in step.py; the methods that it calls are here.
+The nodes of a training step are in nodes.py; the methods that they call are here.
 
 Legend: B rows of a micro-batch, T positions, K columns with a model token in any row, N model tokens, V vocabulary
 
@@ -11,30 +11,21 @@ generator state. Many ranks give the same numbers up to the order of sums.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpcrl.config.recipe import TrainConfig
-from hpcrl.errors import TrainError
-from hpcrl.learn.advantage import STEP_ESTIMATORS
 from hpcrl.learn.batch import MicroBatch, empty_micro_batch
-from hpcrl.learn.loss import LossSums, compute_log_distribution, gather_logprobs
+from hpcrl.learn.loss import LossSums, PolicyLoss, compute_log_distribution, gather_logprobs
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import torch_model
-from hpcrl.trainers.base import PreparedMinibatch, RankSnapshot, StepMetrics
+from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, find_fixed_models
 from hpcrl.trainers.critic import Critic
-from hpcrl.trainers.micro_batch_loss import (
-    MinibatchTotals,
-    PriorLogprobs,
-    compute_micro_batch_loss,
-    normalize_advantages,
-    subtract_kl_costs,
-)
+from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs, compute_micro_batch_loss
 from hpcrl.trainers.state import StateShard, check_same_shapes, fill_shards, read_whole_shapes
-from hpcrl.trainers.step import Minibatch, make_row_reader, train_step
+from hpcrl.trainers.step import make_row_reader, train_step
 from hpcrl.trainers.torch_model import TrainedModel, load_causal
 from hpcrl.trainers.world import SINGLE_RANK, World
 
@@ -66,8 +57,14 @@ class TorchTrainer:
             module = torch_model.add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
             prefix = torch_model.ADAPTER_PREFIX
         self._policy = TrainedModel(module, train=train, world=world, learning_rate=train.learning_rate, prefix=prefix)
-        self._critic = Critic(model_dir, train=train, world=world) if train.advantage == "gae" else None
-        self._reference = None if train.kl == "none" else self._load_reference(reference_dir or model_dir)
+        self.critic = Critic(model_dir, train=train, world=world) if train.advantage == "gae" else None
+        self._fixed_models = {
+            name: load_causal(path).to(world.device).eval()
+            for name, path in find_fixed_models(
+                train, model_dir, teacher=reference_dir, vocabulary_size=self.vocabulary_size
+            ).items()
+        }
+        """The models of nodes that never train."""
 
     @property
     def num_shares(self) -> int:
@@ -144,35 +141,31 @@ class TorchTrainer:
             )
 
     def _models(self) -> list[TrainedModel]:
-        return [self._policy] if self._critic is None else [self._policy, self._critic.model]
+        return [self._policy] if self.critic is None else [self._policy, self.critic.model]
 
-    def prepare_minibatches(self, minibatches: list[Minibatch]) -> list[PreparedMinibatch]:
-        """Give every rank the same number of micro-batches, with advantages and prior log-probs."""
+    def place_batches(self, minibatches: list[Minibatch]) -> list[Minibatch]:
+        """Give every rank the same number of micro-batches, on its device."""
         if self.world.size > 1:
             most = [self.world.max(len(part)) for part in minibatches]
             minibatches = [
                 part + [empty_micro_batch() for _ in range(num - len(part))]
                 for part, num in zip(minibatches, most, strict=True)
             ]
-        minibatches = [[micro.to(self.world.device) for micro in part] for part in minibatches]
-        moves = len(minibatches) * self._train.epochs > 1
-        priors = [[self._prior_logprobs(micro, policy_moves=moves) for micro in part] for part in minibatches]
-        if self._train.has_kl_reward:
-            minibatches = [
-                [subtract_kl_costs(micro, prior, train=self._train) for micro, prior in zip(part, known, strict=True)]
-                for part, known in zip(minibatches, priors, strict=True)
-            ]
-        if self._critic is not None and self._train.advantage == "gae":
-            minibatches = self._critic.add_advantages(minibatches)
-        elif self._train.has_kl_reward and self._train.advantage in STEP_ESTIMATORS:
-            minibatches = normalize_advantages(minibatches, world=self.world)
-        return [PreparedMinibatch(part, known) for part, known in zip(minibatches, priors, strict=True)]
+        return [[micro.to(self.world.device) for micro in part] for part in minibatches]
 
-    def accumulate_gradient(self, minibatch: PreparedMinibatch, totals: MinibatchTotals) -> LossSums:
+    def compute_logprobs(self, minibatches: list[Minibatch], *, model: str | None) -> list[TokenColumns]:
+        """Compute the log-probs of all tokens under the policy, or under the model of the node with this name."""
+        module = None if model is None else self._fixed_models[model]
+        with torch.no_grad():
+            return [[self._logprobs(micro, model=module) for micro in part] for part in minibatches]
+
+    def accumulate_gradient(
+        self, minibatch: Minibatch, priors: list[PriorLogprobs], *, totals: MinibatchTotals, policy_loss: PolicyLoss
+    ) -> LossSums:
         """Add the gradient of a minibatch; ranks exchange theirs during its last micro-batch."""
         total = LossSums.zero(self.world.device)
-        last = len(minibatch.micro_batches) - 1
-        for number, (micro, prior) in enumerate(zip(*minibatch, strict=True)):
+        last = len(minibatch) - 1
+        for number, (micro, prior) in enumerate(zip(minibatch, priors, strict=True)):
             with self._policy.accumulation_context(last=number == last):
                 loss, sums = compute_micro_batch_loss(
                     micro,
@@ -182,6 +175,7 @@ class TorchTrainer:
                     train=self._train,
                     temperature=self._temperature,
                     max_length=self.max_length,
+                    policy_loss=policy_loss,
                 )
                 self._policy.backward(loss)
             total = total.add(sums)
@@ -199,30 +193,6 @@ class TorchTrainer:
     def discard_gradient(self) -> None:
         """Clear the gradient and leave the weights as they are."""
         self._policy.optimizer.zero_grad()
-
-    def train_critic(self, number: int, *, totals: MinibatchTotals, step: int) -> float | None:
-        """Make the critic's optimizer step on minibatch `number` and return its loss, None without a critic."""
-        if self._critic is None or self._train.advantage != "gae":
-            return None
-        return self._critic.learn(number, num_tokens=totals.num_tokens, step=step)
-
-    def _load_reference(self, directory: Path) -> Any:
-        reference = load_causal(directory).to(self.world.device).eval()
-        if (num := int(reference.config.vocab_size)) != self.vocabulary_size:
-            raise TrainError(
-                f"teacher.path = {str(directory)!r} has {num} tokens and the model {self.vocabulary_size}: a teacher "
-                "needs the same vocabulary"
-            )
-        return reference
-
-    def _prior_logprobs(self, micro: MicroBatch, *, policy_moves: bool) -> PriorLogprobs:
-        """Compute the prior log-probs; the proximal ones only where rewards or a later optimizer step need them."""
-        with torch.no_grad():
-            wanted = (policy_moves or self._train.has_kl_reward) and self._train.proximal == "recomputed"
-            proximal_N = self._logprobs(micro) if wanted else None
-            compares = self._reference is not None and self._train.kl != "none"
-            reference_N = self._logprobs(micro, model=self._reference) if compares else None
-        return PriorLogprobs(proximal_N, reference_N)
 
     def _logprobs(self, micro: MicroBatch, *, model: torch.nn.Module | TrainedModel | None = None) -> Tensor:
         """Compute the log-probs of the micro-batch's model tokens."""

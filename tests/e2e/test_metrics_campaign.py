@@ -33,7 +33,7 @@ function = "tests.support.nodes:first_tokens_only"
 inputs = ["rows"]
 role = "policy"
 
-[train.pipeline.update]
+[train.pipeline.batches]
 inputs = ["weigh"]
 """
 

@@ -127,7 +127,7 @@ def batch(step=0, *, num_groups=3, size=4):
 
 def settings(**changed):
     plain = {"num_steps": 9, "groups_per_step": 3, "learning_rate": 1e-3, "tokens_per_micro_batch": 128}
-    return TrainConfig(**{**plain, **changed})
+    return msgspec.convert({**plain, **changed}, TrainConfig)
 
 
 def trained(trainer, *, first=1, last=5, make=batch):
@@ -285,7 +285,7 @@ def lead_steps(world, model_dir, spool, checkpoints, last, dies_at=None):
         episodes = batch(step + 1)
         assert not any(episode.id in consumed for episode in episodes)
         if step + 1 == dies_at:  # its order is sent, and the next step's rows are being read
-            mine.prepare_minibatches = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            mine.place_batches = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         losses[step + 1] = leader.train_step(episodes, step=step + 1, version=step).loss
         step += 1
         consumed.update(episode.id for episode in episodes)

@@ -52,4 +52,33 @@ def wrong_turns(trajectories: Sequence[Trajectory]) -> list[list[float]]:
     return [[1.0] * (len(one.turns) + 1) for one in trajectories]
 
 
+def plain_loss(logprobs, behaviour, advantages, mask):
+    """Return PPO's loss without a clip: a loss of the user's own, on both trainers."""
+    ratio = (logprobs - behaviour).exp()
+    return -ratio * advantages
+
+
+def mean_loss(logprobs, behaviour, advantages, mask):
+    """Return the same as one number."""
+    return plain_loss(logprobs, behaviour, advantages, mask)[mask].mean()
+
+
+def row_loss(logprobs, behaviour, advantages, mask):
+    """Return the same as a number for each row."""
+    return plain_loss(logprobs, behaviour, advantages, mask).sum(1) / mask.sum(1)
+
+
+def distilled_loss(logprobs, behaviour, advantages, mask, teacher, *, weight=1.0):
+    """Pull towards a teacher: the inputs of the node beside the batches follow the mask."""
+    return weight * (logprobs.exp() * (logprobs.detach() - teacher))
+
+
+def constant_loss(logprobs, behaviour, advantages, mask):
+    return advantages
+
+
+def lost_loss(logprobs, behaviour, advantages, mask):
+    return logprobs[:, :1]
+
+
 NO_FUNCTION = 3

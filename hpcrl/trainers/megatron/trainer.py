@@ -1,6 +1,6 @@
 """The Megatron trainer: tensor, pipeline and data parallelism of megatron-core, the same numbers as `torch`.
 
-The order of a training step is in step.py; the methods that it calls are here.
+The nodes of a training step are in nodes.py; the methods that they call are here.
 
 Legend: B rows of a micro-batch, T positions, N model tokens, V vocabulary (this rank's part until it is gathered)
 
@@ -24,16 +24,16 @@ from torch import Tensor
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import MicroBatch, empty_micro_batch, pad_to_shape
-from hpcrl.learn.loss import LossSums, compute_log_distribution, gather_logprobs
+from hpcrl.learn.loss import LossSums, PolicyLoss, compute_log_distribution, gather_logprobs
 from hpcrl.plan.checks import find_megatron_conflict
 from hpcrl.spool.record import Trajectory
-from hpcrl.trainers.base import PreparedMinibatch, RankSnapshot, StepMetrics
+from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, find_fixed_models
 from hpcrl.trainers.megatron.model import build_model_part, patch_for_cpu
 from hpcrl.trainers.megatron.weight_names import ParallelRank, map_shards
 from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs, compute_micro_batch_loss
 from hpcrl.trainers.optimizer import make_optimizer
 from hpcrl.trainers.state import WEIGHT_PART, StateShard, check_same_shapes, fill_shards, read_whole_shapes
-from hpcrl.trainers.step import Minibatch, make_row_reader, train_step
+from hpcrl.trainers.step import make_row_reader, train_step
 from hpcrl.trainers.torch_model import MOMENT_PARTS
 from hpcrl.trainers.world import World
 from hpcrl.weights.layout import TensorShard
@@ -47,17 +47,35 @@ class MegatronTrainer:
     """The trainer of the model in a directory; every rank of `world` has one, and all make every call together."""
 
     def __init__(
-        self, model_dir: Path, train: TrainConfig, *, seed: int = 0, temperature: float = 1.0, world: World
+        self,
+        model_dir: Path,
+        train: TrainConfig,
+        *,
+        seed: int = 0,
+        temperature: float = 1.0,
+        world: World,
+        reference_dir: Path | None = None,
     ) -> None:
-        """Load the model; `temperature` is the rollout's: the stored log-probs were computed under it."""
+        """Load the model; `temperature` is the rollout's: the stored log-probs were computed under it.
+
+        The reference of the KL is the model in `reference_dir` if there is one, else the initial model.
+        """
         if (problem := find_megatron_conflict(train)) is not None:
             raise TrainError(problem)
         self._recipe_train = self._train = train
         self._seed = seed
         self._temperature = temperature
         self.world = world
+        self.critic = None  # `find_megatron_conflict` refuses recipes that need one
         with patch_for_cpu():
             self._model_part = build_model_part(model_dir, train=train, world=world, seed=seed)
+            self._fixed_models = {
+                name: build_model_part(path, train=train, world=world, seed=seed)
+                for name, path in find_fixed_models(
+                    train, model_dir, teacher=reference_dir, vocabulary_size=self.vocabulary_size
+                ).items()
+            }
+            """The models of nodes that never train, split over the ranks as the policy is."""
         self._parameters: dict[str, Tensor] = dict(self._model_part.module.named_parameters())
         self._optimizer = make_optimizer(self._parameters.values(), train=train, learning_rate=train.learning_rate)
 
@@ -153,17 +171,33 @@ class MegatronTrainer:
                 yield StateShard(part, shard, mapping.whole_shape, state[part][mapping.rows])
             yield StateShard(STEP_PART, TensorShard(name=mapping.name, start=(), shape=()), (), state["step"])
 
-    def prepare_minibatches(self, minibatches: list[Minibatch]) -> list[PreparedMinibatch]:
-        """Give every rank the same number of micro-batches, all of one shape, with prior log-probs."""
-        same = [self._of_one_shape(part) for part in minibatches]
-        moves = len(same) * self._train.epochs > 1 and self._train.proximal == "recomputed"
-        return [
-            PreparedMinibatch(part, self._proximal_logprobs(part) if moves else _empty_logprobs(part)) for part in same
-        ]
+    def place_batches(self, minibatches: list[Minibatch]) -> list[Minibatch]:
+        """Give every rank the same number of micro-batches, all of one shape, on its device."""
+        return [self._of_one_shape(part) for part in minibatches]
 
-    def accumulate_gradient(self, minibatch: PreparedMinibatch, totals: MinibatchTotals) -> LossSums:
+    def compute_logprobs(self, minibatches: list[Minibatch], *, model: str | None) -> list[TokenColumns]:
+        """Compute the log-probs of all tokens; they stay on the last stage, where they are needed."""
+        module = self._model_part.module if model is None else self._fixed_models[model].module
+
+        def keep_logprobs(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, Tensor]:
+            logprobs_NV = compute_log_distribution(
+                self._gather_token_logits(micro, logits_BTV), temperature=self._temperature
+            )
+            logprobs_N = gather_logprobs(logprobs_NV, micro.targets_N)
+            return logprobs_N.sum(), logprobs_N
+
+        found: list[TokenColumns] = []
+        with torch.no_grad():
+            for part in minibatches:
+                kept = self._run_schedule(part, keep_logprobs, forward_only=True, module=module)
+                found.append(kept or [None] * len(part))
+        return found
+
+    def accumulate_gradient(
+        self, minibatch: Minibatch, priors: list[PriorLogprobs], *, totals: MinibatchTotals, policy_loss: PolicyLoss
+    ) -> LossSums:
         """Add the gradient of a minibatch on all ranks: run Megatron's schedule, then sum over the ranks."""
-        part, remaining = minibatch.micro_batches, iter(minibatch.prior)
+        remaining = iter(priors)
 
         def judge(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, LossSums]:
             loss, sums = compute_micro_batch_loss(
@@ -174,11 +208,12 @@ class MegatronTrainer:
                 train=self._train,
                 temperature=self._temperature,
                 max_length=self.max_length,
+                policy_loss=policy_loss,
             )
-            return loss * len(part), sums  # the schedule divides by the number of micro-batches
+            return loss * len(minibatch), sums  # the schedule divides by the number of micro-batches
 
         total = LossSums.zero(self.world.device)
-        for sums in self._run_schedule(part, judge, forward_only=False):
+        for sums in self._run_schedule(minibatch, judge, forward_only=False, module=self._model_part.module):
             total = total.add(sums)
         if self._model_part.rank.tp or not self._model_part.rank.is_last:
             total = LossSums.zero(self.world.device)  # counted once, by the first rank of the last stage
@@ -211,9 +246,6 @@ class MegatronTrainer:
         """Clear the gradient and leave the weights as they are."""
         self._optimizer.zero_grad()
 
-    def train_critic(self, number: int, *, totals: MinibatchTotals, step: int) -> None:
-        """Do nothing: `find_megatron_conflict` refuses recipes that need a critic."""
-
     def _of_one_shape(self, part: Minibatch) -> Minibatch:
         """Pad a minibatch so that all ranks have the same number of micro-batches, of one shape."""
         num = self.world.max(len(part))
@@ -222,21 +254,9 @@ class MegatronTrainer:
         length = self.world.max(max(micro.inputs_BT.shape[1] for micro in filled))
         return [pad_to_shape(micro, rows=rows, length=length).to(self.world.device) for micro in filled]
 
-    def _proximal_logprobs(self, minibatch: Minibatch) -> list[PriorLogprobs]:
-        """Compute log-probs before the first optimizer step; they stay on the last stage, where they are needed."""
-
-        def keep_logprobs(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, PriorLogprobs]:
-            logprobs_NV = compute_log_distribution(
-                self._gather_token_logits(micro, logits_BTV), temperature=self._temperature
-            )
-            logprobs_N = gather_logprobs(logprobs_NV, micro.targets_N)
-            return logprobs_N.sum(), PriorLogprobs(logprobs_N)
-
-        with torch.no_grad():
-            found: list[PriorLogprobs] = list(self._run_schedule(minibatch, keep_logprobs, forward_only=True))
-        return found or _empty_logprobs(minibatch)
-
-    def _run_schedule(self, minibatch: Minibatch, compute_loss: _LossFunction, *, forward_only: bool) -> list[Any]:
+    def _run_schedule(
+        self, minibatch: Minibatch, compute_loss: _LossFunction, *, forward_only: bool, module: Any
+    ) -> list[Any]:
         """Run Megatron's schedule over the stages; return, on the last stage, the values kept by `compute_loss`."""
 
         def compute_in_float32(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, Any]:
@@ -256,7 +276,7 @@ class MegatronTrainer:
             found = get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=iter(minibatch),
-                model=self._model_part.module,
+                model=module,
                 num_microbatches=len(minibatch),
                 seq_length=length,
                 micro_batch_size=rows,
@@ -286,11 +306,6 @@ class MegatronTrainer:
         if self._model_part.dims.tied and rank.num_pp > 1 and (rank.is_first or rank.is_last):
             name = "embedding.word_embeddings.weight" if rank.is_first else "output_layer.weight"
             dist.all_reduce(self._parameters[name].grad, group=parallel_state.get_embedding_group())
-
-
-def _empty_logprobs(minibatch: Minibatch) -> list[PriorLogprobs]:
-    """Make empty log-probs: the proximal ones are the current ones, or those of the policy that acted."""
-    return [PriorLogprobs() for _ in minibatch]
 
 
 def _causal_mask(length: int, device: torch.device) -> Tensor:

@@ -25,7 +25,7 @@ BUILT_IN = {
 
 
 def node(*inputs, role="policy", function="my.module:name"):
-    return DagNode(function=function, inputs=list(inputs), role=role)
+    return DagNode(function=function, inputs=list(inputs), role=role, output="step")
 
 
 @pytest.mark.parametrize("settings", BUILT_IN.values(), ids=BUILT_IN)
@@ -57,7 +57,14 @@ def test_nodes_of_equal_depth_run_one_after_the_other_as_declared():
 
 
 def test_trainer_workers_run_only_the_nodes_of_the_trainer_roles():
-    assert order_nodes(make_standard_nodes(advantage="grpo")) == ["advantage", "deal", "rows", "update"]
+    assert order_nodes(make_standard_nodes(advantage="grpo")) == [
+        "advantage",
+        "deal",
+        "rows",
+        "batches",
+        "loss",
+        "update",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +86,6 @@ def test_rendered_pipelines_show_every_node_and_the_order():
     pipeline = make_standard_nodes(advantage="gae", kl="k3", policy_moves=True)
     shown = render_text(pipeline)
     assert all(name in shown for name in pipeline)
-    assert shown.endswith("deal -> rows -> values -> reference -> proximal -> update -> update-critic")
-    assert '"rows" -> "update";' in render_dot(pipeline)
-    assert "  rows --> update" in render_mermaid(pipeline).splitlines()
+    assert shown.endswith("rows -> batches -> reference -> proximal -> values -> loss -> update -> update-critic")
+    assert '"loss" -> "update";' in render_dot(pipeline)
+    assert "  values --> loss" in render_mermaid(pipeline).splitlines()

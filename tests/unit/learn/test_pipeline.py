@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -11,8 +12,8 @@ import torch
 from hpcrl.config.pipeline import check_user_nodes, make_pipeline, order_nodes
 from hpcrl.config.recipe import TrainConfig, load_recipe
 from hpcrl.errors import PlanError, TrainError
-from hpcrl.learn.distribute import distribute_step, load_share_rows
-from hpcrl.learn.pipeline import assign_credits, transform_rows
+from hpcrl.learn.distribute import DealWork, distribute_step, load_share_rows
+from hpcrl.learn.pipeline import PipelineExecutor, check_credits
 from hpcrl.plan.checks import check_recipe
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import CONTEXT, batch, make_model, settings
@@ -30,12 +31,40 @@ FIRST = {
         "role": "policy",
         "options": {"keep": 2},
     },
-    "update": {"inputs": ["weigh"]},
+    "batches": {"inputs": ["weigh"]},
 }
 
 
 def train_of(nodes, **changed):
     return msgspec.convert({**msgspec.to_builtins(settings(**changed)), "pipeline": nodes}, TrainConfig)
+
+
+def assign_credits(trajectories, train):
+    """Run the nodes of rank 0; return what they distribute, with the credits of its turns."""
+    executor = PipelineExecutor(train)
+    work = DealWork(
+        train=train,
+        executor=executor,
+        trajectories=trajectories,
+        num_ranks=1,
+        seed=0,
+        step=1,
+        max_length=CONTEXT,
+        segment_of=lambda _: "",
+    )
+    results = {"score": trajectories}
+    executor.run("deal", work=work, results=results)
+    dealt, credits = (results[name] for name in executor.nodes["deal"].inputs)
+    return dealt, check_credits(credits, dealt, "deal")
+
+
+def transform_rows(parts, train):
+    """Run the nodes on the rows of each minibatch; return what is made into batches."""
+    executor = PipelineExecutor(train)
+    results = {"deal": None}
+    work = SimpleNamespace(train=train, skipped=None, read_share=lambda _: parts)
+    executor.run("rows", work=work, results=results)
+    return results[executor.nodes["batches"].inputs[0]]
 
 
 def own(function="tests.support.nodes:shaped", inputs=("score",), role="policy"):
@@ -65,10 +94,40 @@ REFUSED = {
     "the update": ({"mine": own(inputs=["update"]), **TAKEN}, "whose result no other node can take"),
     "both kinds": ({"mine": own(inputs=["score", "rows"]), **TAKEN}, "only one of the two kinds"),
     "rows for advantages": ({"advantage": {"inputs": ["rows"]}}, "needs of the whole step"),
-    "the step for the update": ({"update": {"inputs": ["score"]}}, "needs of each worker's own rows"),
-    "two for the update": ({"update": {"inputs": ["rows", "rows"]}}, "it takes 1 input (the replacement"),
+    "the step for the batches": ({"batches": {"inputs": ["score"]}}, "needs of each worker's own rows"),
+    "two for the batches": ({"batches": {"inputs": ["rows", "rows"]}}, "it takes 1 input (the replacement"),
+    "two losses": (
+        {"second": own("a:b", ["batches"])},
+        "train.pipeline.second: it takes 'batches', so it would be a second",
+    ),
+    "two losses for the update": ({"update": {"inputs": ["loss", "mine"]}}, "train.pipeline.update: it takes one loss"),
+    "a loss on rows": ({"loss": {"function": "a:b", "inputs": ["rows"]}}, "its first input is 'batches', not 'rows'"),
+    "a loss that takes rows too": (
+        {"loss": {"function": "a:b", "inputs": ["batches", "rows"]}},
+        "it needs a number for each token",
+    ),
+    "a loss with an unknown input": (
+        {"loss": {"function": "a:b", "inputs": ["batches", "teachers"]}},
+        "node 'loss' takes 'teachers', which is neither",
+    ),
+    "a cycle through the loss": (
+        {"mine": own("a:b", ["loss"]), "batches": {"inputs": ["mine"]}},
+        "takes 'loss', whose result no other node",
+    ),
+    "inputs of our loss": ({"loss": {"inputs": ["batches"]}}, "hpcrl's loss takes what it needs"),
+    "a model as policy": (
+        {"mine": {"model": "/m", "inputs": ["batches"], "role": "policy"}},
+        "its role is 'reference'",
+    ),
+    "a model on rows": ({"mine": {"model": "/m", "inputs": ["rows"], "role": "reference"}}, 'set inputs = ["batches"]'),
+    "a model and a function": ({"mine": own() | {"model": "/m"}}, "so remove `function`"),
+    "a model that nothing takes": (
+        {"mine": {"model": "/m", "inputs": ["batches"], "role": "reference"}},
+        "add it to the inputs of loss",
+    ),
+    "a model of the values": ({"rows": {"model": "/m"}}, "which only `reference` and nodes of your own"),
     "one for the deal": ({"deal": {"inputs": ["score"]}}, "it takes 2 inputs (trajectories and advantages)"),
-    "our function": ({"update": {"function": "a:b"}}, "only advantage and rewards can have another"),
+    "our function": ({"update": {"function": "a:b"}}, "only advantage and rewards and loss can have another"),
     "our role": ({"advantage": {"role": "critic"}}, "its role is 'policy', not 'critic'"),
     "our inputs": ({"rows": {"inputs": ["score"]}}, "its inputs cannot be changed"),
     "options without a function": ({"advantage": {"options": {"a": 1}}}, "no function that takes them"),
@@ -90,11 +149,11 @@ def test_a_pipeline_that_can_run_is_not_refused(nodes):
 
 def test_nodes_run_in_the_order_of_the_pipeline():
     order = order_nodes(make_pipeline(train_of({**SHAPE, **FIRST}, advantage="grpo", kl="k3")))
-    assert order == ["shape", "advantage", "deal", "rows", "weigh", "reference", "update"]
+    assert order == ["shape", "advantage", "deal", "rows", "weigh", "batches", "reference", "loss", "update"]
     with_critic = make_pipeline(train_of(FIRST, advantage="gae"))
-    assert with_critic["values"].inputs == ["weigh"], "nodes on rows take the transformed rows"
-    assert make_pipeline(train_of(SHAPE))["shape"].gathers
-    assert not make_pipeline(train_of(FIRST))["weigh"].gathers
+    assert with_critic["batches"].inputs == ["weigh"]
+    assert make_pipeline(train_of(SHAPE))["shape"].stage == "deal"
+    assert make_pipeline(train_of(FIRST))["weigh"].stage == "rows"
 
 
 def test_a_shaped_reward_changes_the_advantages_and_not_the_rewards_in_the_metrics(tmp_path):
@@ -134,6 +193,7 @@ def test_every_rank_transforms_its_own_rows():
     dealt = distribute_step(trajectories, train=train, num_ranks=2, seed=0, step=1, max_length=CONTEXT)
     for share in dealt.shares:
         parts = load_share_rows(share, fetch=lambda items: [by_id[one.id] for one in items], train=train)
+        parts = transform_rows(parts, train)
         assert parts[0]
         assert all(not row.credit[2:].any() for part in parts for row in part)
 
@@ -184,13 +244,13 @@ def test_a_node_whose_result_the_next_cannot_use_is_named(nodes, message):
 
 
 def test_a_node_on_rows_that_forgets_to_return_is_named():
-    nodes = {"weigh": own("tests.support.nodes:nothing", ["rows"]), "update": {"inputs": ["weigh"]}}
+    nodes = {"weigh": own("tests.support.nodes:nothing", ["rows"]), "batches": {"inputs": ["weigh"]}}
     trajectories = batch(1)
     train = train_of({})
     dealt = distribute_step(trajectories, train=train, num_ranks=1, seed=0, step=1, max_length=CONTEXT)
-    rows = load_share_rows(dealt.shares[0], fetch=lambda items: trajectories[: len(items)], train=train)[0]
+    parts = load_share_rows(dealt.shares[0], fetch=lambda items: trajectories[: len(items)], train=train)
     with pytest.raises(TrainError, match=r"train\.pipeline\.weigh returned NoneType None"):
-        transform_rows(rows, train_of(nodes))
+        transform_rows(parts, train_of(nodes))
 
 
 @pytest.mark.parametrize(

@@ -167,3 +167,9 @@ def test_a_teacher_without_a_kl_is_refused():
     recipe = msgspec.structs.replace(load_recipe("quickstart"), teacher=TeacherConfig(path="/models/teacher"))
     with pytest.raises(PlanError, match=r'teacher is set and train\.kl is "none"'):
         check_recipe(recipe)
+
+
+def test_a_teacher_and_another_model_of_the_reference_are_refused():
+    recipe = load_recipe("quickstart", settings=("train.kl=k3", "train.pipeline.reference.model=/models/first"))
+    with pytest.raises(PlanError, match=r"teacher\.path and train\.pipeline\.reference\.model both set the model"):
+        check_recipe(msgspec.structs.replace(recipe, teacher=TeacherConfig(path="/models/teacher")))

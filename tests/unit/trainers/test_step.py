@@ -5,7 +5,7 @@ import math
 import pytest
 
 from hpcrl.config.recipe import TrainConfig
-from hpcrl.trainers.step import compute_learning_rate
+from hpcrl.trainers.nodes import compute_learning_rate
 
 
 def rates(**changed):

@@ -45,7 +45,7 @@ def test_a_student_reaches_its_teacher_along_its_own_samples(tmp_path):
     torch.set_num_threads(1)
     student_dir, teacher_dir = make_model(tmp_path / "student"), make_model(tmp_path / "teacher", seed=1)
     trainer = TorchTrainer(student_dir, TRAIN, reference_dir=teacher_dir)
-    teacher = distribution(trainer._reference)
+    teacher = distribution(trainer._fixed_models["reference"])
     generator = torch.Generator().manual_seed(0)
 
     def distance():
@@ -60,7 +60,7 @@ def test_a_student_reaches_its_teacher_along_its_own_samples(tmp_path):
 
 def test_a_teacher_of_another_size_of_vocabulary_is_refused_by_the_trainer(tmp_path):
     make_tiny_model(tmp_path / "teacher", TinyModel(), seed=0)
-    with pytest.raises(TrainError, match="has 100 tokens and the model 32"):
+    with pytest.raises(TrainError, match=r"teacher\.path = .* has a vocabulary of 100 tokens, the policy one of 32"):
         TorchTrainer(make_model(tmp_path / "student"), TRAIN, reference_dir=tmp_path / "teacher")
 
 
