@@ -23,10 +23,10 @@ from bench.weights import NUM_READERS, SPAWN, qwen2_shapes, random_bfloat16, rea
 from hpcrl.errors import WeightsError
 from hpcrl.testing.nodes import MPIEXEC, Fleet, fleet, publish, until
 from hpcrl.weights.layout import PartAssignment, TensorLayout, split_tensor
+from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window
-from hpcrl.weights.window_store import WindowStore
 
 BAR_NODES = 1.1
 BAR_BCAST = 3.0

@@ -37,9 +37,9 @@ from hpcrl.engines.vllm.server import VllmLaunch
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.system.files import make_private_dir
 from hpcrl.weights.model_update import collect_parameters
+from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import make_window_key
-from hpcrl.weights.window_store import WindowStore
 
 BAR = 5.0
 SHAPE = TinyModel(hidden_size=1024, num_layers=8, num_heads=8, num_kv_heads=2, context_length=2048)

@@ -28,12 +28,12 @@ from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.embedded.engine import EmbeddedEngine
 from hpcrl.testing.engines import pause_steps
 from hpcrl.weights.couriers import delta_codec
-from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.model_update import collect_parameters
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import make_window_key, unlink_recorded_windows
-from hpcrl.weights.window_store import WindowStore
 
 NUM_READERS = 4
 CHUNK_MIB = 16

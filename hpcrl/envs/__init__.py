@@ -3,9 +3,12 @@
 base            the protocol of an environment, and adapters to it
 task_set        the rows of a domain's task set, on disk
 pool            environments that are prepared before they are needed
+process         an environment in a child process
+process_child   the child process
+process_wire    the messages between them
+isolation       sandboxes of environments and agent programs
 check           check the user code of a recipe before it is submitted
 random_state    separate random generators for an environment
-isolation       environments in separate processes and sandboxes
 agent           an agent program as an environment
 arithmetic      sums
 question        one question a row

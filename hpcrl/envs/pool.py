@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.envs.base import Env, Step, TaskEnv, TaskFields, TaskStart, make_env_in_thread
-from hpcrl.envs.isolation.process import ProcessEnv, ProcessLimits
 from hpcrl.envs.isolation.sandbox import SandboxChoice
+from hpcrl.envs.process import ProcessEnv, ProcessLimits
 from hpcrl.errors import EnvFault
 
 

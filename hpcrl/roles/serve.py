@@ -33,11 +33,11 @@ from hpcrl.plan.plan import RolePlan
 from hpcrl.roles.context import WorkerContext
 from hpcrl.system import network
 from hpcrl.system.network import current_node
-from hpcrl.weights.file_store import FileStore
-from hpcrl.weights.store import NewestSource, WeightSource
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.stores.store import NewestSource, WeightSource
+from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import Transport, VersionManifest, find_newest_version, read_transport, write_transport
 from hpcrl.weights.window.file import make_window_key
-from hpcrl.weights.window_store import WindowStore
 
 if TYPE_CHECKING:
     from hpcrl.engines.vllm.server import VllmLaunch

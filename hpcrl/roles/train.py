@@ -48,11 +48,11 @@ from hpcrl.trainers.publishing import open_shard_store
 from hpcrl.trainers.step_metrics import compute_flops_utilization
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import World, join_world, leave_world
-from hpcrl.weights.file_store import FileStore
-from hpcrl.weights.publisher import WeightPublisher
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.stores.publisher import WeightPublisher
+from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import Transport, WeightVersion
 from hpcrl.weights.window.file import WindowKey, make_window_key
-from hpcrl.weights.window_store import WindowStore
 
 POLL_INTERVAL_S = 0.05
 EVALUATION_POLL_INTERVAL_S = 0.5

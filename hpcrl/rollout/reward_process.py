@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.envs.isolation.process import SINGLE_THREAD_VARIABLES
+from hpcrl.envs.process import SINGLE_THREAD_VARIABLES
 from hpcrl.errors import RewardError
 from hpcrl.rollout.rewards import RewardScore
 from hpcrl.system.processes import end_group

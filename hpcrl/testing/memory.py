@@ -9,7 +9,7 @@ from hpcrl.errors import WeightsError
 from hpcrl.spool.reader import SpoolCursor
 from hpcrl.spool.record import PackedTrajectory, Trajectory, attach_columns, parse_facts
 from hpcrl.spool.writer import BatchLimits, BatchWriter
-from hpcrl.weights.store import Tensors, _checksums, _make_manifest, _verify_tensors
+from hpcrl.weights.stores.store import Tensors, _checksums, _make_manifest, _verify_tensors
 from hpcrl.weights.versions import VersionManifest, WeightVersion, check_newer
 
 

@@ -39,9 +39,9 @@ from hpcrl.trainers.base import RankTrainer, StepMetrics, WritableState
 from hpcrl.trainers.publishing import WindowOrders, list_weight_shards, open_shard_store
 from hpcrl.trainers.step import learn_rows, train_step
 from hpcrl.trainers.step_metrics import Stopwatch
-from hpcrl.weights import part_files
 from hpcrl.weights.layout import TensorShard
-from hpcrl.weights.sharded_store import ShardStore
+from hpcrl.weights.stores import part_files
+from hpcrl.weights.stores.sharded_store import ShardStore
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import WindowKey
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.system.network import current_node
 from hpcrl.trainers.base import RankTrainer
-from hpcrl.weights import part_files
-from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard
-from hpcrl.weights.sharded_store import AllGather, LocalShards, ShardStore, make_all_gather
+from hpcrl.weights.stores import part_files
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.stores.sharded_store import AllGather, LocalShards, ShardStore, make_all_gather
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import WindowKey
 

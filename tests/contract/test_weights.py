@@ -9,9 +9,10 @@ import torch
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import WeightsError
 from hpcrl.testing.memory import MemoryStore
-from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.model_update import check_fit, collect_parameters, copy_weights
-from hpcrl.weights.store import WeightStore
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.stores.store import WeightStore
+from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import (
     WeightVersion,
     find_newest_manifest,
@@ -21,7 +22,6 @@ from hpcrl.weights.versions import (
     version_dir,
 )
 from hpcrl.weights.window.file import WindowKey
-from hpcrl.weights.window_store import WindowStore
 
 Weights = dict[str, torch.Tensor]
 

@@ -19,8 +19,8 @@ from hpcrl.trainers.checkpoint import find_newest, load_checkpoint, save_checkpo
 from hpcrl.trainers.leader import RankLeader, follow_orders
 from hpcrl.trainers.publishing import open_shard_store
 from hpcrl.trainers.torch import TorchTrainer
-from hpcrl.weights.file_store import FileStore
-from hpcrl.weights.publisher import WeightPublisher
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.stores.publisher import WeightPublisher
 from hpcrl.weights.versions import Transport, WeightVersion, read_transport
 from hpcrl.weights.window.file import WindowKey
 from tests.support.conversations import FACTS, answer

@@ -21,8 +21,8 @@ from hpcrl.engines.vllm.engine import VllmEngine
 from hpcrl.engines.vllm.kv_connectors import OUR_CONNECTOR
 from hpcrl.engines.vllm.server import VllmLaunch
 from hpcrl.system.files import make_private_dir
+from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.window.file import make_window_key
-from hpcrl.weights.window_store import WindowStore
 from tests.contract.test_engine import CONTEXT
 
 T = TypeVar("T")

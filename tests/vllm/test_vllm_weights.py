@@ -12,8 +12,8 @@ import torch
 from hpcrl.engines.base import Completion, GenerateRequest, JsonValue, OutputStructure
 from hpcrl.engines.embedded.engine import load_model
 from hpcrl.errors import WeightsError
-from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.model_update import collect_parameters
+from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.versions import WeightVersion, tensors_file
 from tests.contract.test_engine import STOP, read_text
 from tests.support.served import greedy

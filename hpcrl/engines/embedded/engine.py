@@ -35,7 +35,7 @@ from hpcrl.engines.embedded.kv_cache import HandoverStore, RowKv, pack_kv, unpac
 from hpcrl.engines.request_checks import check_asks_for_tokens, check_tokenizer_fits
 from hpcrl.engines.request_loop import LoopHooks, RequestLoop
 from hpcrl.errors import EngineError, WeightsError
-from hpcrl.weights.store import WeightSource
+from hpcrl.weights.stores.store import WeightSource
 
 T = TypeVar("T")
 

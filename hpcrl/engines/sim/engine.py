@@ -41,7 +41,7 @@ from hpcrl.errors import EngineError, EngineRefusedError, WeightsError
 from hpcrl.hardware.cost_model import WorkerSpeed, estimate_speed, read_model_shape
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.models.model_config import read_model_config, read_model_limits
-from hpcrl.weights.store import WeightSource
+from hpcrl.weights.stores.store import WeightSource
 
 LINK_BYTES_PER_S = 25e9
 """The bandwidth between two workers (one 200 Gbit/s port), for handed-over KV and new weights."""

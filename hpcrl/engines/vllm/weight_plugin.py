@@ -39,11 +39,11 @@ from hpcrl.engines.vllm.answer_prefix import continue_answers
 from hpcrl.engines.vllm.weight_twin import ModelTwin
 from hpcrl.errors import WeightsError
 from hpcrl.system.files import publish_file
-from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.model_update import check_fit, collect_parameters
-from hpcrl.weights.store import NewestSource, Tensors, WeightSource
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.stores.store import NewestSource, Tensors, WeightSource
+from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.window.file import make_window_key
-from hpcrl.weights.window_store import WindowStore
 
 PLUGIN_NAME = "hpcrl"
 RELEASE_DELAY_S = 1.0

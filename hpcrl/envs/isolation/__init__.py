@@ -1,8 +1,5 @@
-"""Environments in separate processes and sandboxes.
+"""Sandboxes of environments and agent programs; nothing here knows what an environment is.
 
-process           an environment in a child process
-child             the child process
-wire              the messages between them
 sandbox           apptainer or bubblewrap around a process
 images            the images of apptainer, and a node's cache of them
 supervisor        run an agent program and its judge, each in a sandbox, and end what exceeds a limit

@@ -13,8 +13,8 @@ import pytest
 
 from hpcrl.config.recipe import DomainConfig, TaskSetConfig
 from hpcrl.envs.base import adapt_env, check_task_parameter
-from hpcrl.envs.isolation.process import ProcessEnv, ProcessLimits
 from hpcrl.envs.pool import EnvPool
+from hpcrl.envs.process import ProcessEnv, ProcessLimits
 from hpcrl.envs.question import Question as AnsweredQuestion
 from hpcrl.envs.task_set import MAX_ROW_BYTES, TaskRows, import_task_set
 from hpcrl.errors import ConfigError, EnvFault

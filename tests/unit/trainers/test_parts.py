@@ -9,7 +9,7 @@ from hpcrl.errors import TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.leader import Together, leave_state
-from hpcrl.weights.part_files import make_parts_directory
+from hpcrl.weights.stores.part_files import make_parts_directory
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def test_a_rank_that_cannot_write_is_named_and_the_checkpoint_before_stays(tmp_p
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpcrl.weights.part_files.PART_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("hpcrl.weights.stores.part_files.PART_TIMEOUT_S", 0.1)
     with pytest.raises(TrainError, match="rank 1 has not written its part"):
         checkpoint.commit_checkpoint(tmp_path, pending(Together(Part(0), make_parts_directory(tmp_path), 2)))
 

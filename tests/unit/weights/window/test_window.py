@@ -19,9 +19,10 @@ import xxhash
 
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.errors import WeightsError
-from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import TensorLayout
-from hpcrl.weights.store import CHUNK_BYTES, NewestSource
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.stores.store import CHUNK_BYTES, NewestSource
+from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window import window as windows
 from hpcrl.weights.window.file import (
@@ -32,7 +33,6 @@ from hpcrl.weights.window.file import (
     unlink_recorded_windows,
 )
 from hpcrl.weights.window.window import Window
-from hpcrl.weights.window_store import WindowStore
 from tests.support.disks import largest_file
 
 SPAWN = multiprocessing.get_context("spawn")

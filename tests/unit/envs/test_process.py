@@ -16,7 +16,7 @@ import pytest
 from hpcrl.config.recipe import DomainConfig, load_recipe
 from hpcrl.envs.base import Step
 from hpcrl.envs.check import _check_environment
-from hpcrl.envs.isolation.process import ProcessEnv, ProcessLimits
+from hpcrl.envs.process import ProcessEnv, ProcessLimits
 from hpcrl.errors import ConfigError, EnvFault, PlanError
 from hpcrl.plan.checks import check_recipe
 
@@ -167,7 +167,7 @@ def test_an_environment_in_a_sandbox_plays_as_it_would_outside():
     assert answered.observation == "6"
 
 
-@pytest.mark.parametrize("module", ["hpcrl.envs.isolation.child", "hpcrl.envs.repair", "hpcrl.envs.arithmetic"])
+@pytest.mark.parametrize("module", ["hpcrl.envs.process_child", "hpcrl.envs.repair", "hpcrl.envs.arithmetic"])
 def test_a_process_of_an_environment_imports_no_heavy_packages(module):
     heavy = "{'numpy', 'torch', 'aiohttp', 'h5py', 'transformers', 'parsl'}"
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
-from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import TensorLayout
-from hpcrl.weights.store import Tensors, _copy_tensors, view_tensors
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.stores.store import Tensors, _copy_tensors, view_tensors
 from hpcrl.weights.versions import VersionManifest, WeightVersion
 from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window

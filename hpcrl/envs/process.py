@@ -1,7 +1,7 @@
 """Environments in separate processes: code that hangs, forks, prints or grows without end costs one episode.
 
     ProcessLimits  the limits of such a process
-    ProcessEnv     an environment whose code runs in another process (hpcrl.envs.isolation.child)
+    ProcessEnv     an environment whose code runs in another process (hpcrl.envs.process_child)
     MAX_OUTPUT_BYTES, MAX_KEPT_BYTES, CLOSE_TIMEOUT_S, REAP_TIMEOUT_S  limits
     SINGLE_THREAD_VARIABLES  environment variables of the process
 
@@ -25,7 +25,7 @@ import msgspec
 
 from hpcrl.envs.base import Step, TaskFields, TaskStart
 from hpcrl.envs.isolation.sandbox import SandboxChoice, SandboxSpec, choose_sandbox, list_readable_paths, wrap_command
-from hpcrl.envs.isolation.wire import (
+from hpcrl.envs.process_wire import (
     HEADER_BYTES,
     Act,
     Close,
@@ -55,7 +55,7 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("hpcrl", {package!r} + "/__init__.py")
 sys.modules["hpcrl"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["hpcrl"])
-from hpcrl.envs.isolation.child import main
+from hpcrl.envs.process_child import main
 sys.exit(main(int(sys.argv[1])))
 """
 """The child finds hpcrl by its path: the packages beside it may not fit another interpreter."""
@@ -234,7 +234,7 @@ class ProcessEnv:
 def _start_keeper(sandbox: SandboxChoice, python: str) -> tuple["subprocess.Popen[bytes]", socket.socket, Path | None]:
     """Start the keeper, which leads a new session; returns it, our end of the socket, and its directory."""
     parent_end, child_end = socket.socketpair()
-    package = str(Path(__file__).resolve().parents[2])
+    package = str(Path(__file__).resolve().parents[1])
     command = [python, "-c", _CHILD_CODE.format(package=package), str(child_end.fileno())]
     workdir = None
     if (kind := choose_sandbox(sandbox, image=None)) != "none":

@@ -15,7 +15,7 @@ from hpcrl.errors import WeightsError
 from hpcrl.system.files import make_private_dir, publish_file, remove_path, staged_path
 from hpcrl.weights import tensor_file
 from hpcrl.weights.layout import TensorLayout
-from hpcrl.weights.store import Tensors, _checksums, _make_manifest, _save_tensors, _verify_tensors
+from hpcrl.weights.stores.store import Tensors, _checksums, _make_manifest, _save_tensors, _verify_tensors
 from hpcrl.weights.versions import (
     VersionManifest,
     WeightVersion,

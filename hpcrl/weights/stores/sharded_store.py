@@ -30,10 +30,10 @@ import torch.distributed
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
 from hpcrl.system.files import remove_path
-from hpcrl.weights import part_files
-from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard, TensorSlot, check_cover, check_shard
-from hpcrl.weights.store import view_tensors
+from hpcrl.weights.stores import part_files
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.stores.store import view_tensors
 from hpcrl.weights.versions import VersionManifest, WeightVersion
 from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window, WriteTicket

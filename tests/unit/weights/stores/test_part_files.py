@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import WeightsError
-from hpcrl.weights import part_files, tensor_file
-from hpcrl.weights.file_store import FileStore
+from hpcrl.weights import tensor_file
 from hpcrl.weights.layout import ITEM_SIZES, PartAssignment, TensorLayout, TensorShard, make_whole_shard, split_tensor
-from hpcrl.weights.sharded_store import LocalShards, ShardStore
+from hpcrl.weights.stores import part_files
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.stores.sharded_store import LocalShards, ShardStore
 from hpcrl.weights.versions import WeightVersion, list_versions
 from hpcrl.weights.window.file import WindowKey, unlink_recorded_windows
 from hpcrl.weights.window.window import Window

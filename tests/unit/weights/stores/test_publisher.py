@@ -11,8 +11,9 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import WeightsError
 from hpcrl.testing.event_lines import read_events
-from hpcrl.weights.file_store import FileStore
-from hpcrl.weights.publisher import WeightPublisher
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.stores.publisher import WeightPublisher
+from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import (
     Transport,
     WeightVersion,
@@ -22,7 +23,6 @@ from hpcrl.weights.versions import (
     write_transport,
 )
 from hpcrl.weights.window.file import WindowKey, unlink_recorded_windows
-from hpcrl.weights.window_store import WindowStore
 from tests.support.disks import largest_file
 
 WINDOW = Transport(name="window", reason="one node")
@@ -104,7 +104,7 @@ def test_at_the_end_the_window_is_gone(run: CampaignDir) -> None:
 def test_an_engine_that_asks_for_files_gets_the_newest_version_without_another_step(
     run: CampaignDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpcrl.weights.publisher.POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr("hpcrl.weights.stores.publisher.POLL_INTERVAL_S", 0.0)
     publisher = publisher_of(run)
     publisher.set_transport(WINDOW)
     publisher.publish(weights(1.0), WeightVersion(version=1, step=1))

@@ -15,15 +15,15 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import WeightsError
 from hpcrl.testing.ranks import RANK_SERVER
-from hpcrl.weights import sharded_store as shards_module
-from hpcrl.weights.file_store import FileStore
 from hpcrl.weights.layout import TensorLayout, TensorShard, make_whole_shard, split_tensor
-from hpcrl.weights.publisher import WeightPublisher
-from hpcrl.weights.sharded_store import LocalShards, ShardStore, make_all_gather
+from hpcrl.weights.stores import sharded_store as shards_module
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.stores.publisher import WeightPublisher
+from hpcrl.weights.stores.sharded_store import LocalShards, ShardStore, make_all_gather
+from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion, find_newest_version, list_versions
 from hpcrl.weights.window.file import WindowKey, unlink_recorded_windows
 from hpcrl.weights.window.window import Window
-from hpcrl.weights.window_store import WindowStore
 
 HIDDEN, KV = 64, 16
 LAYOUT = TensorLayout.pack(

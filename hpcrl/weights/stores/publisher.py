@@ -20,8 +20,8 @@ from typing import Any, Protocol
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import TransportChanged, VersionPublished
 from hpcrl.errors import WeightsError
-from hpcrl.weights.file_store import FileStore
-from hpcrl.weights.store import Tensors
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.stores.store import Tensors
 from hpcrl.weights.versions import (
     Transport,
     VersionManifest,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.envs.base import Step, TaskPrompt, check_task_parameter, construct_env
-from hpcrl.envs.isolation.wire import Act, Close, EnvAnswer, EnvRequest, Make, Reset, encode_message, receive_request
+from hpcrl.envs.process_wire import Act, Close, EnvAnswer, EnvRequest, Make, Reset, encode_message, receive_request
 from hpcrl.errors import HpcrlError
 from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.processes import adopt_orphans, end_descendants
