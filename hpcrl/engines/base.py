@@ -152,11 +152,22 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 def convert_to_chunk(completion: Completion) -> CompletionChunk:
     """Return a complete completion as its only chunk."""
-    return msgspec.convert(completion, CompletionChunk, from_attributes=True)
+    return CompletionChunk(**{name: getattr(completion, name) for name in CompletionChunk.__struct_fields__})
 
 
 def join_chunks(chunks: Sequence[CompletionChunk]) -> Completion:
     """Join chunks to a completion; one without a finish reason is `aborted`."""
+    if len(chunks) == 1:
+        (chunk,) = chunks
+        finish_reason = chunk.finish_reason or "aborted"
+        return Completion(
+            token_ids=chunk.token_ids,
+            logprobs=chunk.logprobs,
+            versions=chunk.versions,
+            finish_reason=finish_reason,
+            remote_prefill=chunk.remote_prefill,
+            top=chunk.top,
+        )
     return Completion(
         token_ids=[token for chunk in chunks for token in chunk.token_ids],
         logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],

@@ -2,10 +2,11 @@
 
 ChatTemplate                a tokenizer and its template
 ChatTemplate.render         the text of a conversation, up to where the model starts to generate
+ChatTemplate.render_longer  the text of a conversation that grew, by what changed at its end
 ChatTemplate.render_after   the text that follows an answer of the model, if the template keeps that answer
 ChatTemplate.encode         the ids of a text; a mark counts only where the template wrote it, not in a message
 ChatTemplate.make_decoder   ids to text chunk by chunk, never half a character
-RenderedTurn                what render_after returns
+RenderedTurn, RenderedOpening  what render_after and render_longer return
 MarkPlace                   the place of a mark in a text
 tokenize_text               a plain text to ids
 describe_error              the text of an error, or its name
@@ -14,8 +15,9 @@ GUARD_CHARACTER             put into marks that messages contain
 
 import re
 from array import array
+from bisect import bisect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +26,17 @@ import jinja2
 from tokenizers.decoders import DecodeStream
 
 from hpcrl.errors import ConfigError
-from hpcrl.models.message_form import STUB_TEXT, STUB_THOUGHT, Message, MessageForm, find_excerpt, has_thought
+from hpcrl.models.message_form import (
+    STUB_TEXT,
+    STUB_THOUGHT,
+    ConversationExcerpt,
+    Message,
+    MessageForm,
+    describe_message,
+    extend_excerpt,
+    has_thought,
+    make_excerpt,
+)
 
 GUARD_CHARACTER = "\ufdd0"
 """The character put into a mark in a message, so that it does not count; Unicode reserves it as a noncharacter."""
@@ -48,12 +60,22 @@ class RenderedTurn(NamedTuple):
 
     stub: dict[str, Any]
     """The placeholder of the answer, as rendered."""
-    excerpt: list[Message]
-    """A short conversation with the structure of the whole one."""
+    excerpt: ConversationExcerpt
+    """That of the whole conversation."""
     text: str
     """The text after the prompt, with the placeholder."""
     end: int
     """The position in `text` where the placeholder ends, before anything that closes the turn."""
+
+
+class RenderedOpening(NamedTuple):
+    """What a longer conversation has after a part of the text of a shorter one."""
+
+    excerpt: ConversationExcerpt
+    num_dropped: int
+    """The characters at the end of the shorter one's text that it does not have."""
+    text: str
+    """What follows in their place."""
 
 
 class MarkPlace(NamedTuple):
@@ -152,7 +174,7 @@ class ChatTemplate:
         new: Sequence[Message],
         tools: Sequence[Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-        excerpt: Sequence[Message] = (),
+        excerpt: ConversationExcerpt | None = None,
         has_same_variables: bool = True,
         is_checked: bool = True,
     ) -> RenderedTurn | None:
@@ -169,37 +191,84 @@ class ChatTemplate:
         """
         thought = has_thought(answer_text)
         forms = [answer, {**answer, "tool_calls": None}] if answer.get("tool_calls") else [answer]
-        excerpt = excerpt or read_prompt()[1]
+        excerpt = excerpt or make_excerpt(read_prompt()[1])
+        if not has_same_variables:
+            excerpt = replace(excerpt, rendered=None)
         for form in forms:
             stub = self.form.stub(form, has_thought=thought)
             variables = {"tools": tools, "template_kwargs": template_kwargs}
-            short, structure = find_excerpt(excerpt, stub, new)
-            known = (*structure, bool(tools), *sorted(template_kwargs or {}))
+            structure = tuple(map(describe_message, [stub, *new]))
+            following = extend_excerpt(excerpt, [stub, *new], structure)
+            known = ("answer", *excerpt.structure, *structure, bool(tools), *sorted(template_kwargs or {}))
             in_short = None
-            is_tried = has_same_variables and len(short) < num_messages and self.known_excerpts.get(known, True)
-            if is_tried:
-                in_short = self._render_excerpt(short, stub, new, answer_text=answer_text, **variables)
+            is_tried = (
+                has_same_variables and len(excerpt.messages) < num_messages and self.known_excerpts.get(known, True)
+            )
+            if is_tried and (before := self._render_excerpt(excerpt, **variables)) is not None:
+                in_short = self._render_stub(before, excerpt.messages, stub, new, answer_text=answer_text, **variables)
             if in_short is not None and not is_checked and known in self.known_excerpts:
-                return RenderedTurn(stub, [*short, stub, *new], *in_short)
+                return RenderedTurn(stub, following, *in_short)
             if is_tried and in_short is None and known in self.known_excerpts:
                 continue  # it is rendered as a whole anyway
             before, messages = read_prompt()
             whole = self._render_stub(before, messages, stub, new, answer_text=answer_text, **variables)
-            if is_tried and len(self.known_excerpts) < MAX_REMEMBERED_TEXTS:
-                self.known_excerpts[known] = whole == in_short
+            if is_tried:
+                self._remember_excerpt(known, is_right=whole == in_short)
             if whole is not None:
-                return RenderedTurn(stub, [*short, stub, *new], *whole)
+                return RenderedTurn(stub, following, *whole)
         return None
 
-    def _render_excerpt(
-        self, excerpt: Sequence[Message], stub: Message, new: Sequence[Message], *, answer_text: str, **variables: Any
-    ) -> tuple[str, int] | None:
-        """Return the text and the answer's end that rendering a short conversation implies for the whole one."""
+    def render_longer(
+        self,
+        excerpt: ConversationExcerpt,
+        new: Sequence[Message],
+        *,
+        read_end: Callable[[int], str],
+        read_texts: Callable[[], tuple[str, str]],
+        tools: Sequence[Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        is_checked: bool = True,
+    ) -> RenderedOpening | None:
+        """Render a conversation that grew by `new` messages, by what they change in a short one.
+
+        `excerpt` has the structure of the conversation without them, rendered with the same variables; `read_end`
+        returns the end of its text. None where that is known not to give the text of the whole conversation, or cannot.
+        Whether it does is found out by `read_texts`, the whole texts without and with `new`, when a structure is first
+        seen and, with `is_checked`, again.
+        """
+        variables: dict[str, Any] = {"tools": tools, "template_kwargs": template_kwargs}
+        structure = tuple(map(describe_message, new))
+        known = ("opening", *excerpt.structure, *structure, bool(tools), *sorted(template_kwargs or {}))
+        before = self._render_excerpt(excerpt, **variables) if self.known_excerpts.get(known, True) else None
+        if before is None:
+            return None
         try:
-            before = self.render(excerpt, **variables)
+            after = self.render([*excerpt.messages, *new], **variables)
         except ConfigError:
             return None
-        return self._render_stub(before, excerpt, stub, new, answer_text=answer_text, **variables)
+        num_common = bisect(range(1, len(before) + 1), 0, key=lambda num: not after.startswith(before[:num]))
+        num_dropped = len(before) - num_common
+        if not num_common or read_end(num_dropped + 1) != before[num_common - 1 :]:
+            return None
+        longer = RenderedOpening(extend_excerpt(excerpt, new, structure), num_dropped, after[num_common:])
+        if is_checked or known not in self.known_excerpts:
+            shorter, whole = read_texts()
+            self._remember_excerpt(known, is_right=shorter[: len(shorter) - num_dropped] + longer.text == whole)
+            return longer if self.known_excerpts.get(known) else None
+        return longer
+
+    def _render_excerpt(self, excerpt: ConversationExcerpt, **variables: Any) -> str | None:
+        """Return the text of a short conversation, which is rendered once; None if the template refuses it."""
+        if excerpt.rendered is None:
+            try:
+                excerpt.rendered = self.render(excerpt.messages, **variables)
+            except ConfigError:
+                return None
+        return excerpt.rendered
+
+    def _remember_excerpt(self, known: Hashable, *, is_right: bool) -> None:
+        if len(self.known_excerpts) < MAX_REMEMBERED_TEXTS:
+            self.known_excerpts[known] = is_right
 
     def _render_stub(
         self,
@@ -250,7 +319,7 @@ class ChatTemplate:
 
     def guard(self, text: str) -> str:
         """Return the text as `render` puts it into a conversation."""
-        return self.mark_pattern.sub(lambda found: found[0][0] + GUARD_CHARACTER + found[0][1:], text)
+        return self.mark_pattern.sub(_insert_guard, text)
 
     def encode(self, rendered: str) -> list[int]:
         """Return the ids of a rendered conversation, or of a part of it."""
@@ -313,12 +382,15 @@ class ChatTemplate:
         return int(self.tokenizer.get_vocab_size())
 
     def _guard_all(self, value: Any) -> Any:
-        match value:
-            case str():
-                return self.guard(value)
-            case list():
-                return [self._guard_all(item) for item in value]
-            case dict():
-                return {name: self._guard_all(item) for name, item in value.items()}
-            case _:
-                return value
+        """Guard all texts in a value; every message of a prompt comes through here, so that the cases are plain."""
+        if isinstance(value, str):
+            return self.mark_pattern.sub(_insert_guard, value)
+        if isinstance(value, dict):
+            return {name: self._guard_all(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self._guard_all(item) for item in value]
+        return value
+
+
+def _insert_guard(found: re.Match[str]) -> str:
+    return found[0][0] + GUARD_CHARACTER + found[0][1:]

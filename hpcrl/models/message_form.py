@@ -6,7 +6,9 @@ MessageForm.stub       a placeholder with the structure of an answer
 MessageForm.adapt_tools  the same of its tools
 MessageForm.add_tools   a conversation with a text about tools that the template does not render
 find_message_form      try out what a template renders
-find_excerpt            a short conversation with the structure of a long one
+ConversationExcerpt     a short conversation with the structure of a long one
+make_excerpt, extend_excerpt  how it is made, and what it becomes with more messages
+describe_message        the structure of a message
 STUB_TEXT, STUB_THOUGHT  the placeholder's text and thought
 THOUGHT_MARKS          what generated text contains if it has a thought
 
@@ -15,10 +17,12 @@ or text, in the length of the ids of tool calls, in where they expect a thought,
 tools at all.
 """
 
+import functools
 import hashlib
 import itertools
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -149,29 +153,61 @@ def has_thought(text: str) -> bool:
     return any(mark in text for mark in THOUGHT_MARKS)
 
 
-def find_excerpt(
-    messages: Sequence[Message], stub: Message, new: Sequence[Message]
-) -> tuple[list[Message], tuple[Hashable, ...]]:
-    """Return a short conversation with the structure of `messages`, and that structure with what follows.
+ConversationStructure = tuple[tuple[Hashable, ...], ...]
+"""What templates ask about the messages of a conversation besides their texts."""
+
+
+@dataclass(eq=False)
+class ConversationExcerpt:
+    """A short conversation with the structure of a long one, which it keeps while that grows by more of the same."""
+
+    messages: Sequence[Message]
+    structure: ConversationStructure
+    rendered: str | None = None
+    """Its text up to where an answer starts, once it was rendered."""
+
+
+def make_excerpt(messages: Sequence[Message]) -> ConversationExcerpt:
+    """Make a short conversation with the structure of `messages`.
 
     A step is an answer with the messages after it. Of steps that differ only in their texts the first stays, and the
     last two stay in any case; so does everything before the first answer.
     """
-    starts = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    head = messages[: starts[0]] if starts else messages
-    steps = [messages[start:end] for start, end in itertools.pairwise([*starts, len(messages)])]
-    kinds = [tuple(map(_describe_message, step)) for step in steps]
-    kept = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
-    places = sorted({*kept.values(), *range(max(0, len(steps) - 2), len(steps))})
-    excerpt = [*head, *itertools.chain.from_iterable(steps[place] for place in places)]
-    return excerpt, (*map(_describe_message, [*excerpt, stub, *new]),)
+    structure = tuple(map(describe_message, messages))
+    places = _choose_places(structure)
+    return ConversationExcerpt([messages[place] for place in places], tuple(structure[place] for place in places))
 
 
-def _describe_message(message: Message) -> Hashable:
-    """Return what templates ask about a message besides its text."""
+def extend_excerpt(
+    excerpt: ConversationExcerpt, new: Sequence[Message], structure: ConversationStructure
+) -> ConversationExcerpt:
+    """Return the excerpt of a conversation that grew by messages of this structure: the same, if it can be."""
+    described = (*excerpt.structure, *structure)
+    places = _choose_places(described)
+    kept = tuple(described[place] for place in places)
+    if kept == excerpt.structure:
+        return excerpt
+    messages = [*excerpt.messages, *new]
+    return ConversationExcerpt([messages[place] for place in places], kept)
+
+
+@functools.lru_cache(maxsize=256)
+def _choose_places(structure: ConversationStructure) -> tuple[int, ...]:
+    """Return the places of the messages that an excerpt has."""
+    starts = [place for place, (role, *_) in enumerate(structure) if role == "assistant"]
+    steps = [range(start, end) for start, end in itertools.pairwise([*starts, len(structure)])]
+    kinds = {tuple(structure[place] for place in step): step for step in reversed(steps)}
+    kept = {step.start: step for step in (*kinds.values(), *steps[-2:])}
+    head = range(starts[0] if starts else len(structure))
+    return (*head, *itertools.chain.from_iterable(kept[start] for start in sorted(kept)))
+
+
+def describe_message(message: Message) -> tuple[Hashable, ...]:
+    """Return what templates ask about a message besides its text, which may start like the result of a tool."""
     content = message.get("content")
-    thought = any(message.get(name) for name in THOUGHT_FIELDS) or (isinstance(content, str) and "</think>" in content)
-    return message.get("role"), bool(content), len(message.get("tool_calls") or ()), thought
+    text = content if isinstance(content, str) else ""
+    thought = "</think>" in text or any(message.get(name) for name in THOUGHT_FIELDS)
+    return message.get("role"), bool(content), len(message.get("tool_calls") or ()), thought, text.startswith("<")
 
 
 def renders_tools(render: RenderTools) -> bool:

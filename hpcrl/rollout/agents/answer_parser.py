@@ -3,6 +3,7 @@
 AnswerParser    the parsers of a model: makes a reader for each answer
 VllmToolParser, VllmReasoningParser  parsers of vLLM, which read an answer once it is whole
 choose_parsers  the names of the parsers, by the chat template, unless the recipe names them
+find_mark_texts  the special tokens that parsers must see
 make_answer_reader  a reader that only finds thoughts, for answers to environments
 
 The marks that a template writes are those that its model generates, by which families differ.
@@ -19,7 +20,7 @@ from hpcrl.config.recipe import AUTO_PARSER, VLLM_PARSER_PREFIX, EngineConfig
 from hpcrl.engines.base import Completion
 from hpcrl.engines.vllm.parsers import ExtractCalls, ExtractThoughts, load_reasoning_parser, load_tool_parser
 from hpcrl.models.chat_template import ChatTemplate
-from hpcrl.rollout.agents.reasoning_parsers import REASONING_PARSERS, ReasoningParser
+from hpcrl.rollout.agents.reasoning_parsers import MAX_HEADER_CHARS, REASONING_PARSERS, ReasoningParser
 from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ModelCall
 from hpcrl.rollout.agents.tool_families import CALL_BEGIN, TOOL_PARSERS
@@ -120,7 +121,7 @@ class AnswerParser:
         if call.text is not None:
             return PlainReader()
         tools = self.tools.make_reader(call.tools) if call.tools else PlainReader()
-        return ChainedReader(self.reasoning.make_reader(prompt.rendered), tools)
+        return ChainedReader(self.reasoning.make_reader(prompt.read_end(MAX_HEADER_CHARS)), tools)
 
     def make_record_reader(self, prompt_end: str) -> TextReader:
         """Make a reader for an answer of a record, which has no tools."""
@@ -217,8 +218,13 @@ def make_answer_reader(template: ChatTemplate, find_parser: Callable[[], Reasoni
     return read_answer
 
 
+def find_mark_texts(template: ChatTemplate, marks: Collection[str]) -> dict[int, str]:
+    """Return the special tokens, of these marks, that are part of an answer's text."""
+    return {template.mark_ids[mark]: mark for mark in marks if mark in template.mark_ids}
+
+
 def _decode_with_marks(template: ChatTemplate, token_ids: Sequence[int], marks: Collection[str]) -> str:
     """Decode an answer; of the special tokens only these marks are part of the text."""
-    shown = {template.mark_ids[mark]: mark for mark in marks if mark in template.mark_ids}
+    shown = find_mark_texts(template, marks)
     parts = itertools.groupby(token_ids, key=shown.get)
     return "".join(template.decode(list(part)) if mark is None else mark * len(list(part)) for mark, part in parts)

@@ -3,7 +3,7 @@
 ChatRequest     the body
 ChatForm        one request, and the responses to it
 CommonFields    the fields that it shares with plain completions
-read_sampling, read_stops, read_schema, is_named, make_usage  how they are translated
+read_stops, read_schema, is_named, make_usage  how they are translated
 """
 
 import time
@@ -112,7 +112,7 @@ class ChatForm:
         request, sent = parse_body(body, ChatRequest)
         refuse_fields(sent, REFUSED_FIELDS)
         messages = memory.read(request.messages, normalise_message)
-        self.call = _make_call(request, messages, ignored=list_unknown_fields(sent, ChatRequest, known=IGNORED_FIELDS))
+        self.call = _make_call(request, messages, ignored=list_unknown_fields(sent, known=IGNORED_FIELDS))
         self._entries = LogprobEntries(template) if request.logprobs else None
         self._sends_usage = request.sends_usage
         self._is_legacy = bool(request.functions)
@@ -209,7 +209,7 @@ def _make_call(request: ChatRequest, messages: list[JsonObject], *, ignored: tup
         output_schema=read_schema(request.response_format, param="response_format"),
         template_kwargs=kwargs,
         max_tokens=request.max_completion_tokens or request.max_tokens,
-        sampling=read_sampling(request),
+        sampling=request,
         num_choices=request.n or 1,
         stops=read_stops(request.stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
@@ -263,11 +263,6 @@ def read_schema(form: JsonObject | None, *, param: str) -> JsonObject | None:
     kind = form.get("type")
     why = f'{param} has the type {kind!r}: it must be "text", "json_object", or "json_schema" with a schema'
     raise ApiError(400, why, param=param, code="invalid_value")
-
-
-def read_sampling(request: CommonFields) -> SamplingFields:
-    """Return the fields of sampling."""
-    return SamplingFields(**{name: getattr(request, name) for name in SamplingFields.__struct_fields__})
 
 
 def read_stops(stop: str | list[str] | None) -> tuple[str, ...]:

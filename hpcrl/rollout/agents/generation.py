@@ -12,8 +12,9 @@ Text that may be the start of a stop string is withheld until that is certain.
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -49,7 +50,12 @@ class PartialAnswer:
     """One choice of an answer while it is generated."""
 
     def __init__(
-        self, template: ChatTemplate, *, stops: Sequence[str], hidden_ids: Collection[int], marks: Collection[str] = ()
+        self,
+        template: ChatTemplate,
+        *,
+        stops: Sequence[str],
+        hidden_ids: Collection[int],
+        mark_texts: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.text = ""
         """The text of the answer so far that the client may see."""
@@ -57,7 +63,7 @@ class PartialAnswer:
         self.stop_text: str | None = None
         """The stop that ended the answer."""
         self._template = template
-        self._mark_texts = {template.mark_ids[mark]: mark for mark in marks if mark in template.mark_ids}
+        self._mark_texts = mark_texts
         """The special tokens that are part of the text."""
         self.stops = stops
         self._hidden_ids = frozenset(hidden_ids)
@@ -73,8 +79,9 @@ class PartialAnswer:
     def completion(self) -> Completion:
         """The generated tokens, up to and including the one that completed a stop."""
         completion = join_chunks(self.chunks)
-        finish = "stop" if self.finish_reason == "stop" else completion.finish_reason
-        return msgspec.structs.replace(completion, finish_reason=finish)
+        if self.finish_reason != "stop" or completion.finish_reason == "stop":
+            return completion
+        return msgspec.structs.replace(completion, finish_reason="stop")
 
     def add_completion(self, completion: Completion) -> None:
         """Add a whole answer that needs no search for stops, and decode it at once."""
@@ -115,7 +122,7 @@ class PartialAnswer:
         return "".join([*texts, self._template.decode(self._visible_ids(token_ids[start:]))])
 
     def _visible_ids(self, token_ids: Sequence[int]) -> list[int]:
-        return [token for token in token_ids if token not in self._hidden_ids]
+        return [token for token in token_ids if token not in self._hidden_ids] if self._hidden_ids else list(token_ids)
 
     def _find_stop(self) -> int | None:
         """Return where the first stop starts, or None if none was generated."""
@@ -171,10 +178,11 @@ class CompletionCall:
         policy: StreamingGenerator,
         template: ChatTemplate,
         parser: AnswerParser,
+        mark_texts: Mapping[int, str],
     ) -> None:
         self.session = session
         self._call, self._prompt = call, prompt
-        self._policy, self._template, self._parser = policy, template, parser
+        self._policy, self._template, self._parser, self._mark_texts = policy, template, parser, mark_texts
         self._requests = session.make_requests(
             call,
             prompt,
@@ -266,7 +274,7 @@ class CompletionCall:
             self._template,
             stops=call.stops,
             hidden_ids=call.stop_token_ids,
-            marks=self._parser.marks if call.text is None else (),
+            mark_texts=self._mark_texts if call.text is None else {},
         )
 
     def _choice_id(self, index: int) -> str:

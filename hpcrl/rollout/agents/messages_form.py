@@ -80,7 +80,7 @@ class MessagesForm:
 
     def __init__(self, body: bytes, *, memory: MessageMemory) -> None:
         request, sent = parse_body(body, MessagesRequest)
-        ignored = list_unknown_fields(sent, MessagesRequest, known=IGNORED_FIELDS)
+        ignored = list_unknown_fields(sent, known=IGNORED_FIELDS)
         self.call = _make_call(request, read_conversation(request, memory), ignored=ignored)
         self._shows_reasoning = (request.thinking or {}).get("type") in ("enabled", "adaptive")
         self._header = {"id": make_id("msg_"), "type": "message", "role": "assistant", "model": request.model}

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -25,7 +25,8 @@ import msgspec
 from hpcrl.engines.base import Completion
 from hpcrl.errors import EngineAnswerError
 from hpcrl.models.chat_template import ChatTemplate, MarkPlace
-from hpcrl.rollout.agents.shared_sequence import SharedSequence, count_common
+from hpcrl.models.message_form import ConversationExcerpt, make_excerpt
+from hpcrl.rollout.agents.shared_sequence import SequenceIndex, SharedSequence, count_equal
 
 ChatMessage = dict[str, Any]
 _NO_MESSAGES: SharedSequence[tuple[ChatMessage, ...]] = SharedSequence(())
@@ -46,8 +47,10 @@ class TurnPrompt:
     """The earlier prompt whose beginning one without a parent shares."""
     marks: Sequence[MarkPlace] = ()
     """The marks in its own text, if it has no parent."""
-    excerpt: Sequence[Mapping[str, Any]] = ()
-    """A short conversation with the structure of `messages`, if they are long."""
+    excerpt: ConversationExcerpt | None = None
+    """A short conversation with the structure of `messages`, once it is needed."""
+    num_extended: int = 0
+    """The number of openings before it that it extends, each the one before."""
     key: bytes = b""
     """A hash of the client's messages."""
     tools: Sequence[Any] | None = None
@@ -58,6 +61,10 @@ class TurnPrompt:
     def rendered(self) -> str:
         """The whole prompt as text."""
         return "".join(self.text.list_parts())
+
+    def read_end(self, num_chars: int) -> str:
+        """Return the end of the prompt as text, with at most this number of characters."""
+        return "".join(self.text.list_last_parts(num_chars))[-num_chars:]
 
     @property
     def new_token_ids(self) -> "array[int]":
@@ -94,7 +101,7 @@ class RecordedTurn:
     prompt: TurnPrompt
     completion: Completion
     text: str
-    """The generated text, without special tokens."""
+    """The generated text of a plain completion, without special tokens; "" of a message."""
     answer: ChatMessage | None
     """The answer as the client received it; None for one that is not a message."""
     is_trained: bool
@@ -107,8 +114,8 @@ class RecordedTurn:
 
     @cached_property
     def depth(self) -> int:
-        """The number of turns from the first one to this."""
-        return 1 if self.prompt.parent is None else self.prompt.parent.depth + 1
+        """The number of turns from the first one to this, and of the openings that it extends."""
+        return 1 + (self.prompt.num_extended if self.prompt.parent is None else self.prompt.parent.depth)
 
     @cached_property
     def ids(self) -> "SharedSequence[array[int]]":
@@ -143,8 +150,13 @@ class ConversationRecording:
         self.turns: list[RecordedTurn] = []
         self._template = template
         self._answers: dict[bytes, list[RecordedTurn]] = {}
-        self._openings: list[TurnPrompt] = []
-        """The answered prompts that continue no turn."""
+        self._openings: SequenceIndex[str, TurnPrompt] = SequenceIndex(lambda prompt: prompt.text)
+        """The answered prompts that continue no turn, by their text."""
+        self._openings_by_key: dict[bytes, TurnPrompt] = {}
+        self._id_openings: SequenceIndex[array[int], TurnPrompt] = SequenceIndex(lambda prompt: prompt.ids)
+        self._text_turns: SequenceIndex[str, RecordedTurn] = SequenceIndex(lambda turn: turn.whole_text)
+        """The turns of plain texts, by prompt and answer."""
+        self._id_turns: SequenceIndex[array[int], RecordedTurn] = SequenceIndex(lambda turn: turn.ids)
         self._last = _LastRequest([], [])
 
     # ---- prompts
@@ -171,9 +183,50 @@ class ConversationRecording:
                 if prompt is not None:
                     return prompt
                 break  # what the template changes of this turn it changes of earlier ones too
-        rendered = self._template.render(messages, tools=tools, template_kwargs=template_kwargs)
-        return self._open_text(
-            rendered, messages=tuple(messages), key=keys[-1], tools=tools, template_kwargs=template_kwargs
+        variables: dict[str, Any] = {"tools": tools, "template_kwargs": template_kwargs}
+        longer = self._extend_opening(messages, keys, **variables)
+        if longer is not None:
+            return longer
+        rendered = self._template.render(messages, **variables)
+        return self._open_text(rendered, messages=tuple(messages), key=keys[-1], **variables)
+
+    def _extend_opening(
+        self, messages: Sequence[ChatMessage], keys: Sequence[bytes], **variables: Any
+    ) -> TurnPrompt | None:
+        """Return the prompt of a conversation that extends an opening, unless it has to be rendered as a whole.
+
+        Templates that leave old thoughts out change the last turns whenever the user asks again, but none before them.
+        """
+        opening = next(
+            (self._openings_by_key[key] for key in reversed(keys[:-1]) if key in self._openings_by_key), None
+        )
+        if opening is None or not opening.has_variables(**variables):
+            return None
+        num_before = len(opening.messages)
+        before, new = opening.list_messages(), messages[num_before:]
+        if count_equal(before, messages[:num_before]) < num_before:
+            return None
+        number = opening.num_extended + 1
+        longer = self._template.render_longer(
+            opening.excerpt or make_excerpt(before),
+            new,
+            read_end=opening.read_end,
+            read_texts=lambda: (opening.rendered, self._template.render(messages, **variables)),
+            is_checked=number & (number - 1) == 0,
+            **variables,
+        )
+        if longer is None:
+            return None
+        common = len(opening.text) - longer.num_dropped
+        start, _ = mark = _find_mark(opening, common)
+        kept = opening.read_end(len(opening.text) - start)[: common - start]
+        prompt = self._share_start(opening, mark, kept + longer.text, excerpt=longer.excerpt, key=keys[-1])
+        return replace(
+            prompt,
+            messages=opening.messages.extend(tuple(new)),
+            num_extended=number,
+            tools=opening.tools,
+            template_kwargs=opening.template_kwargs,
         )
 
     def _find_keys(self, messages: Sequence[ChatMessage]) -> list[bytes]:
@@ -191,44 +244,34 @@ class ConversationRecording:
 
     def _open_text(self, rendered: str, *, messages: tuple[ChatMessage, ...] = (), **more: Any) -> TurnPrompt:
         """Make a prompt that continues no turn; what it has in common with an earlier one is not tokenised again."""
-        known: dict[SharedSequence[str], int] = {}
-        common, base = self._find_base([(count_common(p.text, rendered, known), p) for p in list(self._openings)])
-        start, num_ids = _find_mark(base, common)
-        ids, marks = self._template.encode_marks(rendered[start:])
-        if base is None or not start:
-            texts, all_ids, base = SharedSequence(rendered), SharedSequence(ids), None
-        else:
-            texts, all_ids = SharedSequence(rendered[start:], base.text, start), SharedSequence(ids, base.ids, num_ids)
-        sequence = SharedSequence(messages)
-        if base is not None:
-            same = count_common(base.messages, messages, {})
-            sequence = SharedSequence(messages[same:], base.messages, same)
+        common, base = self._openings.find_common(rendered)
+        mark = _find_mark(base, common)
+        base = base if mark[0] else None
+        same = count_equal(base.list_messages(), list(messages)) if base else 0
+        sequence = SharedSequence(messages[same:], base.messages if base else None, same)
+        return self._share_start(base, mark, rendered[mark[0] :], messages=sequence, **more)
+
+    def _share_start(self, base: TurnPrompt | None, mark: tuple[int, int], text: str, **more: Any) -> TurnPrompt:
+        """Make a prompt that continues no turn, with the text of `base` before a mark, and this text from there."""
+        start, num_ids = mark
+        ids, marks = self._template.encode_marks(text)
         return TurnPrompt(
             parent=None,
-            ids=all_ids,
-            text=texts,
-            messages=sequence,
+            ids=SharedSequence(ids, base.ids if base else None, num_ids),
+            text=SharedSequence(text, base.text if base else None, start),
             base=base,
             marks=[MarkPlace(place.start + start, place.end + start, place.num_ids + num_ids) for place in marks],
             **more,
         )
 
-    def _find_base(self, found: list[tuple[int, TurnPrompt]]) -> tuple[int, TurnPrompt | None]:
-        """Return the prompt that has the most in common, the last of equals, and how much."""
-        common, base = max(reversed(found), key=lambda pair: pair[0], default=(0, None))
-        return (common, base) if common else (0, None)
-
     def text_prompt(self, prompt: str | list[int]) -> TurnPrompt:
         """Make the prompt of a plain completion, given as text or as ids; marks in the text count."""
         if not isinstance(prompt, str):
             return self._prompt_from_ids(array("i", prompt))
-        known: dict[SharedSequence[str], int] = {}
-        before = [turn for turn in list(self.turns) if not len(turn.prompt.messages) and len(turn.prompt.text)]
-        ends = [(len(turn.whole_text), turn) for turn in before]
-        kept = [(end, turn) for end, turn in ends if count_common(turn.whole_text, prompt, known) == end]
-        if not kept:
+        turn = self._text_turns.find_start(prompt)
+        if turn is None:
             return self._open_text(prompt)
-        end, turn = max(reversed(kept), key=lambda pair: pair[0])
+        end = len(turn.whole_text)
         new_token_ids, _ = self._template.encode_marks(prompt[end:])
         if self._template.mark_pattern.match(prompt, end):
             generated = turn.completion.token_ids
@@ -240,13 +283,11 @@ class ConversationRecording:
         )
 
     def _prompt_from_ids(self, prompt: "array[int]") -> TurnPrompt:
-        known: dict[SharedSequence[array[int]], int] = {}
-        kept = [turn for turn in list(self.turns) if count_common(turn.ids, prompt, known) == len(turn.ids)]
-        if kept:
-            turn = max(reversed(kept), key=lambda turn: len(turn.ids))
+        turn = self._id_turns.find_start(prompt)
+        if turn is not None:
             ids = turn.ids.extend(prompt[len(turn.ids) :])
             return TurnPrompt(parent=turn, ids=ids, text=SharedSequence(""))
-        common, base = self._find_base([(count_common(p.ids, prompt, known), p) for p in list(self._openings)])
+        common, base = self._id_openings.find_common(prompt)
         ids = SharedSequence(prompt[common:], base.ids if base else None, common)
         return TurnPrompt(parent=None, ids=ids, text=SharedSequence(""), base=base)
 
@@ -313,8 +354,8 @@ class ConversationRecording:
         turn = RecordedTurn(
             number=len(self.turns),
             prompt=prompt,
-            completion=msgspec.structs.replace(completion, top=[]),
-            text=self._template.decode(completion.token_ids),
+            completion=msgspec.structs.replace(completion, top=[]) if completion.top else completion,
+            text="" if len(prompt.messages) else self._template.decode(completion.token_ids),
             answer=answer,
             is_trained=is_trained,
             has_form=has_form,
@@ -322,18 +363,21 @@ class ConversationRecording:
             generate_s=generate_s,
         )
         self.turns.append(turn)
+        self._id_turns.add(turn)
+        if not len(prompt.messages) and len(prompt.text):
+            self._text_turns.add(turn)
         if prompt.parent is None:
-            self._openings.append(prompt)
+            self._openings.add(prompt)
+            if len(prompt.messages):
+                self._openings_by_key[prompt.key] = prompt
+            self._id_openings.add(prompt)
         if answer is not None:
             self._answers.setdefault(_extend_key(prompt.key, answer), []).append(turn)
         return turn
 
 
 def _join_ids(ids: "SharedSequence[array[int]]") -> "array[int]":
-    joined = array("i")
-    for part in ids.list_parts():
-        joined.extend(part)
-    return joined
+    return array("i", b"".join(ids.list_parts()))
 
 
 def _find_mark(prompt: TurnPrompt | None, end: int) -> tuple[int, int]:

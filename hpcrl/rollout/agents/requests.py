@@ -13,6 +13,7 @@ choose_tools          the tools that may be called, and those of which one must 
 ApiError              an error with its status; each form of API has its own body for it
 """
 
+import contextlib
 import functools
 import json
 import re
@@ -126,13 +127,25 @@ _ESCAPE = re.compile(
 
 
 SentFields = Mapping[str, msgspec.Raw]
-"""The fields of a request as they were sent."""
+"""Fields of a request as they were sent."""
 
 
 def parse_body(body: bytes, kind: type[R]) -> tuple[R, SentFields]:
-    """Decode a request; return it with the fields that were sent, or raise an ApiError that names what is wrong."""
+    """Decode a request; return it with the fields that its form does not have, or raise an ApiError that names a field.
+
+    Most requests have no such field: they are decoded once.
+    """
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        return _make_strict_decoder(kind).decode(body), {}
     sent = _decode_json(body, dict[str, msgspec.Raw])
-    return _decode_json(body, kind), sent
+    return _decode_json(body, kind), {name: value for name, value in sent.items() if name not in _list_names(kind)}
+
+
+@functools.cache
+def _make_strict_decoder(kind: type[R]) -> "msgspec.json.Decoder[R]":
+    """Make a decoder that refuses fields which the form does not have."""
+    strict = msgspec.StructMeta(kind.__name__, (kind,), {"__module__": kind.__module__}, forbid_unknown_fields=True)
+    return msgspec.json.Decoder(strict)
 
 
 def _decode_json(body: bytes | msgspec.Raw, kind: type[T]) -> T:
@@ -189,9 +202,9 @@ def _list_names(kind: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
 
 
-def list_unknown_fields(sent: SentFields, kind: type[msgspec.Struct], *, known: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the fields with a value that are neither the struct's nor known to change no answer."""
-    unknown = [name for name in sent if name not in _list_names(kind) and name not in known]
+def list_unknown_fields(sent: SentFields, *, known: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the fields with a value that are not known to change no answer."""
+    unknown = [name for name in sent if name not in known]
     return tuple(name for name in unknown if bytes(sent[name]) != b"null")
 
 

@@ -97,9 +97,7 @@ class ResponsesForm:
         refuse_fields(sent, REFUSED_FIELDS)
         self._request, self._memory = request, memory
         self._messages = _read_conversation(request, memory)
-        self.call = _make_call(
-            request, self._messages, ignored=list_unknown_fields(sent, ResponsesRequest, known=_KNOWN_FIELDS)
-        )
+        self.call = _make_call(request, self._messages, ignored=list_unknown_fields(sent, known=_KNOWN_FIELDS))
         self._entries = LogprobEntries(template) if _LOGPROBS in (request.include or ()) else None
         self._id = make_id("resp_")
         self._created_at = int(time.time())

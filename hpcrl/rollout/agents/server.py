@@ -35,7 +35,7 @@ from hpcrl.envs.base import ModelAccess
 from hpcrl.errors import ConfigError, EngineAnswerError, EngineError
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents import messages_form
-from hpcrl.rollout.agents.answer_parser import AnswerParser
+from hpcrl.rollout.agents.answer_parser import AnswerParser, find_mark_texts
 from hpcrl.rollout.agents.answers import AnswerForm, ModelAnswer, encode_event
 from hpcrl.rollout.agents.chat_form import ChatForm
 from hpcrl.rollout.agents.generation import CompletionCall, gather_or_cancel, merge_choices
@@ -99,6 +99,7 @@ class ModelProxy:
         self._policy = policy
         self.template = template
         self._parser = parser or AnswerParser()
+        self._mark_texts = find_mark_texts(template, self._parser.marks)
         self._model, self._aliases = model, tuple(aliases)
         self._report = report
         self._longest_token = max(map(len, template.tokenizer.get_vocab()))
@@ -239,6 +240,7 @@ class ModelProxy:
             policy=self._policy,
             template=self.template,
             parser=self._parser,
+            mark_texts=self._mark_texts,
         )
         if form.call.stream:
             return await self._stream_call(http, form, call)

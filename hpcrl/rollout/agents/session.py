@@ -67,6 +67,9 @@ class ProgramSession:
     """Held while a large request is read: a program has one of them at a time."""
     responses: ResponseMemory = field(default_factory=ResponseMemory)
 
+    _num_checked: int = field(default=0, init=False)
+    """The turns whose versions are in `start_version`."""
+
     def admit(self) -> int:
         """Admit a call and return its number, from 1 on, or raise an ApiError."""
         self.check_admission()
@@ -86,8 +89,9 @@ class ProgramSession:
 
     def check_staleness(self) -> None:
         """End an episode that is too far behind, even during a call."""
-        for turn in self.recording.turns[-1:]:
+        for turn in self.recording.turns[self._num_checked :]:
             self.start_version = min((self.start_version, *turn.completion.versions))
+        self._num_checked = len(self.recording.turns)
         if self.newest_version() - self.start_version > self.limits.max_lag:
             self.is_stale = True
             self.stop_event.set()
@@ -146,6 +150,7 @@ class ProgramSession:
             token_ids=token_ids,
             max_new_tokens=min(call.max_tokens or limits.max_new_tokens, limits.max_new_tokens, room),
             temperature=limits.temperature,
+            seed=self._choose_seed(call, number=number, choice=0),
             top_p=limits.top_p,
             stop_token_ids=[*stop_token_ids, *call.stop_token_ids],
             top_logprobs=call.top_logprobs,
@@ -155,19 +160,21 @@ class ProgramSession:
         )
         if self.sampling == "program":
             request = self._with_program_sampling(request, call.sampling)
-        return [
-            self._make_choice_request(request, call, number=number, choice=choice) for choice in range(call.num_choices)
+        others = [
+            msgspec.structs.replace(
+                request,
+                request_id=make_request_id(self.name, f"{number}.{choice}"),
+                seed=self._choose_seed(call, number=number, choice=choice),
+            )
+            for choice in range(1, call.num_choices)
         ]
+        return [request, *others]
 
-    def _make_choice_request(
-        self, request: GenerateRequest, call: ModelCall, *, number: int, choice: int
-    ) -> GenerateRequest:
+    def _choose_seed(self, call: ModelCall, *, number: int, choice: int) -> int:
         asked = call.sampling.seed
-        seed = stable_hash(self.seed, self.name, number, choice, asked, bits=63)
         if self.sampling == "program" and asked is not None:
-            seed = stable_hash(asked, choice, bits=63)
-        request_id = make_request_id(self.name, f"{number}.{choice}")
-        return msgspec.structs.replace(request, request_id=request_id, seed=seed)
+            return stable_hash(asked, choice, bits=63)
+        return stable_hash(self.seed, self.name, number, choice, asked, bits=63)
 
     def _with_program_sampling(self, request: GenerateRequest, sampling: SamplingFields) -> GenerateRequest:
         for name in sampling.unsupported_fields():

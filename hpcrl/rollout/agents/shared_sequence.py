@@ -1,15 +1,19 @@
-"""Sequences that start alike, each stored as what differs: the texts, ids and messages of an episode's prompts. Pure.
+"""Sequences that start alike, each stored as what differs: the texts, ids and messages of an episode's prompts.
 
 SharedSequence  a text, ids or messages, of which a beginning is that of another one
-count_common    the number of first items that a sequence shares with one that is whole
+SequenceIndex   finds, of many sequences, those that start like a whole one
+count_equal     the number of first items that two sequences share
 """
 
+import threading
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
 
 S = TypeVar("S", bound="str | array[int] | tuple[Any, ...]")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -35,29 +39,144 @@ class SharedSequence(Generic[S]):
         link: SharedSequence[S] | None = self
         end = len(self)
         while link is not None and end:
-            if end > link.num_shared:
-                parts.append(link.own if end == len(link) else link.own[: end - link.num_shared])
+            if (num := end - link.num_shared) > 0:  # no calls here: a conversation may have thousands of links
+                own = link.own
+                parts.append(own if num == len(own) else own[:num])
                 end = link.num_shared
             link = link.base
         return parts[::-1]
 
-
-def count_common(sequence: SharedSequence[S], other: S, known: dict[SharedSequence[S], int]) -> int:
-    """Return how many first items are those of `other`; `known` keeps the answers, so that none is compared twice."""
-    chain = []
-    link: SharedSequence[S] | None = sequence
-    while link is not None and link not in known:
-        chain.append(link)
-        link = link.base
-    for link in reversed(chain):
-        common = known[link.base] if link.base is not None else 0
-        if common >= link.num_shared:
-            common = link.num_shared + _count_equal(link.own, other[link.num_shared : len(link)])
-        known[link] = common
-    return known[sequence]
+    def list_last_parts(self, num: int) -> list[S]:
+        """Return the last parts of the whole, in order, with `num` items or more unless it is shorter."""
+        parts: list[Any] = []
+        link: SharedSequence[S] | None = self
+        end = len(self)
+        while link is not None and num > 0:
+            part = link.own[: end - link.num_shared] if end > link.num_shared else link.own[:0]
+            parts.append(part)
+            num -= len(part)
+            end = min(end, link.num_shared)
+            link = link.base
+        return parts[::-1]
 
 
-def _count_equal(one: Sequence[Any], other: Sequence[Any]) -> int:
+class _IndexBranch(NamedTuple):
+    """The items between two nodes: a part of those that a sequence stores, so that none is stored twice."""
+
+    items: Any
+    start: int
+    end: int
+    node: "_IndexNode"
+
+
+@dataclass(eq=False, slots=True)
+class _IndexNode:
+    """A place where sequences end or differ."""
+
+    some_value: Any
+    """The value of a sequence that leads here."""
+    last_value: Any = None
+    """The value of the last one that ends here."""
+    branches: dict[Any, _IndexBranch] = field(default_factory=dict)
+    """What follows, by its first item."""
+
+
+class SequenceIndex(Generic[S, V]):
+    """Values, each with a sequence: a tree, in which looking one up compares each of its items once at most.
+
+    Adding is cheap: the tree grows when something is looked up. Both may be done by several threads.
+    """
+
+    def __init__(self, read_sequence: Callable[[V], SharedSequence[S]]) -> None:
+        self._read_sequence = read_sequence
+        self._root = _IndexNode(None)
+        self._ends: dict[SharedSequence[S], _IndexNode] = {}
+        self._added: deque[V] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, value: V) -> None:
+        """Add a value, whose sequence is read when it is needed."""
+        self._added.append(value)
+
+    def find_common(self, whole: S) -> tuple[int, V | None]:
+        """Return how many first items of `whole` a sequence has, at most, and the value of such a sequence."""
+        with self._lock:
+            self._grow()
+            found = _find_place(self._root, whole)
+        node = found.nodes[-1] if found.branch is None else found.branch.node
+        return found.num_items, node.some_value
+
+    def find_start(self, whole: S) -> V | None:
+        """Return the value of the longest sequence that `whole` starts with, of equals the last added."""
+        with self._lock:
+            self._grow()
+            values = (node.last_value for node in reversed(_find_place(self._root, whole).nodes))
+            return next((value for value in values if value is not None), None)
+
+    def _grow(self) -> None:
+        while self._added:
+            value = self._added.popleft()
+            self._insert(self._read_sequence(value), value).last_value = value
+
+    def _insert(self, sequence: SharedSequence[S], value: V) -> _IndexNode:
+        """Return the node at the end of the sequence; of one that extends another only its own items are compared."""
+        chain, link = [], sequence
+        while link not in self._ends and link.base is not None and link.num_shared == len(link.base):
+            chain.append(link)
+            link = link.base
+        if link not in self._ends:
+            node = self._root
+            for part in link.list_parts():
+                node = _extend(node, part, value)
+            self._ends[link] = node
+        node = self._ends[link]
+        for link in reversed(chain):
+            node = self._ends[link] = _extend(node, link.own, value)
+        return node
+
+
+class _IndexPlace(NamedTuple):
+    """The place in a tree to which items lead."""
+
+    nodes: list[_IndexNode]
+    """The nodes on the way."""
+    branch: _IndexBranch | None
+    """The branch after the last node, if the place is in it."""
+    num_in_branch: int
+    num_items: int
+
+
+def _find_place(node: _IndexNode, items: Any) -> _IndexPlace:
+    nodes, place = [node], 0
+    while place < len(items) and (branch := node.branches.get(items[place])) is not None:
+        size = branch.end - branch.start
+        common = count_equal(branch.items[branch.start : branch.end], items[place : place + size])
+        place += common
+        if common < size:
+            return _IndexPlace(nodes, branch, common, place)
+        node = branch.node
+        nodes.append(node)
+    return _IndexPlace(nodes, None, 0, place)
+
+
+def _extend(node: _IndexNode, items: Any, value: Any) -> _IndexNode:
+    """Return the node to which `items` lead from another one, made if there is none."""
+    found = _find_place(node, items)
+    node = found.nodes[-1]
+    if (branch := found.branch) is not None:
+        middle = branch.start + found.num_in_branch
+        between = _IndexNode(branch.node.some_value)
+        between.branches[branch.items[middle]] = branch._replace(start=middle)
+        node.branches[branch.items[branch.start]] = branch._replace(end=middle, node=between)
+        node = between
+    if found.num_items < len(items):
+        end = _IndexNode(value)
+        node.branches[items[found.num_items]] = _IndexBranch(items, found.num_items, len(items), end)
+        node = end
+    return node
+
+
+def count_equal(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return how many first items are equal."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpcrl.engines.base import ExactText, FreeText, JsonValue, OutputPart, OutputStructure, PartChoice
 from hpcrl.rollout.agents.answer_parser import AnswerParser
-from hpcrl.rollout.agents.reasoning_parsers import HarmonyParser, ReasoningParser, ThinkParser
+from hpcrl.rollout.agents.reasoning_parsers import MAX_HEADER_CHARS, HarmonyParser, ReasoningParser, ThinkParser
 from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ApiError, JsonObject, ModelCall
 from hpcrl.rollout.agents.tool_families import TOOL_PARSERS, deepseek_mark, list_types
@@ -44,13 +44,14 @@ class CallWriter:
 
 def make_structure(call: ModelCall, prompt: TurnPrompt, parser: AnswerParser) -> OutputStructure | None:
     """Return what the answer must be for this model, whose thoughts come before it; None if it is free."""
+    schema = call.output_schema
+    if schema is None and not call.must_call:
+        return None
     tool_format = next((name for name, tools in TOOL_PARSERS.items() if tools is parser.tools), "none")
     thoughts = _list_thoughts(prompt, parser.reasoning)
-    if call.must_call:
+    if schema is None or call.must_call:
         return OutputStructure(parts=[*thoughts, *_list_calls(call, tool_format, names=call.must_call)])
-    if call.output_schema is None:
-        return None
-    value: list[OutputPart] = [JsonValue(schema=call.output_schema)]
+    value: list[OutputPart] = [JsonValue(schema=schema)]
     if isinstance(parser.reasoning, HarmonyParser):
         value = [ExactText(text="<|channel|>final<|message|>"), *value]
     if not call.tools:
@@ -65,7 +66,7 @@ def _list_thoughts(prompt: TurnPrompt, parser: ReasoningParser) -> list[OutputPa
     match parser:
         case ThinkParser():
             thoughts: list[OutputPart] = [FreeText(until=parser.closing), _BLANK_LINES]
-            if parser.opens_thoughts(prompt.rendered):
+            if parser.opens_thoughts(prompt.read_end(MAX_HEADER_CHARS)):
                 return thoughts
             thoughts = [ExactText(text=parser.opening), *thoughts]
         case HarmonyParser():

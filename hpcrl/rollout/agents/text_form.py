@@ -23,7 +23,6 @@ from hpcrl.rollout.agents.chat_form import (
     REFUSED_FIELDS,
     CommonFields,
     make_usage,
-    read_sampling,
     read_stops,
 )
 from hpcrl.rollout.agents.requests import (
@@ -60,13 +59,13 @@ class TextForm:
             model=request.model,
             text=_read_prompt(request.prompt, vocabulary_size=template.vocabulary_size),
             max_tokens=request.max_tokens,
-            sampling=read_sampling(request),
+            sampling=request,
             num_choices=request.n or 1,
             stops=read_stops(request.stop),
             stop_token_ids=tuple(request.stop_token_ids or ()),
             top_logprobs=request.logprobs or 0,
             stream=bool(request.stream),
-            ignored_fields=list_unknown_fields(sent, TextRequest, known=IGNORED_FIELDS),
+            ignored_fields=list_unknown_fields(sent, known=IGNORED_FIELDS),
         )
         self._sends_logprobs = request.logprobs is not None
         self._sends_usage = request.sends_usage

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from hpcrl.models.chat_layout import load_chat_template
-from hpcrl.rollout.agents import chat_form, messages_form, responses_form, text_form
+from hpcrl.rollout.agents import chat_form, messages_form, requests, responses_form, text_form
 from hpcrl.rollout.agents.requests import ApiError, parse_body
 from hpcrl.rollout.episode import EpisodeLimits
 from tests.support.scripted import CALL, QUESTION, TOOLS, opened
@@ -262,6 +262,24 @@ def test_half_of_a_surrogate_pair_is_named(body, lone):
         parse_body(body, chat_form.ChatRequest)
     assert ("surrogate" in str(refused.value)) == (lone is not None)
     assert lone is None or f"{lone} is half" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (chat_form.ChatRequest, {"messages": [QUESTION], "temperature": 1, "n": None}),
+        (text_form.TextRequest, {"prompt": "a", "max_tokens": 4}),
+        (responses_form.ResponsesRequest, {"input": "a", "stream": True}),
+        (messages_form.MessagesRequest, {"messages": [QUESTION], "max_tokens": 4}),
+    ],
+)
+def test_a_body_without_unknown_fields_is_decoded_once(kind, body, monkeypatch):
+    body = {"model": "hpcrl", **body}
+    plain, _ = parse_body(msgspec.json.encode({**body, "new": 1}), kind)
+    monkeypatch.setattr(requests, "_decode_json", lambda *_: pytest.fail("it is decoded again"))
+    parsed, unknown = parse_body(msgspec.json.encode(body), kind)
+    assert not unknown
+    assert msgspec.to_builtins(parsed, enc_hook=bytes) == msgspec.to_builtins(plain, enc_hook=bytes)
 
 
 def test_tools_that_the_template_leaves_out_are_described_and_reported(template):

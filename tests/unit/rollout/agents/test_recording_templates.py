@@ -1,5 +1,6 @@
 """Recording with the templates of current families: which turns are continued, and that all prompts are exact."""
 
+import statistics
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,44 @@ def test_rendering_a_part_gives_the_ids_of_rendering_all(
     monkeypatch.setattr(
         ChatTemplate, "render_after", lambda self, *args, num_messages, **more: whole.__get__(self)(*args, **more)
     )
+    monkeypatch.setattr(ChatTemplate, "render_longer", lambda *_, **__: None)
     assert summarise(quick) == summarise(play_long(template, name, tools=tools))
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3", "Qwen3.5", "DeepSeek-R1", "GLM-4.5", "gpt-oss"])
+@pytest.mark.parametrize("num_calls", [0, 2])
+def test_a_call_renders_no_more_messages_in_a_long_conversation(
+    tmp_path: Path, name: str, num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user asks again after each answer, which may have tool calls before it; thoughts are left out by then."""
+    family, template = FAMILIES[name], load(tmp_path, name)
+    sizes: list[int] = []
+    render = ChatTemplate.render_adapted
+
+    def count(self: ChatTemplate, messages: Any, **more: Any) -> str:
+        sizes.append(len(messages))
+        return render(self, messages, **more)
+
+    monkeypatch.setattr(ChatTemplate, "render_adapted", count)
+    recording, num_rendered = ConversationRecording(template), list[int]()
+    messages: list[Any] = [RULES, QUESTION]
+    for number in range(40):
+        sizes.clear()
+        for _ in range(num_calls):
+            called = thinking(template, name, CALLED)
+            record(recording, template, messages, family.write_call("look", {"x": 1}), answer=called, tools=TOOLS)
+            messages = [*messages, called, {**RESULT, "content": f"wall {number}"}]
+        told = {**TOLD, "content": f"Left {number}."}
+        turn = record(recording, template, messages, family.write_answer(f"Left {number}."), answer=told, tools=TOOLS)
+        num_rendered.append(sum(sizes))
+        messages = [*messages, told, AGAIN]
+    assert (turn.prompt.path()[num_calls:] == []) == (not CONTINUES[name][1])
+    early, late = statistics.median(num_rendered[8:16]), statistics.median(num_rendered[24:])
+    assert late <= early, "a few turns check that nothing was missed"
+    prompt = recording.chat_prompt(messages, tools=TOOLS)
+    if prompt.parent is None:
+        assert template.decode_all(prompt.token_ids()) == template.render(messages, tools=TOOLS)
+        assert prompt.token_ids() == template.encode(template.render(messages, tools=TOOLS))
 
 
 NEW_TOOLS = [*TOOLS, {"type": "function", "function": {"name": "jump", "parameters": {}}}]

@@ -1,13 +1,14 @@
-"""Sequences that share their beginnings are what they were made of."""
+"""Sequences that share their beginnings are what they were made of, and are found by what starts like them."""
 
 from array import array
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.rollout.agents.shared_sequence import SharedSequence, count_common
+from hpcrl.rollout.agents.shared_sequence import SequenceIndex, SharedSequence, count_equal
 
 STEPS = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.text("ab", max_size=9)), max_size=12)
+TEXTS = st.lists(st.text("ab", max_size=20), min_size=1, max_size=9)
 
 
 def make_sequences(steps):
@@ -20,6 +21,11 @@ def make_sequences(steps):
     return made
 
 
+def count_plainly(one, other):
+    expected = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    return min(len(one), len(other)) if expected is None else expected
+
+
 @given(STEPS)
 def test_the_parts_are_the_whole(steps):
     for sequence, text in make_sequences(steps):
@@ -27,17 +33,61 @@ def test_the_parts_are_the_whole(steps):
         assert len(sequence) == len(text)
 
 
-@given(STEPS, st.text("ab", max_size=20))
-def test_what_sequences_have_in_common_with_a_text_is_counted(steps, other):
-    known = {}
-    for sequence, text in make_sequences(steps):
-        expected = next((n for n, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
-        assert count_common(sequence, other, known) == (min(len(text), len(other)) if expected is None else expected)
+@given(st.text("ab", max_size=20), st.text("ab", max_size=20))
+def test_equal_items_at_the_start_are_counted(one, other):
+    assert count_equal(one, other) == count_plainly(one, other)
+
+
+@given(STEPS, TEXTS)
+def test_an_index_finds_what_has_most_in_common_with_a_text(steps, others):
+    """Lookups come in between, as the tree grows with them."""
+    index, added = SequenceIndex(lambda value: value[0]), []
+    for number, (sequence, text) in enumerate(make_sequences(steps)):
+        index.add((sequence, text))
+        added.append(text)
+        other = others[number % len(others)]
+        most = max(count_plainly(text, other) for text in added)
+        num, found = index.find_common(other)
+        assert num == most
+        assert count_plainly(found[1], other) == most if most else found is None
+
+
+@given(STEPS, TEXTS)
+def test_an_index_finds_the_longest_and_last_sequence_that_a_text_starts_with(steps, others):
+    index, added = SequenceIndex(lambda value: value[0]), []
+    for number, (sequence, text) in enumerate(make_sequences(steps)):
+        if not text:
+            continue
+        index.add((sequence, number))
+        added.append((len(text), number, text))
+        for other in (text, others[number % len(others)]):
+            expected = max((one for one in added if other.startswith(one[2])), default=(0, None))
+            found = index.find_start(other)
+            assert (found and found[1]) == expected[1]
+
+
+def test_an_index_of_a_thousand_sequences_compares_few_items(monkeypatch):
+    from hpcrl.rollout.agents import shared_sequence
+
+    num_compared = []
+    plain = shared_sequence.count_equal
+    monkeypatch.setattr(
+        shared_sequence, "count_equal", lambda one, other: [num_compared.append(len(one)), plain(one, other)][1]
+    )
+    index = SequenceIndex(lambda number: SharedSequence(f"the same rules, and then question {number:03}"))
+    for number in range(1000):
+        index.add(number)
+    index.find_common("")
+    num_compared.clear()
+    assert index.find_common("the same rules, and then question 777 <agent>") == (37, 777)
+    assert sum(num_compared) <= 37
 
 
 def test_a_long_chain_of_ids_does_not_recurse():
-    sequence = SharedSequence(array("i", [0]))
+    sequences, index = [SharedSequence(array("i", [0]))], SequenceIndex(lambda number: sequences[number + 1])
     for number in range(5000):
-        sequence = sequence.extend(array("i", [number]))
+        sequences.append(sequences[-1].extend(array("i", [number])))
+        index.add(number)
+    sequence = sequences[-1]
     assert sum(map(len, sequence.list_parts())) == len(sequence) == 5001
-    assert count_common(sequence, array("i", [0, 0, 1, 9]), {}) == 3
+    assert index.find_start(array("i", [0, 0, 1, 9])) == 1
