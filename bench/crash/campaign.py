@@ -172,7 +172,7 @@ class Consumer:
         self._retire()
 
     def _retire(self) -> None:
-        oldest = checkpoint.find_oldest_number(self._checkpoints)
+        oldest = checkpoint.find_oldest_number(self._checkpoints, keep=KEEP_CHECKPOINTS)
         assert oldest is not None
         due = self._settled.due(oldest_checkpoint=oldest)
         if chosen := choose_retirable(due, self._shelves.scored, max_bytes=_MERGE_BYTES):
