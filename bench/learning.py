@@ -93,7 +93,9 @@ def loop(pair: _Pair, *, rounds: int) -> Figure:
 
 def checkpoints(pair: _Pair, *, rounds: int) -> list[Figure]:
     """What the step waits for, and what the writing behind it costs besides, both as shares of the ten steps."""
-    stalls, plain, saving = [], [], []
+    stalls: list[float] = []
+    plain: list[float] = []
+    saving: list[float] = []
     with ThreadPoolExecutor(1) as behind:
         for number in range(2 * rounds):
             saved = number % 2 == 1

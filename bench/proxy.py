@@ -306,7 +306,8 @@ def _serve_bare(_: str, pipe: Connection) -> None:
 
     async def answer(http: web.Request) -> web.Response:
         msgspec.json.decode(await http.read())
-        answers or answers.append(pipe.recv())
+        if not answers:
+            answers.append(pipe.recv())
         return web.Response(body=answers[0], content_type="application/json")
 
     async def serve() -> None:

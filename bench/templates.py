@@ -77,8 +77,8 @@ class ModelClient:
         """Let the model call a tool."""
         name, arguments = "look", {"x": number}
         function = {"name": name, "arguments": arguments}
-        answer = {"role": "assistant", "content": ""}
-        answer |= {"tool_calls": [{"id": f"call{number:05}", "type": "function", "function": function}]}
+        calls = [{"id": f"call{number:05}", "type": "function", "function": function}]
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
         thought = f"Where is {number}?"
         written = self._family.write_call(name, arguments, thought=thought)
         return self._record(messages, written, answer, thought=thought, tools=TOOLS)

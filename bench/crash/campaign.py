@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -182,7 +182,7 @@ class Consumer:
 
     def _trainer(self) -> Trainer:
         """`checkpoint` asks a trainer for `snapshot` and `load` alone."""
-        return cast(Any, self.ledger)
+        return cast(Trainer, self.ledger)
 
 
 def judge(root: Path, acknowledged: Iterable[str]) -> Losses:

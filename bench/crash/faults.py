@@ -189,7 +189,8 @@ def _failing(calls: tuple[str, ...], directory: Path, error: Callable[[], OSErro
 
         return failing
 
-    with mock.patch.multiple(os, **{name: wrap(getattr(os, name)) for name in calls}):
+    wrapped: dict[str, Any] = {name: wrap(getattr(os, name)) for name in calls}
+    with mock.patch.multiple(os, **wrapped):
         yield
 
 

@@ -56,7 +56,8 @@ class Recorder:
         self._look()
         for node in self._nodes.values():
             node.durable = node.now
-        with mock.patch.multiple(os, **{name: self._watched(name) for name in _WATCHED}):
+        watched: dict[str, Any] = {name: self._watched(name) for name in _WATCHED}
+        with mock.patch.multiple(os, **watched):
             yield
 
     def after_power_loss(self, target: Path, rng: random.Random) -> None:

@@ -21,7 +21,7 @@ def ready(packed: Sequence[PackedTrajectory], per_batch: int) -> Batches:
 
 
 def _buffers(group: Sequence[PackedTrajectory]) -> list[memoryview]:
-    columns = [memoryview(one.columns[name]).cast("B") for name in COLUMNS for one in group]
+    columns = [one.columns[name].data.cast("B") for name in COLUMNS for one in group]
     return [*columns, *(memoryview(one.facts) for one in group)]
 
 

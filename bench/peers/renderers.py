@@ -65,7 +65,8 @@ def read_deepseek() -> Tokenizer:
 
 
 def _convert(path: Any, *, digits: str) -> Tokenizer:
-    return TikTokenConverter(vocab_file=str(path), pattern=WORDS.replace("%s", digits)).converted()
+    tokenizer: Tokenizer = TikTokenConverter(vocab_file=str(path), pattern=WORDS.replace("%s", digits)).converted()
+    return tokenizer
 
 
 QWEN3 = "Qwen/Qwen3-8B"

@@ -120,6 +120,7 @@ def _lmdb_reader(directory: Path, batch: Sequence[Trajectory]) -> Callable[[int]
 
     def read(index: int) -> Columns:
         value = transaction.get(keys[index])
+        assert value is not None, "every key was put"
         place = 4 + int.from_bytes(value[:4], "little")
         num_tokens, columns = (len(value) - place) // sum(dtype.itemsize for dtype in COLUMNS.values()), {}
         for name, dtype in COLUMNS.items():
