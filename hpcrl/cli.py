@@ -132,8 +132,8 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     from hpcrl.campaign import lifecycle
 
     request = lifecycle.load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
-    if unchecked := lifecycle.check_model(request):
-        print(f"hpcrl: {unchecked}", file=sys.stderr)  # noqa: T201
+    for note in lifecycle.check_plan(request):
+        _print_note(note)
     if arguments.json:
         sys.stdout.write(request.plan.to_json().decode())
     elif arguments.dag:
@@ -154,11 +154,11 @@ def _run_submit(arguments: argparse.Namespace) -> int:
 
     request = lifecycle.load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     if arguments.dry_run:
-        opinion = lifecycle.dry_run(request)
+        opinion = lifecycle.dry_run(request, show_note=_print_note)
         _show_plan(request.plan, lifecycle.preview_script(request, name=arguments.name or f"{request.recipe.name}-1"))
         _print_line(f"dry run: nothing was submitted. {request.site.name}: {opinion}")
         return 0
-    campaign_dir = lifecycle.submit(request, name=arguments.name)
+    campaign_dir = lifecycle.submit(request, name=arguments.name, show_note=_print_note)
     job = lifecycle.read_submission(campaign_dir.job(0))
     _print_line(
         f"campaign {campaign_dir.name}: {request.recipe.name} on {request.site.name}, job {job.id}, "
@@ -353,6 +353,10 @@ def _show_plan(plan: "Plan", script: str) -> None:
 
 def _print_line(text: str) -> None:
     print(text)  # noqa: T201 - the command's answer
+
+
+def _print_note(note: str) -> None:
+    print(f"hpcrl: note: {note}", file=sys.stderr)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """A campaign from submit to its end, on the login node. Light imports: no torch, parsl, h5py, mpi4py.
 
-CampaignRequest, load_request, check_request    recipe, site and plan, loaded and checked
+CampaignRequest, load_request    recipe, site and plan, loaded
+check_request, check_plan        what submission checks, and what of it a plan can
+PythonMissing                    the jobs' interpreter is not on this machine
 preview_script, dry_run, submit                 before and at submission
 resume, stop_gracefully, stop_now               later
 final_summary                                   the text at the end
@@ -14,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -23,11 +25,13 @@ import msgspec
 
 from hpcrl.campaign import directory
 from hpcrl.campaign.model_check import MISSING_PACKAGE
+from hpcrl.campaign.option_paths import resolve_options
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
 from hpcrl.config.recipe import Recipe, TeacherConfig, load_recipe
 from hpcrl.config.site import Site, load_site
 from hpcrl.config.toml import LayeredTable, find_toml, to_struct
-from hpcrl.envs.task_set import check_conversations, import_conversations, import_task_set
+from hpcrl.envs.program_files import ProblemJudge
+from hpcrl.envs.task_set import check_conversations, check_task_set, import_conversations, import_task_set
 from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.monitor.job_state import FINAL_JOB_STATES, judge_jobs, read_heartbeats, read_jobs, select_slurm_ids
 from hpcrl.plan.plan import Plan, make_plan
@@ -35,7 +39,7 @@ from hpcrl.slurm import submit as slurm
 from hpcrl.slurm.script import choose_python, make_batch_script, make_job_script
 from hpcrl.slurm.status import ACTIVE, UNKNOWN, WAITING, JobStatus, query_job_states
 from hpcrl.system.files import (
-    expand_user,
+    expand_path,
     is_directory,
     is_file,
     make_private_dir,
@@ -81,30 +85,48 @@ def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
     """
 
     def resolve(path: str) -> str:
-        near = beside / expand_user(path)
-        return str((near if is_file(near) else expand_user(path)).absolute())
+        near = beside / expand_path(path)
+        return str((near if is_file(near) else expand_path(path)).absolute())
+
+    def resolve_python(python: str | None) -> str | None:
+        return python if python is None or "/" not in python else str(expand_path(python).absolute())
 
     def resolve_all(paths: str | list[str] | None) -> str | list[str] | None:
         return [resolve(path) for path in paths] if isinstance(paths, list) else paths and resolve(paths)
 
-    domains = dict(recipe.domains)
+    domains = {}
     for name, domain in recipe.domains.items():
+        options, python = resolve_options(domain.env, domain.options, beside=beside), resolve_python(domain.python)
+        domains[name] = msgspec.structs.replace(domain, options=options, python=python)
         if (tasks := domain.task_set) is not None:
             found = {"path": resolve_all(tasks.path), "held_out_path": resolve_all(tasks.held_out_path)}
-            domains[name] = msgspec.structs.replace(domain, tasks=msgspec.structs.replace(tasks, **found))
+            domains[name] = msgspec.structs.replace(domains[name], tasks=msgspec.structs.replace(tasks, **found))
+    evaluated = {
+        name: resolve_options(recipe.domains[name].env, options, beside=beside) if name in recipe.domains else options
+        for name, options in recipe.evaluation.options.items()
+    }
+    evaluation = msgspec.structs.replace(recipe.evaluation, options=evaluated)
     model = msgspec.structs.replace(
         recipe.model,
-        path=recipe.model.path and str(expand_user(recipe.model.path).absolute()),
+        path=recipe.model.path and str(expand_path(recipe.model.path).absolute()),
         chat_template=recipe.model.chat_template and resolve(recipe.model.chat_template),
     )
     warmup = recipe.warmup and msgspec.structs.replace(recipe.warmup, path=resolve_all(recipe.warmup.path))
-    teacher = recipe.teacher and TeacherConfig(path=str(expand_user(recipe.teacher.path).absolute()))
+    teacher = recipe.teacher and TeacherConfig(path=str(expand_path(recipe.teacher.path).absolute()))
     nodes = {
         name: msgspec.structs.replace(node, model=node.model and resolve(node.model))
         for name, node in recipe.train.pipeline.items()
     }
     train = msgspec.structs.replace(recipe.train, pipeline=nodes)
-    return msgspec.structs.replace(recipe, model=model, domains=domains, train=train, warmup=warmup, teacher=teacher)
+    return msgspec.structs.replace(
+        recipe,
+        model=model,
+        domains=domains,
+        evaluation=evaluation,
+        train=train,
+        warmup=warmup,
+        teacher=teacher,
+    )
 
 
 def preview_script(request: CampaignRequest, *, name: str) -> str:
@@ -115,9 +137,15 @@ def preview_script(request: CampaignRequest, *, name: str) -> str:
     )
 
 
-def submit(request: CampaignRequest, *, name: str | None = None) -> CampaignDir:
-    """Check the user's code, create the campaign's directory, submit its first job; on failure leave no files."""
-    check_request(request)
+def submit(
+    request: CampaignRequest, *, name: str | None = None, show_note: Callable[[str], object] = str
+) -> CampaignDir:
+    """Check the user's code, create the campaign's directory, submit its first job; on failure leave no files.
+
+    `show_note` is called with each problem that is found here and that nodes may not have.
+    """
+    for note in check_request(request):
+        show_note(note)
     campaign = directory.reserve_campaign(name, stem=request.recipe.name, site=request.site)
     try:
         _write_description(campaign, request)
@@ -128,9 +156,10 @@ def submit(request: CampaignRequest, *, name: str | None = None) -> CampaignDir:
     return campaign
 
 
-def dry_run(request: CampaignRequest) -> str:
+def dry_run(request: CampaignRequest, *, show_note: Callable[[str], object] = str) -> str:
     """Check everything that submission checks, and let Slurm test the script; leave no files. Return Slurm's answer."""
-    check_request(request)
+    for note in check_request(request):
+        show_note(note)
     campaign = directory.reserve_campaign(None, stem=request.recipe.name, site=request.site)
     try:
         _write_description(campaign, request)
@@ -143,8 +172,23 @@ def dry_run(request: CampaignRequest) -> str:
         directory.release_campaign(campaign)
 
 
-def check_request(request: CampaignRequest) -> None:
-    """Check everything that would otherwise fail only in the queue or in the job."""
+def check_plan(request: CampaignRequest) -> list[str]:
+    """Check what submission checks, but for Slurm; return notes on what this machine cannot tell."""
+    notes = [unchecked] if (unchecked := check_model(request)) else []
+    if request.site.scheduler == "slurm" and not slurm.has_slurm():
+        why = f"this machine has no Slurm, so it is no login node of {request.site.name}"
+        return [*notes, f"the files and the code that the recipe names are not checked: {why}"]
+    for name, domain in request.recipe.domains.items():
+        if domain.task_set is not None:
+            check_task_set(domain.task_set, domain=name, only_held_out=domain.held_out)
+    try:
+        return notes + _check_user_code(request)
+    except PythonMissing as error:
+        return [*notes, f"the recipe's code is not checked: {error}"]
+
+
+def check_request(request: CampaignRequest) -> list[str]:
+    """Check everything that would otherwise fail only in the queue or in the job; return what is not certain here."""
     model = request.recipe.model.path
     if model is not None and not is_file(Path(model) / "config.json"):
         raise ConfigError(f"model.path = {model!r} is not a model directory: it has no config.json")
@@ -158,7 +202,11 @@ def check_request(request: CampaignRequest) -> None:
         slurm.make_site_environment(request.site)
     if unchecked := check_model(request):
         raise ConfigError(unchecked)
-    _check_user_code(request)
+    return _check_user_code(request)
+
+
+class PythonMissing(ConfigError):
+    """The interpreter of the jobs cannot be run on this machine."""
 
 
 def check_model(request: CampaignRequest) -> str:
@@ -195,13 +243,21 @@ def _run_check(
     return subprocess.run(command, input=recipe, capture_output=True, check=False, timeout=timeout_s)
 
 
-def _check_user_code(request: CampaignRequest) -> None:
-    """Import environments and rewards with the interpreter of the jobs, before anything is queued."""
-    command = [choose_python(request.site), "-m", "hpcrl.envs.check"]
+def _check_user_code(request: CampaignRequest) -> list[str]:
+    """Import environments and rewards with the interpreter of the jobs, before anything is queued.
+
+    Return the problems that are found here and that nodes may not have.
+    """
+    judge = ProblemJudge(
+        is_local=request.site.scheduler == "local",
+        has_prologue=request.site.prologue is not None,
+        campaigns=str(directory.show_campaigns_root(request.site)),
+    )
+    command = [choose_python(request.site), "-m", "hpcrl.envs.check", msgspec.json.encode(judge).decode()]
     try:
         completed = _run_check(command, request, timeout_s=CHECK_TIMEOUT_S)
     except OSError as error:
-        raise ConfigError(f"the site's python {command[0]!r} cannot be run here: {error.strerror}") from error
+        raise PythonMissing(f"the site's python {command[0]!r} cannot be run here: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"importing the environments of recipe {request.recipe.name!r} took over {CHECK_TIMEOUT_S} s: "
@@ -215,6 +271,7 @@ def _check_user_code(request: CampaignRequest) -> None:
         if lines[-1].startswith("ModuleNotFoundError"):
             raise ConfigError(f"{command[0]} lacks what a job needs ({lines[-1]}): pip install 'hpcrl[local]' there")
         raise ConfigError(f"recipe {request.recipe.name!r}: {lines[-1]}")
+    return completed.stdout.decode(errors="replace").splitlines()
 
 
 def resume(name: str) -> CampaignDir:

@@ -37,6 +37,8 @@ class SitePartition(ConfigTable, frozen=True, kw_only=True):
     cores_per_node: Count
     """Cores that jobs may use."""
     mem_gib_per_node: Annotated[float, Meta(gt=0)]
+    scratch_gib_per_node: Annotated[float, Meta(gt=0)] | None = None
+    """Space for temporary files (TMPDIR) of a node; None: not known, and not planned."""
     mem_flag: bool = True
     """False where the site rejects `--mem`."""
     exclusive: bool = False

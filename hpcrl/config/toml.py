@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from hpcrl.errors import ConfigError
-from hpcrl.system.files import expand_user, is_file
+from hpcrl.system.files import expand_path, is_file
 
 ConfigKind = Literal["recipes", "sites"]
 TomlTable = dict[str, Any]
@@ -81,7 +81,7 @@ def list_known_names(kind: ConfigKind) -> list[str]:
 def find_toml(kind: ConfigKind, name: str, *, beside: Path | None = None) -> Path:
     """Find the TOML file with this path or name."""
     if name.endswith(".toml") or "/" in name:
-        path = expand_user(name)
+        path = expand_path(name)
         candidates = [beside / path, path] if beside else [path]
     else:
         candidates = [folder / f"{name}.toml" for folder in (beside, user_folder(kind), shipped_folder(kind)) if folder]

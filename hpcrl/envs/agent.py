@@ -23,14 +23,15 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from hpcrl.config.program import DEFAULT_MAX_DISK_MB, DEFAULT_MAX_MEMORY_MB
 from hpcrl.envs.base import SAMPLING, TRAINS, ModelAccess, TaskFields, check_program_choices
-from hpcrl.envs.isolation.images import ImageCache, find_image_problem, open_image
+from hpcrl.envs.isolation.images import ImageCache, is_remote, open_image
 from hpcrl.envs.isolation.program_launcher import ProgramLaunch, ProgramResult
 from hpcrl.envs.isolation.sandbox import (
     SandboxChoice,
@@ -44,8 +45,16 @@ from hpcrl.envs.isolation.sandbox import (
     wrap_with_disks,
 )
 from hpcrl.envs.isolation.supervisor import EpisodeOutcome, EpisodeStages, Stage
+from hpcrl.envs.program_files import (
+    INTERPRETERS,
+    ProgramProblem,
+    find_command_problems,
+    find_path_problem,
+    list_shown_paths,
+)
 from hpcrl.errors import ConfigError, EnvFault, PolicyFailure
 from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
+from hpcrl.system.files import expand_path
 
 INSIDE_PORT = 8000
 """The port of the model on the loopback of a sandbox, which is private to it."""
@@ -75,7 +84,7 @@ class AgentProgram:
     """An environment that runs `command` for each episode.
 
     command       a list; `python` is the one that runs hpcrl, or that of the image
-    task          added to the task, beside the seed, which no other field replaces
+    task          added to the task, beside the seed, which only a row of the domain's `tasks` replaces
     environment   variables to set
     sandbox       auto (apptainer if there is an image, else bubblewrap), apptainer, bubblewrap (no image), or none
     image         the image for apptainer: a file, or one of a registry such as docker://name; {field} is a task's field
@@ -117,8 +126,8 @@ class AgentProgram:
         posts_reward: bool = False,
         cpu_s: int = 3600,
         max_processes: int = 1024,
-        max_memory_mb: int = 8192,
-        max_disk_mb: int = 8192,
+        max_memory_mb: int = DEFAULT_MAX_MEMORY_MB,
+        max_disk_mb: int = DEFAULT_MAX_DISK_MB,
         sampling: Literal["recipe", "program"] = "recipe",
         trains: Literal["all", "longest", "last"] = "all",
     ) -> None:
@@ -153,15 +162,15 @@ class AgentProgram:
         self.trains = trains
         self.problem = ""
         """The way the program ended, if it failed; with a judge that alone is not a fault."""
-        self._command = tuple(command)
+        self._command = _expand_command(command)
         self._task = task or {}
         self._environment = environment or {}
         self._sandbox: SandboxChoice = sandbox
-        self._image = image
-        self._images = ImageCache(directory=image_cache, max_gib=image_cache_gib)
-        self._directory = directory
+        self._image = image if image is None else _expand_text(image)
+        self._images = ImageCache(directory=image_cache and _expand_text(image_cache), max_gib=image_cache_gib)
+        self._directory = directory if directory is None else _expand_text(directory)
         self._readable = _make_absolute(readable)
-        self._judge = None if judge is None else tuple(judge)
+        self._judge = None if judge is None else _expand_command(judge)
         self._judge_readable = _make_absolute(judge_readable)
         self._judge_fields = frozenset(judge_fields)
         self._judge_reward = judge_reward
@@ -174,19 +183,69 @@ class AgentProgram:
         self._max_disk_mb = int(max_disk_mb)
         self._check_judge_files()
 
-    def check(self) -> None:
-        """Raise ConfigError for an image or a directory that is not there, unless a row of a task set names it."""
-        for name, template, problem in (
-            ("image", self._image, find_image_problem),
-            ("directory", self._directory, _find_directory_problem),
+    @property
+    def names_task_files(self) -> bool:
+        """Whether a task set has to be read to know which images and directories are needed."""
+        return any(self._has_row_fields(template) for template in (self._image, self._directory))
+
+    def find_problems(self) -> Iterator[ProgramProblem]:
+        """Yield what this machine shows of what cannot work, but for what a row of a task set names."""
+        if self._sandbox != "none":
+            for option, paths in (("readable", self._readable), ("judge_readable", self._judge_readable)):
+                for path in paths:
+                    if problem := find_path_problem(path, what=f"{option} has {path!r}"):
+                        yield problem
+            try:
+                choose_sandbox(self._sandbox, image=self._image)
+            except EnvFault as fault:
+                yield ProgramProblem(text=str(fault), places=("/usr/bin",))
+        yield from self._find_template_problems(self._task, of_rows=False)
+        if not self._is_in_image:
+            yield from self._find_command_problems("command", self._command, (), has_files=self._directory is not None)
+            if self._judge is not None:
+                yield from self._find_command_problems("judge", self._judge, self._judge_readable, has_files=False)
+
+    def find_task_problems(self, task: TaskFields) -> Iterator[ProgramProblem]:
+        """Yield the same for what a row of a task set names."""
+        yield from self._find_template_problems(self._make_fields(0, task), of_rows=True)
+
+    def _find_template_problems(self, fields: TaskFields, *, of_rows: bool) -> Iterator[ProgramProblem]:
+        for option, template, kind in (
+            ("image", self._image, "file or directory"),
+            ("directory", self._directory, "directory"),
         ):
-            if template is not None and set(_FIELD.findall(template)) <= set(self._task):
-                try:
-                    found = problem(fill_template(template, self._task, what=name))
-                except EnvFault as fault:
-                    found = str(fault)
-                if found:
-                    raise ConfigError(f"AgentProgram: {found}")
+            if template is None or self._has_row_fields(template) != of_rows or "{seed}" in template:
+                continue
+            try:
+                path = fill_template(template, fields, what=option)
+            except EnvFault as fault:
+                yield ProgramProblem(text=str(fault))
+                continue
+            if option == "image" and is_remote(path):
+                continue
+            if problem := find_path_problem(str(Path(path).absolute()), what=f"{option} = {path!r}", kind=kind):
+                yield problem
+
+    def _find_command_problems(
+        self, option: str, command: Sequence[str], more: Sequence[str], *, has_files: bool
+    ) -> Iterator[ProgramProblem]:
+        is_confined = self._sandbox != "none"
+        yield from find_command_problems(
+            command,
+            option=option,
+            shown=list_shown_paths(*self._readable, *more) if is_confined else None,
+            path=self._environment.get("PATH") if option == "command" else None,
+            has_files=has_files,
+            readable="judge_readable" if option == "judge" else "readable",
+            has_own_modules="PYTHONPATH" in self._environment and option == "command",
+        )
+
+    @property
+    def _is_in_image(self) -> bool:
+        return self._image is not None and self._sandbox in ("auto", "apptainer")
+
+    def _has_row_fields(self, template: str | None) -> bool:
+        return template is not None and not set(_FIELD.findall(template)) <= set(self._task)
 
     async def run(self, seed: int, access: ModelAccess, task: TaskFields | None = None) -> float | None:
         """Run the program and return its reward, or None if it printed none.
@@ -202,6 +261,8 @@ class AgentProgram:
             if problem := await asyncio.to_thread(_find_directory_problem, directory):
                 raise EnvFault(problem)
         kind = await asyncio.to_thread(choose_sandbox, self._sandbox, image=image)
+        if kind != "none":
+            await asyncio.to_thread(self._check_readable)
         async with contextlib.AsyncExitStack() as stack:
             if kind == "apptainer" and image is not None:
                 image = await stack.enter_async_context(open_image(image, self._images))
@@ -214,7 +275,7 @@ class AgentProgram:
             return self._read_outcome(await self._supervise(stages, sandboxes, directory=directory))
 
     def _make_fields(self, seed: int, task: TaskFields | None) -> TaskFields:
-        """Return the fields of a task; one of a row that is called `seed` does not replace the task's own."""
+        """Return the fields of a task, whose seed is that of its row if it has one."""
         return {**self._task, **(task or {}), "seed": seed}
 
     def _make_program_stage(self, sandboxes: "_SandboxFactory", fields: TaskFields, access: ModelAccess) -> Stage:
@@ -336,6 +397,13 @@ class AgentProgram:
             why = f"the last line of the judge is {last_line[-100:]!r}: it must be the reward, a number"
             raise PolicyFailure(OUTCOME_REWARD_ERROR, why)
         return reward
+
+    def _check_readable(self) -> None:
+        """Raise EnvFault for a path that this node does not have: without it the program would fail in its own way."""
+        for option, paths in (("readable", self._readable), ("judge_readable", self._judge_readable)):
+            for path in paths:
+                if not Path(path).exists():
+                    raise EnvFault(f"{option} has {path!r}, which is not on this node")
 
     def _check_judge_files(self) -> None:
         """Raise ConfigError for files of the judge that the program could read too."""
@@ -509,7 +577,20 @@ def _list_image_paths(readable: Sequence[str]) -> tuple[str, ...]:
 
 
 def _make_absolute(paths: Sequence[str]) -> tuple[str, ...]:
-    return tuple(str(Path(path).absolute()) for path in paths)
+    return tuple(path if path.startswith("$") else str(Path(path).absolute()) for path in map(_expand_text, paths))
+
+
+def _expand_command(command: Sequence[str]) -> tuple[str, ...]:
+    """Expand `~` and variables in the path of a program, and of the script that it is given."""
+    program, *arguments = command
+    if arguments and INTERPRETERS.fullmatch(Path(program).name) and not arguments[0].startswith("-"):
+        arguments[0] = _expand_text(arguments[0])
+    return (_expand_text(program), *arguments)
+
+
+def _expand_text(path: str) -> str:
+    """Expand `~` and variables; the name of an image of a registry is no path, and stays as it is written."""
+    return path if "$" not in path and not path.startswith("~") else str(expand_path(path))
 
 
 def _find_directory_problem(directory: str) -> str:

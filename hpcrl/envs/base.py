@@ -3,6 +3,7 @@
     Env, Step, TaskPrompt        an environment, its answer to one action, and the start of a task with messages
     TaskStart                    whatever a reset may return
     TaskFields, TaskEnv          one row of a domain's task set, and an environment that is reset to it
+    choose_seed                  the seed of a task, which its row may have
     ProgramEnv, ModelAccess      an environment that calls the model itself, and how it reaches it
     RewardFunction, env_reward   the score of a trajectory, and the default one
     make_env, make_env_in_thread, make_program, construct_env  make one by its name in a recipe
@@ -178,6 +179,12 @@ def check_program_choices(kind: str, **choices: tuple[Any, Sequence[str]]) -> No
     for name, (value, known) in choices.items():
         if value not in known:
             raise ConfigError(f"{kind}: {name} = {value!r}: it must be one of {', '.join(known)}")
+
+
+def choose_seed(seed: int, task: TaskFields | None) -> int:
+    """Return the seed of a task: that of its row, if it has one, else `seed`."""
+    own = (task or {}).get("seed")
+    return own if isinstance(own, int) else seed
 
 
 class TaskEnv:

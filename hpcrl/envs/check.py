@@ -2,16 +2,18 @@
 
     main            check everything
     check_packages  check the optional packages
+    MAX_CHECKED_TASKS  the tasks of a domain whose images and directories are looked for
 
 It is a separate process, so that the login-node side stays light and broken user code breaks only this. Its standard
-output has only the message of the refusal; output of user code goes to standard error.
+output has only the message of the refusal, or else a line for each problem that nodes may not have; output of user code
+goes to standard error. Its argument is a ProblemJudge.
 """
 
 import asyncio
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,21 +21,29 @@ import msgspec
 
 from hpcrl.config.recipe import VLLM_PARSER_PREFIX, DomainConfig, PipelineNode, Recipe
 from hpcrl.config.user_code import load_code
+from hpcrl.envs.agent import AgentProgram
 from hpcrl.envs.base import check_task_parameter, construct_env
 from hpcrl.envs.pool import start_process
+from hpcrl.envs.program_files import ProblemJudge
+from hpcrl.envs.task_set import check_task_set
 from hpcrl.errors import ConfigError, EnvFault
+
+
+MAX_CHECKED_TASKS = 20_000
+"""To look for a file may take half a millisecond on a large file system."""
 
 
 def main() -> int:
     recipe = msgspec.json.decode(sys.stdin.buffer.read(), type=Recipe)
-    answer = _take_stdout()
+    judge = msgspec.json.decode(sys.argv[1], type=ProblemJudge) if len(sys.argv) > 1 else ProblemJudge()
+    answer, notes = _take_stdout(), []
     try:
         for name, domain in recipe.domains.items():
             load_code(domain.reward, what=f"domains.{name}.reward")
-            _check_environment(domain, what=f"domains.{name}.env")
+            notes += _check_environment(domain, name=name, what=f"domains.{name}.env", judge=judge)
             if more := recipe.evaluation.options.get(name):
                 changed = msgspec.structs.replace(domain, options={**domain.options, **more})
-                _check_environment(changed, what=f"evaluation.options.{name}")
+                notes += _check_environment(changed, name=name, what=f"evaluation.options.{name}", judge=judge)
         _check_curriculum(recipe)
         check_packages(recipe)
         _check_pipeline(recipe)
@@ -43,19 +53,63 @@ def main() -> int:
     except SystemExit as error:
         os.write(answer, f"its code ends the program with sys.exit({error.code!r}): remove that call".encode())
         return 2
+    os.write(answer, "".join(f"{note}\n" for note in dict.fromkeys(notes)).encode())
     return 0
 
 
-def _check_environment(domain: DomainConfig, *, what: str) -> None:
-    """Make an environment, in its own interpreter if it has one, and call its `check` if it has one."""
+def _check_environment(domain: DomainConfig, *, name: str, what: str, judge: ProblemJudge) -> list[str]:
+    """Make an environment, in its own interpreter if it has one, and check its needs; return what is not certain."""
     if domain.python is not None:
         asyncio.run(_check_elsewhere(domain, what=what))
+        return []
+    try:
+        env = construct_env(domain.env, domain.options, what=what)
+        if domain.tasks is not None:
+            check_task_parameter(env)
+        if callable(check := getattr(env, "check", None)):
+            check()
+        return (
+            list(_check_program_files(env, domain, name=name, what=what, judge=judge))
+            if isinstance(env, AgentProgram)
+            else []
+        )
+    except ConfigError as error:
+        message = str(error)
+        raise ConfigError(
+            message if message.startswith(("domains.", what)) else f"domains.{name}: {message}"
+        ) from error
+
+
+def _check_program_files(
+    env: AgentProgram, domain: DomainConfig, *, name: str, what: str, judge: ProblemJudge
+) -> Iterator[str]:
+    """Yield the problems of an agent program that nodes may not have; raise ConfigError for others."""
+    where = f"domains.{name}.options" if what.startswith("domains.") else what
+    hint = "a node may have it; if none has, every episode of this domain is a fault"
+    for problem in env.find_problems():
+        if judge.is_certain(problem):
+            raise ConfigError(f"{where}.{problem.text}")
+        yield f"{where}.{problem.text} (here; {hint})"
+    if not env.names_task_files:
         return
-    env = construct_env(domain.env, domain.options, what=what)
-    if domain.tasks is not None:
-        check_task_parameter(env)
-    if callable(check := getattr(env, "check", None)):
-        check()
+    first_unsure, num_checked = "", 0
+
+    def check_row(fields: dict[str, Any]) -> None:
+        nonlocal first_unsure, num_checked
+        num_checked += 1
+        for problem in env.find_task_problems(fields) if num_checked <= MAX_CHECKED_TASKS else ():
+            if judge.is_certain(problem):
+                raise ConfigError(f"{where}.{problem.text}")
+            first_unsure = first_unsure or problem.text
+
+    if domain.task_set is None:
+        check_row({})
+    else:
+        check_task_set(domain.task_set, domain=name, only_held_out=domain.held_out, check=check_row)
+    if first_unsure:
+        yield f"{where}.{first_unsure} (here, and perhaps for other rows; {hint})"
+    if num_checked > MAX_CHECKED_TASKS:
+        yield f"{where}: of {num_checked} tasks the files of the first {MAX_CHECKED_TASKS} were looked for"
 
 
 async def _check_elsewhere(domain: DomainConfig, *, what: str) -> None:

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 
 from hpcrl.config.recipe import DomainConfig
-from hpcrl.envs.base import Env, Step, TaskEnv, TaskFields, TaskStart, make_env_in_thread
+from hpcrl.envs.base import Env, Step, TaskEnv, TaskFields, TaskStart, choose_seed, make_env_in_thread
 from hpcrl.envs.isolation.sandbox import SandboxChoice
 from hpcrl.envs.process import ProcessEnv, ProcessLimits
 from hpcrl.errors import EnvFault
@@ -131,7 +131,7 @@ class EnvPool:
                 raise EnvFault(f"making the environment: no answer in {self._create_timeout_s:g} s") from None
 
     async def _prepare_env(self, seed: int, task: TaskFields | None) -> "_PreparedEnv":
-        env = await self._make_env(task)
+        env, seed = await self._make_env(task), choose_seed(seed, task)
         try:
             async with asyncio.timeout(self._reset_timeout_s):
                 return _PreparedEnv(env, seed=seed, first=await env.reset(seed))

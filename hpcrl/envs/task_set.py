@@ -1,11 +1,13 @@
 """The rows of a domain's task set: copied into the campaign at submission, read one at a time in the job.
 
     import_task_set   copy the rows of a domain's files; refuse what is not a row
+    check_task_set    only refuse, without copying
     import_conversations, check_conversations    the same for the conversations of a warm-up, and only the check
     TaskRows          the rows of one split of a domain, on disk
     TaskSplit         "train" or "held-out"
     MAX_ROW_BYTES     the limit of one row
     ROWS_PER_BATCH    rows of Parquet that are read together
+    NUM_TASK_SEEDS    the bound of the seeds in rows
 
 A campaign has its own copy, DOMAIN.jsonl, so that it is not touched by what becomes of the files. The places of the
 rows of each split are in DOMAIN.train.index and DOMAIN.held-out.index, 16 bytes a row: a row is read with two small
@@ -16,7 +18,7 @@ import os
 import struct
 from array import array
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -30,6 +32,8 @@ TaskSplit = Literal["train", "held-out"]
 MAX_ROW_BYTES = 8 << 20
 """A message to an environment in another process has at most twice this."""
 ROWS_PER_BATCH = 256
+NUM_TASK_SEEDS = 1 << 63
+"""Records of trajectories have signed numbers of 64 bits."""
 WARMUP_ROWS = "conversations"
 """The name of a warm-up's rows, in a directory of their own."""
 _PLACE_FORMAT = struct.Struct("<QQ")
@@ -39,32 +43,81 @@ _decoder = msgspec.json.Decoder(dict[str, Any])
 def import_task_set(config: TaskSetConfig, *, domain: str, directory: Path, only_held_out: bool = False) -> None:
     """Copy the rows of a domain's files to `directory`; raises ConfigError for files that cannot be used."""
     what = f"domains.{domain}.tasks"
+    first, end = _read_range_of_rows(config, what=what)
+    with (directory / f"{domain}.jsonl").open("xb") as out:
+        rows = _copy_rows(
+            _iterate_files(config.path, what=f"{what}.path", check=_check_seed), out, first=first, end=end
+        )
+        held_out_rows = _iterate_files(config.held_out_path or [], what=f"{what}.held_out_path", check=_check_seed)
+        held_out = _copy_rows(held_out_rows, out, first=0, end=None)
+        out.flush()
+        os.fsync(out.fileno())
+    _check_numbers(config, what=what, num_rows=len(rows), num_held_out=len(held_out), only_held_out=only_held_out)
+    if only_held_out:
+        rows, held_out = _RowPlaces(), held_out if len(held_out) else rows
+    elif config.held_out_rows:
+        rows, held_out = rows.split_evenly(config.held_out_rows)
+    for split, places in (("train", rows), ("held-out", held_out)):
+        (directory / f"{domain}.{split}.index").write_bytes(places.to_bytes())
+
+
+def check_task_set(
+    config: TaskSetConfig,
+    *,
+    domain: str,
+    only_held_out: bool = False,
+    check: Callable[[dict[str, Any]], object] = bool,
+) -> None:
+    """Raise ConfigError for files that cannot be used; `check` raises it for the fields of a row, which it is given."""
+    what = f"domains.{domain}.tasks"
+    first, end = _read_range_of_rows(config, what=what)
+    numbers = count()
+
+    def check_chosen(fields: dict[str, Any]) -> None:
+        _check_seed(fields)
+        if next(numbers) >= first:
+            check(fields)
+
+    def check_held_out(fields: dict[str, Any]) -> None:
+        _check_seed(fields)
+        check(fields)
+
+    rows = islice(_iterate_files(config.path, what=f"{what}.path", check=check_chosen), first, end)
+    held_out = _iterate_files(config.held_out_path or [], what=f"{what}.held_out_path", check=check_held_out)
+    num_rows, num_held_out = (sum(1 for _ in each) for each in (rows, held_out))
+    _check_numbers(config, what=what, num_rows=num_rows, num_held_out=num_held_out, only_held_out=only_held_out)
+
+
+def _read_range_of_rows(config: TaskSetConfig, *, what: str) -> tuple[int, int | None]:
     first, end = config.rows or (0, None)
     if end is not None and end <= first:
         raise ConfigError(
             f"{what}.rows = [{first}, {end}] has no rows: the second number is the one after the last row"
         )
-    with (directory / f"{domain}.jsonl").open("xb") as out:
-        rows = _copy_rows(_iterate_files(config.path, what=f"{what}.path"), out, first=first, end=end)
-        held_out_files = config.held_out_path or []
-        held_out = _copy_rows(_iterate_files(held_out_files, what=f"{what}.held_out_path"), out, first=0, end=None)
-        out.flush()
-        os.fsync(out.fileno())
-    if not len(rows):
-        chosen = "" if config.rows is None else f" in rows = [{first}, {end}]"
+    return first, end
+
+
+def _check_numbers(config: TaskSetConfig, *, what: str, num_rows: int, num_held_out: int, only_held_out: bool) -> None:
+    """Raise ConfigError for files without rows, and where all rows are held out."""
+    if not num_rows:
+        chosen = "" if config.rows is None else f" in rows = {list(config.rows)}"
         raise ConfigError(f"{what}.path = {config.path!r} has no rows{chosen}: a row is a line with a JSON object")
-    if config.held_out_path is not None and not len(held_out):
+    if config.held_out_path is not None and not num_held_out:
         raise ConfigError(f"{what}.held_out_path = {config.held_out_path!r} has no rows")
-    if only_held_out:
-        rows, held_out = _RowPlaces(), held_out if len(held_out) else rows
-    elif config.held_out_rows:
-        if config.held_out_rows >= len(rows):
-            raise ConfigError(
-                f"{what}.held_out_rows = {config.held_out_rows} leaves nothing to train on: there are {len(rows)} rows"
-            )
-        rows, held_out = rows.split_evenly(config.held_out_rows)
-    for split, places in (("train", rows), ("held-out", held_out)):
-        (directory / f"{domain}.{split}.index").write_bytes(places.to_bytes())
+    if not only_held_out and config.held_out_rows >= num_rows:
+        raise ConfigError(
+            f"{what}.held_out_rows = {config.held_out_rows} leaves nothing to train on: there are {num_rows} rows"
+        )
+
+
+def _check_seed(fields: dict[str, Any]) -> None:
+    """Raise ConfigError for a row whose `seed`, which is that of its task, is not one."""
+    seed = fields.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < NUM_TASK_SEEDS:
+        raise ConfigError(
+            f"seed = {seed!r:.60}: the seed of a row is that of its task, a whole number from 0 to 2**63 - 1: correct "
+            "it, or give the field another name"
+        )
 
 
 def import_conversations(warmup: WarmupConfig, *, directory: Path) -> None:

@@ -6,5 +6,6 @@ demand      the cores and memory that a role needs on a node
 partitions  the best partition for one role
 layout      the placement of all roles: hetjob, hetstep, local
 sizing      the number of workers where the recipe leaves it open
+programs    the programs of agents against the memory of their nodes
 components  het groups and sbatch flags of a finished layout
 """

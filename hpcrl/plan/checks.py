@@ -7,6 +7,7 @@ find_megatron_conflict   the first setting that trainer "megatron" does not supp
 from collections.abc import Collection
 
 from hpcrl.config.pipeline import check_user_nodes
+from hpcrl.config.program import reserves_place
 from hpcrl.config.recipe import (
     AUTO_PARSER,
     REASONING_PARSER_NAMES,
@@ -195,7 +196,7 @@ def _check_router(recipe: Recipe) -> None:
 
 
 def _check_isolation(recipe: Recipe) -> None:
-    """Check that an env worker's memory holds at least one environment of each isolated domain."""
+    """Check that an env worker's memory holds at least one environment of each isolated domain, or one program."""
     env = recipe.resources.env
     for name, domain in recipe.domains.items():
         if domain.python is not None and domain.isolation == "none":
@@ -203,7 +204,7 @@ def _check_isolation(recipe: Recipe) -> None:
                 f'domains.{name}.python = {domain.python!r} needs isolation = "process" or "sandbox": another '
                 "interpreter is another process"
             )
-        if domain.isolation != "none" and not memory_model.num_env_places(
+        if reserves_place(domain) and not memory_model.num_env_places(
             env.mem_gib_per_worker, each_gib=domain.env_memory_gib
         ):
             least = memory_model.ENV_WORKER_GIB + domain.env_memory_gib

@@ -8,6 +8,7 @@ The consistency of a recipe alone is checked in `hpcrl.plan.checks`.
 
 import msgspec
 
+from hpcrl.config.program import reserves_place
 from hpcrl.config.recipe import Recipe, RoleName, WorkerResources
 from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
@@ -25,6 +26,7 @@ from hpcrl.plan.components import (
 )
 from hpcrl.plan.layout import JobLayout, JobPlacement, place_roles
 from hpcrl.plan.partitions import PartitionChoice
+from hpcrl.plan.programs import check_programs
 
 
 class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +110,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_warn_unverified(site, components),
             *_warn_idle_gpus(components, roles),
             *_warn_few_places(recipe),
+            *check_programs(recipe, site, components[0], workers_per_node=choices["env"].workers_per_node),
             *_warn_no_scheduler(recipe, placement.layout),
         ],
         cost=_compute_cost(recipe, site, components),
@@ -192,7 +195,7 @@ def _warn_unverified(site: Site, components: list[JobComponent]) -> list[str]:
 
 def _warn_few_places(recipe: Recipe) -> list[str]:
     """Warn if memory limits isolated environments below `max_running`; admitted episodes then wait for a place."""
-    isolated = [domain.env_memory_gib for domain in recipe.domains.values() if domain.isolation != "none"]
+    isolated = [domain.env_memory_gib for domain in recipe.domains.values() if reserves_place(domain)]
     if not isolated:
         return []
     env, most = recipe.resources.env, recipe.rollout.max_running
@@ -200,7 +203,7 @@ def _warn_few_places(recipe: Recipe) -> list[str]:
     if places >= most:
         return []
     memory = f"resources.env.mem_gib_per_worker = {env.mem_gib_per_worker:g}, env_memory_gib = {max(isolated):g}"
-    return [f"{places} isolated environments run at once, not rollout.max_running = {most}: {memory}"]
+    return [f"{places} isolated environments or programs run at once, not rollout.max_running = {most}: {memory}"]
 
 
 def _warn_no_scheduler(recipe: Recipe, layout: JobLayout) -> list[str]:

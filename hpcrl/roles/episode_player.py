@@ -4,6 +4,7 @@ EpisodePlayer   plays episodes of training
 HeldOutPlayer   plays and scores episodes of evaluations
 """
 
+import contextlib
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from hpcrl.config.recipe import DomainConfig, Recipe
-from hpcrl.envs.base import Env, TaskEnv, is_program_domain, make_program
+from hpcrl.envs.base import Env, TaskEnv, choose_seed, is_program_domain, make_program
+from hpcrl.errors import EnvFault
 from hpcrl.rollout.agents.program import run_program
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.episode import ConversationLayout, EpisodeLimits, run_episode
@@ -58,7 +60,9 @@ class EpisodePlayer:
         make_env: Callable[[], Awaitable[Env]],
         limits: EpisodeLimits,
     ) -> Trajectory:
-        """Play an episode to its end and return its trajectory."""
+        """Play an episode to its end and return its trajectory, whose seed is that of the task's row if it has one."""
+        with contextlib.suppress(EnvFault):  # each attempt of the episode ends with this fault
+            task = msgspec.structs.replace(task, seed=choose_seed(task.seed, self.read_fields(task)))
         if is_program_domain(domain):
             assert self.proxy is not None
             return await run_program(

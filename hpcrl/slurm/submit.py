@@ -6,7 +6,7 @@ record_submission      store that record
 check_script           run `sbatch --test-only`
 interrupt_job          ask a running job to end now and clean up
 cancel_job             end a job
-require_slurm          check that Slurm's commands are installed
+has_slurm, require_slurm  check that Slurm's commands are installed
 make_site_environment  variables that Slurm's commands need to reach a site
 expand_path            expand `~` and variables in a path of a site file
 REQUIRED_COMMANDS      commands that a Slurm site must have
@@ -66,6 +66,11 @@ def expand_path(text: str) -> str:
     if "$" in expanded:
         raise SlurmError(f"{text!r} names a variable that is not set here: export it, or write the path out")
     return expanded
+
+
+def has_slurm() -> bool:
+    """Return whether this machine has Slurm's commands, as a login node has."""
+    return all(map(shutil.which, REQUIRED_COMMANDS))
 
 
 def require_slurm(site: Site) -> None:

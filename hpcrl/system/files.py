@@ -92,9 +92,9 @@ def publish_json(path: Path, value: Any, *, mode: int = 0o600) -> None:
     publish_file(path, json.dumps(value, indent=2, sort_keys=True) + "\n", mode=mode)
 
 
-def expand_user(path: str) -> Path:
-    """Return the path with a leading `~` expanded; the `~` of an unknown user stays."""
-    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises for an unknown user
+def expand_path(path: str) -> Path:
+    """Return the path with a leading `~` and variables expanded; an unknown user and unset variables stay."""
+    return Path(os.path.expandvars(os.path.expanduser(path)))  # noqa: PTH111 - Path.expanduser raises for unknown users
 
 
 def is_file(path: Path) -> bool:

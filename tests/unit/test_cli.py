@@ -294,7 +294,32 @@ def test_a_task_set_that_cannot_be_used_is_refused(
     """The file is found beside the recipe."""
     (tmp_path / "rows.toml").write_text(ROWS_RECIPE.format(env=env))
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n' + line + "\n")
-    message = refused("submit", str(tmp_path / "rows.toml"), "--site", "local", "--dry-run")
-    assert expected in message
-    assert len(message.splitlines()) == 1
+    for command in (("submit", "--dry-run"), ("plan",)):
+        message = refused(*command, str(tmp_path / "rows.toml"), "--site", "local")
+        assert expected in message
+        assert len(message.splitlines()) == 1
     assert nothing_left(home)
+
+
+@pytest.mark.parametrize("command", ["plan", "submit"])
+def test_a_program_that_cannot_work_is_refused_with_its_option(home: Path, command: str) -> None:
+    setting = "domains.sums.options.command=['minni']"
+    message = refused(command, "agent", "--site", "local", "-s", setting)
+    assert "recipe 'agent': domains.sums.options.command = ['minni', ...]: no such program on PATH" in message
+    assert len(message.splitlines()) == 1
+
+
+def test_what_nodes_may_have_is_a_note(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{fake_slurm(tmp_path, 'exit 0')}:{os.environ['PATH']}")
+    settings = ("-s", "site.account=m1", "-s", "domains.sums.options.command=['minni']", *here(tmp_path))
+    planned = hpcrl("plan", "agent", "--site", "perlmutter", *settings)  # its prologue may set PATH
+    assert "agent on perlmutter" in planned.stdout
+    (line,) = planned.stderr.splitlines()
+    assert line.startswith("hpcrl: note: domains.sums.options.command = ['minni', ...]: no such program on PATH")
+    assert "a node may have it" in line
+
+
+def test_a_plan_elsewhere_says_what_it_did_not_check(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    planned = hpcrl("plan", "code-repair", "--site", "perlmutter", "-s", "site.account=m1")
+    assert "this machine has no Slurm, so it is no login node of perlmutter" in planned.stderr

@@ -9,7 +9,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=3
 #SBATCH --partition=h100
-#SBATCH --mem=7G
+#SBATCH --mem=8G
 #SBATCH --gres=gpu:h100:1
 
 set -eu

@@ -9,7 +9,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=3
 #SBATCH --partition=env
-#SBATCH --mem=7G
+#SBATCH --mem=8G
 #SBATCH hetjob
 #SBATCH --job-name=hpcrl-agent-1
 #SBATCH --time=00:30:00

@@ -10,7 +10,7 @@
 #SBATCH --cpus-per-task=3
 #SBATCH --partition=dcgp_usr_prod
 #SBATCH --account=IscrC_x_dcgp
-#SBATCH --mem=7G
+#SBATCH --mem=8G
 #SBATCH hetjob
 #SBATCH --job-name=hpcrl-agent-1
 #SBATCH --time=00:30:00

@@ -9,7 +9,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=3
 #SBATCH --partition=h100
-#SBATCH --mem=13G
+#SBATCH --mem=14G
 #SBATCH --gres=gpu:h100:1
 
 set -eu

@@ -9,7 +9,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=3
 #SBATCH --partition=env
-#SBATCH --mem=13G
+#SBATCH --mem=14G
 #SBATCH hetjob
 #SBATCH --job-name=hpcrl-code-repair-1
 #SBATCH --time=04:00:00

@@ -10,7 +10,7 @@
 #SBATCH --cpus-per-task=3
 #SBATCH --partition=dcgp_usr_prod
 #SBATCH --account=IscrC_x_dcgp
-#SBATCH --mem=13G
+#SBATCH --mem=14G
 #SBATCH hetjob
 #SBATCH --job-name=hpcrl-code-repair-1
 #SBATCH --time=04:00:00

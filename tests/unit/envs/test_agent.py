@@ -247,8 +247,8 @@ def test_a_number_that_is_not_finite_is_a_fault_as_python_prints_it(printed):
         find_reward(f"{printed}\n")
 
 
-def test_the_seed_of_a_task_is_the_campaigns():
-    fields = AgentProgram(command=["x"], task={"a": 1, "b": 1})._make_fields(7, {"seed": 1, "b": 2})
+def test_the_fields_of_a_row_go_before_those_of_the_recipe_which_has_no_seed():
+    fields = AgentProgram(command=["x"], task={"a": 1, "b": 1})._make_fields(7, {"seed": 7, "b": 2})
     assert fields == {"seed": 7, "a": 1, "b": 2}
     with pytest.raises(ConfigError, match="task has a field 'seed'"):
         make_program("hpcrl.envs.agent:AgentProgram", {"command": ["x"], "task": {"seed": 1}}, what="domains.x.env")

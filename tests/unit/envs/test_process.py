@@ -17,6 +17,7 @@ from hpcrl.config.recipe import DomainConfig, load_recipe
 from hpcrl.envs.base import Step
 from hpcrl.envs.check import _check_environment
 from hpcrl.envs.process import ProcessEnv, ProcessLimits
+from hpcrl.envs.program_files import ProblemJudge
 from hpcrl.errors import ConfigError, EnvFault, PlanError
 from hpcrl.plan.checks import check_recipe
 
@@ -219,11 +220,21 @@ def test_an_environment_runs_in_the_interpreter_of_its_domain(other_python, sand
 
 def test_the_interpreter_of_a_domain_is_used_when_a_recipe_is_checked(other_python, capfd):
     table = {"env": "where:Where", "isolation": "process", "python": other_python}
-    _check_environment(msgspec.convert(table, DomainConfig), what="domains.a.env")
+    _check_environment(msgspec.convert(table, DomainConfig), name="a", what="domains.a.env", judge=ProblemJudge())
     with pytest.raises(ConfigError, match=r"domains\.a\.env, with python = .*/none.*: No such file"):
-        _check_environment(msgspec.convert(table | {"python": "/none"}, DomainConfig), what="domains.a.env")
+        _check_environment(
+            msgspec.convert(table | {"python": "/none"}, DomainConfig),
+            name="a",
+            what="domains.a.env",
+            judge=ProblemJudge(),
+        )
     with pytest.raises(ConfigError, match="No module named 'nowhere'"):
-        _check_environment(msgspec.convert(table | {"env": "nowhere:Env"}, DomainConfig), what="domains.a.env")
+        _check_environment(
+            msgspec.convert(table | {"env": "nowhere:Env"}, DomainConfig),
+            name="a",
+            what="domains.a.env",
+            judge=ProblemJudge(),
+        )
 
 
 def test_an_interpreter_without_msgspec_is_named(other_python):

@@ -16,7 +16,7 @@ from hpcrl.envs.base import adapt_env, check_task_parameter
 from hpcrl.envs.pool import EnvPool
 from hpcrl.envs.process import ProcessEnv, ProcessLimits
 from hpcrl.envs.question import Question as AnsweredQuestion
-from hpcrl.envs.task_set import MAX_ROW_BYTES, TaskRows, import_task_set
+from hpcrl.envs.task_set import MAX_ROW_BYTES, TaskRows, check_task_set, import_task_set
 from hpcrl.errors import ConfigError, EnvFault
 from tests.support.row_envs import OnlySeeds, Question
 
@@ -162,6 +162,41 @@ def test_rows_that_are_damaged_later_are_a_fault_of_the_environment(tmp_path):
         rows.read_row(2)
     with pytest.raises(EnvFault, match="cannot be read"):
         len(TaskRows(tmp_path, domain="sums", split="train"))
+
+
+@pytest.mark.parametrize("seed", ['"7"', "7.5", "-1", "true", "null", "9223372036854775808"])
+def test_the_seed_of_a_row_that_is_no_seed_is_refused(tmp_path, seed):
+    message = refusal(tmp_path, path=written(tmp_path, b'{"seed": 7}\n{"seed": %s}\n' % seed.encode()))
+    assert "rows.jsonl', line 2: seed = " in message
+    assert "a whole number from 0 to" in message
+
+
+def check_set(path, seen, **config):
+    check_task_set(TaskSetConfig(path=path, **config), domain="sums", check=lambda row: seen.append(row["n"]))
+
+
+def test_a_check_sees_the_rows_that_are_used_and_copies_none(tmp_path):
+    seen = []
+    check_set(numbered(tmp_path, 9), seen, rows=(2, 5), held_out_path=numbered(tmp_path, 1, "held.jsonl"))
+    assert seen == [2, 3, 4, 0]
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "held.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("data", "config", "why"),
+    [
+        (b"", {}, "has no rows: a row is a line"),
+        (b'{"n": 1}\n', {"rows": (1, 2)}, r"has no rows in rows = \[1, 2\]"),
+        (b'{"n": 1}\n', {"held_out_rows": 1}, "leaves nothing to train on: there are 1 rows"),
+        (b'{"n": 1}\n{"n":\n', {}, "line 2 is not a JSON object"),
+    ],
+)
+def test_a_check_refuses_what_submission_refuses(tmp_path, data, config, why):
+    path = written(tmp_path, data)
+    with pytest.raises(ConfigError, match=why):
+        check_set(path, [], **config)
+    with pytest.raises(ConfigError, match=why):
+        imported(tmp_path, path=path, **config)
 
 
 def test_reading_one_of_many_rows_holds_only_that_row_in_memory(tmp_path):

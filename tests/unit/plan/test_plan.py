@@ -106,7 +106,9 @@ def test_a_chain_of_jobs_needs_a_scheduler() -> None:
 
 def test_a_limit_of_isolated_environments_by_memory_is_a_warning() -> None:
     warnings = plan("domains.lake.isolation=process", "resources.env.mem_gib_per_worker=5").warnings
-    assert any("8 isolated environments run at once, not rollout.max_running = 96" in line for line in warnings)
+    assert any(
+        "8 isolated environments or programs run at once, not rollout.max_running = 96" in line for line in warnings
+    )
     roomy = plan("domains.lake.isolation=process", "rollout.max_running=8", "resources.env.mem_gib_per_worker=5")
     assert not any("isolated" in line for line in roomy.warnings)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections import Counter
 
 import pytest
@@ -14,6 +15,7 @@ from hpcrl.config.site import load_site
 from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.envs.base import Step
+from hpcrl.envs.task_set import import_task_set
 from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.learn.evaluations import EvaluationStore
@@ -198,3 +200,36 @@ def test_an_evaluation_is_played_beside_training_and_enters_neither_spool_nor_le
     result = EvaluationStore(stage.campaign.evaluations).last_result()
     assert result is not None
     assert (result.num_episodes, result.num_faults) == (3, 0)
+
+
+class RowEnv(GatedEnv):
+    """An environment that records the seeds and rows that it is reset to."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self._seen = seen
+
+    async def reset(self, seed, task):
+        self._seen.append((seed, task))
+        return "go"
+
+
+@pytest.mark.parametrize("groups_ahead", [0, 1])
+def test_the_seed_of_a_row_is_that_of_its_task(tmp_path, groups_ahead):
+    """It reaches the environment, prepared or not, and the trajectory, by which rewards are computed."""
+    (tmp_path / "rows.jsonl").write_text('{"seed": 70, "n": 1}\n{"seed": 71, "n": 2}\n')
+    settings = (f'domains.lake.tasks="{tmp_path}/rows.jsonl"', f"rollout.groups_ahead={groups_ahead}")
+    seen = []
+    stage = WorkerStage(tmp_path / "campaign", settings=settings, make_env=lambda: RowEnv(seen))
+    stage.campaign.tasks.mkdir()
+    task_set = stage.context.recipe.domains["lake"].task_set
+    import_task_set(task_set, domain="lake", directory=stage.campaign.tasks)
+
+    async def run():
+        async with stage.open():
+            await asyncio.sleep(ROUNDS_S)
+
+    run_virtual(run())
+    assert {seed for seed, task in seen} == {70, 71}
+    assert all(task == {"seed": seed, "n": seed - 69} for seed, task in seen)
+    assert {json.loads(packed.facts)["seed"] for packed in stage.spool.durable} == {70, 71}

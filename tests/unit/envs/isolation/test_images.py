@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hpcrl.envs.agent import AgentProgram
 from hpcrl.envs.base import ModelAccess
 from hpcrl.envs.isolation.images import ImageCache, open_image
 from hpcrl.envs.isolation.sandbox import SandboxSpec, choose_sandbox, wrap_command
-from hpcrl.errors import ConfigError, EnvFault
+from hpcrl.errors import EnvFault
 
 FAKES = Path(__file__).parents[3] / "support/fakes"
 PULL_IN_ANOTHER_PROCESS = """
@@ -144,12 +145,26 @@ def test_apptainer_may_have_the_name_singularity(tmp_path, monkeypatch):
     assert wrap_command(["x"], SandboxSpec(kind="apptainer", workdir="/w", image=image))[0] == "singularity"
 
 
+def find_texts(*rows, **options):
+    program = AgentProgram(command=["python", "-c", ""], **options)
+    return [problem.text for row in rows or ({},) for problem in program.find_task_problems(row)] + [
+        problem.text for problem in program.find_problems()
+    ]
+
+
 @pytest.mark.parametrize("options", [{"image": "/no/such.sif"}, {"directory": "/no/{name}", "task": {"name": "x"}}])
-def test_what_is_known_not_to_be_there_is_refused_at_submit(options):
-    with pytest.raises(ConfigError, match="no such"):
-        AgentProgram(command=["x"], **options).check()
+def test_what_is_known_not_to_be_there_is_found_at_submit(apptainer_log, options):
+    (text,) = find_texts(**options)
+    assert re.fullmatch(r"(image|directory) = '/no/\S+': no such (file or )?directory", text)
 
 
-@pytest.mark.parametrize("image", ["/images/{repo}.sif", "docker://alpine:3"])
-def test_what_depends_on_a_row_or_a_registry_is_not_refused_at_submit(image):
-    AgentProgram(command=["x"], image=image).check()
+def test_an_image_of_a_registry_is_not_looked_for(apptainer_log):
+    assert find_texts(image="docker://alpine:3") == []
+
+
+def test_the_image_of_each_row_is_looked_for(apptainer_log, tmp_path):
+    (tmp_path / "blue.sif").write_text("")
+    image = f"{tmp_path}/{{repo}}.sif"
+    assert find_texts({"repo": "blue"}, image=image) == []
+    assert find_texts({"repo": "red"}, image=image) == [f"image = '{tmp_path}/red.sif': no such file or directory"]
+    assert find_texts({"name": "red"}, image=image)[0].endswith("the task has no field 'repo'; it has name, seed")
