@@ -1,7 +1,7 @@
 """A campaign from submit to its end, on the login node. Light imports: no torch, parsl, h5py, mpi4py.
 
 CampaignRequest, load_request    recipe, site and plan, loaded
-check_request, check_plan        what submission checks, and what of it a plan can
+check_request, check_plan        check before submission, and for a plan
 PythonMissing                    the jobs' interpreter is not on this machine
 preview_script, dry_run, submit                 before and at submission
 resume, stop_gracefully, stop_now               later
@@ -25,8 +25,8 @@ import msgspec
 
 from hpcrl.campaign import directory
 from hpcrl.campaign.model_check import MISSING_PACKAGE
-from hpcrl.campaign.option_paths import resolve_options
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
+from hpcrl.config.program import resolve_options
 from hpcrl.config.recipe import Recipe, TeacherConfig, load_recipe
 from hpcrl.config.site import Site, load_site
 from hpcrl.config.toml import LayeredTable, find_toml, to_struct
@@ -173,10 +173,10 @@ def dry_run(request: CampaignRequest, *, show_note: Callable[[str], object] = st
 
 
 def check_plan(request: CampaignRequest) -> list[str]:
-    """Check what submission checks, but for Slurm; return notes on what this machine cannot tell."""
+    """Check what submission checks, but for Slurm; return notes on what is not certain here."""
     notes = [unchecked] if (unchecked := check_model(request)) else []
     if request.site.scheduler == "slurm" and not slurm.has_slurm():
-        why = f"this machine has no Slurm, so it is no login node of {request.site.name}"
+        why = f"this machine has no Slurm, so it is not a login node of {request.site.name}"
         return [*notes, f"the files and the code that the recipe names are not checked: {why}"]
     for name, domain in request.recipe.domains.items():
         if domain.task_set is not None:

@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcrl.config.program import DEFAULT_MAX_DISK_MB, DEFAULT_MAX_MEMORY_MB
+from hpcrl.config.program import DEFAULT_MAX_DISK_MB, DEFAULT_MAX_MEMORY_MB, INTERPRETERS
 from hpcrl.envs.base import SAMPLING, TRAINS, ModelAccess, TaskFields, check_program_choices
 from hpcrl.envs.isolation.images import ImageCache, is_remote, open_image
 from hpcrl.envs.isolation.program_launcher import ProgramLaunch, ProgramResult
@@ -46,7 +46,6 @@ from hpcrl.envs.isolation.sandbox import (
 )
 from hpcrl.envs.isolation.supervisor import EpisodeOutcome, EpisodeStages, Stage
 from hpcrl.envs.program_files import (
-    INTERPRETERS,
     ProgramProblem,
     find_command_problems,
     find_path_problem,
@@ -589,7 +588,7 @@ def _expand_command(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def _expand_text(path: str) -> str:
-    """Expand `~` and variables; the name of an image of a registry is no path, and stays as it is written."""
+    """Expand `~` and variables; an image of a registry stays as it is written."""
     return path if "$" not in path and not path.startswith("~") else str(expand_path(path))
 
 

@@ -28,7 +28,6 @@ from hpcrl.envs.program_files import ProblemJudge
 from hpcrl.envs.task_set import check_task_set
 from hpcrl.errors import ConfigError, EnvFault
 
-
 MAX_CHECKED_TASKS = 20_000
 """To look for a file may take half a millisecond on a large file system."""
 

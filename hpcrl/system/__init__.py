@@ -2,7 +2,6 @@
 
 files       files that are complete or absent
 processes   processes that this one started
-mounts      file systems that other machines see
 network     names, addresses, ports
 terminal    text that is safe to print
 exit_codes  why a worker ended

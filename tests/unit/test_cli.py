@@ -322,4 +322,4 @@ def test_what_nodes_may_have_is_a_note(home: Path, tmp_path: Path, monkeypatch: 
 def test_a_plan_elsewhere_says_what_it_did_not_check(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     planned = hpcrl("plan", "code-repair", "--site", "perlmutter", "-s", "site.account=m1")
-    assert "this machine has no Slurm, so it is no login node of perlmutter" in planned.stderr
+    assert "this machine has no Slurm, so it is not a login node of perlmutter" in planned.stderr

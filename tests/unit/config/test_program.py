@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from hpcrl.campaign.lifecycle import load_request
-from hpcrl.campaign.option_paths import resolve_options
-from hpcrl.config.program import AGENT_PROGRAM
+from hpcrl.config.program import AGENT_PROGRAM, resolve_options
 
 
 @pytest.fixture
