@@ -14,6 +14,7 @@ hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_c
 hypothesis.settings.load_profile("untimed")
 
 LEFTOVERS = pytest.StashKey[LeftoverCheck]()
+IN_CI = bool(os.environ.get("CI"))
 MUST_RUN_IN_CI = ("mpi", "slurm", "vllm")
 
 
@@ -57,14 +58,18 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Show what was left; fail in CI if a whole suite was skipped or a module could not be imported."""
+    """Show what was left; fail in CI on that, and if a whole suite was skipped or a module could not be imported."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     left = session.stash[LEFTOVERS].end() if LEFTOVERS in session.stash else []
-    if left and reporter is not None and not campaigns_are_running():
-        reporter.write_line(f"{len(left)} files were left behind, such as {', '.join(left[:4])}", red=True)
-    if not os.environ.get("CI") or reporter is None:
+    failures = []
+    if left and not campaigns_are_running():
+        failures.append(f"{len(left)} files were left behind: {', '.join(left[:8])}")
+    skipped = [r for r in reporter.stats.get("skipped", []) if must_run(r)] if reporter is not None else []
+    if skipped and IN_CI:
+        failures.append(f"{len(skipped)} tests were skipped that CI must run: {skipped[0].nodeid}")
+    if reporter is None:
         return
-    skipped = [r for r in reporter.stats.get("skipped", []) if must_run(r)]
-    if skipped:
-        reporter.write_line(f"{len(skipped)} tests were skipped that CI must run: {skipped[0].nodeid}", red=True)
+    for failure in failures:
+        reporter.write_line(failure, red=True)
+    if failures and IN_CI:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

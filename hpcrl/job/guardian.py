@@ -25,6 +25,7 @@ from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.files import publish_file
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, wait_for_descendants
 from hpcrl.weights.window.file import unlink_recorded_windows
+from hpcrl.weights.window.shm_cleanup import remove_orphans
 
 CLOSE_GRACE_S = 10.0
 """The time that processes may take to end."""
@@ -92,6 +93,7 @@ def _clean_up(job: JobDir) -> None:
     wait_for_descendants(timeout_s=CLOSE_GRACE_S)
     end_descendants(grace_s=CLOSE_GRACE_S)
     unlink_recorded_windows(job)
+    remove_orphans()
     cancel_reward_jobs(job)
 
 

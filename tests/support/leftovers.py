@@ -3,7 +3,8 @@
 LeftoverCheck  compares what is there before the first of the sessions that run beside each other and after the last
 
 Sessions share a lock file: the one that starts alone notes what is there, the one that ends last compares. So none is
-blamed for what another still uses, and what any of them left is found.
+blamed for what another still uses, and what any of them left is found. What a killed keeper recorded is removed first,
+as the next step on that node would.
 """
 
 import fcntl
@@ -13,7 +14,9 @@ import re
 import tempfile
 from pathlib import Path
 
-OURS = re.compile(r"psm_|sem\.mp-|hydra_hwloc_xmlfile_|hpcrl-")
+from hpcrl.weights.window.shm_cleanup import remove_orphans
+
+OURS = re.compile(r"psm_|sem\.mp-|hydra_hwloc_xmlfile_|hpcrl-|vllm-|pymp-")
 
 
 class LeftoverCheck:
@@ -33,6 +36,7 @@ class LeftoverCheck:
         try:
             if not self._is_alone():
                 return []
+            remove_orphans()
             before = json.loads(os.pread(self._fd, os.fstat(self._fd).st_size, 0) or b"[]")
             return sorted(self._names().difference(before))
         finally:

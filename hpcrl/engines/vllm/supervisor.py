@@ -18,8 +18,6 @@ from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendan
 from hpcrl.weights.window.shm_cleanup import SegmentLedger, remove_orphans
 
 END_GRACE_S = 5.0
-MIN_LOOK_INTERVAL_S, MAX_LOOK_INTERVAL_S, LOOK_INTERVAL_FACTOR = 1.0, 60.0, 1.2
-"""The interval between looks at the shared memory of the server's processes: at first, at most, and its growth."""
 
 
 def main(parent: int, command: list[str]) -> int:
@@ -37,22 +35,11 @@ def main(parent: int, command: list[str]) -> int:
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, forward)
     ledger = SegmentLedger()
-    code = _wait_for_end(child, ledger)
+    code = ledger.wait(child)
     ledger.record(list_descendants())
     end_descendants(grace_s=END_GRACE_S)
     ledger.clear()
     return encode_exit_code(code)
-
-
-def _wait_for_end(child: "subprocess.Popen[bytes]", ledger: SegmentLedger) -> int:
-    """Wait for the exit code; meanwhile record the shared memory of the process and its descendants."""
-    interval_s = MIN_LOOK_INTERVAL_S
-    while True:
-        try:
-            return child.wait(interval_s)
-        except subprocess.TimeoutExpired:
-            ledger.record(list_descendants())
-            interval_s = min(LOOK_INTERVAL_FACTOR * interval_s, MAX_LOOK_INTERVAL_S)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A step's command leaves nothing in the shared memory of its node, also when its processes are killed."""
+"""A step leaves nothing in the shared memory and the temporary folder of its node, also when processes are killed."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ SHARED_MEMORY = Path("/dev/shm")
 HOLD_SEMAPHORES = """
 import multiprocessing, os, signal, sys, time
 semaphore = multiprocessing.get_context("spawn").Semaphore()
-print(semaphore._semlock.name, flush=True)
+print(semaphore._semlock.name, os.environ["TMPDIR"], flush=True)
 time.sleep(60)
 """
 
@@ -20,19 +20,50 @@ def read_children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_semaphores_of_a_killed_command_are_removed(tmp_path: Path) -> None:
+def start_step(tmp_path: Path) -> tuple["subprocess.Popen[str]", Path, Path]:
+    """Start a step and wait until its ledger names its semaphore; return the step, the semaphore and the scratch."""
     command = [sys.executable, "-m", "hpcrl.job.step", str(tmp_path / "end"), sys.executable, "-c", HOLD_SEMAPHORES]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as step:
-        assert step.stdout is not None
-        semaphore = SHARED_MEMORY / f"sem.{step.stdout.readline().strip().lstrip('/')}"
-        assert semaphore.exists()
-        deadline = time.monotonic() + 30
-        while not list(SHARED_MEMORY.glob(f"hpcrl-{os.getuid()}-ledger-{step.pid}-*")):
-            assert time.monotonic() < deadline, "the step records what its processes have mapped"
-            time.sleep(0.05)
-        [child] = read_children(step.pid)
-        for pid in (*read_children(child), child):  # with the tracker, which would remove it
-            os.kill(pid, signal.SIGKILL)
+    step = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert step.stdout is not None
+    name, scratch = step.stdout.readline().split()
+    semaphore = SHARED_MEMORY / f"sem.{name.lstrip('/')}"
+    assert semaphore.exists()
+    deadline = time.monotonic() + 30
+    while not any(semaphore.name in ledger.read_text() for ledger in list_ledgers(step.pid)):
+        assert time.monotonic() < deadline, "the step records what its processes have mapped"
+        time.sleep(0.05)
+    return step, semaphore, Path(scratch)
+
+
+def list_ledgers(pid: int) -> list[Path]:
+    return list(SHARED_MEMORY.glob(f"hpcrl-{os.getuid()}-ledger-{pid}-*"))
+
+
+def kill_with_children(pid: int) -> None:
+    """Kill a step's command with multiprocessing's tracker, which would remove the semaphore."""
+    for below in (*read_children(pid), pid):
+        os.kill(below, signal.SIGKILL)
+
+
+def test_semaphores_of_a_killed_command_are_removed(tmp_path: Path) -> None:
+    step, semaphore, scratch = start_step(tmp_path)
+    with step:
+        kill_with_children(read_children(step.pid)[0])
         assert step.wait(30) == 128 + signal.SIGKILL
     assert not semaphore.exists()
-    assert not list(SHARED_MEMORY.glob(f"hpcrl-{os.getuid()}-ledger-{step.pid}-*"))
+    assert not scratch.exists()
+    assert not list_ledgers(step.pid)
+
+
+def test_what_a_killed_step_leaves_is_removed_by_the_next_step(tmp_path: Path) -> None:
+    step, semaphore, scratch = start_step(tmp_path)
+    [child] = read_children(step.pid)
+    below = read_children(child)
+    with step:
+        for pid in (*below, step.pid, child):
+            os.kill(pid, signal.SIGKILL)
+    assert (semaphore.exists(), scratch.exists(), len(list_ledgers(step.pid))) == (True, True, 1)
+    subprocess.run([sys.executable, "-m", "hpcrl.job.step", str(tmp_path / "end"), "true"], check=True, timeout=60)
+    assert not semaphore.exists()
+    assert not scratch.exists()
+    assert not list_ledgers(step.pid)
