@@ -142,7 +142,7 @@ def _vllm(model: Path) -> AbstractAsyncContextManager[StreamingGenerator]:
 
     launch = VllmLaunch(model=model, log=model.parent / "vllm.log", dtype="float32", max_model_len=512)
     run = CampaignDir(model.parent)
-    return VllmEngine(launch, place=WorkerPlace(run, run.job(0), "here"))
+    return VllmEngine(launch, place=WorkerPlace(run.job(0), "here"))
 
 
 async def _compared(engine: StreamingGenerator, template: ChatTemplate, *, rounds: int) -> tuple[float, float]:

@@ -68,7 +68,7 @@ async def _measure(root: Path, *, rounds: int) -> list[Figure]:
     launch = VllmLaunch(
         model=run.model, log=job.log("vllm"), dtype="float32", extra_args=("--enforce-eager", "--block-size", "32")
     )
-    place = WorkerPlace(run, job, "here")
+    place = WorkerPlace(job, "here")
     ours, theirs, copies, alone = [], [], [], []
     try:
         async with VllmEngine(launch, place=place) as engine:

@@ -133,7 +133,7 @@ def preview_script(request: CampaignRequest, *, name: str) -> str:
     """Return the batch script for `hpcrl plan`; submission only fills in the campaign's path."""
     campaign = CampaignDir(directory.show_campaigns_root(request.site) / name)
     return make_batch_script(
-        request.plan, campaign=campaign, job=0, python=choose_python(request.site), exports=_shell_exports().items()
+        request.plan, job=campaign.job(0), python=choose_python(request.site), exports=_shell_exports().items()
     )
 
 
@@ -283,14 +283,15 @@ def resume(name: str) -> CampaignDir:
         plan=_read_struct(campaign.plan, Plan),
     )
     last = directory.list_jobs(campaign)[-1]
-    _refuse_while_alive(campaign, last, request.site)
+    _refuse_while_alive(last, request.site)
     remove_path(campaign.stop)
     _start_job(campaign, request, number=last.number + 1)
     return campaign
 
 
-def _refuse_while_alive(campaign: CampaignDir, job: JobDir, site: Site) -> None:
+def _refuse_while_alive(job: JobDir, site: Site) -> None:
     """Raise if the last job may still run: two jobs at once would train twice on the same trajectories."""
+    campaign = job.campaign
     outcome = read_json(job.outcome)["outcome"] if job.outcome.exists() else None
     if outcome == "done":
         raise CampaignError(f"campaign {campaign.name!r} is done: there is nothing to resume")
@@ -316,7 +317,7 @@ def stop_gracefully(name: str) -> str:
         return ended
     job, site = _request_stop(campaign)
     if site.scheduler == "slurm" and _job_state(job, site) == "queued":
-        return _end_job(campaign, job, site)
+        return _end_job(job, site)
     hint = f"`hpcrl monitor {campaign.name}` shows it"
     return f"campaign {campaign.name} is stopping: it makes a checkpoint and ends ({hint})"
 
@@ -324,7 +325,7 @@ def stop_gracefully(name: str) -> str:
 def stop_now(name: str) -> str:
     """End a campaign without a checkpoint. Return a message."""
     campaign = directory.find_campaign(name)
-    return _describe_end(campaign) or _end_job(campaign, *_request_stop(campaign))
+    return _describe_end(campaign) or _end_job(*_request_stop(campaign))
 
 
 def _describe_end(campaign: CampaignDir) -> str | None:
@@ -356,8 +357,9 @@ def _request_stop(campaign: CampaignDir) -> tuple[JobDir, Site]:
     return last, site
 
 
-def _end_job(campaign: CampaignDir, job: JobDir, site: Site) -> str:
+def _end_job(job: JobDir, site: Site) -> str:
     """End a job without a checkpoint: interrupt it, and cancel it by its recorded id if it does not end."""
+    campaign = job.campaign
     resumable = f"`hpcrl resume {campaign.name}` continues from the last checkpoint"
     if _job_state(job, site) == "running":
         slurm.interrupt_job(read_submission(job), site=site)
@@ -454,7 +456,7 @@ def _job_state(job: JobDir, site: Site) -> str:
 def _start_job(campaign: CampaignDir, request: CampaignRequest, *, number: int) -> None:
     job = _make_job_dir(campaign, number)
     try:
-        script = make_job_script(request.plan, campaign=campaign, job=number, site=request.site)
+        script = make_job_script(request.plan, job=job, site=request.site)
         slurm.submit_job(script, job=job, site=request.site)
     except BaseException:
         remove_path(job.root)

@@ -179,8 +179,16 @@ class JobDir:
     root: Path
 
     @property
+    def campaign(self) -> CampaignDir:
+        return CampaignDir(self.root.parents[1])
+
+    @property
     def number(self) -> int:
         return int(self.root.name)
+
+    @property
+    def next_job(self) -> "JobDir":
+        return self.campaign.job(self.number + 1)
 
     @property
     def script(self) -> Path:

@@ -1,7 +1,7 @@
 """The identity of a worker, as frozen records that are passed as one parameter.
 
 EnvWorkerId    the index of an env worker
-WorkerPlace    the campaign, the job and the node
+WorkerPlace    the job, which knows its campaign, and the node
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,11 @@ class EnvWorkerId:
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The campaign and job of a process, and the node that it runs on."""
+    """The job of a process, and the node that it runs on."""
 
-    campaign: CampaignDir
     job: JobDir
     node: str
+
+    @property
+    def campaign(self) -> CampaignDir:
+        return self.job.campaign

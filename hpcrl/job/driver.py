@@ -58,7 +58,7 @@ POLL_INTERVAL_S = 0.1
 def main() -> int:
     """Turn the batch script's process into the guardian and run the driver in a child."""
     campaign, number = CampaignDir(Path(sys.argv[1])), int(sys.argv[2])
-    place = WorkerPlace(campaign, campaign.job(number), current_node())
+    place = WorkerPlace(campaign.job(number), current_node())
     return run_guarded(lambda outcome_fd: _drive_job(place, outcome_fd=outcome_fd), place)
 
 
@@ -136,7 +136,7 @@ class JobDriver:
         from hpcrl.job.runtime import JobRuntime  # it imports parsl: only here, and late
 
         if self.job.chain_marker.exists() and (
-            known_outcome := next_job.campaign_outcome(self.campaign, self.campaign.job(self.job.number - 1))
+            known_outcome := next_job.campaign_outcome(self.campaign.job(self.job.number - 1))
         ):
             return known_outcome
         self.end_requests.listen()

@@ -34,13 +34,15 @@ FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 def run_guarded(drive: Callable[[int], int], place: WorkerPlace) -> int:
     """Run `drive` in a child, which writes its outcome to the given descriptor; return the exit code of the job."""
-    campaign, job = place.campaign, place.job
+    job = place.job
     adopt_orphans()
     outcome_fd, driver_end = os.pipe()
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)  # until they can be forwarded
     driver = os.fork()
     if driver == 0:
         os.close(outcome_fd)
         die_with_parent()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         os._exit(drive(driver_end))
     os.close(driver_end)
     code = _wait_for_driver(driver)
@@ -48,8 +50,8 @@ def run_guarded(drive: Callable[[int], int], place: WorkerPlace) -> int:
     reported = os.read(outcome_fd, 1 << 16)  # no process holds the other end any more
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
     publish_file(job.outcome, reported or _encode_outcome("failed", f"the driver {how}"))
-    if next_job.campaign_outcome(campaign, job) is not None:
-        _try_cleanup(lambda: next_job.cancel_next_job(campaign, job))
+    if next_job.campaign_outcome(job) is not None:
+        _try_cleanup(lambda: next_job.cancel_next_job(job))
     return encode_exit_code(code)
 
 
@@ -81,6 +83,7 @@ def _wait_for_driver(driver: int) -> int:
 
     for sig in FORWARDED_SIGNALS:
         signal.signal(sig, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
     _, status = os.waitpid(driver, 0)
     for sig in FORWARDED_SIGNALS:
         signal.signal(sig, signal.SIG_IGN)  # the job is already ending

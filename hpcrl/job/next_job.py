@@ -30,22 +30,20 @@ JobOutcome = Literal["done", "failed", "stopped", "drained"]
 """The ways a job ends; only a campaign whose last job drained has more to do."""
 
 
-def queue_next_job(campaign: CampaignDir, job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> str | None:
+def queue_next_job(job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> str | None:
     """Queue the job after `job` and return its id; None if there is one already or no more jobs are allowed.
 
     Raise SlurmError if Slurm refuses it.
     """
     num_left = _count_jobs_left(job, plan)
-    next_job = campaign.job(job.number + 1)
+    next_job = job.next_job
     if num_left < 1 or next_job.root.exists():
         return None
     make_private_dir(next_job.root)
     try:
         make_private_dir(next_job.logs)
         publish_file(next_job.chain_marker, str(num_left - 1))
-        publish_file(
-            next_job.script, make_job_script(plan, campaign=campaign, job=next_job.number, site=site), mode=0o700
-        )
+        publish_file(next_job.script, make_job_script(plan, job=next_job, site=site), mode=0o700)
         id = commands.queue_script(next_job.script, f"--dependency=afterany:{slurm_id}")
     except BaseException:
         remove_path(next_job.root)
@@ -61,7 +59,7 @@ def try_follow(
     if slurm_id is None:
         return
     try:
-        id = queue_next_job(place.campaign, place.job, plan=plan, site=site, slurm_id=slurm_id)
+        id = queue_next_job(place.job, plan=plan, site=site, slurm_id=slurm_id)
     except (SlurmError, OSError) as error:
         emit(FaultReported(what="chain", detail=f"no job follows this one: {error}"))
     else:
@@ -69,12 +67,12 @@ def try_follow(
             emit(NextJobQueued(slurm_id=id, number=place.job.number + 1))
 
 
-def cancel_next_job(campaign: CampaignDir, job: JobDir) -> None:
+def cancel_next_job(job: JobDir) -> None:
     """Cancel the job that waits for `job`, which still runs, and remove its files.
 
     Raise SlurmError if Slurm does not answer.
     """
-    next_job = campaign.job(job.number + 1)
+    next_job = job.next_job
     if not next_job.chain_marker.exists() or next_job.outcome.exists():
         return
     if next_job.submission.exists():
@@ -82,22 +80,22 @@ def cancel_next_job(campaign: CampaignDir, job: JobDir) -> None:
     remove_path(next_job.root)
 
 
-def campaign_outcome(campaign: CampaignDir, job: JobDir) -> tuple[JobOutcome, str] | None:
+def campaign_outcome(job: JobDir) -> tuple[JobOutcome, str] | None:
     """Return the outcome of a campaign whose job `job` has ended; None if another job is to continue it.
 
     A job that failed or was killed is followed only if there is progress: it has made a checkpoint, or, if it could not
     record why it ended, the job before has.
     """
-    if campaign.stop.exists():
+    if job.campaign.stop.exists():
         return "stopped", "a user asked for it (hpcrl stop)"
     recorded = read_json(job.outcome) if job.outcome.exists() else None
     if recorded is not None and recorded["outcome"] != "failed":
         return None if recorded["outcome"] == "drained" else (recorded["outcome"], recorded["reason"])
-    if _has_checkpoint(campaign, job.number):
+    if _has_checkpoint(job.campaign, job.number):
         return None
     if recorded is not None:
         return "failed", recorded["reason"]
-    if not job.chain_marker.exists() or _has_checkpoint(campaign, job.number - 1):
+    if not job.chain_marker.exists() or _has_checkpoint(job.campaign, job.number - 1):
         return None
     return "failed", f"jobs {job.number - 1} and {job.number} ended without an outcome and without a checkpoint"
 

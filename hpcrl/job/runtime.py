@@ -277,9 +277,7 @@ class JobRuntime:
 
         def script(name: str, command: list[str]) -> str:
             command = [*partition, *command]
-            return make_reward_script(
-                self._plan, campaign=self._campaign, job=self._job.number, name=name, command=command
-            )
+            return make_reward_script(self._plan, job=self._job, name=name, command=command)
 
         return JobProvider(reward_jobs, job=self._job, script=script)
 

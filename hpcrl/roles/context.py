@@ -49,7 +49,7 @@ class WorkerContext:
 
     @property
     def place(self) -> WorkerPlace:
-        return WorkerPlace(self.campaign, self.job, current_node())
+        return WorkerPlace(self.job, current_node())
 
     @property
     def role_plan(self) -> RolePlan:

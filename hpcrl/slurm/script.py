@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 
-from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.config.site import Site
 from hpcrl.config.toml import shipped_folder
 from hpcrl.errors import PlanError
@@ -18,25 +18,23 @@ from hpcrl.plan.plan import Plan
 from hpcrl.system.files import read_json
 
 
-def make_batch_script(
-    plan: Plan, *, campaign: CampaignDir, job: int, python: str, exports: Iterable[tuple[str, str]] = ()
-) -> str:
+def make_batch_script(plan: Plan, *, job: JobDir, python: str, exports: Iterable[tuple[str, str]] = ()) -> str:
     """Return the script of one job; a site without a scheduler runs the same text in bash."""
     lines = ["#!/bin/bash"]
     if plan.layout != "local":
-        lines += _make_directives(plan, campaign=campaign, job=job)
+        lines += _make_directives(plan, job=job)
     lines += ["", "set -eu", "umask 077"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in exports]
     if plan.prologue:
         lines += ["", _read_prologue(plan.prologue).rstrip()]
-    driver = [python, "-m", "hpcrl.job.driver", str(campaign.root), str(job)]
+    driver = [python, "-m", "hpcrl.job.driver", str(job.campaign.root), str(job.number)]
     return "\n".join([*lines, "", f"exec {shlex.join(driver)}", ""])
 
 
-def make_job_script(plan: Plan, *, campaign: CampaignDir, job: int, site: Site) -> str:
+def make_job_script(plan: Plan, *, job: JobDir, site: Site) -> str:
     """Return the script of one job of an existing campaign, with the exports of its first submission."""
-    exports = read_json(campaign.manifest)["exports"].items()
-    return make_batch_script(plan, campaign=campaign, job=job, python=choose_python(site), exports=exports)
+    exports = read_json(job.campaign.manifest)["exports"].items()
+    return make_batch_script(plan, job=job, python=choose_python(site), exports=exports)
 
 
 def choose_python(site: Site) -> str:
@@ -44,12 +42,12 @@ def choose_python(site: Site) -> str:
     return site.python or sys.executable
 
 
-def make_reward_script(plan: Plan, *, campaign: CampaignDir, job: int, name: str, command: Sequence[str]) -> str:
+def make_reward_script(plan: Plan, *, job: JobDir, name: str, command: Sequence[str]) -> str:
     """Return the script of one reward job. Slurm must not requeue it when it is preempted: the driver replaces it."""
     assert plan.reward_jobs is not None
-    log = str(campaign.job(job).log(name)).replace("%", "%%")
+    log = str(job.log(name)).replace("%", "%%")
     flags = [
-        f"--job-name=hpcrl-{campaign.name}-reward",
+        f"--job-name=hpcrl-{job.campaign.name}-reward",
         f"--time={_format_walltime(plan.reward_jobs.walltime_min)}",
         "--export=ALL",
     ]
@@ -60,10 +58,11 @@ def make_reward_script(plan: Plan, *, campaign: CampaignDir, job: int, name: str
     return "\n".join([*lines, "", f"exec {shlex.join(command)}", ""])
 
 
-def _make_directives(plan: Plan, *, campaign: CampaignDir, job: int) -> list[str]:
+def _make_directives(plan: Plan, *, job: JobDir) -> list[str]:
     """Return the #SBATCH lines: a block for each component, or one for all; the first block sets the output file."""
-    log = str(campaign.job(job).log("batch")).replace("%", "%%")
-    shared = [f"--job-name=hpcrl-{campaign.name}", f"--time={_format_walltime(plan.cost.walltime_min)}", "--export=ALL"]
+    log = str(job.log("batch")).replace("%", "%%")
+    name = job.campaign.name
+    shared = [f"--job-name=hpcrl-{name}", f"--time={_format_walltime(plan.cost.walltime_min)}", "--export=ALL"]
     shared.append(f"--signal=B:USR2@{int(plan.drain_s)}")
     if plan.survive_node_loss:
         shared.append("--no-kill")

@@ -34,7 +34,7 @@ def test_there_are_recipes_and_sites() -> None:
 def test_plan_and_script_are_as_recorded(recipe: str, site: str) -> None:
     plan = make_plan(load_recipe(recipe), load_site(site, settings=ACCOUNTS.get(site, ())))
     run = CampaignDir(Path(f"/scratch/someone/hpcrl/{recipe}-1"))
-    script = make_batch_script(plan, campaign=run, job=0, python="/opt/hpcrl/bin/python")
+    script = make_batch_script(plan, job=run.job(0), python="/opt/hpcrl/bin/python")
     made = {f"{recipe}.{site}.json": plan.to_json().decode(), f"{recipe}.{site}.sh": script}
     if os.environ.get("HPCRL_UPDATE_GOLDEN"):
         GOLDEN.mkdir(exist_ok=True)

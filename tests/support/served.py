@@ -78,7 +78,7 @@ class Place:
             self.do(stack.aclose())
 
     async def _start(self, stack: AsyncExitStack, names: tuple[str, ...]) -> list[Behind]:
-        place = WorkerPlace(self.run, self.job, "here")
+        place = WorkerPlace(self.job, "here")
         engines = [VllmEngine(self.launch(name), place=place) for name in names]
         await asyncio.gather(*(stack.enter_async_context(engine) for engine in engines))
         found = []

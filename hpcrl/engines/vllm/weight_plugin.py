@@ -175,7 +175,7 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
 
     def _open_source(self, info: VersionInitInfo) -> WeightSource:
         run = CampaignDir(Path(info.campaign))
-        place = WorkerPlace(run, run.job(info.job), info.node)
+        place = WorkerPlace(run.job(info.job), info.node)
         if self._source is None or self._source[0] != place:
             self._source = place, open_source(place)
         return self._source[1]

@@ -173,7 +173,7 @@ def _parse_settings(arguments: list[str]) -> CourierSettings:
     given = parser.parse_args(arguments)
     campaign = CampaignDir(given.campaign)
     return CourierSettings(
-        here=WorkerPlace(campaign, campaign.job(given.job), current_node()),
+        here=WorkerPlace(campaign.job(given.job), current_node()),
         nodes=tuple(given.nodes.split(",")),
         sources=tuple(given.sources.split(",")),
         transport_name=given.wire,

@@ -18,7 +18,7 @@ from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.job.guardian import run_guarded, send_outcome
 
 campaign = CampaignDir(Path(sys.argv[1]))
-place = WorkerPlace(campaign, campaign.job(0), "node0")
+place = WorkerPlace(campaign.job(0), "node0")
 
 def drive(outcome_fd):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

@@ -181,7 +181,7 @@ def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_a
     pytest.importorskip("wandb")
     trainer(run).emit(StepFinished(step=1, reward_mean=0.5))
     faults = []
-    place = WorkerPlace(run, run.job(0), "here")
+    place = WorkerPlace(run.job(0), "here")
     reporter = MetricsProcess(place, metrics=WANTED, emit=faults.append)
     reporter.keep_running()
     until((run.metrics / "read.json").exists, what="the reader has read", timeout_s=240)
@@ -196,7 +196,7 @@ def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_a
 
 def test_a_reader_that_always_fails_is_restarted_a_few_times_only(run):
     faults = []
-    place = WorkerPlace(run, run.job(0), "here")
+    place = WorkerPlace(run.job(0), "here")
     reporter = MetricsProcess(place, metrics=WANTED, emit=lambda fault: faults.append(fault.detail))
     run.recipe.write_text("{}")  # it cannot even read what it is asked to do
 

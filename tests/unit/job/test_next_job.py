@@ -45,7 +45,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def follow(run: CampaignDir, number: int, asked: lifecycle.CampaignRequest) -> str | None:
-    return next_job.queue_next_job(run, run.job(number), plan=asked.plan, site=asked.site, slurm_id="4711")
+    return next_job.queue_next_job(run.job(number), plan=asked.plan, site=asked.site, slurm_id="4711")
 
 
 def ended(run: CampaignDir, number: int, outcome: str, reason: str = "so it is") -> JobDir:
@@ -72,7 +72,7 @@ def test_jobs_follow_one_another_up_to_the_number_in_the_recipe(
 
 def test_a_queued_job_is_reported_once(run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest) -> None:
     reported: list[CampaignEvent] = []
-    place = WorkerPlace(run, run.job(0), "node0")
+    place = WorkerPlace(run.job(0), "node0")
     for _ in range(2):
         next_job.try_follow(place, plan=asked.plan, site=asked.site, slurm_id="4711", emit=reported.append)
     (queued,) = reported
@@ -95,17 +95,17 @@ def test_a_refused_job_leaves_nothing_and_may_be_tried_again(
 def test_a_waiting_job_is_cancelled_and_its_files_removed(
     run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest
 ) -> None:
-    next_job.cancel_next_job(run, run.job(0))
+    next_job.cancel_next_job(run.job(0))
     assert not (slurm / "calls").exists()
     follow(run, 0, asked)
-    next_job.cancel_next_job(run, run.job(0))
+    next_job.cancel_next_job(run.job(0))
     assert (slurm / "calls").read_text().endswith("scancel 4712\n")
     assert run.job_numbers() == [0]
 
 
 def test_a_job_that_a_user_submitted_is_never_cancelled(run: CampaignDir, slurm: Path) -> None:
     lifecycle._make_job_dir(run, 1)
-    next_job.cancel_next_job(run, run.job(0))
+    next_job.cancel_next_job(run.job(0))
     assert run.job_numbers() == [0, 1]
     assert not (slurm / "calls").exists()
 
@@ -125,23 +125,23 @@ def test_a_campaign_continues_if_there_is_more_to_do_and_progress(
 ) -> None:
     if with_checkpoint:
         checkpointed(run, 0)
-    found = next_job.campaign_outcome(run, ended(run, 0, outcome))
+    found = next_job.campaign_outcome(ended(run, 0, outcome))
     assert found == (None if ends is None else (ends, "so it is"))
 
 
 def test_jobs_that_are_killed_are_followed_until_two_in_a_row_made_no_checkpoint(run: CampaignDir) -> None:
-    assert next_job.campaign_outcome(run, run.job(0)) is None
+    assert next_job.campaign_outcome(run.job(0)) is None
     make_private_dir(run.job(1).root)
-    assert next_job.campaign_outcome(run, run.job(1)) is None, "a user submitted it, and may have fixed the cause"
+    assert next_job.campaign_outcome(run.job(1)) is None, "a user submitted it, and may have fixed the cause"
     run.job(1).chain_marker.write_text("1")
-    assert next_job.campaign_outcome(run, run.job(1)) == (
+    assert next_job.campaign_outcome(run.job(1)) == (
         "failed",
         "jobs 0 and 1 ended without an outcome and without a checkpoint",
     )
     checkpointed(run, 0)
-    assert next_job.campaign_outcome(run, run.job(1)) is None
+    assert next_job.campaign_outcome(run.job(1)) is None
     run.stop.touch()
-    assert next_job.campaign_outcome(run, run.job(1)) == ("stopped", "a user asked for it (hpcrl stop)")
+    assert next_job.campaign_outcome(run.job(1)) == ("stopped", "a user asked for it (hpcrl stop)")
 
 
 def test_a_job_that_starts_with_nothing_to_do_ends_at_once(run: CampaignDir) -> None:

@@ -175,9 +175,7 @@ def test_a_site_without_one_falls_back_to_spare_cores_and_reports_it():
 
 def test_a_reward_job_is_one_node_and_is_not_requeued(tmp_path):
     plan = make_plan(load_recipe("quickstart", settings=ELASTIC), load_site("lab"))
-    text = make_reward_script(
-        plan, campaign=CampaignDir(tmp_path / "c"), job=0, name="r", command=["python", "-m", "a b"]
-    )
+    text = make_reward_script(plan, job=CampaignDir(tmp_path / "c").job(0), name="r", command=["python", "-m", "a b"])
     assert "#SBATCH --no-requeue\n" in text
     assert "#SBATCH --nodes=1\n" in text
     assert text.endswith("exec python -m 'a b'\n")

@@ -229,7 +229,7 @@ def test_a_compromise_for_one_partition_is_a_fallback() -> None:
 
 def test_one_allocation_has_the_nodes_of_all_roles_and_the_largest_need_per_node() -> None:
     made = plan("resources.decode.gpus_per_worker=2", "resources.train.mem_gib_per_worker=9", site="lab-hetstep")
-    script = make_batch_script(made, campaign=CampaignDir(Path("/c/x")), job=0, python="python")
+    script = make_batch_script(made, job=CampaignDir(Path("/c/x")).job(0), python="python")
     asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"--nodes=4", "--cpus-per-task=3", "--mem=9G", "--gres=gpu:h100:2", "--partition=h100"} <= set(asked)
     assert "hetjob" not in asked
@@ -294,7 +294,7 @@ def test_to_survive_node_loss_every_role_has_two_nodes_of_one_allocation() -> No
     roomy = "site.partitions.h100.max_nodes=8"
     made = plan("job.survive_node_loss=true", roomy, site="lab-hetstep")
     assert [component.nodes for component in made.components] == [2, 2, 2, 2]
-    script = make_batch_script(made, campaign=CampaignDir(Path("/c/x")), job=0, python="python")
+    script = make_batch_script(made, job=CampaignDir(Path("/c/x")).job(0), python="python")
     assert script.count("--no-kill") == script.count("--nodes=8") == 1
     assert "h100 allows 4 nodes" in refused("job.survive_node_loss=true", site="lab-hetstep")
 
@@ -309,7 +309,7 @@ def test_workers_are_sized_for_the_gpus_of_the_one_partition() -> None:
 def test_to_survive_node_loss_every_component_has_two_nodes() -> None:
     made = plan("job.survive_node_loss=true")
     assert all(component.nodes == 2 for component in made.components)
-    script = make_batch_script(made, campaign=CampaignDir(Path("/c/x")), job=0, python="python")
+    script = make_batch_script(made, job=CampaignDir(Path("/c/x")).job(0), python="python")
     assert script.count("--no-kill") == len(made.components)
 
 
@@ -336,7 +336,7 @@ def test_a_thousand_node_recipe_is_planned() -> None:
 
 def test_a_path_with_spaces_and_quotes_is_quoted_in_the_script() -> None:
     run = CampaignDir(Path('/scratch/my runs/it\'s 100% "new"'))
-    script = make_batch_script(plan(), campaign=run, job=0, python="/opt/my python/bin/python")
+    script = make_batch_script(plan(), job=run.job(0), python="/opt/my python/bin/python")
     assert '--output="/scratch/my runs/it\'s 100%% \\"new\\"/jobs/000/logs/batch.log"' in script
     assert "exec '/opt/my python/bin/python'" in script
 

@@ -92,7 +92,7 @@ def launched(connector: str | None, root: Path) -> VllmLaunch:
     run = CampaignDir(root)
     role = make_plan(load_recipe("quickstart-vllm"), load_site("lab")).role("decode")
     inference = InferenceConfig(kv_connector=connector)
-    place = WorkerPlace(run, run.job(0), "here")
+    place = WorkerPlace(run.job(0), "here")
     return make_vllm_launch(EngineConfig(), role=role, inference=inference, place=place, log=HERE, host="127.0.0.1")
 
 

@@ -49,7 +49,7 @@ def launch(tmp_path: Path, scratch: Path, tiny_model_dir: Path, monkeypatch: pyt
 def with_engine(launch: VllmLaunch, body: Callable[[VllmEngine], Awaitable[Any]]) -> Any:
     async def run() -> Any:
         run = CampaignDir(Path("/none"))
-        async with VllmEngine(launch, place=WorkerPlace(run, run.job(0), "n")) as engine:
+        async with VllmEngine(launch, place=WorkerPlace(run.job(0), "n")) as engine:
             return await body(engine)
 
     return asyncio.run(run())
