@@ -27,7 +27,7 @@ from hpcrl.campaign import directory
 from hpcrl.campaign.model_check import MISSING_PACKAGE
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
 from hpcrl.config.program import resolve_options
-from hpcrl.config.recipe import Recipe, TeacherConfig, load_recipe
+from hpcrl.config.recipe import ModelConfig, Recipe, TeacherConfig, load_recipe
 from hpcrl.config.site import Site, load_site
 from hpcrl.config.toml import LayeredTable, find_toml, to_struct
 from hpcrl.envs.program_files import ProblemJudge
@@ -51,6 +51,7 @@ from hpcrl.system.files import (
 from hpcrl.system.processes import is_alive
 
 T = TypeVar("T", bound=msgspec.Struct)
+M = TypeVar("M", bound=ModelConfig)
 CHECK_TIMEOUT_S = 120
 MODEL_CHECK_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 30.0
@@ -106,11 +107,13 @@ def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
         for name, options in recipe.evaluation.options.items()
     }
     evaluation = msgspec.structs.replace(recipe.evaluation, options=evaluated)
-    model = msgspec.structs.replace(
-        recipe.model,
-        path=recipe.model.path and str(expand_path(recipe.model.path).absolute()),
-        chat_template=recipe.model.chat_template and resolve(recipe.model.chat_template),
-    )
+
+    def resolve_model(model: M) -> M:
+        path, template = model.path, model.chat_template
+        return msgspec.structs.replace(
+            model, path=path and str(expand_path(path).absolute()), chat_template=template and resolve(template)
+        )
+
     warmup = recipe.warmup and msgspec.structs.replace(recipe.warmup, path=resolve_all(recipe.warmup.path))
     teacher = recipe.teacher and TeacherConfig(path=str(expand_path(recipe.teacher.path).absolute()))
     nodes = {
@@ -118,14 +121,16 @@ def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
         for name, node in recipe.train.pipeline.items()
     }
     train = msgspec.structs.replace(recipe.train, pipeline=nodes)
+    judges = {name: resolve_model(judge) for name, judge in recipe.judge.items()}
     return msgspec.structs.replace(
         recipe,
-        model=model,
+        model=resolve_model(recipe.model),
         domains=domains,
         evaluation=evaluation,
         train=train,
         warmup=warmup,
         teacher=teacher,
+        judge=judges,
     )
 
 
@@ -214,7 +219,8 @@ def check_model(request: CampaignRequest) -> str:
     path = request.recipe.model.path
     if path is not None and not is_directory(Path(path)):
         return f"model.path = {path!r} is not on this machine, so the model is not checked"
-    if path is None and request.recipe.model.chat_template is None and request.recipe.teacher is None:
+    recipe = request.recipe
+    if path is None and recipe.model.chat_template is None and recipe.teacher is None and not recipe.judge:
         return ""
     command = [choose_python(request.site), "-m", "hpcrl.campaign.model_check"]
     try:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.config.recipe import DomainConfig, Recipe
+from hpcrl.config.recipe import DomainConfig, JudgeConfig, Recipe
 from hpcrl.config.toml import suggest_name
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError, HpcrlError
@@ -51,6 +51,8 @@ def check_model(recipe: Recipe) -> None:
     from hpcrl.models.model_config import read_context_length, read_model_config
 
     _check_teacher(recipe)
+    for name, judge in recipe.judge.items():
+        _check_judge(f"judge.{name}", judge)
     if recipe.model.path is None:
         if recipe.model.chat_template is not None:
             raise ConfigError("model.chat_template needs model.path: a tiny model has a template already")
@@ -72,15 +74,17 @@ def check_model(recipe: Recipe) -> None:
             raise
 
 
-def _check_template_kwargs(kwargs: Mapping[str, Any], variables: list[str], *, source: Path) -> None:
+def _check_template_kwargs(
+    kwargs: Mapping[str, Any], variables: list[str], *, source: Path, table: str = "model"
+) -> None:
     """Raise ConfigError for a variable that hpcrl sets itself, or that the template never reads."""
     known = [name for name in variables if name not in SET_VARIABLES and not name.endswith("_token")]
     for name in kwargs:
         if name in SET_VARIABLES:
-            raise ConfigError(f"model.chat_template_kwargs.{name}: each conversation has its own {name}: remove it")
+            raise ConfigError(f"{table}.chat_template_kwargs.{name}: each conversation has its own {name}: remove it")
         if name not in variables:
             raise ConfigError(
-                f"model.chat_template_kwargs.{name}: the chat template of {source} never reads it: "
+                f"{table}.chat_template_kwargs.{name}: the chat template of {source} never reads it: "
                 f"{suggest_name(name, known)}it reads {', '.join(known) or 'no variable that can be set'}"
             )
 
@@ -129,6 +133,38 @@ def _check_teacher(recipe: Recipe) -> None:
             f"teacher.path = {str(path)!r} has another vocabulary than model.path ({len(known)} and {len(taught)} "
             f"tokens; {example!r} is {known.get(example)} and {taught.get(example)}): a teacher scores the model's "
             "tokens, so choose one of the same family"
+        )
+
+
+def _check_judge(table: str, judge: JudgeConfig) -> None:
+    """Check a judge's model; a reward model, which generates nothing, is for vLLM only."""
+    from hpcrl.models.chat_layout import load_chat_template
+    from hpcrl.models.jinja_template import list_variables
+    from hpcrl.models.model_config import read_model_config
+
+    if judge.path is None:
+        if judge.chat_template is not None:
+            raise ConfigError(f"{table}.chat_template needs {table}.path: a tiny model has a template already")
+        return
+    path = Path(judge.path)
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{table}.path = {str(path)!r} is not a model directory: it has no config.json")
+    try:
+        fields = read_model_config(path / "config.json").fields
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path / 'config.json'} is not a model's configuration: {error}") from error
+    names = fields.get("architectures") or []
+    generates = not names or any(str(name).endswith(GENERATING_MODELS) for name in names)
+    if not generates and judge.engine.backend != "vllm":
+        raise ConfigError(
+            f"{table}.path = {judge.path!r} is a {', '.join(map(str, names))}, which generates no text: set "
+            f'{table}.engine.backend = "vllm", which serves reward models, or choose a model whose architecture ends '
+            f"in {' or '.join(GENERATING_MODELS)}"
+        )
+    if generates and judge.engine.backend != "vllm":
+        template = load_chat_template(path, judge)
+        _check_template_kwargs(
+            judge.chat_template_kwargs, list_variables(template.text), source=template.source, table=table
         )
 
 

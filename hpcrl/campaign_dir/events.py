@@ -312,6 +312,7 @@ FaultSubject = Literal[
     "env-fault",
     "env-paused",
     "evaluation",
+    "judge",
     "metrics",
     "node",
     "policy-fault",

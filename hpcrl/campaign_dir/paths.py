@@ -2,6 +2,7 @@
 
     CampaignDir    the directory of a campaign
     JobDir         the directory of one of its jobs
+    JudgeDir       the directory of one of its judges
     SpoolName, SPOOLS    its spools
     make_worker_name     the name of a worker in events, endpoints, logs and spools
 
@@ -26,6 +27,7 @@ CAMPAIGN/
         kv/: KV from prefill to decode engines, if they have no faster way
     events/: JSON lines, one file a process (hpcrl.campaign_dir.event_log)
     endpoints/: one file an engine worker, 0600 (it contains the token)
+    judges/NAME/: endpoints/ of a judge's engines, as above, and its model/ if that is tiny
     model/: architecture and tokenizer, in the format of transformers
     tasks/: the rows of each domain's task set, and where each row is
     warmup/: the conversations of the warm-up, and the number of its steps that are made
@@ -159,6 +161,9 @@ class CampaignDir:
         """Return the hold files of all env workers."""
         return sorted(self.task_blocks.glob("*-hold.json"))
 
+    def judge(self, name: str) -> "JudgeDir":
+        return JudgeDir(self.root / "judges" / name)
+
     def spool(self, name: str) -> Path:
         return self.root / "spools" / name
 
@@ -170,6 +175,22 @@ class CampaignDir:
         if not self.jobs.is_dir():
             return []
         return sorted(int(path.name) for path in self.jobs.iterdir() if path.name.isdigit())
+
+
+@dataclass(frozen=True)
+class JudgeDir:
+    """The directory of one judge of a campaign."""
+
+    root: Path
+
+    @property
+    def model(self) -> Path:
+        """The model of a judge that is tiny; others are used where they are."""
+        return self.root / "model"
+
+    @property
+    def endpoints(self) -> Path:
+        return self.root / "endpoints"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from hpcrl.config.toml import NAME_PATTERN, USER_CODE_PATTERN, load_table, to_struct
+from hpcrl.config.toml import JUDGE_NAME_PATTERN, NAME_PATTERN, USER_CODE_PATTERN, load_table, to_struct
 from hpcrl.errors import ConfigError
 
 Count = Annotated[int, Meta(ge=1)]
@@ -19,12 +19,15 @@ BetaShare = Annotated[float, Meta(ge=0, lt=1)]
 UserCode = Annotated[str, Meta(pattern=USER_CODE_PATTERN)]
 """`package.module:name`, importable where the workers run."""
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
-RoleName = Literal["env", "prefill", "decode", "reward", "train"]
+JudgeName = Annotated[str, Meta(pattern=JUDGE_NAME_PATTERN)]
+RoleName = str
+"""One of ROLES, or the role of a judge's engines: "judge-NAME"."""
 FailureReward = Annotated[float, Meta(ge=-1e6, le=1e6)] | Literal["score", "fault"]
 """A reward; "score": what the reward function says of the episode as it is; "fault": retried, and never scored."""
 Affinity = Literal["compute", "bandwidth", "cpu"]
 RolloutMode = Literal["async", "one-step-off", "sync"]
 ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "reward", "train")
+JUDGE_ROLE_PREFIX = "judge-"
 
 
 class ConfigTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +85,8 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     """Function that scores a finished trajectory; the default is the sum of the environment's rewards."""
     reward_options: dict[str, Any] = {}
     """Keyword arguments of the reward function."""
+    judges: list[Name] = []
+    """The judges ([judge.NAME]) that its reward function or environment calls: rewards wait while one is not up."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     isolation: Literal["none", "process", "sandbox"] = "none"
@@ -511,6 +516,20 @@ class RewardResources(WorkerResources, frozen=True, kw_only=True):
     mem_gib_per_worker: Annotated[float, Meta(gt=0)] = 1.0
 
 
+class JudgeResources(WorkerResources, frozen=True, kw_only=True):
+    """The resources of a judge's engines."""
+
+    gpus_per_worker: CountOrZero = 1
+    affinity: Affinity = "bandwidth"
+
+
+class JudgeConfig(ModelConfig, frozen=True, kw_only=True):
+    """A second model that is never trained, which reward functions and environments call (docs/environments.md)."""
+
+    engine: EngineConfig = EngineConfig()
+    resources: JudgeResources = JudgeResources()
+
+
 class RoleResources(ConfigTable, frozen=True, kw_only=True):
     """The resources of the five roles; each has its own defaults, also when its table is given in part."""
 
@@ -549,6 +568,7 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
     train: TrainConfig
     warmup: WarmupConfig | None = None
     teacher: TeacherConfig | None = None
+    judge: dict[JudgeName, JudgeConfig] = {}
     evaluation: EvaluationConfig = EvaluationConfig()
     metrics: MetricsConfig = MetricsConfig()
     spool: SpoolConfig = SpoolConfig()
@@ -558,15 +578,34 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
     resources: RoleResources = RoleResources()
     job: JobConfig = JobConfig()
 
+    @property
+    def judge_roles(self) -> list[RoleName]:
+        """The roles of the judges' engines."""
+        return [JUDGE_ROLE_PREFIX + name for name in self.judge]
+
+    def role_resources(self, role: RoleName) -> WorkerResources:
+        """Return the resources of a role, which may be a judge's."""
+        if role.startswith(JUDGE_ROLE_PREFIX):
+            return self.judge[role.removeprefix(JUDGE_ROLE_PREFIX)].resources
+        resources: WorkerResources = getattr(self.resources, role)
+        return resources
+
+
+def name_role_resources(role: RoleName) -> str:
+    """Return the recipe's table of the resources of a role."""
+    judge = role.removeprefix(JUDGE_ROLE_PREFIX)
+    return f"resources.{role}" if judge == role else f"judge.{judge}.resources"
+
 
 def load_recipe(name: str, *, settings: tuple[str, ...] = ()) -> Recipe:
     """Load the recipe with this name or path, with `-s key=value` settings applied."""
     layered = load_table("recipes", name, settings=settings)
     recipe = to_struct(layered, Recipe)
-    if (recipe.model.path is None) == (recipe.model.tiny is None):
-        raise ConfigError(
-            f"{layered.file}: [model] needs either `path` (a model directory) or [model.tiny], and not both"
-        )
+    for table, model in (("model", recipe.model), *((f"judge.{name}", one) for name, one in recipe.judge.items())):
+        if (model.path is None) == (model.tiny is None):
+            raise ConfigError(
+                f"{layered.file}: [{table}] needs either `path` (a model directory) or [{table}.tiny], and not both"
+            )
     return _fill_response_budgets(recipe)
 
 

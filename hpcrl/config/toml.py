@@ -7,7 +7,7 @@ LayeredTable      a table and the files and settings that it was made of
 suggest_name      "did you mean ...? "
 shipped_folder, user_folder, list_known_names    the places and names of recipes and sites
 ConfigKind, TomlTable                            types
-USER_CODE_PATTERN, NAME_PATTERN, PATTERN_MEANINGS, RENAMED_KEYS    what is accepted
+USER_CODE_PATTERN, NAME_PATTERN, JUDGE_NAME_PATTERN, PATTERN_MEANINGS, RENAMED_KEYS    what is accepted
 MAX_DEPTH, MAX_BYTES, MAX_EXTENDS, MIN_INTEGER, MAX_INTEGER        limits
 """
 
@@ -32,9 +32,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 USER_CODE_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+JUDGE_NAME_PATTERN = r"^[a-z][a-z0-9_]{0,31}$"
 PATTERN_MEANINGS = {
     USER_CODE_PATTERN: "`package.module:name`",
     NAME_PATTERN: "a name of at most 64 letters, digits, '_' and '-'",
+    JUDGE_NAME_PATTERN: "a name of at most 32 lower-case letters, digits and '_', as it is part of a variable's name",
 }
 """The meaning of each pattern, for error messages."""
 MAX_DEPTH = 64

@@ -15,6 +15,7 @@ arithmetic      sums
 question        one question a row
 repair          fix a Python function with a tool
 judge           a reward from a language model
+judge_access    how user code calls the judges of its campaign
 gymnasium_text  FrozenLake, Taxi and Blackjack as text
 gem             GEM
 openenv         OpenEnv

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from hpcrl.envs.judge_access import find_judge
 from hpcrl.errors import ConfigError, EnvFault
 from hpcrl.spool.record import Trajectory
 
@@ -30,30 +31,41 @@ async def judge(
     trajectory: Trajectory,
     *,
     text: str,
-    url: str,
-    model: str,
+    judge: str = "",
+    url: str = "",
+    model: str = "",
     rubric: str = RUBRIC,
     highest: float = 10.0,
     key_variable: str = "OPENAI_API_KEY",
     timeout_s: float = 30.0,
     attempts: int = 3,
+    max_tokens: int = 2048,
 ) -> float:
     """Return a model's score of a conversation, from 0 to 1.
 
+    judge         a judge of the campaign ([judge.NAME]), in place of an endpoint elsewhere
     url           of the endpoint, up to and including /v1
+    model         the name of the model there
     highest       the upper end of the model's scale, which starts at 0
+    max_tokens    the most tokens of an answer, thoughts included
     key_variable  the environment variable with the key, if the endpoint needs one
     """
     del trajectory
+    key = os.environ.get(key_variable, "")
+    if judge:
+        url, key, model = find_judge(judge)
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"judge: url = {url!r}: it must start with http:// or https:// and end with /v1")
+        raise ConfigError(
+            f"judge: url = {url!r}: it must start with http:// or https:// and end with /v1, or name a judge"
+        )
     shown = f"<conversation>\n{text[-MAX_TEXT_CHARS:]}\n</conversation>"
     prompt = f"{rubric}\n\n{shown}\n\nAnswer with one number, 0 to {highest:g}."
-    body = {"model": model, "temperature": 0.0, "messages": [{"role": "user", "content": prompt}]}
+    messages = [{"role": "user", "content": prompt}]
+    body = {"model": model, "temperature": 0.0, "max_tokens": max_tokens, "messages": messages}
     problem: Exception | None = None
     for attempt in range(attempts):
         try:
-            answer = await _request_judgement(f"{url}/chat/completions", body, key_variable, timeout_s)
+            answer = await _request_judgement(f"{url}/chat/completions", body, key, timeout_s)
             return read_score(answer, highest=highest)
         except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
             problem = error
@@ -69,8 +81,7 @@ def read_score(answer: str, *, highest: float) -> float:
     return float(numbers[-1]) / highest
 
 
-async def _request_judgement(url: str, body: Mapping[str, Any], key_variable: str, timeout_s: float) -> str:
-    key = os.environ.get(key_variable)
+async def _request_judgement(url: str, body: Mapping[str, Any], key: str, timeout_s: float) -> str:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limit = aiohttp.ClientTimeout(total=timeout_s)
     async with (

@@ -1,4 +1,7 @@
-"""The GPU catalogue (`GPU_CATALOGUE` of `GpuModel`): peak figures of each GPU type, for the planner."""
+"""The GPU catalogue (`GPU_CATALOGUE` of `GpuModel`): peak figures of each GPU type, for the planner.
+
+`DEFAULT_SIMULATED_GPU` is the type that simulated engines imitate on CPUs.
+"""
 
 import msgspec
 
@@ -24,3 +27,5 @@ GPU_CATALOGUE: dict[str, GpuModel] = {
     "h800": GpuModel(bf16_tflops=989, memory_tb_per_s=3.35, memory_gib=80),
     "mi250x-gcd": GpuModel(bf16_tflops=192, memory_tb_per_s=1.6, memory_gib=64),
 }
+
+DEFAULT_SIMULATED_GPU = "h100"

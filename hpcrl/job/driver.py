@@ -178,7 +178,7 @@ class JobDriver:
         next_job.try_follow(self.place, plan=self.plan, site=self.site, slurm_id=self.slurm_id, emit=self.events.emit)
 
     def _start_workers(self, runtime: "JobRuntime") -> None:
-        for role in LONG_LIVED_ROLES:
+        for role in (*LONG_LIVED_ROLES, *self.plan.judge_roles):
             for index in range(self.plan.role(role).num_workers):
                 self.workers.append(LongLivedWorker(role=role, index=index, future=runtime.start_worker(role, index)))
 

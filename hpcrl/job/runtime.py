@@ -105,7 +105,7 @@ class JobRuntime:
     def start(self) -> None:
         """Start the executors; workers connect while the caller continues."""
         logging.getLogger("parsl").setLevel(logging.WARNING)
-        for role in PARSL_ROLES:
+        for role in (*PARSL_ROLES, *self._plan.judge_roles):
             self._executors[role] = self._role_executor(self._plan.role(role))
         if self._plan.reward_jobs is not None:
             self._reward_jobs = self._elastic_provider(self._plan.reward_jobs)

@@ -108,7 +108,7 @@ def _render_curves(snapshot: CampaignSnapshot) -> RenderableType:
 
 def _render_roles(snapshot: CampaignSnapshot) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True, header_style="dim")
-    table.add_column("role", width=8)
+    table.add_column("role", min_width=8, no_wrap=True)
     table.add_column("alive", justify="right", no_wrap=True)
     table.add_column("partition", no_wrap=True, overflow="ellipsis")
     table.add_column("nodes", ratio=1, no_wrap=True, overflow="ellipsis")

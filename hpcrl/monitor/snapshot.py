@@ -307,7 +307,7 @@ def _build_role_views(
     seen, alive = _group_by_role(workers), _group_by_role(live_workers)
     return {
         role: RoleView(workers=max(planned.get(role, 0), len(seen.get(role, ()))), alive=len(alive.get(role, ())))
-        for role in ROLES
+        for role in dict.fromkeys([*ROLES, *planned])
         if role in planned or role in seen
     }
 

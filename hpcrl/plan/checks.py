@@ -4,7 +4,7 @@ check_recipe             raise a PlanError for the first conflict, with a fix
 find_megatron_conflict   the first setting that trainer "megatron" does not support
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from hpcrl.config.pipeline import check_user_nodes
 from hpcrl.config.program import reserves_place
@@ -15,15 +15,19 @@ from hpcrl.config.recipe import (
     TOOL_PARSER_NAMES,
     VLLM_PARSER_PREFIX,
     EngineConfig,
+    ModelConfig,
     Recipe,
+    RoleName,
     SimulatedEngineConfig,
     TrainConfig,
-    WorkerResources,
+    name_role_resources,
 )
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
 from hpcrl.hardware.gpus import GPU_CATALOGUE
+
+JUDGE_REWARD = "hpcrl.envs.judge:judge"
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -40,15 +44,16 @@ def check_recipe(recipe: Recipe) -> None:
     _check_pipeline(recipe)
     _check_warmup(recipe)
     _check_teacher(recipe)
+    _check_judges(recipe)
 
 
 def _check_resources(recipe: Recipe) -> None:
-    for role in ROLES:
-        resources: WorkerResources = getattr(recipe.resources, role)
+    for role in (*ROLES, *recipe.judge_roles):
+        resources = recipe.role_resources(role)
         if resources.affinity == "cpu" and resources.gpus_per_worker:
             raise PlanError(
-                f'resources.{role} asks for {resources.gpus_per_worker} GPUs a worker with affinity = "cpu": '
-                'choose affinity = "compute" or "bandwidth", or gpus_per_worker = 0'
+                f"{name_role_resources(role)} asks for {resources.gpus_per_worker} GPUs a worker with affinity = "
+                '"cpu": choose affinity = "compute" or "bandwidth", or gpus_per_worker = 0'
             )
 
 
@@ -300,27 +305,50 @@ def _check_pipeline(recipe: Recipe) -> None:
 
 def _check_engine(recipe: Recipe) -> None:
     """Check that the GPUs of an engine worker divide into stages, and the model's heads among a stage's GPUs."""
-    engine, tiny = recipe.engine, recipe.model.tiny
+    _check_engine_of(("prefill", "decode"), recipe.engine, recipe.model, recipe=recipe, prefix="")
+
+
+def _check_judges(recipe: Recipe) -> None:
+    """Check the engines of the judges, and that domains name only judges that there are."""
+    for name, domain in recipe.domains.items():
+        for named in domain.judges:
+            if named not in recipe.judge:
+                known = (
+                    _suggest_known(named, sorted(recipe.judge)) if recipe.judge else "the recipe has no [judge.NAME]"
+                )
+                raise PlanError(f"domains.{name}.judges names {named!r}: {known}")
+        chosen = domain.reward_options.get("judge") if domain.reward == JUDGE_REWARD else None
+        if chosen is not None and chosen not in domain.judges:
+            raise PlanError(f"domains.{name}.reward_options.judge = {chosen!r}: add it to domains.{name}.judges")
+    for role, (name, judge) in zip(recipe.judge_roles, recipe.judge.items(), strict=True):
+        _check_engine_of((role,), judge.engine, judge, recipe=recipe, prefix=f"judge.{name}.")
+
+
+def _check_engine_of(
+    roles: Sequence[RoleName], engine: EngineConfig, model: ModelConfig, *, recipe: Recipe, prefix: str
+) -> None:
+    """Check one [engine] table; `prefix` is that of its settings in the recipe."""
+    tiny, model_table = model.tiny, prefix or "model."
     if engine.backend != "vllm" and engine.pipeline_parallel != 1:
         raise PlanError(
-            f'engine.pipeline_parallel = {engine.pipeline_parallel} with engine.backend = "{engine.backend}", which '
-            'has one process: set it to 1, or choose backend = "vllm"'
+            f'{prefix}engine.pipeline_parallel = {engine.pipeline_parallel} with engine.backend = "{engine.backend}", '
+            'which has one process: set it to 1, or choose backend = "vllm"'
         )
-    _check_simulated(engine)
-    _check_parser("engine.tool_parser", engine.tool_parser, TOOL_PARSER_NAMES)
-    _check_parser("engine.reasoning_parser", engine.reasoning_parser, REASONING_PARSER_NAMES)
-    for role in ("prefill", "decode"):
-        gpus = getattr(recipe.resources, role).gpus_per_worker
+    _check_simulated(engine, prefix)
+    _check_parser(f"{prefix}engine.tool_parser", engine.tool_parser, TOOL_PARSER_NAMES)
+    _check_parser(f"{prefix}engine.reasoning_parser", engine.reasoning_parser, REASONING_PARSER_NAMES)
+    for role in roles:
+        gpus, table = recipe.role_resources(role).gpus_per_worker, name_role_resources(role)
         if gpus % engine.pipeline_parallel:
             raise PlanError(
-                f"resources.{role}.gpus_per_worker = {gpus} cannot be divided into engine.pipeline_parallel = "
+                f"{table}.gpus_per_worker = {gpus} cannot be divided into {prefix}engine.pipeline_parallel = "
                 f"{engine.pipeline_parallel} stages: make one a multiple of the other"
             )
         per_stage = max(gpus // engine.pipeline_parallel, 1)
         if engine.backend == "vllm" and tiny is not None and tiny.num_heads % per_stage:
             raise PlanError(
-                f"model.tiny.num_heads = {tiny.num_heads} cannot be divided among the {per_stage} GPUs of a {role} "
-                f"worker's stage: lower resources.{role}.gpus_per_worker"
+                f"{model_table}tiny.num_heads = {tiny.num_heads} cannot be divided among the {per_stage} GPUs of a "
+                f"{role} worker's stage: lower {table}.gpus_per_worker"
             )
 
 
@@ -332,15 +360,17 @@ def _check_parser(setting: str, name: str, names: Collection[str]) -> None:
         raise PlanError(f"{setting} = {name!r} is not known: choose one of {known}, or {VLLM_PARSER_PREFIX}NAME")
 
 
-def _check_simulated(engine: EngineConfig) -> None:
+def _check_simulated(engine: EngineConfig, prefix: str) -> None:
     if engine.sim != SimulatedEngineConfig() and engine.backend != "sim":
         raise PlanError(
-            f'engine.sim is set, and engine.backend is "{engine.backend}": choose backend = "sim", or remove engine.sim'
+            f'{prefix}engine.sim is set, and engine.backend is "{engine.backend}": choose backend = "sim", or remove '
+            "engine.sim"
         )
     for gpu in engine.sim.gpus:
         if gpu not in GPU_CATALOGUE:
             raise PlanError(
-                f"engine.sim.gpu = {gpu!r} is not in the catalogue: {_suggest_known(gpu, sorted(GPU_CATALOGUE))}"
+                f"{prefix}engine.sim.gpu = {gpu!r} is not in the catalogue: "
+                f"{_suggest_known(gpu, sorted(GPU_CATALOGUE))}"
             )
 
 

@@ -6,7 +6,7 @@ make_local_component      all roles on one machine
 plan_reward_jobs          separate jobs for rewards
 find_account              the account that a partition is charged to
 JobComponent, PerNode, RewardJobPlan    the results
-PLACED_ROLES              the roles with a component
+PLACED_ROLES, list_placed_roles   the roles with a component, without and with those of judges
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,11 @@ from hpcrl.plan.partitions import PartitionChoice
 
 PLACED_ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "train")
 """Roles with their own component, in the order of the components; rewards use spare cores of env's."""
+
+
+def list_placed_roles(recipe: Recipe) -> list[RoleName]:
+    """Return the roles with their own component, those of the judges last."""
+    return [*PLACED_ROLES, *recipe.judge_roles]
 
 
 class PerNode(NamedTuple):
@@ -81,7 +86,7 @@ def make_shared_components(
     nodes = sum(choice.nodes for choice in choices.values())
     return [
         _build_component(index, role, choices[role], site, per_node=per_node, nodes=nodes, account=account)
-        for index, role in enumerate(PLACED_ROLES)
+        for index, role in enumerate(list_placed_roles(recipe))
     ]
 
 
@@ -122,11 +127,12 @@ def _build_component(
 
 def make_local_component(recipe: Recipe, site: Site, choices: dict[RoleName, PartitionChoice]) -> JobComponent:
     """Make one component with all roles; its partition bounds each of them, not their sum (roles idle in turns)."""
-    needs = [compute_node_needs(role, recipe, workers_per_node=choices[role].workers_per_node) for role in PLACED_ROLES]
+    placed = list_placed_roles(recipe)
+    needs = [compute_node_needs(role, recipe, workers_per_node=choices[role].workers_per_node) for role in placed]
     return JobComponent(
         index=0,
         partition=choices["env"].partition,
-        roles=[*PLACED_ROLES, "reward"],
+        roles=[*PLACED_ROLES, "reward", *recipe.judge_roles],
         nodes=1,
         cpus_per_node=sum(cpus for cpus, _ in needs),
         mem_gib_per_node=sum(mem for _, mem in needs),

@@ -33,7 +33,7 @@ def compute_role_demand(role: RoleName, recipe: Recipe, *, one_machine: bool) ->
     hosts_driver = role == "env"
     return RoleDemand(
         role=role,
-        resources=getattr(recipe.resources, role),
+        resources=recipe.role_resources(role),
         reserved_cpus=DRIVER_CPUS + reward.num_workers * reward.cpus_per_worker if hosts_driver else 0,
         reserved_mem_gib=DRIVER_MEM_GIB + reward.num_workers * reward.mem_gib_per_worker if hosts_driver else 0.0,
         min_nodes=2 if recipe.job.survive_node_loss and not one_machine else 1,
@@ -44,6 +44,7 @@ def compute_node_needs(role: RoleName, recipe: Recipe, *, workers_per_node: int)
     """Return the cores and GiB that a node needs for this many workers of a role and for what is reserved."""
     demand = compute_role_demand(role, recipe, one_machine=False)
     cpus = demand.reserved_cpus + workers_per_node * demand.resources.cpus_per_worker
-    window_gib = 0.0 if role == "env" else memory_model.window_memory_gib(recipe.model.num_params or 0)
+    loads_weights = role != "env" and role not in recipe.judge_roles
+    window_gib = memory_model.window_memory_gib(recipe.model.num_params or 0) if loads_weights else 0.0
     mem_gib = demand.reserved_mem_gib + window_gib + workers_per_node * demand.resources.mem_gib_per_worker
     return cpus, int(-(-mem_gib // 1))

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hpcrl.config.recipe import Recipe, RoleName
+from hpcrl.config.recipe import Recipe, RoleName, name_role_resources
 from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
 from hpcrl.hardware.gpus import GPU_CATALOGUE
-from hpcrl.plan.components import PLACED_ROLES
+from hpcrl.plan.components import list_placed_roles
 from hpcrl.plan.demand import compute_node_needs, compute_role_demand
 from hpcrl.plan.partitions import PartitionChoice, choose_partition, evaluate_partition
 from hpcrl.plan.sizing import WorkerNumbers, find_worker_numbers, with_single_workers
@@ -104,7 +104,7 @@ def _fits_one_partition(recipe: Recipe, site: Site) -> bool:
 
 
 def _best_partition_each(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str) -> JobPlacement:
-    """Place every role on the partition that suits it best; roles choose in the order of PLACED_ROLES."""
+    """Place every role on the partition that suits it best; roles choose in the order of `list_placed_roles`."""
     on_one_machine = layout == "local"
     gpus = _find_engine_gpus(_choose_partitions(with_single_workers(recipe), site, one_machine=on_one_machine), site)
 
@@ -133,7 +133,7 @@ def _choose_partitions(recipe: Recipe, site: Site, *, one_machine: bool) -> dict
     """Choose the best partition for each role that still has room after the earlier roles."""
     choices: dict[RoleName, PartitionChoice] = {}
     taken: dict[str, int] = {}
-    for role in PLACED_ROLES:
+    for role in list_placed_roles(recipe):
         choice = choices[role] = choose_partition(
             compute_role_demand(role, recipe, one_machine=one_machine), site, taken=taken
         )
@@ -191,7 +191,7 @@ def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> Job
 def _choose_nodes_in(label: str, recipe: Recipe, site: Site) -> dict[RoleName, PartitionChoice] | str:
     """Choose nodes of one partition for each role, or return why they are too few."""
     choices: dict[RoleName, PartitionChoice] = {}
-    for role in PLACED_ROLES:
+    for role in list_placed_roles(recipe):
         taken = {label: sum(choice.nodes for choice in choices.values())}
         choice = evaluate_partition(label, compute_role_demand(role, recipe, one_machine=False), site, taken=taken)
         if isinstance(choice, str):
@@ -210,32 +210,39 @@ def _find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> d
 
 
 def _explain_memory_refusal(recipe: Recipe, choices: dict[RoleName, PartitionChoice], site: Site) -> str | None:
-    """Return why the model and its KV do not fit into a worker or node; None if they do or the size is unknown."""
-    num_params = recipe.model.num_params
-    if num_params is None:
-        return None
-    needs = {
-        "prefill": memory_model.engine_memory_gib(num_params),
-        "decode": memory_model.engine_memory_gib(num_params),
-        "train": memory_model.train_memory_gib(num_params, num_workers=recipe.resources.train.num_workers),
-    }
-    for role in ("prefill", "decode", "train"):
-        choice, resources = choices[role], getattr(recipe.resources, role)
+    """Return why a model and its KV do not fit into a worker or node; None if they do or the size is unknown."""
+    for role, num_params, needed_gib in _list_memory_needs(recipe):
+        choice, resources = choices[role], recipe.role_resources(role)
+        table = name_role_resources(role)
         gpu = site.partitions[choice.partition].gpu
         has = GPU_CATALOGUE[gpu].memory_gib * choice.gpus_per_worker if gpu and choice.gpus_per_worker else None
         limit = has if has is not None else resources.mem_gib_per_worker
-        if needs[role] > limit:
+        if needed_gib > limit:
             hint = "gpus_per_worker" if has is not None else "mem_gib_per_worker"
             return (
-                f"a {role} worker needs {needs[role]:.0f} GiB for {num_params / 1e9:.1f} billion weights and has "
-                f"{limit:.0f} GiB ({choice.partition}): raise resources.{role}.{hint}"
+                f"a {role} worker needs {needed_gib:.0f} GiB for {num_params / 1e9:.1f} billion weights and has "
+                f"{limit:.0f} GiB ({choice.partition}): raise {table}.{hint}"
             )
-        _, needed_gib = compute_node_needs(role, recipe, workers_per_node=choice.workers_per_node)
+        _, node_needs_gib = compute_node_needs(role, recipe, workers_per_node=choice.workers_per_node)
         node_gib = site.partitions[choice.partition].mem_gib_per_node
-        if needed_gib > node_gib:
+        if node_needs_gib > node_gib:
             return (
-                f"a {role} node needs {needed_gib} GiB, {memory_model.window_memory_gib(num_params):.0f} of them "
+                f"a {role} node needs {node_needs_gib} GiB, {memory_model.window_memory_gib(num_params):.0f} of them "
                 f"shared memory for two versions of the weights, and has {node_gib:.0f} GiB ({choice.partition}): "
-                f"lower resources.{role}.mem_gib_per_worker"
+                f"lower {table}.mem_gib_per_worker"
             )
     return None
+
+
+def _list_memory_needs(recipe: Recipe) -> list[tuple[RoleName, int, float]]:
+    """Return the roles whose model has a known size, with that size and the GiB that a worker needs."""
+    found: list[tuple[RoleName, int, float]] = []
+    if (num_params := recipe.model.num_params) is not None:
+        engine_gib = memory_model.engine_memory_gib(num_params)
+        train_gib = memory_model.train_memory_gib(num_params, num_workers=recipe.resources.train.num_workers)
+        found += [("prefill", num_params, engine_gib), ("decode", num_params, engine_gib)]
+        found += [("train", num_params, train_gib)]
+    for role, judge in zip(recipe.judge_roles, recipe.judge.values(), strict=True):
+        if judge.num_params is not None:
+            found.append((role, judge.num_params, memory_model.engine_memory_gib(judge.num_params)))
+    return found

@@ -8,7 +8,7 @@ PartitionChoice      the result
 from dataclasses import dataclass, replace
 from math import ceil
 
-from hpcrl.config.recipe import Affinity
+from hpcrl.config.recipe import Affinity, name_role_resources
 from hpcrl.config.site import Site, SitePartition
 from hpcrl.errors import PlanError
 from hpcrl.hardware.gpus import GPU_CATALOGUE
@@ -37,9 +37,9 @@ def choose_partition(demand: RoleDemand, site: Site, *, taken: dict[str, int]) -
             fallback = shortfall or (_describe_fallback(demand, label, refusals) if rank else None)
             return replace(fit, fallback=fallback)
         refusals.append(fit)
+    table = name_role_resources(demand.role)
     raise PlanError(
-        f"site {site.name!r} cannot hold resources.{demand.role}: {'; '.join(refusals)}. "
-        f"Lower resources.{demand.role} or choose another site"
+        f"site {site.name!r} cannot hold {table}: {'; '.join(refusals)}. Lower {table} or choose another site"
     )
 
 

@@ -9,7 +9,7 @@ The consistency of a recipe alone is checked in `hpcrl.plan.checks`.
 import msgspec
 
 from hpcrl.config.program import reserves_place
-from hpcrl.config.recipe import Recipe, RoleName, WorkerResources
+from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
 from hpcrl.hardware import cost_model, memory_model
@@ -19,6 +19,7 @@ from hpcrl.plan.components import (
     JobComponent,
     RewardJobPlan,
     find_account,
+    list_placed_roles,
     make_component,
     make_local_component,
     make_shared_components,
@@ -76,6 +77,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return next(role for role in self.roles if role.role == name)
 
     @property
+    def judge_roles(self) -> list[RoleName]:
+        """The roles of the judges' engines."""
+        return [role.role for role in self.roles if role.role.startswith(JUDGE_ROLE_PREFIX)]
+
+    @property
     def num_reward_shards(self) -> int:
         """Return the number of reward workers at a time, among which segments are divided."""
         jobs = self.reward_jobs
@@ -95,7 +101,8 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
     component_indices = {role: component.index for component in components for role in component.roles}
     _check_walltime(recipe, site, components)
     reward_jobs, shortfall = plan_reward_jobs(recipe, site)
-    roles = [_make_role_plan(role, recipe, choices, component_indices) for role in (*PLACED_ROLES, "reward")]
+    role_names = [*PLACED_ROLES, "reward", *recipe.judge_roles]
+    roles = [_make_role_plan(role, recipe, choices, component_indices) for role in role_names]
     return Plan(
         recipe=recipe.name,
         site=site.name,
@@ -111,6 +118,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_warn_idle_gpus(components, roles),
             *_warn_few_places(recipe),
             *check_programs(recipe, site, components[0], workers_per_node=choices["env"].workers_per_node),
+            *_warn_idle_judges(recipe),
             *_warn_no_scheduler(recipe, placement.layout),
         ],
         cost=_compute_cost(recipe, site, components),
@@ -133,7 +141,7 @@ def _make_components(placement: JobPlacement, site: Site) -> list[JobComponent]:
         case "hetjob":
             return [
                 make_component(index, role, choices[role], recipe, site, account=account[role])
-                for index, role in enumerate(PLACED_ROLES)
+                for index, role in enumerate(list_placed_roles(recipe))
             ]
 
 
@@ -152,7 +160,7 @@ def _find_accounts(site: Site, choices: dict[RoleName, PartitionChoice]) -> dict
 def _make_role_plan(
     role: RoleName, recipe: Recipe, choices: dict[RoleName, PartitionChoice], component_indices: dict[RoleName, int]
 ) -> RolePlan:
-    resources: WorkerResources = getattr(recipe.resources, role)
+    resources = recipe.role_resources(role)
     choice = choices.get(role)
     return RolePlan(
         role=role,
@@ -204,6 +212,13 @@ def _warn_few_places(recipe: Recipe) -> list[str]:
         return []
     memory = f"resources.env.mem_gib_per_worker = {env.mem_gib_per_worker:g}, env_memory_gib = {max(isolated):g}"
     return [f"{places} isolated environments or programs run at once, not rollout.max_running = {most}: {memory}"]
+
+
+def _warn_idle_judges(recipe: Recipe) -> list[str]:
+    used = {name for domain in recipe.domains.values() for name in domain.judges}
+    return [
+        f"judge.{name} is in no domain's `judges`: its engines would idle" for name in recipe.judge if name not in used
+    ]
 
 
 def _warn_no_scheduler(recipe: Recipe, layout: JobLayout) -> list[str]:

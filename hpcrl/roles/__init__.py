@@ -7,6 +7,7 @@ episode_player  an episode or an agent program, in training and in evaluations
 program_proxy   the endpoint for agent programs
 reward          score finished segments
 serve           serve an engine, for prefill or decode
+judge           serve a judge
 train           train and publish weights
 train_queue     trajectories that wait to be trained on
 warmup          conversations of a data file, for the first steps

@@ -14,7 +14,7 @@ import msgspec
 
 from hpcrl.campaign_dir.events import WorkerEnded, WorkerFailed, WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.recipe import ROLES, RoleName
+from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, ROLES, RoleName
 from hpcrl.plan.plan import Plan
 from hpcrl.roles.context import open_context, pin_devices, redirect_output
 
@@ -30,8 +30,9 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     devices = pin_devices(plan.role(role))
     context = open_context(campaign_dir, job_number, role, index)
     context.events.emit(WorkerStarted(pid=os.getpid(), gpus=devices))
+    module = "judge" if role.startswith(JUDGE_ROLE_PREFIX) else MODULES.get(role, role)
     try:
-        code: int = importlib.import_module(f"hpcrl.roles.{MODULES.get(role, role)}").run(context) or 0
+        code: int = importlib.import_module(f"hpcrl.roles.{module}").run(context) or 0
     except Exception as error:  # noqa: BLE001 - whatever it was, the driver must be able to read it
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"

@@ -2,6 +2,7 @@
 
 WorkerContext           one worker of one role in one job
 open_context            read the campaign and start the heartbeat
+make_judge_report       reports failures of judges as events
 redirect_output         send all output of the process to the worker's log
 pin_devices             give the worker its devices and cores
 BEAT_INTERVAL_S         the time between heartbeats
@@ -12,11 +13,13 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import Recipe, RoleName
@@ -91,6 +94,11 @@ def open_context(campaign: CampaignDir, job_number: int, role: RoleName, index: 
     )
     threading.Thread(target=_run_heartbeat, args=(context,), name="beat", daemon=True).start()
     return context
+
+
+def make_judge_report(context: WorkerContext) -> Callable[[str], None]:
+    """Return a function that reports what a worker's proxy to the judges has met."""
+    return lambda problem: context.events.emit(FaultReported(what="judge", detail=problem))
 
 
 def redirect_output(job: JobDir, role: str, index: int) -> None:

@@ -22,7 +22,7 @@ from hpcrl.envs.pool import open_env
 from hpcrl.learn.evaluations import EvaluationStore
 from hpcrl.models.chat_layout import load_chat_layout, load_chat_template
 from hpcrl.models.model_config import read_context_length
-from hpcrl.roles.context import WorkerContext
+from hpcrl.roles.context import WorkerContext, make_judge_report
 from hpcrl.roles.episode_player import EpisodePlayer, HeldOutPlayer
 from hpcrl.roles.program_proxy import make_proxy, make_thought_reader
 from hpcrl.rollout.admission import AdmissionControl, compute_share
@@ -34,6 +34,7 @@ from hpcrl.rollout.fault_budget import FaultBudget
 from hpcrl.rollout.flow_control import HoldWriter, TrainerProgress
 from hpcrl.rollout.groups import EpisodeGroups
 from hpcrl.rollout.journal import EpisodeJournal, reserve_block
+from hpcrl.rollout.judges.proxy import open_judge_proxy
 from hpcrl.rollout.reporting import CountingPolicy, EpisodeReporter
 from hpcrl.rollout.rewards import load_reward
 from hpcrl.rollout.rollout_spool import RolloutSpool, open_rollout_spool
@@ -63,6 +64,8 @@ async def _run_env_worker(context: WorkerContext) -> None:
             return
         await asyncio.sleep(POLL_INTERVAL_S)
     async with contextlib.AsyncExitStack() as stack:
+        report = make_judge_report(context)
+        stack.enter_context(open_judge_proxy(recipe, campaign, job=context.job.number, report=report))
         session = await stack.enter_async_context(make_client_session())
 
         def connect(endpoint: EngineEndpoint) -> InferenceEngine:

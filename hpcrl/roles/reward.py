@@ -22,7 +22,8 @@ from typing import cast
 from hpcrl.campaign_dir.events import FaultReported, SegmentScored, WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import HpcrlError, RewardError, SpoolError
-from hpcrl.roles.context import WorkerContext, open_context, redirect_output
+from hpcrl.roles.context import WorkerContext, make_judge_report, open_context, redirect_output
+from hpcrl.rollout.judges.proxy import open_judge_proxy
 from hpcrl.rollout.reward_process import RewardProcess, SegmentScores
 from hpcrl.rollout.rewards import RewardScore, apply_score
 from hpcrl.spool.listing import SegmentListing, find_shard, quarantine_segment
@@ -196,7 +197,9 @@ def _open_reward_context(campaign: str, job_number: int) -> WorkerContext:
 
 @functools.cache
 def _open_reward_process(campaign: str, job_number: int) -> RewardProcess:
-    """Return the process that computes this worker's rewards; it is kept from task to task."""
-    recipe = _open_reward_context(campaign, job_number).recipe
+    """Return the process that computes this worker's rewards; it is kept from task to task, as the judges' proxy."""
+    context = _open_reward_context(campaign, job_number)
+    recipe = context.recipe
+    open_judge_proxy(recipe, context.campaign, job=job_number, report=make_judge_report(context)).__enter__()
     num_cpus = recipe.resources.reward.cpus_per_worker
     return RewardProcess(Path(campaign), concurrency=recipe.reward.concurrency, num_cpus=num_cpus)

@@ -6,7 +6,7 @@
     make_vllm_launch   the options of a worker's vLLM server
     WorkerEngine       the interface of the served engine
     WeightFollower     keep an engine at the newest version
-    DEFAULT_SIMULATED_GPU, POLL_INTERVAL_S, FAULT_PAUSE_S, MAX_BEHIND_S   constants
+    POLL_INTERVAL_S, FAULT_PAUSE_S, MAX_BEHIND_S   constants
 
 A prefill worker computes the KV of prompts and hands it to decode workers. A decode worker generates tokens, from that
 KV or from its own prefill.
@@ -29,6 +29,7 @@ from hpcrl.config.site import InferenceConfig
 from hpcrl.engines.base import UpdatableEngine
 from hpcrl.engines.http import ServedEngine, make_client_session, make_kv_fetcher, serve_over_http
 from hpcrl.errors import WeightsError
+from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU
 from hpcrl.plan.plan import RolePlan
 from hpcrl.roles.context import WorkerContext
 from hpcrl.system import network
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from hpcrl.engines.vllm.server import VllmLaunch
 
 
-DEFAULT_SIMULATED_GPU = "h100"
 POLL_INTERVAL_S = 0.1
 FAULT_PAUSE_S = 1.0
 MAX_BEHIND_S = 30.0

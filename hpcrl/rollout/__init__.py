@@ -19,6 +19,8 @@ evaluation        rounds of evaluation
 rewards           a domain's reward function, and the score of an episode
 reward_process    the process that computes the rewards of a worker
 reward_calls      that process: calls in children, which are killed when they hang
+judge_outages     which judges are gone, or were
+judges            second models that rewards and environments call
 routing           which engine serves a turn
 agents            the OpenAI API for agent programs
 """

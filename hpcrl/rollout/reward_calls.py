@@ -3,12 +3,13 @@
     main          serve a worker: paths of segments come in, a score for each of their trajectories goes out
     RewardLane    the calls of one domain, and the children that run them
     RewardChild   a forked process that runs reward calls
-    GROWTH_INTERVAL_S, BUSY_INTERVAL_S, MAX_USUAL_S, IDLE_S, ASYNC_GRACE_S  limits
+    GROWTH_INTERVAL_S, BUSY_INTERVAL_S, MAX_USUAL_S, IDLE_S, ASYNC_GRACE_S, MAX_OUTAGES  limits
 
 A plain function has a child for each call under way: there are few at first, and twice as many whenever none has
 answered for GROWTH_INTERVAL_S and cores are free. An async function has one child with many calls. When a child ends or
 is killed, the calls that it had are repeated, each trajectory in a child of its own: so one that hangs costs itself
 only. The children read the trajectories themselves; this process, which has the code, has one thread and may fork.
+Calls of a domain with judges wait while one of these is gone, and are repeated if they failed while it was.
 """
 
 import asyncio
@@ -31,6 +32,7 @@ import msgspec
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import DomainConfig, Recipe
 from hpcrl.errors import SpoolError
+from hpcrl.rollout.judge_outages import JudgeOutages
 from hpcrl.rollout.reward_process import SegmentScores
 from hpcrl.rollout.rewards import (
     RewardCaller,
@@ -49,6 +51,9 @@ IDLE_S = 5.0
 """Children are ended after this time without calls."""
 ASYNC_GRACE_S = 2.0
 """An async function that does not react to its cancellation is killed after this time."""
+MAX_OUTAGES = 3
+"""The times that a call is repeated which failed while a judge was gone; it may be what ends the judge."""
+OUTAGE_INTERVAL_S = 0.2
 MAX_OPEN_SEGMENTS = 8
 OOM_SCORE_ADJUSTMENT = 500
 """Under memory pressure the kernel ends these children before their worker."""
@@ -61,6 +66,8 @@ class RewardCall(msgspec.Struct, frozen=True, kw_only=True):
     indices: list[int]
     is_repeated: bool = False
     """True if it must have a child of its own."""
+    num_outages: int = 0
+    """The times that it has failed while a judge of its domain was gone."""
 
 
 class _CallRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +161,7 @@ class _RewardServer:
     def __init__(
         self, connection: socket.socket, lanes: dict[str, RewardLane], *, concurrency: int, num_cpus: int
     ) -> None:
+        self._outages = JudgeOutages.from_environment()
         self._connection = connection
         self._lanes = lanes
         self._concurrency = concurrency
@@ -224,12 +232,16 @@ class _RewardServer:
         """Give calls to children that have room, and to new ones where there may be more."""
         room = self._concurrency - sum(lane.num_running for lane in self._lanes.values())
         for lane in self._lanes.values():
-            while lane.queue and room > 0:
+            while lane.queue and room > 0 and not self._must_wait(lane):
                 child = self._find_child(lane, lane.queue[0])
                 if child is None:
                     break
                 self._start_call(lane, child, lane.queue.popleft())
                 room -= 1
+
+    def _must_wait(self, lane: RewardLane) -> bool:
+        """Return whether a judge that a lane's calls need is gone."""
+        return self._outages is not None and bool(self._outages.find_gone(lane.domain.judges))
 
     def _find_child(self, lane: RewardLane, call: RewardCall) -> RewardChild | None:
         """Return a child for a call, a new one if need be; None if it must wait."""
@@ -263,6 +275,8 @@ class _RewardServer:
         lane.last_change = time.monotonic()
         lane.num_answers += 1
         lane.answered_s += lane.last_change - started
+        if answer.has_failed and self._repeat_after_outage(lane, call, started, answer.scores[0]):
+            return
         if answer.has_failed and len(call.indices) > 1:
             self._repeat(lane, [call])
         else:
@@ -272,11 +286,29 @@ class _RewardServer:
         """Kill a child; a call with one trajectory that it had alone has failed, others are repeated."""
         lane.children.remove(child)
         _kill_child(child)
-        calls = [call for call, _ in child.calls.values()]
+        calls = [
+            call
+            for call, started in child.calls.values()
+            if not self._repeat_after_outage(lane, call, started, failure)
+        ]
         if len(calls) == 1 and len(calls[0].indices) == 1:
             self._settle(calls[0].segment, calls[0].indices, [failure])
         else:
             self._repeat(lane, calls)
+
+    def _repeat_after_outage(self, lane: RewardLane, call: RewardCall, started: float, failure: RewardScore) -> bool:
+        """Repeat a call that failed while a judge was gone, or give it up as a fault; return False if none was."""
+        since = time.time() - (time.monotonic() - started)
+        if self._outages is None or not self._outages.have_failed_since(lane.domain.judges, since):
+            return False
+        if call.num_outages < MAX_OUTAGES:
+            lane.queue.appendleft(msgspec.structs.replace(call, num_outages=call.num_outages + 1))
+        elif len(call.indices) > 1:
+            self._repeat(lane, [call])
+        else:
+            reason = f"{failure.error}; a judge failed or was gone, {MAX_OUTAGES + 1} times"
+            self._settle(call.segment, call.indices, [RewardScore(error=reason, is_infrastructure=True)])
+        return True
 
     def _repeat(self, lane: RewardLane, calls: list[RewardCall]) -> None:
         lane.queue.extendleft(
@@ -338,14 +370,16 @@ class _RewardServer:
     def _pause_s(self) -> float | None:
         """Return the time until there is something to do without an answer; None if nothing is under way."""
         lanes = [lane for lane in self._lanes.values() if lane.children]
+        waiting = [lane for lane in self._lanes.values() if lane.queue and self._must_wait(lane)]
         if not lanes:
-            return None
-        if any(lane.queue and lane.max_children < self._concurrency for lane in lanes):
+            return OUTAGE_INTERVAL_S if waiting else None
+        if any(lane.queue and lane.max_children < self._concurrency and lane not in waiting for lane in lanes):
             return GROWTH_INTERVAL_S
         deadlines = [
             started + lane.limit_s for lane in lanes for child in lane.children for _, started in child.calls.values()
         ]
-        return max(min([*deadlines, time.monotonic() + IDLE_S + 0.1]) - time.monotonic(), 0.0) + 0.01
+        idle_s = OUTAGE_INTERVAL_S if waiting else IDLE_S + 0.1
+        return max(min([*deadlines, time.monotonic() + idle_s]) - time.monotonic(), 0.0) + 0.01
 
 
 def count_busy_processes() -> int:

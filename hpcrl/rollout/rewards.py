@@ -11,7 +11,8 @@ to_reward_parts  converts what a function returned to named numbers
 is_infrastructure_error  whether an error of user code is never the policy's doing
 
 A function whose first parameter is called `trajectories` takes a list and returns one reward for each, in that order.
-One that has a parameter `text` (`texts`, with a list) is given the decoded tokens.
+One that has a parameter `text` (`texts`, with a list) is given the decoded tokens, and one that has `judges` the
+judges of the campaign by name (`hpcrl.envs.judge_access`).
 """
 
 import asyncio
@@ -28,6 +29,7 @@ import msgspec
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.config.user_code import load_code
 from hpcrl.envs.base import OwnThread
+from hpcrl.envs.judge_access import find_judges
 from hpcrl.errors import EnvFault, PolicyFailure
 from hpcrl.models.chat_layout import load_text_decoder
 from hpcrl.spool.outcome import OUTCOME_REWARD_ERROR, OUTCOME_SETTINGS
@@ -55,14 +57,16 @@ class RewardCaller:
     takes_list: bool
     is_async: bool
     decode: Callable[[list[int]], str] | None = None
+    takes_judges: bool = False
 
     def call(self, trajectories: Sequence[Trajectory]) -> Any:
         """Call the function, with one trajectory unless it takes a list; returns what it returned."""
+        more: dict[str, Any] = {"judges": find_judges()} if self.takes_judges else {}
         texts = [_decode_trajectory(one, self.decode) for one in trajectories] if self.decode else None
         if self.takes_list:
-            return self.function(list(trajectories), **({} if texts is None else {"texts": texts}))
+            return self.function(list(trajectories), **more, **({} if texts is None else {"texts": texts}))
         (trajectory,) = trajectories
-        return self.function(trajectory, **({} if texts is None else {"text": texts[0]}))
+        return self.function(trajectory, **more, **({} if texts is None else {"text": texts[0]}))
 
     def read_scores(self, value: Any, *, num: int) -> list[RewardScore]:
         """Return the score of each trajectory from what the function returned; raise ValueError if they are not `num`.
@@ -86,6 +90,7 @@ def load_reward(name: str, domain: DomainConfig, *, model: Path) -> RewardCaller
         takes_list=takes_list,
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         decode=_load_decoder(model) if ("texts" if takes_list else "text") in parameters else None,
+        takes_judges="judges" in parameters,
     )
 
 

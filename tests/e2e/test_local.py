@@ -56,15 +56,24 @@ def test_the_quickstart_learns_and_leaves_nothing_running(campaigns: Path) -> No
     assert list(run.endpoints.iterdir()) == []
 
 
+JUDGED = (
+    *("-s", "judge.grader.tiny.hidden_size=64", "-s", 'domains.lake.judges=["grader"]'),
+    *("-s", "domains.lake.reward=tests.support.many_rewards:ask_for_goal"),
+)
+
+
+@pytest.mark.usefixtures("own_code")
 def test_killed_workers_are_replaced_and_versions_only_increase(campaigns: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "local", "--name", "w", *SMALL, "-s", "train.num_steps=60")
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "w", *SMALL, *JUDGED, "-s", "train.num_steps=60")
     run = CampaignDir(campaigns / "w")
-    for role in ("train", "decode", "env", "train", "prefill"):
+    for role in ("train", "decode", "env", "judge-grader", "prefill"):
         done = len(steps(run))
         until(lambda done=done: len(steps(run)) > done + 2, what=f"steps continue before {role} is killed")
         os.kill(pid_of(run, role), signal.SIGKILL)
     assert outcome(run)["outcome"] == "done"
     assert [step["step"] for step in steps(run)][-1] == 60
+    assert sum(sum(event["reward_errors"].values()) for event in events_of(run, "scored")) == 0, "a judge was away"
+    assert snapshot("w")["roles"]["judge-grader"] == {"workers": 1, "alive": 0}
     assert num_consumed_groups(run) == 60 * 2
     published = [event["version"] for event in events_of(run, "published")]
     assert published == sorted(set(published))

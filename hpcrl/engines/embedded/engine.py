@@ -63,7 +63,7 @@ class EmbeddedEngine:
         self,
         model: Any,
         *,
-        store: WeightSource,
+        store: WeightSource | None,
         max_batch: int = 64,
         version: int = 0,
         fetch_kv: FetchKv | None = None,
@@ -152,16 +152,19 @@ class EmbeddedEngine:
         The weights are found and checked while generation continues with the old ones, and copied while it continues
         with the new ones; until then they are used where they are stored. The next step recomputes the KV.
         """
+        store = self._store
+        if store is None:
+            raise WeightsError(f"version {version} cannot be loaded: the weights of this engine never change")
         async with self._loading:
             with ExitStack() as reading:
-                tensors = await asyncio.to_thread(reading.enter_context, self._store.read_version(version))
+                tensors = await asyncio.to_thread(reading.enter_context, store.read_version(version))
                 async with self._request_loop.between_steps:
                     started_s = time.monotonic()
                     if version < self.version:
                         raise WeightsError(
                             f"version {version} is older than {self.version}, which is loaded: never go back"
                         )
-                    is_intact = partial(self._store.is_intact, version)
+                    is_intact = partial(store.is_intact, version)
                     borrowed = await self._in_thread(
                         lambda: self._batch.load(tensors, version=version, is_intact=is_intact)
                     )

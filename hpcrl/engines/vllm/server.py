@@ -74,25 +74,34 @@ class VllmLaunch:
     start_timeout_s: float = 900.0
     """Long enough for a large model that many engines read at once from a shared file system."""
     extra_args: tuple[str, ...] = ()
+    judge: str | None = None
+    """The name of a judge, whose weights never change and whose server has only vLLM's own routes; None: the policy."""
 
 
 def build_command(launch: VllmLaunch, *, scratch: Path) -> list[str]:
     """Return the server's command line."""
-    args = [*launch.program, "--model", str(launch.model), "--served-model-name", "policy", "--uds", str(scratch / "s")]
-    args += ["--dtype", launch.dtype, "--max-num-seqs", str(launch.max_batch)]
+    args = [*launch.program, "--model", str(launch.model), "--served-model-name", launch.judge or "policy"]
+    args += ["--uds", str(scratch / "s"), "--dtype", launch.dtype, "--max-num-seqs", str(launch.max_batch)]
     args += ["--tensor-parallel-size", str(launch.tensor_parallel)]
-    args += ["--pipeline-parallel-size", str(launch.pipeline_parallel)]
-    args += ["--enable-prefix-caching", "--enable-scale-out", "--enable-prompt-tokens-details"]
-    args += ["--scheduling-policy", "priority", "--max-logprobs", str(MAX_TOP_LOGPROBS + 1)]
-    args += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    args += ["--disable-uvicorn-access-log", "--weight-transfer-config", '{"backend": "hpcrl"}']
-    args += ["--structured-outputs-config", '{"backend": "guidance"}']  # it reads our grammars
+    args += ["--pipeline-parallel-size", str(launch.pipeline_parallel), "--disable-uvicorn-access-log"]
     if launch.max_model_len is not None:
         args += ["--max-model-len", str(launch.max_model_len)]
+    if launch.judge is None:
+        args += _build_policy_args(launch, scratch=scratch)
+    return [*args, *launch.extra_args]
+
+
+def _build_policy_args(launch: VllmLaunch, *, scratch: Path) -> list[str]:
+    """Return the arguments of a server that is sent token ids and new weights."""
+    args = ["--enable-prefix-caching", "--enable-scale-out", "--enable-prompt-tokens-details"]
+    args += ["--scheduling-policy", "priority", "--max-logprobs", str(MAX_TOP_LOGPROBS + 1)]
+    args += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    args += ["--weight-transfer-config", '{"backend": "hpcrl"}']
+    args += ["--structured-outputs-config", '{"backend": "guidance"}']  # it reads our grammars
     if launch.kv_connector is not None:
         args += ["--disable-hybrid-kv-cache-manager", "--kv-transfer-config"]
         args += [json.dumps(_build_kv_transfer_config(launch, scratch=scratch))]
-    return [*args, *launch.extra_args]
+    return args
 
 
 def _build_kv_transfer_config(launch: VllmLaunch, *, scratch: Path) -> dict[str, Any]:
@@ -108,10 +117,10 @@ def _build_kv_transfer_config(launch: VllmLaunch, *, scratch: Path) -> dict[str,
 
 def build_environment(launch: VllmLaunch, *, scratch: Path, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the server and its processes."""
+    policy = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "hpcrl"}  # the mode enables pause, weights and abort
     return {
         **inherited,
-        "VLLM_SERVER_DEV_MODE": "1",  # enables pause, weights and abort
-        "VLLM_PLUGINS": "hpcrl",
+        **({"VLLM_SERVER_DEV_MODE": "0"} if launch.judge is not None else policy),
         "VLLM_RPC_BASE_PATH": str(scratch),
         **kv_connectors.build_connector_env(launch.kv_address),
         "VLLM_NO_USAGE_STATS": "1",
@@ -165,6 +174,20 @@ class VllmServer:
         """The process id of the supervisor, which leads the server's process group."""
         assert self._process is not None
         return self._process.pid
+
+    @property
+    def socket_path(self) -> Path:
+        """The socket file at which it listens."""
+        assert self._scratch is not None
+        return self._scratch / "s"
+
+    async def is_well(self) -> bool:
+        """Return whether it passes a health check."""
+        try:
+            await self.get("/health", limit_s=HEALTH_TIMEOUT_S)
+        except EngineError:
+            return False
+        return True
 
     def write_version(self, version: int) -> None:
         """Write the version to the file that our KV connector reads when caches are reset."""
@@ -263,7 +286,10 @@ class VllmServer:
             os.close(fd)
 
     async def _wait_until_generating(self) -> None:
-        """Wait until the server has generated a token: a server that passes health checks may fail at its first."""
+        """Wait until the server has generated a token: a server that passes health checks may fail at its first.
+
+        A judge that passes them is up: a reward model generates nothing.
+        """
         deadline = time.monotonic() + self.launch.start_timeout_s
         while True:
             self._check_alive()
@@ -275,6 +301,8 @@ class VllmServer:
                     late = f"vLLM was not up after {self.launch.start_timeout_s:g} s"
                     raise EngineError(f"{late}: {error}; see {self.launch.log}") from error
             await asyncio.sleep(POLL_INTERVAL_S)
+        if self.launch.judge is not None:
+            return
         await self.post("/update_weight_version", {"new_version": str(self.launch.version)}, limit_s=HEALTH_TIMEOUT_S)
         sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_eos": True}
         body = {"token_ids": [0], "sampling_params": sampling}

@@ -96,6 +96,34 @@ def test_parallelism_that_does_not_divide_the_model_is_refused(model: Path, home
         check_model(request_of(model, 'train.trainer="megatron"', *parallel).recipe)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "settings", "problem"),
+    [
+        ("Qwen3ForSequenceClassification", (), 'set judge.grader.engine.backend = "vllm", which serves reward models'),
+        ("Qwen3ForCausalLM", ("judge.grader.chat_template_kwargs.a=1",), "judge.grader.chat_template_kwargs.a"),
+        (None, (), "judge.grader.path = .* is not a model directory"),
+    ],
+)
+def test_a_judge_that_a_job_could_not_serve_is_refused(
+    tmp_path: Path, home: Path, architecture: str | None, settings: tuple[str, ...], problem: str
+) -> None:
+    judge = save_family(tmp_path / "judge", FAMILIES["Qwen3"])
+    if architecture is None:
+        (judge / "config.json").unlink()
+    else:
+        change_config(judge, architectures=[architecture])
+    request = lifecycle.load_request("quickstart", site="local", settings=(f'judge.grader.path="{judge}"', *settings))
+    with pytest.raises(ConfigError, match=problem):
+        lifecycle.check_request(request)
+
+
+def test_a_reward_model_may_be_a_judge_of_vllm(tmp_path: Path, home: Path) -> None:
+    judge = save_family(tmp_path / "judge", FAMILIES["Qwen3"])
+    change_config(judge, architectures=["Qwen3ForSequenceClassification"])
+    settings = (f'judge.grader.path="{judge}"', 'judge.grader.engine.backend="vllm"')
+    assert lifecycle.check_model(lifecycle.load_request("quickstart", site="local", settings=settings)) == ""
+
+
 def test_submission_refuses_a_bad_template_and_leaves_no_campaign(model: Path, home: Path) -> None:
     (model / "chat_template.jinja").write_text("{{ raise_exception('not today') }}")
     with pytest.raises(ConfigError, match=r"recipe 'quickstart': .*not today"):

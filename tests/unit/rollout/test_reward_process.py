@@ -11,11 +11,15 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import RewardError
 from hpcrl.models.tiny import make_tiny_model
+from hpcrl.rollout.judge_outages import JudgeOutages
+from hpcrl.rollout.judges import proxy
+from hpcrl.rollout.judges.proxy import JudgeProxy
 from hpcrl.rollout.reward_process import RewardProcess
 from hpcrl.spool.segment import write_segment
 from hpcrl.system.files import publish_file
 from hpcrl.system.processes import list_descendants
 from tests.support.campaign_spools import trajectory
+from tests.support.served_judges import judge_host
 
 NUM = 8
 
@@ -29,13 +33,14 @@ class Scoring:
         self._others = set(list_descendants())
         """Processes of other tests, such as a fork server."""
 
-    def start(self, function, *, timeout_s=30.0, concurrency=NUM, **options):
+    def start(self, function, *, timeout_s=30.0, concurrency=NUM, domain=None, **options):
         recipe = load_recipe("quickstart")
         lake = msgspec.structs.replace(
             recipe.domains["lake"],
             reward=f"tests.support.many_rewards:{function}",
             reward_options=options,
             reward_timeout_s=timeout_s,
+            **(domain or {}),
         )
         publish_file(self.campaign.recipe, msgspec.json.encode(msgspec.structs.replace(recipe, domains={"lake": lake})))
         self.process = RewardProcess(self.campaign.root, concurrency=concurrency, num_cpus=os.cpu_count())
@@ -121,6 +126,55 @@ def test_a_list_that_fails_is_repeated_one_by_one(scoring, fault, reason):
     rewards = scoring.rewards()
     assert reason in rewards.pop(3)
     assert rewards == [0, 1, 2, 4, 5, 6, 7]
+
+
+@pytest.fixture
+def judges(scoring, tiny_model_dir, tmp_path, monkeypatch):
+    """Return the host of the judge "grader", whose proxy is open and whose engine is not up."""
+    monkeypatch.setattr(proxy, "POLL_INTERVAL_S", 0.02)
+    with judge_host(tiny_model_dir, tmp_path / "endpoints") as host, JudgeProxy({"grader": host.directory}, job=0):
+        yield host
+        scoring.process.close()
+
+
+def test_rewards_wait_for_a_judge_that_is_not_up_yet(scoring, judges):
+    scoring.start("ask_judge", domain={"judges": ["grader"]})
+    scoring.request(trajectory(0, 0), trajectory(0, 1))
+    assert scoring.process.receive(0.3) is None
+    judges.start()
+    assert scoring.rewards() == [0.0, 1.0]
+
+
+def test_a_reward_whose_judge_is_gone_is_computed_again_when_it_is_back(scoring, judges, monkeypatch):
+    monkeypatch.setattr(proxy, "HOLD_TIMEOUT_S", 0.0)  # so that the function sees the outage, as an error
+    judges.start()
+    scoring.start("ask_judge", domain={"judges": ["grader"]})
+    scoring.request(trajectory(0, 0))
+    assert scoring.rewards() == [0.0]
+    judges.end()
+    JudgeOutages.from_environment().mark_back("grader")  # the calls start before anyone knows that it is gone
+    scoring.request(trajectory(0, 1), name="b.h5")
+    assert scoring.process.receive(0.5) is None
+    judges.start()
+    assert scoring.rewards() == [1.0]
+
+
+def test_a_reward_that_fails_whenever_its_judge_does_is_a_fault_in_the_end(scoring, judges, monkeypatch):
+    judges.start()
+    scoring.start("raise_after_outage", domain={"judges": ["grader"]})
+    scoring.request(trajectory(0, 0))
+    (score,) = scoring.process.receive(60.0).scores
+    assert score.is_infrastructure
+    assert "not this one; a judge failed or was gone, 4 times" in score.error
+
+
+def test_what_a_judge_refuses_is_the_error_of_the_reward(scoring, judges):
+    judges.start()
+    scoring.start("ask_impossible", domain={"judges": ["grader"]})
+    scoring.request(trajectory(0, 0))
+    (score,) = scoring.process.receive(60.0).scores
+    assert not score.is_infrastructure
+    assert "BadRequestError" in score.error
 
 
 def test_what_is_no_reward_is_an_error_of_its_trajectory(scoring):

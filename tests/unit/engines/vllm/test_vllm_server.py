@@ -23,7 +23,7 @@ from hpcrl.engines.embedded.engine import load_model
 from hpcrl.engines.sim.engine import make_sim_engine
 from hpcrl.engines.vllm.engine import VllmEngine
 from hpcrl.engines.vllm.protocol import parse_metrics
-from hpcrl.engines.vllm.server import VllmLaunch, build_command, build_environment
+from hpcrl.engines.vllm.server import VllmLaunch, VllmServer, build_command, build_environment
 from hpcrl.errors import EngineError, WeightsError
 from hpcrl.system.processes import list_descendants
 from tests.support.fakes.vllm_server import METRICS, UPDATE
@@ -257,3 +257,26 @@ def test_figures_are_read_from_the_metrics() -> None:
 
 def _changed(launch: VllmLaunch, **changes: Any) -> VllmLaunch:
     return VllmLaunch(**{**vars(launch), **changes})
+
+
+def test_the_server_of_a_judge_has_its_name_and_no_routes_that_change_it(launch: VllmLaunch, scratch: Path) -> None:
+    judge = dataclasses.replace(launch, judge="grader", extra_args=("--runner", "pooling"))
+    command = build_command(judge, scratch=scratch)
+    assert command[command.index("--served-model-name") + 1] == "grader"
+    assert command[-2:] == ["--runner", "pooling"]
+    assert not {"--weight-transfer-config", "--kv-transfer-config", "--enable-scale-out"} & {*command}
+    environment = build_environment(judge, scratch=scratch, inherited={})
+    assert environment["VLLM_SERVER_DEV_MODE"] == "0"
+    assert "VLLM_PLUGINS" not in environment
+
+
+def test_a_judge_is_up_once_it_is_healthy_and_generates_nothing(
+    launch: VllmLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "empty")  # a server of the policy would be refused for this
+
+    async def run() -> bool:
+        async with VllmServer(dataclasses.replace(launch, judge="grader")) as server:
+            return await server.is_well()
+
+    assert asyncio.run(run())

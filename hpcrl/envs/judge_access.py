@@ -1,0 +1,60 @@
+"""How user code calls the judges of its campaign, the models of [judge.NAME]: by the variables of its process.
+
+    JudgeAccess       the address, key and name of a judge, as every client of OpenAI's API takes them
+    find_judges       the judges of the campaign, by name
+    find_judge        one of them
+    write_variables   the variables that they are read from
+
+The variables of a judge are JUDGE_VARIABLE_PREFIX, its name in capitals, and _URL or _KEY. A judge that is gone for a
+while keeps its address: requests wait there until it is back.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hpcrl.errors import ConfigError
+from hpcrl.system.variables import JUDGE_VARIABLE_PREFIX
+
+URL_SUFFIX, KEY_SUFFIX = "_URL", "_KEY"
+
+
+class JudgeAccess(NamedTuple):
+    """How a judge is called."""
+
+    url: str
+    """The base of OpenAI's API, up to and including /v1."""
+    api_key: str
+    model: str
+    """The name of the model: that of the judge."""
+
+
+def find_judges(variables: Mapping[str, str] = os.environ) -> dict[str, JudgeAccess]:
+    """Return the judges of the campaign by name; empty if its recipe has none."""
+    found = {}
+    for variable, url in variables.items():
+        if variable.startswith(JUDGE_VARIABLE_PREFIX) and variable.endswith(URL_SUFFIX):
+            stem = variable.removesuffix(URL_SUFFIX)
+            name = stem.removeprefix(JUDGE_VARIABLE_PREFIX).lower()
+            found[name] = JudgeAccess(url, variables.get(stem + KEY_SUFFIX, ""), name)
+    return dict(sorted(found.items()))
+
+
+def find_judge(name: str) -> JudgeAccess:
+    """Return a judge of the campaign by its name in the recipe."""
+    judges = find_judges()
+    if name not in judges:
+        known = ", ".join(judges) or "none"
+        raise ConfigError(
+            f"judge = {name!r}: the judges of this campaign are {known}: add [judge.{name}] to the recipe"
+        )
+    return judges[name]
+
+
+def write_variables(judges: Mapping[str, JudgeAccess]) -> dict[str, str]:
+    """Return the variables of the judges with these names."""
+    variables: dict[str, str] = {}
+    for name, access in judges.items():
+        stem = JUDGE_VARIABLE_PREFIX + name.upper()
+        variables |= {stem + URL_SUFFIX: access.url, stem + KEY_SUFFIX: access.api_key}
+    return variables

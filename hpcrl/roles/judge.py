@@ -1,0 +1,155 @@
+"""Role judge: serve a judge's engine, a second model whose weights never change, until the job ends.
+
+run              serve until the job ends
+open_judge_api   the engine that the judge's table names, ready to answer
+make_judge_launch   the options of a judge's vLLM server
+OpenedApi        an API, and how its failure is seen
+MODEL_TIMEOUT_S  the time that worker 0 may take to make a tiny model
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpcrl.campaign_dir import endpoints
+from hpcrl.campaign_dir.endpoints import EngineEndpoint
+from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, JudgeConfig
+from hpcrl.errors import EngineError
+from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU
+from hpcrl.models.tiny import make_tiny_model
+from hpcrl.roles.context import WorkerContext
+from hpcrl.rollout.judges.server import EngineApi, ModelApi, VllmApi, serve_judge
+from hpcrl.system import network
+from hpcrl.system.files import make_private_dir
+
+if TYPE_CHECKING:
+    from hpcrl.engines.vllm.server import VllmLaunch
+
+POLL_INTERVAL_S = 0.1
+MODEL_TIMEOUT_S = 300.0
+
+
+class OpenedApi(NamedTuple):
+    """An API, and how its failure is seen."""
+
+    api: ModelApi
+    wait_until_failed: Callable[[], Awaitable[None]]
+
+
+def run(context: WorkerContext) -> None:
+    """Serve until the job ends."""
+    asyncio.run(_serve(context))
+
+
+async def _serve(context: WorkerContext) -> None:
+    name = context.role.removeprefix(JUDGE_ROLE_PREFIX)
+    judge, place = context.recipe.judge[name], context.campaign.judge(name)
+    host, token = network.find_bind_address(context.site.network.interface), endpoints.make_token()
+    model_dir = await _find_model(context, judge, place.model)
+    async with (
+        open_judge_api(context, name, judge, model_dir) as opened,
+        serve_judge(opened.api, host=host, token=token) as url,
+    ):
+        endpoint = EngineEndpoint(
+            role=context.role,
+            worker=context.name,
+            node=network.current_node(),
+            url=url,
+            token=token,
+            job=context.job.number,
+        )
+        endpoints.announce_endpoint(make_private_dir(place.endpoints), endpoint)
+        try:
+            await _wait_until_ending(context, opened)
+        finally:
+            endpoints.withdraw_endpoint(place.endpoints, context.name)
+
+
+async def _wait_until_ending(context: WorkerContext, opened: OpenedApi) -> None:
+    """Wait until the job ends. If the engine fails, raise the cause: the worker is then restarted."""
+    failed = asyncio.ensure_future(opened.wait_until_failed())
+    while not context.draining:
+        if failed.done():
+            failed.result()
+        await asyncio.sleep(POLL_INTERVAL_S)
+    failed.cancel()
+
+
+async def _find_model(context: WorkerContext, judge: JudgeConfig, directory: Path) -> Path:
+    """Return the judge's model directory; worker 0 makes that of a tiny model, and the others wait for it."""
+    if judge.path is not None:
+        return Path(judge.path)
+    assert judge.tiny is not None  # load_recipe checks it
+    if context.index == 0 and not directory.exists():
+        make_private_dir(directory.parent)
+        make_tiny_model(directory, judge.tiny, seed=context.recipe.seed)
+    deadline = time.monotonic() + MODEL_TIMEOUT_S
+    while not directory.exists():
+        if time.monotonic() > deadline:
+            raise EngineError(f"{directory} was not made in {MODEL_TIMEOUT_S:g} s: see the log of worker 0")
+        await asyncio.sleep(POLL_INTERVAL_S)
+    return directory
+
+
+@contextlib.asynccontextmanager
+async def open_judge_api(
+    context: WorkerContext, name: str, judge: JudgeConfig, model_dir: Path
+) -> AsyncIterator[OpenedApi]:
+    """Open the engine that the judge's table names; only the packages of that engine are imported."""
+    role, engine = context.role_plan, judge.engine
+    match engine.backend:
+        case "vllm":
+            from hpcrl.engines.vllm.server import VllmServer
+
+            async with VllmServer(make_judge_launch(context, name, judge, model_dir)) as server:
+                yield OpenedApi(VllmApi(server), server.wait_until_failed)
+        case "embedded":
+            from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
+
+            model = await asyncio.to_thread(load_model, model_dir)
+            async with (
+                EmbeddedEngine(model, store=None, max_batch=engine.max_batch) as embedded,
+                EngineApi(embedded, name=name, judge=judge, model_dir=model_dir) as api,
+            ):
+                yield OpenedApi(api, embedded.wait_until_failed)
+        case "sim":
+            from hpcrl.engines.sim.engine import make_sim_engine
+
+            gpus = engine.sim.gpus
+            real_gpu = context.plan.components[role.component].gpu if role.gpus_per_worker else None
+            simulated = make_sim_engine(
+                model_dir,
+                gpu=gpus[context.index % len(gpus)] if gpus else real_gpu or DEFAULT_SIMULATED_GPU,
+                num_gpus=role.gpus_per_worker,
+                config=Path(engine.sim.config) if engine.sim.config else None,
+                speed=engine.sim.speed,
+                max_batch=engine.max_batch,
+                max_model_len=engine.max_model_len,
+            )
+            async with simulated, EngineApi(simulated, name=name, judge=judge, model_dir=model_dir) as api:
+                yield OpenedApi(api, simulated.wait_until_failed)
+
+
+def make_judge_launch(context: WorkerContext, name: str, judge: JudgeConfig, model_dir: Path) -> "VllmLaunch":
+    """Return the options of a judge's vLLM server."""
+    from hpcrl.engines.vllm.server import VllmLaunch
+
+    role, engine = context.role_plan, judge.engine
+    template = () if judge.chat_template is None else ("--chat-template", judge.chat_template)
+    return VllmLaunch(
+        model=model_dir,
+        judge=name,
+        log=context.job.log(f"{context.role}-{context.index}-vllm"),
+        dtype=engine.dtype,
+        max_model_len=engine.max_model_len,
+        max_batch=engine.max_batch,
+        tensor_parallel=max(role.gpus_per_worker // engine.pipeline_parallel, 1),
+        pipeline_parallel=engine.pipeline_parallel,
+        num_cpus=role.cpus_per_worker,
+        cpu_kv_gib=engine.cpu_kv_gib,
+        start_timeout_s=engine.start_timeout_s,
+        extra_args=(*template, *engine.vllm_args),
+    )

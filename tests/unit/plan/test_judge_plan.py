@@ -1,0 +1,90 @@
+"""Judges in a plan: a component of their own, where their model fits, and what is refused."""
+
+import msgspec
+import pytest
+
+from hpcrl.config.recipe import load_recipe
+from hpcrl.config.site import load_site
+from hpcrl.errors import ConfigError, PlanError
+from hpcrl.plan.demand import compute_node_needs
+from hpcrl.plan.plan import make_plan
+
+JUDGE = ("judge.grader.path=/models/judge", 'domains.lake.judges=["grader"]')
+
+
+def plan(*settings, site="lab"):
+    return make_plan(load_recipe("quickstart", settings=(*JUDGE, *settings)), load_site(site))
+
+
+def refused(*settings, site="lab"):
+    with pytest.raises((PlanError, ConfigError)) as caught:
+        plan(*settings, site=site)
+    return str(caught.value)
+
+
+def test_a_judge_has_a_component_of_its_own_behind_the_others():
+    made = plan("judge.grader.resources.num_workers=2")
+    role = made.role("judge-grader")
+    component = made.components[role.component]
+    assert (component.roles, role.num_workers, role.gpus_per_worker) == (["judge-grader"], 2, 1)
+    assert [other.roles[0] for other in made.components] == ["env", "prefill", "decode", "train", "judge-grader"]
+    assert made.judge_roles == ["judge-grader"]
+
+
+def test_a_judge_without_gpus_goes_to_cpu_nodes():
+    made = plan('judge.grader.resources.affinity="cpu"', "judge.grader.resources.gpus_per_worker=0")
+    assert made.components[made.role("judge-grader").component].gpus_per_node == 0
+
+
+@pytest.mark.parametrize(
+    ("site", "settings", "layout"),
+    [("local", (), "local"), ("perlmutter", ("job.layout=hetstep", "job.walltime_min=20"), "hetstep")],
+)
+def test_a_judge_is_part_of_every_layout(site, settings, layout):
+    recipe = load_recipe("quickstart", settings=(*JUDGE, *settings))
+    made = make_plan(recipe, load_site(site, settings=("account=m1",)))
+    assert made.layout == layout
+    assert "judge-grader" in made.components[made.role("judge-grader").component].roles
+
+
+def test_the_window_of_weights_is_not_reserved_on_nodes_of_judges():
+    recipe = load_recipe("quickstart", settings=(*JUDGE, "model.num_params=1000000000"))
+    needs = {
+        role: compute_node_needs(role, recipe, workers_per_node=1)[1] - recipe.role_resources(role).mem_gib_per_worker
+        for role in ("decode", "judge-grader")
+    }
+    assert needs["decode"] > needs["judge-grader"] == 0
+
+
+def test_a_judge_that_no_domain_uses_is_a_warning():
+    assert "judge.spare is in no domain's `judges`: its engines would idle" in plan("judge.spare.path=/m").warnings
+    assert not any("judge.grader" in warning for warning in plan().warnings)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ('domains.lake.judges=["grade"]', "domains.lake.judges names 'grade': did you mean 'grader'?"),
+        ("judge.grader.resources.gpus_per_worker=64", "cannot hold judge.grader.resources"),
+        ("judge.grader.num_params=700000000000", "raise judge.grader.resources.gpus_per_worker"),
+        ("judge.grader.engine.pipeline_parallel=2", "judge.grader.engine.pipeline_parallel = 2 with"),
+        ('judge.grader.engine.sim.gpu="h100"', "judge.grader.engine.sim is set"),
+        ('judge.grader.resources.affinity="cpu"', "judge.grader.resources asks for 1 GPUs"),
+        ("judge.grader.tiny.hidden_size=64", "[judge.grader] needs either `path`"),
+        ("judge.other.engine.max_batch=1", "[judge.other] needs either `path`"),
+        ("judge.my-judge.path=/m", "lower-case letters, digits and '_'"),
+        ("judge.Grader.path=/m", "lower-case letters, digits and '_'"),
+    ],
+)
+def test_a_judge_that_cannot_be_served_is_refused(setting, message):
+    assert message in refused(setting)
+
+
+def test_the_built_in_reward_names_a_judge_of_its_domain():
+    settings = ('domains.lake.reward="hpcrl.envs.judge:judge"', 'domains.lake.reward_options.judge="other"')
+    assert "domains.lake.reward_options.judge = 'other': add it to domains.lake.judges" in refused(*settings)
+
+
+def test_a_plan_with_judges_survives_json():
+    made = plan()
+    assert msgspec.json.decode(made.to_json(), type=type(made)) == made
