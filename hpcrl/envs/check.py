@@ -67,6 +67,11 @@ def _check_environment(domain: DomainConfig, *, name: str, what: str, judge: Pro
             check_task_parameter(env)
         if callable(check := getattr(env, "check", None)):
             check()
+        if callable(check_task := getattr(env, "check_task", None)):
+            if domain.task_set is None:
+                check_task(None)
+            else:
+                check_task_set(domain.task_set, domain=name, only_held_out=domain.held_out, check=check_task)
         return (
             list(_check_program_files(env, domain, name=name, what=what, judge=judge))
             if isinstance(env, AgentProgram)

@@ -25,12 +25,19 @@ class Question:
         except re.error as error:
             raise ConfigError(f"Question: pattern = {pattern!r} is not a regular expression: {error}") from error
 
-    async def reset(self, seed: int, task: TaskFields | None = None) -> str:
-        self._row = task or {}
+    def check_task(self, task: TaskFields | None) -> None:
+        """Raise ConfigError for a row without question or answer, and for a domain without rows."""
+        if task is None:
+            raise ConfigError("Question needs rows: set the domain's `tasks` to a data file")
         for name in (self._question, self._answer):
-            if name not in self._row:
-                fields = ", ".join(sorted(self._row)) or "no fields"
-                raise RuntimeError(f"Question: the row has no field {name!r}; it has {fields}")
+            if name not in task:
+                raise ConfigError(
+                    f"Question: the row has no field {name!r}; it has {', '.join(sorted(task)) or 'none'}"
+                )
+
+    async def reset(self, seed: int, task: TaskFields | None = None) -> str:
+        self.check_task(task)
+        self._row = task or {}
         return str(self._row[self._question])
 
     async def step(self, action: str) -> Step:

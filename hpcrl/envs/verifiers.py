@@ -76,9 +76,14 @@ class Verifiers:
         """Play the episode of a task; returns its reward."""
         number = seed if task is None else task.get("task")
         if not isinstance(number, int):
-            raise EnvFault(f"{self._name}: a row must have the number of a task in the field `task`, not {task!r}")
+            raise EnvFault(f"{self._name}: a row must have the number of a task in the field `task`, not {task!r:.200}")
         server = await _find_server(self._python, self._config, name=self._name)
         return await server.play({"task": number, "url": access.url, "key": access.api_key, "model": access.model})
+
+    def check_task(self, task: TaskFields | None) -> None:
+        """Raise ConfigError for a row without the number of a task."""
+        if task is not None and not isinstance(task.get("task"), int):
+            raise ConfigError(f"{self._name}: a row must have the number of a task in the field `task`")
 
     def check(self) -> int:
         """Load the task set once, at submission; returns its number of tasks."""

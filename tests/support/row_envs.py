@@ -1,6 +1,7 @@
 """Environments whose tasks are rows of a task set."""
 
 from hpcrl.envs.base import Step
+from hpcrl.envs.question import Question as AnsweredQuestion
 
 
 class Question:
@@ -19,3 +20,7 @@ class Question:
 class OnlySeeds(Question):
     def reset(self, seed):
         return str(seed)
+
+
+class Checked(AnsweredQuestion):
+    """One that checks each row at submission."""

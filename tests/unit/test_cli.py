@@ -286,6 +286,7 @@ tasks = "rows.jsonl"
     [
         ("Question", '{"question": "1+1", "answer":', "rows.jsonl', line 2 is not a JSON object"),
         ("OnlySeeds", '{"question": "1+1", "answer": "2"}', "OnlySeeds cannot be given the rows of a task set"),
+        ("Checked", '{"question": "1+1", "reply": "2"}', "line 2: Question: the row has no field 'answer'; it has"),
     ],
 )
 def test_a_task_set_that_cannot_be_used_is_refused(

@@ -297,7 +297,7 @@ async def play_question(env, row, text):
 
 
 def test_a_row_without_the_field_of_the_question_is_a_fault_that_names_it():
-    with pytest.raises(RuntimeError, match="no field 'question'; it has answer, q"):
+    with pytest.raises(ConfigError, match="no field 'question'; it has answer, q"):
         asyncio.run(AnsweredQuestion().reset(0, task={"q": "1+1", "answer": "2"}))
     with pytest.raises(ConfigError, match="not a regular expression"):
         AnsweredQuestion(pattern="(")
