@@ -241,6 +241,13 @@ def test_the_reward_is_the_last_line_that_is_one(output, reward):
     assert find_reward(output) == reward
 
 
+@needs_bubblewrap
+def test_a_path_that_this_node_lacks_is_a_fault_that_names_it(template):
+    trajectory = play(template, "ask('a')\nprint(1)", sandbox="bubblewrap", readable=["/none/agents"])
+    assert trajectory.status == "env-fault"
+    assert trajectory.extra["fault"].endswith("readable has '/none/agents', which is not on this node")
+
+
 @pytest.mark.parametrize("printed", ["inf", "-inf", "nan", "+Infinity"])
 def test_a_number_that_is_not_finite_is_a_fault_as_python_prints_it(printed):
     with pytest.raises(PolicyFailure, match=re.escape(f"the reported reward is {printed}: it must be a finite number")):
