@@ -108,6 +108,7 @@ def _redundancy(whole: int, sizes: Sequence[int], *, num_steps: int = 6) -> list
         replace(
             _settings(whole, plays=plays, num_steps=num_steps, mode=mode),
             redundancy=size - 8,
+            late_after_s=0.0 if size > 8 else None,
             spare_groups=groups - whole,
             max_running=groups * size,
             max_batch=108,

@@ -71,6 +71,7 @@ episode_timeout_s = 100000.0
 [rollout]
 group_size = {group_size}
 redundancy = {redundancy}
+{late}
 spare_groups = {spare_groups}
 mode = "{mode}"
 max_lag = {max_lag}
@@ -99,6 +100,7 @@ class Setting:
     groups_per_step: int = 32
     group_size: int = 8
     redundancy: int = 0
+    late_after_s: float | None = None
     spare_groups: int = 0
     max_running: int = 256
     max_lag: int = 1
@@ -351,10 +353,11 @@ class Trainer:
 def _context(root: Path, setting: Setting) -> WorkerContext:
     """Make a campaign directory with everything that an env worker reads."""
     asked = {name: getattr(setting, name) for name in setting.__dataclass_fields__}
-    (root / "bench.toml").write_text(RECIPE.format(**asked, longest_reply=LONGEST_REPLY))
+    late = "" if setting.late_after_s is None else f"late_after_s = {setting.late_after_s}"
+    (root / "bench.toml").write_text(RECIPE.format(**asked, late=late, longest_reply=LONGEST_REPLY))
     recipe, site = load_recipe(str(root / "bench.toml")), load_site("local")
     run = CampaignDir(root / "campaign")
-    for directory in (run.events, run.endpoints, run.weights, run.model, run.task_blocks, run.job(0).root):
+    for directory in (run.events, run.endpoints, run.weights, run.model, run.env_workers, run.job(0).root):
         directory.mkdir(parents=True)
     publish_json(run.model / "config.json", {"max_position_embeddings": CONTEXT})
     versions.announce_version(run.weights, versions.WeightVersion(version=0, step=0))

@@ -505,7 +505,7 @@ def _import_task_sets(campaign: CampaignDir, recipe: Recipe) -> None:
 
 def _campaign_folders(campaign: CampaignDir) -> list[Path]:
     spools = [campaign.spool(name) for name in SPOOLS]
-    return [campaign.events, campaign.endpoints, campaign.weights, campaign.checkpoints, campaign.task_blocks, *spools]
+    return [campaign.events, campaign.endpoints, campaign.weights, campaign.checkpoints, campaign.env_workers, *spools]
 
 
 def _shell_exports() -> dict[str, str]:

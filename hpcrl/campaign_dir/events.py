@@ -106,6 +106,26 @@ class EpisodesCounted(CampaignEvent, frozen=True, kw_only=True, tag="episodes"):
     token_fates: dict[str, dict[str, int]] = {}
     """Tokens generated in ended episodes, by domain and what became of them: `trained` if they were left to training,
     else the reason: a status (`aborted-stale`, ...), or why a turn is masked (`spool.record.MASK_REASONS`)."""
+    lengths: dict[str, dict[str, int]] = {}
+    """The lengths of ended episodes by status (`spool.episode_lengths.LengthCounts`)."""
+
+
+class TasksRestarted(CampaignEvent, frozen=True, kw_only=True, tag="tasks-restarted"):
+    """An env worker starts the groups again that ran when its earlier run ended."""
+
+    num: NonNegativeCount
+
+
+class TaskFailed(CampaignEvent, frozen=True, kw_only=True, tag="task-failed"):
+    """A task was abandoned, since its group was started too often and never finished."""
+
+    id: str
+    """The group."""
+    domain: str = ""
+    seed: int = 0
+    place: int | None = None
+    """Its place in the sequence of the domain's rows, if the domain has `tasks`."""
+    reason: str = ""
 
 
 class CurriculumUpdated(CampaignEvent, frozen=True, kw_only=True, tag="curriculum"):
@@ -189,7 +209,7 @@ class TransportChanged(CampaignEvent, frozen=True, kw_only=True, tag="transport"
 
 
 class StepFinished(CampaignEvent, frozen=True, kw_only=True, tag="step"):
-    """A training step: the fields of `trainers.base.StepMetrics`, which documents them, and two more."""
+    """A training step: the fields of `trainers.base.StepMetrics`, which documents them, and three more."""
 
     step: NonNegativeCount
     version: NonNegativeCount = 0
@@ -231,6 +251,8 @@ class StepFinished(CampaignEvent, frozen=True, kw_only=True, tag="step"):
     """Share of the trainer GPUs' peak FLOP/s that the step used; None without GPUs."""
     wait_s: float | None = None
     """Time that the trainer waited for trajectories."""
+    lengths: dict[str, int] = {}
+    """The lengths of the episodes that it trained on (`spool.episode_lengths.LengthCounts`)."""
 
 
 class StaleDropped(CampaignEvent, frozen=True, kw_only=True, tag="stale"):
@@ -241,6 +263,8 @@ class StaleDropped(CampaignEvent, frozen=True, kw_only=True, tag="stale"):
     """The version that they were too old for."""
     token_counts: dict[str, int] = {}
     """Tokens that would have been trained, by domain."""
+    groups: list[str] = []
+    """The groups that are lost to training with them; env workers start these again."""
 
 
 class FlatGroupsDropped(CampaignEvent, frozen=True, kw_only=True, tag="flat"):
@@ -251,6 +275,7 @@ class FlatGroupsDropped(CampaignEvent, frozen=True, kw_only=True, tag="flat"):
     version: NonNegativeCount = 0
     domains: dict[str, int] = {}
     """Those groups, by domain."""
+    groups: list[str] = []
     shares: dict[str, float] = {}
     """The share of flat groups among all that the trainer has seen of these domains since it started."""
 
@@ -390,11 +415,15 @@ def describe_event(event: CampaignEvent) -> str | None:
             return f"weights go by {event.transport}" + _append_reason(event.reason)
         case FaultReported():
             return event.what + _append_reason(event.detail)
-    return _describe_training_event(event)
+    return _describe_progress_event(event)
 
 
-def _describe_training_event(event: CampaignEvent) -> str | None:
+def _describe_progress_event(event: CampaignEvent) -> str | None:
     match event:
+        case TasksRestarted():
+            return f"{event.num} tasks of {event.worker} that were in flight are started again"
+        case TaskFailed():
+            return f"task {event.id} was abandoned" + _append_reason(event.reason)
         case TrainingResumed():
             return f"training continues from the checkpoint of step {event.step}"
         case StepFinished(skipped=str(why)):

@@ -31,9 +31,8 @@ CAMPAIGN/
     model/: architecture and tokenizer, in the format of transformers
     tasks/: the rows of each domain's task set, and where each row is
     warmup/: the conversations of the warm-up, and the number of its steps that are made
-    task-blocks/: one file per block of task numbers that an env worker reserved, such as 0-3
-        0-under-way.jsonl: the running groups of env worker 0
-        0-rows.json: how far env worker 0 has come in each domain's rows
+    env-workers/: what env workers keep from one job to the next
+        0-tasks.jsonl: the tasks that env worker 0 has drawn, and those whose groups are not durable yet
         0-hold.json: the version up to which training may go without making these too old
     spools/rollouts|scored|archive/: trajectories as played, with rewards, and after training
     weights/: versions of the weights
@@ -127,8 +126,9 @@ class CampaignDir:
         return self.root / "settled.json"
 
     @property
-    def task_blocks(self) -> Path:
-        return self.root / "task-blocks"
+    def env_workers(self) -> Path:
+        """What env workers keep from one job to the next."""
+        return self.root / "env-workers"
 
     @property
     def tasks(self) -> Path:
@@ -145,21 +145,17 @@ class CampaignDir:
         """The number of warm-up steps that the trainer has made in its present job."""
         return self.warmup / "steps"
 
-    def task_progress(self, env_index: int) -> Path:
-        """Return the file of the rows that env worker `env_index` has used of each domain's task set."""
-        return self.root / "task-blocks" / f"{env_index}-rows.json"
-
     def journal(self, env_index: int) -> Path:
-        """Return the file of the running groups of env worker `env_index`, whatever job it runs in."""
-        return self.root / "task-blocks" / f"{env_index}-under-way.jsonl"
+        """Return the file of the tasks of env worker `env_index`, whatever job it runs in."""
+        return self.env_workers / f"{env_index}-tasks.jsonl"
 
     def hold(self, env_index: int) -> Path:
         """Return the file of the version up to which env worker `env_index`'s running groups stay fresh enough."""
-        return self.root / "task-blocks" / f"{env_index}-hold.json"
+        return self.env_workers / f"{env_index}-hold.json"
 
     def holds(self) -> list[Path]:
         """Return the hold files of all env workers."""
-        return sorted(self.task_blocks.glob("*-hold.json"))
+        return sorted(self.env_workers.glob("*-hold.json"))
 
     def judge(self, name: str) -> "JudgeDir":
         return JudgeDir(self.root / "judges" / name)

@@ -146,9 +146,14 @@ class RolloutConfig(ConfigTable, frozen=True, kw_only=True):
     """async: episodes run independently; one-step-off: whole batches, one ahead of training; sync: a batch starts
     after the training step on the last one."""
     redundancy: CountOrZero = 0
-    """Extra episodes per group; the first `group_size` to finish are kept, the rest are aborted."""
+    """Extra episodes per group. `group_size` are kept by their index, whichever finish first: an extra one takes the
+    place of one that failed, or that is late by `late_after_s`."""
+    late_after_s: Annotated[float, Meta(ge=0)] | None = None
+    """Seconds from the start of a group after which any `group_size` that have finished are kept and the rest aborted:
+    0 keeps the first to finish. This prefers short episodes (docs/learning.md); unset, no episode is late."""
     spare_groups: CountOrZero = 0
-    """In the batch modes: extra groups per batch; the first that training needs are kept, the rest are aborted."""
+    """In the batch modes: extra groups per batch; the first that training needs are kept, the rest are aborted and
+    started again later."""
     replacements: CountOrZero = 8
     """Lost episodes of a group that are restarted before the whole group is cancelled."""
     groups_ahead: CountOrZero = 1

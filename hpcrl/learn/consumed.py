@@ -132,6 +132,13 @@ class ConsumedGroups:
     def num_groups(self) -> int:
         return sum(stop - start for runs in self.number_ranges.values() for start, stop in runs)
 
+    def __contains__(self, group: object) -> bool:
+        known = parse_group_id(group) if isinstance(group, str) else None
+        if known is None:
+            return False
+        domain, number = known
+        return any(start <= number < stop for start, stop in self.number_ranges.get(domain, ()))
+
     def missing_groups(self, present: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, int, int]]:
         """Yield, for each domain with missing groups: how many the sorted numbers `present` lack, and the first."""
         for domain, number_ranges in self.number_ranges.items():

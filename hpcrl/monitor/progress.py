@@ -23,6 +23,7 @@ from hpcrl.campaign_dir.events import (
     SegmentScored,
     StaleDropped,
     StepFinished,
+    TaskFailed,
     TrainingResumed,
     VersionLoaded,
     VersionPublished,
@@ -33,6 +34,7 @@ from hpcrl.campaign_dir.events import (
     describe_event,
 )
 from hpcrl.campaign_dir.paths import make_worker_name
+from hpcrl.spool.episode_lengths import LengthCounts, join_lengths
 from hpcrl.spool.outcome import OUTCOME_REWARD_ERROR
 from hpcrl.spool.token_fates import STALE, TOO_LONG, TRAINED
 
@@ -158,6 +160,10 @@ class CampaignProgress:
     """Rewards by domain, also of trajectories not trained on; a segment that was scored twice counts twice."""
     token_rate: TokenRate = field(default_factory=TokenRate)
     jobs: dict[int, JobProgress] = field(default_factory=dict)
+    lengths: dict[str, Counter[str]] = field(default_factory=dict)
+    """The lengths of ended episodes by status."""
+    failed_tasks: dict[str, TaskFailed] = field(default_factory=dict)
+    """The tasks that were abandoned, by group."""
     notes: deque[MonitorNote] = field(default_factory=lambda: deque(maxlen=MAX_NOTES))
     num_notes: int = 0
 
@@ -178,9 +184,8 @@ class CampaignProgress:
                 self._drop_steps_from(event.step)
                 self.steps[event.step] = event
                 self.version = max(self.version, event.version)
-            case StaleDropped(token_counts=counts):
-                for domain, num in counts.items():
-                    self._find_domain(domain).stale_tokens += num
+            case StaleDropped() | TaskFailed():
+                self._count_loss(event)
             case TrainingResumed():
                 self._drop_steps_from(event.step + 1)
             case WorkerStarted() | WorkerRestarted() | WorkerEnded() | WorkerFailed() | VersionLoaded():
@@ -246,6 +251,14 @@ class CampaignProgress:
             case VersionLoaded():
                 worker.version = event.version
 
+    def _count_loss(self, event: StaleDropped | TaskFailed) -> None:
+        match event:
+            case StaleDropped(token_counts=counts):
+                for domain, num in counts.items():
+                    self._find_domain(domain).stale_tokens += num
+            case TaskFailed(id=group):
+                self.failed_tasks[group] = event
+
     def _add_note(self, event: CampaignEvent) -> None:
         text = describe_event(event)
         if text:
@@ -283,8 +296,20 @@ class CampaignProgress:
             self._find_domain(domain).outcomes.update(
                 {name: max(0, num - before.get(name, 0)) for name, num in outcomes.items()}
             )
+        for status, lengths in counts.lengths.items():
+            earlier = previous.lengths.get(status, {})
+            self.lengths.setdefault(status, Counter()).update(
+                {name: max(0, num - earlier.get(name, 0)) for name, num in lengths.items()}
+            )
         self.token_rate.add(counts.time, counts.num_tokens - previous.num_tokens)
         worker.episodes = counts
+
+    def join_lengths(self) -> dict[str, LengthCounts]:
+        """Return the lengths of the episodes that were started, that finished, and that were trained on."""
+        trained = Counter[str]()
+        for step in self.steps.values():
+            trained.update(step.lengths)
+        return {**join_lengths(self.lengths), "trained": dict(trained)}
 
     def token_fates(self, domain: str) -> dict[str, int]:
         """Return what became of the tokens of a domain: those that the trainer dropped are not trained."""

@@ -168,12 +168,23 @@ def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
     if outcomes := list(_iter_outcomes(snapshot)):
         yield "outcomes", "   ".join(outcomes)
     yield "tokens", "   ".join(_format_tokens(snapshot))
+    if snapshot.lengths:
+        yield "lengths", "   ".join(_format_lengths(snapshot))
+    if snapshot.failed_tasks:
+        newest = snapshot.failed_tasks[-1]
+        yield "failed", f"{len(snapshot.failed_tasks):,} tasks abandoned   the last: {newest.group}: {newest.reason}"
     if trained := list(_iter_trained_shares(snapshot)):
         yield "trained", "   ".join(trained)
     yield "waiting", "   ".join(f"{spool.depth:,} in {spool.name}" for spool in snapshot.spools)
     yield "weights", "   ".join(_format_weights(snapshot))
     if detail.last_step is not None:
         yield "learning", "   ".join(_format_learning(snapshot))
+
+
+def _format_lengths(snapshot: CampaignSnapshot) -> Iterator[str]:
+    """Yield the mean length and the 90th percentile of the episodes started, finished and trained."""
+    for name, lengths in snapshot.lengths.items():
+        yield f"{name} {lengths.mean:,.0f} tokens (p90 {lengths.p90:,.0f})"
 
 
 def _format_domains(snapshot: CampaignSnapshot) -> Iterator[str]:

@@ -18,6 +18,7 @@ from hpcrl.config.recipe import ROLES
 from hpcrl.monitor.job_state import ALIVE_WITHIN_S, CampaignState, JobVerdict, derive_component_state
 from hpcrl.monitor.progress import CampaignProgress, DomainProgress, JobProgress, MonitorNote, WorkerProgress
 from hpcrl.slurm.commands import expand_nodes
+from hpcrl.spool.episode_lengths import LengthSummary, summarize_lengths
 from hpcrl.spool.status import STATUSES
 from hpcrl.spool.token_fates import measure_trained_share
 
@@ -117,6 +118,15 @@ class SnapshotDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Files that could not be read, and queries that failed."""
 
 
+class FailedTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A task that was abandoned, since its group never finished."""
+
+    group: str
+    seed: int
+    place: int | None
+    reason: str
+
+
 class CampaignSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A campaign at one moment."""
 
@@ -141,6 +151,11 @@ class CampaignSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One per step; of a step that was repeated after a resume, the last result counts."""
     evaluations: list[EvaluationView]
     """Evaluations in the order in which they were made."""
+    lengths: dict[str, LengthSummary]
+    """The lengths in generated tokens of the episodes that were started (those cut off as far as they came), that
+    finished, and that were trained on."""
+    failed_tasks: list[FailedTask]
+    """The tasks that were abandoned."""
     tokens_per_s: float
     """Generated tokens: over the last minute while a job runs, else over all the time that jobs ran."""
     spools: list[SpoolView]
@@ -262,6 +277,15 @@ def build_snapshot(inputs: SnapshotInputs) -> CampaignSnapshot:
                 version=evaluation.version, reward_mean=evaluation.reward_mean, num_episodes=evaluation.num_episodes
             )
             for evaluation in progress.evaluations.values()
+        ],
+        lengths={
+            name: summary
+            for name, counts in progress.join_lengths().items()
+            if (summary := summarize_lengths(counts)) is not None
+        },
+        failed_tasks=[
+            FailedTask(group=task.id, seed=task.seed, place=task.place, reason=task.reason)
+            for task in progress.failed_tasks.values()
         ],
         tokens_per_s=round(_choose_tokens_per_s(inputs), 1),
         spools=_build_spool_views(inputs),

@@ -188,6 +188,11 @@ def _check_rollout(recipe: Recipe) -> None:
             f"rollout.max_running = {rollout.max_running} cannot hold one group of {rollout.group_size} (and "
             f"{rollout.redundancy} extra) episodes on each of {num_env_workers} env workers: set it to {least} or more"
         )
+    if rollout.late_after_s is not None and not rollout.redundancy:
+        raise PlanError(
+            f"rollout.late_after_s = {rollout.late_after_s:g} with rollout.redundancy = 0 cannot act: only "
+            "extra episodes replace late ones; set rollout.redundancy, or remove late_after_s"
+        )
 
 
 def _check_router(recipe: Recipe) -> None:

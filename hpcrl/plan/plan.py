@@ -119,6 +119,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_warn_few_places(recipe),
             *check_programs(recipe, site, components[0], workers_per_node=choices["env"].workers_per_node),
             *_warn_idle_judges(recipe),
+            *_warn_length_bias(recipe),
             *_warn_no_scheduler(recipe, placement.layout),
         ],
         cost=_compute_cost(recipe, site, components),
@@ -219,6 +220,22 @@ def _warn_idle_judges(recipe: Recipe) -> list[str]:
     return [
         f"judge.{name} is in no domain's `judges`: its engines would idle" for name in recipe.judge if name not in used
     ]
+
+
+def _warn_length_bias(recipe: Recipe) -> list[str]:
+    """Warn of settings under which short episodes are trained on more than they are played."""
+    rollout, found = recipe.rollout, []
+    if rollout.late_after_s is not None:
+        found.append(
+            f"rollout.late_after_s = {rollout.late_after_s:g}: training prefers short episodes; remove it to keep "
+            "episodes by index (the size of the effect: docs/learning.md)"
+        )
+    if rollout.spare_groups and rollout.mode != "async":
+        found.append(
+            f"rollout.spare_groups = {rollout.spare_groups}: each batch prefers groups that finish early, and the "
+            "others are started again (docs/learning.md)"
+        )
+    return found
 
 
 def _warn_no_scheduler(recipe: Recipe, layout: JobLayout) -> list[str]:

@@ -3,22 +3,24 @@
 run               run one env worker until the job ends
 EnvWorker         starts episodes, and does with their results what their groups decide
 POLL_INTERVAL_S   the time between two rounds of its loop
-TASKS_PER_BLOCK   task numbers reserved for one start of an env worker
+TRAINED_INTERVAL_S    the time between two looks at what became of its groups in training
 """
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
-from hpcrl.campaign_dir.events import CurriculumUpdated
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import CheckpointSaved, CurriculumUpdated, FlatGroupsDropped, StaleDropped
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.engines.base import Completion, InferenceEngine
 from hpcrl.engines.http import RemoteEngine, make_client_session
 from hpcrl.envs.base import Env, is_program_domain
 from hpcrl.envs.pool import open_env
+from hpcrl.learn.consumed import read_consumed_groups
 from hpcrl.learn.evaluations import EvaluationStore
 from hpcrl.models.chat_layout import load_chat_layout, load_chat_template
 from hpcrl.models.model_config import read_context_length
@@ -32,8 +34,8 @@ from hpcrl.rollout.episode_accounts import EpisodeAccounts
 from hpcrl.rollout.evaluation import EvaluationHooks, EvaluationRunner
 from hpcrl.rollout.fault_budget import FaultBudget
 from hpcrl.rollout.flow_control import HoldWriter, TrainerProgress
-from hpcrl.rollout.groups import EpisodeGroups
-from hpcrl.rollout.journal import EpisodeJournal, reserve_block
+from hpcrl.rollout.groups import EpisodeGroups, GroupOutcome
+from hpcrl.rollout.journal import TaskJournal
 from hpcrl.rollout.judges.proxy import open_judge_proxy
 from hpcrl.rollout.reporting import CountingPolicy, EpisodeReporter
 from hpcrl.rollout.rewards import load_reward
@@ -43,11 +45,12 @@ from hpcrl.rollout.routing.router import Router
 from hpcrl.rollout.task_queue import TaskQueue
 from hpcrl.rollout.task_sets import TaskSets
 from hpcrl.rollout.tasks import AgentTask, TaskStream, stable_hash
+from hpcrl.spool.reader import list_last_groups
 from hpcrl.spool.record import Trajectory
 from hpcrl.weights.versions import find_newest_version
 
 POLL_INTERVAL_S = 0.1
-TASKS_PER_BLOCK = 1 << 32
+TRAINED_INTERVAL_S = 5.0
 
 EnvOpener = Callable[[str, DomainConfig], Awaitable[Env]]
 
@@ -109,10 +112,11 @@ class EnvWorker:
         context, campaign, recipe = self.context, self.context.campaign, self.context.recipe
         self.worker = EnvWorkerId(context.index, context.role_plan.num_workers)
         self.progress = TrainerProgress(weights=campaign.weights, settled=campaign.settled)
+        self.journal = TaskJournal(campaign.journal(context.index))
         self.task_sets = TaskSets(
-            recipe, self.worker, directory=campaign.tasks, progress=campaign.task_progress(context.index)
+            recipe, self.worker, directory=campaign.tasks, num_drawn=self.journal.state.draws.rows
         )
-        self.task_queue = _make_task_queue(context, self.worker, task_sets=self.task_sets, open_env=self.open_env)
+        self.task_queue = _make_task_queue(self)
         self.curriculum = Curriculum.from_recipe(recipe, events=campaign.events)
         self.accounts = EpisodeAccounts(
             EpisodeGroups(
@@ -120,11 +124,15 @@ class EnvWorker:
                 episodes_per_group=recipe.rollout.episodes_per_group,
                 replacements=recipe.rollout.replacements,
                 max_lag=recipe.rollout.max_lag,
+                late_after_s=recipe.rollout.late_after_s,
             ),
-            journal=EpisodeJournal(campaign.journal(context.index)),
-            task_sets=self.task_sets,
+            journal=self.journal,
+            return_task=self.task_queue.return_task,
+            emit=context.events.emit,
         )
         self.admission = AdmissionControl(recipe, self.worker)
+        self.train_events = EventReader.for_role(campaign.events, "train")
+        self.looked_at = float("-inf")
         self.hold_writer = HoldWriter(campaign.hold(context.index))
         self.policy = CountingPolicy(self.router, on_turn=self._record_turn)
         self.player = EpisodePlayer(
@@ -148,15 +156,17 @@ class EnvWorker:
 
     async def run_until_drained(self) -> None:
         """Start groups, seal and report until the job drains; then abort running episodes and seal what is finished."""
-        self.reporter.lose_episodes(self.accounts.recover())
+        released = self.accounts.list_released()
+        self.accounts.recover(durable=_find_durable(self.context, released) if released else ())
         while not self.context.draining:
             self.progress.poll()
             self._follow_curriculum()
+            self._follow_training(now=loop_time())
+            self._end_late_groups()
             await self._start_groups()
             self._continue_evaluation()
             self._write_hold()
             self.accounts.record_sealed(await self.rollouts.seal_due())
-            self.task_sets.save_due(now=loop_time())
             self.reporter.report_due(now=loop_time())
             await asyncio.sleep(POLL_INTERVAL_S)
         await self._drain()
@@ -167,6 +177,23 @@ class EnvWorker:
             self.task_queue.set_weights(weights)
             self.context.events.emit(CurriculumUpdated(weights=weights))
 
+    def _follow_training(self, *, now: float) -> None:
+        """Start the groups again that the trainer dropped as too old; end the tasks of those that it is done with."""
+        if now - self.looked_at < TRAINED_INTERVAL_S:
+            return
+        self.looked_at = now
+        has_checkpoint = False
+        for event in self.train_events.poll():
+            match event:
+                case StaleDropped():
+                    self.accounts.record_dropped(event.groups, at=event.time)
+                case FlatGroupsDropped():
+                    self.accounts.record_trained(event.groups)
+                case CheckpointSaved():
+                    has_checkpoint = True
+        if has_checkpoint:
+            self.accounts.record_trained(read_consumed_groups(self.context.campaign.checkpoints))
+
     async def _start_groups(self) -> None:
         """Start all groups that are admitted now."""
         groups = self.accounts.groups
@@ -176,6 +203,8 @@ class EnvWorker:
             await self.router.refresh()
             if not self._is_served():
                 return
+        if not self.accounts.can_start:
+            return
         for _ in range(self.admission.num_to_start(admitted, groups)):
             task = self.task_queue.take_task(now=loop_time())
             if task is None:
@@ -188,8 +217,8 @@ class EnvWorker:
 
     def _start_group(self, task: AgentTask) -> None:
         """Start a group; from here on its episodes run independently."""
-        num_episodes = self.accounts.start_group(task, version=self.progress.newest_version)
-        self._start_episodes(task, range(num_episodes))
+        indices = self.accounts.start_group(task, version=self.progress.newest_version, now=loop_time())
+        self._start_episodes(task, indices)
 
     def _start_episodes(self, task: AgentTask, indices: Iterable[int]) -> None:
         for index in indices:
@@ -202,7 +231,8 @@ class EnvWorker:
             trajectory = await self.player.play_training(task, index)
             await self.rollouts.wait_for_room()
         except asyncio.CancelledError:
-            self.accounts.abort_episode(task, index)
+            self.reporter.count_endings(self.accounts.abort_episode(task, index).booked)
+            self.reporter.abort_episode(episode)
             self.task_queue.end_task(task)
             return
         finally:
@@ -213,17 +243,31 @@ class EnvWorker:
     def _record_turn(self, episode: str, completion: Completion) -> None:
         version = min(completion.versions, default=self.progress.newest_version)
         self.accounts.in_flight.record_version(episode, version=version)
+        self.reporter.record_turn(episode, len(completion.token_ids))
 
     def _record_result(self, task: AgentTask, trajectory: Trajectory) -> None:
         """Do what the end of an episode means for its group: release it, abort the rest of it, or replace a member."""
-        outcome = self.accounts.end_episode(task, trajectory, newest=self.progress.newest_version)
+        now = loop_time()
+        outcome = self.accounts.end_episode(task, trajectory, newest=self.progress.newest_version, now=now)
         if outcome is None:
             return
-        self.reporter.end_episode(trajectory, outcome.status, now=loop_time())
+        self.reporter.end_episode(trajectory, now=now)
+        self._apply_outcome(task, outcome)
+
+    def _end_late_groups(self) -> None:
+        """Release the groups whose last members are late."""
+        newest = self.progress.newest_version
+        for task, outcome in self.accounts.end_late(newest=newest, now=loop_time()):
+            self._apply_outcome(task, outcome)
+
+    def _apply_outcome(self, task: AgentTask, outcome: GroupOutcome) -> None:
+        self.reporter.count_endings(outcome.booked)
         self.rollouts.release(outcome.released)
         unneeded = [*outcome.abort]
         if outcome.released and self.admission.record_release():
-            unneeded += self.accounts.close_groups()
+            closed = self.accounts.close_groups()
+            self.reporter.count_endings(closed.booked)
+            unneeded += closed.abort
         for episode in unneeded:
             self.episodes[episode].cancel()
         self._start_episodes(task, outcome.start)
@@ -255,22 +299,35 @@ class EnvWorker:
         self.reporter.report()
 
 
-def _make_task_queue(
-    context: WorkerContext, worker: EnvWorkerId, *, task_sets: TaskSets, open_env: EnvOpener
-) -> TaskQueue:
+def _make_task_queue(env_worker: EnvWorker) -> TaskQueue:
+    context, journal, task_sets = env_worker.context, env_worker.journal, env_worker.task_sets
     recipe = context.recipe
-    block = reserve_block(context.campaign.task_blocks, env_index=worker.index)
+    stream = TaskStream(
+        env_worker.worker,
+        recipe_seed=recipe.seed,
+        rows=task_sets,
+        progress=journal.state.draws,
+        record_draw=journal.record_draw,
+    )
     return TaskQueue(
         recipe.domains,
-        tasks=TaskStream(worker, recipe_seed=recipe.seed, start=block * TASKS_PER_BLOCK, rows=task_sets),
+        tasks=stream,
         read_fields=task_sets.read_fields,
         budget=FaultBudget(max_fault_share=recipe.rollout.max_env_faults),
         groups_ahead=recipe.rollout.groups_ahead,
         episodes_per_group=recipe.rollout.episodes_per_group,
         cpus=context.role_plan.cpus_per_worker,
         mem_gib=context.role_plan.mem_gib_per_worker,
-        open_env=open_env,
+        open_env=env_worker.open_env,
     )
+
+
+def _find_durable(context: WorkerContext, groups: Collection[str]) -> set[str]:
+    """Return those of these groups, which an earlier run of this worker released, that are trained or in the spool."""
+    campaign = context.campaign
+    consumed = read_consumed_groups(campaign.checkpoints)
+    present = list_last_groups(campaign.spool("rollouts"), worker=f"env-{context.index}")
+    return {group for group in groups if group in consumed or group in present}
 
 
 def _make_evaluator(env_worker: EnvWorker) -> EvaluationRunner:

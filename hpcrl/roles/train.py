@@ -36,6 +36,8 @@ from hpcrl.models.tiny import make_tiny_model
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.train_queue import TrainQueue
 from hpcrl.roles.warmup import WarmupData
+from hpcrl.spool.episode_lengths import LengthCounts, add_length
+from hpcrl.spool.ids import make_episode_id
 from hpcrl.spool.rows import TRAINED, count_by_fate
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
 from hpcrl.system.files import publish_file
@@ -256,7 +258,15 @@ class TrainingLoop:
             lost: Counter[str] = Counter()
             for trajectory in choice.stale:
                 lost[trajectory.domain] += count_by_fate(trajectory)[TRAINED]
-            self.context.events.emit(StaleDropped(num=len(choice.stale), version=self.version, token_counts=dict(lost)))
+            lost_groups = {one.group for one in choice.stale} - {one.group for one in [*choice.chosen, *choice.rest]}
+            self.context.events.emit(
+                StaleDropped(
+                    num=len(choice.stale),
+                    version=self.version,
+                    token_counts=dict(lost),
+                    groups=sorted(group for group in lost_groups if make_episode_id(group, 0) not in self.consumed),
+                )
+            )
         self.report_flat_groups(choice)
         if not choice.chosen:
             return False
@@ -272,7 +282,10 @@ class TrainingLoop:
         times = metrics.times | {"publish": round(time.monotonic() - started, 6), "wait": round(wait_s, 6)}
         self.train_queue.mark_trained(version=self.version)
         values = msgspec.structs.asdict(metrics) | {"times": times, "mfu": self.compute_mfu(metrics)}
-        self.context.events.emit(StepFinished(**values, wait_s=round(wait_s, 4)))
+        lengths: LengthCounts = {}
+        for trajectory in choice.chosen:
+            add_length(lengths, count_by_fate(trajectory).total())
+        self.context.events.emit(StepFinished(**values, wait_s=round(wait_s, 4), lengths=lengths))
         self.check_skipped(metrics)
         if self.step % recipe.train.checkpoint_every_steps == 0:
             self.start_checkpoint()
@@ -288,7 +301,13 @@ class TrainingLoop:
         if dropped:
             shares = {name: round(self.num_flat_groups[name] / self.num_seen_groups[name], 4) for name in dropped}
             self.context.events.emit(
-                FlatGroupsDropped(num=dropped.total(), version=self.version, domains=dict(dropped), shares=shares)
+                FlatGroupsDropped(
+                    num=dropped.total(),
+                    version=self.version,
+                    domains=dict(dropped),
+                    groups=sorted({one.group for one in choice.flat}),
+                    shares=shares,
+                )
             )
 
     def compute_mfu(self, metrics: StepMetrics) -> float | None:

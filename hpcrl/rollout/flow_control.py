@@ -28,7 +28,6 @@ from typing import Literal
 import msgspec
 
 from hpcrl.rollout.groups import GroupOutcome
-from hpcrl.spool.record import TRAINABLE
 from hpcrl.system.files import publish_file, publish_json
 from hpcrl.weights.versions import find_newest_version
 
@@ -121,17 +120,19 @@ class InFlightVersions:
         if known is not None:
             self._uncount(*known)
 
-    def end(self, episode: str, ending: GroupOutcome | None) -> None:
-        """Record the end of an episode and its consequences for the group."""
-        if ending is None or ending.status not in TRAINABLE:
-            self.drop(episode)
-        else:
+    def end(self, episode: str, *, is_kept: bool) -> None:
+        """Record the end of an episode."""
+        if is_kept:
             self.mark_kept(episode)
-        if ending is not None:
-            for kept in ending.released:
-                self.mark_leaving(kept.id)
-            for dropped in ending.dropped:
-                self.drop(dropped)
+        else:
+            self.drop(episode)
+
+    def apply(self, outcome: GroupOutcome) -> None:
+        """Record what an ending means for the other episodes of its group."""
+        for kept in outcome.released:
+            self.mark_leaving(kept.id)
+        for dropped in outcome.dropped:
+            self.drop(dropped)
 
     def limit(self, *, newest: int, max_lag: int) -> int | None:
         """Return the version that training should not pass yet; None for no limit."""

@@ -1,27 +1,26 @@
 """Groups of episodes: which are kept, aborted or replaced, and a ledger in which each episode ends once. Pure.
 
-    EpisodeGroups                       the groups of one env worker
-    GroupOutcome                        the consequences of one episode's end
-    EpisodeLedger                       which episodes run, which ended and how
-    format_start_line, format_end_line  lines of the journal
-    replay_journal                      the episodes that a journal shows as started and not ended
+    EpisodeGroups   the groups of one env worker
+    GroupOutcome    what follows for a group from the end of an episode, or from the time
+    EpisodeLedger   which episodes run, which ended and how
 
-A group starts with `episodes_per_group` episodes and keeps the first `group_size` that finish. One that can no longer
-fill starts others of the same task, `replacements` at most, before it is lost: one fault does not waste the work of
-the other members. A kept trajectory that has meanwhile grown older than `max_lag` is evicted, so that nothing stale is
-released. A group closes when it is full (its trajectories are released) or lost (they are dropped, and admission
-starts another); episodes that still run then are aborted.
+A group starts with `episodes_per_group` episodes and is full when `group_size` members have finished. The members are
+chosen by index, whichever finish first: an extra episode takes the place of one that failed, and of one that is late
+if the recipe defines that. Choosing those that finish first would prefer short episodes (docs/learning.md).
+A group that can no longer fill starts others of the same task, `replacements` at most, before it is lost: one fault
+does not waste the work of the other members. A kept trajectory that has meanwhile grown older than `max_lag` is
+evicted, so that nothing stale is released. A group closes when it is full (its trajectories are released) or lost (they
+are dropped); episodes that still run then are aborted.
 Only full groups are released: a group with holes would shift the baseline that its members are compared to.
 
 Each episode that is started ends in the ledger exactly once, under one of six statuses; a second end changes nothing.
-A retry is not an end: the episode continues to run. Episodes that ran when a worker was killed are recorded by its next
-run as infrastructure faults, since the agent had no part in it.
+An extra episode that finishes before it is known whether it is needed is held until then. A retry is not an end: the
+episode continues to run.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from hpcrl.spool.ids import get_index, make_episode_id
 from hpcrl.spool.record import TRAINABLE, Trajectory
@@ -34,14 +33,16 @@ class EpisodeLedger:
     def __init__(self) -> None:
         self.running: set[str] = set()
         """Episodes that have not ended, including those being aborted: they keep their place until they have."""
+        self.held: set[str] = set()
+        """Extra episodes that have finished, and may not be needed."""
         self.endings: Counter[EpisodeStatus] = Counter()
         """Ended episodes by status."""
         self.num_started = 0
 
     @property
     def is_balanced(self) -> bool:
-        """The ledger's invariant: every started episode runs or has ended once."""
-        return self.num_started == len(self.running) + self.endings.total()
+        """The ledger's invariant: every started episode runs, is held, or has ended once."""
+        return self.num_started == len(self.running) + len(self.held) + self.endings.total()
 
     def record_start(self, episodes: Iterable[str]) -> None:
         """Record the start of episodes."""
@@ -50,48 +51,30 @@ class EpisodeLedger:
         self.running |= new
         self.num_started += len(new)
 
-    def record_end(self, episode: str, status: EpisodeStatus) -> bool:
-        """Record the end of an episode; return False, and change nothing, for one that is not running."""
-        if episode not in self.running:
-            return False
+    def hold(self, episode: str) -> None:
+        """Record that an extra episode has finished; `record_end` follows."""
         self.running.remove(episode)
+        self.held.add(episode)
+
+    def record_end(self, episode: str, status: EpisodeStatus) -> bool:
+        """Record the end of an episode; return False, and change nothing, for one that neither runs nor is held."""
+        if episode not in self.running and episode not in self.held:
+            return False
+        self.running.discard(episode)
+        self.held.discard(episode)
         self.endings[status] += 1
         return True
-
-    def record_lost(self, episodes: Iterable[str]) -> int:
-        """Record as faults the episodes that a killed worker was running; return their number."""
-        lost = set(episodes)
-        self.record_start(lost)
-        for episode in lost:
-            self.record_end(episode, "env-fault")
-        return len(lost)
-
-
-def format_start_line(episodes: Iterable[str]) -> dict[str, Any]:
-    """Return the journal's line for episodes that start."""
-    return {"begin": list(episodes)}
-
-
-def format_end_line(episode: str) -> dict[str, Any]:
-    """Return the journal's line for an episode that has ended."""
-    return {"end": episode}
-
-
-def replay_journal(lines: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return the episodes that the journal shows as started and not ended; a torn last line is ignored."""
-    running: set[str] = set()
-    for line in lines:
-        running.update(line.get("begin", ()))
-        running.discard(line.get("end", ""))
-    return running
 
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """The consequences of one episode's end."""
+    """What follows for a group."""
 
-    status: EpisodeStatus
-    """The status recorded in the ledger: `aborted-redundant` for an episode no longer needed, however it ended."""
+    is_kept: bool = False
+    """The episode that ended waits for others of its group, or is released with them."""
+    booked: Sequence[tuple[Trajectory, EpisodeStatus]] = ()
+    """The endings recorded in the ledger: that of the episode unless it is held, and those of others that were. The
+    status is `aborted-redundant` for an episode that is not needed, however it ended."""
     released: Sequence[Trajectory] = ()
     """The trajectories of a group that is now full, by index."""
     abort: Sequence[str] = ()
@@ -109,7 +92,10 @@ class _GroupState:
     """One group that is open or has episodes still running."""
 
     running: set[str]
-    num_started: int
+    started_at: float
+    next_index: int
+    num_left: int
+    """Replacements that may still be started."""
     kept: list[Trajectory] = field(default_factory=list)
     is_closed: bool = False
 
@@ -118,13 +104,24 @@ class EpisodeGroups:
     """The groups of one env worker."""
 
     def __init__(
-        self, *, group_size: int, episodes_per_group: int, replacements: int = 0, max_lag: int | None = None
+        self,
+        *,
+        group_size: int,
+        episodes_per_group: int,
+        replacements: int = 0,
+        max_lag: int | None = None,
+        late_after_s: float | None = None,
     ) -> None:
-        """Set the sizes of groups and `max_lag`, the age in versions up to which trajectories are kept; None: any."""
+        """Set the sizes of groups, and the limits of age.
+
+        `max_lag` is the age in versions up to which trajectories are kept, `late_after_s` the age of a group from which
+        any that have finished are its members; None sets no limit.
+        """
         self._group_size = group_size
         self._num_initial = episodes_per_group
-        self._max_episodes = episodes_per_group + replacements
+        self._replacements = replacements
         self._max_lag = max_lag
+        self._late_after_s = late_after_s
         self._groups: dict[str, _GroupState] = {}
         self.ledger = EpisodeLedger()
         self.num_open = 0
@@ -135,6 +132,11 @@ class EpisodeGroups:
         """Episodes started in place of lost ones."""
         self.num_evicted = 0
         """Trajectories that were kept and then grew too old before their group was full."""
+
+    @property
+    def max_episodes(self) -> int:
+        """The most episodes that one start of a group may have."""
+        return self._num_initial + self._replacements
 
     @property
     def num_running(self) -> int:
@@ -150,16 +152,19 @@ class EpisodeGroups:
         """Return whether a group has episodes that have not ended."""
         return group in self._groups
 
-    def start(self, group: str) -> list[str]:
-        """Start a group; return the ids of its episodes."""
+    def start(self, group: str, *, first_index: int = 0, now: float = 0.0) -> list[str]:
+        """Start a group; return the ids of its episodes, whose indices start at `first_index`."""
         assert group not in self._groups, f"group {group} has been started already"
-        episodes = [make_episode_id(group, index) for index in range(self._num_initial)]
-        self._groups[group] = _GroupState(running=set(episodes), num_started=self._num_initial)
+        next_index = first_index + self._num_initial
+        episodes = [make_episode_id(group, index) for index in range(first_index, next_index)]
+        self._groups[group] = _GroupState(
+            running=set(episodes), started_at=now, next_index=next_index, num_left=self._replacements
+        )
         self.ledger.record_start(episodes)
         self.num_open += 1
         return episodes
 
-    def end(self, trajectory: Trajectory, *, newest: int = 0) -> GroupOutcome | None:
+    def end(self, trajectory: Trajectory, *, newest: int = 0, now: float = 0.0) -> GroupOutcome | None:
         """Record the end of an episode; return None, and change nothing, for a late duplicate or an unknown one.
 
         `newest` is the newest version of the weights.
@@ -169,30 +174,51 @@ class EpisodeGroups:
             return None
         group.running.remove(trajectory.id)
         status = self._booked_status(group, trajectory, newest=newest)
-        self.ledger.record_end(trajectory.id, status)
-        if not group.is_closed and status in TRAINABLE:
+        is_kept = status in TRAINABLE and not group.is_closed
+        if is_kept:
             group.kept.append(trajectory)
-        outcome = self._make_outcome(trajectory.group, group, status, newest=newest)
+            self.ledger.hold(trajectory.id)
+        else:
+            self.ledger.record_end(trajectory.id, status)
+        outcome = self._update_group(trajectory.group, group, newest=newest, now=now)
         if not group.running:
             del self._groups[trajectory.group]
-        return outcome
+        if is_kept:
+            return replace(outcome, is_kept=True)
+        return replace(outcome, booked=[(trajectory, status), *outcome.booked])
 
-    def record_abort(self, group: str, episode: str) -> None:
+    def end_late(self, *, newest: int, now: float) -> list[tuple[str, GroupOutcome]]:
+        """Return what follows for the groups in which enough episodes have finished, and the others are late now."""
+        if self._late_after_s is None:
+            return []
+        due = [
+            (name, group)
+            for name, group in self._groups.items()
+            if not group.is_closed and len(group.kept) >= self._group_size and self._is_late(group, now=now)
+        ]
+        return [(name, self._update_group(name, group, newest=newest, now=now)) for name, group in due]
+
+    def record_abort(self, group: str, episode: str) -> GroupOutcome:
         """Record a cancelled episode, which leaves no trajectory; an open group that can no longer fill is lost."""
         members = self._groups[group]
         members.running.remove(episode)
         self.ledger.record_end(episode, "aborted-redundant")
+        outcome = GroupOutcome()
         if not members.is_closed and len(members.kept) + len(members.running) < self._group_size:
             self.num_lost += 1
-            self._close(members)
+            outcome = self._close_group(members)
         if not members.running:
             del self._groups[group]
+        return outcome
 
-    def close_all(self) -> tuple[list[str], list[str]]:
-        """Close every open group as not needed; return the episodes to abort and the kept ones that are dropped."""
-        still_open = [group for group in self._groups.values() if not group.is_closed]
-        dropped = [kept.id for group in still_open for kept in group.kept]
-        return [episode for group in still_open for episode in self._close(group)], dropped
+    def close_all(self) -> GroupOutcome:
+        """Close every open group as not needed."""
+        outcomes = [self._close_group(group) for group in self._groups.values() if not group.is_closed]
+        return GroupOutcome(
+            abort=[episode for outcome in outcomes for episode in outcome.abort],
+            dropped=[episode for outcome in outcomes for episode in outcome.dropped],
+            booked=[booked for outcome in outcomes for booked in outcome.booked],
+        )
 
     def _booked_status(self, group: _GroupState, trajectory: Trajectory, *, newest: int) -> EpisodeStatus:
         """Return the status to record: too late for its group, too old for training, or the trajectory's own."""
@@ -205,41 +231,75 @@ class EpisodeGroups:
             return "aborted-redundant"
         return status
 
-    def _make_outcome(self, name: str, group: _GroupState, status: EpisodeStatus, *, newest: int) -> GroupOutcome:
+    def _update_group(self, name: str, group: _GroupState, *, newest: int, now: float) -> GroupOutcome:
+        """Evict what is too old; release the group, replace lost members, or abandon it."""
         if group.is_closed:
-            return GroupOutcome(status=status)
-        fresh = [kept for kept in group.kept if not self._is_stale(kept, newest=newest)]
-        evicted = [kept.id for kept in group.kept if self._is_stale(kept, newest=newest)]
+            return GroupOutcome()
+        evicted = [kept for kept in group.kept if self._is_stale(kept, newest=newest)]
+        group.kept = sorted(
+            (kept for kept in group.kept if not self._is_stale(kept, newest=newest)),
+            key=lambda kept: get_index(kept.id),
+        )
         self.num_evicted += len(evicted)
-        group.kept = fresh
-        missing = self._group_size - len(fresh) - len(group.running)
-        if len(fresh) == self._group_size:
-            released = sorted(fresh, key=lambda kept: get_index(kept.id))
-            return GroupOutcome(status=status, released=released, abort=self._close(group), dropped=evicted)
-        if missing <= 0:
-            return GroupOutcome(status=status, dropped=evicted)
-        if group.num_started + missing > self._max_episodes:
+        booked = self._book(evicted, "aborted-stale")
+        members = self._find_members(group, now=now)
+        missing = self._group_size - len(group.kept) - len(group.running)
+        if members:
+            outcome = self._close_group(group, members)
+        elif missing > group.num_left:
             self.num_lost += 1
-            dropped = [*evicted, *(kept.id for kept in fresh)]
-            return GroupOutcome(status=status, abort=self._close(group), is_lost=True, dropped=dropped)
-        return GroupOutcome(status=status, start=self._start_replacements(name, group, missing), dropped=evicted)
+            outcome = replace(self._close_group(group), is_lost=True)
+        else:
+            outcome = GroupOutcome(start=self._start_replacements(name, group, max(missing, 0)))
+        dropped = [*(kept.id for kept in evicted), *outcome.dropped]
+        return replace(outcome, dropped=dropped, booked=[*booked, *outcome.booked])
+
+    def _find_members(self, group: _GroupState, *, now: float) -> list[Trajectory]:
+        """Return the members of a group that is full, or nothing while one of them runs that is not late."""
+        num_finished = len(group.kept)
+        if num_finished < self._group_size:
+            return []
+        first_running = min(map(get_index, group.running), default=None)
+        last = group.kept[self._group_size - 1]
+        is_decided = first_running is None or get_index(last.id) < first_running
+        return group.kept[: self._group_size] if is_decided or self._is_late(group, now=now) else []
 
     def _start_replacements(self, name: str, group: _GroupState, missing: int) -> list[int]:
         """Start `missing` more episodes of a group, with indices that were never used in it."""
-        indices = list(range(group.num_started, group.num_started + missing))
+        indices = list(range(group.next_index, group.next_index + missing))
         episodes = [make_episode_id(name, index) for index in indices]
-        group.num_started += missing
+        group.next_index += missing
+        group.num_left -= missing
         group.running.update(episodes)
         self.ledger.record_start(episodes)
         self.num_replaced += missing
         return indices
 
+    def _is_late(self, group: _GroupState, *, now: float) -> bool:
+        return self._late_after_s is not None and now - group.started_at >= self._late_after_s
+
     def _is_stale(self, trajectory: Trajectory, *, newest: int) -> bool:
         return self._max_lag is not None and newest - trajectory.start_version > self._max_lag
 
-    def _close(self, group: _GroupState) -> list[str]:
-        """Close a group and release its trajectories; return the episodes to abort."""
+    def _close_group(self, group: _GroupState, members: Sequence[Trajectory] = ()) -> GroupOutcome:
+        """Close a group and release its members, or drop all that it kept; abort the episodes that still run."""
+        released = {member.id for member in members}
+        unneeded = [kept for kept in group.kept if kept.id not in released]
         group.is_closed = True
         group.kept = []
         self.num_open -= 1
-        return sorted(group.running, key=get_index)
+        return GroupOutcome(
+            released=members,
+            abort=sorted(group.running, key=get_index),
+            dropped=[kept.id for kept in unneeded],
+            booked=[*self._book(members), *self._book(unneeded, "aborted-redundant")],
+        )
+
+    def _book(
+        self, trajectories: Iterable[Trajectory], status: EpisodeStatus | None = None
+    ) -> list[tuple[Trajectory, EpisodeStatus]]:
+        """Record the endings of held episodes, by default with their own status."""
+        booked = [(trajectory, status or trajectory.status) for trajectory in trajectories]
+        for trajectory, recorded in booked:
+            self.ledger.record_end(trajectory.id, recorded)
+        return booked

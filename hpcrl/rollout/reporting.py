@@ -6,7 +6,7 @@ EpisodeReporter    counts endings, and emits counts, faults and pauses of domain
 
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 
 from hpcrl.campaign_dir.events import CampaignEvent, EpisodesCounted, FaultReported, FaultSubject
 from hpcrl.config.recipe import DomainConfig
@@ -15,6 +15,7 @@ from hpcrl.rollout.groups import EpisodeGroups
 from hpcrl.rollout.routing.trajectories import with_ids
 from hpcrl.rollout.task_queue import TaskQueue
 from hpcrl.rollout.turn import StreamingGenerator
+from hpcrl.spool.episode_lengths import LengthCounts, add_length
 from hpcrl.spool.ids import is_held_out
 from hpcrl.spool.outcome import name_outcome
 from hpcrl.spool.record import TRAINABLE, Trajectory
@@ -85,21 +86,22 @@ class EpisodeReporter:
         self._by_domain: dict[str, Counter[str]] = {}
         self._outcomes: dict[str, Counter[str]] = {}
         self._token_fates: dict[str, Counter[str]] = {}
+        self._lengths: dict[str, LengthCounts] = {}
+        self._num_generated: Counter[str] = Counter()
+        """Tokens by running episode."""
         self._reported: EpisodesCounted | None = None
         self._reported_at = 0.0
 
-    def end_episode(self, trajectory: Trajectory, status: EpisodeStatus, *, now: float) -> None:
-        """Count an ending by its status and emit its fault; too many faults pause its domain for a while."""
-        self._by_domain.setdefault(trajectory.domain, Counter())[status] += 1
-        outcome = trajectory.outcome if status == trajectory.status else ""
-        self._outcomes.setdefault(trajectory.domain, Counter())[name_outcome(status, outcome)] += 1
-        fates = count_by_fate(trajectory)
-        self._token_fates.setdefault(trajectory.domain, Counter()).update(
-            fates if status in TRAINABLE else {status: fates.total()}
-        )
+    def record_turn(self, episode: str, num_tokens: int) -> None:
+        """Count the tokens of a turn, for the length of an episode that is cancelled."""
+        self._num_generated[episode] += num_tokens
+
+    def end_episode(self, trajectory: Trajectory, *, now: float) -> None:
+        """Emit the fault of an episode that has ended; too many faults pause its domain for a while."""
+        self._num_generated.pop(trajectory.id, None)
         fault = trajectory.extra.get("fault")
         if fault:  # an earlier attempt may have failed where the last one did not
-            what: FaultSubject = "policy-fault" if status == "policy-fault" else "env-fault"
+            what: FaultSubject = "policy-fault" if trajectory.status == "policy-fault" else "env-fault"
             self._emit(FaultReported(what=what, detail=fault, id=trajectory.id))
         failed = trajectory.status == "env-fault"
         pause_s = self._agenda.record_end(trajectory.domain, fault=failed, now=now)
@@ -109,11 +111,21 @@ class EpisodeReporter:
             detail = f"domains.{name} ({self._domains[name].env}) is paused for {pause_s:g} s: {why}"
             self._emit(FaultReported(what="env-paused", detail=detail, domain=name))
 
-    def lose_episodes(self, num: int) -> None:
-        """Emit how many episodes an earlier run of this worker was playing when it was killed."""
-        if num:
-            detail = f"{num} episodes were lost with an earlier run of this env worker"
-            self._emit(FaultReported(what="env-fault", detail=detail))
+    def abort_episode(self, episode: str) -> None:
+        """Count the length that a cancelled episode had."""
+        add_length(self._lengths.setdefault("aborted-redundant", {}), self._num_generated.pop(episode, 0))
+
+    def count_endings(self, endings: Iterable[tuple[Trajectory, EpisodeStatus]]) -> None:
+        """Count endings by the status that the ledger has."""
+        for trajectory, status in endings:
+            self._by_domain.setdefault(trajectory.domain, Counter())[status] += 1
+            outcome = trajectory.outcome if status == trajectory.status else ""
+            self._outcomes.setdefault(trajectory.domain, Counter())[name_outcome(status, outcome)] += 1
+            fates = count_by_fate(trajectory)
+            self._token_fates.setdefault(trajectory.domain, Counter()).update(
+                fates if status in TRAINABLE else {status: fates.total()}
+            )
+            add_length(self._lengths.setdefault(status, {}), fates.total())
 
     def report_due(self, *, now: float) -> None:
         """Emit the counts if they have changed, about once a second."""
@@ -147,4 +159,5 @@ class EpisodeReporter:
             by_domain={name: dict(counter) for name, counter in self._by_domain.items()},
             outcomes={name: dict(counter) for name, counter in self._outcomes.items()},
             token_fates={name: dict(counter) for name, counter in self._token_fates.items()},
+            lengths={status: {**counts} for status, counts in self._lengths.items()},
         )

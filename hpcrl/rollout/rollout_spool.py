@@ -33,9 +33,8 @@ class RolloutSpool:
         """Released trajectories of this worker that are not durable yet."""
 
     def release(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add the trajectories of a full group."""
-        for trajectory in trajectories:
-            self._writer.append(trajectory)
+        """Add the trajectories of a full group, which get into one segment."""
+        self._writer.append(*trajectories)
         self.num_unsealed += len(trajectories)
 
     async def wait_for_room(self) -> None:

@@ -99,6 +99,10 @@ class TaskQueue:
         self._pools[task.domain].forget(task.seed)
         self._budget.record_cancel(task.domain, group=task.group)
 
+    def return_task(self, task: AgentTask) -> None:
+        """Start a task again, before any new one."""
+        self._tasks.return_task(task)
+
     def record_end(self, domain: str, *, fault: bool, now: float) -> float | None:
         """Record how an episode ended; return for how many seconds its domain is paused from now, or None."""
         return self._budget.record_end(domain, fault=fault, now=now)

@@ -3,7 +3,7 @@
 AgentTask           one task, the same for all episodes of a group
 RowSource           what a stream of tasks needs of the domains' rows
 RowOrder            the row of each place in the endless sequence of a domain's rows
-RowProgress         the places that one env worker has taken, and those whose groups have not ended
+DrawProgress        how many tasks an env worker has drawn
 shuffle_number      a permutation of the first numbers, computed for one of them at a time
 TaskStream          the tasks of one env worker, without end
 make_held_out_task  makes a task that is never trained on
@@ -12,13 +12,14 @@ stable_hash         the same number in every process and on every machine
 NUM_SEEDS           the seeds of training tasks
 
 The row of a place depends only on the recipe's seed, the domain, the epoch and the place. Env worker i of n has the
-places i, i + n, i + 2n, and so on; its progress is on disk, so that it continues from there in the next job.
+places i, i + n, i + 2n, and so on, and the same numbers; how many it has drawn is in its journal
+(hpcrl.rollout.journal), so that the next job draws what this one would have drawn.
 """
 
 import hashlib
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -54,43 +55,80 @@ class RowSource(Protocol):
     """The rows of domains with `tasks`; `hpcrl.rollout.task_sets.TaskSets` is one."""
 
     def is_ended(self, domain: str) -> bool:
-        """Return whether a domain has no more tasks for this worker."""
+        """Return whether a domain has no more rows for this worker."""
 
-    def take_place(self, domain: str) -> int | None:
-        """Take the place of the next row; None for a domain whose tasks are seeds."""
+    def next_place(self, domain: str) -> int | None:
+        """Return the place of the next row; None for a domain whose tasks are seeds."""
+
+
+class DrawProgress(msgspec.Struct, kw_only=True):
+    """How far an env worker has come in its stream of tasks."""
+
+    num_drawn: int = 0
+    """Tasks that were drawn, in all runs."""
+    weights: dict[str, float] = {}
+    """The weights of the last draw."""
+    drawn: dict[str, int] = {}
+    """Tasks that were drawn by these weights, by domain."""
+    rows: dict[str, int] = {}
+    """Tasks that were drawn, in all runs, of each domain with rows."""
+
+    def record_draw(self, task: AgentTask, weights: Mapping[str, float]) -> None:
+        """Record that a task was drawn by these weights; draws by others are forgotten."""
+        if weights != self.weights:
+            self.weights, self.drawn = dict(weights), {}
+        self.num_drawn += 1
+        self.drawn[task.domain] = self.drawn.get(task.domain, 0) + 1
+        if task.place is not None:
+            self.rows[task.domain] = self.rows.get(task.domain, 0) + 1
 
 
 class TaskStream:
-    """The tasks of an env worker: numbers `start` and above that equal its index modulo the number of workers.
+    """The tasks of an env worker: those returned, then new ones, whose numbers are its index modulo the workers."""
 
-    After a resume `start` must be above every number used before; a number used twice would repeat the task.
-    """
-
-    def __init__(self, worker: EnvWorkerId, *, recipe_seed: int, start: int = 0, rows: RowSource | None = None) -> None:
+    def __init__(
+        self,
+        worker: EnvWorkerId,
+        *,
+        recipe_seed: int,
+        rows: RowSource | None = None,
+        progress: DrawProgress | None = None,
+        record_draw: Callable[[AgentTask, Mapping[str, float]], None] | None = None,
+    ) -> None:
+        """Continue from `progress`, which `record_draw` keeps up to date; by default its own method."""
         self._rows = rows
         self._recipe_seed = recipe_seed
-        self._num_workers = worker.count
-        self._next = start + (worker.index - start) % worker.count
-        self._weights: dict[str, float] = {}
-        self._num_started: Counter[str] = Counter()
+        self._worker = worker
+        self._progress = progress or DrawProgress()
+        self._record_draw = record_draw or self._progress.record_draw
+        self._returned: deque[AgentTask] = deque()
 
     def draw(self, weights: Mapping[str, float]) -> AgentTask:
         """Draw the next task; draws under earlier weights count neither for nor against a domain."""
-        if weights != self._weights:
-            self._weights, self._num_started = dict(weights), Counter()
-        domain = choose_domain(self._weights, self._num_started)
-        self._num_started[domain] += 1
-        number, self._next = self._next, self._next + self._num_workers
-        return AgentTask(
+        for task in self._returned:
+            if task.domain in weights:
+                self._returned.remove(task)
+                return task
+        progress = self._progress
+        domain = choose_domain(weights, progress.drawn if weights == progress.weights else {})
+        number = self._worker.index + progress.num_drawn * self._worker.count
+        task = AgentTask(
             domain=domain,
             number=number,
             seed=stable_hash(self._recipe_seed, domain, number, bits=31),
-            place=self._rows.take_place(domain) if self._rows is not None else None,
+            place=self._rows.next_place(domain) if self._rows is not None else None,
         )
+        self._record_draw(task, weights)
+        return task
+
+    def return_task(self, task: AgentTask) -> None:
+        """Draw a task again, before any new one."""
+        self._returned.append(task)
 
     def is_ended(self, domain: str) -> bool:
         """Return whether a domain has no more tasks."""
-        return self._rows is not None and self._rows.is_ended(domain)
+        is_returned = any(task.domain == domain for task in self._returned)
+        return self._rows is not None and not is_returned and self._rows.is_ended(domain)
 
 
 def make_held_out_task(domain: str, *, recipe_seed: int, round: int, index: int) -> AgentTask:
@@ -103,8 +141,9 @@ def make_held_out_task(domain: str, *, recipe_seed: int, round: int, index: int)
 def choose_domain(weights: Mapping[str, float], num_started: Mapping[str, int]) -> str:
     """Return the domain whose share of started tasks is furthest below its weight; the first by name among equals."""
     total_weight = sum(weights.values())
-    num_total = sum(num_started[domain] for domain in weights) + 1
-    return max(sorted(weights), key=lambda domain: weights[domain] / total_weight * num_total - num_started[domain])
+    started = {domain: num_started.get(domain, 0) for domain in weights}
+    num_total = sum(started.values()) + 1
+    return max(sorted(weights), key=lambda domain: weights[domain] / total_weight * num_total - started[domain])
 
 
 class RowOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,47 +163,6 @@ class RowOrder(msgspec.Struct, frozen=True, kw_only=True):
     def find_epoch(self, place: int) -> int:
         """Return the epoch of a place, from 0."""
         return place // self.num_rows
-
-
-class RowProgress:
-    """The progress of one env worker in one domain's rows."""
-
-    def __init__(self, *, num_turns: int = 0, open_places: Iterable[int] = ()) -> None:
-        """Continue after `num_turns` turns; the places that were open then are taken again first."""
-        self.num_turns = num_turns
-        """The worker's turns in the sequence that it has taken."""
-        self._open = set(open_places)
-        """Places whose groups have not ended, those returned included."""
-        self._returned = deque(sorted(self._open))
-
-    def peek_place(self, worker: EnvWorkerId) -> int:
-        """Return the place that is taken next: one that was returned, else the one of the worker's next turn."""
-        return self._returned[0] if self._returned else worker.index + self.num_turns * worker.count
-
-    def take_place(self, worker: EnvWorkerId) -> int:
-        """Take the next place."""
-        place = self.peek_place(worker)
-        if self._returned:
-            return self._returned.popleft()
-        self.num_turns += 1
-        self._open.add(place)
-        return place
-
-    def finish_place(self, place: int) -> None:
-        """Record that the group of a place is durable, or lost for good."""
-        self._open.discard(place)
-
-    def return_place(self, place: int) -> None:
-        """Take a place again later, if its group was ended before it could finish."""
-        if place in self._open and place not in self._returned:
-            self._returned.append(place)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"num_turns": self.num_turns, "open": sorted(self._open)}
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> "RowProgress":
-        return cls(num_turns=saved["num_turns"], open_places=saved["open"])
 
 
 def shuffle_number(number: int, *, count: int, key: str) -> int:

@@ -4,6 +4,7 @@ ids        ids of groups, episodes, attempts and requests
 status     how an episode ended, in six words
 outcome    how, and for what reason: the table of all outcomes
 record     a trajectory and its packed form
+episode_lengths  how long episodes are, as counts
 token_fates  what became of generated tokens: trained, or why not
 rows       the conversations of a trajectory, each as the model saw it
 segment    one file of trajectories

@@ -2,15 +2,17 @@
 
 SpoolCursor      delivers new rows; the common part of the readers of disk and memory
 DiskSpoolReader  the cursor over a directory of segments
+list_last_groups the groups in the last segments of one worker
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrl.errors import SpoolError
-from hpcrl.spool.listing import SegmentListing, parse_segment_name, quarantine_segment
+from hpcrl.spool.listing import SegmentListing, list_segments, parse_segment_name, quarantine_segment
 from hpcrl.spool.record import TRAINABLE, Trajectory, TrajectoryFacts
 from hpcrl.spool.segment import is_out_of_reach, read_segment
 
@@ -178,3 +180,18 @@ class DiskSpoolReader(SpoolCursor):
         read.keys.clear()
         self.num_passed -= read.num_passed
         read.num_passed = read.num_rows = 0
+
+
+def list_last_groups(directory: Path, *, worker: str) -> set[str]:
+    """Return the groups in the last two segments that a worker (such as env-0) wrote, in whichever job.
+
+    A writer starts no third before the first of them is acknowledged, so these are the ones that a killed writer may
+    have written without knowing it.
+    """
+    names = [name for name in map(parse_segment_name, list_segments(directory)) if name is not None]
+    own = [name for name in names if name.producer.partition("-")[2] == worker]
+    groups: set[str] = set()
+    for name in sorted(own, key=lambda name: (name.producer, name.number))[-2:]:
+        with contextlib.suppress(SpoolError):  # a damaged segment holds nothing that is durable
+            groups.update(facts.group for facts in read_segment(directory / str(name)).facts)
+    return groups

@@ -8,7 +8,7 @@
     pack_trajectory              checks and packs a trajectory
     parse_facts, attach_columns    make a trajectory from stored data
     COLUMNS                      the per-token columns and their types
-    TRAINABLE                    the statuses of episodes that can be trained on
+    TRAINABLE                    the statuses of episodes that can be trained on (of hpcrl.spool.status)
     SCHEMA_MAJOR, SCHEMA_MINOR    the version of the schema
 
 Shape: `token_ids` is the input and the output of the model, in order; the other per-token columns have the same
@@ -31,12 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.errors import SpoolError
+from hpcrl.spool.status import TRAINABLE as TRAINABLE
 from hpcrl.spool.status import EpisodeStatus
 
 SCHEMA_MAJOR = 2
 SCHEMA_MINOR = 2
-
-TRAINABLE: frozenset[EpisodeStatus] = frozenset({"done", "truncated"})
 
 MASK_REASONS = {
     "choice": "the environment trains another conversation (`trains`)",

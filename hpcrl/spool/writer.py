@@ -74,13 +74,14 @@ class BatchWriter:
         """Return False while as much is held as is allowed: callers that can wait should, until it is written."""
         return self._num_bytes < 2 * self._batching.max_bytes
 
-    def append(self, trajectory: Trajectory) -> None:
-        """Hold a trajectory in memory. After an error it is not held."""
-        packed = pack_trajectory(trajectory)
+    def append(self, *trajectories: Trajectory) -> None:
+        """Hold trajectories in memory; they get into one segment. After an error none is held."""
+        packed = [pack_trajectory(trajectory) for trajectory in trajectories]
         with self._state_lock:
-            self._check_room(packed)
-            self._open.append((self._clock(), packed))
-            self._num_bytes += packed.num_bytes
+            for one in packed[:1]:  # there is room for all or for none: a group that has ended must not be divided
+                self._check_room(one)
+            self._open.extend((self._clock(), one) for one in packed)
+            self._num_bytes += sum(one.num_bytes for one in packed)
 
     def flush_due(self) -> list[str]:
         """Start to write the batch if it is full or old; to be called regularly.

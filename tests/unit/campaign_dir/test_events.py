@@ -29,6 +29,8 @@ from hpcrl.campaign_dir.events import (
     SegmentsRetired,
     StaleDropped,
     StepFinished,
+    TaskFailed,
+    TasksRestarted,
     TrainingResumed,
     TransportChanged,
     TurnRouted,
@@ -80,12 +82,20 @@ LINES = [
             by_domain={"lake": {"done": 2}},
             outcomes={"lake": {"exit": 2}},
             token_fates={"lake": {"trained": 30}},
+            lengths={"done": {"4": 2, "tokens": 30}},
         ),
         "episodes",
         '"running": 1, "done": 2, "truncated": 0, "aborted_stale": 0, "aborted_redundant": 0, "env_fault": 0, '
         '"policy_fault": 0, "num_tokens": 30, "turns": 4, "remote_prefills": 3, "groups_lost": 0, "replaced": 0, '
         '"evicted": 0, "by_domain": {"lake": {"done": 2}}, '
-        '"outcomes": {"lake": {"exit": 2}}, "token_fates": {"lake": {"trained": 30}}',
+        '"outcomes": {"lake": {"exit": 2}}, "token_fates": {"lake": {"trained": 30}}, '
+        '"lengths": {"done": {"4": 2, "tokens": 30}}',
+    ),
+    (TasksRestarted(num=2), "tasks-restarted", '"num": 2'),
+    (
+        TaskFailed(id="lake/3", domain="lake", seed=5, place=None, reason="its last episode: env-fault"),
+        "task-failed",
+        '"id": "lake/3", "domain": "lake", "seed": 5, "place": null, "reason": "its last episode: env-fault"',
     ),
     (
         ParsersChosen(tool_parser="hermes", reasoning_parser="think", reason="tool calls by the recipe"),
@@ -164,6 +174,7 @@ LINES = [
             too_long_tokens={"lake": 5},
             mfu=None,
             wait_s=0.4,
+            lengths={"7": 8, "tokens": 900},
         ),
         "step",
         '"step": 3, "version": 2, "skipped": null, "num_trajectories": 8, "num_groups": 2, "num_flat_groups": 0, '
@@ -173,17 +184,18 @@ LINES = [
         '"kl_reference": null, "is_ratio_p05": 0.9, "is_ratio_p50": 1.0, "is_ratio_p95": 1.1, '
         '"value_loss": null, "learning_rate": 1e-05, "length_mean": 11.0, "length_max": 12, "lags": {"0": 6, '
         '"1": 2}, "imbalance": 1.0, "tokens_per_s": 45.0, "times": {"learn": 1.5, "publish": 0.1}, "num_rows": 9, '
-        '"too_long_tokens": {"lake": 5}, "mfu": null, "wait_s": 0.4',
+        '"too_long_tokens": {"lake": 5}, "mfu": null, "wait_s": 0.4, '
+        '"lengths": {"7": 8, "tokens": 900}',
     ),
     (
-        StaleDropped(num=2, version=5, token_counts={"lake": 8}),
+        StaleDropped(num=2, version=5, token_counts={"lake": 8}, groups=["lake/3"]),
         "stale",
-        '"num": 2, "version": 5, "token_counts": {"lake": 8}',
+        '"num": 2, "version": 5, "token_counts": {"lake": 8}, "groups": ["lake/3"]',
     ),
     (
-        FlatGroupsDropped(num=3, version=5, domains={"lake": 3}, shares={"lake": 0.75}),
+        FlatGroupsDropped(num=3, version=5, domains={"lake": 3}, groups=["lake/7"], shares={"lake": 0.75}),
         "flat",
-        '"num": 3, "version": 5, "domains": {"lake": 3}, "shares": {"lake": 0.75}',
+        '"num": 3, "version": 5, "domains": {"lake": 3}, "groups": ["lake/7"], "shares": {"lake": 0.75}',
     ),
     (
         EvaluationFinished(
@@ -282,7 +294,7 @@ def test_a_line_without_a_time_is_skipped():
 
 def test_a_step_event_has_all_figures_of_a_step_in_their_order():
     own = [name for name in StepFinished.__struct_fields__ if name not in CampaignEvent.__struct_fields__]
-    assert own == [*StepMetrics.__struct_fields__, "mfu", "wait_s"]
+    assert own == [*StepMetrics.__struct_fields__, "mfu", "wait_s", "lengths"]
 
 
 def test_no_emitter_passes_a_string():

@@ -20,6 +20,7 @@ from hpcrl.campaign_dir.events import (
     SegmentScored,
     StaleDropped,
     StepFinished,
+    TaskFailed,
     TrainingResumed,
     WorkerFailed,
     WorkerRestarted,
@@ -83,7 +84,7 @@ def test_the_json_has_exactly_the_fields_of_the_contract(campaign: SyntheticCamp
 
     assert set(printed) == {
         "name", "state", "recipe", "site", "created", "jobs", "roles", "version", "step", "num_steps", "episodes",
-        "accounts", "domains", "reward_mean", "evaluations", "tokens_per_s", "spools",
+        "accounts", "domains", "reward_mean", "evaluations", "lengths", "failed_tasks", "tokens_per_s", "spools",
     }  # fmt: skip
     assert printed["name"] == "quickstart-1"
     assert (printed["recipe"], printed["site"], printed["created"]) == ("quickstart", "lab", T0)
@@ -126,6 +127,31 @@ def test_the_json_has_the_share_of_tokens_that_is_trained(campaign: SyntheticCam
     }  # fmt: skip
     assert domains["sums"]["trained_share"] == pytest.approx(164 / 200)
     assert domains["chat"]["trained_share"] == 1.0
+
+
+def test_the_json_has_the_lengths_of_episodes_started_finished_and_trained(campaign: SyntheticCampaign) -> None:
+    """A share of long episodes that is smaller in training than before shows what prefers short ones."""
+    running(campaign).emit("env-0", EpisodesCounted(lengths={"done": {"4": 1, "tokens": 10}}))
+    lengths = {"done": {"4": 3, "tokens": 36}, "aborted-stale": {"7": 1, "tokens": 100}}
+    campaign.emit("env-0", EpisodesCounted(lengths=lengths))
+    for _ in range(2):  # the step was repeated after a resume
+        campaign.emit("train-0", StepFinished(step=2, version=2, lengths={"4": 2, "tokens": 20}))
+    printed = json.loads(encode_snapshot(collector(campaign).poll()))["lengths"]
+    assert {name: (one["num"], one["mean"]) for name, one in printed.items()} == {
+        "started": (4, 34.0), "finished": (3, 12.0), "trained": (2, 10.0),
+    }  # fmt: skip
+    assert printed["finished"]["p50"] == pytest.approx(12.0)
+    assert 64 < printed["started"]["p90"] < 128
+
+
+def test_the_json_names_the_tasks_that_were_abandoned_once(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    for reason in ("its last episode: env-fault", "its env worker or job ended before it"):
+        campaign.emit("env-0", TaskFailed(id="sums/7", domain="sums", seed=5, place=2, reason=reason))
+    printed = json.loads(encode_snapshot(collector(campaign).poll()))["failed_tasks"]
+    assert printed == [
+        {"group": "sums/7", "seed": 5, "place": 2, "reason": "its env worker or job ended before it"},
+    ]
 
 
 def test_a_worker_that_starts_again_counts_its_tokens_from_zero(campaign: SyntheticCampaign) -> None:

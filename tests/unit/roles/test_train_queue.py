@@ -102,7 +102,7 @@ def test_the_settled_count_comes_with_its_version(context):
 
 def test_a_step_waits_while_its_version_would_make_episodes_too_old_and_its_batch_stays(context):
     stock = TrainQueue(context, consumed=ConsumedTrajectories())
-    make_private_dir(context.campaign.task_blocks)
+    make_private_dir(context.campaign.env_workers)
     hold_writer = HoldWriter(context.campaign.hold(0))
     hold_writer.write(0, now=0.0)
     play(context, 0)

@@ -69,7 +69,7 @@ def play_batches(gate, *, num_batches, slow):
             groups.end(make_trajectory(f"{ended}/{index}", 0, turns=[]))
         released.append(ended)
         if gate.record_release():
-            episodes, _ = groups.close_all()
+            episodes = groups.close_all().abort
             aborted += episodes
             for episode in episodes:
                 groups.record_abort(episode.rpartition("/")[0], episode)

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hpcrl.rollout.groups import EpisodeGroups, format_end_line, format_start_line, replay_journal
+from hpcrl.rollout.groups import EpisodeGroups
 from hpcrl.spool.record import TRAINABLE
 from hpcrl.spool.status import STATUSES
 from tests.support.trajectories import make_trajectory
@@ -18,15 +18,61 @@ def test_a_group_starts_with_its_redundant_episodes():
     assert EpisodeGroups(group_size=2, episodes_per_group=3).start("lake/4") == ["lake/4/0", "lake/4/1", "lake/4/2"]
 
 
-def test_the_first_to_finish_are_released_by_index_and_the_rest_aborted():
+def booked(ending):
+    return {one.id: status for one, status in ending.booked}
+
+
+def test_members_are_kept_by_index_whichever_finish_first():
+    """The fastest are not a fair sample: short episodes would be trained on more than they are played."""
     groups = EpisodeGroups(group_size=2, episodes_per_group=4)
+    groups.start("lake/0")
+    for index in (3, 2, 1):
+        assert groups.end(trajectory(f"lake/0/{index}")).released == ()
+    assert not groups.endings
+    ending = groups.end(trajectory("lake/0/0"))
+    assert [kept.id for kept in ending.released] == ["lake/0/0", "lake/0/1"]
+    assert ending.dropped == ["lake/0/2", "lake/0/3"]
+    assert booked(ending)["lake/0/2"] == "aborted-redundant"
+    assert groups.endings == {"done": 2, "aborted-redundant": 2}
+
+
+def test_an_extra_episode_takes_the_place_of_one_that_failed():
+    groups = EpisodeGroups(group_size=2, episodes_per_group=4)
+    groups.start("lake/0")
+    groups.end(trajectory("lake/0/2"))
+    groups.end(trajectory("lake/0/1"))
+    ending = groups.end(trajectory("lake/0/0", "env-fault"))
+    assert [kept.id for kept in ending.released] == ["lake/0/1", "lake/0/2"]
+    assert ending.abort == ["lake/0/3"]
+    assert booked(ending) == {"lake/0/0": "env-fault", "lake/0/1": "done", "lake/0/2": "done"}
+
+
+def test_members_that_are_late_are_replaced_by_those_that_have_finished():
+    groups = EpisodeGroups(group_size=2, episodes_per_group=4, late_after_s=10)
+    groups.start("lake/0", now=5.0)
+    groups.end(trajectory("lake/0/3"), now=6.0)
+    groups.end(trajectory("lake/0/1", "truncated"), now=6.0)
+    assert groups.end_late(newest=0, now=14.9) == []
+    ((name, ending),) = groups.end_late(newest=0, now=15.0)
+    assert (name, [kept.id for kept in ending.released]) == ("lake/0", ["lake/0/1", "lake/0/3"])
+    assert ending.abort == ["lake/0/0", "lake/0/2"]
+    assert groups.end_late(newest=0, now=16.0) == []
+    assert (groups.num_open, groups.num_running) == (0, 2)
+
+
+def test_with_no_time_to_be_late_the_first_to_finish_are_kept():
+    groups = EpisodeGroups(group_size=2, episodes_per_group=4, late_after_s=0)
     groups.start("lake/0")
     assert groups.end(trajectory("lake/0/3")).released == ()
     ending = groups.end(trajectory("lake/0/1", "truncated"))
     assert [kept.id for kept in ending.released] == ["lake/0/1", "lake/0/3"]
     assert ending.abort == ["lake/0/0", "lake/0/2"]
-    assert groups.num_open == 0
-    assert groups.num_running == 2
+
+
+def test_a_group_that_starts_again_has_other_episodes():
+    groups = EpisodeGroups(group_size=2, episodes_per_group=2, replacements=3)
+    assert groups.start("lake/0", first_index=groups.max_episodes) == ["lake/0/5", "lake/0/6"]
+    assert groups.end(trajectory("lake/0/5", "env-fault")).start == [7]
 
 
 def test_groups_that_a_batch_does_not_need_are_closed():
@@ -36,10 +82,11 @@ def test_groups_that_a_batch_does_not_need_are_closed():
     groups.end(trajectory("lake/0/0"))
     groups.end(trajectory("lake/0/1"))
     groups.end(trajectory("lake/1/1"))
-    assert groups.close_all() == (["lake/1/0"], ["lake/1/1"])
+    closed = groups.close_all()
+    assert (closed.abort, closed.dropped) == (["lake/1/0"], ["lake/1/1"])
     groups.record_abort("lake/1", "lake/1/0")
     assert (groups.num_open, groups.num_running, groups.num_lost) == (0, 0, 0)
-    assert groups.endings == {"done": 3, "aborted-redundant": 1}
+    assert groups.endings == {"done": 2, "aborted-redundant": 2}
 
 
 def test_dropped_trajectories_are_named():
@@ -59,7 +106,7 @@ def test_an_episode_that_finishes_too_late_is_booked_as_redundant():
     groups.start("lake/0")
     groups.end(trajectory("lake/0/0"))
     late = groups.end(trajectory("lake/0/1"))
-    assert late.status == "aborted-redundant"
+    assert booked(late) == {"lake/0/1": "aborted-redundant"}
     assert late.released == ()
     assert groups.endings == {"done": 1, "aborted-redundant": 1}
 
@@ -135,21 +182,20 @@ def test_a_kept_trajectory_that_grew_old_is_replaced_and_never_released():
 def test_an_episode_that_ends_too_old_is_booked_as_stale():
     groups = EpisodeGroups(group_size=2, episodes_per_group=2, max_lag=1)
     groups.start("lake/0")
-    assert groups.end(trajectory("lake/0/0", start_version=1), newest=3).status == "aborted-stale"
+    assert booked(groups.end(trajectory("lake/0/0", start_version=1), newest=3)) == {"lake/0/0": "aborted-stale"}
 
 
 class GroupMachine(RuleBasedStateMachine):
-    """Any order of starts, ends, aborts, retries, new versions and kills of the worker, with late duplicates."""
+    """Any order of starts, ends, aborts, retries, new versions and late members, with late duplicates."""
 
     def __init__(self):
         super().__init__()
         self.size, self.first, self.replacements, self.max_lag = 3, 4, 3, 1
-        self.journal = []
-        self.started_by_earlier_runs = self.ended_by_earlier_runs = 0
         self.groups = self.new_run()
+        self.now = 0.0
         self.started = {}
         self.ended, self.aborting = [], []
-        self.num_groups = self.newest = 0
+        self.num_groups = self.newest = self.num_booked = 0
         self.seen_outside = set()
 
     def new_run(self):
@@ -158,6 +204,7 @@ class GroupMachine(RuleBasedStateMachine):
             episodes_per_group=self.first,
             replacements=self.replacements,
             max_lag=self.max_lag,
+            late_after_s=3.0,
         )
 
     @property
@@ -165,12 +212,11 @@ class GroupMachine(RuleBasedStateMachine):
         return sorted(self.groups.ledger.running)
 
     def record_starts(self, episodes):
-        self.journal.append(format_start_line(episodes))
         self.started |= dict.fromkeys(episodes, self.newest)
 
     @rule()
     def start(self):
-        self.record_starts(self.groups.start(f"lake/{self.num_groups}"))
+        self.record_starts(self.groups.start(f"lake/{self.num_groups}", now=self.now))
         self.num_groups += 1
 
     @rule()
@@ -187,12 +233,21 @@ class GroupMachine(RuleBasedStateMachine):
     @rule(data=st.data(), status=st.sampled_from(STATUSES))
     def end(self, data, status):
         episode = data.draw(st.sampled_from(self.running))
-        ending = self.groups.end(trajectory(episode, status, self.started[episode]), newest=self.newest)
+        ending = self.groups.end(trajectory(episode, status, self.started[episode]), newest=self.newest, now=self.now)
         self.ended.append(episode)
-        self.journal.append(format_end_line(episode))
-        self.aborting = [*(one for one in self.aborting if one != episode), *ending.abort]
+        self.aborting = [one for one in self.aborting if one != episode]
+        self.follow(ending, episode.rpartition("/")[0])
+
+    @rule(seconds=st.floats(0.1, 2.0))
+    def time_passes(self, seconds):
+        self.now += seconds
+        for group, ending in self.groups.end_late(newest=self.newest, now=self.now):
+            self.follow(ending, group)
+
+    def follow(self, ending, group):
+        self.aborting += ending.abort
         assert set(ending.abort) <= set(self.running)
-        group = episode.rpartition("/")[0]
+        self.num_booked += len(ending.booked)
         self.record_starts([f"{group}/{index}" for index in ending.start])
         self.check_released(ending, group)
 
@@ -212,40 +267,25 @@ class GroupMachine(RuleBasedStateMachine):
         episode = data.draw(st.sampled_from(self.aborting))
         self.aborting.remove(episode)
         self.ended.append(episode)
-        self.journal.append(format_end_line(episode))
-        self.groups.record_abort(episode.rpartition("/")[0], episode)
+        self.num_booked += 1 + len(self.groups.record_abort(episode.rpartition("/")[0], episode).booked)
 
     @precondition(lambda self: self.ended)
     @rule(data=st.data(), status=st.sampled_from(STATUSES))
     def end_again(self, data, status):
         assert self.groups.end(trajectory(data.draw(st.sampled_from(self.ended)), status)) is None
 
-    @rule()
-    def die_and_recover(self):
-        """Kill the worker; its next run reads from the journal which episodes ran, and records them as faults."""
-        lost = replay_journal(self.journal)
-        assert lost == self.groups.ledger.running
-        before = self.groups.ledger
-        self.ended_by_earlier_runs += before.endings.total()
-        self.started_by_earlier_runs += before.num_started - len(lost)
-        self.groups = self.new_run()
-        assert self.groups.ledger.record_lost(lost) == len(lost)
-        self.journal.clear()
-        self.ended += lost
-        self.aborting.clear()
-
     @invariant()
     def every_episode_is_running_or_ended_exactly_once(self):
         ledger = self.groups.ledger
         assert ledger.is_balanced
-        assert len(set(self.ended)) == len(self.ended)
-        assert self.ended_by_earlier_runs + ledger.endings.total() == len(self.ended)
-        assert self.started_by_earlier_runs + ledger.num_started == len(self.started)
+        assert len(set(self.ended)) == len(self.ended) == ledger.endings.total() + len(ledger.held)
+        assert self.num_booked == ledger.endings.total()
+        assert ledger.num_started == len(self.started)
 
     @invariant()
     def nothing_is_held_for_groups_that_are_over(self):
         if not self.running:
-            assert self.groups.num_open == 0
+            assert self.groups.num_open == len(self.groups.ledger.held) == 0
 
 
 TestGroups = GroupMachine.TestCase

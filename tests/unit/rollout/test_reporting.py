@@ -76,12 +76,11 @@ def test_the_versions_of_a_streamed_turn_are_known_at_its_end(domain, num_read, 
 def test_the_fate_of_every_generated_token_is_counted():
     emitted = []
     reporter = make_reporter(emitted)
-    reporter.end_episode(play(), "done", now=0.0)
-    reporter.end_episode(play(choice="longest"), "truncated", now=0.0)
-    reporter.end_episode(play(status="aborted-stale"), "aborted-stale", now=0.0)
-    reporter.end_episode(play(), "aborted-redundant", now=0.0)
+    endings = [(play(), "done"), (play(choice="longest"), "truncated"), (play(), "aborted-redundant")]
+    reporter.count_endings([*endings, (play(status="aborted-stale"), "aborted-stale")])
     reporter.report()
     (counts,) = emitted
+    assert counts.by_domain[FACTS.domain] == {"done": 1, "truncated": 1, "aborted-redundant": 1, "aborted-stale": 1}
     assert counts.token_fates == {
         FACTS.domain: {
             "trained": 7 + 5,
@@ -93,11 +92,27 @@ def test_the_fate_of_every_generated_token_is_counted():
     }
 
 
+def test_the_length_of_every_episode_is_counted_also_of_one_that_was_cancelled():
+    emitted = []
+    reporter = make_reporter(emitted)
+    reporter.count_endings([(play(), "done"), (play(), "aborted-stale")])
+    for num_tokens in (100, 28):
+        reporter.record_turn("lake/0/0", num_tokens)
+    reporter.abort_episode("lake/0/0")
+    reporter.abort_episode("lake/0/1")  # before its first turn
+    reporter.report()
+    assert emitted[0].lengths == {
+        "done": {"5": 1, "tokens": 17},
+        "aborted-stale": {"5": 1, "tokens": 17},
+        "aborted-redundant": {"8": 1, "0": 1, "tokens": 128},
+    }
+
+
 def test_the_report_of_a_pause_names_the_domain():
     emitted = []
     reporter = make_reporter(emitted)
     for _ in range(MIN_SAMPLES):
-        reporter.end_episode(play(status="env-fault"), "env-fault", now=0.0)
+        reporter.end_episode(play(status="env-fault"), now=0.0)
     (pause,) = [event for event in emitted if event.what == "env-paused"]
     assert pause.domain == FACTS.domain
     assert f"domains.{FACTS.domain} (tests.support.bad_envs:Echo) is paused for 15 s" in pause.detail

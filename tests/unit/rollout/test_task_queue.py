@@ -14,9 +14,9 @@ from hpcrl.errors import ConfigError, EnvFault
 from hpcrl.rollout.admission import get_mode_lag, limit_to_batch
 from hpcrl.rollout.curriculum import UPDATE_INTERVAL_S, Curriculum
 from hpcrl.rollout.fault_budget import MIN_SAMPLES, FaultBudget
-from hpcrl.rollout.journal import EpisodeJournal
+from hpcrl.rollout.journal import TaskJournal
 from hpcrl.rollout.task_queue import TaskQueue
-from hpcrl.rollout.tasks import TaskStream
+from hpcrl.rollout.tasks import AgentTask, TaskStream
 from tests.support.bad_envs import AsyncEcho, Echo
 
 
@@ -296,28 +296,89 @@ def test_a_domain_of_weight_zero_is_not_asked():
     asyncio.run(run())
 
 
-def test_a_restarted_worker_reads_which_episodes_were_running(tmp_path):
-    journal = EpisodeJournal(tmp_path / "j")
-    assert journal.open() == set()
-    journal.record_start(["a/0/0", "a/0/1", "a/0/2"])
-    journal.record_end("a/0/1", running={"a/0/0", "a/0/2"})
+def make_task(number, domain="a"):
+    return AgentTask(domain=domain, number=number, seed=7 * number)
+
+
+def test_a_journal_continues_where_a_killed_worker_left_it(tmp_path):
+    journal = TaskJournal(tmp_path / "j")
+    for number in range(3):
+        journal.record_draw(make_task(number), {"a": 1.0})
+    journal.record_start(make_task(0))
+    journal.record_start(make_task(1))
+    journal.record_end(make_task(0))
+    journal.record_release(make_task(1))
     with (tmp_path / "j").open("ab") as file:
-        file.write(b'{"end": "a/0/')  # it was killed just then
-    after = EpisodeJournal(tmp_path / "j")
-    assert after.open() == {"a/0/0", "a/0/2"}
-    after.record_start(["a/1/0"])
-    assert EpisodeJournal(tmp_path / "j").open() == {"a/1/0"}
+        file.write(b'{"end": "a/1')  # it was killed just then
+    for _ in range(2):  # the second reads what the first has rewritten
+        state = TaskJournal(tmp_path / "j").state
+        assert list(state.open) == ["a/1", "a/2"]
+        assert [(known.task, known.num_starts, known.released_at > 0) for known in state.open.values()] == [
+            (make_task(1), 1, True),
+            (make_task(2), 0, False),
+        ]
+        assert (state.draws.num_drawn, state.draws.drawn) == (3, {"a": 3})
 
 
-def test_a_journal_that_has_grown_keeps_only_what_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpcrl.rollout.journal.MAX_JOURNAL_BYTES", 100)
-    journal = EpisodeJournal(tmp_path / "j")
-    journal.open()
-    for number in range(100):
-        journal.record_start([f"a/{number}/0"])
-        journal.record_end(f"a/{number}/0", running={"a/7/7"})
-    assert (tmp_path / "j").stat().st_size < 200
-    assert EpisodeJournal(tmp_path / "j").open() == {"a/7/7"}
+def test_a_journal_that_has_grown_keeps_only_open_tasks(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpcrl.rollout.journal.MAX_JOURNAL_BYTES", 1000)
+    journal = TaskJournal(tmp_path / "j")
+    journal.record_draw(make_task(0), {"a": 1.0})
+    for number in range(1, 100):
+        journal.record_draw(make_task(number), {"a": 1.0})
+        journal.record_start(make_task(number))
+        journal.record_end(make_task(number))
+    assert (tmp_path / "j").stat().st_size < 2000
+    state = TaskJournal(tmp_path / "j").state
+    assert (list(state.open), state.draws.num_drawn) == (["a/0"], 100)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"draw": 3, "weights": {}}',
+        '{"draw": {"domain": 1}, "weights": 0}',
+        '{"start": ["a"]}',
+        '{"state": []}',
+        "[]",
+        "\0",
+    ],
+)
+def test_damaged_lines_of_a_journal_are_skipped(tmp_path, line):
+    TaskJournal(tmp_path / "j").record_draw(make_task(0), {"a": 1.0})
+    with (tmp_path / "j").open("a") as file:
+        file.write(line + "\n")
+    assert list(TaskJournal(tmp_path / "j").state.open) == ["a/0"]
+
+
+def test_a_journal_keeps_a_bounded_number_of_tasks_that_wait_for_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpcrl.rollout.journal.MAX_DURABLE_TASKS", 2)
+    for number in range(4):
+        journal = TaskJournal(tmp_path / "j")
+        journal.record_draw(make_task(number), {"a": 1.0})
+        journal.record_durable(make_task(number))
+    assert list(TaskJournal(tmp_path / "j").state.open) == ["a/2", "a/3"]
+
+
+def test_a_process_that_outlived_its_job_sees_that_another_continues_its_journal(tmp_path):
+    leftover = TaskJournal(tmp_path / "j")
+    assert not leftover.is_replaced
+    TaskJournal(tmp_path / "j")
+    assert leftover.is_replaced
+
+
+def test_a_full_disk_delays_lines_of_the_journal_and_loses_none(tmp_path, monkeypatch):
+    def refuse(fd, data):
+        raise OSError(28, "No space left on device")
+
+    journal = TaskJournal(tmp_path / "j")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", refuse)
+        journal.record_draw(make_task(0), {"a": 1.0})
+        assert not journal.flush()
+    journal.record_start(make_task(0))
+    assert journal.flush()
+    assert TaskJournal(tmp_path / "j").state.open["a/0"].num_starts == 1
 
 
 def test_synchronous_modes_start_fewer_steps_ahead():

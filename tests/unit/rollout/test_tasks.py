@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.rollout.tasks import TaskStream, choose_domain, stable_hash
+from hpcrl.rollout.tasks import DrawProgress, TaskStream, choose_domain, stable_hash
 
 
 def stream(weights=None, **changed):
@@ -16,7 +16,7 @@ def stream(weights=None, **changed):
 
 
 def test_a_task_names_its_group_and_its_episodes():
-    task = next(stream(start=12))
+    task = next(stream(progress=DrawProgress(num_drawn=12)))
     assert (task.group, task.episode(3)) == ("lake/12", "lake/12/3")
 
 
@@ -34,11 +34,28 @@ def test_a_stable_hash_is_the_same_on_every_machine():
     assert stable_hash(0, "lake", 1, bits=31) == 316736684
 
 
-@given(st.integers(1, 6), st.integers(0, 1000))
-def test_workers_never_share_a_number_and_leave_none_out(num_hosts, start):
-    streams = [stream(worker=EnvWorkerId(host, num_hosts), start=start) for host in range(num_hosts)]
+@given(st.integers(1, 6))
+def test_workers_never_share_a_number_and_leave_none_out(num_hosts):
+    streams = [stream(worker=EnvWorkerId(host, num_hosts)) for host in range(num_hosts)]
     numbers = [task.number for one in streams for task in islice(one, 10)]
-    assert sorted(numbers) == list(range(start, start + 10 * num_hosts))
+    assert sorted(numbers) == list(range(10 * num_hosts))
+
+
+@given(st.integers(0, 50), st.dictionaries(st.sampled_from("abc"), st.floats(0.1, 10), min_size=1))
+def test_a_stream_continues_with_the_tasks_that_would_have_followed(num_before, weights):
+    progress = DrawProgress()
+    before = list(islice(stream(weights, progress=progress), num_before))
+    after = list(islice(stream(weights, progress=progress), 20))
+    assert before + after == list(islice(stream(weights), num_before + 20))
+
+
+def test_a_task_that_was_returned_comes_before_new_ones_once_its_domain_is_open():
+    tasks = TaskStream(EnvWorkerId(0, 1), recipe_seed=7)
+    first = tasks.draw({"a": 1.0})
+    tasks.return_task(first)
+    assert tasks.draw({"b": 1.0}).domain == "b"
+    assert tasks.draw({"a": 1.0, "b": 1.0}) == first
+    assert tasks.draw({"a": 1.0, "b": 1.0}).number == 2
 
 
 @given(st.dictionaries(st.sampled_from("abcde"), st.floats(0.01, 100), min_size=1), st.integers(1, 300))
