@@ -220,7 +220,7 @@ def check_model(request: CampaignRequest) -> str:
     if path is not None and not is_directory(Path(path)):
         return f"model.path = {path!r} is not on this machine, so the model is not checked"
     recipe = request.recipe
-    if path is None and recipe.model.chat_template is None and recipe.teacher is None and not recipe.judge:
+    if path is None and recipe.model.chat_template is None and not recipe.judge and not recipe.further_models:
         return ""
     command = [choose_python(request.site), "-m", "hpcrl.campaign.model_check"]
     try:

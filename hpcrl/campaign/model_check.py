@@ -50,7 +50,8 @@ def check_model(recipe: Recipe) -> None:
     from hpcrl.models.jinja_template import list_variables
     from hpcrl.models.model_config import read_context_length, read_model_config
 
-    _check_teacher(recipe)
+    for setting, directory in recipe.further_models.items():
+        _check_further_model(recipe, setting, Path(directory))
     for name, judge in recipe.judge.items():
         _check_judge(f"judge.{name}", judge)
     if recipe.model.path is None:
@@ -116,13 +117,10 @@ def _check_lengths(recipe: Recipe, context_length: float) -> None:
             )
 
 
-def _check_teacher(recipe: Recipe) -> None:
-    """Check that the teacher has the tokens of the model; the trainer of a tiny model checks their number."""
-    if recipe.teacher is None:
-        return
-    path = Path(recipe.teacher.path)
+def _check_further_model(recipe: Recipe, setting: str, path: Path) -> None:
+    """Check that a teacher has the tokens of the model; the trainer of a tiny model checks their number."""
     if not (path / "config.json").is_file():
-        raise ConfigError(f"teacher.path = {str(path)!r} is not a model directory: it has no config.json")
+        raise ConfigError(f"{setting} = {str(path)!r} is not a model directory: it has no config.json")
     if recipe.model.path is None:
         return
     taught, known = (_read_vocabulary(Path(each)) for each in (recipe.model.path, path))
@@ -130,9 +128,9 @@ def _check_teacher(recipe: Recipe) -> None:
     if different or len(taught) != len(known):
         example = min(different or known.keys() - taught.keys(), key=lambda token: (len(token), token))
         raise ConfigError(
-            f"teacher.path = {str(path)!r} has another vocabulary than model.path ({len(known)} and {len(taught)} "
-            f"tokens; {example!r} is {known.get(example)} and {taught.get(example)}): a teacher scores the model's "
-            "tokens, so choose one of the same family"
+            f"{setting} = {str(path)!r} has another vocabulary than model.path ({len(known)} and {len(taught)} "
+            f"tokens; {example!r} is {known.get(example)} and {taught.get(example)}): it scores the model's tokens, "
+            "so choose one of the same family"
         )
 
 

@@ -5,19 +5,22 @@
     make_pipeline                                  the built-in pipeline of a recipe's [train], with the user's nodes
     make_standard_nodes, make_nodes_for            the built-in nodes
     find_result_kinds, list_built_in_names         results that a user's node can take, and names of built-in nodes
-    is_user_node                                   whether a node is the user's own
+    is_user_node, needs_critic                     whether a node is the user's own, and whether a critic trains
     check_user_nodes, find_problems                problems of a recipe's nodes: cycles, missing inputs, wrong roles
     compute_depths, order_nodes                    the order in which every worker runs the nodes, one after the other
     render_text, render_dot, render_mermaid, RENDERERS    a pipeline for people
-    TRAINER_ROLES, SPOOL_SOURCES, OTHER_ROLE_HINTS, REPLACEABLE_NODES, STAGES    what a node may be
+    TRAINER_ROLES, SCORE_FUNCTION, SPOOL_SOURCES, OTHER_ROLE_HINTS, REPLACEABLE_NODES, STAGES    what a node may be
 
 Every data-parallel worker runs the whole DAG on its own rows (DistFlow, arXiv 2507.13833). Nodes of equal depth could
-run together, but never do, so that two large models are not in memory at once: `order_nodes` serialises them. What is
-drawn is what runs: `hpcrl/learn/pipeline.py` calls the function of each node with the results of its inputs.
+run together, but never do, so that only one model at a time needs memory for its work: `order_nodes` serialises them.
+What is drawn is what runs: `hpcrl/learn/pipeline.py` calls the function of each node with the results of its inputs.
 
-A user's function can take two kinds of results: those of `score` cover the step, all its trajectories, which rank 0
-has; those of `rows` cover one minibatch, of which every worker has its own rows. The loss, and nodes with a model, take
-`batches`: the rows as tensors.
+A user's function can take three kinds of results: those of `score` cover the step, all its trajectories, which rank 0
+has; those of `rows` cover one minibatch, of which every worker has its own rows; those of `batches` are the rows as
+tensors, of which it sees one micro-batch at a time and gives a number for each token.
+
+Nodes have the data parallelism of the trainer, unless a node with a model has its own `data_parallel`: the buffer
+before it then re-shards the batches (`hpcrl/trainers/spread_model.py`), and only then.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +46,8 @@ STAGES: dict[NodeOutput, NodeStage] = {
 }
 """When a worker runs a node: rank 0 alone (deal); each rank, once in a step (rows, prepare); or each rank, once for
 every minibatch, since the weights change in between (learn)."""
+SCORE_FUNCTION = "hpcrl.roles.reward:score"
+"""The node that reward workers run; the trainer reads its results from a spool."""
 TRAINER_ROLES: tuple[NodeRole, ...] = ("reference", "critic", "policy")
 """Roles whose nodes the trainer's workers run; the others run elsewhere and write their results to a spool."""
 SPOOL_SOURCES = ("rollouts", "scored")
@@ -67,6 +72,8 @@ class DagNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     output: NodeOutput
     model: str | None = None
     """A model directory, for a node that runs a model of its own."""
+    data_parallel: int | None = None
+    """The number of ranks that run it; None: as the trainer's other nodes."""
 
     @property
     def stage(self) -> NodeStage:
@@ -90,7 +97,7 @@ def make_standard_nodes(
     worker = "hpcrl.trainers.nodes"
     nodes = {
         "sample": DagNode(function="hpcrl.roles.env:run", inputs=[], role="rollout", output="step"),
-        "score": DagNode(function="hpcrl.roles.reward:score", inputs=["sample"], role="reward", output="step"),
+        "score": DagNode(function=SCORE_FUNCTION, inputs=["sample"], role="reward", output="step"),
         credit: DagNode(
             function="hpcrl.learn.distribute:assign_credits", inputs=["score"], role="policy", output="step"
         ),
@@ -143,7 +150,9 @@ def make_pipeline(train: TrainConfig) -> dict[str, DagNode]:
     """Return the pipeline of a recipe, unchecked (see `check_user_nodes`)."""
     nodes = make_nodes_for(train)
     user_nodes = {name: declared for name, declared in train.pipeline.items() if name not in nodes}
-    own_loss = (declared := train.pipeline.get("loss")) is not None and declared.function is not None
+    own_loss = is_user_node("loss", train)
+    if is_user_node("values", train):
+        nodes.pop("update-critic", None)  # the values are not those of a critic
     if own_loss:
         nodes["loss"] = msgspec.structs.replace(nodes["loss"], inputs=nodes["loss"].inputs[:1])
     for name, declared in train.pipeline.items():
@@ -153,6 +162,7 @@ def make_pipeline(train: TrainConfig) -> dict[str, DagNode]:
                 inputs=declared.inputs or nodes[name].inputs,
                 function=declared.function or nodes[name].function,
                 model=declared.model,
+                data_parallel=declared.data_parallel,
             )
     if own_loss and not any("proximal" in node.inputs for node in nodes.values()):
         nodes.pop("proximal", None)  # only hpcrl's loss needs it
@@ -161,7 +171,7 @@ def make_pipeline(train: TrainConfig) -> dict[str, DagNode]:
 
 
 def _make_user_node(declared: PipelineNode, output: NodeOutput | None = None) -> DagNode:
-    """Make a node that the user added; what a function gives is of the kind that it takes."""
+    """Make a node that the user added; a function gives what it takes, or a number for each token."""
     if declared.model is not None:
         return DagNode(
             function="hpcrl.trainers.nodes:compute_logprobs",
@@ -169,6 +179,7 @@ def _make_user_node(declared: PipelineNode, output: NodeOutput | None = None) ->
             role=declared.role or "reference",
             output="tokens",
             model=declared.model,
+            data_parallel=declared.data_parallel,
         )
     return DagNode(
         function=declared.function or "",
@@ -183,6 +194,11 @@ def is_user_node(name: str, train: TrainConfig) -> bool:
     return name in train.pipeline and train.pipeline[name].function is not None
 
 
+def needs_critic(train: TrainConfig) -> bool:
+    """Return whether a critic estimates the values; a function of the user's may."""
+    return train.advantage == "gae" and not is_user_node("values", train)
+
+
 def find_result_kinds(pipeline: Pipeline) -> dict[str, NodeOutput]:
     """Return the nodes whose results a user's node can take, each with the kind of its results."""
     found: dict[str, NodeOutput] = {
@@ -191,7 +207,11 @@ def find_result_kinds(pipeline: Pipeline) -> dict[str, NodeOutput]:
     for _ in pipeline:  # enough rounds for the longest possible chain
         for name, node in pipeline.items():
             kinds = {found[source] for source in node.inputs if source in found}
-            if name not in found and name not in _BUILT_IN_NODES and len(kinds) == 1:
+            if name in found or name in _BUILT_IN_NODES:
+                continue
+            if "batches" in kinds:
+                found[name] = "tokens"
+            elif len(kinds) == 1:
                 found[name] = kinds.pop()
     return found
 
@@ -204,41 +224,72 @@ def check_user_nodes(train: TrainConfig) -> list[str]:
     for name, declared in train.pipeline.items():
         check = _check_built_in_node if name in make_nodes_for(train) else _check_user_node
         found += [f"train.pipeline.{name}: {wrong}" for wrong in check(name, declared, pipeline, kinds)]
-    found += [f"train.pipeline.loss: {wrong}" for wrong in _find_idle_settings(train, pipeline)]
+    found += _find_idle_settings(train, pipeline)
     return found or find_problems(pipeline)
 
 
+_SETTINGS_OF_NODES = {
+    "loss": ("ratio", "surrogate", "clip_low", "clip_high", "dual_clip", "correction", "kl", "entropy_coef"),
+    "values": ("critic_learning_rate", "value_clip"),
+    "update": ("weight_decay", "adam_betas", "adam_eps"),
+}
+"""The settings of [train] that hpcrl's own function of a node uses, and no other."""
+
+
 def _find_idle_settings(train: TrainConfig, pipeline: Pipeline) -> Iterator[str]:
-    """Yield the settings of hpcrl's loss that cannot act where the user's replaces it."""
-    if not is_user_node("loss", train):
-        return
+    """Yield the settings of hpcrl's functions that cannot act where the user's replace them."""
     plain = TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0)
-    for name in ("ratio", "surrogate", "clip_low", "clip_high", "dual_clip", "correction", "kl", "entropy_coef"):
-        is_taken = name == "kl" and (train.has_kl_reward or "reference" in pipeline["loss"].inputs)
-        if getattr(train, name) != getattr(plain, name) and not is_taken:
-            fix = "remove it" + (', or add "reference" to the inputs' if name == "kl" else "")
-            yield f"train.{name} = {getattr(train, name)!r} is of hpcrl's loss, which this function replaces: {fix}"
+    for node, names in _SETTINGS_OF_NODES.items():
+        for name in names if is_user_node(node, train) else ():
+            is_taken = name == "kl" and (train.has_kl_reward or "reference" in pipeline["loss"].inputs)
+            is_critics = node == "update" and needs_critic(train)
+            if getattr(train, name) != getattr(plain, name) and not is_taken and not is_critics:
+                fix = "remove it" + (', or add "reference" to the inputs' if name == "kl" else "")
+                yield (
+                    f"train.pipeline.{node}: train.{name} = {getattr(train, name)!r} is of hpcrl's {node}, which this "
+                    f"function replaces: {fix}"
+                )
 
 
 def _check_built_in_node(
     name: str, declared: PipelineNode, pipeline: Pipeline, kinds: Mapping[str, NodeOutput]
 ) -> Iterator[str]:
     """Yield the problems of a declared node that is built in."""
-    if declared.function is not None and name not in REPLACEABLE_NODES:
-        yield f"its function is built in; only {' and '.join(REPLACEABLE_NODES)} can have another function"
-    if declared.model is not None and name != "reference":
-        yield 'it has a model, which only `reference` and nodes of your own with role = "reference" can have'
+    yield from _check_replacement(name, declared, pipeline)
     if declared.role is not None and declared.role != pipeline[name].role:
         yield f"its role is {pipeline[name].role!r}, not {declared.role!r}: remove `role`"
     if declared.options and declared.function is None:
         yield "it has options, but no function that takes them"
-    if not declared.inputs:
-        return
+    if declared.inputs:
+        yield from _check_built_in_inputs(name, declared, pipeline, kinds)
+
+
+def _check_replacement(name: str, declared: PipelineNode, pipeline: Pipeline) -> Iterator[str]:
+    """Yield why the function or the model of a built-in node cannot be replaced by these."""
+    if declared.function is not None and name not in REPLACEABLE_NODES:
+        hint = OTHER_ROLE_HINTS.get(pipeline[name].role) if pipeline[name].role not in TRAINER_ROLES else None
+        yield f"its function is built in; {hint or f'only {_REPLACEABLE} can have another function'}"
+    if declared.model is not None and name != "reference":
+        yield 'it has a model, which only `reference` and nodes of your own with role = "reference" can have'
+    if declared.model is not None and declared.function is not None:
+        yield "it has a function and a model: a model gives the log-probs of the tokens, so remove one"
+    if declared.data_parallel is not None and (name != "reference" or declared.function is not None):
+        yield "it has data_parallel, which only nodes with a model can have"
+
+
+def _check_built_in_inputs(
+    name: str, declared: PipelineNode, pipeline: Pipeline, kinds: Mapping[str, NodeOutput]
+) -> Iterator[str]:
+    """Yield the problems of other inputs of a built-in node."""
     if name == "loss":
         yield from _check_loss_inputs(declared, pipeline, kinds)
         return
     if name == "update":
         yield f"it takes one loss, not {' and '.join(declared.inputs)}: add up terms in the function of the node `loss`"
+        return
+    if name in _TOKEN_NODES and declared.function is not None:
+        first = "costs" if name == "values" and "costs" in pipeline else "batches"
+        yield from _check_token_inputs(first, declared.inputs, pipeline, kinds)
         return
     if name not in _CHANGEABLE_INPUTS:
         yield f"its inputs cannot be changed, only those of {', '.join([*_CHANGEABLE_INPUTS, 'loss'])}"
@@ -258,9 +309,16 @@ def _check_loss_inputs(declared: PipelineNode, pipeline: Pipeline, kinds: Mappin
             "`reference` is set with [train.pipeline.reference] model"
         )
     batches = next(name for name in ("values", "costs", "batches") if name in pipeline)
-    if declared.inputs and declared.inputs[0] != batches:
-        yield f"its first input is {batches!r}, not {declared.inputs[0]!r}"
-    yield from _check_inputs(declared.inputs[1:], pipeline, kinds, kind="tokens")
+    yield from _check_token_inputs(batches, declared.inputs, pipeline, kinds)
+
+
+def _check_token_inputs(
+    batches: str, inputs: Sequence[str], pipeline: Pipeline, kinds: Mapping[str, NodeOutput]
+) -> Iterator[str]:
+    """Yield the problems of the inputs of a function that sees micro-batches, which come first, then tokens."""
+    if inputs and inputs[0] != batches:
+        yield f"its first input is {batches!r}, not {inputs[0]!r}"
+    yield from _check_inputs(inputs[1:], pipeline, kinds, kind="tokens")
 
 
 def _check_user_node(
@@ -270,9 +328,12 @@ def _check_user_node(
     if declared.model is not None:
         yield from _check_model_node(declared, pipeline, kinds)
     else:
-        yield from _check_function_node(declared, pipeline, kinds)
+        yield from _check_function_node(declared, pipeline, kinds, output=pipeline[name].output)
     if not any(name in node.inputs for other, node in pipeline.items() if other != name):
-        taker = "loss" if declared.model is not None else "advantage, deal or batches"
+        if pipeline[name].output == "tokens":
+            taker = "loss (a recipe has one loss: its function adds up all terms)"
+        else:
+            taker = "advantage, deal or batches"
         yield f"no node takes it, so it would have no effect: add it to the inputs of {taker}"
 
 
@@ -287,7 +348,9 @@ def _check_model_node(declared: PipelineNode, pipeline: Pipeline, kinds: Mapping
     yield from _check_inputs(declared.inputs, pipeline, kinds)
 
 
-def _check_function_node(declared: PipelineNode, pipeline: Pipeline, kinds: Mapping[str, NodeOutput]) -> Iterator[str]:
+def _check_function_node(
+    declared: PipelineNode, pipeline: Pipeline, kinds: Mapping[str, NodeOutput], *, output: NodeOutput
+) -> Iterator[str]:
     """Yield the problems of a node with a function of the user's own."""
     if declared.function is None:
         yield (
@@ -300,14 +363,15 @@ def _check_function_node(declared: PipelineNode, pipeline: Pipeline, kinds: Mapp
         yield f"nodes of role {declared.role!r} are not declared here: {OTHER_ROLE_HINTS[declared.role]}"
     if not declared.inputs:
         yield "it has no inputs: add some, such as score or rows"
-    late = [source for source in declared.inputs if kinds.get(source) in ("batches", "tokens")]
-    if late:
-        yield (
-            f"it takes {late[0]!r}, so it would be a second loss, and a recipe has one: replace hpcrl's with "
-            "[train.pipeline.loss], and compute all terms in its function"
-        )
-    else:
+    if declared.data_parallel is not None:
+        yield "it has data_parallel, which only nodes with a model can have"
+    if output != "tokens":
         yield from _check_inputs(declared.inputs, pipeline, kinds)
+        return
+    first = declared.inputs[0]
+    yield from _check_token_inputs(
+        first if kinds.get(first) == "batches" else "batches", declared.inputs, pipeline, kinds
+    )
 
 
 def _check_inputs(
@@ -329,8 +393,11 @@ def _check_inputs(
         yield f"{each}: it can take only one of the two kinds"
 
 
-REPLACEABLE_NODES = ("advantage", "rewards", "loss")
+REPLACEABLE_NODES = ("advantage", "rewards", "reference", "values", "loss", "update")
 """Built-in nodes whose function can be replaced; `rewards` exists with a critic, `advantage` without."""
+_REPLACEABLE = f"{', '.join(REPLACEABLE_NODES[:-1])} and {REPLACEABLE_NODES[-1]}"
+_TOKEN_NODES = ("reference", "values")
+"""Those whose function sees micro-batches and gives a number for each token."""
 _CHANGEABLE_INPUTS: dict[str, tuple[NodeOutput, int]] = {
     "advantage": ("step", 0),
     "rewards": ("step", 0),
@@ -408,13 +475,17 @@ def render_text(pipeline: Pipeline) -> str:
     """Render one line a node, indented by its depth, and the order of the trainer's workers."""
     depth = compute_depths(pipeline)
     width = max(2 * depth[name] + len(name) for name in pipeline)
+    input_width = max(len(", ".join(node.inputs)) for node in pipeline.values())
     lines = []
     for name in sorted(pipeline, key=lambda name: depth[name]):
         node = pipeline[name]
         inputs = ", ".join(node.inputs) or "-"
         note = _STAGE_NOTES.get(node.stage, "") if node.role in TRAINER_ROLES else ""
+        if node.data_parallel is not None:
+            note += f"  (data_parallel = {node.data_parallel})"
         shown = "  " * depth[name] + name
-        lines.append(f"{shown:<{width}}  {node.role:<9}  <- {inputs:<24}  {node.model or node.function}{note}")
+        ends = f"<- {inputs:<{input_width}}  -> {node.output:<7}"
+        lines.append(f"{shown:<{width}}  {node.role:<9}  {ends}  {node.model or node.function}{note}")
     return "\n".join([*lines, f"each trainer worker: {' -> '.join(order_nodes(pipeline))}"])
 
 

@@ -303,6 +303,9 @@ class PipelineNode(ConfigTable, frozen=True, kw_only=True):
     """The role that runs it; user nodes are the policy's, which the trainer runs."""
     options: dict[str, Any] = {}
     """Keyword arguments of the function."""
+    data_parallel: Count | None = None
+    """Ranks that have the node's model, each whole, where these are not as many as the trainer has shares: batches are
+    sent to them and log-probs back."""
 
 
 class TrainConfig(ConfigTable, frozen=True, kw_only=True):
@@ -582,6 +585,12 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
     router: RouterConfig = RouterConfig()
     resources: RoleResources = RoleResources()
     job: JobConfig = JobConfig()
+
+    @property
+    def further_models(self) -> dict[str, str]:
+        """The model directories that the trainer needs beside that of the policy, by their settings."""
+        found = {f"train.pipeline.{name}.model": node.model for name, node in self.train.pipeline.items() if node.model}
+        return found if self.teacher is None else {"teacher.path": self.teacher.path, **found}
 
     @property
     def judge_roles(self) -> list[RoleName]:

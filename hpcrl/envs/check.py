@@ -19,7 +19,8 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.config.recipe import VLLM_PARSER_PREFIX, DomainConfig, PipelineNode, Recipe
+from hpcrl.config.pipeline import make_pipeline
+from hpcrl.config.recipe import VLLM_PARSER_PREFIX, DomainConfig, PipelineNode, Recipe, TrainConfig
 from hpcrl.config.user_code import load_code
 from hpcrl.envs.agent import AgentProgram
 from hpcrl.envs.base import check_task_parameter, construct_env
@@ -177,18 +178,28 @@ def _check_pipeline(recipe: Recipe) -> None:
         function = load_code(node.function, what=what)
         if not callable(function):
             raise ConfigError(f"{what} = {node.function!r} is not a function")
-        if name == "loss":
-            _check_loss_signature(function, node)
+        if (names := _list_arguments(name, node, recipe.train)) is not None:
+            _check_signature(name, function, node, names)
 
 
-def _check_loss_signature(function: Callable[..., Any], node: PipelineNode) -> None:
-    """Check that a loss takes what it will be called with."""
-    names = ["logprobs", "behaviour", "advantages", "mask", *node.inputs[1:]]
+def _list_arguments(name: str, node: PipelineNode, train: TrainConfig) -> list[str] | None:
+    """Return what a function of the user's is called with; None where that depends on what it takes."""
+    if name == "loss":
+        return ["logprobs", "behaviour", "advantages", "mask", *node.inputs[1:]]
+    if name == "update":
+        return ["weight", "gradient", "state", "rate"]
+    if name == "values" or make_pipeline(train)[name].output == "tokens":
+        return ["micro_batch", *node.inputs[1:]]
+    return None
+
+
+def _check_signature(name: str, function: Callable[..., Any], node: PipelineNode, names: list[str]) -> None:
+    """Check that a function takes what it will be called with."""
     try:
         inspect.signature(function).bind(*names, **node.options)
     except TypeError as error:
         given = ", ".join([*names, *(f"{option}=..." for option in node.options)])
-        raise ConfigError(f"train.pipeline.loss is called as {node.function}({given}): {error}") from error
+        raise ConfigError(f"train.pipeline.{name} is called as {node.function}({given}): {error}") from error
     except ValueError:  # a function of C has no signature
         return
 

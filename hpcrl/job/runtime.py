@@ -4,7 +4,7 @@
     call_by_name    run a function, given by name, in a worker
     PARSL_ROLES, WEIGHT_ROLES, ELASTIC_EXECUTOR   roles and executors
     HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, KERNEL_STOP_TIMEOUT_S   times
-    WORKER_FUNCTION, SCORE_FUNCTION                                   functions of workers
+    WORKER_FUNCTION                                                   the function of workers
     STEP_COMMAND, RANKS_COMMAND, INTERCHANGE_COMMAND, POOL_COMMAND, POOL_OPTIONS   what processes run
 
 Every node of a role's component is one Parsl block, started as a separate Slurm step (so that a lost node ends only
@@ -30,6 +30,7 @@ from parsl.jobs.error_handlers import noop_error_handler  # noqa: TID251
 from parsl.providers.base import ExecutionProvider  # noqa: TID251
 
 from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.config.pipeline import SCORE_FUNCTION
 from hpcrl.config.recipe import RoleName
 from hpcrl.config.site import Site
 from hpcrl.job.courier_step import TransportCommand
@@ -53,7 +54,6 @@ HEARTBEAT_INTERVAL_S = 5
 HEARTBEAT_TIMEOUT_S = 20
 KERNEL_STOP_TIMEOUT_S = 10.0
 WORKER_FUNCTION = "hpcrl.roles.__main__:work"
-SCORE_FUNCTION = "hpcrl.roles.reward:score"
 
 STEP_COMMAND = ("-m", "hpcrl.job.step")
 RANKS_COMMAND = ("-m", "hpcrl.job.ranks")

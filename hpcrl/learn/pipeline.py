@@ -4,7 +4,10 @@
     NodeWork                          what hpcrl's own nodes know beside their inputs
     compute_credits                   the advantages, or rewards where a critic turns them into advantages
     load_functions                    the user's functions by node; called early, it finds import errors before a job
+    load_update                       the user's update of a weight, if any
     check_trajectories, check_credits   refuse results of the user's nodes that `deal` cannot use
+
+The user's functions that take batches see one micro-batch at a time, and what other nodes found for its tokens.
 
 A function of hpcrl is called with the work and the results of the node's inputs, one of the user with the results alone
 (and its options). A node that raises, or returns a result that the next cannot use, is a TrainError with the node's
@@ -16,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from hpcrl.config import pipeline
 from hpcrl.config.pipeline import DagNode, NodeStage
@@ -23,14 +28,18 @@ from hpcrl.config.recipe import TrainConfig
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import TrainError
 from hpcrl.learn.advantage import FloatArray, NormalizationScope, compute_advantages, compute_turn_rewards
-from hpcrl.learn.batch import TrainingRow, count_row_tokens
+from hpcrl.learn.batch import MicroBatch, TrainingRow, count_row_tokens
 from hpcrl.learn.loss import PolicyLoss
 from hpcrl.learn.rewards import shape_rewards
 from hpcrl.learn.user_loss import adapt_loss
 from hpcrl.spool.record import Trajectory
 
-LOSS_RUNNER = "hpcrl.trainers.nodes:compute_gradient"
-"""The function that runs a loss over the micro-batches of a minibatch: the node's own sees one of them at a time."""
+RUNNERS = {
+    "loss": "hpcrl.trainers.nodes:compute_gradient",
+    "values": "hpcrl.trainers.nodes:estimate_values",
+    "update": "hpcrl.trainers.nodes:update_policy",
+}
+"""The functions of hpcrl around a loss, values or an update, which may be the user's."""
 
 
 @dataclass(kw_only=True)
@@ -65,11 +74,37 @@ class PipelineExecutor:
             if node.stage != stage or work.skipped is not None:
                 continue
             arguments = [results[source] for source in node.inputs]
-            if pipeline.is_user_node(name, self._train) and node.output != "loss":
+            if pipeline.is_user_node(name, self._train) and name not in RUNNERS:
                 results[name] = self._run_user_node(name, arguments)
             else:
                 work.name = name
-                results[name] = _load_own(LOSS_RUNNER if node.output == "loss" else node.function)(work, *arguments)
+                results[name] = _load_own(RUNNERS.get(name, node.function))(work, *arguments)
+
+    def is_users(self, name: str) -> bool:
+        """Return whether the function of a node is the user's."""
+        return pipeline.is_user_node(name, self._train)
+
+    def takes_column(self, name: str) -> bool:
+        """Return whether a function of the user's takes what this node found for each token."""
+        return any(self.is_users(other) and name in node.inputs for other, node in self.nodes.items())
+
+    def compute_columns(
+        self, name: str, minibatches: Sequence[Sequence[MicroBatch]], *columns: Sequence[Sequence[Tensor | None]]
+    ) -> list[list[Tensor | None]]:
+        """Call a user's function for each micro-batch; None where a rank has not what it takes."""
+        found = []
+        for minibatch, *minibatch_columns in zip(minibatches, *columns, strict=True):
+            given = zip(minibatch, *minibatch_columns, strict=True)
+            found.append([self._compute_column(name, micro, each) for micro, *each in given])
+        return found
+
+    def _compute_column(self, name: str, micro: MicroBatch, columns: Sequence[Tensor | None]) -> Tensor | None:
+        if any(column_N is None for column_N in columns):
+            return None
+        if not micro.num_tokens:
+            return micro.advantages_N
+        with torch.no_grad():
+            return _check_column(_call_node(name, self._user_functions[name], (micro, *columns)), micro, name)
 
     def make_loss(self) -> PolicyLoss:
         """Return the loss of a micro-batch: hpcrl's, or the user's."""
@@ -79,8 +114,10 @@ class PipelineExecutor:
         return loss
 
     def _run_user_node(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Run a user's function on the whole step, or on the rows of each minibatch."""
+        """Run a user's function on the whole step, on the rows of each minibatch, or on each micro-batch."""
         function = self._user_functions[name]
+        if self.nodes[name].output == "tokens":
+            return self.compute_columns(name, *arguments)
         if self.nodes[name].output != "rows":
             return _call_node(name, function, arguments)
         return [
@@ -116,6 +153,14 @@ def load_functions(train: TrainConfig) -> dict[str, Callable[..., Any]]:
             function = load_code(node.function, what=f"train.pipeline.{name}.function")
             found[name] = _bind_options(function, node.options)
     return found
+
+
+def load_update(train: TrainConfig) -> Callable[..., Any] | None:
+    """Load the user's function that changes a weight; None where the recipe has none."""
+    if not pipeline.is_user_node("update", train):
+        return None
+    function = load_functions(train)["update"]
+    return lambda *given: _call_node("update", function, given)
 
 
 def _bind_options(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -156,6 +201,16 @@ def check_credits(result: Any, trajectories: Sequence[Trajectory], name: str) ->
             what = f"{_describe_value(value)} for {trajectory.id}, which has {num_turns} turns"
             raise TrainError(f"train.pipeline.{name} returned {what}: {hint}") from error
     return found
+
+
+def _check_column(result: Any, micro: MicroBatch, name: str) -> Tensor:
+    """Check for a finite number for each token of a micro-batch."""
+    hint = f"it must return a tensor with a number for each of the micro-batch's {micro.num_tokens} tokens (targets_N)"
+    if not isinstance(result, Tensor) or result.shape != micro.targets_N.shape:
+        raise TrainError(f"train.pipeline.{name} returned {_describe_value(result)}: {hint}")
+    if not result.isfinite().all():
+        raise TrainError(f"train.pipeline.{name} returned a number that is not finite: {hint}")
+    return result.detach().to(micro.advantages_N)
 
 
 def _check_rows(result: Any, rows: list[TrainingRow], name: str) -> list[TrainingRow]:

@@ -6,7 +6,7 @@ find_megatron_conflict   the first setting that trainer "megatron" does not supp
 
 from collections.abc import Collection, Sequence
 
-from hpcrl.config.pipeline import check_user_nodes
+from hpcrl.config.pipeline import check_user_nodes, needs_critic
 from hpcrl.config.program import reserves_place
 from hpcrl.config.recipe import (
     AUTO_PARSER,
@@ -173,10 +173,11 @@ def find_megatron_conflict(train: TrainConfig) -> str | None:
     for name, known in plain.items():
         if (seen := getattr(train, name)) != known:
             return f'train.{name} = {seen!r} is not supported by trainer "megatron": set it to {known!r}'
-    if train.has_kl_reward:
-        return 'train.kl_in = "reward" is not supported by trainer "megatron": set kl_in = "loss"'
-    if train.advantage == "gae":
-        return 'train.advantage = "gae" needs a critic, which trainer "megatron" does not have: use "torch"'
+    if needs_critic(train):
+        return (
+            'train.advantage = "gae" needs a critic, which trainer "megatron" does not have: use "torch", or a '
+            "function of your own for train.pipeline.values"
+        )
     return None
 
 
@@ -306,6 +307,13 @@ def _check_pipeline(recipe: Recipe) -> None:
     """Check that the user's nodes fit into the pipeline."""
     if recipe.train.pipeline and (wrong := check_user_nodes(recipe.train)):
         raise PlanError("; ".join(wrong))
+    num_ranks = recipe.resources.train.num_workers
+    for name, node in recipe.train.pipeline.items():
+        if node.data_parallel is not None and num_ranks % node.data_parallel:
+            raise PlanError(
+                f"train.pipeline.{name}.data_parallel = {node.data_parallel} does not divide "
+                f"resources.train.num_workers = {num_ranks}: the ranks that have the model are evenly spaced"
+            )
 
 
 def _check_engine(recipe: Recipe) -> None:

@@ -8,7 +8,8 @@ step_metrics      the metrics of a step
 torch             the torch trainer
 torch_model       its model, and LoRA
 critic            the value model
-optimizer         AdamW, as the recipe sets it
+spread_model      models of nodes whose data-parallel degree is not the trainer's
+optimizer         AdamW, as the recipe sets it, or the user's update
 megatron          the Megatron-core trainer
 state             tensors on disk, for any parallelism
 checkpoint        checkpoints

@@ -23,13 +23,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from hpcrl.config.pipeline import make_pipeline
+from hpcrl.config.pipeline import is_user_node, make_pipeline
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs
+from hpcrl.trainers.spread_model import SpreadModel
 from hpcrl.trainers.state import StateShard, state_file_name, write_state
 from hpcrl.trainers.world import World
 
@@ -161,6 +162,10 @@ class RankTrainer(Trainer, Protocol):
         """The index of this rank's share."""
 
     @property
+    def has_logprobs(self) -> bool:
+        """Whether this rank is given the log-probs of its tokens; else it has no part in the loss."""
+
+    @property
     def max_length(self) -> int:
         """The positions that the model can read."""
 
@@ -169,6 +174,9 @@ class RankTrainer(Trainer, Protocol):
 
     def use_settings(self, train: TrainConfig) -> None:
         """Use the settings of the step that starts; a warm-up has others than reinforcement learning."""
+
+    spread_models: "dict[str, SpreadModel]"
+    """The models of nodes whose data-parallel degree is not the trainer's."""
 
     @property
     def critic(self) -> TrainedCritic | None:
@@ -223,7 +231,7 @@ def find_fixed_models(
     """
     found: dict[str, Path] = {}
     for name, node in make_pipeline(train).items():
-        if node.role != "reference":
+        if node.role != "reference" or is_user_node(name, train):
             continue
         if node.model is not None:
             found[name] = _check_vocabulary(f"train.pipeline.{name}.model", Path(node.model), vocabulary_size)

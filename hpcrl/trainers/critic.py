@@ -1,10 +1,16 @@
 """The critic of PPO: it predicts the return at each model token, and so turns rewards into advantages.
 
+    Critic                the model, in training
+    estimate_advantages   generalised advantage estimation, from values of a critic or of the user's function
+    AdvantageEstimates    its result
+
 Legend: B rows of a micro-batch, N model tokens of a micro-batch (row by row), T model tokens of one row
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,25 +44,13 @@ class Critic:
     def add_advantages(self, minibatches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
         """Replace rewards by advantages, with mean 0 and variance 1 over all tokens of the step."""
         with torch.no_grad():
-            found = [[self._estimate_advantages(micro) for micro in minibatch] for minibatch in minibatches]
-        columns = [advantages_N for minibatch in found for advantages_N, _, _ in minibatch]
-        mean, std = compute_mean_and_std(columns, world=self._world)
-        self._evaluated.clear()
-        result = []
-        for minibatch, estimates in zip(minibatches, found, strict=True):
-            self._evaluated.append(
-                [
-                    (micro, values_N, returns_N)
-                    for micro, (_, values_N, returns_N) in zip(minibatch, estimates, strict=True)
-                ]
-            )
-            result.append(
-                [
-                    replace(micro, advantages_N=(advantages_N - mean) / (std + STD_EPSILON))
-                    for micro, (advantages_N, _, _) in zip(minibatch, estimates, strict=True)
-                ]
-            )
-        return result
+            values = [[self._predict_values(micro) for micro in minibatch] for minibatch in minibatches]
+        found = estimate_advantages(minibatches, values, train=self._train, world=self._world)
+        self._evaluated = [
+            list(zip(minibatch, values_N, returns_N, strict=True))
+            for minibatch, values_N, returns_N in zip(minibatches, values, found.returns, strict=True)
+        ]
+        return found.minibatches
 
     def learn(self, number: int, *, num_tokens: float, rate: float) -> float:
         """Make an optimizer step on minibatch `number` of those evaluated; return the loss over all ranks."""
@@ -86,21 +80,67 @@ class Critic:
         values_BT = logits.squeeze(-1).float()
         return values_BT[micro.mask_BT]  # type: ignore[no-any-return]
 
-    def _estimate_advantages(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return advantages, values and returns at the model tokens."""
-        values_N = self._predict_values(micro)
-        rows = micro.rows_N.cpu().numpy()
-        lengths_B = np.bincount(rows, minlength=1)  # by trajectory, padded or packed
-        advantages_BT = gae(
-            _pad_by_row(values_N, rows, lengths_B),
-            rewards_BT=_pad_by_row(micro.advantages_N, rows, lengths_B),
-            lengths_B=lengths_B.tolist(),
-            gamma=self._train.gamma,
-            lam=self._train.gae_lambda,
+
+class AdvantageEstimates(NamedTuple):
+    """Micro-batches with advantages in place of rewards, and the return at each of their model tokens."""
+
+    minibatches: list[list[MicroBatch]]
+    returns: list[list[Tensor]]
+
+
+def estimate_advantages(
+    minibatches: Sequence[Sequence[MicroBatch]],
+    values: Sequence[Sequence[Tensor | None]],
+    *,
+    train: TrainConfig,
+    world: World,
+) -> AdvantageEstimates:
+    """Turn rewards into advantages with mean 0 and variance 1 over all tokens of the step.
+
+    A micro-batch without values, on a rank that does not know them, stays as it is and counts nowhere.
+    """
+    found = [
+        [
+            None if values_N is None else _estimate_row_advantages(micro, values_N, train=train)
+            for micro, values_N in zip(*each, strict=True)
+        ]
+        for each in zip(minibatches, values, strict=True)
+    ]
+    columns = [advantages_N for minibatch in found for advantages_N in minibatch if advantages_N is not None]
+    mean, std = compute_mean_and_std(columns, world=world)
+    result = AdvantageEstimates([], [])
+    for minibatch, minibatch_values, estimates in zip(minibatches, values, found, strict=True):
+        known = list(zip(minibatch, minibatch_values, estimates, strict=True))
+        result.minibatches.append(
+            [
+                micro
+                if advantages_N is None
+                else replace(micro, advantages_N=(advantages_N - mean) / (std + STD_EPSILON))
+                for micro, _, advantages_N in known
+            ]
         )
-        inside_BT = np.arange(advantages_BT.shape[1]) < lengths_B[:, None]
-        advantages_N = torch.from_numpy(advantages_BT[inside_BT]).float().to(values_N.device)
-        return advantages_N, values_N, advantages_N + values_N
+        result.returns.append(
+            [
+                advantages_N + values_N
+                for _, values_N, advantages_N in known
+                if values_N is not None and advantages_N is not None
+            ]
+        )
+    return result
+
+
+def _estimate_row_advantages(micro: MicroBatch, values_N: Tensor, *, train: TrainConfig) -> Tensor:
+    rows = micro.rows_N.cpu().numpy()
+    lengths_B = np.bincount(rows, minlength=1)  # by trajectory, padded or packed
+    advantages_BT = gae(
+        _pad_by_row(values_N, rows, lengths_B),
+        rewards_BT=_pad_by_row(micro.advantages_N, rows, lengths_B),
+        lengths_B=lengths_B.tolist(),
+        gamma=train.gamma,
+        lam=train.gae_lambda,
+    )
+    inside_BT = np.arange(advantages_BT.shape[1]) < lengths_B[:, None]
+    return torch.from_numpy(advantages_BT[inside_BT]).float().to(values_N.device)
 
 
 def _pad_by_row(values_N: Tensor, rows: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> NDArray[np.float64]:

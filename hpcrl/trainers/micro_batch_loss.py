@@ -86,16 +86,22 @@ def compute_micro_batch_loss(
 
 
 def subtract_kl_costs(micro: MicroBatch, prior: PriorLogprobs, *, train: TrainConfig) -> MicroBatch:
-    """Subtract what the KL costs each token from its advantage, or from its reward where a critic follows."""
-    assert prior.reference_N is not None, "a recipe with a KL has a reference model"
+    """Subtract what the KL costs each token from its advantage, or from its reward where a critic follows.
+
+    A rank that has no log-probs, as the first stages of Megatron, needs no advantages either.
+    """
+    if prior.reference_N is None:
+        return micro
     started_N = micro.behaviour_N if prior.proximal_N is None else prior.proximal_N
     costs_N = compute_kl_costs(started_N, prior.reference_N, micro.rows_N, train=train)
     return replace(micro, advantages_N=micro.advantages_N - costs_N)
 
 
-def normalize_advantages(minibatches: list[list[MicroBatch]], *, world: World) -> list[list[MicroBatch]]:
-    """Normalise advantages to mean 0 and variance 1 over all tokens of all ranks."""
-    columns = [micro.advantages_N for minibatch in minibatches for micro in minibatch]
+def normalize_advantages(
+    minibatches: list[list[MicroBatch]], *, world: World, counts: bool = True
+) -> list[list[MicroBatch]]:
+    """Normalise advantages to mean 0 and variance 1 over all tokens of the ranks that count."""
+    columns = [micro.advantages_N for minibatch in minibatches for micro in minibatch] if counts else []
     mean, std = compute_mean_and_std(columns, world=world)
     return [
         [replace(micro, advantages_N=(micro.advantages_N - mean) / (std + STD_EPSILON)) for micro in minibatch]
@@ -105,7 +111,7 @@ def normalize_advantages(minibatches: list[list[MicroBatch]], *, world: World) -
 
 def compute_mean_and_std(columns: Sequence[Tensor], *, world: World) -> tuple[Tensor, Tensor]:
     """Compute mean and standard deviation over all values of all ranks."""
-    all_N = torch.cat(list(columns)).double()
+    all_N = torch.cat([torch.zeros(0, device=world.device), *columns]).double()
     count = torch.tensor(float(len(all_N)), dtype=torch.double, device=all_N.device)
     num, total = world.sum(torch.stack([count, all_N.sum()])).unbind()
     mean = total / num

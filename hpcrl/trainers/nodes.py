@@ -28,6 +28,7 @@ from hpcrl.learn.batch import TrainingRow, make_micro_batches, make_packed_batch
 from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import NodeWork
 from hpcrl.trainers.base import Minibatch, RankTrainer, TokenColumns
+from hpcrl.trainers.critic import estimate_advantages
 from hpcrl.trainers.micro_batch_loss import (
     MinibatchTotals,
     PriorLogprobs,
@@ -77,8 +78,11 @@ def compute_logprobs(work: StepWork, minibatches: list[Minibatch]) -> list[Token
 
     Those of a policy that does not change before they are used are the current ones: then there is nothing to compute.
     """
+    if work.name in work.trainer.spread_models:
+        return work.trainer.spread_models[work.name].compute_logprobs(minibatches)
     is_policy = work.node.role == "policy"
-    if is_policy and len(minibatches) * work.train.epochs == 1 and not work.train.has_kl_reward:
+    is_current = len(minibatches) * work.train.epochs == 1 and not work.train.has_kl_reward
+    if is_policy and is_current and not work.executor.takes_column(work.name):
         return [[None] * len(minibatch) for minibatch in minibatches]
     return work.trainer.compute_logprobs(minibatches, model=None if is_policy else work.name)
 
@@ -93,12 +97,17 @@ def subtract_costs(work: StepWork, minibatches: list[Minibatch], *columns: list[
         for number, minibatch in enumerate(minibatches)
     ]
     if work.train.advantage in STEP_ESTIMATORS:
-        return normalize_advantages(changed, world=work.trainer.world)
+        return normalize_advantages(changed, world=work.trainer.world, counts=work.trainer.has_logprobs)
     return changed
 
 
-def estimate_values(work: StepWork, minibatches: list[Minibatch]) -> list[Minibatch]:
-    """Turn rewards into advantages, with the critic's values."""
+def estimate_values(work: StepWork, minibatches: list[Minibatch], *columns: list[TokenColumns]) -> list[Minibatch]:
+    """Turn rewards into advantages, with the values of the critic or of the user's function."""
+    if work.executor.is_users(work.name):
+        values = work.executor.compute_columns(work.name, minibatches, *columns)
+        if not work.trainer.has_logprobs:  # nor advantages that count
+            values = [[None] * len(minibatch) for minibatch in minibatches]
+        return estimate_advantages(minibatches, values, train=work.train, world=work.trainer.world).minibatches
     assert work.trainer.critic is not None, "a pipeline with values has a critic"
     return work.trainer.critic.add_advantages(minibatches)
 

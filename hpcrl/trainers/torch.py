@@ -16,17 +16,20 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hpcrl.config.pipeline import needs_critic
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.batch import MicroBatch, empty_micro_batch
 from hpcrl.learn.loss import LossSums, PolicyLoss, compute_log_distribution, gather_logprobs
+from hpcrl.learn.pipeline import load_update
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import torch_model
 from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, find_fixed_models
 from hpcrl.trainers.critic import Critic
 from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs, compute_micro_batch_loss
+from hpcrl.trainers.spread_model import load_spread_models
 from hpcrl.trainers.state import StateShard, check_same_shapes, fill_shards, read_whole_shapes
 from hpcrl.trainers.step import make_row_reader, train_step
-from hpcrl.trainers.torch_model import TrainedModel, load_causal
+from hpcrl.trainers.torch_model import TrainedModel, compute_token_logits, load_causal
 from hpcrl.trainers.world import SINGLE_RANK, World
 
 
@@ -56,13 +59,23 @@ class TorchTrainer:
         if train.lora_rank:
             module = torch_model.add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
             prefix = torch_model.ADAPTER_PREFIX
-        self._policy = TrainedModel(module, train=train, world=world, learning_rate=train.learning_rate, prefix=prefix)
-        self.critic = Critic(model_dir, train=train, world=world) if train.advantage == "gae" else None
+        self._policy = TrainedModel(
+            module,
+            train=train,
+            world=world,
+            learning_rate=train.learning_rate,
+            prefix=prefix,
+            update=load_update(train),
+        )
+        self.critic = Critic(model_dir, train=train, world=world) if needs_critic(train) else None
+        paths = find_fixed_models(train, model_dir, teacher=reference_dir, vocabulary_size=self.vocabulary_size)
+        self.spread_models = load_spread_models(
+            train, paths, num_shares=self.num_shares, share=self.share, world=world, temperature=temperature
+        )
         self._fixed_models = {
             name: load_causal(path).to(world.device).eval()
-            for name, path in find_fixed_models(
-                train, model_dir, teacher=reference_dir, vocabulary_size=self.vocabulary_size
-            ).items()
+            for name, path in paths.items()
+            if name not in self.spread_models
         }
         """The models of nodes that never train."""
 
@@ -75,6 +88,11 @@ class TorchTrainer:
     def share(self) -> int:
         """The index of this rank's share."""
         return self.world.rank
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether this rank is given the log-probs of its tokens."""
+        return True
 
     @property
     def vocabulary_size(self) -> int:
@@ -169,7 +187,7 @@ class TorchTrainer:
             with self._policy.accumulation_context(last=number == last):
                 loss, sums = compute_micro_batch_loss(
                     micro,
-                    self._logits(micro),
+                    compute_token_logits(self._policy, micro),
                     prior=prior,
                     totals=totals,
                     train=self._train,
@@ -196,16 +214,6 @@ class TorchTrainer:
 
     def _logprobs(self, micro: MicroBatch, *, model: torch.nn.Module | TrainedModel | None = None) -> Tensor:
         """Compute the log-probs of the micro-batch's model tokens."""
-        logprobs_NV = compute_log_distribution(self._logits(micro, model=model), temperature=self._temperature)
+        logits_NV = compute_token_logits(model or self._policy, micro)
+        logprobs_NV = compute_log_distribution(logits_NV, temperature=self._temperature)
         return gather_logprobs(logprobs_NV, micro.targets_N)
-
-    def _logits(self, micro: MicroBatch, *, model: torch.nn.Module | TrainedModel | None = None) -> Tensor:
-        """Compute the logits at the micro-batch's model tokens, skipping columns without any."""
-        kept_K = micro.mask_BT.any(0).nonzero().squeeze(-1)
-        if not len(kept_K):
-            kept_K = kept_K.new_zeros(1)  # a pass without a gradient must still run every layer
-        # No attention mask: the padding is on the right of a causal model, and without a mask attention is fastest.
-        logits_BKV = (model or self._policy)(
-            micro.inputs_BT, position_ids=micro.positions_BT, logits_to_keep=kept_K, use_cache=False
-        ).logits
-        return logits_BKV[micro.mask_BT[:, kept_K]]  # type: ignore[no-any-return]

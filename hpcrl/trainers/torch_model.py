@@ -2,10 +2,11 @@
 
     TrainedModel               a policy or a critic
     load_causal, load_critic   load one from a model directory
+    compute_token_logits       the logits at the model tokens of a micro-batch
     add_adapters               freeze a model and add to each linear layer an adapter that at first changes nothing
     has_adapters               whether a model has adapters
     merge_adapters             the weights with their adapters, by the names of the model directory
-    MOMENT_PARTS, STATE_PARTS  the names of the optimizer's state
+    STATE_PARTS                the names of the optimizer's state
     ADAPTER_PREFIX             the prefix of adapters in checkpoints
 
 On many ranks a network is replicated (DDP) or sharded (FSDP2), as `train.sharding` selects; both average gradients,
@@ -16,7 +17,7 @@ are merged.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +34,8 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
-from hpcrl.trainers.optimizer import make_optimizer
+from hpcrl.learn.batch import MicroBatch
+from hpcrl.trainers.optimizer import MOMENT_PARTS, WeightUpdate, make_optimizer
 from hpcrl.trainers.state import StateShard, make_whole_shard
 from hpcrl.trainers.world import World
 from hpcrl.weights.layout import TensorShard
@@ -73,7 +75,6 @@ def merge_adapters(module: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter.detach()
 
 
-MOMENT_PARTS = ("exp_avg", "exp_avg_sq")
 STATE_PARTS = ("step", *MOMENT_PARTS)
 
 
@@ -81,7 +82,14 @@ class TrainedModel:
     """A module over the ranks of a world, with its optimizer."""
 
     def __init__(
-        self, module: Any, *, train: TrainConfig, world: World, learning_rate: float, prefix: str = ""
+        self,
+        module: Any,
+        *,
+        train: TrainConfig,
+        world: World,
+        learning_rate: float,
+        prefix: str = "",
+        update: WeightUpdate | None = None,
     ) -> None:
         """Distribute the module and make its optimizer; `prefix` precedes its tensor names in checkpoints."""
         self.world = world
@@ -91,7 +99,9 @@ class TrainedModel:
         self.module = module.to(world.device).eval()  # eval: no dropout; gradients still flow
         self._distributed_module = _distribute_module(self.module, sharding=train.sharding, world=world)
         self.parameters: list[Tensor] = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self.optimizer = make_optimizer(self.parameters, train=train, learning_rate=learning_rate, fused=True)
+        self.optimizer = make_optimizer(
+            self.parameters, train=train, learning_rate=learning_rate, fused=True, update=update
+        )
 
     def __call__(self, *inputs: Tensor, **options: Any) -> Any:
         """Run a forward pass; every rank of the world must run the same number."""
@@ -194,6 +204,16 @@ def _distribute_module(module: Any, *, sharding: str, world: World) -> Any:
     for layer in [submodule for submodule in module.modules() if type(submodule).__name__ in layers]:
         fully_shard(layer, mesh=mesh)
     return fully_shard(module, mesh=mesh)
+
+
+def compute_token_logits(model: Callable[..., Any], micro: MicroBatch) -> Tensor:
+    """Compute the logits at the micro-batch's model tokens, skipping columns without any."""
+    kept_K = micro.mask_BT.any(0).nonzero().squeeze(-1)
+    if not len(kept_K):
+        kept_K = kept_K.new_zeros(1)  # a pass without a gradient must still run every layer
+    # No attention mask: the padding is on the right of a causal model, and without a mask attention is fastest.
+    logits_BKV = model(micro.inputs_BT, position_ids=micro.positions_BT, logits_to_keep=kept_K, use_cache=False).logits
+    return logits_BKV[micro.mask_BT[:, kept_K]]  # type: ignore[no-any-return]
 
 
 def load_causal(model_dir: Path) -> Any:

@@ -6,13 +6,14 @@
     leave_world   leave the process group
     StoreAddress  the address of the TCP store
 
-Only ids (a few kB of JSON), sums and torch's own traffic pass through here, never training data.
+Only ids (a few kB of JSON), sums and torch's own traffic pass through here. Training data does in one case, the buffer
+of a node that runs on other ranks than the policy.
 """
 
 import datetime
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,17 @@ class World:
             data.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         dist.broadcast(data, src=0, group=self.group)
         return bytes(data.cpu().numpy())
+
+    def exchange(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Send a part to each rank, all-to-all, and return the part that each sent to this one; all have one dtype."""
+        sizes = torch.tensor([len(part) for part in parts], device=self.device)
+        incoming = torch.empty_like(sizes)
+        dist.all_to_all_single(incoming, sizes, group=self.group)
+        received = parts[0].new_empty(int(incoming.sum()), device=self.device)
+        dist.all_to_all_single(
+            received, torch.cat(list(parts)).to(self.device), incoming.tolist(), sizes.tolist(), group=self.group
+        )
+        return list(torch.split(received, incoming.tolist()))
 
     def wait(self) -> None:
         """Wait until all ranks are here."""

@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -168,6 +169,27 @@ def train_megatron(world, model_dir, changed, load_from=None, save_to=None, firs
     torch.set_num_threads(1)
     trainer = MegatronTrainer(Path(model_dir), settings(**changed), seed=3, world=world)
     return _train(trainer, load_from, save_to, first, last)
+
+
+def train_counted(world, model_dir, trainer, changed):
+    """Train two steps; return their results, the number of all-to-alls, and whether this rank has the spread model."""
+    torch.set_num_threads(1)
+    mine = _kind(trainer)(Path(model_dir), settings(**changed), seed=3, world=world)
+    exchanged = []
+    with patch.object(type(world), "exchange", _count_calls(type(world).exchange, exchanged)):
+        found = trained(mine, last=2)
+    return found | {
+        "num_exchanges": len(exchanged),
+        "has_model": [spread._model is not None for spread in mine.spread_models.values()],
+    }
+
+
+def _count_calls(function, counted):
+    def call(*given):
+        counted.append(1)
+        return function(*given)
+
+    return call
 
 
 def train_forked(world, model_dir, trainer, variants):

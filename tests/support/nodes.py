@@ -1,10 +1,12 @@
 """The pipeline nodes of the tests, as a user would write them."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 import numpy as np
+import torch
 
 from hpcrl.learn.batch import TrainingRow
 from hpcrl.spool.record import Trajectory
@@ -79,6 +81,60 @@ def constant_loss(logprobs, behaviour, advantages, mask):
 
 def lost_loss(logprobs, behaviour, advantages, mask):
     return logprobs[:, :1]
+
+
+def zero_values(micro):
+    """Value every state as a new critic does."""
+    return torch.zeros_like(micro.advantages_N)
+
+
+def token_values(micro):
+    """Value a state by the token that follows it."""
+    return micro.targets_N / 32
+
+
+def few_values(micro):
+    return micro.advantages_N[:1]
+
+
+def infinite_values(micro):
+    return torch.full_like(micro.advantages_N, torch.inf)
+
+
+def own_reference(micro, *, directory):
+    """Return the log-probs of the tokens under a model that the node loads itself."""
+    with torch.no_grad():
+        logits_BTV = _load_model(directory)(micro.inputs_BT).logits
+    logprobs_NV = torch.log_softmax(logits_BTV[micro.mask_BT], -1)
+    return logprobs_NV.gather(-1, micro.targets_N[:, None])[:, 0]
+
+
+@functools.cache
+def _load_model(directory):
+    from transformers import AutoModelForCausalLM  # slow to import
+
+    return AutoModelForCausalLM.from_pretrained(directory).eval()
+
+
+def passed_on(micro, column, *, factor=1.0):
+    """Return what another node found for the tokens."""
+    return factor * column
+
+
+def adam_update(weight, gradient, state, rate):
+    """Make Adam's step, as its paper has it."""
+    first, second, step = state["exp_avg"], state["exp_avg_sq"], float(state["step"])
+    first.mul_(0.9).add_(0.1 * gradient)
+    second.mul_(0.999).add_(0.001 * gradient * gradient)
+    weight.sub_(rate * (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8))
+
+
+def new_weight(weight, gradient, state, rate):
+    return weight - rate * gradient
+
+
+def more_state(weight, gradient, state, rate):
+    state["norm"] = gradient.norm()
 
 
 NO_FUNCTION = 3

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign.lifecycle import load_request
+from hpcrl.config.pipeline import make_pipeline, render_text
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -143,3 +144,22 @@ def test_the_first_example_of_a_page_plans_as_printed(path, tmp_path):
         assert load_request("quickstart", site=str(example)).site.name == "perlmutter"
     else:
         assert load_request(str(example), site="local").plan.roles
+
+
+NAMED_EXAMPLE = re.compile(r'^```toml\n(name = "([\w-]+)"\n.*?)^```$', re.MULTILINE | re.DOTALL)
+
+
+def test_the_recipes_with_nodes_of_ones_own_plan_as_printed_and_show_their_graphs(tmp_path):
+    examples = NAMED_EXAMPLE.findall((ROOT / "docs" / "learning.md").read_text())
+    for text, name in examples:
+        (tmp_path / f"{name}.toml").write_text(text)
+    shown = {}
+    for _, name in examples:
+        request = load_request(str(tmp_path / f"{name}.toml"), site="local")
+        shown[name] = render_text(make_pipeline(request.recipe.train))
+    assert list(shown) == ["my-pipeline", "my-loss", "my-teacher", "my-update"]
+    assert "each trainer worker: shape -> advantage -> deal" in shown["my-pipeline"]
+    assert "batches -> teacher -> loss -> update" in shown["my-teacher"]
+    last = [re.sub(" +", " ", line) for line in shown["my-update"].splitlines()]
+    assert " teacher reference <- batches -> tokens /models/larger (data_parallel = 2)" in last
+    assert " update policy <- loss -> weights my_package.losses:momentum (each minibatch)" in last

@@ -25,16 +25,17 @@ from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import MicroBatch, empty_micro_batch, pad_to_shape
 from hpcrl.learn.loss import LossSums, PolicyLoss, compute_log_distribution, gather_logprobs
+from hpcrl.learn.pipeline import load_update
 from hpcrl.plan.checks import find_megatron_conflict
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, find_fixed_models
 from hpcrl.trainers.megatron.model import build_model_part, patch_for_cpu
 from hpcrl.trainers.megatron.weight_names import ParallelRank, map_shards
 from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs, compute_micro_batch_loss
-from hpcrl.trainers.optimizer import make_optimizer
+from hpcrl.trainers.optimizer import MOMENT_PARTS, make_optimizer
+from hpcrl.trainers.spread_model import load_spread_models
 from hpcrl.trainers.state import WEIGHT_PART, StateShard, check_same_shapes, fill_shards, read_whole_shapes
 from hpcrl.trainers.step import make_row_reader, train_step
-from hpcrl.trainers.torch_model import MOMENT_PARTS
 from hpcrl.trainers.world import World
 from hpcrl.weights.layout import TensorShard
 
@@ -69,15 +70,20 @@ class MegatronTrainer:
         self.critic = None  # `find_megatron_conflict` refuses recipes that need one
         with patch_for_cpu():
             self._model_part = build_model_part(model_dir, train=train, world=world, seed=seed)
+            paths = find_fixed_models(train, model_dir, teacher=reference_dir, vocabulary_size=self.vocabulary_size)
+            self.spread_models = load_spread_models(
+                train, paths, num_shares=self.num_shares, share=self.share, world=world, temperature=temperature
+            )
             self._fixed_models = {
                 name: build_model_part(path, train=train, world=world, seed=seed)
-                for name, path in find_fixed_models(
-                    train, model_dir, teacher=reference_dir, vocabulary_size=self.vocabulary_size
-                ).items()
+                for name, path in paths.items()
+                if name not in self.spread_models
             }
             """The models of nodes that never train, split over the ranks as the policy is."""
         self._parameters: dict[str, Tensor] = dict(self._model_part.module.named_parameters())
-        self._optimizer = make_optimizer(self._parameters.values(), train=train, learning_rate=train.learning_rate)
+        self._optimizer = make_optimizer(
+            self._parameters.values(), train=train, learning_rate=train.learning_rate, update=load_update(train)
+        )
 
     @property
     def num_shares(self) -> int:
@@ -88,6 +94,11 @@ class MegatronTrainer:
     def share(self) -> int:
         """The index of this rank's share."""
         return self._model_part.data_rank
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether this rank is given the log-probs of its tokens: the last stage is."""
+        return self._model_part.rank.is_last
 
     @property
     def vocabulary_size(self) -> int:

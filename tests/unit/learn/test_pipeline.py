@@ -98,7 +98,7 @@ REFUSED = {
     "two for the batches": ({"batches": {"inputs": ["rows", "rows"]}}, "it takes 1 input (the replacement"),
     "two losses": (
         {"second": own("a:b", ["batches"])},
-        "train.pipeline.second: it takes 'batches', so it would be a second",
+        "train.pipeline.second: no node takes it, so it would have no effect: add it to the inputs of loss (a",
     ),
     "two losses for the update": ({"update": {"inputs": ["loss", "mine"]}}, "train.pipeline.update: it takes one loss"),
     "a loss on rows": ({"loss": {"function": "a:b", "inputs": ["rows"]}}, "its first input is 'batches', not 'rows'"),
@@ -127,7 +127,28 @@ REFUSED = {
     ),
     "a model of the values": ({"rows": {"model": "/m"}}, "which only `reference` and nodes of your own"),
     "one for the deal": ({"deal": {"inputs": ["score"]}}, "it takes 2 inputs (trajectories and advantages)"),
-    "our function": ({"update": {"function": "a:b"}}, "only advantage and rewards and loss can have another"),
+    "our function": (
+        {"deal": {"function": "a:b"}},
+        "only advantage, rewards, reference, values, loss and update can have another function",
+    ),
+    "the rollout": ({"sample": {"function": "a:b"}}, "its function is built in; an environment is domains.NAME.env"),
+    "a function for tokens that takes rows": (
+        {"mine": own("a:b", ["rows", "batches"]), "loss": {"function": "a:b", "inputs": ["batches", "mine"]}},
+        "train.pipeline.mine: its first input is 'batches', not 'rows'",
+    ),
+    "a circle of functions for tokens": (
+        {
+            "a": own("a:b", ["batches", "b"]),
+            "b": own("a:b", ["batches", "a"]),
+            "loss": {"function": "a:b", "inputs": ["batches", "a"]},
+        },
+        "nodes form a cycle: a -> b -> a",
+    ),
+    "another degree of a function": (
+        {"mine": own() | {"data_parallel": 2}, **TAKEN},
+        "it has data_parallel, which only nodes with a model can have",
+    ),
+    "the scores": ({"score": {"function": "a:b"}}, "a reward is domains.NAME.reward"),
     "our role": ({"advantage": {"role": "critic"}}, "its role is 'policy', not 'critic'"),
     "our inputs": ({"rows": {"inputs": ["score"]}}, "its inputs cannot be changed"),
     "options without a function": ({"advantage": {"options": {"a": 1}}}, "no function that takes them"),
@@ -140,6 +161,34 @@ def test_an_invalid_pipeline_is_refused_with_the_reason(nodes, message):
     recipe = load_recipe("quickstart")
     with pytest.raises(PlanError):
         check_recipe(msgspec.structs.replace(recipe, train=train_of(nodes)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("update", {"weight_decay": 0.1}), ("update", {"adam_betas": (0.9, 0.95)}), ("values", {"value_clip": 0.2})],
+)
+def test_settings_of_a_function_that_the_users_replaces_are_refused(name, changed):
+    (problem,) = check_user_nodes(
+        train_of({name: {"function": "a:b"}}, advantage="gae" if name == "values" else "grpo", **changed)
+    )
+    assert problem.startswith(f"train.pipeline.{name}: train.{next(iter(changed))} = ")
+    assert "which this function replaces: remove it" in problem
+
+
+def test_a_degree_that_does_not_divide_the_ranks_is_refused():
+    recipe = load_recipe(
+        "quickstart", settings=("resources.train.num_workers=4", "train.groups_per_step=8", "train.kl=k3")
+    )
+    for degree, refused in ((3, True), (8, True), (2, False), (1, False)):
+        train = msgspec.structs.replace(
+            recipe.train, pipeline=train_of({"reference": {"data_parallel": degree}}).pipeline
+        )
+        changed = msgspec.structs.replace(recipe, train=train)
+        if refused:
+            with pytest.raises(PlanError, match=rf"reference\.data_parallel = {degree} does not divide"):
+                check_recipe(changed)
+        else:
+            check_recipe(changed)
 
 
 @pytest.mark.parametrize("nodes", [SHAPE, BEST, FIRST, {**SHAPE, **FIRST}], ids=["shape", "best", "first", "both"])

@@ -128,7 +128,6 @@ def test_a_trainer_of_several_ranks_has_a_worker_for_each() -> None:
         (("train.tensor_parallel=2",), 'train.trainer = "megatron"'),
         (("train.trainer=megatron", "train.tensor_parallel=2"), "resources.train.num_workers = 1 is not a multiple"),
         (("train.trainer=megatron", "train.advantage=gae"), "needs a critic"),
-        (("train.trainer=megatron", "train.kl=k1", "train.kl_in=reward"), 'set kl_in = "loss"'),
         (("resources.train.num_workers=500",), "raise train.groups_per_step"),
     ],
 )

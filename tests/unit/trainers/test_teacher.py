@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpcrl.campaign.model_check import check_model
-from hpcrl.config.recipe import ModelConfig, TeacherConfig, TinyModel, TrainConfig, load_recipe
+from hpcrl.config.recipe import ModelConfig, PipelineNode, TeacherConfig, TinyModel, TrainConfig, load_recipe
 from hpcrl.errors import ConfigError, TrainError
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.testing.model_templates import FAMILIES, save_family
@@ -76,6 +76,12 @@ def test_a_teacher_with_other_tokens_is_refused_at_plan(tmp_path):
         ConfigError, match=r"teacher.path = .* has another vocabulary than model.path \(\d+ and \d+ tok"
     ):
         check_model(recipe)
+    nodes = {"second": PipelineNode(model=str(paths[1]), role="reference", inputs=["batches"])}
+    second = msgspec.structs.replace(recipe, teacher=None, train=msgspec.structs.replace(recipe.train, pipeline=nodes))
+    with pytest.raises(
+        ConfigError, match=r"train\.pipeline\.second\.model = .* has another vocabulary than model\.path"
+    ):
+        check_model(second)
     missing = msgspec.structs.replace(recipe, teacher=TeacherConfig(path=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"is not a model directory: it has no config\.json"):
         check_model(missing)

@@ -1,0 +1,70 @@
+"""A node whose data-parallel degree is not the trainer's: the same numbers, and tokens are sent only then."""
+
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.learn.batch import TrainingRow, make_micro_batches, make_packed_batches
+from hpcrl.testing.ranks import run_ranks
+from hpcrl.trainers.spread_model import pack_inputs, unpack_inputs
+from hpcrl.trainers.torch import TorchTrainer
+from tests.support.learners import VOCABULARY, make_model, settings, trained
+
+KL = {"kl": "k3", "kl_coef": 1.0, "num_minibatches": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("spread") / "model")
+
+
+def make_row(length, *, seed):
+    rng = np.random.default_rng(seed)
+    mask = rng.random(length) < 0.5
+    num = int(mask.sum())
+    return TrainingRow(
+        inputs=rng.integers(0, VOCABULARY, length, dtype=np.int32),
+        mask=mask,
+        targets=rng.integers(0, VOCABULARY, num, dtype=np.int32),
+        behaviour=np.zeros(num, np.float32),
+        credit=np.zeros(num, np.float32),
+    )
+
+
+@pytest.mark.parametrize("make", [make_micro_batches, make_packed_batches])
+def test_packed_inputs_are_the_same_when_unpacked(make):
+    made = make([make_row(length, seed=length) for length in (3, 9, 9, 17, 40)], tokens_per_micro_batch=40)
+    assert len(made) > 1
+    for before, after in zip(made, unpack_inputs(pack_inputs(made)), strict=True):
+        for name in ("inputs_BT", "mask_BT", "targets_N", "positions_BT"):
+            mine, theirs = getattr(before, name), getattr(after, name)
+            assert (mine is None and theirs is None) or torch.equal(mine, theirs), name
+    assert unpack_inputs(pack_inputs([])) == []
+
+
+def nodes_of(degree):
+    return KL | {"pipeline": {"reference": {"data_parallel": degree}}}
+
+
+@pytest.mark.timeout(900)
+def test_half_of_the_ranks_have_the_reference_of_all(model):
+    alone = run_ranks(2, "tests.support.learners:train_counted", str(model), "torch", nodes_of(2))
+    spread = run_ranks(2, "tests.support.learners:train_counted", str(model), "torch", nodes_of(1))
+    assert [one["num_exchanges"] for one in alone] == [0, 0]
+    assert [one["has_model"] for one in alone] == [[], []]
+    assert [one["num_exchanges"] for one in spread] == [4, 4], "tokens and log-probs, in each of two steps"
+    assert [one["has_model"] for one in spread] == [[True], [False]]
+    for name in ("loss", "grad_norm", "entropy"):
+        assert spread[0][name] == pytest.approx(alone[0][name], rel=1e-5), name
+
+
+@pytest.mark.timeout(900)
+def test_every_rank_of_a_megatron_replica_has_the_reference(model):
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    expected = trained(TorchTrainer(model, settings(**KL), seed=3), last=2)
+    changed = nodes_of(2) | {"trainer": "megatron", "pipeline_parallel": 2}
+    found = run_ranks(2, "tests.support.learners:train_counted", str(model), "megatron", changed)
+    assert [one["has_model"] for one in found] == [[True], [True]]
+    assert [one["num_exchanges"] for one in found] == [4, 4]
+    for name in ("loss", "grad_norm"):
+        assert found[0][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
